@@ -1,0 +1,150 @@
+"""InCo Aggregation: the merged change of a shallow layer refines those of the deeper layers of its shape.
+
+Chan, Zhou, Zhao, Jiang and Ngai, "Internal Cross-layer Gradients for Extending Homogeneity to Heterogeneity in
+Federated Learning", ICLR 2024.
+
+It runs after the merge and before any server optimiser, so it combines with every method that merges weights. The
+paper and its released code differ: each difference is a setting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+from torch import Tensor
+
+from motley.models import CrossLayer
+from motley.settings import Settings
+from motley.splits.part import State
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "off": {},
+    "official": {},
+    "paper": {"granularity": "tensor", "sign": "minus", "theta_max": "off", "element_max": "off", "epsilon": 1e-30},
+}
+"""What each preset changes; the fields' defaults are what the authors' released code does ("official").
+"paper" is Algorithm 1 to the letter: no clamps, no epsilon (1e-30 only keeps 0/0 away), and raw products. For line 8
+takes alpha and beta from Theorem 3.1, whose g carry no prime, though line 7 has just defined normalised g'; and Section
+5.4 explains a falling beta by shrinking gradients, which a cosine would not show. `products = "normalized"` is the
+reading by the order of lines 7 and 8: there line 9 is an exact projection.
+"""
+
+
+def _limit(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return handler(value)
+    except ValidationError:
+        raise ValueError('should be a number above 0, or "off".') from None
+
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Limit: TypeAlias = Annotated[Positive | Literal["off"], WrapValidator(_limit)]
+
+
+class IncoSettings(Settings):
+    """Which InCo: a preset, and any field that should differ from it."""
+
+    preset: Literal["off", "paper", "official"] = "off"
+    """With "off" the change is left alone, whatever the other fields say."""
+    granularity: Literal["kernel", "tensor"] = "kernel"
+    """One theta per (out, in) kernel of a 4-D weight and per whole tensor of any other, or per tensor throughout."""
+    sign: Literal["plus", "minus", "theorem"] = "plus"
+    """+|theta| (released code), -theta always (Algorithm 1), or -theta only where beta < 0 (Theorem 3.1, Eq. 2)."""
+    products: Literal["raw", "normalized"] = "raw"
+    """Which gradients alpha and beta are computed from."""
+    normalize: bool = True
+    """False is the ablation "w/o N": the gradients are combined as they are."""
+    optimize: bool = True
+    """False is the ablation "w/o O": theta is 1, unclamped, and layer 0 is added whatever `sign` says."""
+    theta_max: Limit = 5.0
+    """Largest |theta|."""
+    element_max: Limit = 0.1
+    """Largest absolute value in a refined change."""
+    epsilon: Positive = 1e-7
+    """Added to alpha and to both norms where they divide."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, values: Any) -> Any:
+        preset = values.get("preset") if isinstance(values, Mapping) else None
+        return {**PRESETS[preset], **values} if isinstance(preset, str) and preset in PRESETS else values
+
+    @property
+    def active(self) -> bool:
+        """Whether `inco` does anything."""
+        return self.preset != "off"
+
+
+class Coefficients(NamedTuple):
+    """Figure 9 and Table 3 for one target: means of theta, alpha, beta and (beta > 0) over its covered kernels."""
+
+    theta: Tensor  # as used: |theta| under "plus", 0 where Theorem 3.1 leaves g_k alone, 1 without optimisation
+    alpha: Tensor
+    beta: Tensor
+    positive: Tensor
+
+
+def inco(
+    change: Mapping[str, Tensor],
+    pairs: Sequence[CrossLayer],
+    settings: IncoSettings,
+    covered: Mapping[str, Tensor | None] | None = None,
+) -> tuple[State, dict[str, Coefficients]]:
+    """Return the change with every pair's target refined by its source, and the coefficients of each target.
+
+    Sources are always the changes as given, so the order of pairs is free. A pair of which nobody held one layer is
+    skipped. `covered` says which coordinates somebody held (None: all). What takes part, and is changed, are the
+    kernels (where theta is one a tensor: the coordinates) that are covered in both source and target.
+    """
+    refined, coefficients = dict(change), {}
+    for source, target in pairs if settings.active else ():
+        if source in change and target in change:
+            masks = [mask for name in (source, target) if (mask := (covered or {}).get(name)) is not None]
+            held = masks[0] & masks[-1] if masks else None
+            refined[target], coefficients[target] = _refine(change[target], change[source], held, settings)
+    return refined, coefficients
+
+
+def _refine(deep: Tensor, shallow: Tensor, held: Tensor | None, settings: IncoSettings) -> tuple[Tensor, Coefficients]:
+    """Combine g_k (`deep`) and g_0 (`shallow`) as Algorithm 1, line 9:
+
+    (g_k' -+ theta g_0') (|g_k| + |g_0|) / 2, where g' = g / (|g| + eps); without normalisation g_k -+ theta g_0.
+    In double precision, where no finite float32 input overflows: nothing here can become NaN.
+    """
+    per_kernel = settings.granularity == "kernel" and deep.dim() == 4
+    dims = (-2, -1) if per_kernel else tuple(range(deep.dim()))
+    if held is not None and per_kernel:
+        held = held.all(dims, keepdim=True)
+    g_k, g_0 = (g.double() if held is None else g.double().where(held, 0.0) for g in (deep, shallow))
+    alpha, beta = ((g_0 * g).sum(dims, keepdim=True) for g in (g_0, g_k))
+    n_0, n_k = alpha.sqrt(), g_k.square().sum(dims, keepdim=True).sqrt()
+    d_0, d_k = n_0 + settings.epsilon, n_k + settings.epsilon
+    if settings.products == "normalized":
+        alpha, beta = alpha / d_0 / d_0, beta / d_0 / d_k
+    theta = _theta(alpha, beta, settings)
+    signed = theta if settings.sign == "plus" or not settings.optimize else -theta
+    mixed = (g_k / d_k + signed * (g_0 / d_0)) * ((n_k + n_0) / 2) if settings.normalize else g_k + signed * g_0
+    if isinstance(settings.element_max, float):
+        mixed = mixed.clamp(-settings.element_max, settings.element_max)
+    mixed = mixed.to(deep.dtype)
+    coefficients = Coefficients(*(_mean(value, held) for value in (theta, alpha, beta, (beta > 0).double())))
+    return mixed if held is None else torch.where(held, mixed, deep), coefficients
+
+
+def _theta(alpha: Tensor, beta: Tensor, settings: IncoSettings) -> Tensor:
+    """Theorem 3.1 (matrix form: Eq. 20): theta = beta / alpha, alpha = <g_0, g_0>, beta = <g_0, g_k>."""
+    if not settings.optimize:
+        return torch.ones_like(beta)
+    theta = beta / (alpha + settings.epsilon)
+    if settings.sign == "plus":
+        theta = theta.abs()
+    elif settings.sign == "theorem":
+        theta = theta.clamp(max=0)
+    return theta.clamp(-settings.theta_max, settings.theta_max) if isinstance(settings.theta_max, float) else theta
+
+
+def _mean(value: Tensor, held: Tensor | None) -> Tensor:
+    return (value.mean() if held is None else (value * held).sum() / held.sum().clamp(min=1)).float()

@@ -1,0 +1,226 @@
+"""One TOML file is one run: the whole configuration, typed, checked, and resolved before anything starts.
+
+The settings classes live beside what they configure; this page puts them together, fills in presets and overrides, and
+refuses what cannot work.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
+
+from motley.data.settings import DataSettings
+from motley.engine.base import EngineSettings
+from motley.engine.training import TrainingSettings
+from motley.errors import MotleyError, unknown
+from motley.evaluate import EvaluationSettings
+from motley.methods import METHODS, MethodSettings
+from motley.models import MODELS
+from motley.models.resnet import ResNetSettings
+from motley.models.vit import ViTSettings
+from motley.settings import Settings, validate
+from motley.splits import SPLITS, SplitSettings
+
+DEFAULT_PRESET = "quickstart"
+
+
+class ModelSettings(Settings):
+    """The sizes of the federation, smallest first, and what their families let one choose."""
+
+    sizes: tuple[str, ...] = ("resnet10", "resnet14", "resnet18", "resnet22", "resnet26")
+    resnet: ResNetSettings = ResNetSettings()
+    vit: ViTSettings = ViTSettings()
+    weights: str = ""
+    """A safetensors file whose tensors replace those of the initial state that have their name and shape."""
+
+    @field_validator("sizes")
+    @classmethod
+    def _known(cls, sizes: tuple[str, ...]) -> tuple[str, ...]:
+        if not sizes:
+            raise ValueError("at least one size is needed")
+        if len(set(sizes)) != len(sizes):
+            raise ValueError("a size is named twice")
+        for size in sizes:
+            if size not in MODELS:
+                raise ValueError(unknown("model", size, (entry.name for entry in MODELS)))
+        return sizes
+
+
+class FederationSettings(Settings):
+    """Who takes part."""
+
+    clients: int = Field(default=20, ge=1)
+    clients_per_round: int = Field(default=5, ge=1)
+    assign: Literal["blocks", "alternate", "random"] = "blocks"
+    """How sizes are given to client ids: the first block the first size (as the InCo authors do), in turns, or drawn."""
+    shares: tuple[float, ...] = ()
+    """The share of clients of each size; empty: the same."""
+
+
+class ServerSettings(Settings):
+    """What the server does with the clients' changes."""
+
+    weights: Literal["uniform", "samples"] = "uniform"
+    """Every client counts the same, or by its number of examples."""
+    step: float = Field(default=1.0, gt=0)
+    """Factor on the mean change of parameters."""
+    average: float = Field(default=0.0, ge=0, lt=1)
+    """Decay of the moving average that is evaluated and handed out; 0: off."""
+
+
+class RunSettings(Settings):
+    """What a run keeps."""
+
+    checkpoint_every: int = Field(default=10, ge=1)
+    """Rounds between checkpoints; the last round and an interrupted one are always saved."""
+    keep: int = Field(default=2, ge=1)
+    """How many checkpoints are kept."""
+    tensorboard: bool = True
+    """Write TensorBoard event files where tensorboard is installed."""
+
+
+class Config(Settings):
+    """A run."""
+
+    preset: str = ""
+    """The preset the values started from; it is recorded with the run."""
+    seed: int = Field(default=1, ge=0)
+    data: DataSettings = Field(default_factory=lambda: DataSettings.model_validate({}))
+    model: ModelSettings = ModelSettings()
+    split: SplitSettings = SplitSettings()
+    federation: FederationSettings = FederationSettings()
+    training: TrainingSettings = TrainingSettings()
+    method: SerializeAsAny[MethodSettings] = MethodSettings()
+    server: ServerSettings = ServerSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    engine: EngineSettings = EngineSettings()
+    run: RunSettings = RunSettings()
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _chosen_method(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        entry = METHODS.entry(str(value.get("name", "fedavg")))
+        return validate(entry.item.Settings, {**value, "name": entry.name}, where="method")
+
+    @field_validator("split")
+    @classmethod
+    def _chosen_split(cls, split: SplitSettings) -> SplitSettings:
+        return split.model_copy(update={"name": SPLITS.entry(split.name).name})
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Config:
+        federation, method = self.federation, self.method
+        if federation.clients_per_round > federation.clients:
+            raise MotleyError(
+                f"federation.clients_per_round = {federation.clients_per_round}: there are only "
+                f"federation.clients = {federation.clients} clients."
+            )
+        if len(self.model.sizes) > federation.clients:
+            raise MotleyError(
+                f"federation.clients = {federation.clients}: fewer than the {len(self.model.sizes)} sizes."
+            )
+        if federation.shares and len(federation.shares) != len(self.model.sizes):
+            raise MotleyError(
+                f"federation.shares = {list(federation.shares)}: {len(self.model.sizes)} shares are needed, one a size."
+            )
+        if federation.shares and not (min(federation.shares) >= 0 and sum(federation.shares) > 0):
+            raise MotleyError(f"federation.shares = {list(federation.shares)}: shares must not be negative.")
+        if method.inco.active and not METHODS[method.name].exchanges_weights:
+            raise MotleyError(
+                f"method.inco.preset = {method.inco.preset!r}: {method.name!r} exchanges no weights, so there is no "
+                "change to work on. Use method.inco.preset = 'off'."
+            )
+        return self
+
+    def to_toml(self) -> str:
+        """Return the whole configuration, every default written out."""
+        return tomli_w.dumps(self.model_dump(mode="json"))
+
+
+def load_config(file: Path | None = None, *, preset: str = "", overrides: Iterable[str] = ()) -> Config:
+    """Read a run's configuration: a preset, then a TOML file on top, then `a.b=c` overrides."""
+    given = _read(file) if file else {}
+    preset = preset or str(given.get("preset", "")) or ("" if file else DEFAULT_PRESET)
+    values = _overlay(_preset_values(preset) if preset else {}, given)
+    for override in overrides:
+        values = _overlay(values, _parse_override(override))
+    return validate(Config, {**values, "preset": preset})
+
+
+def presets() -> dict[str, str]:
+    """Return every preset's name and the comment on its first line."""
+    files = sorted(resources.files("motley.presets").iterdir(), key=lambda file: file.name)
+    return {
+        file.name.removesuffix(".toml"): file.read_text().splitlines()[0].removeprefix("# ")
+        for file in files
+        if file.name.endswith(".toml")
+    }
+
+
+def _preset_values(name: str) -> dict[str, Any]:
+    if name not in presets():
+        raise MotleyError(unknown("preset", name, presets()))
+    return tomllib.loads((resources.files("motley.presets") / f"{name}.toml").read_text())
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text())
+    except FileNotFoundError:
+        raise MotleyError(f"{file}: there is no such configuration file.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise MotleyError(f"{file}: cannot be read: {error}.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise MotleyError(f"{file}: is not valid TOML: {error}.") from None
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not all(name.split(".")):
+        raise MotleyError(f"--set {text!r}: write it as table.key=value, for example training.rounds=20.")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    for step in reversed(name.strip().split(".")):
+        parsed = {step: parsed}
+    return parsed
+
+
+_CHOOSERS = {"method": "name", "partition": "name", "inco": "preset", "transform": "preset"}
+"""Tables whose other keys belong to what this key chooses."""
+
+
+def _overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `below` with `above` on top, table by table.
+
+    Where `above` chooses anew (another method, another preset of InCo), the values that belonged to the old choice go;
+    tables inside stay. Another data set keeps the transform's preset and nothing else of the old transform.
+    """
+    result = dict(below)
+    for name, value in above.items():
+        old = result.get(name)
+        if not (isinstance(value, Mapping) and isinstance(old, Mapping)):
+            result[name] = value
+            continue
+        chooser = _CHOOSERS.get(name)
+        if chooser and chooser in value and value[chooser] != old.get(chooser):
+            old = {key: table for key, table in old.items() if isinstance(table, Mapping)}
+        if name == "data" and value.get("name", old.get("name")) != old.get("name"):
+            preset = old.get("transform", {}).get("preset")
+            old = {**old, "transform": {"preset": preset} if preset else {}}
+        result[name] = _overlay(old, value)
+    return result
+
+
+def read_resolved(file: Path) -> Config:
+    """Read a configuration that was saved with a run: complete, so that nothing is filled in."""
+    return validate(Config, _read(file))

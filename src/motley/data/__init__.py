@@ -1,0 +1,16 @@
+"""Data: readers, partitions, and the data set on the device."""
+
+from motley.data.dataset import DATASETS, Dataset, Examples, load_dataset
+from motley.data.partition import PARTITIONS, Partition, PartitionSettings
+from motley.data.settings import DataSettings
+
+__all__ = [
+    "DATASETS",
+    "PARTITIONS",
+    "DataSettings",
+    "Dataset",
+    "Examples",
+    "Partition",
+    "PartitionSettings",
+    "load_dataset",
+]

@@ -1,0 +1,5 @@
+"""One file for each data set format; importing this package registers them all."""
+
+from motley.data.datasets import cifar10, digits, fashion_mnist, npz
+
+__all__ = ["cifar10", "digits", "fashion_mnist", "npz"]

@@ -1,0 +1,55 @@
+"""The `[data]` table: which data set, how it is transformed and how it is dealt to the clients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import SerializeAsAny, field_validator, model_validator
+
+from motley.data.dataset import DATASETS
+from motley.data.partition import PARTITIONS, PartitionSettings
+from motley.data.transforms import TransformSettings, fill_preset
+from motley.settings import Settings, validate
+
+
+class DataSettings(Settings):
+    """Which data set, how it is transformed and how it is dealt to the clients."""
+
+    name: str = "digits"
+    path: str = ""
+    """The user's own file, for the reader `npz`."""
+    root: str = ""
+    """Folder that holds the named data sets; empty: $MOTLEY_DATA, else the cache folder."""
+    transform: TransformSettings = TransformSettings()
+    partition: SerializeAsAny[PartitionSettings]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_defaults(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        values = {"name": "digits", "partition": {}, **values}
+        name = DATASETS.entry(str(values["name"])).name
+        transform = values.get("transform", {})
+        if isinstance(transform, dict):
+            values["transform"] = fill_preset(transform, name)
+        return {**values, "name": name}
+
+    @field_validator("partition", mode="before")
+    @classmethod
+    def _chosen_partition(cls, value: Any) -> Any:
+        if isinstance(value, PartitionSettings):
+            return value
+        values = {"name": "dirichlet", **value}
+        return validate(PARTITIONS[str(values["name"])], values, where="data.partition")
+
+    @property
+    def root_path(self) -> Path | None:
+        """The folder of the data sets, where one is set."""
+        return Path(self.root).expanduser() if self.root else None
+
+    @property
+    def file_path(self) -> Path | None:
+        """The user's own file, where one is set."""
+        return Path(self.path).expanduser() if self.path else None

@@ -1,0 +1,69 @@
+"""What happens to an image between the data set and the model: settings, and the papers' choices by name.
+
+Pixels are scaled to [0, 1] first; `mean` and `std` then normalise. Augmentation is for training only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from motley.errors import MotleyError, unknown
+from motley.settings import Settings
+
+
+class TransformSettings(Settings):
+    """Resizing, normalisation and augmentation. A preset fills what is not given."""
+
+    preset: str = "plain"
+    """plain, or a paper's transform for this data set: inco, inco-vit, fedimpro."""
+    resize: int = Field(default=0, ge=0)
+    """Side in pixels to which images are scaled (bilinear); 0 leaves them as they are."""
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    crop_padding: int = Field(default=0, ge=0)
+    """Random crop of the original size after padding with black on every side."""
+    flip: bool = False
+    """Mirror left to right, every second time."""
+    cutout: int = Field(default=0, ge=0)
+    """Side of a square set to zero after normalisation, its centre anywhere in the image."""
+    resized_crop: bool = False
+    """Random crop of 8 to 100 % of the area, aspect 3/4 to 4/3, scaled to `resize`."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> TransformSettings:
+        if len(self.mean) != len(self.std):
+            raise ValueError(f"mean has {len(self.mean)} values and std {len(self.std)}; one each a channel is needed")
+        if any(value <= 0 for value in self.std):
+            raise ValueError(f"std = {list(self.std)} must be positive")
+        if self.resized_crop and not self.resize:
+            raise ValueError("resized_crop needs resize, the size to scale to")
+        if self.resized_crop and self.crop_padding:
+            raise ValueError("resized_crop and crop_padding exclude each other")
+        return self
+
+
+_CIFAR = {"mean": [0.4914, 0.4822, 0.4465], "std": [0.2470, 0.2435, 0.2616], "crop_padding": 4, "flip": True}
+_HALF = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}
+_VIT = {"resize": 224, "resized_crop": True, "flip": True, **_HALF}
+
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "plain": {"digits": {"resize": 16}},
+    "inco": {"cifar10": {**_CIFAR, "cutout": 16}, "fashion-mnist": {"resize": 32}},
+    "inco-vit": {"cifar10": _VIT, "fashion-mnist": {"resize": 224}},
+    "fedimpro": {"cifar10": _CIFAR, "fashion-mnist": {"resize": 32}},
+}
+
+
+def fill_preset(given: dict[str, Any], data_name: str) -> dict[str, Any]:
+    """Return the transform's values: those of its preset for this data set, under what the user gave."""
+    preset = given.get("preset", "plain")
+    if preset not in PRESETS:
+        raise MotleyError(f"data.transform.preset: {unknown('transform', str(preset), PRESETS)}")
+    for_data = PRESETS[preset]
+    if preset != "plain" and data_name not in for_data:
+        raise MotleyError(
+            f"data.transform.preset = {preset!r}: is defined for {', '.join(sorted(for_data))}, not for {data_name!r}."
+        )
+    return {**for_data.get(data_name, {}), **given}

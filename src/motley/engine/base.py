@@ -1,0 +1,79 @@
+"""The contract of an engine: client jobs in, uploads out.
+
+The server loop is the same whether clients are slots on a GPU, a plain loop, or nodes elsewhere; an engine is what
+differs. It holds, or reaches, the clients' data and their memory; the server sees neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from pydantic import Field
+
+from motley.methods.base import Collection
+from motley.settings import Settings
+from motley.splits.part import State
+
+
+class EngineSettings(Settings):
+    """How clients are run. None of this changes what is computed, except `precision`."""
+
+    name: Literal["local", "debug"] = "local"
+    """local: slots, captured as CUDA graphs on a GPU. debug: a fresh model a client, one client at a time."""
+    device: str = "auto"
+    """auto, cpu, cuda, or cuda:N."""
+    slots: int = Field(default=0, ge=0)
+    """Clients of a size that train at once; 0: 1 on a CPU, up to 4 on a GPU."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads of torch; 0: leave as it is."""
+    precision: Literal["fp32", "tf32", "bf16"] = "tf32"
+    """tf32 is fp32 on a CPU; bf16 computes the forward pass in bfloat16."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the server asks of one client in a round."""
+
+    round_number: int
+    client: int
+    size: str
+    state: State
+    """The client's part of the global state under its own names: views, which the engine copies and never changes."""
+    message: State = field(default_factory=dict)
+    remembers: int | None = None
+    """The round whose memory the client is to use: that of its last upload which the server took."""
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What a client sends back."""
+
+    client: int
+    change: State
+    message: State
+    samples: int
+    steps: int
+    loss: float
+    """Mean training loss over the turn's steps."""
+
+
+Done = Callable[[int], None]
+"""Called with a client's id as soon as its turn is over."""
+
+
+class Engine(Protocol):
+    """Runs clients."""
+
+    def train(self, jobs: Sequence[Job], done: Done) -> list[Upload]:
+        """Train every job's client. A client without a single batch is left out of the answer."""
+        ...
+
+    def collect(self, jobs: Sequence[Job]) -> list[Collection]:
+        """Ask every job's client for the method's collection, without training."""
+        ...
+
+    def save_memory(self, rounds: dict[int, int]) -> None:
+        """Make the clients' memory of the given rounds (client -> round) durable; older ones may be forgotten."""
+        ...

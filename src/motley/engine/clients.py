@@ -1,0 +1,154 @@
+"""The clients that this process plays: their examples, their memory, and the learners they train in."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from motley.data.device import DeviceData
+from motley.data.partition import Partition
+from motley.engine.base import Job, Upload
+from motley.engine.learner import Learner
+from motley.engine.memory import MemoryStore
+from motley.engine.training import Plan, TrainingSettings, make_plan
+from motley.methods.base import Collection, Method
+from motley.randomness import torch_seed
+from motley.splits.part import State
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn that is over, its tensors still on the device."""
+
+    job: Job
+    change: State
+    reply: State
+    loss: Tensor
+    steps: int
+
+
+class Clients:
+    """Everything about the clients that does not depend on how they are run."""
+
+    def __init__(
+        self,
+        method: Method,
+        data: DeviceData,
+        partition: Partition,
+        training: TrainingSettings,
+        *,
+        precision: str,
+        seed: int,
+        memory: MemoryStore,
+    ) -> None:
+        self.method, self.data, self.partition, self.training = method, data, partition, training
+        self.precision, self.seed, self.memory = precision, seed, memory
+        self._models: dict[str, nn.Module] = {}
+        self._smallest: dict[str, int] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the clients train on."""
+        return self.data.device
+
+    def learner(self, size: str) -> Learner:
+        """Return a fresh learner of a size."""
+        if size not in self._models:
+            with torch_seed(self.seed, "template", size):
+                self._models[size] = self.method.world.split.build(size)
+        longest = self.training.turn_steps(len(self.training.epoch_lengths(int(self.partition.sizes.max()), 1)))
+        model = copy.deepcopy(self._models[size])
+        return Learner(
+            model, self.method, self.training, self.data, longest=max(longest, 1), precision=self.precision
+        )
+
+    def smallest_batch(self, size: str) -> int:
+        """Return the fewest examples a batch may have: BatchNorm cannot train on one."""
+        if size not in self._smallest:
+            modules = self.method.world.split.blueprints[size].module.modules()
+            batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules)
+            self._smallest[size] = 2 if batch_norm else 1
+        return self._smallest[size]
+
+    def samples(self, client: int) -> int:
+        """Return how many examples a client has."""
+        return len(self.partition.of(client))
+
+    def plan(self, job: Job) -> Plan:
+        """Draw a job's batches."""
+        return make_plan(
+            self.training,
+            self.partition.of(job.client),
+            smallest=self.smallest_batch(job.size),
+            augmented=self.data.random,
+            seed=self.seed,
+            round_number=job.round_number,
+            client=job.client,
+        )
+
+    def recall(self, learner: Learner, job: Job) -> State:
+        """Return the memory a job's client starts its turn with."""
+        fresh = self.method.memory(learner.model)
+        return self.memory.get(job.client, job.remembers) if fresh and job.remembers is not None else fresh
+
+    def seat(self, learner: Learner, job: Job, plan: Plan, memory: State) -> None:
+        """Put a client into a learner."""
+        learner.load(job, memory, plan, self.seed, self.samples(job.client))
+
+    def finish(self, learner: Learner) -> Turn:
+        """Take a client out of its learner, with what it sends and what it remembers."""
+        assert learner.job is not None
+        change, reply, memory, loss = learner.upload()
+        self.memory.put(learner.job.client, learner.job.round_number, memory)
+        return Turn(learner.job, change, reply, loss, learner.taken)
+
+    def uploads(self, turns: Sequence[Turn]) -> list[Upload]:
+        """Return the uploads of finished turns in the order of client ids; the device is asked once for the losses."""
+        turns = sorted(turns, key=lambda turn: turn.job.client)
+        losses = torch.stack([turn.loss for turn in turns]).tolist() if turns else []
+        return [
+            Upload(
+                turn.job.client,
+                turn.change,
+                turn.reply,
+                self.samples(turn.job.client),
+                turn.steps,
+                loss / turn.steps,
+            )
+            for turn, loss in zip(turns, losses, strict=True)
+        ]
+
+    def collect(self, learner: Learner, job: Job) -> Collection:
+        """Ask one client for the method's collection, over all of its examples."""
+        whole = self.training.model_copy(update={"epochs": 1.0, "steps": 0, "drop_last": False})
+        plan = make_plan(
+            whole,
+            self.partition.of(job.client),
+            smallest=1,
+            augmented=False,
+            seed=self.seed,
+            round_number=job.round_number,
+            client=job.client,
+        )
+        self.seat(learner, job, plan, self.recall(learner, job))
+        learner.seed_step()
+        values = self.method.collect(learner, learner.batches(plan))
+        return Collection(job.client, self.samples(job.client), values)
+
+
+@contextmanager
+def own_randomness(device: torch.device) -> Iterator[None]:
+    """Leave the caller's generators as they were: steps key torch's own ones."""
+    with torch.random.fork_rng(devices=[]):
+        default = torch.cuda.default_generators[device.index] if device.type == "cuda" else None
+        before = default.graphsafe_get_state() if default is not None else None
+        try:
+            yield
+        finally:
+            if default is not None:
+                default.graphsafe_set_state(before)

@@ -1,0 +1,47 @@
+"""The plain engine: a fresh model and a fresh optimiser for every client, one client after the other.
+
+Nothing here is clever. Every faster way to run clients is tested against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from motley.engine.base import Done, Job, Upload
+from motley.engine.clients import Clients, own_randomness
+from motley.methods.base import Collection
+
+
+class DebugEngine:
+    """Runs clients one at a time, eagerly."""
+
+    def __init__(self, clients: Clients) -> None:
+        self.clients = clients
+
+    def train(self, jobs: Sequence[Job], done: Done) -> list[Upload]:
+        """Train every job's client."""
+        turns = []
+        with own_randomness(self.clients.device):
+            for job in jobs:
+                plan = self.clients.plan(job)
+                if not plan.lengths:
+                    continue
+                learner = self.clients.learner(job.size)
+                self.clients.seat(learner, job, plan, self.clients.recall(learner, job))
+                learner.use_generator()
+                for length in plan.lengths:
+                    learner.seed_step()
+                    learner.step(length)
+                    learner.taken += 1
+                turns.append(self.clients.finish(learner))
+                done(job.client)
+        return self.clients.uploads(turns)
+
+    def collect(self, jobs: Sequence[Job]) -> list[Collection]:
+        """Ask every job's client for the method's collection."""
+        with own_randomness(self.clients.device):
+            return [self.clients.collect(self.clients.learner(job.size), job) for job in jobs]
+
+    def save_memory(self, rounds: dict[int, int]) -> None:
+        """Write the clients' memory."""
+        self.clients.memory.save(rounds)

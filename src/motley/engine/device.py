@@ -1,0 +1,33 @@
+"""Where tensors live, and how exactly they are computed: decided here and nowhere else."""
+
+from __future__ import annotations
+
+import torch
+
+from motley.errors import MotleyError
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device that a setting names; `auto` is the first GPU where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise MotleyError(f"engine.device = {name!r}: allowed are auto, cpu, cuda and cuda:N.")
+    if device.type == "cpu":
+        return device
+    count = torch.cuda.device_count()
+    index = device.index or 0
+    if index >= count:
+        raise MotleyError(f"engine.device = {name!r}: this machine has {count} CUDA device(s).")
+    return torch.device("cuda", index)
+
+
+def set_precision(precision: str) -> None:
+    """Allow or forbid tf32 in matrix products and convolutions on a GPU."""
+    allowed = precision != "fp32"
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cudnn.allow_tf32 = allowed

@@ -1,0 +1,114 @@
+"""The `[training]` table: how a client trains, and the plan of one turn that follows from it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from motley.data.device import DRAWS
+from motley.randomness import generator
+from motley.settings import Settings
+
+
+class OptimizerSettings(Settings):
+    """The client's optimiser; its state is fresh every round."""
+
+    name: Literal["adam", "adamw", "sgd"] = "adam"
+    lr: float = Field(default=1e-3, gt=0)
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    """Of sgd."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Of adam and adamw."""
+
+    @model_validator(mode="after")
+    def _momentum_is_for_sgd(self) -> OptimizerSettings:
+        if self.momentum and self.name != "sgd":
+            raise ValueError(f"momentum = {self.momentum} is for optimizer.name = 'sgd', not {self.name!r}")
+        return self
+
+    def build(self, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
+        """Return the optimiser; on a GPU one that a graph can capture, with its learning rate on the device."""
+        cuda = device.type == "cuda"
+        lr: Any = torch.tensor(self.lr, device=device) if cuda else self.lr
+        shared = {"lr": lr, "weight_decay": self.weight_decay, "fused": True}
+        if self.name == "sgd":
+            return torch.optim.SGD(model.parameters(), momentum=self.momentum, **shared)
+        kind = torch.optim.Adam if self.name == "adam" else torch.optim.AdamW
+        return kind(model.parameters(), betas=self.betas, capturable=cuda, **shared)
+
+
+class TrainingSettings(Settings):
+    """How long the federation runs and how a client trains in its turn."""
+
+    rounds: int = Field(default=20, ge=1)
+    epochs: float = Field(default=1.0, gt=0)
+    """Passes over the client's data a turn; fractions are allowed."""
+    steps: int = Field(default=0, ge=0)
+    """Batches a turn, instead of epochs; 0: as many as `epochs` says."""
+    batch_size: int = Field(default=32, ge=1)
+    drop_last: bool = False
+    """Leave out an epoch's last, smaller batch, unless it is the only one."""
+    clip: float = Field(default=0.0, ge=0)
+    """Largest norm of the gradient; 0: not clipped."""
+    lr_decay: float = Field(default=1.0, gt=0, le=1)
+    """The learning rate of round t is lr * lr_decay ** (t - 1)."""
+    optimizer: OptimizerSettings = OptimizerSettings()
+
+    def lr(self, round_number: int) -> float:
+        """Return the learning rate of a round (the first is 1)."""
+        return self.optimizer.lr * self.lr_decay ** (round_number - 1)
+
+    def epoch_lengths(self, samples: int, smallest: int) -> list[int]:
+        """Return the sizes of an epoch's batches; none where the client has no batch of at least `smallest`."""
+        full, rest = divmod(samples, self.batch_size)
+        keep_rest = rest >= smallest and (full == 0 or not self.drop_last)
+        return [self.batch_size] * full + [rest] * (rest > 0 and keep_rest)
+
+    def turn_steps(self, epoch_steps: int) -> int:
+        """Return the number of steps of a turn whose epochs have this many."""
+        if not epoch_steps:
+            return 0
+        return self.steps or max(1, round(self.epochs * epoch_steps))
+
+
+class Plan(NamedTuple):
+    """One turn: which examples are in which batch, and the random numbers their augmentation uses."""
+
+    lengths: list[int]
+    rows: Tensor
+    """(steps, batch size); a shorter batch leaves the end of its row unused."""
+    draws: Tensor | None
+    """(steps, batch size, DRAWS) numbers in [0, 1)."""
+
+
+def make_plan(
+    training: TrainingSettings,
+    examples: np.ndarray,
+    *,
+    smallest: int,
+    augmented: bool,
+    seed: int,
+    round_number: int,
+    client: int,
+) -> Plan:
+    """Draw a client's batches for a round: a fresh permutation of its examples an epoch."""
+    epoch = training.epoch_lengths(len(examples), smallest)
+    steps = training.turn_steps(len(epoch))
+    lengths = [epoch[step % len(epoch)] for step in range(steps)]
+    rows = np.zeros((steps, training.batch_size), dtype=np.int64)
+    numbers = generator(seed, "batches", round_number, client)
+    for step, length in enumerate(lengths):
+        if step % len(epoch) == 0:
+            order = numbers.permutation(examples)
+        first = (step % len(epoch)) * training.batch_size
+        rows[step, :length] = order[first : first + length]
+    draws = None
+    if augmented:
+        shape = (steps, training.batch_size, DRAWS)
+        draws = torch.from_numpy(generator(seed, "augmentation", round_number, client).random(shape, dtype=np.float32))
+    return Plan(lengths, torch.from_numpy(rows), draws)

@@ -1,0 +1,302 @@
+"""The round loop. Read this first.
+
+    sample clients -> each gets its part of the global state and the method's message
+                   -> the ENGINE trains them
+                   -> their changes come back and are checked
+    merge over owners -> InCo -> the method's correction -> step -> moving average -> evaluate every size
+
+A round takes a `Server` and returns a new one; it changes nothing in place. Whatever interrupts a round, the server of
+the last whole round is still there to be saved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from motley.aggregate.admit import finite, misfit
+from motley.aggregate.averaging import average
+from motley.aggregate.inco import inco
+from motley.aggregate.merge import Merged, Update, apply
+from motley.config import Config
+from motley.data import Dataset, load_dataset
+from motley.data.device import DeviceData
+from motley.engine import Clients, DebugEngine, Engine, Job, LocalEngine, Upload
+from motley.engine.device import choose_device, set_precision
+from motley.engine.memory import MemoryStore
+from motley.errors import MotleyError
+from motley.evaluate import Evaluator, Score
+from motley.methods import METHODS, World
+from motley.models import MODELS
+from motley.randomness import generator
+from motley.splits import SPLITS, Split
+from motley.splits.part import State, take
+
+
+@dataclass(frozen=True)
+class Server:
+    """All that changes from round to round."""
+
+    round_number: int
+    """The last round that was completed; 0 before the first."""
+    state: State
+    averaged: State | None
+    method: State
+    """The method's own server state."""
+    remembered: dict[int, int]
+    """Client -> the round of its last upload that was taken."""
+
+    @property
+    def model(self) -> State:
+        """The state that is evaluated and handed out."""
+        return self.state if self.averaged is None else self.averaged
+
+
+@dataclass
+class Record:
+    """What is known of one round."""
+
+    round_number: int
+    scores: dict[str, Score] = field(default_factory=dict)
+    """Size -> score; empty where the round was not evaluated."""
+    train_loss: float = float("nan")
+    clients: list[int] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
+    idle: list[int] = field(default_factory=list)
+    """Clients that had no batch to train on."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes_down: int = 0
+    bytes_up: int = 0
+    inco: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Note how long a phase takes."""
+        begin = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
+
+
+def assign_sizes(config: Config) -> tuple[str, ...]:
+    """Return the size of every client, by client id."""
+    sizes, clients = config.model.sizes, config.federation.clients
+    shares = np.array(config.federation.shares or (1.0,) * len(sizes))
+    ends = np.rint(np.cumsum(shares) / shares.sum() * clients).astype(int)
+    blocks = np.repeat(np.arange(len(sizes)), np.diff(ends, prepend=0))
+    if config.federation.assign == "random":
+        blocks = generator(config.seed, "sizes").permutation(blocks)
+    elif config.federation.assign == "alternate":
+        place = np.concatenate([np.linspace(0, 1, count, endpoint=False) for count in np.bincount(blocks) if count])
+        blocks = blocks[np.argsort(place, kind="stable")]
+    return tuple(sizes[block] for block in blocks)
+
+
+def build_split(config: Config, data: DeviceData, classes: int) -> Split:
+    """Return the split of a configuration for the shape of its images."""
+
+    def build(size: str) -> Any:
+        architecture = MODELS[size]
+        return architecture.build(getattr(config.model, architecture.family), data.shape, classes)
+
+    return SPLITS[config.split.name]({size: partial(build, size) for size in config.model.sizes}, config.split)
+
+
+class Federation:
+    """A configuration put to work: data dealt, sizes assigned, method and engine ready."""
+
+    def __init__(self, config: Config, *, dataset: Dataset | None = None, memory_folder: Path | None = None) -> None:
+        self.config = config
+        self.device = choose_device(config.engine.device)
+        set_precision(config.engine.precision)
+        if config.engine.threads:
+            torch.set_num_threads(config.engine.threads)
+        self.dataset = dataset or load_dataset(
+            config.data.name, root=config.data.root_path, path=config.data.file_path
+        )
+        transform = config.data.transform
+        train = DeviceData(self.dataset.train, transform, self.device, augment=True)
+        test = DeviceData(self.dataset.test, transform, self.device, augment=False)
+        self.split = build_split(config, train, self.dataset.classes)
+        if config.method.inco.active and not self.split.cross_layers:
+            raise MotleyError(
+                f"method.inco.preset = {config.method.inco.preset!r}: {', '.join(config.model.sizes)} have no layers "
+                "of one shape behind each other, so there is nothing to mix."
+            )
+        self.sizes = assign_sizes(config)
+        self.partition = config.data.partition.split(self.dataset.train.labels, config.federation.clients, config.seed)
+        world = World(self.split, self.sizes, self.dataset.classes, config.seed, config.training.rounds)
+        self.method = METHODS[config.method.name](config.method, world)
+        self.evaluate = Evaluator(self.split, test, self.dataset.classes, config.evaluation, config.engine.precision)
+        clients = Clients(
+            self.method,
+            train,
+            self.partition,
+            config.training,
+            precision=config.engine.precision,
+            seed=config.seed,
+            memory=MemoryStore(memory_folder),
+        )
+        self.engine: Engine = (
+            DebugEngine(clients) if config.engine.name == "debug" else LocalEngine(clients, config.engine.slots)
+        )
+
+    # ---- one round
+
+    def start(self) -> Server:
+        """Return the server before the first round."""
+        state = self.split.initial(self.config.seed)
+        if self.config.model.weights:
+            state = with_weights(state, Path(self.config.model.weights))
+        return self.to_device(Server(0, state, None, self.method.start(), {}))
+
+    def to_device(self, server: Server) -> Server:
+        """Return a server whose tensors are on the federation's device."""
+
+        def moved(state: State) -> State:
+            return {name: tensor.to(self.device) for name, tensor in state.items()}
+
+        averaged = moved(server.averaged) if server.averaged is not None else None
+        return replace(server, state=moved(server.state), averaged=averaged, method=moved(server.method))
+
+    def play(self, server: Server, done: Callable[[int], None] = lambda client: None) -> tuple[Server, Record]:
+        """Play one round and return the server after it."""
+        record = Record(server.round_number + 1)
+        with record.timed("train"):
+            jobs = self.jobs(server, record)
+            uploads = self.engine.train(jobs, done)
+            updates = self.admit(jobs, uploads, record)
+        with record.timed("merge"):
+            after = self.merge(server, updates, record)
+        after = self.collect(after, record)
+        if self.is_evaluated(record.round_number):
+            with record.timed("evaluate"):
+                record.scores = self.evaluate(after.model)
+        return after, record
+
+    def sample(self, round_number: int) -> list[int]:
+        """Return the clients of a round, in the order of their ids."""
+        federation = self.config.federation
+        numbers = generator(self.config.seed, "clients", round_number)
+        return sorted(numbers.choice(federation.clients, federation.clients_per_round, replace=False).tolist())
+
+    def jobs(self, server: Server, record: Record) -> list[Job]:
+        """Return what each sampled client is sent."""
+        record.clients = self.sample(record.round_number)
+        jobs = [self.job(server, record.round_number, client) for client in record.clients]
+        record.bytes_down = sum(size_in_bytes(job.state) + size_in_bytes(job.message) for job in jobs)
+        return jobs
+
+    def job(self, server: Server, round_number: int, client: int) -> Job:
+        """Return what one client is sent."""
+        size = self.sizes[client]
+        part = self.split.part(size, round_number, client)
+        message = self.method.message(server.method, server.state, round_number, client)
+        return Job(
+            round_number, client, size, take(server.state, part), message, server.remembered.get(client)
+        )
+
+    def admit(self, jobs: Sequence[Job], uploads: Sequence[Upload], record: Record) -> list[Update]:
+        """Return the uploads that fit what was sent out; refuse the others, by name and reason."""
+        sent = {job.client: job for job in jobs}
+        fitting = []
+        for upload in uploads:
+            reason = misfit(sent[upload.client].state, upload.change)
+            if reason:
+                record.refused[upload.client] = reason
+            else:
+                fitting.append(upload)
+        for upload, good in zip(fitting, finite([upload.change for upload in fitting]), strict=True):
+            if not good:
+                record.refused[upload.client] = "its change holds a number that is not finite."
+        taken = [upload for upload in fitting if upload.client not in record.refused]
+        answered = {upload.client for upload in uploads}
+        record.idle = [job.client for job in jobs if job.client not in answered]
+        record.bytes_up = sum(size_in_bytes(upload.change) + size_in_bytes(upload.message) for upload in uploads)
+        if taken:
+            record.train_loss = sum(upload.loss for upload in taken) / len(taken)
+        return [self.update(sent[upload.client], upload) for upload in taken]
+
+    def update(self, job: Job, upload: Upload) -> Update:
+        """Return an upload with what the server knows of its sender."""
+        return Update(
+            upload.client,
+            self.split.part(job.size, job.round_number, job.client),
+            upload.change,
+            weight=float(upload.samples) if self.config.server.weights == "samples" else 1.0,
+            size=job.size,
+            message=upload.message,
+            samples=upload.samples,
+            steps=upload.steps,
+        )
+
+    def merge(self, server: Server, updates: Sequence[Update], record: Record) -> Server:
+        """Return the server after the clients' changes."""
+        number = record.round_number
+        if not updates:
+            return replace(server, round_number=number)
+        merged = self.method.aggregate(server.method, server.state, updates)
+        merged = self.method.correct(server.method, self.mix(merged, record))
+        method = self.method.learn(server.method, server.state, updates)
+        state = apply(server.state, merged, self.split.parameters, self.config.server.step)
+        state = self.method.refine(method, state, updates)
+        remembered = {**server.remembered, **{update.client: number for update in updates}}
+        return Server(number, state, self.averaged(server, state, number), method, remembered)
+
+    def mix(self, merged: Merged, record: Record) -> Merged:
+        """Apply InCo to the mean change, and note its coefficients."""
+        settings = self.config.method.inco
+        if not settings.active:
+            return merged
+        change, coefficients = inco(merged.change, self.split.cross_layers, settings, merged.covered)
+        if coefficients:
+            table = torch.stack([torch.stack(tuple(row)) for row in coefficients.values()]).tolist()
+            names = next(iter(coefficients.values()))._fields
+            record.inco = {
+                layer: dict(zip(names, row, strict=True)) for layer, row in zip(coefficients, table, strict=True)
+            }
+        return merged.with_change(change)
+
+    def averaged(self, server: Server, state: State, round_number: int) -> State | None:
+        """Return the moving average of the state, where one is kept."""
+        decay = self.config.server.average
+        return average(server.averaged, state, decay, round_number) if decay else None
+
+    def collect(self, server: Server, record: Record) -> Server:
+        """Ask clients for the method's collection, where it wants one after this round."""
+        clients = self.method.collectors(record.round_number)
+        if not clients:
+            return server
+        with record.timed("collect"):
+            collections = self.engine.collect([self.job(server, record.round_number, client) for client in clients])
+            method, state = self.method.use(server.method, server.state, collections)
+        return replace(server, method=method, state=state)
+
+    def is_evaluated(self, round_number: int) -> bool:
+        """Tell whether a round ends with an evaluation."""
+        return round_number % self.config.evaluation.every == 0 or round_number == self.config.training.rounds
+
+
+def size_in_bytes(state: State) -> int:
+    """Return how many bytes a state is on its way."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+
+
+def with_weights(state: State, file: Path) -> State:
+    """Return a state in which the tensors of a file replace those of the same name and shape."""
+    try:
+        weights = load_file(file)
+    except (OSError, ValueError) as error:
+        raise MotleyError(f"model.weights = {str(file)!r}: cannot be read: {error}.") from None
+    fitting = {n: t for n, t in weights.items() if n in state and state[n].shape == t.shape}
+    if not fitting:
+        raise MotleyError(f"model.weights = {str(file)!r}: has no tensor that fits, by name and shape.")
+    return {**state, **{name: tensor.to(state[name].dtype) for name, tensor in fitting.items()}}

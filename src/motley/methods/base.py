@@ -1,0 +1,154 @@
+"""The contract of a method: what a client minimises and what travels.
+
+A method knows nothing of engines, files or the screen. Each hook has a default that makes it FedAvg, so a method is
+"FedAvg, and this". Client hooks run in the engine, on a GPU inside a captured graph: they work on tensors, in place
+where they change something, and never ask the device for a value. Server hooks take the state and return a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from motley.aggregate.inco import IncoSettings
+from motley.aggregate.merge import Merged, Update, merge
+from motley.registry import Registry
+from motley.settings import Settings
+from motley.splits.base import Split
+from motley.splits.part import State
+
+if TYPE_CHECKING:
+    from motley.engine.learner import Learner
+
+
+class MethodSettings(Settings):
+    """Which method, and InCo on top of it. A method with settings of its own derives its class from this one."""
+
+    name: str = "fedavg"
+    inco: IncoSettings = IncoSettings()
+
+
+@dataclass(frozen=True)
+class World:
+    """What a method may know of the federation it serves."""
+
+    split: Split
+    sizes: tuple[str, ...]
+    """The size of every client, by client id."""
+    classes: int
+    seed: int
+    rounds: int
+
+    def owners(self, name: str) -> int:
+        """Return how many of all clients hold a global name."""
+        holding = {size for size in self.split.sizes if any(p.name == name for p in self.split.part(size).values())}
+        return sum(size in holding for size in self.sizes)
+
+
+@dataclass(frozen=True)
+class Collection:
+    """What one client answered in a collection pass."""
+
+    client: int
+    samples: int
+    values: State = field(default_factory=dict)
+
+
+class Method:
+    """FedAvg, and the hooks that other methods override."""
+
+    Settings: ClassVar[type[MethodSettings]] = MethodSettings
+    exchanges_weights: ClassVar[bool] = True
+    """False for methods that send logits, prototypes or features only; InCo has nothing to act on there."""
+
+    def __init__(self, settings: MethodSettings, world: World) -> None:
+        self.settings = settings
+        self.world = world
+
+    # ---- server, before training
+
+    def start(self) -> State:
+        """Return the method's own server state before the first round (control variates, a feature pool)."""
+        return {}
+
+    def message(self, server: State, state: State, round_number: int, client: int) -> State:
+        """Return what travels to a client beside its part."""
+        return {}
+
+    # ---- client
+
+    def memory(self, model: nn.Module) -> State:
+        """Return what a client of this model remembers before its first turn; kept between rounds where it trains."""
+        return {}
+
+    def begin(self, learner: Learner) -> None:
+        """Prepare a turn, once the part, the message and the memory are in place. Not captured."""
+
+    def loss(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
+        """Return what the client minimises on a batch."""
+        return F.cross_entropy(learner.model(images), labels)
+
+    def correct_gradient(self, learner: Learner) -> None:
+        """Change the gradients before the optimiser's step."""
+
+    def correct_weights(self, learner: Learner) -> None:
+        """Change the weights after the optimiser's step."""
+
+    def step(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
+        """Take one step and return its loss. A method that needs two passes or two losses replaces the whole of it."""
+        learner.optimizer.zero_grad()
+        with learner.autocast():
+            loss = self.loss(learner, images, labels)
+        loss.backward()
+        self.correct_gradient(learner)
+        learner.clip_gradient()
+        learner.optimizer.step()
+        self.correct_weights(learner)
+        return loss.detach()
+
+    def reply(self, learner: Learner) -> State:
+        """Return what travels to the server beside the change. Not captured."""
+        return {}
+
+    def remember(self, learner: Learner) -> State:
+        """Return the client's memory after its turn. Not captured."""
+        return {}
+
+    # ---- server, after training
+
+    def aggregate(self, server: State, state: State, updates: Sequence[Update]) -> Merged:
+        """Return the mean change, before InCo."""
+        return merge(state, updates)
+
+    def correct(self, server: State, merged: Merged) -> Merged:
+        """Return the change after InCo and before it is applied (FedDyn's h)."""
+        return merged
+
+    def learn(self, server: State, state: State, updates: Sequence[Update]) -> State:
+        """Return the method's server state after the round. `state` is the global state the clients started from."""
+        return server
+
+    def refine(self, server: State, state: State, updates: Sequence[Update]) -> State:
+        """Return the new global state after training at the server (distillation)."""
+        return state
+
+    # ---- a pass over clients that does not train
+
+    def collectors(self, round_number: int) -> Sequence[int]:
+        """Return the clients that are asked for a collection after this round."""
+        return ()
+
+    def collect(self, learner: Learner, batches: Iterable[tuple[Tensor, Tensor]]) -> State:
+        """Return a client's answer, from one pass over its data without augmentation."""
+        return {}
+
+    def use(self, server: State, state: State, collections: Sequence[Collection]) -> tuple[State, State]:
+        """Return the method's server state and the global state, with what the clients answered."""
+        return server, state
+
+
+METHODS: Registry[type[Method]] = Registry("method")

@@ -1,0 +1,16 @@
+"""FedAvg: train locally, average over those who hold a coordinate.
+
+McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017. Over parts of
+unlike depth this is the InCo paper's HeteroAvg; with `method.inco` on, its InCoAvg.
+"""
+
+from __future__ import annotations
+
+from motley.methods.base import METHODS, Method
+
+
+@METHODS.register(
+    "fedavg", "local training, weighted mean over the owners of every coordinate", paper="McMahan et al., AISTATS 2017"
+)
+class FedAvg(Method):
+    """Every hook at its default."""

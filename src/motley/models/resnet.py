@@ -1,0 +1,246 @@
+"""Residual networks, He et al., "Deep Residual Learning for Image Recognition" (CVPR 2016).
+
+A block computes relu(f(x) + s(x)), s being the identity, or a 1x1 convolution and a norm where the shape changes. Four
+stages of such blocks follow a stem, and a mean over the map and one linear layer follow them. The sizes are nested: a
+shallower network's tensors are, name by name and shape by shape, some of a deeper one's (10 in 14 in 22 in 26, 10 in
+18 in 22), so clients with unlike sizes can share one state. Names are those of torchvision, so its weights load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Literal, TypeAlias
+
+from pydantic import Field, ValidationInfo, field_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from motley.models import MODELS, Architecture, CrossLayer, ImageShape
+from motley.settings import Settings
+
+STAGE_WIDTHS = (64, 128, 256, 512)
+Pair: TypeAlias = tuple[Tensor, Tensor]
+
+
+class ResNetSettings(Settings):
+    """What can be chosen about a residual network beside its size."""
+
+    stem: Literal["imagenet", "cifar"] = "imagenet"
+    """imagenet: 7x7 convolution of stride 2, then 3x3 max pooling of stride 2; cifar: 3x3 of stride 1, no pooling."""
+    width: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Factor on the four stages' 64, 128, 256 and 512 channels, each rounded and at least 1."""
+    norm: Literal["batch", "group"] = "batch"
+    """batch: with running statistics, which clients must also share; group: none, each image by itself."""
+    groups: int = Field(2, ge=1)
+    """Groups of channels that group norm treats apart; unused with batch norm."""
+
+    @field_validator("groups")
+    @classmethod
+    def _groups_divide_every_stage(cls, groups: int, info: ValidationInfo) -> int:
+        if info.data.get("norm") == "group" and "width" in info.data:
+            widths = stage_widths(info.data["width"])
+            if any(width % groups for width in widths):
+                counts = ", ".join(map(str, widths))
+                raise ValueError(f"must divide the channels of every stage; width {info.data['width']} gives {counts}")
+        return groups
+
+
+def stage_widths(width: float) -> tuple[int, ...]:
+    """Return the channels of the four stages (a bottleneck stage puts out four times as many)."""
+    return tuple(max(1, round(channels * width)) for channels in STAGE_WIDTHS)
+
+
+class Block(nn.Module):
+    """What both kinds of block share: relu(residual(x) + shortcut(x))."""
+
+    expansion: int
+    downsample: nn.Sequential | None
+
+    def residual(self, x: Tensor) -> Tensor:
+        """Return f(x), what the block adds to its input."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        return F.relu(self.residual(x) + shortcut)
+
+    def helped_by(self, first: Block) -> Iterator[Pair]:
+        """Yield (a weight of the stage's first block, the weight of this block that it helps)."""
+        raise NotImplementedError
+
+
+class BasicBlock(Block):
+    """Two 3x3 convolutions; the first has the stride."""
+
+    expansion = 1
+
+    def __init__(self, inputs: int, width: int, stride: int, settings: ResNetSettings) -> None:
+        super().__init__()
+        self.conv1 = _conv(inputs, width, 3, stride)
+        self.bn1 = _norm(width, settings)
+        self.conv2 = _conv(width, width, 3)
+        self.bn2 = _norm(width, settings)
+        self.downsample = _downsample(inputs, width, stride, settings)
+
+    def residual(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        return self.bn2(self.conv2(x))
+
+    def helped_by(self, first: Block) -> Iterator[Pair]:
+        assert isinstance(first, BasicBlock)
+        yield first.conv2.weight, self.conv1.weight
+        yield first.conv2.weight, self.conv2.weight
+
+
+class Bottleneck(Block):
+    """1x1 down, 3x3 with the stride, 1x1 up to four times the width."""
+
+    expansion = 4
+
+    def __init__(self, inputs: int, width: int, stride: int, settings: ResNetSettings) -> None:
+        super().__init__()
+        outputs = width * self.expansion
+        self.conv1 = _conv(inputs, width, 1)
+        self.bn1 = _norm(width, settings)
+        self.conv2 = _conv(width, width, 3, stride)
+        self.bn2 = _norm(width, settings)
+        self.conv3 = _conv(width, outputs, 1)
+        self.bn3 = _norm(outputs, settings)
+        self.downsample = _downsample(inputs, outputs, stride, settings)
+
+    def residual(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = F.relu(self.bn2(self.conv2(x)))
+        return self.bn3(self.conv3(x))
+
+    def helped_by(self, first: Block) -> Iterator[Pair]:
+        assert isinstance(first, Bottleneck)
+        ours, theirs = ((block.conv1, block.conv2, block.conv3) for block in (self, first))
+        for mine, other in zip(ours, theirs, strict=True):
+            if mine.weight.shape == other.weight.shape:
+                yield other.weight, mine.weight
+
+
+class ResNet(nn.Module):
+    """`fc(features(x))`, with `stem` and the four `stages` in between callable one by one.
+
+    On 32x32 images the imagenet stem leaves an 8x8 map and stage 4 a 1x1 map. There a padded 3x3 convolution of stride
+    1 sees zeros at all taps but its centre, so eight ninths of these weights never get a gradient. The published
+    results of InCo and FedIN belong to this stem all the same.
+    """
+
+    def __init__(
+        self, block: type[Block], blocks: Sequence[int], settings: ResNetSettings, channels: int, classes: int
+    ) -> None:
+        super().__init__()
+        widths = stage_widths(settings.width)
+        large = settings.stem == "imagenet"
+        self.conv1 = _conv(channels, widths[0], 7 if large else 3, 2 if large else 1)
+        self.bn1 = _norm(widths[0], settings)
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1) if large else nn.Identity()
+        outputs = [width * block.expansion for width in widths]
+        inputs = [widths[0], *outputs[:-1]]
+        make = partial(_stage, block, settings)
+        self.layer1, self.layer2, self.layer3, self.layer4 = map(make, inputs, widths, blocks, (1, 2, 2, 2))
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(outputs[-1], classes)
+        _initialise(self)
+
+    @property
+    def stages(self) -> tuple[nn.Sequential, ...]:
+        """Return the four stages in order."""
+        return self.layer1, self.layer2, self.layer3, self.layer4
+
+    def stem(self, x: Tensor) -> Tensor:
+        """Return the map that stage 1 is fed."""
+        return self.maxpool(F.relu(self.bn1(self.conv1(x))))
+
+    def features(self, x: Tensor) -> Tensor:
+        """Return the pooled, flattened output of stage 4: one vector an image."""
+        x = self.stem(x)
+        for stage in self.stages:
+            x = stage(x)
+        return self.avgpool(x).flatten(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.features(x))
+
+
+def cross_layers(model: nn.Module) -> list[CrossLayer]:
+    """Pair each stage's first block with its later ones (InCo, Section 3.2).
+
+    With basic blocks, "layer 0" is conv2 of the first block for both convolutions of every later block: conv1 of the
+    first block changes the width (and in stage 1, where it does not, InCo's published code takes conv2 all the same).
+    The paper defines no pairs for bottlenecks; there, conv1, conv2 and conv3 of the first block each help the
+    convolution of the same position in later blocks, where the shapes are equal (in practice conv2 and conv3).
+    """
+    assert isinstance(model, ResNet)
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    return [CrossLayer(names[source], names[target]) for stage in model.stages for source, target in _pairs(stage)]
+
+
+def _pairs(stage: nn.Sequential) -> Iterator[Pair]:
+    first, *later = (block for block in stage if isinstance(block, Block))
+    for block in later:
+        yield from block.helped_by(first)
+
+
+def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
+
+
+def _norm(channels: int, settings: ResNetSettings) -> nn.Module:
+    return nn.GroupNorm(settings.groups, channels) if settings.norm == "group" else nn.BatchNorm2d(channels)
+
+
+def _downsample(inputs: int, outputs: int, stride: int, settings: ResNetSettings) -> nn.Sequential | None:
+    if stride == 1 and inputs == outputs:
+        return None
+    return nn.Sequential(_conv(inputs, outputs, 1, stride), _norm(outputs, settings))
+
+
+def _stage(
+    block: type[Block], settings: ResNetSettings, inputs: int, width: int, blocks: int, stride: int
+) -> nn.Sequential:
+    outputs = width * block.expansion
+    later = (block(outputs, width, 1, settings) for _ in range(blocks - 1))
+    return nn.Sequential(block(inputs, width, stride, settings), *later)
+
+
+def _initialise(model: nn.Module) -> None:
+    """Draw convolutions with variance 2 / fan_out; norms (1 and 0, the last of a block too) and `fc` keep torch's."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
+SIZES: dict[int, tuple[type[Block], tuple[int, int, int, int], int]] = {
+    10: (BasicBlock, (1, 1, 1, 1), 4_910_922),
+    14: (BasicBlock, (1, 1, 2, 2), 10_812_234),
+    18: (BasicBlock, (2, 2, 2, 2), 11_181_642),
+    22: (BasicBlock, (2, 2, 3, 3), 17_082_954),
+    26: (BasicBlock, (3, 3, 3, 3), 17_452_362),
+    34: (BasicBlock, (3, 4, 6, 3), 21_289_802),
+    50: (Bottleneck, (3, 4, 6, 3), 23_528_522),
+    101: (Bottleneck, (3, 4, 23, 3), 42_520_650),
+    152: (Bottleneck, (3, 8, 36, 3), 58_164_298),
+}
+"""Depth: kind of block, blocks a stage, and parameters at 3 channels, 10 classes and the default settings."""
+
+
+def _build(depth: int, settings: ResNetSettings, image: ImageShape, classes: int) -> ResNet:
+    block, blocks, _ = SIZES[depth]
+    return ResNet(block, blocks, settings, image.channels, classes)
+
+
+def _register(depth: int) -> None:
+    block, blocks, parameters = SIZES[depth]
+    kind = "basic" if block is BasicBlock else "bottleneck"
+    summary = f"{kind} blocks {'-'.join(map(str, blocks))}, {parameters:,} parameters (3 channels, 10 classes)"
+    register = MODELS.register(f"resnet{depth}", summary, paper="He et al., CVPR 2016")
+    register(Architecture("resnet", partial(_build, depth), cross_layers))
+
+
+for _depth in SIZES:
+    _register(_depth)

@@ -1,0 +1,182 @@
+"""Vision transformers, Dosovitskiy et al., "An Image is Worth 16x16 Words" (ICLR 2021).
+
+An image is cut into square patches, each a token; a class token is put before them, a learned position is added, and
+`depth` pre-norm blocks of attention and MLP follow. The class token's last value, normalised, is the feature. A size is
+a depth: InCo's "ViT-S/8" to "ViT-S/12" are depths 8 to 12 at patch 16, not patch sizes, and each holds the first blocks
+of the next. Parameter names and shapes are those of timm, so its weights load.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from pydantic import Field, ValidationInfo, field_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from motley.errors import MotleyError
+from motley.models import MODELS, Architecture, CrossLayer, ImageShape
+from motley.settings import Settings
+
+
+class ViTSettings(Settings):
+    """What can be chosen about a vision transformer beside its depth; the defaults are those of ViT-S/16."""
+
+    patch: int = Field(16, ge=1)
+    """Side of a patch in pixels; must divide the image's height and width."""
+    dim: int = Field(384, ge=1)
+    """Length of a token."""
+    heads: int = Field(6, ge=1)
+    """Attention heads of dim / heads numbers each."""
+    mlp_ratio: float = Field(4.0, gt=0, allow_inf_nan=False)
+    """Hidden width of an MLP, in multiples of `dim`."""
+
+    @field_validator("heads")
+    @classmethod
+    def _heads_divide_dim(cls, heads: int, info: ValidationInfo) -> int:
+        dim = info.data.get("dim")
+        if dim is not None and dim % heads:
+            raise ValueError(f"must divide dim = {dim}")
+        return heads
+
+    @property
+    def hidden(self) -> int:
+        """Return the hidden width of an MLP, at least 1."""
+        return max(1, int(self.dim * self.mlp_ratio))
+
+
+class PatchEmbed(nn.Module):
+    """One linear map of every patch, written as a convolution whose stride is its kernel."""
+
+    def __init__(self, channels: int, patch: int, dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(channels, dim, patch, stride=patch)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(images, channels, height, width) -> (images, patches, dim), row by row."""
+        return self.proj(x).flatten(2).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Per head softmax(q k' / sqrt(dim / heads)) v, and one linear map of the heads side by side."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+        mixed = F.scaled_dot_product_attention(query, key, value)
+        return self.proj(mixed.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """Two linear maps with the exact GELU, x Phi(x), between them."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden)
+        self.fc2 = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, settings: ViTSettings) -> None:
+        super().__init__()
+        self.norm1 = _norm(settings.dim)
+        self.attn = Attention(settings.dim, settings.heads)
+        self.norm2 = _norm(settings.dim)
+        self.mlp = MLP(settings.dim, settings.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class ViT(nn.Module):
+    """`head(features(x))`, with `embed` and the `blocks` in between callable one by one. No dropout anywhere."""
+
+    def __init__(self, depth: int, settings: ViTSettings, image: ImageShape, classes: int) -> None:
+        super().__init__()
+        tokens = 1 + _patches(image, settings.patch)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, settings.dim))
+        self.pos_embed = nn.Parameter(torch.empty(1, tokens, settings.dim))
+        self.patch_embed = PatchEmbed(image.channels, settings.patch, settings.dim)
+        self.blocks = nn.Sequential(*(Block(settings) for _ in range(depth)))
+        self.norm = _norm(settings.dim)
+        self.head = nn.Linear(settings.dim, classes)
+        _initialise(self)
+
+    def embed(self, x: Tensor) -> Tensor:
+        """Return the tokens that block 0 is fed: the class token, then the patches, each with its position."""
+        patches = self.patch_embed(x)
+        return torch.cat([self.cls_token.expand(len(patches), -1, -1), patches], dim=1) + self.pos_embed
+
+    def features(self, x: Tensor) -> Tensor:
+        """Return the normalised class token after the last block: one vector an image."""
+        return self.norm(self.blocks(self.embed(x)))[:, 0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+
+def cross_layers(model: nn.Module) -> list[CrossLayer]:
+    """Let the gain of each block's first norm help that of its second: the pairs of InCo's published code.
+
+    The paper speaks of layers of one shape "such as layer norm"; attention, MLP and biases stay as they are.
+    """
+    blocks = [name for name, module in model.named_modules() if isinstance(module, Block)]
+    return [CrossLayer(f"{name}.norm1.weight", f"{name}.norm2.weight") for name in blocks]
+
+
+def _norm(dim: int) -> nn.LayerNorm:
+    return nn.LayerNorm(dim, eps=1e-6)
+
+
+def _patches(image: ImageShape, patch: int) -> int:
+    if image.height % patch or image.width % patch:
+        sides = [side for side in range(1, min(image[1:]) + 1) if image.height % side == image.width % side == 0]
+        raise MotleyError(
+            f"patch = {patch}: does not divide an image of {image.height}x{image.width} pixels."
+            f" Allowed: {', '.join(map(str, sides))}."
+        )
+    return (image.height // patch) * (image.width // patch)
+
+
+def _initialise(model: ViT) -> None:
+    """Start as timm does by default (`weight_init=''`).
+
+    Linear weights, the head's among them, and positions come from a normal of deviation 0.02, linear biases are zero,
+    and the class token is all but zero. The patch projection, being a convolution, keeps torch's own draw.
+    """
+    nn.init.normal_(model.cls_token, std=1e-6)
+    nn.init.trunc_normal_(model.pos_embed, std=0.02)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            nn.init.zeros_(module.bias)
+
+
+SIZES = (1, 2, 3, 4, 6, 8, 9, 10, 11, 12)
+"""The registered depths."""
+PARAMETERS_A_BLOCK = 1_774_464
+PARAMETERS_OUTSIDE_BLOCKS = 375_946
+"""Both at the default settings, 3x224x224 images and 10 classes."""
+
+
+def _register(depth: int) -> None:
+    parameters = PARAMETERS_OUTSIDE_BLOCKS + PARAMETERS_A_BLOCK * depth
+    summary = f"ViT-S of depth {depth}, {parameters:,} parameters (3x224x224 images, 10 classes)"
+    register = MODELS.register(f"vit{depth}", summary, paper="Dosovitskiy et al., ICLR 2021")
+    register(Architecture("vit", partial(ViT, depth), cross_layers))
+
+
+for _depth in SIZES:
+    _register(_depth)

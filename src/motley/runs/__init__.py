@@ -1,0 +1,1 @@
+"""Runs: the folder of a run, its metrics, its checkpoints, and the loop that writes them."""

@@ -1,0 +1,156 @@
+"""Play a run to its end: rounds, and a callback for everything that is not the algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from motley.config import Config
+from motley.federation import Federation, Record, Server
+from motley.runs.checkpoint import load_checkpoint, save_checkpoint
+from motley.runs.folder import RunFolder
+from motley.runs.metrics import MetricsLog, overall
+
+
+class Callback(Protocol):
+    """Something that watches a run. Each event has a default that does nothing."""
+
+    def on_start(self, federation: Federation, server: Server) -> None:
+        """The run begins, or goes on, after the given server."""
+
+    def on_client(self, client: int) -> None:
+        """A client's turn is over."""
+
+    def on_round(self, server: Server, record: Record) -> None:
+        """A round is over."""
+
+    def on_stop(self, server: Server) -> None:
+        """The run stops after the given server: at its end, or because it was interrupted."""
+
+
+class KeepMetrics(Callback):
+    """Appends every round to the metrics log."""
+
+    def __init__(self, log: MetricsLog) -> None:
+        self.log = log
+
+    def on_start(self, federation: Federation, server: Server) -> None:
+        self.log.cut(server.round_number)
+
+    def on_round(self, server: Server, record: Record) -> None:
+        self.log.append(record)
+
+
+class KeepCheckpoints(Callback):
+    """Saves the server every so many rounds and whenever the run stops."""
+
+    def __init__(self, folder: Path, every: int, keep: int) -> None:
+        self.folder, self.every, self.keep = folder, every, keep
+        self.saved = -1
+
+    def on_start(self, federation: Federation, server: Server) -> None:
+        self.federation = federation
+        self.saved = server.round_number if server.round_number else -1
+
+    def on_round(self, server: Server, record: Record) -> None:
+        if server.round_number % self.every == 0:
+            self.save(server)
+
+    def on_stop(self, server: Server) -> None:
+        self.save(server)
+
+    def save(self, server: Server) -> None:
+        """Save a server that is not saved yet: first what clients remember, then the checkpoint that names it."""
+        if server.round_number != self.saved:
+            self.federation.engine.save_memory(server.remembered)
+            save_checkpoint(self.folder, server, self.keep)
+            self.saved = server.round_number
+
+
+class KeepTensorBoard(Callback):
+    """Writes TensorBoard event files."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.make = lambda start: SummaryWriter(str(folder), purge_step=start)
+        self.writer: Any = None
+
+    def on_start(self, federation: Federation, server: Server) -> None:
+        self.writer = self.make(server.round_number + 1)
+
+    def on_round(self, server: Server, record: Record) -> None:
+        number = record.round_number
+        for size, score in record.scores.items():
+            self.writer.add_scalar(f"accuracy/{size}", score.accuracy, number)
+            self.writer.add_scalar(f"loss/{size}", score.loss, number)
+        if record.scores:
+            self.writer.add_scalar("accuracy/mean", overall(record), number)
+        self.writer.add_scalar("train/loss", record.train_loss, number)
+        self.writer.add_scalar("seconds/round", sum(record.seconds.values()), number)
+
+    def on_stop(self, server: Server) -> None:
+        self.writer.close()
+
+
+def tensorboard_installed() -> bool:
+    """Tell whether event files can be written."""
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def play(federation: Federation, server: Server, callbacks: Iterable[Callback]) -> Server:
+    """Play rounds until the configured number; an interruption keeps the last whole round and is passed on."""
+    callbacks = list(callbacks)
+
+    def done(client: int) -> None:
+        for callback in callbacks:
+            callback.on_client(client)
+
+    for callback in callbacks:
+        callback.on_start(federation, server)
+    try:
+        while server.round_number < federation.config.training.rounds:
+            server, record = federation.play(server, done)
+            for callback in callbacks:
+                callback.on_round(server, record)
+    finally:
+        for callback in callbacks:
+            callback.on_stop(server)
+    return server
+
+
+def folder_callbacks(folder: RunFolder, config: Config) -> list[Callback]:
+    """Return the callbacks that fill a run's folder."""
+    keep: list[Callback] = [
+        KeepMetrics(MetricsLog(folder.metrics)),
+        KeepCheckpoints(folder.checkpoints, config.run.checkpoint_every, config.run.keep),
+    ]
+    if config.run.tensorboard and tensorboard_installed():
+        keep.append(KeepTensorBoard(folder.tensorboard))
+    return keep
+
+
+def begin(config: Config, path: Path, watchers: Iterable[Callback] = ()) -> tuple[Federation, Server]:
+    """Start a run in a new folder and play it to its end. Nothing is written before everything has been checked."""
+    federation = Federation(config, memory_folder=path / "clients")
+    folder = RunFolder.create(path, config)
+    with folder.locked():
+        server = play(federation, federation.start(), [*folder_callbacks(folder, config), *watchers])
+    return federation, server
+
+
+def resume(path: Path, watchers: Iterable[Callback] = ()) -> tuple[Federation, Server]:
+    """Go on with a run from its newest checkpoint."""
+    folder = RunFolder.open(path)
+    with folder.locked():
+        config = folder.read_config()
+        federation = Federation(config, memory_folder=folder.clients)
+        saved = load_checkpoint(folder.checkpoints)
+        server = federation.to_device(saved) if saved is not None else federation.start()
+        server = play(federation, server, [*folder_callbacks(folder, config), *watchers])
+    return federation, server

@@ -1,0 +1,131 @@
+"""What every split offers: the sizes, a model for each, its part of the global state, and the initial state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import nn
+
+from motley.errors import MotleyError
+from motley.models import MODELS, CrossLayer
+from motley.randomness import torch_seed
+from motley.registry import Registry
+from motley.settings import Settings
+from motley.splits.part import Part, Piece, State
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class SplitSettings(Settings):
+    """Which split, and whether normalisation statistics are shared between sizes."""
+
+    name: str = "depth"
+    normalization_statistics: Literal["shared", "per-size"] = "shared"
+    """Shared: averaged over all sizes, as in the papers. Per-size: weights are shared, running statistics are not."""
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A size's model without memory: names and shapes, on torch's meta device."""
+
+    build: Callable[[], nn.Module]
+    family: str
+    module: nn.Module
+    cross_layers: tuple[CrossLayer, ...]
+
+    @classmethod
+    def of(cls, size: str, build: Callable[[], nn.Module]) -> Blueprint:
+        """Draw up the blueprint of a registered architecture."""
+        with torch.device("meta"):
+            module = build()
+        architecture = MODELS[size]
+        return cls(build, architecture.family, module, tuple(architecture.cross_layers(module)))
+
+
+class Split(ABC):
+    """The sizes of a federation and the part of the global state that each holds."""
+
+    def __init__(self, builds: Mapping[str, Callable[[], nn.Module]], settings: SplitSettings) -> None:
+        self.settings = settings
+        self.sizes = tuple(builds)
+        self.blueprints = {size: Blueprint.of(size, build) for size, build in builds.items()}
+        self.check()
+
+    @abstractmethod
+    def global_name(self, size: str, name: str) -> str:
+        """Return the global name of a tensor of a size."""
+
+    def check(self) -> None:
+        """Refuse sizes that cannot be parts of one state."""
+        shapes: dict[str, tuple[str, torch.Size]] = {}
+        for size, blueprint in self.blueprints.items():
+            for name, tensor in blueprint.module.state_dict().items():
+                other, shape = shapes.setdefault(self.global_name(size, name), (size, tensor.shape))
+                if shape != tensor.shape:
+                    raise MotleyError(
+                        f"model.sizes: {other!r} and {size!r} cannot share {name!r}: {tuple(shape)} against "
+                        f"{tuple(tensor.shape)}. Use split.name = 'grouped', which shares nothing between sizes."
+                    )
+
+    def build(self, size: str) -> nn.Module:
+        """Return a fresh module of a size."""
+        return self.blueprints[size].build()
+
+    def part(self, size: str, round_number: int = 0, client: int = 0) -> Part:
+        """Return what a client of a size holds in a round. Splits that move with the round or the client override it."""
+        return self._parts[size]
+
+    @cached_property
+    def _parts(self) -> dict[str, Part]:
+        return {
+            size: {name: Piece(self._placed(size, name)) for name in blueprint.module.state_dict()}
+            for size, blueprint in self.blueprints.items()
+        }
+
+    def _placed(self, size: str, name: str) -> str:
+        per_size = self.settings.normalization_statistics == "per-size" and name.endswith(STATISTICS)
+        return f"{size}/{name}" if per_size else self.global_name(size, name)
+
+    def initial(self, seed: int) -> State:
+        """Return the global state before the first round: the largest size's model, then what others add to it."""
+        state: State = {}
+        for size in self._largest_first:
+            with torch_seed(seed, "initial state"):
+                tensors = self.build(size).state_dict()
+            for name, piece in self.part(size).items():
+                state.setdefault(piece.name, tensors[name].clone())
+        return state
+
+    @cached_property
+    def parameters(self) -> frozenset[str]:
+        """The global names that are parameters; all others are buffers, which no correction touches."""
+        return frozenset(
+            self._placed(size, name)
+            for size, blueprint in self.blueprints.items()
+            for name, _ in blueprint.module.named_parameters()
+        )
+
+    @cached_property
+    def cross_layers(self) -> tuple[CrossLayer, ...]:
+        """The pairs that InCo mixes, under their global names."""
+        pairs = {
+            CrossLayer(self._placed(size, pair.source), self._placed(size, pair.target)): None
+            for size in self._largest_first
+            for pair in self.blueprints[size].cross_layers
+        }
+        return tuple(pairs)
+
+    @cached_property
+    def _largest_first(self) -> tuple[str, ...]:
+        def weight(size: str) -> int:
+            return sum(parameter.numel() for parameter in self.blueprints[size].module.parameters())
+
+        return tuple(sorted(self.sizes, key=weight, reverse=True))
+
+
+SPLITS: Registry[type[Split]] = Registry("split")

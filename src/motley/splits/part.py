@@ -1,0 +1,60 @@
+"""A client holds a part of one global state.
+
+The global state is a flat mapping from names to tensors. A part maps a client's own parameter and buffer names to a
+global name and an index: `None` for the whole tensor, or one slice or index vector a dimension. Depth, width, both at
+once, and architectures that share nothing are all parts; `take` here and `merge` in `motley.aggregate.merge` are the
+only two functions that read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+State: TypeAlias = dict[str, Tensor]
+Index: TypeAlias = tuple[slice | Tensor, ...]
+
+
+class Piece(NamedTuple):
+    """Where one of a client's tensors lies in the global state. Index vectors name each position once."""
+
+    name: str
+    index: Index | None = None
+
+
+Part: TypeAlias = Mapping[str, Piece]
+
+
+def take(state: Mapping[str, Tensor], part: Part) -> State:
+    """Return a client's state. Whole tensors and slices are views of `state`: whoever trains on them copies first."""
+    return {local: select(state[piece.name], piece.index) for local, piece in part.items()}
+
+
+def select(tensor: Tensor, index: Index | None) -> Tensor:
+    """Return the block of `tensor` that `index` names: the outer product of its dimensions' choices."""
+    if index is None:
+        return tensor
+    for dim, chosen in enumerate(index):
+        if isinstance(chosen, slice):
+            tensor = tensor[(slice(None),) * dim + (chosen,)]
+        else:
+            tensor = tensor.index_select(dim, chosen.to(tensor.device))
+    return tensor
+
+
+def add_at(tensor: Tensor, index: Index | None, value: Tensor | float) -> None:
+    """Add `value` to the block of `tensor` that `index` names, in place: the counterpart of `select`."""
+    if index is None or all(isinstance(chosen, slice) for chosen in index):
+        select(tensor, index).add_(value)
+        return
+    positions = [
+        torch.arange(tensor.shape[dim], device=tensor.device)[chosen]
+        if isinstance(chosen, slice)
+        else chosen.to(tensor.device)
+        for dim, chosen in enumerate(index)
+    ]
+    grid = torch.meshgrid(*positions, indexing="ij")
+    tensor[grid] += value

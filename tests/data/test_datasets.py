@@ -1,0 +1,375 @@
+"""The readers, on small files in the real formats, and on the real files where they are at hand."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from motley.data.dataset import DATASETS, Dataset, Examples, data_root, load_dataset
+from motley.data.datasets.cifar10 import FOLDER, TEST_FILE, TRAIN_FILES, read_batch
+from motley.data.datasets.fashion_mnist import FILES, read_idx
+from motley.errors import MotleyError
+from motley.models import ImageShape
+
+RNG = np.random.default_rng(0)
+
+
+def images(count: int, *shape: int) -> np.ndarray:
+    return RNG.integers(0, 256, (count, *shape), dtype=np.uint8)
+
+
+def labels(count: int, classes: int = 10) -> np.ndarray:
+    return np.arange(count, dtype=np.int64) % classes
+
+
+# --- examples and data sets
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        (images(2, 4, 4, 1).astype(np.float32), labels(2), "uint8"),
+        (images(2, 4, 4), labels(2), "shape"),
+        (images(2, 4, 4, 1), labels(2).astype(np.int32), "int64"),
+        (images(2, 4, 4, 1), labels(2)[:, None], "labels must be int64"),
+        (images(2, 4, 4, 1), labels(3), "2 images but 3 labels"),
+    ],
+)
+def test_examples_refuse_wrong_arrays(x: np.ndarray, y: np.ndarray, message: str) -> None:
+    with pytest.raises(MotleyError, match=message):
+        Examples(x, y)
+
+
+def test_a_data_set_knows_its_shape_and_checks_its_labels() -> None:
+    part = Examples(images(6, 5, 7, 3), labels(6, 3))
+    assert Dataset("mine", part, part, 3).shape == ImageShape(3, 5, 7)
+    with pytest.raises(MotleyError, match=r"0 to 2; with 2 classes"):
+        Dataset("mine", part, part, 2)
+    with pytest.raises(MotleyError, match="from -1"):
+        Dataset("mine", part, Examples(images(1, 5, 7, 3), np.array([-1])), 3)
+    with pytest.raises(MotleyError, match="test images"):
+        Dataset("mine", part, Examples(images(1, 7, 5, 3), labels(1)), 3)
+    with pytest.raises(MotleyError, match="train part is empty"):
+        Dataset("mine", Examples(images(0, 5, 7, 3), labels(0)), part, 3)
+
+
+def test_data_root_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("MOTLEY_DATA", "~/images")
+    assert data_root() == tmp_path / "home" / "images"
+    monkeypatch.setenv("MOTLEY_DATA", "")
+    assert data_root() == tmp_path / "home" / ".cache" / "motley"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert data_root() == tmp_path / "cache" / "motley"
+
+
+def test_every_reader_is_registered_and_a_wrong_name_is_explained() -> None:
+    assert {entry.name for entry in DATASETS} >= {"digits", "fashion-mnist", "cifar10", "npz"}
+    with pytest.raises(MotleyError, match="Did you mean 'cifar10'"):
+        load_dataset("cifar-10")
+
+
+@pytest.mark.parametrize("name", ["digits", "fashion-mnist", "cifar10"])
+def test_a_path_that_would_not_be_read_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(MotleyError, match="takes no path"):
+        load_dataset(name, root=tmp_path, path=tmp_path / "mine.npz")
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "folders"),
+    [
+        ("fashion-mnist", FILES, ["", "fashion-mnist", "FashionMNIST/raw"]),
+        ("cifar10", (*TRAIN_FILES, TEST_FILE), [FOLDER, f"cifar-10/{FOLDER}", ""]),
+    ],
+)
+def test_missing_files_are_named_with_the_places_and_the_remedy(
+    name: str, files: tuple[str, ...], folders: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOTLEY_DATA", str(tmp_path))
+    with pytest.raises(MotleyError) as caught:
+        load_dataset(name)
+    message = str(caught.value)
+    assert all(file in message for file in files)
+    assert all(f"  {tmp_path / folder}\n" in message for folder in folders)
+    assert "export MOTLEY_DATA=" in message
+
+
+# --- digits
+
+
+def test_digits_are_split_the_same_way_always_and_within_each_class() -> None:
+    first, second = load_dataset("digits"), load_dataset("digits")
+    assert (len(first.train) + len(first.test), first.classes, first.shape) == (1797, 10, ImageShape(1, 8, 8))
+    assert np.array_equal(first.test.images, second.test.images)
+    assert first.train.images.max() == 255 and first.train.images.min() == 0
+    in_test = np.bincount(first.test.labels)
+    in_all = in_test + np.bincount(first.train.labels)
+    assert np.abs(in_test - 0.2 * in_all).max() <= 0.5
+
+
+# --- Fashion-MNIST
+
+
+def idx(array: np.ndarray) -> bytes:
+    return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+
+
+def write_fashion(folder: Path, packed: bool) -> list[np.ndarray]:
+    arrays = [images(12, 28, 28), labels(12).astype(np.uint8), images(5, 28, 28), labels(5).astype(np.uint8)]
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, array in zip(FILES, arrays, strict=True):
+        content = gzip.compress(idx(array)) if packed else idx(array)
+        (folder / (file + (".gz" if packed else ""))).write_bytes(content)
+    return arrays
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("folder", [".", "fashion-mnist", "FashionMNIST/raw"])
+def test_fashion_mnist_reads_packed_and_plain_files(folder: str, packed: bool, tmp_path: Path) -> None:
+    x, y, x_test, y_test = write_fashion(tmp_path / folder, packed)
+    data = load_dataset("fashion-mnist", root=tmp_path)
+    assert data.shape == ImageShape(1, 28, 28)
+    assert np.array_equal(data.train.images[..., 0], x) and np.array_equal(data.train.labels, y)
+    assert np.array_equal(data.test.images[..., 0], x_test) and np.array_equal(data.test.labels, y_test)
+    assert data.train.images.flags.writeable  # so that torch can share the memory
+
+
+def test_a_folder_that_lacks_one_file_is_told_apart(tmp_path: Path) -> None:
+    write_fashion(tmp_path, packed=False)
+    (tmp_path / FILES[3]).unlink()
+    with pytest.raises(MotleyError, match=rf"\(lacks {FILES[3]}\)"):
+        load_dataset("fashion-mnist", root=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "starts with nothing"),
+        (b"\x00\x00\x0d\x03" + bytes(20), "starts with 00 00 0d 03"),
+        (idx(images(2, 3)), "with 3 dimensions"),
+        (idx(images(2, 3, 3))[:10], "ends inside its header"),
+        (idx(images(2, 3, 3))[:-1], r"truncated: shape \(2, 3, 3\) needs 18 values and it holds 17"),
+        (idx(images(2, 3, 3)) + b"x", "bytes too many"),
+    ],
+)
+def test_a_damaged_idx_file_is_named(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "some-images"
+    path.write_bytes(content)
+    with pytest.raises(MotleyError, match=message) as caught:
+        read_idx(path, 3)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-20], lambda raw: b"not gzip", lambda raw: raw[:20] + raw[40:]])
+def test_a_damaged_gzip_file_is_named(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    path = tmp_path / "some-images.gz"
+    path.write_bytes(damage(gzip.compress(idx(images(5, 9, 9)))))
+    with pytest.raises(MotleyError, match="truncated or damaged") as caught:
+        read_idx(path, 3)
+    assert str(path) in str(caught.value)
+
+
+def test_real_fashion_mnist(shared_data: Path) -> None:
+    data = load_dataset("fashion-mnist", root=shared_data)
+    assert (len(data.train), len(data.test)) == (60_000, 10_000)
+    assert np.bincount(data.train.labels).tolist() == [6000] * 10
+    assert np.bincount(data.test.labels).tolist() == [1000] * 10
+
+
+# --- CIFAR-10
+
+
+def batch(count: int) -> dict[bytes, Any]:
+    return {b"batch_label": b"a batch", b"labels": labels(count).tolist(), b"data": images(count, 3072)}
+
+
+def python2_batch(rows: np.ndarray, classes: list[int]) -> bytes:
+    """Write what Python 2 wrote for the original release: protocol 2, byte strings, dtype('u1', 0, 1)."""
+
+    def text(value: bytes) -> bytes:
+        return b"T" + struct.pack("<i", len(value)) + value
+
+    def number(value: int) -> bytes:
+        return b"J" + struct.pack("<i", value)
+
+    dtype = b"cnumpy\ndtype\n" + text(b"u1") + number(0) + number(1) + b"\x87R"
+    dtype += b"(" + number(3) + text(b"|") + b"NNN" + number(-1) + number(-1) + number(0) + b"tb"
+    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n" + number(0) + b"\x85" + text(b"b") + b"\x87R"
+    array += b"(" + number(1) + b"".join(map(number, rows.shape)) + b"\x86" + dtype + b"\x89" + text(rows.tobytes())
+    array += b"tb"
+    listed = b"](" + b"".join(map(number, classes)) + b"e"
+    return b"\x80\x02}(" + text(b"labels") + listed + text(b"data") + array + b"u."
+
+
+@pytest.mark.parametrize("folder", [FOLDER, f"cifar-10/{FOLDER}", "."])
+def test_cifar10_reads_the_standard_folder(folder: str, tmp_path: Path) -> None:
+    batches = [batch(4) for _ in range(6)]
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    for file, content in zip((*TRAIN_FILES, TEST_FILE), batches, strict=True):
+        (tmp_path / folder / file).write_bytes(pickle.dumps(content, protocol=2))
+    data = load_dataset("cifar10", root=tmp_path)
+    assert (len(data.train), len(data.test), data.classes, data.shape) == (20, 4, 10, ImageShape(3, 32, 32))
+    rows = np.concatenate([content[b"data"] for content in batches[:5]])
+    assert np.array_equal(data.train.images[7, 2, 3], rows[7].reshape(3, 32, 32)[:, 2, 3])
+    assert np.array_equal(data.train.images.transpose(0, 3, 1, 2).reshape(20, -1), rows)
+    assert data.test.labels.tolist() == batches[5][b"labels"]
+
+
+def test_cifar10_reads_the_original_release_without_a_warning(tmp_path: Path) -> None:
+    rows = images(3, 3072)
+    path = tmp_path / "data_batch_1"
+    path.write_bytes(python2_batch(rows, [3, 1, 9]))
+    assert pickle.loads(path.read_bytes(), encoding="bytes")[b"labels"] == [3, 1, 9]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        part = read_batch(path)
+    assert np.array_equal(part.images.transpose(0, 3, 1, 2).reshape(3, -1), rows)
+    assert part.labels.tolist() == [3, 1, 9]
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4])
+def test_cifar10_reads_text_keys_and_later_protocols(protocol: int, tmp_path: Path) -> None:
+    content = batch(2)
+    path = tmp_path / "data_batch_1"
+    path.write_bytes(pickle.dumps({key.decode(): value for key, value in content.items()}, protocol=protocol))
+    assert read_batch(path).labels.tolist() == content[b"labels"]
+
+
+class Attack:
+    """Pickles as a call of any function."""
+
+    def __init__(self, function: Callable[..., Any], *given: Any) -> None:
+        self.call = (function, given)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("function", ["system", "eval", "exec", "getattr", "save"])
+def test_a_malicious_pickle_is_refused_and_not_run(function: str, inside: bool, protocol: int, tmp_path: Path) -> None:
+    victim = tmp_path / "victim.npy"
+    attack = {
+        "system": Attack(os.system, f"touch {victim}"),
+        "eval": Attack(eval, f"open({str(victim)!r}, 'w')"),
+        "exec": Attack(exec, f"open({str(victim)!r}, 'w')"),
+        "getattr": Attack(getattr, "", "join"),
+        "save": Attack(np.save, str(victim), 1),
+    }[function]
+    path = tmp_path / "data_batch_1"
+    path.write_bytes(pickle.dumps({**batch(2), b"extra": attack} if inside else attack, protocol=protocol))
+    with pytest.raises(MotleyError, match="refused to load") as caught:
+        read_batch(path)
+    assert str(path) in str(caught.value)
+    assert not victim.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "truncated or damaged"),
+        (pickle.dumps(batch(2), protocol=2)[:500], "truncated or damaged"),
+        (pickle.dumps([1, 2], protocol=2), "holds a list"),
+        (pickle.dumps({b"labels": [1]}, protocol=2), "has no 'data'"),
+        (pickle.dumps({**batch(2), b"data": images(2, 100)}, protocol=2), r"\(N, 3072\), not uint8 \(2, 100\)"),
+        (pickle.dumps({**batch(2), b"labels": [1, 10]}, protocol=2), "in 0..9"),
+        (pickle.dumps({**batch(2), b"labels": [1]}, protocol=2), "2 images but 1 labels"),
+    ],
+)
+def test_a_damaged_cifar10_batch_is_explained(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "data_batch_1"
+    path.write_bytes(content)
+    with pytest.raises(MotleyError, match=message):
+        read_batch(path)
+
+
+@pytest.mark.slow
+def test_real_cifar10(shared_data: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, shared_data / "restore.py", "cifar-10", tmp_path], check=True)
+    data = load_dataset("cifar10", root=tmp_path)
+    assert (len(data.train), len(data.test), data.shape) == (50_000, 10_000, ImageShape(3, 32, 32))
+    assert np.bincount(data.train.labels).tolist() == [5000] * 10
+    assert np.bincount(data.test.labels).tolist() == [1000] * 10
+    assert np.allclose(data.train.images.mean(axis=(0, 1, 2)) / 255, [0.4914, 0.4822, 0.4465], atol=1e-4)
+
+
+# --- the user's own arrays
+
+
+def save(path: Path, **changes: Any) -> Path:
+    arrays = {"x_train": images(9, 6, 5), "y_train": labels(9, 3), "x_test": images(4, 6, 5), "y_test": labels(4, 3)}
+    arrays.update(changes)
+    np.savez(path, **{key: value for key, value in arrays.items() if value is not None})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("stored", "shape"),
+    [
+        ((6, 5), ImageShape(1, 6, 5)),
+        ((6, 5, 3), ImageShape(3, 6, 5)),
+        ((6, 5, 4), ImageShape(4, 6, 5)),
+        ((3, 6, 5), ImageShape(3, 6, 5)),
+        ((1, 6, 5), ImageShape(1, 6, 5)),
+        ((3, 5, 3), ImageShape(3, 3, 5)),
+    ],
+)
+def test_npz_tells_the_layout_of_images(stored: tuple[int, ...], shape: ImageShape, tmp_path: Path) -> None:
+    x = images(9, *stored)
+    data = load_dataset("npz", path=save(tmp_path / "mine.npz", x_train=x, x_test=x[:4]))
+    assert (data.shape, data.classes) == (shape, 3)
+    channels_first = stored[0] in (1, 3) and stored[-1] not in (1, 3)
+    expected = np.moveaxis(x, 1, -1) if channels_first else x.reshape(data.train.images.shape)
+    assert np.array_equal(data.train.images, expected)
+
+
+def test_npz_scales_floats_between_zero_and_one(tmp_path: Path) -> None:
+    x = images(9, 6, 5)
+    path = save(tmp_path / "mine.npz", x_train=(x / 255).astype(np.float32), y_train=labels(9, 3).astype(np.uint8))
+    assert np.array_equal(load_dataset("npz", path=path).train.images[..., 0], x)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"y_test": None, "x_test": None}, r"lacks x_test, y_test\. It holds: x_train, y_train"),
+        ({"x_train": images(9, 6, 5).astype(np.float32)}, r"x_train has floats .* must lie in \[0, 1\]"),
+        ({"x_train": np.full((9, 6, 5), np.nan)}, r"must lie in \[0, 1\]"),
+        ({"x_train": images(9, 6, 5).astype(np.int64)}, "not int64"),
+        ({"x_train": images(9, 6)}, r"not \(9, 6\)"),
+        ({"x_train": np.array([{}] * 9, dtype=object)}, "plain arrays"),
+        ({"y_train": labels(9) / 2}, "y_train must be whole numbers"),
+        ({"y_train": labels(8)}, "9 images but 8 labels"),
+        ({"y_train": labels(9) - 1}, "from -1"),
+    ],
+)
+def test_npz_explains_what_is_wrong(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(MotleyError, match=message):
+        load_dataset("npz", path=save(tmp_path / "mine.npz", **changes))
+
+
+def test_npz_explains_a_file_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(MotleyError, match="needs a path"):
+        load_dataset("npz")
+    with pytest.raises(MotleyError, match="there is no file"):
+        load_dataset("npz", path=tmp_path / "absent.npz")
+    for name, content in {"empty.npz": b"", "text.npz": b"hello", "zip.npz": b"PK\x03\x04broken"}.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(MotleyError, match=r"no \.npz file of plain arrays"):
+            load_dataset("npz", path=tmp_path / name)
+    np.save(tmp_path / "single.npy", images(3, 4, 4))
+    with pytest.raises(MotleyError, match="a single array"):
+        load_dataset("npz", path=tmp_path / "single.npy")
