@@ -58,7 +58,7 @@ class FederationSettings(Settings):
     clients: int = Field(default=20, ge=1)
     clients_per_round: int = Field(default=5, ge=1)
     assign: Literal["blocks", "alternate", "random"] = "blocks"
-    """How sizes are given to client ids: the first block the first size (as the InCo authors do), in turns, or drawn."""
+    """How client ids get their sizes: a block a size (as the InCo authors do), in turns, or drawn."""
     shares: tuple[float, ...] = ()
     """The share of clients of each size; empty: the same."""
 
@@ -107,13 +107,13 @@ class Config(Settings):
     def _chosen_method(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        entry = METHODS.entry(str(value.get("name", "fedavg")))
+        entry = METHODS.entry(str(value.get("name", "fedavg")), "method.name")
         return validate(entry.item.Settings, {**value, "name": entry.name}, where="method")
 
     @field_validator("split")
     @classmethod
     def _chosen_split(cls, split: SplitSettings) -> SplitSettings:
-        return split.model_copy(update={"name": SPLITS.entry(split.name).name})
+        return split.model_copy(update={"name": SPLITS.entry(split.name, "split.name").name})
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:

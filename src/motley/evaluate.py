@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from motley.data.device import DeviceData
+from motley.engine.device import place
 from motley.settings import Settings
 from motley.splits.base import Split
 from motley.splits.part import take
@@ -40,7 +41,9 @@ class Score:
 class Evaluator:
     """A model a size, kept, into which states are copied to be evaluated."""
 
-    def __init__(self, split: Split, data: DeviceData, classes: int, settings: EvaluationSettings, precision: str) -> None:
+    def __init__(
+        self, split: Split, data: DeviceData, classes: int, settings: EvaluationSettings, precision: str
+    ) -> None:
         self.split, self.data, self.classes, self.settings = split, data, classes, settings
         self.precision = precision
         self._models: dict[str, nn.Module] = {}
@@ -52,10 +55,7 @@ class Evaluator:
 
     def _model(self, size: str) -> nn.Module:
         if size not in self._models:
-            model = self.split.build(size).to(self.data.device).eval()
-            if self.data.device.type == "cuda":
-                model = model.to(memory_format=torch.channels_last)
-            self._models[size] = model
+            self._models[size] = place(self.split.build(size), self.data.device).eval()
         return self._models[size]
 
     @torch.no_grad()

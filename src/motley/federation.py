@@ -119,9 +119,7 @@ class Federation:
         set_precision(config.engine.precision)
         if config.engine.threads:
             torch.set_num_threads(config.engine.threads)
-        self.dataset = dataset or load_dataset(
-            config.data.name, root=config.data.root_path, path=config.data.file_path
-        )
+        self.dataset = dataset or load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
         transform = config.data.transform
         train = DeviceData(self.dataset.train, transform, self.device, augment=True)
         test = DeviceData(self.dataset.test, transform, self.device, augment=False)
@@ -200,9 +198,7 @@ class Federation:
         size = self.sizes[client]
         part = self.split.part(size, round_number, client)
         message = self.method.message(server.method, server.state, round_number, client)
-        return Job(
-            round_number, client, size, take(server.state, part), message, server.remembered.get(client)
-        )
+        return Job(round_number, client, size, take(server.state, part), message, server.remembered.get(client))
 
     def admit(self, jobs: Sequence[Job], uploads: Sequence[Upload], record: Record) -> list[Update]:
         """Return the uploads that fit what was sent out; refuse the others, by name and reason."""

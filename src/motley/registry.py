@@ -30,9 +30,7 @@ class Registry(Generic[T]):
         self._entries: dict[str, Entry[T]] = {}
         self._aliases: dict[str, str] = {}
 
-    def register(
-        self, name: str, summary: str, *, paper: str = "", aliases: tuple[str, ...] = ()
-    ) -> Callable[[T], T]:
+    def register(self, name: str, summary: str, *, paper: str = "", aliases: tuple[str, ...] = ()) -> Callable[[T], T]:
         """Return a decorator that files its target under `name` (and under each alias)."""
 
         def file(item: T) -> T:
@@ -45,12 +43,14 @@ class Registry(Generic[T]):
 
         return file
 
-    def entry(self, name: str) -> Entry[T]:
-        """Return the entry filed under a name or an alias; a wrong name gets an error that lists the right ones."""
-        key = self._aliases.get(name, name)
-        if key not in self._entries:
-            raise MotleyError(unknown(self.kind, name, self._entries))
-        return self._entries[key]
+    def entry(self, name: str, setting: str = "") -> Entry[T]:
+        """Return the entry of a name or an alias; a wrong one gets an error that names the setting and lists the right
+        ones.
+        """
+        own = self._aliases.get(name, name)
+        if own not in self._entries:
+            raise MotleyError((f"{setting}: " if setting else "") + unknown(self.kind, name, self._entries))
+        return self._entries[own]
 
     def __getitem__(self, name: str) -> T:
         return self.entry(name).item

@@ -58,7 +58,8 @@ def merge(state: Mapping[str, Tensor], updates: Iterable[Update]) -> Merged:
         if not update.weight > 0:
             raise ValueError(f"client {update.client} has weight {update.weight}; a weight must be positive")
         into, values = [], []
-        for local, (name, index) in update.part.items():
+        for local, piece in update.part.items():
+            name, index = piece.name, piece.index
             if name not in totals:
                 totals[name] = torch.zeros_like(state[name], dtype=_accumulator(state[name]))
             value = update.change[local].to(totals[name].dtype)

@@ -1,1 +1,47 @@
+"""The command line: one file a command."""
 
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+import motley
+from motley.cli.list import list_things
+from motley.cli.resume import resume
+from motley.cli.run import run
+from motley.cli.show import show
+from motley.errors import MotleyError
+
+app = typer.Typer(
+    help="Federated learning for a motley crew of devices.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(run)
+app.command()(resume)
+app.command()(show)
+app.command("list")(list_things)
+
+
+@app.callback(invoke_without_command=True)
+def version(show_version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+    """Federated learning for a motley crew of devices."""
+    if show_version:
+        print(motley.__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line; a problem the user can solve is one message, not a traceback."""
+    try:
+        app()
+    except MotleyError as error:
+        Console(stderr=True).print(f"[bold red]motley:[/] {_plain(error)}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+def _plain(error: MotleyError) -> str:
+    return str(error).replace("[", r"\[")

@@ -30,7 +30,7 @@ class DataSettings(Settings):
         if not isinstance(values, dict):
             return values
         values = {"name": "digits", "partition": {}, **values}
-        name = DATASETS.entry(str(values["name"])).name
+        name = DATASETS.entry(str(values["name"]), "data.name").name
         transform = values.get("transform", {})
         if isinstance(transform, dict):
             values["transform"] = fill_preset(transform, name)
@@ -42,7 +42,9 @@ class DataSettings(Settings):
         if isinstance(value, PartitionSettings):
             return value
         values = {"name": "dirichlet", **value}
-        return validate(PARTITIONS[str(values["name"])], values, where="data.partition")
+        return validate(
+            PARTITIONS.entry(str(values["name"]), "data.partition.name").item, values, where="data.partition"
+        )
 
     @property
     def root_path(self) -> Path | None:

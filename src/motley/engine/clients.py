@@ -63,9 +63,7 @@ class Clients:
                 self._models[size] = self.method.world.split.build(size)
         longest = self.training.turn_steps(len(self.training.epoch_lengths(int(self.partition.sizes.max()), 1)))
         model = copy.deepcopy(self._models[size])
-        return Learner(
-            model, self.method, self.training, self.data, longest=max(longest, 1), precision=self.precision
-        )
+        return Learner(model, self.method, self.training, self.data, longest=max(longest, 1), precision=self.precision)
 
     def smallest_batch(self, size: str) -> int:
         """Return the fewest examples a batch may have: BatchNorm cannot train on one."""
@@ -145,10 +143,12 @@ class Clients:
 def own_randomness(device: torch.device) -> Iterator[None]:
     """Leave the caller's generators as they were: steps key torch's own ones."""
     with torch.random.fork_rng(devices=[]):
-        default = torch.cuda.default_generators[device.index] if device.type == "cuda" else None
-        before = default.graphsafe_get_state() if default is not None else None
+        if device.type != "cuda":
+            yield
+            return
+        default = torch.cuda.default_generators[device.index]
+        before = default.graphsafe_get_state()
         try:
             yield
         finally:
-            if default is not None:
-                default.graphsafe_set_state(before)
+            default.graphsafe_set_state(before)

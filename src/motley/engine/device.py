@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from motley.errors import MotleyError
 
@@ -24,6 +25,14 @@ def choose_device(name: str) -> torch.device:
     if index >= count:
         raise MotleyError(f"engine.device = {name!r}: this machine has {count} CUDA device(s).")
     return torch.device("cuda", index)
+
+
+def place(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move a model to a device; on a GPU with channels last in memory, where convolutions are faster."""
+    model = model.to(device)
+    if device.type == "cuda":
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
 
 
 def set_precision(precision: str) -> None:

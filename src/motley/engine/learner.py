@@ -16,6 +16,7 @@ from torch.func import functional_call
 
 from motley.data.device import DeviceData
 from motley.engine.base import Job
+from motley.engine.device import place
 from motley.engine.training import Plan, TrainingSettings
 from motley.methods.base import Method
 from motley.randomness import key
@@ -36,9 +37,7 @@ class Learner:
         precision: str,
     ) -> None:
         device = data.device
-        self.model = model.to(device).train()
-        if device.type == "cuda":
-            self.model.to(memory_format=torch.channels_last)
+        self.model = place(model, device).train()
         self.method, self.training, self.data, self.device = method, training, data, device
         self.precision = precision
         self.parameters: State = dict(self.model.named_parameters())

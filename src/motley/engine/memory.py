@@ -1,8 +1,9 @@
 """What clients remember between rounds: control variates, previous models, dual variables.
 
-A memory is filed under its client and the round that made it. Which round counts is the server's word (`Job.remembers`),
-so a round that was never completed leaves no trace: after a crash the server names the older memory, and the newer one
-is ignored. Memories stay in host memory and reach the disk when a checkpoint is made, changed clients only.
+A memory is filed under its client and the round that made it. Which round counts is the server's word
+(`Job.remembers`), so a round that was never completed leaves no trace: after a crash the server names the older memory,
+and the newer one is ignored. Memories stay in host memory and reach the disk when a checkpoint is made, changed clients
+only.
 """
 
 from __future__ import annotations

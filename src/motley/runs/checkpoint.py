@@ -34,7 +34,9 @@ def save_checkpoint(folder: Path, server: Server, keep: int) -> Path:
     for section in _SECTIONS:
         tensors: State | None = getattr(server, section)
         if tensors is not None:
-            save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, unfinished / f"{section}.safetensors")
+            save_file(
+                {n: t.detach().cpu().contiguous() for n, t in tensors.items()}, unfinished / f"{section}.safetensors"
+            )
     numbers = {"round": server.round_number, "remembered": {str(c): r for c, r in server.remembered.items()}}
     (unfinished / "server.json").write_text(json.dumps(numbers))
     for path in (*unfinished.iterdir(), unfinished):
@@ -72,7 +74,9 @@ def _load(path: Path) -> Server:
         for section in _SECTIONS
     }
     remembered = {int(client): int(made) for client, made in numbers["remembered"].items()}
-    return Server(int(numbers["round"]), sections["state"] or {}, sections["averaged"], sections["method"] or {}, remembered)
+    return Server(
+        int(numbers["round"]), sections["state"] or {}, sections["averaged"], sections["method"] or {}, remembered
+    )
 
 
 def _flush(path: Path) -> None:

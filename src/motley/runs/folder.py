@@ -1,11 +1,11 @@
 """The folder of a run.
 
-    config.toml          the resolved configuration: every default written out
-    environment.json     versions and hardware the run began on
-    metrics.jsonl        a line a round
-    checkpoints/         round-000010/ and so on, each complete or absent
-    clients/             what clients remember between rounds, where the method keeps something
-    tensorboard/         event files, where tensorboard is installed
+config.toml          the resolved configuration: every default written out
+environment.json     versions and hardware the run began on
+metrics.jsonl        a line a round
+checkpoints/         round-000010/ and so on, each complete or absent
+clients/             what clients remember between rounds, where the method keeps something
+tensorboard/         event files, where tensorboard is installed
 """
 
 from __future__ import annotations

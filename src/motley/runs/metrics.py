@@ -98,7 +98,9 @@ def outcome(lines: list[dict[str, Any]], last_k: int, targets: tuple[float, ...]
     """Return last, best and mean-of-last-k accuracy a size and overall, rounds to targets, traffic and time."""
     evaluated = [line for line in lines if "accuracy" in line]
     rounds = [line["round"] for line in evaluated]
-    series = {name: [line["accuracy"][name] for line in evaluated] for name in (evaluated[0]["accuracy"] if evaluated else ())}
+    series = {
+        name: [line["accuracy"][name] for line in evaluated] for name in (evaluated[0]["accuracy"] if evaluated else ())
+    }
     seconds: dict[str, float] = {}
     for line in lines:
         for phase, value in line["seconds"].items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from motley.config import Config
 from motley.federation import Federation, Record, Server
@@ -13,7 +13,7 @@ from motley.runs.folder import RunFolder
 from motley.runs.metrics import MetricsLog, overall
 
 
-class Callback(Protocol):
+class Callback:
     """Something that watches a run. Each event has a default that does nothing."""
 
     def on_start(self, federation: Federation, server: Server) -> None:
@@ -119,7 +119,7 @@ def play(federation: Federation, server: Server, callbacks: Iterable[Callback]) 
             for callback in callbacks:
                 callback.on_round(server, record)
     finally:
-        for callback in callbacks:
+        for callback in reversed(callbacks):
             callback.on_stop(server)
     return server
 

@@ -77,7 +77,7 @@ class Split(ABC):
         return self.blueprints[size].build()
 
     def part(self, size: str, round_number: int = 0, client: int = 0) -> Part:
-        """Return what a client of a size holds in a round. Splits that move with the round or the client override it."""
+        """Return what a client of a size holds in a round; a split that moves with round or client overrides it."""
         return self._parts[size]
 
     @cached_property

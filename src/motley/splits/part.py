@@ -9,7 +9,8 @@ only two functions that read them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ State: TypeAlias = dict[str, Tensor]
 Index: TypeAlias = tuple[slice | Tensor, ...]
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Piece:
     """Where one of a client's tensors lies in the global state. Index vectors name each position once."""
 
     name: str

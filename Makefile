@@ -1,0 +1,38 @@
+# Everything runs in .venv, which these targets make and fill themselves.
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= $(THREADS)
+
+.PHONY: install quickstart test test-slow lint format types clean
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+quickstart: install
+	$(BIN)/motley run
+
+test: THREADS = 1
+test: install
+	$(BIN)/python -m pytest -n 2
+
+test-slow: THREADS = 1
+test-slow: install
+	$(BIN)/python -m pytest -m slow
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: install
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build dist src/*.egg-info

@@ -1,0 +1,54 @@
+"""`motley list`: what a configuration can choose from."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from motley.config import presets
+from motley.data import DATASETS, PARTITIONS
+from motley.methods import METHODS
+from motley.models import MODELS
+from motley.registry import Registry
+from motley.splits import SPLITS
+
+
+class Kind(str, Enum):
+    """What can be listed."""
+
+    methods = "methods"
+    models = "models"
+    datasets = "datasets"
+    partitions = "partitions"
+    presets = "presets"
+    splits = "splits"
+
+
+_REGISTRIES: dict[Kind, Registry] = {
+    Kind.methods: METHODS,
+    Kind.models: MODELS,
+    Kind.datasets: DATASETS,
+    Kind.partitions: PARTITIONS,
+    Kind.splits: SPLITS,
+}
+
+
+def list_things(kind: Kind = typer.Argument(..., help="What to list.")) -> None:
+    """List methods, models, datasets, partitions, presets or splits."""
+    table = Table(box=None, pad_edge=False)
+    if kind is Kind.presets:
+        table.add_column("preset", style="bold", no_wrap=True)
+        table.add_column("what it is")
+        for name, summary in presets().items():
+            table.add_row(name, summary)
+    else:
+        table.add_column(kind.value[:-1], style="bold", no_wrap=True)
+        table.add_column("what it is")
+        table.add_column("paper")
+        for entry in _REGISTRIES[kind]:
+            also = f" (also: {', '.join(entry.aliases)})" if entry.aliases else ""
+            table.add_row(entry.name, entry.summary + also, entry.paper)
+    Console().print(table)

@@ -1,0 +1,154 @@
+"""Progress of a run: a live display in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from motley.cli.show import print_outcome
+from motley.federation import Federation, Record, Server
+from motley.runs.folder import RunFolder
+from motley.runs.metrics import overall
+from motley.runs.play import Callback
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+class Progress(Callback):
+    """What every display knows: how far the run is, how fast it goes, and the accuracy of every size."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.rounds = self.round_number = self.clients = self.clients_done = 0
+        self.durations: deque[float] = deque(maxlen=20)
+        self.history: dict[str, list[float]] = {}
+        self.record: Record | None = None
+
+    def on_start(self, federation: Federation, server: Server) -> None:
+        self.rounds = federation.config.training.rounds
+        self.clients = federation.config.federation.clients_per_round
+        self.round_number = server.round_number
+        self.device = str(federation.device)
+        self.began = time.perf_counter()
+
+    def on_client(self, client: int) -> None:
+        self.clients_done += 1
+
+    def on_round(self, server: Server, record: Record) -> None:
+        now = time.perf_counter()
+        self.durations.append(now - self.began)
+        self.began, self.clients_done = now, 0
+        self.record, self.round_number = record, record.round_number
+        for size, score in record.scores.items():
+            self.history.setdefault(size, []).append(score.accuracy)
+        for client, reason in record.refused.items():
+            self.console.print(f"round {record.round_number}: client {client} was refused: {reason}", markup=False)
+
+    @property
+    def seconds_a_round(self) -> float:
+        """The mean over the last rounds."""
+        return sum(self.durations) / len(self.durations) if self.durations else 0.0
+
+    @property
+    def time_left(self) -> str:
+        """How long the rest will take, at the present speed."""
+        if not self.durations:
+            return "?"
+        seconds = round(self.seconds_a_round * (self.rounds - self.round_number))
+        hours, minutes = divmod(seconds // 60, 60)
+        return f"{hours}:{minutes:02d}:{seconds % 60:02d}" if hours else f"{minutes}:{seconds % 60:02d}"
+
+
+class PlainProgress(Progress):
+    """A line a round."""
+
+    def on_start(self, federation: Federation, server: Server) -> None:
+        super().on_start(federation, server)
+        after = f", going on after round {server.round_number}" if server.round_number else ""
+        self.console.print(f"{self.rounds} rounds on {self.device}{after}", highlight=False)
+
+    def on_round(self, server: Server, record: Record) -> None:
+        super().on_round(server, record)
+        sizes = "  ".join(f"{size} {score.accuracy:.1%}" for size, score in record.scores.items())
+        mean = f"  mean {overall(record):.1%}" if record.scores else ""
+        self.console.print(
+            f"round {record.round_number}/{self.rounds}  {sizes}{mean}  train loss {record.train_loss:.3f}  "
+            f"{self.durations[-1]:.2f} s  left {self.time_left}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+class LiveProgress(Progress):
+    """A table that is redrawn in place."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self.live = Live(console=console, get_renderable=self.draw, refresh_per_second=4, transient=True)
+
+    def on_start(self, federation: Federation, server: Server) -> None:
+        super().on_start(federation, server)
+        self.live.start()
+
+    def on_stop(self, server: Server) -> None:
+        self.live.stop()
+
+    def draw(self) -> RenderableType:
+        """Return the display as it stands."""
+        return Group(self._head(), self._table())
+
+    def _head(self) -> RenderableType:
+        grid = Table.grid(padding=(0, 2))
+        loss = f"train loss {self.record.train_loss:.3f}" if self.record else ""
+        part = self.clients_done / self.clients if self.clients else 0.0
+        grid.add_row(
+            f"[bold]round {min(self.round_number + 1, self.rounds)}/{self.rounds}[/]",
+            ProgressBar(total=max(self.rounds, 1), completed=self.round_number + part, width=30),
+            f"client {self.clients_done}/{self.clients}",
+            f"{self.seconds_a_round:.2f} s a round",
+            f"{self.time_left} left",
+            loss,
+        )
+        return grid
+
+    def _table(self) -> RenderableType:
+        if not self.history:
+            return Text(f"training the first round on {self.device} ...", style="dim")
+        table = Table("size", "accuracy", "best", "over rounds", box=None)
+        for size, values in self.history.items():
+            table.add_row(size, f"{values[-1]:.1%}", f"{max(values):.1%}", spark(values))
+        return table
+
+
+def spark(values: list[float], width: int = 40) -> str:
+    """Return accuracies as a line of bars from 0 to 1, thinned to a width."""
+    step = max(1, -(-len(values) // width))
+    kept = values[::-1][::step][::-1]
+    return "".join(BARS[min(len(BARS) - 1, int(value * len(BARS)))] for value in kept)
+
+
+@contextmanager
+def watch(path: Path) -> Iterator[Progress]:
+    """Show a run's progress; at the end its table, and after Ctrl-C how to go on."""
+    console = Console()
+    progress = LiveProgress(console) if console.is_terminal else PlainProgress(console)
+    try:
+        yield progress
+    except KeyboardInterrupt:
+        begun = RunFolder(path).config.exists()
+        goes_on = (
+            f"after round {progress.round_number}. To go on: motley resume {path}" if begun else "before it began."
+        )
+        console.print(f"\nStopped {goes_on}", highlight=False, soft_wrap=True)
+        raise SystemExit(130) from None
+    print_outcome(console, RunFolder.open(path))
+    console.print(f"kept in {path}", highlight=False)

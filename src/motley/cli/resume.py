@@ -1,0 +1,16 @@
+"""`motley resume`: go on with a run that was interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from motley.cli.progress import watch
+from motley.runs.play import resume as resume_run
+
+
+def resume(path: Path = typer.Argument(..., metavar="RUN", help="The run's folder.")) -> None:
+    """Go on with a run after a crash, Ctrl-C or kill -9."""
+    with watch(path) as progress:
+        resume_run(path, [progress])

@@ -1,0 +1,26 @@
+"""`motley run`: start a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from motley.cli.progress import watch
+from motley.config import load_config
+from motley.runs.folder import next_free
+from motley.runs.play import begin
+
+
+def run(
+    file: Path | None = typer.Argument(None, help="A TOML file; without one, the quickstart preset."),
+    preset: str = typer.Option("", help="Start from a named preset (motley list presets)."),
+    set_: list[str] = typer.Option([], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting; repeatable."),
+    out: Path | None = typer.Option(None, help="The run's folder; by default the next free one under runs/."),
+) -> None:
+    """Train a federation from one TOML file, a preset, or the defaults."""
+    config = load_config(file, preset=preset, overrides=set_)
+    stem = config.preset or f"{config.data.name}-{config.method.name}"
+    path = out or next_free(Path("runs"), stem)
+    with watch(path) as progress:
+        begin(config, path, [progress])
