@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from motley.engine.learner import Learner
 from motley.engine.memory import MemoryStore
 from motley.engine.training import Plan, TrainingSettings, make_plan
 from motley.methods.base import Collection, Method
-from motley.randomness import torch_seed
 from motley.splits.part import State
 
 
@@ -48,7 +46,6 @@ class Clients:
     ) -> None:
         self.method, self.data, self.partition, self.training = method, data, partition, training
         self.precision, self.seed, self.memory = precision, seed, memory
-        self._models: dict[str, nn.Module] = {}
         self._smallest: dict[str, int] = {}
 
     @property
@@ -58,11 +55,8 @@ class Clients:
 
     def learner(self, size: str) -> Learner:
         """Return a fresh learner of a size."""
-        if size not in self._models:
-            with torch_seed(self.seed, "template", size):
-                self._models[size] = self.method.world.split.build(size)
         longest = self.training.turn_steps(len(self.training.epoch_lengths(int(self.partition.sizes.max()), 1)))
-        model = copy.deepcopy(self._models[size])
+        model = self.method.world.split.build(size)
         return Learner(model, self.method, self.training, self.data, longest=max(longest, 1), precision=self.precision)
 
     def smallest_batch(self, size: str) -> int:
@@ -89,9 +83,9 @@ class Clients:
             client=job.client,
         )
 
-    def recall(self, learner: Learner, job: Job) -> State:
+    def recall(self, job: Job) -> State:
         """Return the memory a job's client starts its turn with."""
-        fresh = self.method.memory(learner.model)
+        fresh = self.method.memory(job.size, job.state)
         return self.memory.get(job.client, job.remembers) if fresh and job.remembers is not None else fresh
 
     def seat(self, learner: Learner, job: Job, plan: Plan, memory: State) -> None:
@@ -133,7 +127,7 @@ class Clients:
             round_number=job.round_number,
             client=job.client,
         )
-        self.seat(learner, job, plan, self.recall(learner, job))
+        self.seat(learner, job, plan, self.recall(job))
         learner.seed_step()
         values = self.method.collect(learner, learner.batches(plan))
         return Collection(job.client, self.samples(job.client), values)

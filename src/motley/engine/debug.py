@@ -27,7 +27,7 @@ class DebugEngine:
                 if not plan.lengths:
                     continue
                 learner = self.clients.learner(job.size)
-                self.clients.seat(learner, job, plan, self.clients.recall(learner, job))
+                self.clients.seat(learner, job, plan, self.clients.recall(job))
                 learner.use_generator()
                 for length in plan.lengths:
                     learner.seed_step()

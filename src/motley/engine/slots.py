@@ -36,7 +36,7 @@ class Slot:
         """Start a client's turn."""
         self.busy = True
         with self._on_stream():
-            memory = self.clients.recall(self.learner, job)
+            memory = self.clients.recall(job)
             if self.stream is not None:
                 self._graph = self._captured(job, memory)
             self.clients.seat(self.learner, job, plan, memory)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from motley.aggregate.inco import IncoSettings
 from motley.aggregate.merge import Merged, Update, merge
@@ -81,8 +81,12 @@ class Method:
 
     # ---- client
 
-    def memory(self, model: nn.Module) -> State:
-        """Return what a client of this model remembers before its first turn; kept between rounds where it trains."""
+    def memory(self, size: str, received: State) -> State:
+        """Return what a client of this size remembers before its first turn, when it receives this part.
+
+        It is kept between rounds where the client trains. Which of the part's names are parameters:
+        `self.world.split.parameters_of(size)`.
+        """
         return {}
 
     def begin(self, learner: Learner) -> None:

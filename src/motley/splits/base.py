@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class Split(ABC):
         self.settings = settings
         self.sizes = tuple(builds)
         self.blueprints = {size: Blueprint.of(size, build) for size, build in builds.items()}
+        self._templates: dict[str, nn.Module] = {}
         self.check()
 
     @abstractmethod
@@ -73,8 +75,14 @@ class Split(ABC):
                     )
 
     def build(self, size: str) -> nn.Module:
-        """Return a fresh module of a size."""
-        return self.blueprints[size].build()
+        """Return a module of a size, to copy a state into."""
+        if size not in self._templates:
+            self._templates[size] = self._initialised(size, seed=0)
+        return copy.deepcopy(self._templates[size])
+
+    def _initialised(self, size: str, seed: int) -> nn.Module:
+        with torch_seed(seed, "initial state"):
+            return self.blueprints[size].build()
 
     def part(self, size: str, round_number: int = 0, client: int = 0) -> Part:
         """Return what a client of a size holds in a round; a split that moves with round or client overrides it."""
@@ -95,20 +103,19 @@ class Split(ABC):
         """Return the global state before the first round: the largest size's model, then what others add to it."""
         state: State = {}
         for size in self._largest_first:
-            with torch_seed(seed, "initial state"):
-                tensors = self.build(size).state_dict()
+            tensors = self._initialised(size, seed).state_dict()
             for name, piece in self.part(size).items():
                 state.setdefault(piece.name, tensors[name].clone())
         return state
 
+    def parameters_of(self, size: str) -> frozenset[str]:
+        """Return which of a size's own names are parameters."""
+        return frozenset(name for name, _ in self.blueprints[size].module.named_parameters())
+
     @cached_property
     def parameters(self) -> frozenset[str]:
         """The global names that are parameters; all others are buffers, which no correction touches."""
-        return frozenset(
-            self._placed(size, name)
-            for size, blueprint in self.blueprints.items()
-            for name, _ in blueprint.module.named_parameters()
-        )
+        return frozenset(self._placed(size, name) for size in self.sizes for name in self.parameters_of(size))
 
     @cached_property
     def cross_layers(self) -> tuple[CrossLayer, ...]:

@@ -1,0 +1,145 @@
+"""Every way to run clients gives the same result, bit for bit on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from motley.engine.base import Job
+from motley.federation import Federation
+from motley.runs.checkpoint import fingerprint
+from motley.runs.play import play
+from tests.conftest import tiny_config
+
+AUGMENTED = ("data.transform.crop_padding=1", "data.transform.flip=true", "data.transform.cutout=2")
+
+
+def final_hashes(*overrides: str) -> tuple[str, str]:
+    federation = Federation(tiny_config("training.rounds=2", *overrides))
+    server = play(federation, federation.start(), [])
+    return fingerprint(server.state), fingerprint(server.method)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "noisy", "every-hook"])
+@pytest.mark.parametrize("more", [(), AUGMENTED, ("training.optimizer.name=sgd", "training.optimizer.momentum=0.9")])
+def test_one_slot_several_slots_and_debug_agree(method: str, more: tuple[str, ...]) -> None:
+    settings = (f"method.name={method}", *more)
+    plain = final_hashes("engine.name=debug", *settings)
+    assert final_hashes("engine.slots=1", *settings) == plain
+    assert final_hashes("engine.slots=3", *settings) == plain
+
+
+def test_a_seed_changes_the_result() -> None:
+    assert final_hashes("seed=2") != final_hashes("seed=1")
+
+
+def test_training_leaves_the_callers_generator_alone() -> None:
+    federation = Federation(tiny_config("method.name=noisy"))
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    federation.play(federation.start())
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_round_changes_nothing_in_place() -> None:
+    federation = Federation(tiny_config("method.name=every-hook", "server.average=0.9"))
+    first, _ = federation.play(federation.start())
+    before = fingerprint(first.state), fingerprint(first.method), fingerprint(first.averaged or {})
+    federation.play(first)
+    assert (fingerprint(first.state), fingerprint(first.method), fingerprint(first.averaged or {})) == before
+
+
+def test_jobs_do_not_depend_on_company_or_order() -> None:
+    federation = Federation(tiny_config("method.name=noisy"))
+    server = federation.start()
+    jobs = [federation.job(server, 1, client) for client in range(6)]
+    together = {upload.client: upload for upload in federation.engine.train(jobs, lambda client: None)}
+    for job in reversed(jobs):
+        (alone,) = federation.engine.train([job], lambda client: None)
+        assert fingerprint(alone.change) == fingerprint(together[job.client].change)
+        assert alone.loss == together[job.client].loss
+
+
+def test_uploads_come_in_the_order_of_ids_and_done_is_called_for_each() -> None:
+    federation = Federation(tiny_config("engine.slots=2"))
+    server = federation.start()
+    finished: list[int] = []
+    jobs = [federation.job(server, 1, client) for client in (5, 0, 3)]
+    uploads = federation.engine.train(jobs, finished.append)
+    assert [upload.client for upload in uploads] == [0, 3, 5]
+    assert sorted(finished) == [0, 3, 5]
+
+
+@pytest.mark.parametrize("engine", ["local", "debug"])
+def test_a_client_learns_what_a_hand_written_loop_learns(engine: str) -> None:
+    """One client of plain FedAvg against a loop that uses none of the engine's code."""
+    config = tiny_config(f"engine.name={engine}", "training.epochs=2", "data.transform.resize=8")
+    federation = Federation(config)
+    server = federation.start()
+    job = federation.job(server, 1, 0)
+    (upload,) = federation.engine.train([job], lambda client: None)
+
+    model = federation.split.build(job.size).train()
+    model.load_state_dict({name: tensor.clone() for name, tensor in job.state.items()})
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+    images = torch.from_numpy(federation.dataset.train.images).permute(0, 3, 1, 2).float() / 255
+    labels = torch.from_numpy(federation.dataset.train.labels)
+    plan = federation.engine.clients.plan(job)  # type: ignore[attr-defined]
+    losses = []
+    for step, length in enumerate(plan.lengths):
+        rows = plan.rows[step, :length]
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(images[rows]), labels[rows])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert upload.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    for name, tensor in model.state_dict().items():
+        assert torch.allclose((tensor - job.state[name]).float(), upload.change[name].float(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_client_without_a_batch_is_left_out() -> None:
+    federation = Federation(tiny_config())
+    server = federation.start()
+    job = federation.job(server, 1, 0)
+    partition = federation.partition
+    clients = federation.engine.clients  # type: ignore[attr-defined]
+    first = partition.of(0)[:1]
+    offsets = torch.tensor([0, 1, *(partition.offsets[2:] - partition.offsets[1] + 1)]).numpy()
+    lonely = type(partition)(
+        torch.cat([torch.from_numpy(a) for a in (first, partition.indices[partition.offsets[1] :])]).numpy(), offsets
+    )
+    clients.partition = lonely
+    assert len(lonely.of(0)) == 1
+    uploads = federation.engine.train([job, federation.job(server, 1, 3)], lambda client: None)
+    assert [upload.client for upload in uploads] == [3]
+
+
+def test_an_interrupted_round_leaves_no_slot_busy() -> None:
+    federation = Federation(tiny_config("engine.slots=2"))
+    server = federation.start()
+
+    def stop(client: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        federation.play(server, stop)
+    again, _ = federation.play(server)
+    fresh = Federation(tiny_config("engine.slots=2"))
+    expected, _ = fresh.play(fresh.start())
+    assert fingerprint(again.state) == fingerprint(expected.state)
+
+
+def test_collect_sees_every_example_once_without_augmentation() -> None:
+    federation = Federation(tiny_config("method.name=every-hook", *AUGMENTED))
+    server = federation.start()
+    clients = federation.engine.clients  # type: ignore[attr-defined]
+    seen: list[torch.Tensor] = []
+    federation.method.collect = lambda learner, batches: {"labels": torch.cat([y for _, y in batches])}  # type: ignore[method-assign]
+    job: Job = federation.job(server, 1, 2)
+    (collection,) = federation.engine.collect([job])
+    expected = federation.dataset.train.labels[federation.partition.of(2)]
+    assert sorted(collection.values["labels"].tolist()) == sorted(expected.tolist())
+    assert collection.samples == len(expected) == clients.samples(2)
+    assert not seen

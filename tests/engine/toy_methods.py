@@ -1,0 +1,104 @@
+"""Methods made up for tests: each uses hooks that FedAvg leaves alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from motley.aggregate.merge import Merged, Update, merge
+from motley.engine.learner import Learner
+from motley.methods import Collection, Method
+from motley.splits.part import State, take
+
+
+class Noisy(Method):
+    """Noise on the images and a dropout of the logits: steps that draw random numbers."""
+
+    def loss(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
+        answers = learner.model(images + 0.1 * torch.randn_like(images))
+        return nn.functional.cross_entropy(nn.functional.dropout(answers, 0.2), labels)
+
+
+class EveryHook(Method):
+    """Control variates, a proximal gradient, a companion model, a pool of replies and a collection pass, all at once."""
+
+    def start(self) -> State:
+        state = self.world.split.initial(self.world.seed)
+        return {f"c/{name}": torch.zeros_like(state[name]) for name in self.world.split.parameters}
+
+    def message(self, server: State, state: State, round_number: int, client: int) -> State:
+        size = self.world.sizes[client]
+        control = {name.removeprefix("c/"): tensor for name, tensor in server.items() if name.startswith("c/")}
+        part = {n: p for n, p in self.world.split.part(size).items() if p.name in self.world.split.parameters}
+        return take(control, part)
+
+    def memory(self, size: str, received: State) -> State:
+        own = {f"own/{name}": torch.zeros_like(received[name]) for name in self.world.split.parameters_of(size)}
+        previous = {f"previous/{name}": tensor for name, tensor in received.items()}
+        return {**own, **previous, "turns": torch.zeros((), dtype=torch.long)}
+
+    def begin(self, learner: Learner) -> None:
+        learner.memory["turns"].add_(1)
+
+    def loss(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
+        answers = learner.model(images)
+        previous = {n.removeprefix("previous/"): t for n, t in learner.memory.items() if n.startswith("previous/")}
+        pull = (answers - learner.frozen(learner.start, images)).square().mean()
+        push = (answers - learner.frozen(previous, images)).square().mean()
+        return nn.functional.cross_entropy(answers, labels) + 0.01 * pull - 0.001 * push.clamp(max=1.0)
+
+    def correct_gradient(self, learner: Learner) -> None:
+        for name, parameter in learner.parameters.items():
+            assert parameter.grad is not None
+            parameter.grad.add_(parameter.detach() - learner.start[name], alpha=0.01)
+
+    @torch.no_grad()
+    def correct_weights(self, learner: Learner) -> None:
+        for name, parameter in learner.parameters.items():
+            parameter.sub_(learner.lr * (learner.message[name] - learner.memory[f"own/{name}"]))
+
+    def reply(self, learner: Learner) -> State:
+        return {f"delta/{n}": (p.detach() - learner.start[n]) * 0.1 for n, p in learner.parameters.items()}
+
+    def remember(self, learner: Learner) -> State:
+        own = {f"own/{n}": (p.detach() - learner.start[n]) * 0.1 for n, p in learner.parameters.items()}
+        previous = {f"previous/{n}": t.detach().clone() for n, t in learner.tensors.items()}
+        return {**own, **previous, "turns": learner.memory["turns"].clone()}
+
+    def aggregate(self, server: State, state: State, updates: Sequence[Update]) -> Merged:
+        merged = merge(state, updates)
+        scaled = {n: c * 0.9 if n in self.world.split.parameters else c for n, c in merged.change.items()}
+        return merged.with_change(scaled)
+
+    def correct(self, server: State, merged: Merged) -> Merged:
+        return merged.with_change(
+            {n: c - 0.01 * server[f"c/{n}"] if f"c/{n}" in server else c for n, c in merged.change.items()}
+        )
+
+    def learn(self, server: State, state: State, updates: Sequence[Update]) -> State:
+        after = {name: tensor.clone() for name, tensor in server.items()}
+        for update in updates:
+            for local, piece in update.part.items():
+                if f"c/{piece.name}" in after:
+                    after[f"c/{piece.name}"] += update.message[f"delta/{local}"] / self.world.owners(piece.name)
+        return after
+
+    def refine(self, server: State, state: State, updates: Sequence[Update]) -> State:
+        return {n: t * 0.999 if n == "fc.bias" else t for n, t in state.items()}
+
+    def collectors(self, round_number: int) -> Sequence[int]:
+        return range(len(self.world.sizes)) if round_number % 2 == 0 else ()
+
+    def collect(self, learner: Learner, batches: Iterable[tuple[Tensor, Tensor]]) -> State:
+        learner.model.eval()
+        with torch.no_grad():
+            total = sum(learner.model(images).sum(0) for images, _ in batches)
+        learner.model.train()
+        assert isinstance(total, Tensor)
+        return {"logits": total}
+
+    def use(self, server: State, state: State, collections: Sequence[Collection]) -> tuple[State, State]:
+        mean = torch.stack([c.values["logits"] for c in collections]).sum(0) / sum(c.samples for c in collections)
+        return server, {**state, "fc.bias": state["fc.bias"] - 0.01 * mean}
