@@ -72,7 +72,8 @@ def merge(state: Mapping[str, Tensor], updates: Iterable[Update]) -> Merged:
                     pieces[name] = torch.zeros_like(totals[name])
                 add_at(totals[name], index, value * update.weight)
                 add_at(pieces[name], index, update.weight)
-        torch._foreach_add_(into, values, alpha=update.weight)
+        if into:
+            torch._foreach_add_(into, values, alpha=update.weight)
     return _divide(state, totals, whole, pieces)
 
 

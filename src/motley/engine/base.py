@@ -75,5 +75,9 @@ class Engine(Protocol):
         ...
 
     def save_memory(self, rounds: dict[int, int]) -> None:
-        """Make the clients' memory of the given rounds (client -> round) durable; older ones may be forgotten."""
+        """Make the clients' memory of the given rounds (client -> round) durable."""
+        ...
+
+    def forget_memory(self, rounds: dict[int, int]) -> None:
+        """Let go of what clients remember of rounds before the given ones (client -> round)."""
         ...

@@ -14,7 +14,7 @@ from motley.data.partition import Partition
 from motley.engine.base import Job, Upload
 from motley.engine.learner import Learner
 from motley.engine.memory import MemoryStore
-from motley.engine.training import Plan, TrainingSettings, make_plan
+from motley.engine.training import NO_STEPS, Plan, TrainingSettings, make_plan
 from motley.methods.base import Collection, Method
 from motley.splits.part import State
 
@@ -127,7 +127,7 @@ class Clients:
             round_number=job.round_number,
             client=job.client,
         )
-        self.seat(learner, job, plan, self.recall(job))
+        self.seat(learner, job, NO_STEPS, self.recall(job))
         learner.seed_step()
         values = self.method.collect(learner, learner.batches(plan))
         return Collection(job.client, self.samples(job.client), values)

@@ -45,3 +45,7 @@ class DebugEngine:
     def save_memory(self, rounds: dict[int, int]) -> None:
         """Write the clients' memory."""
         self.clients.memory.save(rounds)
+
+    def forget_memory(self, rounds: dict[int, int]) -> None:
+        """Delete what clients wrote before the given rounds."""
+        self.clients.memory.forget_older(rounds)

@@ -106,6 +106,8 @@ class Learner:
 
     def _copy_plan(self, plan: Plan) -> None:
         steps = len(plan.lengths)
+        if not steps:
+            return
         self._rows[:steps].copy_(self._pinned(plan.rows), non_blocking=True)
         if plan.draws is not None:
             if self._draws.shape[2] != plan.draws.shape[2]:

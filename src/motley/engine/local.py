@@ -56,6 +56,10 @@ class LocalEngine:
         """Write the clients' memory."""
         self.clients.memory.save(rounds)
 
+    def forget_memory(self, rounds: dict[int, int]) -> None:
+        """Delete what clients wrote before the given rounds."""
+        self.clients.memory.forget_older(rounds)
+
     def _fill_slots(self, waiting: list[Job], plans: dict[int, Plan]) -> list[Slot]:
         """Give each free slot the first waiting job of its size; return the slots that were filled."""
         filled = []

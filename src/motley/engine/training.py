@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from motley.data.device import DRAWS
+from motley.errors import MotleyError
 from motley.randomness import generator
 from motley.settings import Settings
 
@@ -86,6 +87,10 @@ class Plan(NamedTuple):
     """(steps, batch size, DRAWS) numbers in [0, 1)."""
 
 
+NO_STEPS = Plan([], torch.zeros((0, 1), dtype=torch.long), None)
+"""The plan of a client that does not train."""
+
+
 def make_plan(
     training: TrainingSettings,
     examples: np.ndarray,
@@ -97,6 +102,10 @@ def make_plan(
     client: int,
 ) -> Plan:
     """Draw a client's batches for a round: a fresh permutation of its examples an epoch."""
+    if training.batch_size < smallest:
+        raise MotleyError(
+            f"training.batch_size = {training.batch_size}: a model with BatchNorm trains on batches of {smallest} or more."
+        )
     epoch = training.epoch_lengths(len(examples), smallest)
     steps = training.turn_steps(len(epoch))
     lengths = [epoch[step % len(epoch)] for step in range(steps)]

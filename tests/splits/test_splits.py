@@ -1,0 +1,98 @@
+"""Which part of the global state each split gives to each size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from motley.errors import MotleyError
+from motley.federation import Federation
+from motley.models import CrossLayer
+from motley.splits import Split
+from motley.splits.part import take
+from tests.conftest import tiny_config
+
+VIT = ("model.sizes=['vit1','vit2','vit3']", "model.vit.dim=32", "model.vit.heads=4", "model.vit.patch=4")
+
+
+def split_of(*overrides: str) -> Split:
+    return Federation(tiny_config(*overrides)).split
+
+
+@pytest.mark.parametrize("model", [(), VIT], ids=["stage", "layer"])
+def test_depth_gives_a_size_the_layers_it_has(model: tuple[str, ...]) -> None:
+    split = split_of("split.normalization_statistics=shared", *model)
+    state = split.initial(1)
+    largest = split.build(split.sizes[-1]).state_dict()
+    assert state.keys() == largest.keys()
+    for size in split.sizes:
+        module = split.build(size)
+        module.load_state_dict(take(state, split.part(size)))  # strict: names and shapes
+        assert all(piece.name == local and piece.index is None for local, piece in split.part(size).items())
+
+
+def test_small_sizes_start_as_slices_of_the_largest() -> None:
+    split = split_of("split.normalization_statistics=shared")
+    state = split.initial(3)
+    assert torch.equal(take(state, split.part("resnet10"))["layer1.0.conv1.weight"], state["layer1.0.conv1.weight"])
+    assert not torch.equal(state["layer1.0.conv1.weight"], split.initial(4)["layer1.0.conv1.weight"])
+
+
+def test_per_size_statistics_share_weights_and_nothing_else() -> None:
+    split = split_of("split.normalization_statistics=per-size")
+    small, large = split.part("resnet10"), split.part("resnet18")
+    for local in small:
+        shared = small[local].name == large[local].name
+        assert shared == (not local.endswith(("running_mean", "running_var", "num_batches_tracked")))
+    assert small["bn1.running_var"].name == "resnet10/bn1.running_var"
+    assert not any(name.endswith(("running_mean", "running_var")) for name in split.parameters)
+    assert "layer1.0.conv1.weight" in split.parameters
+
+
+def test_grouped_shares_nothing() -> None:
+    split = split_of("split.name=grouped")
+    names = [{piece.name for piece in split.part(size).values()} for size in split.sizes]
+    assert not names[0] & names[1] and not names[1] & names[2] and not names[0] & names[2]
+    assert split.initial(1).keys() == set().union(*names)
+
+
+def test_grouped_takes_unrelated_architectures() -> None:
+    federation = Federation(
+        tiny_config("split.name=grouped", "model.sizes=['resnet10','vit2']", *VIT[1:], "federation.clients_per_round=6")
+    )
+    server, record = federation.play(federation.start())
+    assert record.scores.keys() == {"resnet10", "vit2"}
+    assert server.round_number == 1
+
+
+def test_cross_layers_follow_the_global_names() -> None:
+    depth = split_of()
+    assert set(depth.cross_layers) >= {CrossLayer("layer1.0.conv2.weight", "layer1.1.conv1.weight")}
+    grouped = split_of("split.name=grouped")
+    assert CrossLayer("resnet18/layer1.0.conv2.weight", "resnet18/layer1.1.conv1.weight") in grouped.cross_layers
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("split.name=homogeneous",), "takes exactly one size"),
+        (("model.sizes=['resnet18','resnet50']",), "cannot share .*grouped"),
+        (("model.sizes=['resnet10','vit2']", *VIT[1:]), "share no layers"),
+        (("model.sizes=['resnet10']", "method.inco.preset=official"), "nothing to mix"),
+    ],
+)
+def test_what_cannot_be_one_state_is_refused(overrides: tuple[str, ...], words: str) -> None:
+    with pytest.raises(MotleyError, match=words):
+        split_of(*overrides)
+
+
+def test_one_size_is_the_same_under_every_split() -> None:
+    """With a single size, depth, grouped and homogeneous are all plain FedAvg."""
+    ends = []
+    for name in ("depth", "homogeneous", "grouped"):
+        federation = Federation(tiny_config(f"split.name={name}", "model.sizes=['resnet10']"))
+        server = federation.start()
+        for _ in range(2):
+            server, _ = federation.play(server)
+        ends.append(take(server.state, federation.split.part("resnet10")))
+    assert all(torch.equal(ends[0][name], other[name]) for other in ends[1:] for name in ends[0])

@@ -1,0 +1,182 @@
+"""The round loop: who is sampled, what is refused, and what a round leaves alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from motley.data import Dataset, Examples
+from motley.engine.base import Done, Engine, Job, Upload
+from motley.errors import MotleyError
+from motley.federation import Federation, assign_sizes, size_in_bytes
+from motley.splits.part import take
+from tests.conftest import tiny_config
+
+Change = Callable[[Upload], Upload]
+
+
+class Tampered:
+    """An engine whose uploads are changed on their way."""
+
+    def __init__(self, engine: Engine, changes: dict[int, Change]) -> None:
+        self.engine, self.changes = engine, changes
+
+    def train(self, jobs: Sequence[Job], done: Done) -> list[Upload]:
+        return [self.changes.get(u.client, lambda u: u)(u) for u in self.engine.train(jobs, done)]
+
+
+def with_change(name: str, value: torch.Tensor) -> Change:
+    return lambda upload: replace(upload, change={**upload.change, name: value})
+
+
+def test_a_bad_upload_is_refused_and_the_round_goes_on() -> None:
+    federation = Federation(tiny_config("federation.clients_per_round=6", "server.average=0"))
+    server = federation.start()
+    honest = federation.engine
+    bias = torch.full((10,), float("nan"))
+    federation.engine = Tampered(  # type: ignore[assignment]
+        honest,
+        {
+            0: with_change("fc.bias", bias),
+            1: with_change("fc.bias", torch.zeros(3)),
+            2: with_change("backdoor", torch.zeros(3)),
+            3: lambda u: replace(u, change={n: t for n, t in u.change.items() if n != "fc.bias"}),
+        },
+    )
+    after, record = federation.play(server)
+    assert "not finite" in record.refused[0]
+    assert "(3,)" in record.refused[1]
+    assert "backdoor" in record.refused[2]
+    assert "'fc.bias' is missing" in record.refused[3]
+    assert after.remembered.keys() == {4, 5}
+    jobs = [federation.job(server, 1, client) for client in (4, 5)]
+    good = honest.train(jobs, lambda client: None)
+    expected = server.state["fc.bias"] + (good[0].change["fc.bias"] + good[1].change["fc.bias"]) / 2
+    assert torch.allclose(after.state["fc.bias"], expected)
+
+
+def test_a_round_in_which_everybody_is_refused_changes_nothing() -> None:
+    federation = Federation(tiny_config())
+    server = federation.start()
+    spoil = with_change("fc.bias", torch.full((10,), float("inf")))
+    federation.engine = Tampered(federation.engine, dict.fromkeys(range(6), spoil))  # type: ignore[assignment]
+    after, record = federation.play(server)
+    assert after.round_number == 1 and len(record.refused) == 4
+    assert all(torch.equal(after.state[name], server.state[name]) for name in server.state)
+
+
+def test_layers_nobody_held_keep_their_bits() -> None:
+    federation = Federation(tiny_config("split.normalization_statistics=shared", "method.inco.preset=official"))
+    federation.sample = lambda number: [0, 1]  # type: ignore[method-assign]  # both hold the smallest size
+    server = federation.start()
+    after, _ = federation.play(server)
+    held = federation.split.part("resnet10").keys()
+    for name in server.state:
+        assert torch.equal(after.state[name], server.state[name]) == (name not in held), name
+
+
+def test_sampling_is_fair_keyed_and_without_repeats() -> None:
+    federation = Federation(tiny_config())
+    rounds = [federation.sample(number) for number in range(1, 601)]
+    assert all(len(set(clients)) == 4 and clients == sorted(clients) for clients in rounds)
+    counts = Counter(client for clients in rounds for client in clients)
+    assert all(340 < counts[client] < 460 for client in range(6))
+    assert rounds[:50] == [Federation(tiny_config()).sample(number) for number in range(1, 51)]
+    assert rounds[:50] != [Federation(tiny_config("seed=9")).sample(number) for number in range(1, 51)]
+
+
+def test_sizes_are_assigned_as_asked() -> None:
+    def sizes(*overrides: str) -> list[str]:
+        return [size.removeprefix("resnet") for size in assign_sizes(tiny_config(*overrides))]
+
+    assert sizes() == ["10", "10", "14", "14", "18", "18"]
+    assert sizes("federation.assign=alternate") == ["10", "14", "18", "10", "14", "18"]
+    assert sizes("federation.shares=[1,1,4]") == ["10", "14", "18", "18", "18", "18"]
+    drawn = sizes("federation.assign=random", "federation.clients=30")
+    assert Counter(drawn) == {"10": 10, "14": 10, "18": 10} and drawn != sorted(drawn)
+
+
+def test_weights_by_samples() -> None:
+    federation = Federation(tiny_config("server.weights=samples"))
+    server = federation.start()
+    jobs = [federation.job(server, 1, client) for client in range(3)]
+    uploads = federation.engine.train(jobs, lambda client: None)
+    federation.sample = lambda number: [0, 1, 2]  # type: ignore[method-assign]
+    after, _ = federation.play(server)
+    counts = [len(federation.partition.of(client)) for client in range(3)]
+    mean = sum(n * u.change["fc.bias"] for n, u in zip(counts, uploads, strict=True)) / sum(counts)
+    assert torch.allclose(after.state["fc.bias"], server.state["fc.bias"] + mean, atol=1e-6)
+
+
+def test_traffic_is_what_parts_weigh() -> None:
+    federation = Federation(tiny_config())
+    server = federation.start()
+    _, record = federation.play(server)
+    expected = sum(
+        size_in_bytes(take(server.state, federation.split.part(federation.sizes[client]))) for client in record.clients
+    )
+    assert record.bytes_down == record.bytes_up == expected
+
+
+def test_weights_file_replaces_what_fits(tmp_path: Path) -> None:
+    weights = {"conv1.weight": torch.full((4, 1, 3, 3), 0.5), "fc.weight": torch.zeros(1000, 32)}
+    save_file(weights, tmp_path / "w.safetensors")
+    state = Federation(tiny_config(f"model.weights={tmp_path / 'w.safetensors'}")).start().state
+    assert torch.equal(state["conv1.weight"], weights["conv1.weight"])
+    assert state["fc.weight"].shape == (10, 32)
+    with pytest.raises(MotleyError, match="cannot be read"):
+        Federation(tiny_config(f"model.weights={tmp_path / 'absent.safetensors'}")).start()
+    save_file({"other": torch.zeros(1)}, tmp_path / "o.safetensors")
+    with pytest.raises(MotleyError, match="no tensor that fits"):
+        Federation(tiny_config(f"model.weights={tmp_path / 'o.safetensors'}")).start()
+
+
+def test_inco_coefficients_are_recorded_for_every_pair_that_was_held() -> None:
+    federation = Federation(tiny_config("method.inco.preset=official"))
+    federation.sample = lambda number: [0, 2, 4]  # type: ignore[method-assign]
+    _, record = federation.play(federation.start())
+    assert record.inco.keys() == {pair.target for pair in federation.split.cross_layers}
+    assert all(row.keys() == {"theta", "alpha", "beta", "positive"} for row in record.inco.values())
+
+
+def test_inco_changes_its_targets_only() -> None:
+    ends = {}
+    for preset in ("off", "official", "paper"):
+        federation = Federation(tiny_config(f"method.inco.preset={preset}", "training.steps=2"))
+        federation.sample = lambda number: [0, 2, 4]  # type: ignore[method-assign]
+        ends[preset], _ = federation.play(federation.start())
+    targets = {pair.target for pair in federation.split.cross_layers}
+    for preset in ("official", "paper"):
+        changed = {n for n, t in ends["off"].state.items() if not torch.equal(t, ends[preset].state[n])}
+        assert changed == targets
+
+
+def test_your_own_data_in_memory() -> None:
+    numbers = np.random.default_rng(0)
+
+    def examples(count: int) -> Examples:
+        return Examples(numbers.integers(0, 255, (count, 8, 8, 3), dtype=np.uint8), np.arange(count) % 4)
+
+    mine = Dataset("mine", examples(200), examples(40), 4)
+    federation = Federation(tiny_config(), dataset=mine)
+    _, record = federation.play(federation.start())
+    assert len(record.scores["resnet10"].class_accuracy) == 4
+
+
+def test_a_federation_learns() -> None:
+    federation = Federation(
+        tiny_config(
+            "training.rounds=12", "training.epochs=3", "model.resnet.width=0.125", "federation.clients_per_round=6"
+        )
+    )
+    server = federation.start()
+    for _ in range(12):
+        server, record = federation.play(server)
+    assert min(score.accuracy for score in record.scores.values()) > 0.6
