@@ -1,7 +1,6 @@
 # Everything runs in .venv, which these targets make and fill themselves.
 PYTHON ?= python3
 BIN := .venv/bin
-export OMP_NUM_THREADS ?= $(THREADS)
 
 .PHONY: install quickstart test test-slow lint format types clean
 
@@ -15,13 +14,12 @@ install: .venv/installed
 quickstart: install
 	$(BIN)/motley run
 
-test: THREADS = 1
+# Two processes of one thread each: more threads a process fight over the cores.
 test: install
-	$(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-test-slow: THREADS = 1
 test-slow: install
-	$(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
 lint: install
 	$(BIN)/ruff check .

@@ -7,7 +7,7 @@ refuses what cannot work.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -148,10 +148,11 @@ class Config(Settings):
 def load_config(file: Path | None = None, *, preset: str = "", overrides: Iterable[str] = ()) -> Config:
     """Read a run's configuration: a preset, then a TOML file on top, then `a.b=c` overrides."""
     given = _read(file) if file else {}
-    preset = preset or str(given.get("preset", "")) or ("" if file else DEFAULT_PRESET)
-    values = _overlay(_preset_values(preset) if preset else {}, given)
+    chosen: dict[str, Any] = {}
     for override in overrides:
-        values = _overlay(values, _parse_override(override))
+        chosen = _overlay(chosen, _parse_override(override), _all)
+    preset = str(chosen.get("preset") or preset or given.get("preset") or ("" if file else DEFAULT_PRESET))
+    values = _overlay(_overlay(_preset_values(preset) if preset else {}, given), chosen)
     return validate(Config, {**values, "preset": preset})
 
 
@@ -159,7 +160,7 @@ def presets() -> dict[str, str]:
     """Return every preset's name and the comment on its first line."""
     files = sorted(resources.files("motley.presets").iterdir(), key=lambda file: file.name)
     return {
-        file.name.removesuffix(".toml"): file.read_text().splitlines()[0].removeprefix("# ")
+        file.name.removesuffix(".toml"): file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
         for file in files
         if file.name.endswith(".toml")
     }
@@ -168,12 +169,12 @@ def presets() -> dict[str, str]:
 def _preset_values(name: str) -> dict[str, Any]:
     if name not in presets():
         raise MotleyError(unknown("preset", name, presets()))
-    return tomllib.loads((resources.files("motley.presets") / f"{name}.toml").read_text())
+    return tomllib.loads((resources.files("motley.presets") / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text())
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise MotleyError(f"{file}: there is no such configuration file.") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -183,41 +184,60 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _parse_override(text: str) -> dict[str, Any]:
-    name, equals, value = text.partition("=")
+    name, equals, value = (piece.strip() for piece in text.partition("="))
     if not equals or not all(name.split(".")):
         raise MotleyError(f"--set {text!r}: write it as table.key=value, for example training.rounds=20.")
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         parsed = value
-    for step in reversed(name.strip().split(".")):
+    for step in reversed(name.split(".")):
         parsed = {step: parsed}
     return parsed
 
 
-_CHOOSERS = {"method": "name", "partition": "name", "inco": "preset", "transform": "preset"}
-"""Tables whose other keys belong to what this key chooses."""
+_CHOOSERS = {
+    "data": ("name", "digits"),
+    "method": ("name", "fedavg"),
+    "partition": ("name", "dirichlet"),
+    "inco": ("preset", "off"),
+    "transform": ("preset", "plain"),
+}
+"""Tables whose other keys belong to what this key chooses, and what is chosen where nothing is said."""
+
+Table = Mapping[str, Any]
 
 
-def _overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `below` with `above` on top, table by table.
+def _all(name: str, old: Table, new: Table) -> Table:
+    return old
 
-    Where `above` chooses anew (another method, another preset of InCo), the values that belonged to the old choice go;
-    tables inside stay. Another data set keeps the transform's preset and nothing else of the old transform.
+
+def _fitting(name: str, old: Table, new: Table) -> Table:
+    """Return what of a table outlives a choice made anew (another method, another preset of InCo): tables inside.
+
+    Another data set takes over where data sets lie and how samples are dealt, and of the transform only its preset.
     """
+    chooser, default = _CHOOSERS.get(name, ("", ""))
+    before = old.get(chooser, default)
+    if new.get(chooser, before) == before:
+        return old
+    if name != "data":
+        return {key: value for key, value in old.items() if isinstance(value, Mapping)}
+    kept = {key: value for key, value in old.items() if key != "path"}
+    transform = kept.get("transform")
+    if isinstance(transform, Mapping):
+        kept["transform"] = {key: value for key, value in transform.items() if key == "preset"}
+    return kept
+
+
+def _overlay(below: Table, above: Table, keep: Callable[[str, Table, Table], Table] = _fitting) -> dict[str, Any]:
+    """Return `below` with `above` on top, table by table; `keep` says what stays of a table that gets new values."""
     result = dict(below)
     for name, value in above.items():
         old = result.get(name)
-        if not (isinstance(value, Mapping) and isinstance(old, Mapping)):
-            result[name] = value
-            continue
-        chooser = _CHOOSERS.get(name)
-        if chooser and chooser in value and value[chooser] != old.get(chooser):
-            old = {key: table for key, table in old.items() if isinstance(table, Mapping)}
-        if name == "data" and value.get("name", old.get("name")) != old.get("name"):
-            preset = old.get("transform", {}).get("preset")
-            old = {**old, "transform": {"preset": preset} if preset else {}}
-        result[name] = _overlay(old, value)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            value = _overlay(keep(name, old, value), value, keep)
+        result[name] = value
     return result
 
 

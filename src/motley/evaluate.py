@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +26,8 @@ class EvaluationSettings(Settings):
     batch_size: int = Field(default=1000, ge=1)
     last_k: int = Field(default=5, ge=1)
     """How many of the last evaluations the mean-of-last-k is over."""
-    targets: tuple[float, ...] = ()
-    """Accuracies whose first round is reported."""
+    targets: tuple[Annotated[float, Field(gt=0, le=1)], ...] = ()
+    """Accuracies, between 0 and 1, whose first round is reported."""
 
 
 @dataclass(frozen=True)

@@ -117,8 +117,7 @@ class Federation:
         self.config = config
         self.device = choose_device(config.engine.device)
         set_precision(config.engine.precision)
-        if config.engine.threads:
-            torch.set_num_threads(config.engine.threads)
+        torch.set_num_threads(config.engine.threads)
         self.dataset = dataset or load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
         transform = config.data.transform
         train = DeviceData(self.dataset.train, transform, self.device, augment=True)

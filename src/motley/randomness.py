@@ -17,7 +17,8 @@ import torch
 
 def key(seed: int, purpose: str, *which: int | str) -> int:
     """Return 63 bits that depend on every argument and on nothing else."""
-    text = "/".join(map(str, (seed, purpose, *which)))
+    parts = (str(part).replace("\\", "\\\\").replace("/", "\\/") for part in (seed, purpose, *which))
+    text = "/".join(parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 

@@ -6,7 +6,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from motley.errors import MotleyError, unknown
 
@@ -16,7 +16,17 @@ S = TypeVar("S", bound=BaseModel)
 class Settings(BaseModel):
     """Typed, frozen, and closed: a key nobody knows is an error, not a silent default."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers_are_not_bools(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what pydantic would take for 0 or 1."""
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation in (int, float):
+            raise ValueError("should be a number")
+        return value
 
 
 def validate(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
@@ -31,14 +41,19 @@ def _problems(cls: type[BaseModel], error: ValidationError, where: str) -> Itera
     for item in error.errors():
         path = [where, *map(str, item["loc"])] if where else list(map(str, item["loc"]))
         label = ".".join(path)
+        given = "" if isinstance(item["input"], dict) else f" = {item['input']!r}"
         if item["type"] == "extra_forbidden":
             owner = _owner(cls, item["loc"][:-1])
-            yield f"{label}: {unknown('key', str(item['loc'][-1]), owner.model_fields if owner else ())}"
+            yield f"{label}{given}: {unknown('key', str(item['loc'][-1]), owner.model_fields if owner else ())}"
+        elif item["type"] == "model_type":
+            owner = _owner(cls, item["loc"])
+            yield f"{label}{given}: is a table; set a key of it: {', '.join(owner.model_fields if owner else ())}."
+        elif item["type"] == "tuple_type":
+            yield f"{label}{given}: should be a list."
         elif item["type"] == "missing":
             yield f"{label}: is required and was not given."
         else:
             message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
-            given = "" if isinstance(item["input"], dict) else f" = {item['input']!r}"
             yield f"{label}{given}: {message}" + ("" if message.endswith((".", "?")) else ".")
 
 

@@ -12,7 +12,7 @@ from motley.methods import METHODS
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from toy_methods import EveryHook, Noisy  # noqa: E402
+from toy_methods import EveryHook, Noisy
 
 
 @pytest.fixture(scope="session", autouse=True)

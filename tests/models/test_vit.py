@@ -198,7 +198,7 @@ def test_an_image_that_the_patch_does_not_divide_is_refused(image: ImageShape) -
         ({"patch": 0}, r"model\.patch = 0"),
         ({"dim": -4}, r"model\.dim = -4"),
         ({"mlp_ratio": 0}, r"model\.mlp_ratio = 0"),
-        ({"head": 6}, r"model\.head: .*Did you mean 'heads'"),
+        ({"head": 6}, r"model\.head = 6: .*Did you mean 'heads'"),
     ],
 )
 def test_wrong_settings_are_named(values: dict[str, object], message: str) -> None:

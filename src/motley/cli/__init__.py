@@ -6,6 +6,7 @@ import sys
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 import motley
 from motley.cli.list import list_things
@@ -39,9 +40,6 @@ def main() -> None:
     try:
         app()
     except MotleyError as error:
-        Console(stderr=True).print(f"[bold red]motley:[/] {_plain(error)}", highlight=False, soft_wrap=True)
+        message = Text.assemble(("motley:", "bold red"), " ", str(error))
+        Console(stderr=True).print(message, soft_wrap=True)
         sys.exit(2)
-
-
-def _plain(error: MotleyError) -> str:
-    return str(error).replace("[", r"\[")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 import typer
 from rich.console import Console
@@ -16,7 +16,7 @@ from motley.registry import Registry
 from motley.splits import SPLITS
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """What can be listed."""
 
     methods = "methods"

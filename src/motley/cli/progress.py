@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from motley.cli.show import print_outcome
@@ -29,6 +31,8 @@ class Progress(Callback):
     def __init__(self, console: Console) -> None:
         self.console = console
         self.rounds = self.round_number = self.clients = self.clients_done = 0
+        self.device = ""
+        self.began = time.perf_counter()
         self.durations: deque[float] = deque(maxlen=20)
         self.history: dict[str, list[float]] = {}
         self.record: Record | None = None
@@ -52,6 +56,9 @@ class Progress(Callback):
             self.history.setdefault(size, []).append(score.accuracy)
         for client, reason in record.refused.items():
             self.console.print(f"round {record.round_number}: client {client} was refused: {reason}", markup=False)
+
+    def on_stop(self, server: Server) -> None:
+        self.round_number = server.round_number
 
     @property
     def seconds_a_round(self) -> float:
@@ -78,14 +85,11 @@ class PlainProgress(Progress):
 
     def on_round(self, server: Server, record: Record) -> None:
         super().on_round(server, record)
-        sizes = "  ".join(f"{size} {score.accuracy:.1%}" for size, score in record.scores.items())
-        mean = f"  mean {overall(record):.1%}" if record.scores else ""
-        self.console.print(
-            f"round {record.round_number}/{self.rounds}  {sizes}{mean}  train loss {record.train_loss:.3f}  "
-            f"{self.durations[-1]:.2f} s  left {self.time_left}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        parts = [f"round {record.round_number}/{self.rounds}"]
+        parts += [f"{size} {score.accuracy:.1%}" for size, score in record.scores.items()]
+        parts += [f"mean {overall(record):.1%}"] if record.scores else []
+        parts += [f"train loss {record.train_loss:.3f}", f"{self.durations[-1]:.2f} s", f"left {self.time_left}"]
+        self.console.print("  ".join(parts), highlight=False, soft_wrap=True)
 
 
 class LiveProgress(Progress):
@@ -100,6 +104,7 @@ class LiveProgress(Progress):
         self.live.start()
 
     def on_stop(self, server: Server) -> None:
+        super().on_stop(server)
         self.live.stop()
 
     def draw(self) -> RenderableType:
@@ -107,24 +112,25 @@ class LiveProgress(Progress):
         return Group(self._head(), self._table())
 
     def _head(self) -> RenderableType:
-        grid = Table.grid(padding=(0, 2))
-        loss = f"train loss {self.record.train_loss:.3f}" if self.record else ""
+        text = partial(Column, no_wrap=True)
+        bar = Column(max_width=30)  # the only one that gives way in a narrow terminal
+        grid = Table.grid(text(), bar, text(), text(), text(), text(), padding=(0, 2))
         part = self.clients_done / self.clients if self.clients else 0.0
         grid.add_row(
             f"[bold]round {min(self.round_number + 1, self.rounds)}/{self.rounds}[/]",
-            ProgressBar(total=max(self.rounds, 1), completed=self.round_number + part, width=30),
+            ProgressBar(total=max(self.rounds, 1), completed=self.round_number + part),
             f"client {self.clients_done}/{self.clients}",
-            f"{self.seconds_a_round:.2f} s a round",
+            f"{self.seconds_a_round:.2f} s a round" if self.durations else "",
             f"{self.time_left} left",
-            loss,
+            f"train loss {self.record.train_loss:.3f}" if self.record else "",
         )
         return grid
 
     def _table(self) -> RenderableType:
         if not self.history:
-            return Text(f"training the first round on {self.device} ...", style="dim")
+            return Text(f"training on {self.device}, no accuracy yet ...", style="dim")
         table = Table("size", "accuracy", "best", "over rounds", box=None)
-        for size, values in self.history.items():
+        for size, values in list(self.history.items()):
             table.add_row(size, f"{values[-1]:.1%}", f"{max(values):.1%}", spark(values))
         return table
 
@@ -140,15 +146,15 @@ def spark(values: list[float], width: int = 40) -> str:
 def watch(path: Path) -> Iterator[Progress]:
     """Show a run's progress; at the end its table, and after Ctrl-C how to go on."""
     console = Console()
-    progress = LiveProgress(console) if console.is_terminal else PlainProgress(console)
+    redrawable = console.is_interactive and console.file.isatty()
+    progress = LiveProgress(console) if redrawable else PlainProgress(console)
     try:
         yield progress
     except KeyboardInterrupt:
+        after = f" after round {progress.round_number}" if progress.rounds else ""
         begun = RunFolder(path).config.exists()
-        goes_on = (
-            f"after round {progress.round_number}. To go on: motley resume {path}" if begun else "before it began."
-        )
-        console.print(f"\nStopped {goes_on}", highlight=False, soft_wrap=True)
+        goes_on = f"{after}. To go on: motley resume {shlex.quote(str(path))}" if begun else " before it began."
+        console.print(f"\nStopped{goes_on}", highlight=False, markup=False, soft_wrap=True)
         raise SystemExit(130) from None
     print_outcome(console, RunFolder.open(path))
-    console.print(f"kept in {path}", highlight=False)
+    console.print(f"kept in {path}", highlight=False, markup=False, soft_wrap=True)

@@ -34,7 +34,7 @@ def print_outcome(console: Console, folder: RunFolder) -> None:
     config = folder.read_config()
     lines = MetricsLog(folder.metrics).read()
     if not lines:
-        console.print(f"{folder.path} has no finished round yet.")
+        console.print(f"{folder.path} has no finished round yet.", highlight=False, markup=False, soft_wrap=True)
         return
     found = outcome(lines, config.evaluation.last_k, config.evaluation.targets)
     title = f"{config.data.name}, {config.method.name}" + (
@@ -43,7 +43,10 @@ def print_outcome(console: Console, folder: RunFolder) -> None:
     preset = f"preset {config.preset}, " if config.preset else ""
     console.print(f"[bold]{title}[/] ({preset}split {config.split.name}, seed {config.seed})", highlight=False)
     console.print(f"round {found.rounds} of {config.training.rounds}", highlight=False)
-    console.print(accuracy_table(found, config.evaluation.last_k))
+    if found.accuracy:
+        console.print(accuracy_table(found, config.evaluation.last_k))
+    else:
+        console.print("no round has been evaluated yet")
     for target, number in found.rounds_to.items():
         reached = f"first reached in round {number}" if number is not None else "not reached"
         console.print(f"{target:.1%} mean accuracy: {reached}", highlight=False)

@@ -41,6 +41,7 @@ class DeviceData:
         )
         pad = transform.crop_padding if self.random else 0
         self.images = F.pad(images, (0, 0, pad, pad, pad, pad)).to(device)
+        self._unpadded = self.images[:, pad : pad + self.height, pad : pad + self.width]
         self.labels = torch.from_numpy(examples.labels).to(device)
         scale = torch.tensor(transform.std or (1.0,) * self.channels) * 255
         shift = torch.tensor(transform.mean or (0.0,) * self.channels) * 255
@@ -64,7 +65,7 @@ class DeviceData:
         """
         if self.random and draws is not None:
             return self._augmented(rows, draws), self.labels[rows]
-        return self._resized(self._normalized(self.images[rows])), self.labels[rows]
+        return self._resized(self._normalized(self._unpadded[rows])), self.labels[rows]
 
     def _augmented(self, rows: Tensor, draws: Tensor) -> Tensor:
         transform = self.transform
@@ -88,7 +89,7 @@ class DeviceData:
         side = self.transform.resize
         if not side or (self.height, self.width) == (side, side):
             return images
-        smaller = side < min(self.height, self.width)
+        smaller = side < max(self.height, self.width)
         return F.interpolate(images, size=(side, side), mode="bilinear", antialias=smaller)
 
     def _resized_crop(self, images: Tensor, draws: Tensor) -> Tensor:
@@ -106,14 +107,16 @@ class DeviceData:
         theta = torch.stack([width, zero, middle_x, zero, height, middle_y], dim=1).view(-1, 2, 3)
         side = self.transform.resize
         grid = F.affine_grid(theta, [len(images), self.channels, side, side], align_corners=False)
-        return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
+        cropped = F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
+        return cropped.contiguous(memory_format=torch.channels_last)
 
     def _cut_out(self, images: Tensor, draws: Tensor) -> Tensor:
         height, width = images.shape[2:]
-        half = self.transform.cutout // 2
-        center_y, center_x = (draws[:, 0:1] * height).long(), (draws[:, 1:2] * width).long()
+        side = self.transform.cutout
+        top = (draws[:, 0:1] * height).long() - side // 2
+        left = (draws[:, 1:2] * width).long() - side // 2
         ys = torch.arange(height, device=images.device)
         xs = torch.arange(width, device=images.device)
-        rows = (ys >= center_y - half) & (ys < center_y + half)
-        columns = (xs >= center_x - half) & (xs < center_x + half)
-        return images.masked_fill((rows[:, :, None] & columns[:, None, :])[:, None], 0.0)
+        rows = (ys >= top) & (ys < top + side)
+        columns = (xs >= left) & (xs < left + side)
+        return images.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], 0.0)

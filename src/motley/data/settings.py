@@ -39,7 +39,7 @@ class DataSettings(Settings):
     @field_validator("partition", mode="before")
     @classmethod
     def _chosen_partition(cls, value: Any) -> Any:
-        if isinstance(value, PartitionSettings):
+        if not isinstance(value, dict):
             return value
         values = {"name": "dirichlet", **value}
         return validate(

@@ -58,9 +58,9 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 
 def fill_preset(given: dict[str, Any], data_name: str) -> dict[str, Any]:
     """Return the transform's values: those of its preset for this data set, under what the user gave."""
-    preset = given.get("preset", "plain")
+    preset = str(given.get("preset", "plain"))
     if preset not in PRESETS:
-        raise MotleyError(f"data.transform.preset: {unknown('transform', str(preset), PRESETS)}")
+        raise MotleyError(f"data.transform.preset: {unknown('transform', preset, PRESETS)}")
     for_data = PRESETS[preset]
     if preset != "plain" and data_name not in for_data:
         raise MotleyError(

@@ -26,8 +26,10 @@ class EngineSettings(Settings):
     """auto, cpu, cuda, or cuda:N."""
     slots: int = Field(default=0, ge=0)
     """Clients of a size that train at once; 0: 1 on a CPU, up to 4 on a GPU."""
-    threads: int = Field(default=0, ge=0)
-    """CPU threads of torch; 0: leave as it is."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of torch. Another number changes the last bits of results, and more than one is slow beside other
+    busy processes; for large models on an idle machine, the number of cores.
+    """
     precision: Literal["fp32", "tf32", "bf16"] = "tf32"
     """tf32 is fp32 on a CPU; bf16 computes the forward pass in bfloat16."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -14,16 +14,18 @@ from motley.errors import MotleyError
 from motley.randomness import generator
 from motley.settings import Settings
 
+Momentum: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+
 
 class OptimizerSettings(Settings):
     """The client's optimiser; its state is fresh every round."""
 
     name: Literal["adam", "adamw", "sgd"] = "adam"
     lr: float = Field(default=1e-3, gt=0)
-    momentum: float = Field(default=0.0, ge=0, lt=1)
+    momentum: Momentum = 0.0
     """Of sgd."""
     weight_decay: float = Field(default=0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Momentum, Momentum] = (0.9, 0.999)
     """Of adam and adamw."""
 
     @model_validator(mode="after")
@@ -104,7 +106,7 @@ def make_plan(
     """Draw a client's batches for a round: a fresh permutation of its examples an epoch."""
     if training.batch_size < smallest:
         raise MotleyError(
-            f"training.batch_size = {training.batch_size}: a model with BatchNorm trains on batches of {smallest} or more."
+            f"training.batch_size = {training.batch_size}: BatchNorm trains on batches of at least {smallest}."
         )
     epoch = training.epoch_lengths(len(examples), smallest)
     steps = training.turn_steps(len(epoch))

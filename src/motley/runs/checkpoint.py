@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,71 +19,78 @@ from torch import Tensor
 
 from motley.errors import MotleyError
 from motley.federation import Server
+from motley.files import flush
 from motley.splits.part import State
 
 _SECTIONS = ("state", "averaged", "method")
+_UNFINISHED = "unfinished-"
+"""What the name of a folder begins with while it is written or deleted."""
 
 
 def save_checkpoint(folder: Path, server: Server, keep: int) -> Path:
     """Write a server into `folder`/round-N and delete all but the newest `keep` checkpoints."""
+    for leftover in folder.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(leftover)
     final = folder / f"round-{server.round_number:06d}"
-    unfinished = folder / f"unfinished-{server.round_number:06d}"
-    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished = folder / f"{_UNFINISHED}{server.round_number:06d}"
     unfinished.mkdir(parents=True)
-    for section in _SECTIONS:
-        tensors: State | None = getattr(server, section)
-        if tensors is not None:
-            save_file(
-                {n: t.detach().cpu().contiguous() for n, t in tensors.items()}, unfinished / f"{section}.safetensors"
-            )
-    numbers = {"round": server.round_number, "remembered": {str(c): r for c, r in server.remembered.items()}}
+    sections = {name: tensors for name in _SECTIONS if (tensors := getattr(server, name)) is not None}
+    for name, tensors in sections.items():
+        save_file(_storable(tensors), unfinished / f"{name}.safetensors")
+    numbers = {
+        "round": server.round_number,
+        "sections": list(sections),
+        "remembered": {str(client): made for client, made in server.remembered.items()},
+    }
     (unfinished / "server.json").write_text(json.dumps(numbers))
     for path in (*unfinished.iterdir(), unfinished):
-        _flush(path)
-    shutil.rmtree(final, ignore_errors=True)
+        flush(path)
+    if final.exists():
+        _delete(final)
     unfinished.rename(final)
-    _flush(folder)
+    flush(folder)
     for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+        _delete(old)
     return final
+
+
+def _storable(tensors: State) -> State:
+    """Return tensors as safetensors wants them: in the host's memory, dense, and no two in the same place."""
+    return {n: t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for n, t in tensors.items()}
+
+
+def _delete(checkpoint: Path) -> None:
+    """Delete a checkpoint; one that is half deleted no longer has a checkpoint's name."""
+    shutil.rmtree(checkpoint.rename(checkpoint.with_name(_UNFINISHED + checkpoint.name)))
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return a folder's complete checkpoints, oldest first."""
-    return sorted(folder.glob("round-*"))
+    numbers = {path: path.name.removeprefix("round-") for path in folder.glob("round-*")}
+    return sorted((path for path, number in numbers.items() if number.isdecimal()), key=lambda path: int(numbers[path]))
 
 
 def load_checkpoint(folder: Path) -> Server | None:
     """Return the server of the newest checkpoint, or None where there is none yet."""
     found = checkpoints(folder)
-    if not found:
-        return None
+    return _load(found[-1]) if found else None
+
+
+def _load(checkpoint: Path) -> Server:
+    file = checkpoint / "server.json"
     try:
-        return _load(found[-1])
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        numbers = json.loads(file.read_text())
+        remembered = {int(client): int(made) for client, made in numbers["remembered"].items()}
+        round_number, names = int(numbers["round"]), list(numbers["sections"])
+        sections: dict[str, State] = {}
+        for name in names:
+            file = checkpoint / f"{name}.safetensors"
+            sections[name] = load_file(file)
+        return Server(round_number, sections["state"], sections.get("averaged"), sections["method"], remembered)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise MotleyError(
-            f"{found[-1]} cannot be read: {error}. Remove that folder to go on from the checkpoint before it."
+            f"{file} cannot be read: {error}. Remove {checkpoint} to go on from the checkpoint before it."
         ) from None
-
-
-def _load(path: Path) -> Server:
-    numbers = json.loads((path / "server.json").read_text())
-    sections = {
-        section: load_file(file) if (file := path / f"{section}.safetensors").exists() else None
-        for section in _SECTIONS
-    }
-    remembered = {int(client): int(made) for client, made in numbers["remembered"].items()}
-    return Server(
-        int(numbers["round"]), sections["state"] or {}, sections["averaged"], sections["method"] or {}, remembered
-    )
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def fingerprint(state: Mapping[str, Tensor]) -> str:

@@ -22,6 +22,7 @@ import torch
 import motley
 from motley.config import Config, read_resolved
 from motley.errors import MotleyError
+from motley.files import write_atomically
 
 try:
     import fcntl
@@ -40,18 +41,24 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.clients = path / "clients"
         self.tensorboard = path / "tensorboard"
+        self.lock = path / ".lock"
 
     @classmethod
     def create(cls, path: Path, config: Config) -> RunFolder:
         """Make a new run's folder; one that already holds something is refused, and nothing in it is touched."""
         folder = cls(path)
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            known = f" To go on with it: motley resume {path}" if folder.config.exists() else ""
-            raise MotleyError(f"{path} already exists and is not empty; a run needs a folder of its own.{known}")
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
+            if not taken:
+                path.mkdir(parents=True, exist_ok=True)
+                folder.lock.touch(exist_ok=False)
+        except FileExistsError:
+            taken = True  # of two runs that want the folder at the same moment, one makes the lock file
         except OSError as error:
             raise MotleyError(f"{path} cannot be made: {error}.") from None
+        if taken:
+            known = f" To go on with it: motley resume {path}" if folder.config.exists() else ""
+            raise MotleyError(f"{path} already exists and is not empty; a run needs a folder of its own.{known}")
         write_atomically(folder.config, config.to_toml().encode())
         write_atomically(folder.environment, json.dumps(describe_environment(), indent=2).encode())
         return folder
@@ -71,7 +78,7 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the run for this process; the lock ends with the process, however it ends."""
-        with (self.path / ".lock").open("w") as lock:
+        with self.lock.open("w") as lock:
             if fcntl is not None:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,16 +93,6 @@ def next_free(parent: Path, stem: str) -> Path:
     while (parent / f"{stem}-{number}").exists():
         number += 1
     return parent / f"{stem}-{number}"
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that, whatever happens, either the old or the new content is there."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    with unfinished.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
 
 
 def describe_environment() -> dict[str, str | int]:

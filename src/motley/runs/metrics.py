@@ -11,6 +11,7 @@ from typing import Any
 from motley.errors import MotleyError
 from motley.evaluate import Summary, rounds_to, summarize
 from motley.federation import Record
+from motley.files import write_atomically
 
 OVERALL = "mean"
 """The name of the mean over sizes, beside the sizes' own names."""
@@ -62,15 +63,13 @@ class MetricsLog:
     def cut(self, round_number: int) -> None:
         """Drop lines after a round, and a last line that was not written to its end."""
         kept = [line for line in self.read() if line["round"] <= round_number]
-        unfinished = self.path.with_name(self.path.name + ".unfinished")
-        unfinished.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        unfinished.replace(self.path)
+        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
     def read(self) -> list[dict[str, Any]]:
         """Return the lines; one that a kill cut short is left out."""
         if not self.path.exists():
             return []
-        lines = self.path.read_text().splitlines()
+        lines = self.path.read_text(errors="replace").splitlines()
         read = []
         for number, line in enumerate(lines, start=1):
             try:

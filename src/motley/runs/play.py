@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ class KeepCheckpoints(Callback):
     def __init__(self, folder: Path, every: int, keep: int) -> None:
         self.folder, self.every, self.keep = folder, every, keep
         self.saved = -1
+        self.named: deque[dict[int, int]] = deque(maxlen=keep)
+        """The client memories that each kept checkpoint names, oldest first."""
 
     def on_start(self, federation: Federation, server: Server) -> None:
         self.federation = federation
@@ -61,11 +64,19 @@ class KeepCheckpoints(Callback):
         self.save(server)
 
     def save(self, server: Server) -> None:
-        """Save a server that is not saved yet: first what clients remember, then the checkpoint that names it."""
-        if server.round_number != self.saved:
-            self.federation.engine.save_memory(server.remembered)
-            save_checkpoint(self.folder, server, self.keep)
-            self.saved = server.round_number
+        """Save a server that is not saved yet: first what clients remember, then the checkpoint that names it.
+
+        Only then are memories deleted, those that no kept checkpoint names.
+        """
+        if server.round_number <= self.saved:
+            return
+        engine = self.federation.engine
+        engine.save_memory(server.remembered)
+        save_checkpoint(self.folder, server, self.keep)
+        self.saved = server.round_number
+        self.named.append(server.remembered)
+        if len(self.named) == self.keep:
+            engine.forget_memory(self.named[0])
 
 
 class KeepTensorBoard(Callback):
@@ -89,6 +100,7 @@ class KeepTensorBoard(Callback):
             self.writer.add_scalar("accuracy/mean", overall(record), number)
         self.writer.add_scalar("train/loss", record.train_loss, number)
         self.writer.add_scalar("seconds/round", sum(record.seconds.values()), number)
+        self.writer.flush()
 
     def on_stop(self, server: Server) -> None:
         self.writer.close()
@@ -104,7 +116,10 @@ def tensorboard_installed() -> bool:
 
 
 def play(federation: Federation, server: Server, callbacks: Iterable[Callback]) -> Server:
-    """Play rounds until the configured number; an interruption keeps the last whole round and is passed on."""
+    """Play rounds until the configured number; an interruption keeps the last whole round and is passed on.
+
+    A round is whole once every callback has seen it: one whose metrics were not written is played again on resuming.
+    """
     callbacks = list(callbacks)
 
     def done(client: int) -> None:
@@ -115,9 +130,10 @@ def play(federation: Federation, server: Server, callbacks: Iterable[Callback]) 
         callback.on_start(federation, server)
     try:
         while server.round_number < federation.config.training.rounds:
-            server, record = federation.play(server, done)
+            after, record = federation.play(server, done)
             for callback in callbacks:
-                callback.on_round(server, record)
+                callback.on_round(after, record)
+            server = after
     finally:
         for callback in reversed(callbacks):
             callback.on_stop(server)
@@ -125,14 +141,11 @@ def play(federation: Federation, server: Server, callbacks: Iterable[Callback]) 
 
 
 def folder_callbacks(folder: RunFolder, config: Config) -> list[Callback]:
-    """Return the callbacks that fill a run's folder."""
-    keep: list[Callback] = [
-        KeepMetrics(MetricsLog(folder.metrics)),
-        KeepCheckpoints(folder.checkpoints, config.run.checkpoint_every, config.run.keep),
-    ]
+    """Return the callbacks that fill a run's folder; the checkpoint comes last, as it ends what can be played again."""
+    keep: list[Callback] = [KeepMetrics(MetricsLog(folder.metrics))]
     if config.run.tensorboard and tensorboard_installed():
         keep.append(KeepTensorBoard(folder.tensorboard))
-    return keep
+    return [*keep, KeepCheckpoints(folder.checkpoints, config.run.checkpoint_every, config.run.keep)]
 
 
 def begin(config: Config, path: Path, watchers: Iterable[Callback] = ()) -> tuple[Federation, Server]:
@@ -145,12 +158,13 @@ def begin(config: Config, path: Path, watchers: Iterable[Callback] = ()) -> tupl
 
 
 def resume(path: Path, watchers: Iterable[Callback] = ()) -> tuple[Federation, Server]:
-    """Go on with a run from its newest checkpoint."""
+    """Go on with a run from its newest checkpoint; a finished run is left as it is."""
     folder = RunFolder.open(path)
     with folder.locked():
         config = folder.read_config()
         federation = Federation(config, memory_folder=folder.clients)
         saved = load_checkpoint(folder.checkpoints)
         server = federation.to_device(saved) if saved is not None else federation.start()
-        server = play(federation, server, [*folder_callbacks(folder, config), *watchers])
+        if server.round_number < config.training.rounds:
+            server = play(federation, server, [*folder_callbacks(folder, config), *watchers])
     return federation, server

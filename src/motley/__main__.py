@@ -1,0 +1,5 @@
+"""`python -m motley`: the command line."""
+
+from motley.cli import main
+
+main()

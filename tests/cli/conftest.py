@@ -1,0 +1,66 @@
+"""The command line in this process, and one tiny run for all who only read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from motley.cli import main
+from tests.conftest import TINY
+
+
+class Answer(NamedTuple):
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Answer]
+
+
+def overrides(*more: str) -> list[str]:
+    """Return arguments that make a run tiny."""
+    return [argument for override in (*TINY, *more) for argument in ("--set", override)]
+
+
+def call(*arguments: object) -> Answer:
+    """Run the command line with arguments; an exception that is no clean exit is the test's."""
+    out, err = StringIO(), StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr("sys.argv", ["motley", *map(str, arguments)])
+        patch.setenv("COLUMNS", "300")
+        for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "NO_COLOR"):
+            patch.delenv(name, raising=False)
+        with pytest.raises(SystemExit) as left:
+            main()
+    code = left.value.code
+    return Answer(code if isinstance(code, int) else int(code is not None), out.getvalue(), err.getvalue())
+
+
+@pytest.fixture
+def motley(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Return the command line, in an empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    return call
+
+
+class TinyRun(NamedTuple):
+    """A finished run and what its command printed."""
+
+    path: Path
+    answer: Answer
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """Return a finished run of three rounds, to be read and not changed."""
+    path = tmp_path_factory.mktemp("tiny") / "run"
+    more = ("evaluation.last_k=2", "evaluation.targets=[0.01, 1.0]", "method.inco.preset=official")
+    return TinyRun(path, call("run", *overrides(*more), "--out", path))

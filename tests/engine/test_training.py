@@ -1,0 +1,240 @@
+"""The plan of a turn: which examples are in which batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from motley.data.device import DRAWS
+from motley.data.partition import Partition
+from motley.engine.training import OptimizerSettings, Plan, TrainingSettings, make_plan
+from motley.errors import MotleyError
+from motley.federation import Federation, Record
+from tests.conftest import tiny_config
+
+
+def plan(samples: int, *, augmented: bool = False, smallest: int = 1, **values: Any) -> Plan:
+    """Return the plan of a client whose examples are numbered from 1000, in no order."""
+    examples = 1000 + np.random.default_rng(0).permutation(samples)
+    which = {name: values.pop(name, default) for name, default in (("seed", 1), ("round_number", 2), ("client", 3))}
+    return make_plan(TrainingSettings(**values), examples, smallest=smallest, augmented=augmented, **which)
+
+
+def batches(made: Plan) -> list[list[int]]:
+    return [made.rows[step, :length].tolist() for step, length in enumerate(made.lengths)]
+
+
+@pytest.mark.parametrize(
+    ("samples", "smallest", "drop_last", "lengths"),
+    [
+        (0, 1, False, []),
+        (1, 1, False, [1]),
+        (1, 2, False, []),
+        (1, 2, True, []),
+        (2, 2, True, [2]),
+        (3, 1, False, [3]),
+        (3, 1, True, [3]),
+        (4, 1, False, [4]),
+        (5, 1, False, [4, 1]),
+        (5, 2, False, [4]),
+        (5, 1, True, [4]),
+        (6, 2, False, [4, 2]),
+        (6, 2, True, [4]),
+        (8, 2, True, [4, 4]),
+        (11, 2, False, [4, 4, 3]),
+        (11, 2, True, [4, 4]),
+    ],
+)
+def test_batches_of_an_epoch(samples: int, smallest: int, drop_last: bool, lengths: list[int]) -> None:
+    training = TrainingSettings(batch_size=4, drop_last=drop_last)
+    assert training.epoch_lengths(samples, smallest) == lengths
+    made = plan(samples, smallest=smallest, batch_size=4, drop_last=drop_last)
+    assert made.lengths == lengths
+    assert made.rows.shape == (len(lengths), 4)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps", "epoch_steps", "turn"),
+    [
+        (1.0, 0, 7, 7),
+        (3.0, 0, 7, 21),
+        (0.5, 0, 8, 4),
+        (0.1, 0, 3, 1),
+        (0.01, 0, 1, 1),
+        (2.25, 0, 4, 9),
+        (5.0, 3, 7, 3),
+        (1.0, 30, 7, 30),
+        (5.0, 0, 0, 0),
+        (1.0, 9, 0, 0),
+    ],
+)
+def test_steps_of_a_turn(epochs: float, steps: int, epoch_steps: int, turn: int) -> None:
+    assert TrainingSettings(epochs=epochs, steps=steps).turn_steps(epoch_steps) == turn
+
+
+@settings(derandomize=True, deadline=None)
+@given(
+    samples=st.integers(0, 40),
+    batch_size=st.integers(2, 12),
+    epochs=st.sampled_from([0.3, 0.5, 1.0, 1.5, 2.0, 3.0]),
+    steps=st.sampled_from([0, 0, 1, 7]),
+    drop_last=st.booleans(),
+    smallest=st.integers(1, 2),
+)
+def test_an_epoch_holds_every_example_once(
+    samples: int, batch_size: int, epochs: float, steps: int, drop_last: bool, smallest: int
+) -> None:
+    made = plan(samples, smallest=smallest, batch_size=batch_size, epochs=epochs, steps=steps, drop_last=drop_last)
+    own = set(range(1000, 1000 + samples))
+    training = TrainingSettings(batch_size=batch_size, drop_last=drop_last)
+    epoch = training.epoch_lengths(samples, smallest)
+    taken = batches(made)
+    assert all(smallest <= len(batch) <= batch_size for batch in taken)
+    for first in range(0, len(taken), max(len(epoch), 1)):
+        examples = [example for batch in taken[first : first + len(epoch)] for example in batch]
+        assert len(examples) == len(set(examples))
+        assert set(examples) <= own
+        if first + len(epoch) <= len(taken):
+            left_out = samples - len(examples)
+            assert left_out == samples - sum(epoch)
+            assert left_out < max(smallest, batch_size if drop_last else smallest)
+    if samples >= smallest:
+        assert taken, "whoever can train does"
+    if not drop_last and samples % batch_size != 1:
+        assert sum(epoch) in (samples, 0)
+
+
+def test_what_is_unused_of_a_row_is_zero() -> None:
+    made = plan(11, batch_size=4)
+    assert made.rows.dtype == torch.int64
+    assert made.rows[2, :3].min() >= 1000
+    assert made.rows[2, 3:].tolist() == [0]
+
+
+def test_every_epoch_has_an_order_of_its_own() -> None:
+    taken = batches(plan(12, batch_size=4, epochs=3.0))
+    first, second, third = taken[:3], taken[3:6], taken[6:]
+    for epoch in (first, second, third):
+        assert sorted(example for batch in epoch for example in batch) == list(range(1000, 1012))
+    assert len({str(first), str(second), str(third)}) == 3
+
+
+def test_what_drop_last_leaves_out_is_not_always_the_same() -> None:
+    taken = batches(plan(7, batch_size=4, epochs=8.0, drop_last=True))
+    left_out = {frozenset(range(1000, 1007)) - set(batch) for batch in taken}
+    assert len(left_out) > 4
+
+
+# ---- keyed
+
+
+def same(one: Plan, other: Plan) -> bool:
+    draws = (one.draws is None) == (other.draws is None) and (
+        one.draws is None or (other.draws is not None and torch.equal(one.draws, other.draws))
+    )
+    return one.lengths == other.lengths and torch.equal(one.rows, other.rows) and draws
+
+
+def test_a_plan_depends_on_seed_round_and_client_alone() -> None:
+    base = plan(50, batch_size=8, augmented=True)
+    torch.manual_seed(99)
+    np.random.seed(99)
+    plan(7, batch_size=8, client=9)
+    assert same(plan(50, batch_size=8, augmented=True), base)
+    for other in ({"seed": 2}, {"round_number": 3}, {"client": 4}, {"seed": 3, "client": 1}):
+        different = plan(50, batch_size=8, augmented=True, **other)
+        assert not torch.equal(different.rows, base.rows)
+        assert different.draws is not None
+        assert base.draws is not None
+        assert not torch.equal(different.draws, base.draws)
+
+
+def test_augmentation_does_not_change_the_batches() -> None:
+    plain, augmented = plan(50, batch_size=8), plan(50, batch_size=8, augmented=True)
+    assert plain.draws is None
+    assert torch.equal(plain.rows, augmented.rows)
+
+
+def test_longer_turns_begin_like_shorter_ones() -> None:
+    short, long = plan(20, batch_size=8, epochs=1.0), plan(20, batch_size=8, epochs=2.5)
+    assert batches(long)[: len(short.lengths)] == batches(short)
+
+
+def test_draws_are_a_vector_an_example_in_0_to_1() -> None:
+    made = plan(50, batch_size=8, augmented=True)
+    assert made.draws is not None
+    assert made.draws.shape == (7, 8, DRAWS)
+    assert made.draws.dtype == torch.float32
+    assert made.draws.min() >= 0
+    assert made.draws.max() < 1
+    assert made.draws.unique().numel() > 0.99 * made.draws.numel()
+
+
+# ---- clients with next to nothing
+
+
+def test_a_batch_size_below_what_a_model_can_train_on_is_refused() -> None:
+    with pytest.raises(MotleyError, match=r"training\.batch_size = 1"):
+        plan(10, batch_size=1, smallest=2)
+    assert plan(3, batch_size=1, smallest=1).lengths == [1, 1, 1]
+
+
+@pytest.mark.parametrize("engine", ["local", "debug"])
+@pytest.mark.parametrize(
+    ("norm", "steps"),
+    [("batch", {1: 1, 2: 1, 3: 2, 4: 1, 5: 1}), ("group", {0: 1, 1: 2, 2: 1, 3: 2, 4: 1, 5: 1})],
+)
+def test_one_example_more_or_less(engine: str, norm: str, steps: dict[int, int]) -> None:
+    """BatchNorm cannot train on one example: a client that has no more is idle, and a remainder of one is left out."""
+    config = tiny_config(
+        f"engine.name={engine}", f"model.resnet.norm={norm}", "federation.clients_per_round=6", "training.batch_size=16"
+    )
+    federation = Federation(config)
+    sizes = (1, 17, 16, 18, 2, 5)
+    clients = federation.engine.clients  # type: ignore[attr-defined]
+    clients.partition = Partition(np.arange(sum(sizes)), np.concatenate([[0], np.cumsum(sizes)]))
+    server, record = federation.start(), Record(1)
+    jobs = federation.jobs(server, record)
+    uploads = federation.engine.train(jobs, lambda client: None)
+    federation.admit(jobs, uploads, record)
+    assert {upload.client: upload.steps for upload in uploads} == steps
+    assert {upload.client: upload.samples for upload in uploads} == {client: sizes[client] for client in steps}
+    assert record.idle == [client for client in range(6) if client not in steps]
+    assert record.refused == {}
+
+
+# ---- learning rates and optimisers
+
+
+def test_the_learning_rate_of_a_round() -> None:
+    training = TrainingSettings(lr_decay=0.5, optimizer=OptimizerSettings(lr=0.8))
+    assert [training.lr(number) for number in (1, 2, 4)] == [0.8, 0.4, 0.1]
+    assert TrainingSettings().lr(500) == TrainingSettings().optimizer.lr
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({"name": "adam"}, torch.optim.Adam),
+        ({"name": "adamw", "weight_decay": 0.1}, torch.optim.AdamW),
+        ({"name": "sgd", "momentum": 0.9}, torch.optim.SGD),
+    ],
+)
+def test_optimisers(settings: dict[str, Any], kind: type) -> None:
+    optimizer = OptimizerSettings(lr=0.3, **settings).build(nn.Linear(2, 2), torch.device("cpu"))
+    assert type(optimizer) is kind
+    group = optimizer.param_groups[0]
+    assert group["lr"] == 0.3
+    assert group["weight_decay"] == settings.get("weight_decay", 0)
+    assert group.get("momentum", 0) == settings.get("momentum", 0)
+
+
+def test_momentum_is_for_sgd() -> None:
+    with pytest.raises(ValueError, match="momentum"):
+        OptimizerSettings(name="adam", momentum=0.9)

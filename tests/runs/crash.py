@@ -1,0 +1,137 @@
+"""Processes that die at a chosen instant: what `kill -9` does, made repeatable."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from motley.federation import Record, Server
+from motley.runs.play import Callback
+
+_OPERATIONS = frozenset(("open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate"))
+
+
+def kill_myself() -> None:
+    """Leave without a trace: no handler, no cleaning up."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def watch_operations(folder: Path, before: Callable[[int], None], file: str = "") -> None:
+    """Call `before(n)` before this process's n-th operation on a file or folder inside `folder`.
+
+    With `file`, only what happens to files of that name counts. Deleting a tree names its files relative to an open
+    folder, so deletions of that kind count wherever they happen. A hook cannot be taken back: this is for processes
+    that end soon.
+    """
+    seen = 0
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal seen
+        if event in _OPERATIONS:
+            path = str(arguments[0])
+            relative = event in ("os.remove", "os.rmdir") and arguments[1] != -1
+            if (relative or path.startswith(str(folder))) and path.endswith(file):
+                seen += 1
+                before(seen)
+
+    sys.addaudithook(hook)
+
+
+def fork(work: Callable[[], object]) -> int:
+    """Do some short work in a copy of this process; return how that copy ended (negative: by which signal)."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+class InterruptAt(Callback):
+    """Presses Ctrl-C when a round is over."""
+
+    def __init__(self, round_number: int) -> None:
+        self.round_number = round_number
+
+    def on_round(self, server: Server, record: Record) -> None:
+        if record.round_number == self.round_number:
+            raise KeyboardInterrupt
+
+
+# ---- whole runs: children of a process that has imported everything, so that they start in no time
+
+_IMPORTED = ["motley.cli", "motley.runs.play", "sklearn.datasets", "torch._dynamo"]
+_parent = multiprocessing.get_context("forkserver")
+
+
+def start(work: Callable[..., None], *arguments: object) -> ForkServerProcess:
+    """Start a process of its own for a module's function."""
+    _parent.set_forkserver_preload(_IMPORTED)
+    process = _parent.Process(target=work, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+@dataclass(frozen=True)
+class Fate:
+    """The signal that a process sends itself right before its n-th file operation.
+
+    Ctrl-C comes a little later, in the middle of computing: in time of the processor, so that a busy machine makes no
+    difference.
+    """
+
+    at: int
+    file: str = ""
+    signal: signal.Signals = signal.SIGKILL
+    later: float = 0.02
+
+    def seal(self, folder: Path) -> None:
+        """Make it happen to this process."""
+        watch_operations(folder, lambda number: self._strike() if number == self.at else None, self.file)
+
+    def _strike(self) -> None:
+        if self.signal == signal.SIGINT:
+            signal.signal(signal.SIGVTALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+            signal.setitimer(signal.ITIMER_VIRTUAL, self.later)
+        else:
+            os.kill(os.getpid(), self.signal)
+
+
+def motley(folder: Path, arguments: list[str], fate: Fate | None = None) -> None:
+    """Be the command `motley`, with what it says in said.txt beside the run, until the end or until its fate."""
+    from motley.cli import main
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if fate is not None:
+        fate.seal(folder)
+    sys.argv = ["motley", *arguments]
+    with (folder.parent / "said.txt").open("w") as said, redirect_stdout(said), redirect_stderr(said):
+        main()
+
+
+def finish(process: ForkServerProcess, seconds: float = 60) -> int:
+    """Wait for a process and return how it ended."""
+    process.join(seconds)
+    if process.exitcode is None:
+        process.kill()
+        raise AssertionError(f"still running after {seconds} s")
+    return process.exitcode
+
+
+def wait_for_rounds(metrics: Path, rounds: int, process: ForkServerProcess, seconds: float = 60) -> None:
+    """Return as soon as so many rounds are in a run's metrics, or the process is over."""
+    end = time.monotonic() + seconds
+    while process.is_alive() and time.monotonic() < end:
+        if metrics.exists() and metrics.read_bytes().count(b"\n") >= rounds:
+            return
+        time.sleep(0.005)

@@ -1,0 +1,581 @@
+"""Configuration: what lies over what, what a new choice takes with it, and what is refused in which words."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from motley.aggregate.inco import IncoSettings
+from motley.config import Config, load_config, presets, read_resolved
+from motley.data.dataset import Dataset, Examples
+from motley.data.transforms import TransformSettings
+from motley.errors import MotleyError
+from motley.federation import Federation
+from motley.methods import METHODS, Method, MethodSettings
+from tests.conftest import tiny_config
+
+
+class LogitsSettings(MethodSettings):
+    """A method's own setting."""
+
+    temperature: float = 1.0
+
+
+class Logits(Method):
+    """A method that sends no weights."""
+
+    Settings = LogitsSettings
+    exchanges_weights = False
+
+
+@pytest.fixture
+def logits() -> Iterator[str]:
+    """Register a method that exchanges no weights, for one test."""
+    METHODS.register("logits", "a toy")(Logits)
+    yield "logits"
+    del METHODS._entries["logits"]
+
+
+@pytest.fixture
+def resolved(tmp_path: Path) -> Any:
+    """Return a function that saves a configuration as a run does and returns the file."""
+
+    def save(config: Config) -> Path:
+        file = tmp_path / "config.toml"
+        file.write_bytes(config.to_toml().encode())
+        return file
+
+    return save
+
+
+def written(folder: Path, text: str) -> Path:
+    """Return a new configuration file."""
+    file = folder / "mine.toml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def refused(*overrides: str, **given: Any) -> str:
+    """Return what is said about a configuration that is refused."""
+    with pytest.raises(MotleyError) as raised:
+        load_config(overrides=overrides, **given)
+    return str(raised.value)
+
+
+# --- layers
+
+
+def test_without_a_file_the_quickstart_preset_is_the_start() -> None:
+    assert load_config() == load_config(preset="quickstart")
+    assert load_config().preset == "quickstart"
+    assert load_config().server.average == 0.6
+
+
+def test_a_file_without_a_preset_starts_from_the_defaults(tmp_path: Path) -> None:
+    config = load_config(written(tmp_path, "[training]\nrounds = 7\n"))
+    assert config == Config.model_validate({"training": {"rounds": 7}})
+    assert config.preset == "" and config.server.average == 0.0
+
+
+def test_an_override_lies_over_the_file_and_the_file_over_its_preset(tmp_path: Path) -> None:
+    file = written(
+        tmp_path, 'preset = "inco-cifar10"\nseed = 5\n[training]\nrounds = 7\n[training.optimizer]\nlr = 0.5\n'
+    )
+    config = load_config(file, overrides=["training.rounds=9"])
+    assert config.training.rounds == 9
+    assert (config.seed, config.training.optimizer.lr) == (5, 0.5)
+    assert (config.data.name, config.training.epochs, config.training.optimizer.name) == ("cifar10", 5, "adam")
+    assert config.preset == "inco-cifar10"
+
+
+def test_the_preset_of_the_command_line_replaces_that_of_the_file(tmp_path: Path) -> None:
+    file = written(tmp_path, 'preset = "quickstart"\n[training]\nrounds = 7\n')
+    config = load_config(file, preset="motley-cifar10")
+    assert (config.preset, config.data.name, config.training.rounds) == ("motley-cifar10", "cifar10", 7)
+
+
+def test_a_preset_can_be_chosen_by_an_override() -> None:
+    assert load_config(overrides=["preset=inco-cifar10"]) == load_config(preset="inco-cifar10")
+
+
+def test_the_last_of_several_overrides_holds() -> None:
+    assert load_config(overrides=["seed=2", "training.rounds=4", "seed=3"]).seed == 3
+
+
+def test_an_override_of_one_key_leaves_its_neighbours() -> None:
+    config = load_config(overrides=["training.optimizer.lr=0.25"])
+    assert config.training.optimizer.lr == 0.25
+    assert config == load_config(overrides=["training.optimizer={lr = 0.25}"])
+    assert config.training.epochs == 5
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("data.path=a b.npz", "a b.npz"),
+        ('data.path="quoted.npz"', "quoted.npz"),
+        ("data.path='it is \"quoted\"'", 'it is "quoted"'),
+        ("data.path=a=b.npz", "a=b.npz"),
+        ("data.path =  spaced.npz ", "spaced.npz"),
+        ("data.path=C:\\new\\[1].npz", "C:\\new\\[1].npz"),
+        ("data.path=", ""),
+        ("data.transform.flip=true", True),
+        ("data.transform.flip=True", True),
+        ("run.tensorboard=false", False),
+        ("training.optimizer.lr=1e-2", 0.01),
+        ("training.optimizer.lr=1", 1.0),
+        ("training.epochs=0.5", 0.5),
+        ("federation.shares=[1, 2, 3, 4, 5]", (1.0, 2.0, 3.0, 4.0, 5.0)),
+        ("model.sizes=['resnet10', \"resnet18\"]", ("resnet10", "resnet18")),
+        ("evaluation.targets=[]", ()),
+        ("method.inco.theta_max=off", "off"),
+    ],
+)
+def test_overrides_read_as_toml_and_else_as_text(override: str, value: object) -> None:
+    config: Any = load_config(overrides=[override])
+    for step in override.partition("=")[0].strip().split("."):
+        config = getattr(config, step)
+    assert config == value and type(config) is type(value)
+
+
+@pytest.mark.parametrize("text", ["training.rounds", "=3", "training..rounds=3", ".seed=3", "seed.=3", " =3", ""])
+def test_an_override_that_is_no_assignment_is_refused(text: str) -> None:
+    message = refused(text)
+    assert repr(text) in message and "table.key=value" in message
+
+
+# --- presets
+
+
+def test_every_packaged_file_is_a_preset_with_a_line_about_it() -> None:
+    assert set(presets()) == {
+        "inco-cifar10",
+        "inco-fashion-mnist",
+        "inco-vit-cifar10",
+        "motley-cifar10",
+        "quickstart",
+    }
+    assert all(len(line) > 20 and not line.startswith(("#", "[")) for line in presets().values())
+
+
+@pytest.mark.parametrize("name", presets())
+def test_every_preset_is_valid_and_survives_being_saved(name: str, resolved: Any) -> None:
+    config = load_config(preset=name)
+    file = resolved(config)
+    assert read_resolved(file) == config
+    assert load_config(file) == config
+    assert config.preset == name
+
+
+@pytest.mark.parametrize("name", presets())
+def test_a_resolved_configuration_has_every_key_written_out(name: str) -> None:
+    config = load_config(preset=name)
+
+    def keys(values: Any) -> Any:
+        return {key: keys(value) for key, value in values.items()} if isinstance(values, dict) else None
+
+    assert keys(tomllib.loads(config.to_toml())) == keys(config.model_dump())
+
+
+def test_odd_values_survive_being_saved(resolved: Any) -> None:
+    config = load_config(
+        overrides=[
+            "data.path='''a \"b\" \\ 'c' é 漢 [x]'''",
+            "data.partition={name = 'file', path = 'ä b.json'}",
+            "method.inco={preset = 'paper', epsilon = 1e-30, theta_max = 5}",
+            "training.optimizer.lr=1.2345678901234567e-300",
+            "seed=9007199254740993",
+        ]
+    )
+    assert config.data.path == "a \"b\" \\ 'c' é 漢 [x]"
+    assert read_resolved(resolved(config)) == config
+
+
+def test_the_inco_presets_are_the_papers_setting() -> None:
+    config = load_config(preset="inco-cifar10")
+    assert (config.federation.clients, config.federation.clients_per_round) == (100, 10)
+    assert (config.training.rounds, config.training.epochs, config.training.batch_size) == (500, 5, 64)
+    assert (config.training.optimizer.name, config.training.optimizer.lr) == ("adam", 1e-3)
+    assert config.data.partition.model_dump() == {"name": "dirichlet", "alpha": 0.5, "min_size": 10}
+    assert config.model.sizes == ("resnet10", "resnet14", "resnet18", "resnet22", "resnet26")
+    assert (config.model.resnet.stem, config.model.resnet.width) == ("imagenet", 1.0)
+    assert config.method.inco == IncoSettings(preset="official")
+    assert (config.server.average, config.split.normalization_statistics) == (0.0, "shared")
+
+
+# --- a new choice takes with it what belonged to the old one
+
+
+def test_another_partition_drops_the_settings_of_the_old_one(resolved: Any) -> None:
+    file = resolved(load_config(overrides=["data.partition.alpha=0.2", "data.partition.min_size=3"]))
+    for start in ({}, {"file": file}):
+        iid = load_config(overrides=["data.partition.name=iid"], **start)
+        assert iid.data.partition.model_dump() == {"name": "iid"}
+        shards = load_config(
+            overrides=["data.partition.name=shards", "data.partition.shards_per_client=3"],
+            **start,
+        )
+        assert shards.data.partition.model_dump() == {"name": "shards", "shards_per_client": 3}
+        quantity = load_config(overrides=["data.partition.name=quantity"], **start)
+        assert quantity.data.partition.model_dump() == {"name": "quantity", "alpha": 0.5, "min_size": 10}
+
+
+def test_the_same_choice_again_drops_nothing(resolved: Any) -> None:
+    file = resolved(load_config(overrides=["data.partition.alpha=0.2", "data.transform.resize=9"]))
+    again = load_config(
+        file, overrides=["data.partition.name=dirichlet", "data.name=digits", "data.transform.preset=plain"]
+    )
+    assert again == load_config(file)
+    assert again.data.partition.model_dump()["alpha"] == 0.2 and again.data.transform.resize == 9
+
+
+def test_naming_what_is_chosen_by_default_drops_nothing(tmp_path: Path) -> None:
+    text = "[data.transform]\nresize = 9\n[data.partition]\nalpha = 0.2\n[method.inco]\nepsilon = 0.5\n"
+    overrides = ["data.name=digits", "data.transform.preset=plain", "data.partition.name=dirichlet"]
+    overrides += ["method.name=fedavg", "method.inco.preset=off"]
+    file = written(tmp_path, text)
+    assert load_config(file, overrides=overrides) == load_config(file)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_the_order_of_a_choice_and_its_settings_is_free(backwards: bool) -> None:
+    overrides = ["data.partition.name=dirichlet-equal", "data.partition.alpha=0.1"]
+    overrides += ["method.inco.preset=paper", "method.inco.epsilon=0.5"]
+    config = load_config(overrides=overrides[::-1] if backwards else overrides)
+    assert config.data.partition.model_dump() == {"name": "dirichlet-equal", "alpha": 0.1}
+    assert config.method.inco == IncoSettings(preset="paper", epsilon=0.5)
+
+
+def test_an_override_that_the_chosen_partition_does_not_know_is_refused_in_any_order() -> None:
+    for overrides in (["name=iid", "alpha=0.1"], ["alpha=0.1", "name=iid"]):
+        message = refused(*(f"data.partition.{override}" for override in overrides))
+        assert message.startswith("data.partition.alpha = 0.1: unknown key 'alpha'.")
+
+
+def test_another_method_drops_the_settings_of_the_old_one_but_keeps_inco(logits: str, resolved: Any) -> None:
+    own = load_config(overrides=["method.name=logits", "method.temperature=3"])
+    assert own.method == LogitsSettings(name="logits", temperature=3)
+    text = own.to_toml().replace('preset = "off"', 'preset = "official"')
+    file = resolved(own)
+    assert read_resolved(file) == own
+    file.write_text(text)
+    assert load_config(file, overrides=["method.name=fedavg"]).method == MethodSettings(
+        inco=IncoSettings(preset="official")
+    )
+
+
+def test_another_inco_preset_drops_the_settings_of_the_old_one(resolved: Any) -> None:
+    file = resolved(load_config(preset="inco-cifar10", overrides=["method.inco.epsilon=0.5"]))
+    assert load_config(file, overrides=["method.inco.preset=official"]).method.inco.epsilon == 0.5
+    paper = load_config(file, overrides=["method.inco.preset=paper"]).method.inco
+    assert paper == IncoSettings(preset="paper") and paper.epsilon == 1e-30 and paper.sign == "minus"
+    off = load_config(file, overrides=["method.inco.preset=off"]).method.inco
+    assert off == IncoSettings() and not off.active
+
+
+def test_another_transform_preset_drops_the_settings_of_the_old_one(resolved: Any) -> None:
+    for start in ({"preset": "inco-cifar10"}, {"file": resolved(load_config(preset="inco-cifar10"))}):
+        assert load_config(**start).data.transform.cutout == 16
+        other = load_config(overrides=["data.transform.preset=fedimpro"], **start)
+        assert (other.data.transform.cutout, other.data.transform.crop_padding) == (0, 4)
+        plain = load_config(overrides=["data.transform.preset=plain"], **start)
+        assert plain.data.transform == TransformSettings()
+
+
+def test_another_data_set_keeps_only_the_transforms_preset(resolved: Any) -> None:
+    file = resolved(load_config(preset="inco-cifar10", overrides=["data.root=/d", "data.partition.alpha=0.1"]))
+    for start in ({"file": file}, {"preset": "inco-cifar10"}):
+        data = load_config(overrides=["data.name=fashion-mnist"], **start).data
+        assert data.transform == TransformSettings(preset="inco", resize=32)
+    moved = load_config(file, overrides=["data.name=fashion-mnist", "data.transform.flip=true"])
+    assert moved.data.transform == TransformSettings(preset="inco", resize=32, flip=True)
+    assert moved.data.root == "/d" and moved.data.partition.model_dump()["alpha"] == 0.1
+
+
+def test_another_data_set_drops_the_users_own_file(resolved: Any) -> None:
+    file = resolved(load_config(overrides=["data.name=npz", "data.path=mine.npz"]))
+    assert read_resolved(file).data.path == "mine.npz"
+    assert load_config(file, overrides=["data.name=digits"]).data == load_config().data
+    assert load_config(overrides=["data.path=mine.npz", "data.name=npz"]).data.path == "mine.npz"
+
+
+# --- transforms
+
+
+@pytest.mark.parametrize(
+    ("preset", "data", "expected"),
+    [
+        ("plain", "digits", {"resize": 16}),
+        ("plain", "cifar10", {}),
+        ("plain", "npz", {}),
+        ("inco", "fashion-mnist", {"resize": 32}),
+        ("fedimpro", "fashion-mnist", {"resize": 32}),
+        ("inco-vit", "fashion-mnist", {"resize": 224}),
+        (
+            "inco",
+            "cifar10",
+            {
+                "mean": (0.4914, 0.4822, 0.4465),
+                "std": (0.2470, 0.2435, 0.2616),
+                "crop_padding": 4,
+                "flip": True,
+                "cutout": 16,
+            },
+        ),
+        (
+            "fedimpro",
+            "cifar10",
+            {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616), "crop_padding": 4, "flip": True},
+        ),
+        (
+            "inco-vit",
+            "cifar10",
+            {"mean": (0.5,) * 3, "std": (0.5,) * 3, "resize": 224, "resized_crop": True, "flip": True},
+        ),
+    ],
+)
+def test_a_transform_preset_fills_what_it_means_for_the_data_set(
+    preset: str, data: str, expected: dict[str, Any]
+) -> None:
+    config = load_config(overrides=[f"data.name={data}", f"data.transform.preset={preset}"])
+    changed = config.data.transform.model_dump(exclude_defaults=True)
+    assert {key: value for key, value in changed.items() if key != "preset"} == expected
+    assert config.data.transform.preset == preset
+
+
+def test_what_the_user_gives_lies_over_the_transform_preset() -> None:
+    transform = load_config(preset="inco-cifar10", overrides=["data.transform.cutout=8"]).data.transform
+    assert (transform.cutout, transform.crop_padding, transform.preset) == (8, 4, "inco")
+
+
+def test_a_transform_preset_of_other_data_sets_is_refused() -> None:
+    message = refused("data.transform.preset=inco")
+    assert message == "data.transform.preset = 'inco': is defined for cifar10, fashion-mnist, not for 'digits'."
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["mean=[0.5, 0.5]", "std=[0.5]"], "mean has 2 values and std 1"),
+        (["mean=[0.5]", "std=[0.0]"], "std = [0.0] must be positive"),
+        (["resize=0", "resized_crop=true"], "resized_crop needs resize"),
+        (["resized_crop=true", "crop_padding=4"], "exclude each other"),
+        (["cutout=-1"], "data.transform.cutout = -1: should be greater than or equal to 0."),
+    ],
+)
+def test_transforms_that_cannot_work_are_refused(overrides: list[str], said: str) -> None:
+    message = refused(*(f"data.transform.{override}" for override in overrides))
+    assert message.startswith("data.transform") and said in message
+
+
+# --- what is refused: keys
+
+
+def tables(values: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of every table of a configuration, the root's first."""
+    yield path
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from tables(value, (*path, name))
+
+
+@pytest.mark.parametrize("path", list(tables(load_config().model_dump())), ids=lambda path: ".".join(path) or "root")
+def test_an_unknown_key_at_any_level_names_key_value_allowed_and_nearest(path: tuple[str, ...]) -> None:
+    fields: dict[str, Any] = load_config().model_dump()
+    for step in path:
+        fields = fields[step]
+    near = next(iter(fields))
+    wrong = near + near[-1]
+    label = ".".join((*path, wrong))
+    assert refused(f"{label}=7") == (
+        f"{label} = 7: unknown key {wrong!r}. Did you mean {near!r}? Allowed: {', '.join(sorted(fields))}."
+    )
+
+
+def test_an_unknown_key_in_a_file_is_refused_too(tmp_path: Path) -> None:
+    assert refused(file=written(tmp_path, "[federation]\nclient = 3\n")).startswith(
+        "federation.client = 3: unknown key 'client'. Did you mean 'clients'?"
+    )
+    assert refused(file=written(tmp_path, "[trainnig]\nrounds = 3\n")).startswith(
+        "trainnig: unknown key 'trainnig'. Did you mean 'training'?"
+    )
+
+
+def test_a_name_like_no_other_gets_no_suggestion() -> None:
+    message = refused("training.zzzzz=1")
+    assert "Did you mean" not in message and "Allowed: batch_size, clip" in message
+
+
+def test_every_problem_is_named_at_once() -> None:
+    lines = refused("training.rounds=0", "federation.clients=many", "server.avrage=0.5").splitlines()
+    assert [line.partition(" ")[0] for line in lines] == [
+        "federation.clients",
+        "training.rounds",
+        "server.avrage",
+    ]
+
+
+# --- what is refused: values
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("training.rounds=ten", "training.rounds = 'ten': should be a valid integer"),
+        ("training.rounds=2.5", "training.rounds = 2.5: should be a valid integer"),
+        ("training.rounds=0", "training.rounds = 0: should be greater than or equal to 1."),
+        ("training.rounds=true", "training.rounds = True: should be a number."),
+        ("training.rounds=[3]", "training.rounds = [3]: should be a valid integer."),
+        ("training.optimizer.lr=false", "training.optimizer.lr = False: should be a number."),
+        ("training.optimizer.lr=nan", "training.optimizer.lr = nan: should be a finite number."),
+        ("training.optimizer.lr=inf", "training.optimizer.lr = inf: should be a finite number."),
+        ("training.optimizer.name=adan", "training.optimizer.name = 'adan': should be 'adam', 'adamw' or 'sgd'."),
+        ("data.transform.flip=maybe", "data.transform.flip = 'maybe': should be a valid boolean"),
+        ("data.path=7", "data.path = 7: should be a valid string."),
+        ("seed=-1", "seed = -1: should be greater than or equal to 0."),
+        ("server.average=1", "server.average = 1: should be less than 1."),
+        ("federation.shares=[inf, 1, 1, 1, 1]", "federation.shares.0 = inf: should be a finite number."),
+        ("model.sizes=resnet10", "model.sizes = 'resnet10': should be a list."),
+        ("model.sizes=[]", "at least one size is needed."),
+        ("model.sizes=['resnet10', 'resnet10']", "a size is named twice."),
+        ("model.sizes=['resnet12']", "unknown model 'resnet12'. Did you mean 'resnet1"),
+        ("training=5", "training = 5: is a table; set a key of it: rounds, epochs,"),
+        ("data.partition=iid", "data.partition = 'iid': is a table; set a key of it: name."),
+        ("data.transform=inco", "data.transform = 'inco': is a table; set a key of it: preset,"),
+        ("data=cifar10", "data = 'cifar10': is a table; set a key of it: name,"),
+        ("method=fedavg", "method = 'fedavg': is a table; set a key of it: name, inco."),
+        ("method.inco.preset=paper2", "method.inco.preset = 'paper2': should be 'off', 'paper' or 'official'."),
+        ("data.partition={name = 'file'}", "data.partition.path: is required and was not given."),
+        ("data.partition.alpha=0", "data.partition.alpha = 0: should be greater than 0."),
+    ],
+)
+def test_a_value_of_the_wrong_type_or_out_of_range_is_refused(override: str, said: str) -> None:
+    message = refused(override)
+    assert said in message and message.startswith(override.partition("=")[0]) and "\n" not in message
+
+
+def test_a_table_in_place_of_a_value_is_refused() -> None:
+    assert refused("seed.x=1") == "seed: should be a valid integer."
+
+
+def test_a_text_in_place_of_a_table_below_a_new_choice_is_refused() -> None:
+    assert refused("data.transform=inco", "data.name=cifar10").startswith("data.transform = 'inco': is a table")
+
+
+@pytest.mark.parametrize(
+    ("setting", "given", "near"),
+    [
+        ("method.name", "fedavgg", "fedavg"),
+        ("data.name", "cifar-10", "cifar10"),
+        ("data.partition.name", "dirichlett", "dirichlet"),
+        ("data.transform.preset", "incoo", "inco"),
+        ("split.name", "dept", "depth"),
+        ("preset", "inco-cifar", "inco-cifar10"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_its_setting_and_the_nearest(setting: str, given: str, near: str) -> None:
+    message = refused(f"{setting}={given}")
+    assert setting in message and repr(given) in message and f"Did you mean {near!r}? Allowed: " in message
+
+
+@pytest.mark.parametrize("setting", ["method.name", "data.name", "data.partition.name", "data.transform.preset"])
+@pytest.mark.parametrize("value", ["[1]", "3", "{a = 1}", "true"])
+def test_a_name_that_is_no_text_is_refused(setting: str, value: str) -> None:
+    message = refused(f"{setting}={value}")
+    assert message.startswith(f"{setting}: unknown ") and "Allowed: " in message
+
+
+def test_an_alias_of_a_split_is_recorded_under_its_own_name() -> None:
+    assert load_config(overrides=["split.name=layer-wise"]).split.name == "depth"
+
+
+# --- what is refused: combinations
+
+
+def test_more_clients_a_round_than_clients_are_refused() -> None:
+    assert refused("federation.clients=9", "federation.clients_per_round=10") == (
+        "federation.clients_per_round = 10: there are only federation.clients = 9 clients."
+    )
+    assert load_config(overrides=["federation.clients=10", "federation.clients_per_round=10"])
+
+
+def test_fewer_clients_than_sizes_are_refused() -> None:
+    few = ["federation.clients_per_round=1"]
+    assert "federation.clients = 4: fewer than the 5 sizes" in refused("federation.clients=4", *few)
+    assert load_config(overrides=["federation.clients=5", *few])
+
+
+@pytest.mark.parametrize(
+    ("shares", "said"),
+    [
+        ("[1, 1]", "federation.shares = [1.0, 1.0]: 5 shares are needed, one a size."),
+        ("[1, 1, 1, 1, 1, 1]", "5 shares are needed"),
+        ("[1, 1, -1, 1, 1]", "must not be negative"),
+        ("[0, 0, 0, 0, 0]", "federation.shares = [0.0, 0.0, 0.0, 0.0, 0.0]"),
+    ],
+)
+def test_shares_that_do_not_fit_the_sizes_are_refused(shares: str, said: str) -> None:
+    assert said in refused(f"federation.shares={shares}")
+
+
+def test_inco_with_a_method_that_exchanges_no_weights_is_refused(logits: str) -> None:
+    assert load_config(overrides=["method.name=logits"]).method.name == "logits"
+    message = refused("method.name=logits", "method.inco.preset=official")
+    assert message.startswith("method.inco.preset = 'official': 'logits' exchanges no weights")
+    assert "method.inco.preset = 'off'" in message
+
+
+def dataset() -> Dataset:
+    """Return a data set of random images."""
+    numbers = np.random.default_rng(0)
+    images = numbers.integers(0, 256, (120, 8, 8, 1), dtype=np.uint8)
+    examples = Examples(images, np.arange(120, dtype=np.int64) % 10)
+    return Dataset("toy", examples, examples, classes=10)
+
+
+def test_one_size_for_everybody_refuses_several() -> None:
+    with pytest.raises(MotleyError, match=r"model\.sizes = .*split\.name = 'homogeneous' takes exactly one size"):
+        Federation(tiny_config("split.name=homogeneous"), dataset=dataset())
+
+
+def test_inco_on_sizes_without_a_pair_of_layers_is_refused() -> None:
+    shallow = tiny_config("model.sizes=['resnet10']", "method.inco.preset=official")
+    with pytest.raises(MotleyError, match=r"method\.inco\.preset = 'official': resnet10 have no layers of one shape"):
+        Federation(shallow, dataset=dataset())
+
+
+# --- files that are none
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "none.toml"
+    assert refused(file=file) == f"{file}: there is no such configuration file."
+
+
+def test_a_folder_is_refused(tmp_path: Path) -> None:
+    assert refused(file=tmp_path).startswith(f"{tmp_path}: cannot be read: ")
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00binary\x80", b"\x89PNG\r\n\x1a\n\x00\x00"])
+def test_a_binary_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "image.toml"
+    file.write_bytes(content)
+    assert refused(file=file).startswith(f"{file}: cannot be read: ")
+
+
+@pytest.mark.parametrize("text", ["[training\nrounds = 3", "rounds = ", "seed = 1\nseed = 2\n", "\x00"])
+def test_malformed_toml_is_refused_with_its_place(tmp_path: Path, text: str) -> None:
+    message = refused(file=written(tmp_path, text))
+    assert message.startswith(f"{tmp_path / 'mine.toml'}: is not valid TOML: ")
+    assert "(at line " in message or "(at end of document)" in message
+
+
+def test_a_file_is_read_as_utf_8_whatever_the_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = written(tmp_path, '[data]\nname = "npz"\npath = "größe.npz"\n')
+    monkeypatch.setattr("io.text_encoding", lambda encoding, stacklevel=2: encoding or "latin-1")
+    assert load_config(file).data.path == "größe.npz"
