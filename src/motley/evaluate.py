@@ -9,13 +9,13 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from motley.data.device import DeviceData
 from motley.engine.device import place
 from motley.settings import Settings
 from motley.splits.base import Split
-from motley.splits.part import take
+from motley.splits.part import State, take
 
 
 class EvaluationSettings(Settings):
@@ -40,48 +40,78 @@ class Score:
 
 
 class Evaluator:
-    """A model a size, kept, into which states are copied to be evaluated."""
+    """Evaluates every size; on a GPU each on its own stream, as one captured graph."""
 
     def __init__(
         self, split: Split, data: DeviceData, classes: int, settings: EvaluationSettings, precision: str
     ) -> None:
-        self.split, self.data, self.classes, self.settings = split, data, classes, settings
-        self.precision = precision
-        self._models: dict[str, nn.Module] = {}
+        self.split, self.data, self.classes, self.settings, self.precision = split, data, classes, settings, precision
+        self._sizes = {size: _Size(split, size, data, classes, settings.batch_size, precision) for size in split.sizes}
 
     def __call__(self, state: Mapping[str, Tensor]) -> dict[str, Score]:
         """Return every size's score with its part of a state."""
-        counts = {size: self._count(size, state) for size in self.split.sizes}
-        return {size: self._score(*count) for size, count in counts.items()}
+        for size in self._sizes.values():
+            size.start(state)
+        return {name: size.score() for name, size in self._sizes.items()}
 
-    def _model(self, size: str) -> nn.Module:
-        if size not in self._models:
-            self._models[size] = place(self.split.build(size), self.data.device).eval()
-        return self._models[size]
+
+class _Size:
+    """A model that stays, into which a state is copied to be evaluated."""
+
+    def __init__(
+        self, split: Split, size: str, data: DeviceData, classes: int, batch_size: int, precision: str
+    ) -> None:
+        self.data, self.batch_size, self.precision = data, batch_size, precision
+        self.part = split.part(size)
+        self.model = place(split.build(size), data.device).eval()
+        self.stream = torch.cuda.Stream(data.device) if data.device.type == "cuda" else None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._seen = torch.bincount(data.labels, minlength=classes)
+        self._right = torch.zeros_like(self._seen)
+        self._loss = torch.zeros((), device=data.device)
+
+    def start(self, state: Mapping[str, Tensor]) -> None:
+        """Evaluate a state, without waiting for the device."""
+        own = take(state, self.part)
+        if self.stream is None:
+            self._copy(own)
+            self._count()
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.data.device))
+        with torch.cuda.stream(self.stream):
+            self._copy(own)
+            if self._graph is None:
+                self._count()
+                torch.cuda.synchronize(self.data.device)
+                self._graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self._graph, stream=self.stream):
+                    self._count()
+            self._graph.replay()
+        torch.cuda.current_stream(self.data.device).wait_stream(self.stream)
 
     @torch.no_grad()
-    def _count(self, size: str, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return examples and correct answers a class, and the summed loss, without waiting for the device."""
-        model = self._model(size)
-        part = take(state, self.split.part(size))
-        for name, tensor in model.state_dict().items():
-            tensor.copy_(part[name])
-        seen = torch.bincount(self.data.labels, minlength=self.classes)
-        right = torch.zeros_like(seen)
-        loss = torch.zeros((), device=self.data.device)
+    def _copy(self, own: State) -> None:
+        tensors = self.model.state_dict()
+        torch._foreach_copy_(list(tensors.values()), [own[name] for name in tensors])
+
+    @torch.no_grad()
+    def _count(self) -> None:
+        """Count correct answers a class and sum the loss over the whole test set."""
+        self._right.zero_()
+        self._loss.zero_()
         rows = torch.arange(len(self.data), device=self.data.device)
-        for chunk in rows.split(self.settings.batch_size):
+        for chunk in rows.split(self.batch_size):
             images, labels = self.data.batch(chunk)
             with torch.autocast(self.data.device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16"):
-                answers = model(images).float()
-            loss += F.cross_entropy(answers, labels, reduction="sum")
-            right.index_add_(0, labels, (answers.argmax(1) == labels).to(right.dtype))
-        return seen, right, loss
+                answers = self.model(images).float()
+            self._loss += F.cross_entropy(answers, labels, reduction="sum")
+            self._right.index_add_(0, labels, (answers.argmax(1) == labels).to(self._right.dtype))
 
-    def _score(self, seen: Tensor, right: Tensor, loss: Tensor) -> Score:
-        total = int(seen.sum())
-        by_class = (right / seen.clamp(min=1)).tolist()
-        return Score(int(right.sum()) / total, float(loss) / total, tuple(by_class))
+    def score(self) -> Score:
+        """Return the score of the state that was started."""
+        seen, right = self._seen.tolist(), self._right.tolist()
+        by_class = tuple(r / max(s, 1) for r, s in zip(right, seen, strict=True))
+        return Score(sum(right) / sum(seen), float(self._loss) / sum(seen), by_class)
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,7 @@ class Federation:
             self.partition,
             config.training,
             precision=config.engine.precision,
+            fused=config.engine.fused and config.engine.name != "debug",
             seed=config.seed,
             memory=MemoryStore(memory_folder),
         )

@@ -51,7 +51,7 @@ def indices(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[slice | Tensor, ..
 
 @st.composite
 def parts(draw: st.DrawFn) -> Part:
-    """A client's part: some of the layers (depth), some of their coordinates (width), and a tensor of its size's own."""
+    """A part: some of the layers (depth), some of their coordinates (width), and a tensor of the size alone."""
     held = draw(st.sets(st.sampled_from(sorted(SHAPES)), min_size=0))
     part = {f"local.{name}": Piece(name, draw(indices(SHAPES[name]))) for name in sorted(held)}
     part["own"] = Piece(f"{draw(st.sampled_from(SIZES))}/own")

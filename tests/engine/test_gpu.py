@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from motley.federation import Federation, Server
+from motley.models.norm import BatchNorm, use_fused
 from tests.conftest import tiny_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -62,3 +65,46 @@ def test_gpu_and_cpu_start_alike() -> None:
     gpu = Federation(tiny_config(*EXACT)).start()
     cpu = Federation(tiny_config("engine.device=cpu")).start()
     assert all(torch.equal(gpu.state[name].cpu(), cpu.state[name]) for name in cpu.state)
+
+
+@pytest.mark.parametrize("shape", [(64, 64, 16, 16), (64, 64, 8, 8), (64, 256, 2, 2), (64, 512, 1, 1), (37, 24, 5, 3)])
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_norm_equals_torchs(shape: tuple[int, ...], add: bool, relu: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    plain = BatchNorm(shape[1]).cuda()
+    torch.nn.init.uniform_(plain.weight)
+    torch.nn.init.uniform_(plain.bias)
+    fused = copy.deepcopy(plain)
+    use_fused(fused)
+
+    def drawn() -> torch.Tensor:
+        return (torch.randn(shape, device="cuda") * 2 + 1).to(dtype=dtype, memory_format=torch.channels_last)
+
+    x, other, weight = drawn(), drawn(), drawn()
+    results = []
+    for norm in (plain, fused):
+        inputs = [x.detach().requires_grad_(), other.detach().requires_grad_()]
+        y = norm(inputs[0], inputs[1] if add else None, relu)
+        (y * weight).sum().backward()
+        tracked = norm.num_batches_tracked.float()
+        gradients = [i.grad for i in inputs[: 1 + add]]
+        results.append([y, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var, tracked, *gradients])
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    for mine, theirs in zip(results[1], results[0], strict=True):
+        assert mine is not None and theirs is not None and mine.dtype == theirs.dtype
+        assert float((mine.float() - theirs.float()).norm() / theirs.float().norm()) < limit
+
+
+def test_evaluation_is_captured_and_right() -> None:
+    federation = Federation(tiny_config(*EXACT, "engine.name=debug"))
+    server = federation.start()
+    server, record = federation.play(server)
+    again = federation.evaluate(server.model)
+    on_cpu = Federation(tiny_config("engine.device=cpu"))
+    expected = on_cpu.evaluate({name: tensor.cpu() for name, tensor in server.model.items()})
+    for size in expected:
+        assert again[size].loss == pytest.approx(expected[size].loss, rel=1e-4)
+        assert again[size].accuracy == pytest.approx(expected[size].accuracy, abs=0.01)
+        assert again[size] == record.scores[size]

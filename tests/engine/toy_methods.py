@@ -22,7 +22,7 @@ class Noisy(Method):
 
 
 class EveryHook(Method):
-    """Control variates, a proximal gradient, a companion model, a pool of replies and a collection pass, all at once."""
+    """Control variates, a proximal gradient, companion models, replies and a collection pass, all at once."""
 
     def start(self) -> State:
         state = self.world.split.initial(self.world.seed)

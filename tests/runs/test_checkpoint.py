@@ -9,8 +9,10 @@ import os
 import pickle
 import shutil
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from motley.runs.checkpoint import checkpoints, fingerprint, load_checkpoint, sa
 from tests.runs import crash
 
 
-def make_server(round_number: int, seed: int = 0, **changes: object) -> Server:
+def make_server(round_number: int, seed: int = 0, **changes: Any) -> Server:
     """Return a server that has a tensor of every kind, different for every round and seed."""
     numbers = torch.Generator().manual_seed(1000 * round_number + seed)
     values = torch.randn(3, 4, generator=numbers)
@@ -72,7 +74,7 @@ def everything(server: Server | None) -> object:
     ],
     ids=str,
 )
-def test_everything_comes_back_bit_for_bit(tmp_path: Path, changes: dict[str, object]) -> None:
+def test_everything_comes_back_bit_for_bit(tmp_path: Path, changes: dict[str, Any]) -> None:
     server = make_server(3, **changes)
     save_checkpoint(tmp_path, server, keep=2)
     assert everything(load_checkpoint(tmp_path)) == everything(server)
@@ -114,7 +116,7 @@ def test_newest_is_by_number_not_by_spelling(tmp_path: Path) -> None:
 # ---- crashes
 
 
-def _torn(number: int):
+def _torn(number: int) -> Callable[[dict[str, Tensor], Path], None]:
     """Return a `save_file` that dies when it has written half of its n-th file."""
     written = 0
 
@@ -226,7 +228,7 @@ def test_what_is_renamed_into_place_is_on_the_disk(tmp_path: Path, monkeypatch: 
         events.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
         fsync(descriptor)
 
-    def note_rename(source: object, target: object, **options: object) -> None:
+    def note_rename(source: Any, target: Any, **options: Any) -> None:
         events.append("rename")
         rename(source, target, **options)
 

@@ -23,7 +23,7 @@ def average(before: Mapping[str, Tensor] | None, state: Mapping[str, Tensor], de
     if before is None or rounds <= 1:
         return {name: tensor.clone() for name, tensor in state.items()}
     keep = min(decay, (rounds - 1) / rounds)
-    return {
-        name: torch.lerp(tensor, before[name], keep) if tensor.is_floating_point() else tensor.clone()
-        for name, tensor in state.items()
-    }
+    floats = [name for name, tensor in state.items() if tensor.is_floating_point()]
+    mixed = torch._foreach_lerp([state[name] for name in floats], [before[name] for name in floats], keep)
+    copied = {name: tensor.clone() for name, tensor in state.items() if not tensor.is_floating_point()}
+    return {**dict(zip(floats, mixed, strict=True)), **copied}

@@ -49,20 +49,23 @@ def merge(state: Mapping[str, Tensor], updates: Iterable[Update]) -> Merged:
     """Return the weighted mean change of every coordinate over its owners; names without an owner are absent.
 
     Whole tensors have one weight a name and are added a client at a time in one grouped call; pieces carry a weight a
-    coordinate.
+    coordinate; integers are few, and are summed in double precision.
     """
     totals: State = {}
     whole: dict[str, float] = {}
     pieces: State = {}
+    integers: dict[str, list[tuple[Tensor, float]]] = {}
     for update in sorted(updates, key=lambda update: update.client):
         if not update.weight > 0:
             raise ValueError(f"client {update.client} has weight {update.weight}; a weight must be positive")
         into, values = [], []
         for local, piece in update.part.items():
-            name, index = piece.name, piece.index
+            name, index, value = piece.name, piece.index, update.change[local]
+            if index is None and not value.is_floating_point():
+                integers.setdefault(name, []).append((value, update.weight))
+                continue
             if name not in totals:
-                totals[name] = torch.zeros_like(state[name], dtype=_accumulator(state[name]))
-            value = update.change[local].to(totals[name].dtype)
+                totals[name] = torch.zeros_like(state[name])
             if index is None:
                 into.append(totals[name])
                 values.append(value)
@@ -74,38 +77,67 @@ def merge(state: Mapping[str, Tensor], updates: Iterable[Update]) -> Merged:
                 add_at(pieces[name], index, update.weight)
         if into:
             torch._foreach_add_(into, values, alpha=update.weight)
-    return _divide(state, totals, whole, pieces)
+    covered = _divide(totals, whole, pieces)
+    means = _integer_means(integers)
+    return Merged({**totals, **means}, {**covered, **dict.fromkeys(means)})
 
 
-def _accumulator(tensor: Tensor) -> torch.dtype:
-    return tensor.dtype if tensor.is_floating_point() else torch.float64
+def _divide(totals: State, whole: dict[str, float], pieces: State) -> dict[str, Tensor | None]:
+    """Divide every sum by its weight, in place; return which coordinates had an owner."""
+    full = [name for name in totals if name not in pieces]
+    if full:
+        torch._foreach_div_([totals[name] for name in full], [whole[name] for name in full])
+    covered: dict[str, Tensor | None] = dict.fromkeys(totals)
+    for name, weights in pieces.items():
+        weight = weights + whole.get(name, 0.0)
+        covered[name] = None if name in whole else weight > 0
+        totals[name].div_(torch.where(weight > 0, weight, 1))
+    return covered
 
 
-def _divide(state: Mapping[str, Tensor], totals: State, whole: dict[str, float], pieces: State) -> Merged:
-    covered: dict[str, Tensor | None] = {}
-    for name, total in totals.items():
-        weight: Tensor | float = whole.get(name, 0.0)
-        covered[name] = None
-        if name in pieces:
-            weight = pieces[name] + weight
-            covered[name] = None if name in whole else weight > 0
-            weight = torch.where(weight > 0, weight, 1)
-        total.div_(weight)
-    change = {name: _like(total, state[name]) for name, total in totals.items()}
-    return Merged(change, covered)
-
-
-def _like(total: Tensor, tensor: Tensor) -> Tensor:
-    return total if tensor.is_floating_point() else total.trunc().to(tensor.dtype)
+def _integer_means(integers: dict[str, list[tuple[Tensor, float]]]) -> State:
+    """Return the weighted means of integer tensors, cut to whole numbers, with one sum for all of them."""
+    if not integers:
+        return {}
+    firsts = [values[0][0] for values in integers.values()]
+    owner, shares, flat = [], [], []
+    start = 0
+    for values in integers.values():
+        total = sum(weight for _, weight in values)
+        for value, weight in values:
+            owner.append(torch.arange(start, start + value.numel()))
+            shares.append(torch.full((value.numel(),), weight / total, dtype=torch.float64))
+            flat.append(value.reshape(-1))
+        start += values[0][0].numel()
+    device = firsts[0].device
+    sums = torch.zeros(start, dtype=torch.float64, device=device)
+    sums.index_add_(0, torch.cat(owner).to(device), torch.cat(flat).double() * torch.cat(shares).to(device))
+    whole = (sums + 1e-9 * sums.sign()).trunc()
+    parts = whole.split([first.numel() for first in firsts])
+    return {
+        name: part.reshape(first.shape).to(first.dtype)
+        for name, part, first in zip(integers, parts, firsts, strict=True)
+    }
 
 
 def apply(state: Mapping[str, Tensor], merged: Merged, parameters: Collection[str], step: float = 1.0) -> State:
     """Return the state after the change; `step` scales parameters only. What nobody held stays, bit for bit."""
     after = dict(state)
-    for name, change in merged.change.items():
-        value = state[name] + (change * step if step != 1 and name in parameters else change)
-        if name.endswith("running_var"):
-            value.clamp_(min=0)
-        mask = merged.covered[name]
-        after[name] = value if mask is None else torch.where(mask, value, state[name])
+    for scale, names in _by_scale(merged, parameters, step).items():
+        sums = torch._foreach_add([state[name] for name in names], [merged.change[name] for name in names], alpha=scale)
+        after.update(zip(names, sums, strict=True))
+    variances = [after[name] for name in merged.change if name.endswith("running_var")]
+    if variances:
+        torch._foreach_clamp_min_(variances, 0.0)
+    for name, mask in merged.covered.items():
+        if mask is not None:
+            after[name] = torch.where(mask, after[name], state[name])
     return after
+
+
+def _by_scale(merged: Merged, parameters: Collection[str], step: float) -> dict[float, list[str]]:
+    """Group the changed names by the factor on their change; integers are never scaled."""
+    groups: dict[float, list[str]] = {}
+    for name in merged.change:
+        groups.setdefault(step if step != 1 and name in parameters else 1, []).append(name)
+    return groups

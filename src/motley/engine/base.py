@@ -18,7 +18,7 @@ from motley.splits.part import State
 
 
 class EngineSettings(Settings):
-    """How clients are run. None of this changes what is computed, except `precision`."""
+    """How clients are run. Only `precision` changes what is computed; the rest, at most the last bits."""
 
     name: Literal["local", "debug"] = "local"
     """local: slots, captured as CUDA graphs on a GPU. debug: a fresh model a client, one client at a time."""
@@ -30,6 +30,8 @@ class EngineSettings(Settings):
     """CPU threads of torch. Another number changes the last bits of results, and more than one is slow beside other
     busy processes; for large models on an idle machine, the number of cores.
     """
+    fused: bool = True
+    """On a GPU, one kernel for batch norm, addition and ReLU where maps are small; off in the debug engine."""
     precision: Literal["fp32", "tf32", "bf16"] = "tf32"
     """tf32 is fp32 on a CPU; bf16 computes the forward pass in bfloat16."""
 

@@ -41,11 +41,12 @@ class Clients:
         training: TrainingSettings,
         *,
         precision: str,
+        fused: bool = False,
         seed: int,
         memory: MemoryStore,
     ) -> None:
         self.method, self.data, self.partition, self.training = method, data, partition, training
-        self.precision, self.seed, self.memory = precision, seed, memory
+        self.precision, self.fused, self.seed, self.memory = precision, fused, seed, memory
         self._smallest: dict[str, int] = {}
 
     @property
@@ -57,7 +58,15 @@ class Clients:
         """Return a fresh learner of a size."""
         longest = self.training.turn_steps(len(self.training.epoch_lengths(int(self.partition.sizes.max()), 1)))
         model = self.method.world.split.build(size)
-        return Learner(model, self.method, self.training, self.data, longest=max(longest, 1), precision=self.precision)
+        return Learner(
+            model,
+            self.method,
+            self.training,
+            self.data,
+            longest=max(longest, 1),
+            precision=self.precision,
+            fused=self.fused,
+        )
 
     def smallest_batch(self, size: str) -> int:
         """Return the fewest examples a batch may have: BatchNorm cannot train on one."""

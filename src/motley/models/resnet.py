@@ -14,9 +14,10 @@ from typing import Literal, TypeAlias
 
 from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from motley.models import MODELS, Architecture, CrossLayer, ImageShape
+from motley.models.norm import BatchNorm, GroupNorm
+from motley.models.taps import crop_taps
 from motley.settings import Settings
 
 STAGE_WIDTHS = (64, 128, 256, 512)
@@ -35,6 +36,11 @@ class ResNetSettings(Settings):
     groups: int = Field(2, ge=1)
     """Groups of channels that group norm treats apart; unused with batch norm."""
 
+    taps: Literal["all", "effective"] = "all"
+    """effective: leave out kernel taps that only ever see padding at this image size. The same function, trained the
+    same way, with fewer weights.
+    """
+
     @field_validator("groups")
     @classmethod
     def _groups_divide_every_stage(cls, groups: int, info: ValidationInfo) -> int:
@@ -52,18 +58,17 @@ def stage_widths(width: float) -> tuple[int, ...]:
 
 
 class Block(nn.Module):
-    """What both kinds of block share: relu(residual(x) + shortcut(x))."""
+    """What both kinds of block share: relu(f(x) + s(x)), where s is the identity or `downsample`."""
 
     expansion: int
     downsample: nn.Sequential | None
 
-    def residual(self, x: Tensor) -> Tensor:
-        """Return f(x), what the block adds to its input."""
+    def residual(self, x: Tensor, shortcut: Tensor) -> Tensor:
+        """Return relu(f(x) + shortcut)."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        shortcut = x if self.downsample is None else self.downsample(x)
-        return F.relu(self.residual(x) + shortcut)
+        return self.residual(x, x if self.downsample is None else self.downsample(x))
 
     def helped_by(self, first: Block) -> Iterator[Pair]:
         """Yield (a weight of the stage's first block, the weight of this block that it helps)."""
@@ -83,9 +88,9 @@ class BasicBlock(Block):
         self.bn2 = _norm(width, settings)
         self.downsample = _downsample(inputs, width, stride, settings)
 
-    def residual(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn1(self.conv1(x)))
-        return self.bn2(self.conv2(x))
+    def residual(self, x: Tensor, shortcut: Tensor) -> Tensor:
+        x = self.bn1(self.conv1(x), relu=True)
+        return self.bn2(self.conv2(x), add=shortcut, relu=True)
 
     def helped_by(self, first: Block) -> Iterator[Pair]:
         assert isinstance(first, BasicBlock)
@@ -109,10 +114,10 @@ class Bottleneck(Block):
         self.bn3 = _norm(outputs, settings)
         self.downsample = _downsample(inputs, outputs, stride, settings)
 
-    def residual(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn1(self.conv1(x)))
-        x = F.relu(self.bn2(self.conv2(x)))
-        return self.bn3(self.conv3(x))
+    def residual(self, x: Tensor, shortcut: Tensor) -> Tensor:
+        x = self.bn1(self.conv1(x), relu=True)
+        x = self.bn2(self.conv2(x), relu=True)
+        return self.bn3(self.conv3(x), add=shortcut, relu=True)
 
     def helped_by(self, first: Block) -> Iterator[Pair]:
         assert isinstance(first, Bottleneck)
@@ -154,7 +159,7 @@ class ResNet(nn.Module):
 
     def stem(self, x: Tensor) -> Tensor:
         """Return the map that stage 1 is fed."""
-        return self.maxpool(F.relu(self.bn1(self.conv1(x))))
+        return self.maxpool(self.bn1(self.conv1(x), relu=True))
 
     def features(self, x: Tensor) -> Tensor:
         """Return the pooled, flattened output of stage 4: one vector an image."""
@@ -191,7 +196,7 @@ def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
 
 
 def _norm(channels: int, settings: ResNetSettings) -> nn.Module:
-    return nn.GroupNorm(settings.groups, channels) if settings.norm == "group" else nn.BatchNorm2d(channels)
+    return GroupNorm(settings.groups, channels) if settings.norm == "group" else BatchNorm(channels)
 
 
 def _downsample(inputs: int, outputs: int, stride: int, settings: ResNetSettings) -> nn.Sequential | None:
@@ -231,7 +236,10 @@ SIZES: dict[int, tuple[type[Block], tuple[int, int, int, int], int]] = {
 
 def _build(depth: int, settings: ResNetSettings, image: ImageShape, classes: int) -> ResNet:
     block, blocks, _ = SIZES[depth]
-    return ResNet(block, blocks, settings, image.channels, classes)
+    model = ResNet(block, blocks, settings, image.channels, classes)
+    if settings.taps == "effective":
+        crop_taps(model, image)
+    return model
 
 
 def _register(depth: int) -> None:
