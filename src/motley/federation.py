@@ -31,7 +31,7 @@ from motley.config import Config
 from motley.data import Dataset, load_dataset
 from motley.data.device import DeviceData
 from motley.engine import Clients, DebugEngine, Engine, Job, LocalEngine, Upload
-from motley.engine.device import choose_device, set_precision
+from motley.engine.device import choose_device, on_device, set_precision
 from motley.engine.memory import MemoryStore
 from motley.errors import MotleyError
 from motley.evaluate import Evaluator, Score
@@ -160,7 +160,7 @@ class Federation:
         """Return a server whose tensors are on the federation's device."""
 
         def moved(state: State) -> State:
-            return {name: tensor.to(self.device) for name, tensor in state.items()}
+            return {name: on_device(tensor, self.device) for name, tensor in state.items()}
 
         averaged = moved(server.averaged) if server.averaged is not None else None
         return replace(server, state=moved(server.state), averaged=averaged, method=moved(server.method))

@@ -86,7 +86,7 @@ class EveryHook(Method):
         return after
 
     def refine(self, server: State, state: State, updates: Sequence[Update]) -> State:
-        return {n: t * 0.999 if n == "fc.bias" else t for n, t in state.items()}
+        return {n: t * 0.999 if n == _last_bias(state) else t for n, t in state.items()}
 
     def collectors(self, round_number: int) -> Sequence[int]:
         return range(len(self.world.sizes)) if round_number % 2 == 0 else ()
@@ -101,4 +101,9 @@ class EveryHook(Method):
 
     def use(self, server: State, state: State, collections: Sequence[Collection]) -> tuple[State, State]:
         mean = torch.stack([c.values["logits"] for c in collections]).sum(0) / sum(c.samples for c in collections)
-        return server, {**state, "fc.bias": state["fc.bias"] - 0.01 * mean}
+        bias = _last_bias(state)
+        return server, {**state, bias: state[bias] - 0.01 * mean}
+
+
+def _last_bias(state: State) -> str:
+    return "fc.bias" if "fc.bias" in state else "head.bias"

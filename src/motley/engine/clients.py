@@ -80,6 +80,11 @@ class Clients:
         """Return how many examples a client has."""
         return len(self.partition.of(client))
 
+    def turn_steps(self, job: Job) -> int:
+        """Return how many steps a job takes."""
+        epoch = self.training.epoch_lengths(self.samples(job.client), self.smallest_batch(job.size))
+        return self.training.turn_steps(len(epoch))
+
     def plan(self, job: Job) -> Plan:
         """Draw a job's batches."""
         return make_plan(

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from motley.engine.base import Done, Job, Upload
 from motley.engine.clients import Clients, Turn, own_randomness
 from motley.engine.slots import Slot
-from motley.engine.training import Plan
 from motley.methods.base import Collection
 
 
@@ -26,16 +25,16 @@ class LocalEngine:
 
     def train(self, jobs: Sequence[Job], done: Done) -> list[Upload]:
         """Train every job's client."""
-        plans = {job.client: self.clients.plan(job) for job in jobs}
-        waiting = [job for job in jobs if plans[job.client].lengths]
-        waiting.sort(key=lambda job: (-len(plans[job.client].lengths), job.client))
+        steps = {job.client: self.clients.turn_steps(job) for job in jobs}
+        waiting = [job for job in jobs if steps[job.client]]
+        waiting.sort(key=lambda job: (-steps[job.client], job.client))
         turns: list[Turn] = []
         busy: list[Slot] = []
         with own_randomness(self.clients.device):
             self._follow()
             try:
                 while waiting or busy:
-                    busy += self._fill_slots(waiting, plans)
+                    busy += self._fill_slots(waiting)
                     for slot in list(busy):
                         if slot.advance():
                             busy.remove(slot)
@@ -60,13 +59,13 @@ class LocalEngine:
         """Delete what clients wrote before the given rounds."""
         self.clients.memory.forget_older(rounds)
 
-    def _fill_slots(self, waiting: list[Job], plans: dict[int, Plan]) -> list[Slot]:
+    def _fill_slots(self, waiting: list[Job]) -> list[Slot]:
         """Give each free slot the first waiting job of its size; return the slots that were filled."""
         filled = []
         for job in list(waiting):
             slot = self._free_slot(job.size)
             if slot is not None:
-                slot.load(job, plans[job.client])
+                slot.load(job, self.clients.plan(job))
                 waiting.remove(job)
                 filled.append(slot)
         return filled
