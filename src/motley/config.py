@@ -153,7 +153,7 @@ def load_config(file: Path | None = None, *, preset: str = "", overrides: Iterab
         chosen = _overlay(chosen, _parse_override(override), _all)
     preset = str(chosen.get("preset") or preset or given.get("preset") or ("" if file else DEFAULT_PRESET))
     values = _overlay(_overlay(_preset_values(preset) if preset else {}, given), chosen)
-    return validate(Config, {**values, "preset": preset})
+    return validate(Config, _with_whole_paths({**values, "preset": preset}))
 
 
 def presets() -> dict[str, str]:
@@ -181,6 +181,20 @@ def _read(file: Path) -> dict[str, Any]:
         raise MotleyError(f"{file}: cannot be read: {error}.") from None
     except tomllib.TOMLDecodeError as error:
         raise MotleyError(f"{file}: is not valid TOML: {error}.") from None
+
+
+_PATHS = (("data", "path"), ("data", "root"), ("data", "partition", "path"), ("model", "weights"))
+
+
+def _with_whole_paths(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values whose files are named from the root, so that a run can be resumed from another folder."""
+    for *tables, name in _PATHS:
+        table: Any = values
+        for step in tables:
+            table = table.get(step) if isinstance(table, dict) else None
+        if isinstance(table, dict) and isinstance(table.get(name), str) and table[name]:
+            table[name] = str(Path(table[name]).expanduser().absolute())
+    return values
 
 
 def _parse_override(text: str) -> dict[str, Any]:

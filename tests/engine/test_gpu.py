@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 
-from motley.engine.device import set_precision
 from motley.federation import Federation, Server
 from motley.models.norm import BatchNorm, use_fused
 from tests.conftest import tiny_config
@@ -21,12 +20,6 @@ VIT = ("model.sizes=['vit1','vit2','vit3']", "model.vit.dim=32", "model.vit.head
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without this the plain engine does not even agree with itself: a tiny net is chaotic after some ten steps."""
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    monkeypatch.setattr("motley.federation.set_precision", without_benchmark)
-
-
-def without_benchmark(precision: str) -> None:
-    set_precision(precision)
-    torch.backends.cudnn.benchmark = False
 
 
 def after(rounds: int, *overrides: str) -> tuple[Server, float]:

@@ -14,3 +14,5 @@ def resume(path: Path = typer.Argument(..., metavar="RUN", help="The run's folde
     """Go on with a run after a crash, Ctrl-C or kill -9."""
     with watch(path) as progress:
         resume_run(path, [progress])
+        if not progress.rounds:
+            progress.console.print("This run is already finished.", highlight=False)

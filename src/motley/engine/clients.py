@@ -15,6 +15,7 @@ from motley.engine.base import Job, Upload
 from motley.engine.learner import Learner
 from motley.engine.memory import MemoryStore
 from motley.engine.training import NO_STEPS, Plan, TrainingSettings, make_plan
+from motley.errors import MotleyError
 from motley.methods.base import Collection, Method
 from motley.splits.part import State
 
@@ -48,6 +49,11 @@ class Clients:
         self.method, self.data, self.partition, self.training = method, data, partition, training
         self.precision, self.fused, self.seed, self.memory = precision, fused, seed, memory
         self._smallest: dict[str, int] = {}
+        smallest = max(self.smallest_batch(size) for size in method.world.split.sizes)
+        if training.batch_size < smallest:
+            raise MotleyError(
+                f"training.batch_size = {training.batch_size}: BatchNorm trains on batches of at least {smallest}."
+            )
 
     @property
     def device(self) -> torch.device:

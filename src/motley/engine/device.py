@@ -43,8 +43,7 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def set_precision(precision: str) -> None:
-    """Allow or forbid tf32 on a GPU, and let cuDNN try out which kernels are fastest."""
+    """Allow or forbid tf32 in matrix products and convolutions on a GPU."""
     allowed = precision != "fp32"
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
-    torch.backends.cudnn.benchmark = True

@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from motley.data.device import DRAWS
-from motley.errors import MotleyError
 from motley.randomness import generator
 from motley.settings import Settings
 
@@ -104,10 +103,6 @@ def make_plan(
     client: int,
 ) -> Plan:
     """Draw a client's batches for a round: a fresh permutation of its examples an epoch."""
-    if training.batch_size < smallest:
-        raise MotleyError(
-            f"training.batch_size = {training.batch_size}: BatchNorm trains on batches of at least {smallest}."
-        )
     epoch = training.epoch_lengths(len(examples), smallest)
     steps = training.turn_steps(len(epoch))
     lengths = [epoch[step % len(epoch)] for step in range(steps)]
