@@ -13,6 +13,7 @@ from torch import Tensor
 
 from motley.data.device import DeviceData
 from motley.engine.device import place
+from motley.engine.weights import lower, working_type
 from motley.settings import Settings
 from motley.splits.base import Split
 from motley.splits.part import State, take
@@ -64,6 +65,7 @@ class _Size:
         self.data, self.batch_size, self.precision = data, batch_size, precision
         self.part = split.part(size)
         self.model = place(split.build(size), data.device).eval()
+        lower(self.model, precision)
         self.stream = torch.cuda.Stream(data.device) if data.device.type == "cuda" else None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._seen = torch.bincount(data.labels, minlength=classes)
@@ -102,8 +104,7 @@ class _Size:
         rows = torch.arange(len(self.data), device=self.data.device)
         for chunk in rows.split(self.batch_size):
             images, labels = self.data.batch(chunk)
-            with torch.autocast(self.data.device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16"):
-                answers = self.model(images).float()
+            answers = self.model(images.to(working_type(self.precision))).float()
             self._loss += F.cross_entropy(answers, labels, reduction="sum")
             self._right.index_add_(0, labels, (answers.argmax(1) == labels).to(self._right.dtype))
 

@@ -58,7 +58,7 @@ def test_steps_are_captured() -> None:
     federation = Federation(tiny_config(*EXACT, "training.batch_size=16"))
     federation.play(federation.start())
     slots = [slot for slots in federation.engine._slots.values() for slot in slots]  # type: ignore[attr-defined]
-    assert slots and all(len(slot._graphs) == 1 for slot in slots)
+    assert slots and all(len(slot._captures) == 1 for slot in slots)
 
 
 def test_gpu_and_cpu_start_alike() -> None:

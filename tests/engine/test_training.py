@@ -228,7 +228,7 @@ def test_the_learning_rate_of_a_round() -> None:
     ],
 )
 def test_optimisers(settings: dict[str, Any], kind: type) -> None:
-    optimizer = OptimizerSettings(lr=0.3, **settings).build(nn.Linear(2, 2), torch.device("cpu"))
+    optimizer = OptimizerSettings(lr=0.3, **settings).build(nn.Linear(2, 2).parameters(), torch.device("cpu"))
     assert type(optimizer) is kind
     group = optimizer.param_groups[0]
     assert group["lr"] == 0.3

@@ -149,7 +149,7 @@ class Clients:
         )
         self.seat(learner, job, NO_STEPS, self.recall(job))
         learner.seed_step()
-        values = self.method.collect(learner, learner.batches(plan))
+        values = self.method.collect(learner, learner.examples(plan))
         return Collection(job.client, self.samples(job.client), values)
 
 

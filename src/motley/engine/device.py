@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor, nn
 
 from motley.errors import MotleyError
+
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+"""Hardware queues for streams: by default there are eight, and slots beyond that would wait for each other."""
 
 
 def choose_device(name: str) -> torch.device:

@@ -18,6 +18,8 @@ from motley.splits.part import State
 
 WARM_UP = 3
 """Eager steps before a capture, in which libraries choose their algorithms and the optimiser makes its state."""
+CHUNK = 4
+"""Steps of the longer of a slot's two graphs: the host launches less often, and the GPU waits less between steps."""
 
 
 class Slot:
@@ -28,8 +30,9 @@ class Slot:
         self.learner = clients.learner(size)
         self.device = clients.device
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._graphs: dict[object, torch.cuda.CUDAGraph] = {}
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._captures: dict[object, dict[int, torch.cuda.CUDAGraph]] = {}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        """Graphs of the present turn's shapes, by their number of steps."""
         self.busy = False
 
     def load(self, job: Job, plan: Plan) -> None:
@@ -38,22 +41,31 @@ class Slot:
         with self._on_stream():
             memory = self.clients.recall(job)
             if self.stream is not None:
-                self._graph = self._captured(job, memory)
+                self._graphs = self._captured(job, memory)
             self.clients.seat(self.learner, job, plan, memory)
 
     def advance(self) -> bool:
-        """Take one step; return whether the turn is over."""
+        """Take the next step, or several of them; return whether the turn is over."""
         learner = self.learner
-        length = learner.lengths[learner.taken]
         learner.seed_step()
+        steps = self._steps_ahead()
         with self._on_stream():
-            if self._graph is not None and length == learner.training.batch_size:
-                self._graph.replay()
+            if steps:
+                self._graphs[steps].replay()
             else:
                 learner.use_generator()
-                learner.step(length)
-        learner.taken += 1
+                learner.step(learner.lengths[learner.taken])
+        learner.taken += steps or 1
         return learner.finished
+
+    def _steps_ahead(self) -> int:
+        """Return how many steps can be replayed at once: none where the next batch is a short one, or on a CPU."""
+        learner = self.learner
+        ahead = learner.lengths[learner.taken : learner.taken + CHUNK]
+        full = [length == learner.training.batch_size for length in ahead]
+        if not self._graphs or not full[0]:
+            return 0
+        return CHUNK if len(full) == CHUNK and all(full) else 1
 
     def unload(self) -> Turn:
         """End the turn."""
@@ -74,24 +86,25 @@ class Slot:
     def _on_stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 
-    def _captured(self, job: Job, memory: State) -> torch.cuda.CUDAGraph:
-        """Return the graph for a job's shapes. What warming up did to the weights is overwritten by the next load."""
+    def _captured(self, job: Job, memory: State) -> dict[int, torch.cuda.CUDAGraph]:
+        """Return the graphs for a job's shapes. What warming up did to the weights is overwritten by the next load."""
         shapes = tuple((name, tuple(t.shape)) for room in (job.message, memory) for name, t in room.items())
-        if shapes not in self._graphs:
+        if shapes not in self._captures:
             self.clients.seat(self.learner, job, self.clients.plan(job), memory)
-            self._graphs[shapes] = self._capture()
-        return self._graphs[shapes]
+            self._warm_up()
+            self._captures[shapes] = {steps: self._capture(steps) for steps in (1, CHUNK)}
+        return self._captures[shapes]
 
-    def _capture(self) -> torch.cuda.CUDAGraph:
-        learner = self.learner
-        length = learner.training.batch_size
-        learner.use_generator()
+    def _warm_up(self) -> None:
+        self.learner.use_generator()
         for _ in range(WARM_UP):
-            learner.rewind()
-            learner.step(length)
+            self.learner.batches.rewind()
+            self.learner.step(self.learner.training.batch_size)
         torch.cuda.synchronize(self.device)
+
+    def _capture(self, steps: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        learner.optimizer.zero_grad()
         with torch.cuda.graph(graph, stream=self.stream):
-            learner.step(length)
+            for _ in range(steps):
+                self.learner.step(self.learner.training.batch_size)
         return graph

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from motley.data.device import DRAWS
 from motley.randomness import generator
@@ -33,15 +34,15 @@ class OptimizerSettings(Settings):
             raise ValueError(f"momentum = {self.momentum} is for optimizer.name = 'sgd', not {self.name!r}")
         return self
 
-    def build(self, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
+    def build(self, parameters: Iterable[Tensor], device: torch.device) -> torch.optim.Optimizer:
         """Return the optimiser; on a GPU one that a graph can capture, with its learning rate on the device."""
         cuda = device.type == "cuda"
         lr: Any = torch.tensor(self.lr, device=device) if cuda else self.lr
         shared = {"lr": lr, "weight_decay": self.weight_decay, "fused": True}
         if self.name == "sgd":
-            return torch.optim.SGD(model.parameters(), momentum=self.momentum, **shared)
+            return torch.optim.SGD(parameters, momentum=self.momentum, **shared)
         kind = torch.optim.Adam if self.name == "adam" else torch.optim.AdamW
-        return kind(model.parameters(), betas=self.betas, capturable=cuda, **shared)
+        return kind(parameters, betas=self.betas, capturable=cuda, **shared)
 
 
 class TrainingSettings(Settings):

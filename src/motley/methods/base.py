@@ -94,7 +94,7 @@ class Method:
 
     def loss(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
         """Return what the client minimises on a batch."""
-        return F.cross_entropy(learner.model(images), labels)
+        return F.cross_entropy(learner.model(images).float(), labels)
 
     def correct_gradient(self, learner: Learner) -> None:
         """Change the gradients before the optimiser's step."""
@@ -104,14 +104,13 @@ class Method:
 
     def step(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
         """Take one step and return its loss. A method that needs two passes or two losses replaces the whole of it."""
-        learner.optimizer.zero_grad()
-        with learner.autocast():
-            loss = self.loss(learner, images, labels)
-        loss.backward()
+        loss = self.loss(learner, images, labels)
+        learner.backward(loss)
         self.correct_gradient(learner)
         learner.clip_gradient()
         learner.optimizer.step()
         self.correct_weights(learner)
+        learner.publish()
         return loss.detach()
 
     def reply(self, learner: Learner) -> State:

@@ -1,0 +1,65 @@
+"""A turn's batches on the device, read by a counter there: no step asks the host which batch is next."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from motley.data.device import DRAWS, DeviceData
+from motley.engine.training import Plan
+
+PREPARED_BYTES = 256 * 2**20
+"""Most memory for the prepared batches of a turn."""
+
+
+class Batches:
+    """Room for the plan of a turn, and for its images where that is not too much.
+
+    Images that fit are made once, when the plan comes: the kernels for index, crop, flip and cutout, small as they are,
+    would otherwise take a fifth of a small model's step.
+    """
+
+    def __init__(self, data: DeviceData, batch_size: int, longest: int, dtype: torch.dtype) -> None:
+        device, shape = data.device, data.shape
+        self.data, self.dtype = data, dtype
+        self._cursor = torch.zeros(1, dtype=torch.long, device=device)
+        self._rows = torch.zeros((longest, batch_size), dtype=torch.long, device=device)
+        self._draws = torch.zeros((longest, batch_size, DRAWS if data.random else 0), device=device)
+        self._labels = torch.zeros_like(self._rows)
+        room = (longest, batch_size, shape.height, shape.width, shape.channels)
+        fits = torch.Size(room).numel() * dtype.itemsize <= PREPARED_BYTES
+        self._images = torch.zeros(room, dtype=dtype, device=device) if fits else None
+
+    def load(self, plan: Plan) -> None:
+        """Take over a plan and point at its first batch."""
+        self.rewind()
+        steps = len(plan.lengths)
+        if not steps:
+            return
+        self._rows[:steps].copy_(self._pinned(plan.rows), non_blocking=True)
+        if plan.draws is not None:
+            self._draws[:steps].copy_(self._pinned(plan.draws), non_blocking=True)
+        if self._images is not None:
+            draws = self._draws[:steps].flatten(0, 1) if self.data.random else None
+            images, labels = self.data.batch(self._rows[:steps].flatten(), draws)
+            self._images[:steps] = images.permute(0, 2, 3, 1).unflatten(0, (steps, -1))
+            self._labels[:steps] = labels.unflatten(0, (steps, -1))
+
+    def rewind(self) -> None:
+        """Point at the first batch."""
+        self._cursor.zero_()
+
+    def next(self, length: int) -> tuple[Tensor, Tensor]:
+        """Return the first `length` examples of the batch pointed at, and point at the one after it."""
+        if self._images is not None:
+            images = self._images.index_select(0, self._cursor)[0, :length].permute(0, 3, 1, 2)
+            labels = self._labels.index_select(0, self._cursor)[0, :length]
+        else:
+            rows = self._rows.index_select(0, self._cursor)[0, :length]
+            draws = self._draws.index_select(0, self._cursor)[0, :length] if self.data.random else None
+            images, labels = self.data.batch(rows, draws)
+        self._cursor.add_(1)
+        return images.to(self.dtype), labels
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory() if self.data.device.type == "cuda" else tensor

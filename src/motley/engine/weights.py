@@ -1,0 +1,62 @@
+"""A model's weights as a step sees them: in single precision, or as bfloat16 copies of single-precision masters.
+
+In bf16 the model computes with low-precision copies of all parameters but those of batch norms. Their gradients come
+back into the masters' in one grouped copy, and the masters go out to the copies in another after the step. Casting
+weights one by one, as autocast does, would cost a small network a quarter of its kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from motley.splits.part import State
+
+
+def working_type(precision: str) -> torch.dtype:
+    """Return the type of images and activations."""
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def lower(model: nn.Module, precision: str) -> dict[str, nn.Parameter]:
+    """Put a model's parameters into the working precision, in place; return those that changed."""
+    kept = {p for module in model.modules() if isinstance(module, _BatchNorm) for p in module.parameters()}
+    if precision != "bf16":
+        return {}
+    lowered = {name: p for name, p in model.named_parameters() if p not in kept}
+    for parameter in lowered.values():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return lowered
+
+
+class Weights:
+    """The parameters that are trained (`masters`), and the copies the model computes with."""
+
+    def __init__(self, model: nn.Module, precision: str) -> None:
+        whole: State = dict(model.named_parameters())
+        masters = {name: parameter.detach().clone() for name, parameter in whole.items()}
+        copies = lower(model, precision)
+        self.masters: State = {
+            name: masters[name].requires_grad_() if name in copies else parameter for name, parameter in whole.items()
+        }
+        self._masters = [self.masters[name] for name in copies]
+        self._copies: list[Tensor] = list(copies.values())
+        self._computing: list[Tensor] = list(whole.values())
+        for master in self._masters:
+            master.grad = torch.zeros_like(master)
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients of the masters."""
+        for tensor in self._computing:
+            tensor.grad = None
+        loss.backward()
+        if self._copies:
+            gradients = [copy.grad for copy in self._copies if copy.grad is not None]
+            torch._foreach_copy_([master.grad for master in self._masters if master.grad is not None], gradients)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Let the model compute with the masters as they are now."""
+        if self._copies:
+            torch._foreach_copy_([copy.detach() for copy in self._copies], self._masters)
