@@ -22,6 +22,8 @@ from motley.errors import MotleyError, unknown
 from motley.evaluate import EvaluationSettings
 from motley.methods import METHODS, MethodSettings
 from motley.models import MODELS
+from motley.models.cnn import CNNSettings
+from motley.models.mlp import MLPSettings
 from motley.models.resnet import ResNetSettings
 from motley.models.vit import ViTSettings
 from motley.settings import Settings, validate
@@ -36,6 +38,8 @@ class ModelSettings(Settings):
     sizes: tuple[str, ...] = ("resnet10", "resnet14", "resnet18", "resnet22", "resnet26")
     resnet: ResNetSettings = ResNetSettings()
     vit: ViTSettings = ViTSettings()
+    mlp: MLPSettings = MLPSettings()
+    cnn: CNNSettings = CNNSettings()
     weights: str = ""
     """A safetensors file whose tensors replace those of the initial state that have their name and shape."""
 

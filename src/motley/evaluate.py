@@ -14,9 +14,10 @@ from torch import Tensor
 from motley.data.device import DeviceData
 from motley.engine.device import place
 from motley.engine.weights import lower, working_type
+from motley.models.norm import use_fused
 from motley.settings import Settings
 from motley.splits.base import Split
-from motley.splits.part import State, take
+from motley.splits.part import State, by_type, take
 
 
 class EvaluationSettings(Settings):
@@ -44,10 +45,18 @@ class Evaluator:
     """Evaluates every size; on a GPU each on its own stream, as one captured graph."""
 
     def __init__(
-        self, split: Split, data: DeviceData, classes: int, settings: EvaluationSettings, precision: str
+        self,
+        split: Split,
+        data: DeviceData,
+        classes: int,
+        settings: EvaluationSettings,
+        precision: str,
+        fused: bool = False,
     ) -> None:
         self.split, self.data, self.classes, self.settings, self.precision = split, data, classes, settings, precision
-        self._sizes = {size: _Size(split, size, data, classes, settings.batch_size, precision) for size in split.sizes}
+        self._sizes = {
+            size: _Size(split, size, data, classes, settings.batch_size, precision, fused) for size in split.sizes
+        }
 
     def __call__(self, state: Mapping[str, Tensor]) -> dict[str, Score]:
         """Return every size's score with its part of a state."""
@@ -60,12 +69,14 @@ class _Size:
     """A model that stays, into which a state is copied to be evaluated."""
 
     def __init__(
-        self, split: Split, size: str, data: DeviceData, classes: int, batch_size: int, precision: str
+        self, split: Split, size: str, data: DeviceData, classes: int, batch_size: int, precision: str, fused: bool
     ) -> None:
         self.data, self.batch_size, self.precision = data, batch_size, precision
         self.part = split.part(size)
         self.model = place(split.build(size), data.device).eval()
         lower(self.model, precision)
+        if fused and data.device.type == "cuda":
+            use_fused(self.model)
         self.stream = torch.cuda.Stream(data.device) if data.device.type == "cuda" else None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._seen = torch.bincount(data.labels, minlength=classes)
@@ -94,7 +105,9 @@ class _Size:
     @torch.no_grad()
     def _copy(self, own: State) -> None:
         tensors = self.model.state_dict()
-        torch._foreach_copy_(list(tensors.values()), [own[name] for name in tensors])
+        for into, values in zip(by_type(tensors.values()), by_type(own[name] for name in tensors), strict=True):
+            if into:
+                torch._foreach_copy_(into, values)
 
     @torch.no_grad()
     def _count(self) -> None:

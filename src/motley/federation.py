@@ -132,14 +132,15 @@ class Federation:
         self.partition = config.data.partition.split(self.dataset.train.labels, config.federation.clients, config.seed)
         world = World(self.split, self.sizes, self.dataset.classes, config.seed, config.training.rounds)
         self.method = METHODS[config.method.name](config.method, world)
-        self.evaluate = Evaluator(self.split, test, self.dataset.classes, config.evaluation, config.engine.precision)
+        precision, fused = config.engine.precision, config.engine.fused and config.engine.name != "debug"
+        self.evaluate = Evaluator(self.split, test, self.dataset.classes, config.evaluation, precision, fused)
         clients = Clients(
             self.method,
             train,
             self.partition,
             config.training,
-            precision=config.engine.precision,
-            fused=config.engine.fused and config.engine.name != "debug",
+            precision=precision,
+            fused=fused,
             seed=config.seed,
             memory=MemoryStore(memory_folder),
         )

@@ -123,7 +123,7 @@ def _integer_means(integers: dict[str, list[tuple[Tensor, float]]]) -> State:
 def apply(state: Mapping[str, Tensor], merged: Merged, parameters: Collection[str], step: float = 1.0) -> State:
     """Return the state after the change; `step` scales parameters only. What nobody held stays, bit for bit."""
     after = dict(state)
-    for scale, names in _by_scale(merged, parameters, step).items():
+    for (scale, _), names in _alike(merged, parameters, step).items():
         sums = torch._foreach_add([state[name] for name in names], [merged.change[name] for name in names], alpha=scale)
         after.update(zip(names, sums, strict=True))
     variances = [after[name] for name in merged.change if name.endswith("running_var")]
@@ -135,9 +135,10 @@ def apply(state: Mapping[str, Tensor], merged: Merged, parameters: Collection[st
     return after
 
 
-def _by_scale(merged: Merged, parameters: Collection[str], step: float) -> dict[float, list[str]]:
-    """Group the changed names by the factor on their change; integers are never scaled."""
-    groups: dict[float, list[str]] = {}
-    for name in merged.change:
-        groups.setdefault(step if step != 1 and name in parameters else 1, []).append(name)
+def _alike(merged: Merged, parameters: Collection[str], step: float) -> dict[tuple[float, torch.dtype], list[str]]:
+    """Group the changed names by the factor on their change and by type; buffers are never scaled."""
+    groups: dict[tuple[float, torch.dtype], list[str]] = {}
+    for name, change in merged.change.items():
+        scale = step if step != 1 and name in parameters else 1
+        groups.setdefault((scale, change.dtype), []).append(name)
     return groups

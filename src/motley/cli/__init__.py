@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 import motley
+from motley.cli.bench import bench
 from motley.cli.list import list_things
 from motley.cli.resume import resume
 from motley.cli.run import run
@@ -25,6 +26,7 @@ app.command()(run)
 app.command()(resume)
 app.command()(show)
 app.command("list")(list_things)
+app.command()(bench)
 
 
 @app.callback(invoke_without_command=True)

@@ -22,7 +22,7 @@ from motley.engine.weights import Weights, working_type
 from motley.methods.base import Method
 from motley.models.norm import use_fused
 from motley.randomness import key
-from motley.splits.part import State
+from motley.splits.part import State, by_type
 
 
 class Learner:
@@ -50,6 +50,8 @@ class Learner:
         """Parameters and buffers: the live part."""
         self.start: State = {name: torch.empty_like(tensor.detach()) for name, tensor in self.tensors.items()}
         """The part as it was received; frozen during the turn."""
+        self._starts = by_type(self.start.values())
+        self._lives = by_type(tensor.detach() for tensor in self.tensors.values())
         self.message: State = {}
         self.memory: State = {}
         self.optimizer = training.optimizer.build(self.parameters.values(), device)
@@ -79,11 +81,13 @@ class Learner:
         self._seed = seed
         self.hold(job.message, memory)
         with torch.no_grad():
-            received = [job.state[name] for name in self.start]
-            torch._foreach_copy_(list(self.start.values()), received)
-            torch._foreach_copy_([tensor.detach() for tensor in self.tensors.values()], received)
-            for room, values in ((self.message, job.message), (self.memory, memory)):
-                for name, tensor in values.items():
+            received = by_type(job.state[name] for name in self.start)
+            for start, live, values in zip(self._starts, self._lives, received, strict=True):
+                if values:
+                    torch._foreach_copy_(start, values)
+                    torch._foreach_copy_(live, values)
+            for room, given in ((self.message, job.message), (self.memory, memory)):
+                for name, tensor in given.items():
                     room[name].copy_(tensor, non_blocking=True)
         self._reset_optimizer(self.training.lr(job.round_number))
         self.batches.load(plan)
@@ -95,10 +99,9 @@ class Learner:
         self.method.begin(self)
 
     def _reset_optimizer(self, lr: float) -> None:
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    value.zero_()
+        moments = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        if moments:
+            torch._foreach_zero_(moments)
         if isinstance(self.lr, Tensor):
             self.lr.fill_(lr)
         else:
@@ -139,9 +142,13 @@ class Learner:
 
     def upload(self) -> tuple[State, State, State, Tensor]:
         """Return the change, the method's reply, the new memory, and the summed loss, all on the device."""
-        live = [tensor.detach() for tensor in self.tensors.values()]
         with torch.no_grad():
-            change = dict(zip(self.tensors, torch._foreach_sub(live, list(self.start.values())), strict=True))
+            floats, others = (
+                torch._foreach_sub(live, start) if live else ()
+                for live, start in zip(self._lives, self._starts, strict=True)
+            )
+        differences = iter(floats), iter(others)
+        change = {name: next(differences[not tensor.is_floating_point()]) for name, tensor in self.start.items()}
         return change, self.method.reply(self), self.method.remember(self), self._loss.clone()
 
     # ---- what a method's hooks may use

@@ -7,7 +7,8 @@ losses are read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from motley.engine.base import Done, Job, Upload
 from motley.engine.clients import Clients, Turn, own_randomness
@@ -34,8 +35,7 @@ class LocalEngine:
             self._follow()
             try:
                 while waiting or busy:
-                    busy += self._fill_slots(waiting)
-                    for slot in list(busy):
+                    for slot in chain(self._fill_slots(waiting, busy), list(busy)):
                         if slot.advance():
                             busy.remove(slot)
                             turns.append(slot.unload())
@@ -59,16 +59,15 @@ class LocalEngine:
         """Delete what clients wrote before the given rounds."""
         self.clients.memory.forget_older(rounds)
 
-    def _fill_slots(self, waiting: list[Job]) -> list[Slot]:
-        """Give each free slot the first waiting job of its size; return the slots that were filled."""
-        filled = []
+    def _fill_slots(self, waiting: list[Job], busy: list[Slot]) -> Iterator[Slot]:
+        """Give each free slot the first waiting job of its size; yield each as soon as it is filled."""
         for job in list(waiting):
             slot = self._free_slot(job.size)
             if slot is not None:
                 slot.load(job, self.clients.plan(job))
                 waiting.remove(job)
-                filled.append(slot)
-        return filled
+                busy.append(slot)
+                yield slot
 
     def _free_slot(self, size: str) -> Slot | None:
         slots = self._slots.setdefault(size, [])

@@ -42,4 +42,4 @@ class Architecture:
 
 MODELS: Registry[Architecture] = Registry("model")
 
-from motley.models import resnet, vit  # noqa: E402, F401  (each registers its sizes)
+from motley.models import cnn, mlp, resnet, vit  # noqa: E402, F401  (each registers its sizes)

@@ -1,4 +1,4 @@
-"""One kernel for relu(batch_norm(x) + add) in training, and one for its gradient.
+"""One kernel for relu(batch_norm(x) + add): in training, for its gradient, and in evaluation.
 
 A program holds all rows (examples x map positions) of a few channels in registers: it reads them once, computes mean
 and variance there, writes the result and moves the running statistics. That fits maps of up to `MOST_ROWS` rows, all
@@ -87,10 +87,29 @@ def _backward(
     tl.store(dx + at, out.to(dx.dtype.element_ty), mask=inside)
 
 
-def applies(x: Tensor) -> bool:
-    """Tell whether a map is small enough, and lies with channels last."""
+@triton.jit
+def _scale(
+    x, add, weight, bias, mean, variance, y, total, channels, eps,
+    ADD: tl.constexpr, RELU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total
+    channel = at % channels
+    scale = tl.load(weight + channel) / tl.sqrt(tl.load(variance + channel) + eps)
+    shift = tl.load(bias + channel) - tl.load(mean + channel) * scale
+    out = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale + shift
+    if ADD:
+        out += tl.load(add + at, mask=inside, other=0.0).to(tl.float32)
+    if RELU:
+        out = tl.maximum(out, 0.0)
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+
+
+def applies(x: Tensor, training: bool) -> bool:
+    """Tell whether a map lies with channels last and, in training, is small enough; evaluation has no gradient here."""
     rows = x.numel() // x.shape[1]
-    return 1 < rows <= MOST_ROWS and x.is_contiguous(memory_format=torch.channels_last)
+    fits = 1 < rows <= MOST_ROWS if training else not torch.is_grad_enabled()
+    return fits and x.is_contiguous(memory_format=torch.channels_last)
 
 
 def _tile(rows: int, channels: int) -> dict[str, int]:
@@ -133,6 +152,18 @@ class _NormAddRelu(torch.autograd.Function):
             rows, channels, ADD=ctx.add, RELU=ctx.relu, **tile,
         )  # fmt: skip
         return dx, dadd if ctx.add else None, dweight, dbias, None, None
+
+
+def scale_add_relu(x: Tensor, add: Tensor | None, norm: nn.BatchNorm2d, relu: bool) -> Tensor:
+    """Return relu(batch_norm(x) + add) with the running statistics, in one kernel and without a gradient."""
+    y = torch.empty_like(x)
+    if add is not None:
+        add = add.contiguous(memory_format=torch.channels_last)
+    _scale[(triton.cdiv(x.numel(), 1024),)](
+        x, x if add is None else add, norm.weight, norm.bias, norm.running_mean, norm.running_var, y,
+        x.numel(), x.shape[1], norm.eps, ADD=add is not None, RELU=relu, BLOCK=1024,
+    )  # fmt: skip
+    return y
 
 
 def norm_add_relu(x: Tensor, add: Tensor | None, norm: nn.BatchNorm2d, relu: bool) -> Tensor:

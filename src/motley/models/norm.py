@@ -23,8 +23,10 @@ class BatchNorm(nn.BatchNorm2d):
     """Whether to use the one-kernel form where it applies; see `use_fused`."""
 
     def forward(self, x: Tensor, add: Tensor | None = None, relu: bool = False) -> Tensor:
-        if self.fused and self.training and fused is not None and fused.applies(x):
-            return fused.norm_add_relu(x, add, self, relu)
+        if self.fused and fused is not None and fused.applies(x, self.training):
+            return (
+                fused.norm_add_relu(x, add, self, relu) if self.training else fused.scale_add_relu(x, add, self, relu)
+            )
         x = super().forward(x)
         if add is not None:
             x = x + add

@@ -8,7 +8,7 @@ only two functions that read them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -28,6 +28,15 @@ class Piece:
 
 
 Part: TypeAlias = Mapping[str, Piece]
+
+
+def by_type(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return floating tensors and others apart: torch groups an operation over many tensors if they are of one kind."""
+    floating: list[Tensor] = []
+    others: list[Tensor] = []
+    for tensor in tensors:
+        (floating if tensor.is_floating_point() else others).append(tensor)
+    return floating, others
 
 
 def take(state: Mapping[str, Tensor], part: Part) -> State:

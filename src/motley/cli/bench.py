@@ -1,0 +1,64 @@
+"""`motley bench`: how fast a configuration runs here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from motley.bench import Timing, load, measure, save, stand_in
+from motley.config import load_config
+
+
+def bench(
+    file: Path | None = typer.Argument(None, help="A TOML file; without one, the quickstart preset."),
+    preset: str = typer.Option("", help="Start from a named preset (motley list presets)."),
+    set_: list[str] = typer.Option([], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting; repeatable."),
+    rounds: int = typer.Option(20, min=1, help="Rounds that are measured."),
+    warm_up: int = typer.Option(5, min=0, help="Rounds before that, which are not."),
+    synthetic: bool = typer.Option(False, help="Random images in place of the data set's files."),
+    json_: Path | None = typer.Option(None, "--json", help="Write the numbers to a file."),
+    compare: list[Path] = typer.Option([], help="Compare two such files instead: --compare OLD --compare NEW."),
+) -> None:
+    """Measure milliseconds a round and a client-step, memory, and where the time goes."""
+    console = Console()
+    if compare:
+        if len(compare) != 2:
+            raise typer.BadParameter("give two files: --compare OLD --compare NEW")
+        console.print(comparison(load(compare[0]), load(compare[1])))
+        return
+    config = load_config(file, preset=preset, overrides=set_)
+    setting = " ".join([config.preset or str(file), *set_])
+    timing = measure(config, setting, rounds, warm_up, stand_in(config.data.name) if synthetic else None)
+    console.print(table([timing]))
+    if json_ is not None:
+        save(json_, [timing])
+
+
+def table(timings: list[Timing]) -> Table:
+    """Return a row a timing."""
+    phases = list(dict.fromkeys(phase for timing in timings for phase in timing.share))
+    result = Table("setting", "ms a round", "ms a client-step", "peak MB", "first round, s", *phases)
+    for timing in timings:
+        result.add_row(
+            timing.setting,
+            f"{timing.ms_round:.1f} ± {timing.ms_round_spread:.1f}",
+            f"{timing.ms_client_step:.3f}",
+            f"{timing.peak_mb:,.0f}",
+            f"{timing.seconds_first_round:.1f}",
+            *(f"{timing.share.get(phase, 0.0):.0%}" for phase in phases),
+        )
+    return result
+
+
+def comparison(old: list[Timing], new: list[Timing]) -> Table:
+    """Return a row a setting that both have: old, new, and how many times faster the new one is."""
+    result = Table("setting", "old ms a round", "new ms a round", "old / new")
+    before = {timing.setting: timing for timing in old}
+    for timing in new:
+        if timing.setting in before:
+            was = before[timing.setting].ms_round
+            result.add_row(timing.setting, f"{was:.1f}", f"{timing.ms_round:.1f}", f"{was / timing.ms_round:.2f}")
+    return result

@@ -1,0 +1,80 @@
+"""The small convolutional network of pfl-research's CIFAR-10 benchmark, Granqvist et al. (NeurIPS 2024).
+
+Two 3x3 convolutions without padding, one 2x2 pooling, and a hidden layer of 128 units, with dropout before and behind
+it. There is one size, and no two of its layers have one shape, so cross-layer gradients have nothing to pair.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from motley.errors import MotleyError
+from motley.models import MODELS, Architecture, CrossLayer, ImageShape
+from motley.settings import Settings
+
+SMALLEST_SIDE = 6
+"""Pixels a side below which nothing is left after two convolutions and the pooling."""
+
+
+class CNNSettings(Settings):
+    """What can be chosen about the network."""
+
+    map_dropout: float = Field(0.25, ge=0, lt=1)
+    """Share of the pooled maps' values that are dropped in training."""
+    hidden_dropout: float = Field(0.5, ge=0, lt=1)
+    """Share of the hidden units that are dropped in training."""
+
+
+class CNN(nn.Module):
+    """`head(features(x))`, with `maps` for the pooled maps."""
+
+    def __init__(self, settings: CNNSettings, image: ImageShape, classes: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(image.channels, 32, 3)
+        self.conv2 = nn.Conv2d(32, 64, 3)
+        self.map_dropout = nn.Dropout(settings.map_dropout)
+        self.hidden = nn.Linear(64 * _pooled(image.height) * _pooled(image.width), 128)
+        self.hidden_dropout = nn.Dropout(settings.hidden_dropout)
+        self.head = nn.Linear(128, classes)
+        _initialise(self)
+
+    def maps(self, x: Tensor) -> Tensor:
+        """Return the 64 pooled maps."""
+        return F.max_pool2d(F.relu(self.conv2(F.relu(self.conv1(x)))), 2)
+
+    def features(self, x: Tensor) -> Tensor:
+        """Return the hidden layer's output after its dropout: one vector an image."""
+        return self.hidden_dropout(F.relu(self.hidden(self.map_dropout(self.maps(x)).flatten(1))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+
+def _pooled(side: int) -> int:
+    if side < SMALLEST_SIDE:
+        raise MotleyError(
+            f"model 'cnn': an image of {side} pixels a side is too small; it takes {SMALLEST_SIDE} and more."
+            f" Set data.transform.resize to at least {SMALLEST_SIDE}."
+        )
+    return (side - 4) // 2
+
+
+def _initialise(model: nn.Module) -> None:
+    """Draw weights from Glorot's uniform distribution, as pfl-research does; biases keep torch's draw."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+
+
+def cross_layers(model: nn.Module) -> list[CrossLayer]:
+    """Return no pairs: there are no layers of one shape."""
+    return []
+
+
+MODELS.register(
+    "cnn",
+    "two convolutions and a hidden layer, with dropout; 1,626,442 parameters (3x32x32 images, 10 classes)",
+    paper="pfl-research, NeurIPS 2024",
+)(Architecture("cnn", CNN, cross_layers))

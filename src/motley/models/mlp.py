@@ -1,0 +1,65 @@
+"""Multilayer perceptrons: one to three hidden layers of ReLU units over the flattened image.
+
+A size is a number of hidden layers, all of one width. The first hidden layer reads the image, and those behind it have
+one shape, so a shallower network's tensors are, name by name and shape by shape, some of a deeper one's.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from motley.models import MODELS, Architecture, CrossLayer, ImageShape
+from motley.settings import Settings
+
+
+class MLPSettings(Settings):
+    """What can be chosen about a perceptron beside its depth."""
+
+    hidden: int = Field(64, ge=1)
+    """Units of each hidden layer."""
+
+
+class MLP(nn.Module):
+    """`head(features(x))`; the hidden `layers` can be called one by one."""
+
+    def __init__(self, depth: int, settings: MLPSettings, image: ImageShape, classes: int) -> None:
+        super().__init__()
+        pixels = image.channels * image.height * image.width
+        widths = (pixels, *(settings.hidden for _ in range(depth)))
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(widths))
+        self.head = nn.Linear(settings.hidden, classes)
+
+    def features(self, x: Tensor) -> Tensor:
+        """Return the last hidden layer's output: one vector an image."""
+        x = x.flatten(1)
+        for layer in self.layers:
+            x = F.relu(layer(x))
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+
+def cross_layers(model: nn.Module) -> list[CrossLayer]:
+    """Let the second hidden layer help those behind it: they are the layers of one shape (InCo, Section 3.2)."""
+    assert isinstance(model, MLP)
+    return [CrossLayer("layers.1.weight", f"layers.{depth}.weight") for depth in range(2, len(model.layers))]
+
+
+SIZES = {1: 197_322, 2: 201_482, 3: 205_642}
+"""Hidden layers, and parameters at 3x32x32 images, 10 classes and the default settings."""
+
+
+def _register(depth: int) -> None:
+    layers = f"{depth} hidden layer{'s' * (depth > 1)}"
+    summary = f"perceptron of {layers}, {SIZES[depth]:,} parameters (3x32x32 images, 10 classes)"
+    MODELS.register(f"mlp{depth}", summary)(Architecture("mlp", partial(MLP, depth), cross_layers))
+
+
+for _depth in SIZES:
+    _register(_depth)
