@@ -101,9 +101,8 @@ def _peak_mb(device: torch.device) -> float:
 
 def save(path: Path, timings: list[Timing]) -> None:
     """Write timings with the hardware and the versions they belong to."""
-    path.write_text(
-        json.dumps({"environment": describe_environment(), "timings": [asdict(t) for t in timings]}, indent=2)
-    )
+    content = {"environment": describe_environment(), "timings": [asdict(timing) for timing in timings]}
+    path.write_text(json.dumps(content, indent=2))
 
 
 def load(path: Path) -> list[Timing]:

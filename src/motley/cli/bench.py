@@ -39,16 +39,14 @@ def bench(
 
 def table(timings: list[Timing]) -> Table:
     """Return a row a timing."""
-    phases = list(dict.fromkeys(phase for timing in timings for phase in timing.share))
-    result = Table("setting", "ms a round", "ms a client-step", "peak MB", "first round, s", *phases)
+    result = Table("setting", "ms a round", "ms a client-step", "peak MB", "where the time goes")
     for timing in timings:
         result.add_row(
             timing.setting,
             f"{timing.ms_round:.1f} ± {timing.ms_round_spread:.1f}",
             f"{timing.ms_client_step:.3f}",
             f"{timing.peak_mb:,.0f}",
-            f"{timing.seconds_first_round:.1f}",
-            *(f"{timing.share.get(phase, 0.0):.0%}" for phase in phases),
+            ", ".join(f"{phase} {share:.0%}" for phase, share in timing.share.items()),
         )
     return result
 

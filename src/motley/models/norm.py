@@ -24,9 +24,8 @@ class BatchNorm(nn.BatchNorm2d):
 
     def forward(self, x: Tensor, add: Tensor | None = None, relu: bool = False) -> Tensor:
         if self.fused and fused is not None and fused.applies(x, self.training):
-            return (
-                fused.norm_add_relu(x, add, self, relu) if self.training else fused.scale_add_relu(x, add, self, relu)
-            )
+            compute = fused.norm_add_relu if self.training else fused.scale_add_relu
+            return compute(x, add, self, relu)
         x = super().forward(x)
         if add is not None:
             x = x + add
