@@ -18,7 +18,7 @@ from motley.engine.base import Job
 from motley.engine.batches import Batches
 from motley.engine.device import place
 from motley.engine.training import Plan, TrainingSettings
-from motley.engine.weights import Weights, working_type
+from motley.engine.weights import FlatWeights, Weights, working_type
 from motley.methods.base import Method
 from motley.models.norm import use_fused
 from motley.randomness import key
@@ -41,10 +41,11 @@ class Learner:
     ) -> None:
         device = data.device
         self.model = place(model, device).train()
-        if fused and device.type == "cuda":
+        fused = fused and device.type == "cuda"
+        if fused:
             use_fused(self.model)
         self.method, self.training, self.data, self.device = method, training, data, device
-        self.weights = Weights(self.model, precision)
+        self.weights = (FlatWeights if fused else Weights)(self.model, precision)
         self.parameters = self.weights.masters
         self.tensors: State = {n: self.parameters.get(n, tensor) for n, tensor in self.model.state_dict().items()}
         """Parameters and buffers: the live part."""
@@ -54,7 +55,7 @@ class Learner:
         self._lives = by_type(tensor.detach() for tensor in self.tensors.values())
         self.message: State = {}
         self.memory: State = {}
-        self.optimizer = training.optimizer.build(self.parameters.values(), device)
+        self.optimizer = training.optimizer.build(self.weights.trained, device)
         self.lr: Tensor | float = self.optimizer.param_groups[0]["lr"]
         self.round = torch.zeros((), dtype=torch.long, device=device)
         self.samples = torch.zeros((), dtype=torch.long, device=device)
