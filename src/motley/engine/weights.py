@@ -102,6 +102,7 @@ class FlatWeights(Weights):
         self._ordered = [self.masters[name] for name in names]
         self.trained = [nn.Parameter(flat)]
         self.trained[0].grad = gradient
+        self.publish()
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of the masters, in place of those of the step before."""
