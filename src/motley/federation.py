@@ -30,6 +30,7 @@ from motley.aggregate.merge import Merged, Update, apply
 from motley.config import Config
 from motley.data import Dataset, load_dataset
 from motley.data.device import DeviceData
+from motley.data.partition import Partition
 from motley.engine import Clients, DebugEngine, Engine, Job, LocalEngine, Upload
 from motley.engine.device import choose_device, on_device, set_precision
 from motley.engine.memory import MemoryStore
@@ -100,6 +101,18 @@ def assign_sizes(config: Config) -> tuple[str, ...]:
     return tuple(sizes[block] for block in blocks)
 
 
+def deal(config: Config, dataset: Dataset, own: Partition | None = None) -> Partition:
+    """Return which samples each client holds: as the configuration says, or the caller's own partition if it fits."""
+    labels, clients = dataset.train.labels, config.federation.clients
+    if own is None:
+        return config.data.partition.split(labels, clients, config.seed)
+    if len(own) != clients:
+        raise MotleyError(f"the partition is of {len(own)} clients; federation.clients = {clients}.")
+    if len(own.indices) and not 0 <= own.indices.min() <= own.indices.max() < len(labels):
+        raise MotleyError(f"the partition names samples that are not in 0..{len(labels) - 1}.")
+    return own
+
+
 def build_split(config: Config, data: DeviceData, classes: int) -> Split:
     """Return the split of a configuration for the shape of its images."""
 
@@ -113,10 +126,17 @@ def build_split(config: Config, data: DeviceData, classes: int) -> Split:
 class Federation:
     """A configuration put to work: data dealt, sizes assigned, method and engine ready."""
 
-    def __init__(self, config: Config, *, dataset: Dataset | None = None, memory_folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataset: Dataset | None = None,
+        partition: Partition | None = None,
+        memory_folder: Path | None = None,
+    ) -> None:
         self.config = config
         self.device = choose_device(config.engine.device)
-        set_precision(config.engine.precision)
+        set_precision(config.engine.precision, self.device)
         torch.set_num_threads(config.engine.threads)
         self.dataset = dataset or load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
         transform = config.data.transform
@@ -129,7 +149,7 @@ class Federation:
                 "of one shape behind each other, so there is nothing to mix."
             )
         self.sizes = assign_sizes(config)
-        self.partition = config.data.partition.split(self.dataset.train.labels, config.federation.clients, config.seed)
+        self.partition = deal(config, self.dataset, partition)
         world = World(self.split, self.sizes, self.dataset.classes, config.seed, config.training.rounds)
         self.method = METHODS[config.method.name](config.method, world)
         precision, fused = config.engine.precision, config.engine.fused and config.engine.name != "debug"
@@ -142,7 +162,7 @@ class Federation:
             precision=precision,
             fused=fused,
             seed=config.seed,
-            memory=MemoryStore(memory_folder),
+            memory=MemoryStore(memory_folder, int(config.engine.memory_gib * 2**30)),
         )
         self.engine: Engine = (
             DebugEngine(clients) if config.engine.name == "debug" else LocalEngine(clients, config.engine.slots)

@@ -18,7 +18,7 @@ from motley.engine.base import Job
 from motley.engine.batches import Batches
 from motley.engine.device import place
 from motley.engine.training import Plan, TrainingSettings
-from motley.engine.weights import FlatWeights, Weights, working_type
+from motley.engine.weights import Weights, working_type
 from motley.methods.base import Method
 from motley.models.norm import use_fused
 from motley.randomness import key
@@ -41,11 +41,10 @@ class Learner:
     ) -> None:
         device = data.device
         self.model = place(model, device).train()
-        fused = fused and device.type == "cuda"
-        if fused:
+        if fused and device.type == "cuda":
             use_fused(self.model)
         self.method, self.training, self.data, self.device = method, training, data, device
-        self.weights = (FlatWeights if fused else Weights)(self.model, precision)
+        self.weights = Weights(self.model, precision)
         self.parameters = self.weights.masters
         self.tensors: State = {n: self.parameters.get(n, tensor) for n, tensor in self.model.state_dict().items()}
         """Parameters and buffers: the live part."""
@@ -55,7 +54,7 @@ class Learner:
         self._lives = by_type(tensor.detach() for tensor in self.tensors.values())
         self.message: State = {}
         self.memory: State = {}
-        self.optimizer = training.optimizer.build(self.weights.trained, device)
+        self.optimizer = training.optimizer.build(self.parameters.values(), device)
         self.lr: Tensor | float = self.optimizer.param_groups[0]["lr"]
         self.round = torch.zeros((), dtype=torch.long, device=device)
         self.samples = torch.zeros((), dtype=torch.long, device=device)
