@@ -32,6 +32,8 @@ class EngineSettings(Settings):
     """
     fused: bool = True
     """On a GPU, one kernel for batch norm, addition and ReLU where maps are small; off in the debug engine."""
+    memory_gib: float = Field(default=1.0, ge=0)
+    """Host memory for what clients remember between rounds; what is more lies on disk."""
     precision: Literal["fp32", "tf32", "bf16"] = "tf32"
     """tf32 is fp32 on a CPU; bf16, for a GPU only, computes in bfloat16 with single-precision weights behind it."""
 

@@ -2,85 +2,186 @@
 
 A memory is filed under its client and the round that made it. Which round counts is the server's word
 (`Job.remembers`), so a round that was never completed leaves no trace: after a crash the server names the older memory,
-and the newer one is ignored. Memories stay in host memory and reach the disk when a checkpoint is made, changed clients
-only.
+and the newer one is ignored or replaced.
+
+The latest memories stay in host memory up to a limit, and the others lie in one SQLite file, each as large as its
+client's own part. All that is filed between two checkpoints is one transaction: `save` ends it, and a crash takes it
+back. One file, because a thousand small ones take a second to reach the disk and this takes hundredths of one; SQLite,
+because it gives the room of deleted memories to new ones, for which a log would have to be rewritten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 from torch import Tensor
 
 from motley.errors import MotleyError
-from motley.files import write_atomically
 from motley.splits.part import State
+
+HELD = 2**30
+"""Bytes of host memory for memories, where nothing else is said."""
+PIECE = 2**26
+"""Bytes of a memory in one row: SQLite's rows end at 10^9."""
 
 
 class MemoryStore:
-    """Memories by client and round, in a folder if one is given."""
+    """Memories by client and round: the latest in host memory, the others in a folder, or else in a temporary file."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path | None = None, most: int = HELD) -> None:
+        self.path = folder / "memories.sqlite" if folder else None
+        self.most = most
+        self.held_bytes = 0
         self._held: dict[tuple[int, int], State] = {}
+        """Client and round -> memory, oldest first."""
         self._unsaved: set[tuple[int, int]] = set()
-        self._oldest: dict[int, int] = {}
-        """Client -> the round before which its files are deleted."""
+        """Which of them are not in the file."""
+        self._file: MemoryFile | None = None
+        self._forgotten: Mapping[int, int] = {}
 
     def put(self, client: int, round_number: int, memory: Mapping[str, Tensor]) -> None:
-        """Keep a client's memory of a round, copied to the host."""
-        if memory:
-            self._held[client, round_number] = {
-                name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-                for name, tensor in memory.items()
-            }
-            self._unsaved.add((client, round_number))
+        """Keep a client's memory of a round, copied to the host; the oldest make room for it."""
+        if not memory:
+            return
+        self._drop([(client, round_number)])
+        self._held[client, round_number] = {
+            name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for name, tensor in memory.items()
+        }
+        self._unsaved.add((client, round_number))
+        self.held_bytes += _bytes(self._held[client, round_number])
+        while self.held_bytes > self.most:
+            oldest = next(iter(self._held))
+            self._write(oldest)
+            self._drop([oldest])
 
     def get(self, client: int, round_number: int) -> State:
         """Return a client's memory of a round."""
         held = self._held.get((client, round_number))
         if held is not None:
             return held
-        path = self._path(client, round_number)
-        if path is None or not path.exists():
-            raise MotleyError(f"the memory of client {client} after round {round_number} is missing ({path}).")
-        try:
-            return load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise MotleyError(f"{path} cannot be read: {error}.") from None
+        file = self._open(make=False)
+        found = file.read(client, round_number) if file else None
+        if found is None:
+            raise MotleyError(f"the memory of client {client} after round {round_number} is missing ({self.path}).")
+        return found
 
     def save(self, rounds: Mapping[int, int]) -> None:
-        """Write the named memories (client -> round) that are new here; drop from memory all that is older.
+        """Make the named memories (client -> round) durable; drop from host memory all that is older.
 
-        A file that an earlier process left under the same name is replaced: the round it came from was never completed.
+        What an earlier process filed under the same name is replaced: the round it came from was never completed.
         """
-        self._held = {
-            (client, made): memory
-            for (client, made), memory in self._held.items()
-            if client not in rounds or made >= rounds[client]
-        }
-        self._unsaved &= self._held.keys()
+        self._drop_older(rounds)
+        if self.path is None:
+            return
         for client, made in sorted(self._unsaved):
-            path = self._path(client, made)
-            if path is not None and rounds.get(client) == made:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(path, save(self._held[client, made]))
-                self._unsaved.discard((client, made))
+            if rounds.get(client) == made:
+                self._write((client, made))
+        if self._file:
+            self._file.commit()
 
     def forget_older(self, rounds: Mapping[int, int]) -> None:
-        """Delete files of rounds before the named ones, once no checkpoint that is kept names those."""
-        if self.folder is None or not self.folder.exists():
-            return
-        for client, made in rounds.items():
-            if self._oldest.get(client) != made:
-                for file in (self.folder / str(client)).glob("*.safetensors"):
-                    if int(file.stem) < made:
-                        file.unlink()
-                self._oldest[client] = made
+        """Delete memories of rounds before the named ones, once no checkpoint that is kept names those."""
+        self._drop_older(rounds)
+        file = self._open(make=False)
+        if file:
+            file.delete_older((c, made) for c, made in rounds.items() if self._forgotten.get(c) != made)
+            file.commit()
+            self._forgotten = rounds
 
-    def _path(self, client: int, round_number: int) -> Path | None:
-        return self.folder / str(client) / f"{round_number}.safetensors" if self.folder else None
+    def _drop_older(self, rounds: Mapping[int, int]) -> None:
+        self._drop([(client, made) for client, made in self._held if made < rounds.get(client, 0)])
+
+    def _drop(self, keys: Iterable[tuple[int, int]]) -> None:
+        for key in keys:
+            self._unsaved.discard(key)
+            self.held_bytes -= _bytes(self._held.pop(key, {}))
+
+    def _write(self, key: tuple[int, int]) -> None:
+        if key in self._unsaved:
+            file = self._open(make=True)
+            assert file is not None
+            file.write(*key, self._held[key])
+            self._unsaved.discard(key)
+
+    def _open(self, *, make: bool) -> MemoryFile | None:
+        """Return the file, or None where there is none yet and none is to be made."""
+        if self._file is None and (make or (self.path is not None and self.path.exists())):
+            self._file = MemoryFile(self.path)
+        return self._file
+
+
+class MemoryFile:
+    """Memories in an SQLite file, or in a temporary one that ends with the process."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._lost = False
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with self._explained("opened"):
+            self._database = sqlite3.connect(path or "", isolation_level=None)
+            self._database.execute("PRAGMA page_size = 16384")
+            self._database.execute("PRAGMA secure_delete = OFF")
+            self._database.execute(
+                "CREATE TABLE IF NOT EXISTS memories "
+                "(client INTEGER, round INTEGER, piece INTEGER, content BLOB, PRIMARY KEY (client, round, piece))"
+            )
+
+    def write(self, client: int, round_number: int, memory: State) -> None:
+        """File a memory, in place of one of the same client and round."""
+        content = memoryview(save(memory))
+        pieces = [content[start : start + PIECE] for start in range(0, len(content), PIECE)]
+        with self._changing():
+            self._database.execute("DELETE FROM memories WHERE client = ? AND round = ?", (client, round_number))
+            self._database.executemany(
+                "INSERT INTO memories VALUES (?, ?, ?, ?)",
+                [(client, round_number, number, piece) for number, piece in enumerate(pieces)],
+            )
+
+    def read(self, client: int, round_number: int) -> State | None:
+        """Return a memory, or None where there is none."""
+        query = "SELECT content FROM memories WHERE client = ? AND round = ? ORDER BY piece"
+        with self._explained("read"):
+            pieces = [piece for (piece,) in self._database.execute(query, (client, round_number))]
+            return load(pieces[0] if len(pieces) == 1 else b"".join(pieces)) if pieces else None
+
+    def delete_older(self, rounds: Iterable[tuple[int, int]]) -> None:
+        """Delete clients' memories of rounds before the given ones."""
+        with self._changing():
+            self._database.executemany("DELETE FROM memories WHERE client = ? AND round < ?", rounds)
+
+    def commit(self) -> None:
+        """Make what was filed and deleted durable."""
+        if self._lost:
+            raise MotleyError(f"{self.path}: what clients remembered since the last checkpoint is lost.")
+        if self._database.in_transaction:
+            with self._explained("written"):
+                self._database.execute("COMMIT")
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Change the file within the transaction that `commit` ends; an interruption leaves it open."""
+        with self._explained("written"):
+            if not self._database.in_transaction:
+                self._database.execute("BEGIN")
+            yield
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Say which file failed, and notice if SQLite took back the whole transaction: on a full disk it may."""
+        try:
+            yield
+        except (sqlite3.Error, SafetensorError) as error:
+            self._lost |= what == "written" and not self._database.in_transaction
+            raise MotleyError(f"{self.path or 'the temporary file of memories'} cannot be {what}: {error}.") from None
+
+
+def _bytes(memory: State) -> int:
+    return sum(tensor.nbytes for tensor in memory.values())
