@@ -29,6 +29,12 @@ def test_one_slot_several_slots_and_debug_agree(method: str, more: tuple[str, ..
     assert final_hashes("engine.slots=3", *settings) == plain
 
 
+def test_messages_that_change_shape_and_back() -> None:
+    settings = ("method.name=alternating", "training.rounds=4", "training.steps=2")
+    plain = final_hashes("engine.name=debug", *settings)
+    assert final_hashes("engine.slots=2", *settings) == plain
+
+
 def test_a_seed_changes_the_result() -> None:
     assert final_hashes("seed=2") != final_hashes("seed=1")
 

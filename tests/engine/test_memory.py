@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import random
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from motley.engine import memory as module
 from motley.engine.memory import MemoryStore
 from motley.errors import MotleyError
+
+A_MEMORY = 2 * 3 * 4 + 8
+"""Bytes of one."""
 
 
 def memory(value: float) -> dict[str, Tensor]:
@@ -25,42 +36,61 @@ def value(found: dict[str, Tensor]) -> float:
     return number
 
 
-def files(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+def filed(folder: Path) -> set[tuple[int, int]]:
+    """Return which memories (client, round) are durable, as another process sees them."""
+    path = folder / "memories.sqlite"
+    if not path.exists():
+        return set()
+    with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as database:
+        return set(database.execute("SELECT client, round FROM memories"))
 
 
 def test_a_memory_is_found_by_client_and_round(tmp_path: Path) -> None:
-    for store in (MemoryStore(), MemoryStore(tmp_path)):
+    for store in stores(tmp_path):
         for client, number in ((0, 1), (0, 2), (7, 1)):
             store.put(client, number, memory(10 * client + number))
         assert [value(store.get(*which)) for which in ((0, 1), (0, 2), (7, 1))] == [1, 2, 71]
-    assert files(tmp_path) == set(), "nothing is written before a checkpoint is made"
+    assert filed(tmp_path) == set(), "nothing is durable before a checkpoint is made"
+
+
+def stores(folder: Path) -> list[MemoryStore]:
+    """Return a store of each kind: without and with a folder, with room in host memory and with none."""
+    return [MemoryStore(), MemoryStore(most=0), MemoryStore(folder), MemoryStore(folder / "none held", most=0)]
 
 
 def test_a_memory_is_a_copy(tmp_path: Path) -> None:
-    store = MemoryStore(tmp_path)
-    live = memory(1)
-    live["own"].requires_grad_()
-    store.put(0, 1, live)
-    with torch.no_grad():
-        live["own"].fill_(5)
-    found = store.get(0, 1)
-    assert value(found) == 1
-    assert not found["own"].requires_grad
+    for store in stores(tmp_path):
+        live = memory(1)
+        live["own"].requires_grad_()
+        store.put(0, 1, live)
+        with torch.no_grad():
+            live["own"].fill_(5)
+        found = store.get(0, 1)
+        assert value(found) == 1
+        assert not found["own"].requires_grad
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    for store in (MemoryStore(), MemoryStore(tmp_path)):
+    for store in stores(tmp_path):
         store.put(3, 1, memory(1))
         with pytest.raises(MotleyError, match="client 3 after round 2 is missing"):
             store.get(3, 2)
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage", b"\xff" * 100])
+@pytest.mark.parametrize("content", [b"garbage", b"\xff" * 10_000])
 def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "3").mkdir()
-    (tmp_path / "3" / "2.safetensors").write_bytes(content)
-    with pytest.raises(MotleyError, match=r"3/2\.safetensors cannot be read"):
+    (tmp_path / "memories.sqlite").write_bytes(content)
+    with pytest.raises(MotleyError, match=r"memories\.sqlite cannot be opened: file is not a database"):
+        MemoryStore(tmp_path).get(3, 2)
+
+
+def test_a_broken_memory_is_named(tmp_path: Path) -> None:
+    store = MemoryStore(tmp_path)
+    store.put(3, 2, memory(1))
+    store.save({3: 2})
+    with sqlite3.connect(tmp_path / "memories.sqlite") as database:
+        database.execute("UPDATE memories SET content = ?", (b"garbage",))
+    with pytest.raises(MotleyError, match=r"memories\.sqlite cannot be read"):
         MemoryStore(tmp_path).get(3, 2)
 
 
@@ -69,7 +99,60 @@ def test_an_empty_memory_takes_no_room(tmp_path: Path) -> None:
     store.put(0, 1, {})
     store.save({0: 1})
     store.forget_older({0: 1})
-    assert files(tmp_path) == set()
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- how much is held
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_host_memory_is_bounded_and_nothing_is_lost(tmp_path: Path, folder: bool) -> None:
+    store = MemoryStore(tmp_path if folder else None, most=5 * A_MEMORY)
+    for number in range(1, 4):
+        for client in range(20):
+            store.put(client, number, memory(100 * number + client))
+            assert store.held_bytes == sum(map(module._bytes, store._held.values())) <= 5 * A_MEMORY
+    for number in range(1, 4):
+        assert [value(store.get(client, number)) for client in range(20)] == [100 * number + c for c in range(20)]
+    store.save({client: 3 for client in range(20)})
+    assert [value(store.get(client, 3)) for client in range(20)] == [300 + client for client in range(20)]
+    store.forget_older({client: 3 for client in range(20)})
+    assert store.held_bytes <= 5 * A_MEMORY
+    for client in range(20):
+        with pytest.raises(MotleyError, match="missing"):
+            store.get(client, 2)
+
+
+def test_a_memory_that_is_put_again_counts_once(tmp_path: Path) -> None:
+    for most in (2 * A_MEMORY, A_MEMORY, 0):
+        store = MemoryStore(tmp_path, most)
+        for attempt in range(5):
+            for client in (0, 1):
+                store.put(client, 1, memory(10 * attempt + client))
+            assert store.held_bytes == most
+            assert [value(store.get(client, 1)) for client in (0, 1)] == [10 * attempt, 10 * attempt + 1]
+
+
+def test_a_memory_may_be_larger_than_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECE", 100)
+    store = MemoryStore(tmp_path, most=0)
+    for length in (1000, 10):
+        values = torch.randn(length)
+        store.put(0, 1, {"values": values})
+        store.save({0: 1})
+        assert torch.equal(MemoryStore(tmp_path).get(0, 1)["values"], values)
+
+
+def test_deleted_room_is_used_again(tmp_path: Path) -> None:
+    store = MemoryStore(tmp_path, most=0)
+    sizes = []
+    for number in range(1, 20):
+        for client in range(20):
+            store.put(client, number, {"values": torch.randn(10_000)})
+        store.save(dict.fromkeys(range(20), number))
+        store.forget_older(dict.fromkeys(range(20), number))
+        sizes.append((tmp_path / "memories.sqlite").stat().st_size)
+    assert sizes[-1] == sizes[2] < 3 * 20 * 40_000
 
 
 # ---- saved
@@ -113,12 +196,12 @@ def test_only_the_named_round_is_written_and_once(tmp_path: Path) -> None:
         store.put(0, number, memory(number))
     store.put(1, 3, memory(13))
     store.save({0: 2})
-    assert files(tmp_path) == {"0/2.safetensors"}
-    written = (tmp_path / "0" / "2.safetensors").stat().st_mtime_ns
+    assert filed(tmp_path) == {(0, 2)}
+    written = (tmp_path / "memories.sqlite").stat().st_mtime_ns
     store.save({0: 2})
-    assert (tmp_path / "0" / "2.safetensors").stat().st_mtime_ns == written
+    assert (tmp_path / "memories.sqlite").stat().st_mtime_ns == written
     store.save({0: 3, 1: 3})
-    assert files(tmp_path) == {"0/2.safetensors", "0/3.safetensors", "1/3.safetensors"}
+    assert filed(tmp_path) == {(0, 2), (0, 3), (1, 3)}
 
 
 def test_saving_drops_older_ones_from_memory_and_keeps_newer(tmp_path: Path) -> None:
@@ -158,19 +241,103 @@ def test_a_resumed_store_saves_what_it_did_not_touch(tmp_path: Path) -> None:
     assert (value(third.get(0, 1)), value(third.get(1, 2))) == (1, 12)
 
 
-def test_an_unfinished_file_is_not_taken_for_a_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MemoryStore(tmp_path)
+# ---- crashes
+
+
+@contextmanager
+def failing(store: MemoryStore, at: int, error: BaseException) -> Iterator[None]:
+    """Raise at a store's n-th statement from here."""
+    file = store._open(make=True)
+    assert file is not None
+    database, left = file._database, at
+
+    class Failing:
+        in_transaction = property(lambda _: database.in_transaction)
+
+        def execute(self, *arguments: object) -> object:
+            return self._do(database.execute, arguments)
+
+        def executemany(self, *arguments: object) -> object:
+            return self._do(database.executemany, arguments)
+
+        def _do(self, do: object, arguments: tuple[object, ...]) -> object:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise error
+            return do(*arguments)  # type: ignore[operator]
+
+    file._database = Failing()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        file._database = database
+
+
+@pytest.mark.parametrize("most", [0, 2 * A_MEMORY, 2**20])
+@pytest.mark.parametrize("at", range(1, 10))
+def test_an_interruption_loses_nothing(tmp_path: Path, most: int, at: int) -> None:
+    """Ctrl-C in the middle of a round, or of a save: the run then saves the round before, and that must be there."""
+    store = MemoryStore(tmp_path, most)
+    rounds = dict.fromkeys(range(4), 1)
+    for client in rounds:
+        store.put(client, 1, memory(10 + client))
+    with failing(store, at, KeyboardInterrupt()):
+        try:
+            for client in rounds:
+                store.put(client, 2, memory(20 + client))
+            store.save(rounds)
+        except KeyboardInterrupt:
+            pass
+    store.save(rounds)
+    later = MemoryStore(tmp_path)
+    assert [value(later.get(client, 1)) for client in rounds] == [10, 11, 12, 13]
+
+
+def test_what_a_full_disk_took_back_is_never_named_by_a_checkpoint(tmp_path: Path) -> None:
+    store = MemoryStore(tmp_path, most=0)
     store.put(0, 1, memory(1))
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            store.save({0: 1})
-    assert files(tmp_path) != set()
-    with pytest.raises(MotleyError, match="missing"):
-        MemoryStore(tmp_path).get(0, 1)
     store.save({0: 1})
-    assert files(tmp_path) == {"0/1.safetensors"}
+    store.put(0, 2, memory(2))
+    with failing(store, 2, sqlite3.OperationalError("database or disk is full")):
+        store._file._database.execute("ROLLBACK")  # type: ignore[union-attr]
+        with pytest.raises(MotleyError, match=r"memories\.sqlite cannot be written: database or disk is full"):
+            store.put(1, 2, memory(12))
+    with pytest.raises(MotleyError, match="what clients remembered since the last checkpoint is lost"):
+        store.save({0: 2})
     assert value(MemoryStore(tmp_path).get(0, 1)) == 1
+
+
+def _live(folder: Path, tell: Connection) -> None:
+    """Put, save and forget as runs do, and say which rounds are saved."""
+    store = MemoryStore(folder, most=3 * A_MEMORY)
+    for number in range(1, 10**6):
+        for client in range(10):
+            store.put(client, number, memory(10 * number + client))
+        store.save(dict.fromkeys(range(10), number))
+        tell.send(number)
+        store.forget_older(dict.fromkeys(range(10), number - 1))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
+    """Every memory of the last save, and of the one before it, is whole."""
+    process_of = multiprocessing.get_context("fork")
+    ear, mouth = process_of.Pipe(duplex=False)
+    process = process_of.Process(target=_live, args=(tmp_path, mouth))
+    process.start()
+    saved = ear.recv()
+    time.sleep(random.Random(seed).uniform(0, 0.1))
+    process.kill()
+    process.join()
+    while ear.poll():
+        saved = ear.recv()
+    store = MemoryStore(tmp_path)
+    for number in {max(saved - 1, 1), saved}:
+        assert [value(store.get(client, number)) for client in range(10)] == [10 * number + c for c in range(10)]
+    store.put(0, saved + 1, memory(1))
+    store.save({0: saved + 1})
+    assert value(MemoryStore(tmp_path).get(0, saved + 1)) == 1
 
 
 # ---- forgotten
@@ -183,11 +350,10 @@ def test_forgetting_deletes_what_is_older_than_named(tmp_path: Path) -> None:
         store.put(1, number, memory(number))
         store.save({0: number, 1: number})
     store.forget_older({0: 10})
-    assert files(tmp_path / "0") == {"10.safetensors", "11.safetensors"}
-    assert len(files(tmp_path / "1")) == 4, "a client that is not named keeps all"
+    everything = {(1, 1), (1, 9), (1, 10), (1, 11)}
+    assert filed(tmp_path) == {(0, 10), (0, 11)} | everything, "a client that is not named keeps all"
     store.forget_older({0: 11, 1: 9, 5: 3})
-    assert files(tmp_path / "0") == {"11.safetensors"}
-    assert files(tmp_path / "1") == {"9.safetensors", "10.safetensors", "11.safetensors"}
+    assert filed(tmp_path) == {(0, 11)} | everything - {(1, 1)}
     assert value(MemoryStore(tmp_path).get(0, 11)) == 11
 
 
@@ -197,7 +363,7 @@ def test_a_new_process_forgets_what_an_older_one_left(tmp_path: Path) -> None:
         before.put(0, number, memory(number))
         before.save({0: number})
     MemoryStore(tmp_path).forget_older({0: 3})
-    assert files(tmp_path) == {"0/3.safetensors"}
+    assert filed(tmp_path) == {(0, 3)}
 
 
 def test_there_may_be_nothing_to_forget(tmp_path: Path) -> None:

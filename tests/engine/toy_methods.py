@@ -21,6 +21,18 @@ class Noisy(Method):
         return nn.functional.cross_entropy(nn.functional.dropout(answers, 0.2), labels)
 
 
+class Alternating(Method):
+    """A message whose shape changes from round to round and back: captured steps must not share room."""
+
+    def message(self, server: State, state: State, round_number: int, client: int) -> State:
+        return {"pull": torch.full((1 + round_number % 2,), 0.01 * round_number)}
+
+    def loss(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
+        pull = learner.message["pull"].sum() * sum(p.square().sum() for p in learner.parameters.values())
+        learner.message["pull"].mul_(0.9)
+        return nn.functional.cross_entropy(learner.model(images).float(), labels) + pull
+
+
 class EveryHook(Method):
     """Control variates, a proximal gradient, companion models, replies and a collection pass, all at once."""
 

@@ -51,7 +51,7 @@ def set_precision(precision: str, device: torch.device) -> None:
     """Allow or forbid tf32 in matrix products and convolutions on a GPU."""
     if precision == "bf16" and device.type == "cpu":
         raise MotleyError(
-            "engine.precision = 'bf16': is for a GPU; on a CPU, torch's gradients of convolutions of small maps are wrong."
+            "engine.precision = 'bf16': is for a GPU; on a CPU, torch's gradients of some convolutions are wrong."
         )
     allowed = precision != "fp32"
     torch.backends.cuda.matmul.allow_tf32 = allowed

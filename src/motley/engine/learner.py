@@ -25,6 +25,11 @@ from motley.randomness import key
 from motley.splits.part import State, by_type
 
 
+def shapes_of(*states: State) -> object:
+    """Return what tells messages and memories of one shape from those of another."""
+    return tuple(tuple((name, tuple(tensor.shape)) for name, tensor in state.items()) for state in states)
+
+
 class Learner:
     """A model with everything a turn needs, used by one client at a time."""
 
@@ -52,6 +57,7 @@ class Learner:
         """The part as it was received; frozen during the turn."""
         self._starts = by_type(self.start.values())
         self._lives = by_type(tensor.detach() for tensor in self.tensors.values())
+        self._rooms: dict[object, tuple[State, State]] = {}
         self.message: State = {}
         self.memory: State = {}
         self.optimizer = training.optimizer.build(self.parameters.values(), device)
@@ -69,11 +75,14 @@ class Learner:
     # ---- a turn
 
     def hold(self, message: State, memory: State) -> None:
-        """Make room for a message and a memory; room that already fits is kept, so captured steps stay valid."""
-        for room, values in ((self.message, message), (self.memory, memory)):
-            if {n: t.shape for n, t in room.items()} != {n: t.shape for n, t in values.items()}:
-                room.clear()
-                room.update({n: torch.zeros_like(t, device=self.device) for n, t in values.items()})
+        """Take the room for a message and a memory of these shapes. Rooms are kept: captured steps write into them."""
+        shapes = shapes_of(message, memory)
+        if shapes not in self._rooms:
+            room = [
+                {n: torch.zeros_like(t, device=self.device) for n, t in given.items()} for given in (message, memory)
+            ]
+            self._rooms[shapes] = room[0], room[1]
+        self.message, self.memory = self._rooms[shapes]
 
     def load(self, job: Job, memory: State, plan: Plan, seed: int, samples: int) -> None:
         """Take a client's seat: its part, message, memory and plan, with a fresh optimiser."""

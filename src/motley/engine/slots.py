@@ -13,6 +13,7 @@ import torch
 
 from motley.engine.base import Job
 from motley.engine.clients import Clients, Turn
+from motley.engine.learner import shapes_of
 from motley.engine.training import Plan
 from motley.splits.part import State
 
@@ -88,7 +89,7 @@ class Slot:
 
     def _captured(self, job: Job, memory: State) -> dict[int, torch.cuda.CUDAGraph]:
         """Return the graphs for a job's shapes. What warming up did to the weights is overwritten by the next load."""
-        shapes = tuple((name, tuple(t.shape)) for room in (job.message, memory) for name, t in room.items())
+        shapes = shapes_of(job.message, memory)
         if shapes not in self._captures:
             self.clients.seat(self.learner, job, self.clients.plan(job), memory)
             self._warm_up()
