@@ -192,7 +192,7 @@ def test_odd_values_survive_being_saved(resolved: Any) -> None:
             "seed=9007199254740993",
         ]
     )
-    assert config.data.path == "a \"b\" \\ 'c' é 漢 [x]"
+    assert config.data.path == str(Path.cwd() / "a \"b\" \\ 'c' é 漢 [x]")
     assert read_resolved(resolved(config)) == config
 
 
@@ -299,9 +299,9 @@ def test_another_data_set_keeps_only_the_transforms_preset(resolved: Any) -> Non
 
 def test_another_data_set_drops_the_users_own_file(resolved: Any) -> None:
     file = resolved(load_config(overrides=["data.name=npz", "data.path=mine.npz"]))
-    assert read_resolved(file).data.path == "mine.npz"
+    assert read_resolved(file).data.path == str(Path.cwd() / "mine.npz")
     assert load_config(file, overrides=["data.name=digits"]).data == load_config().data
-    assert load_config(overrides=["data.path=mine.npz", "data.name=npz"]).data.path == "mine.npz"
+    assert load_config(overrides=["data.path=mine.npz", "data.name=npz"]).data.path == str(Path.cwd() / "mine.npz")
 
 
 # --- transforms
@@ -578,4 +578,13 @@ def test_malformed_toml_is_refused_with_its_place(tmp_path: Path, text: str) -> 
 def test_a_file_is_read_as_utf_8_whatever_the_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = written(tmp_path, '[data]\nname = "npz"\npath = "größe.npz"\n')
     monkeypatch.setattr("io.text_encoding", lambda encoding, stacklevel=2: encoding or "latin-1")
-    assert load_config(file).data.path == "größe.npz"
+    assert load_config(file).data.path == str(Path.cwd() / "größe.npz")
+
+
+def test_a_run_can_be_resumed_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(overrides=["data.name=npz", "data.path=mine.npz", "model.weights=sub/w.safetensors"])
+    monkeypatch.chdir("/")
+    assert config.data.path == str(tmp_path / "mine.npz")
+    assert config.model.weights == str(tmp_path / "sub" / "w.safetensors")
+    assert load_config(overrides=["data.root=/data"]).data.root == "/data"

@@ -39,9 +39,9 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 @pytest.mark.parametrize("method", ["fedavg", "noisy", "every-hook", "alternating"])
 @pytest.mark.parametrize("model", [(), VIT], ids=["resnet", "vit"])
 def test_slots_agree_with_debug(method: str, model: tuple[str, ...]) -> None:
-    sgd = ("training.optimizer.name=sgd", "training.optimizer.lr=0.01", "training.batch_size=16", "training.steps=2")
-    plain, plain_loss = after(4, "engine.name=debug", f"method.name={method}", *sgd, *model)
-    fast, fast_loss = after(4, "engine.slots=3", "engine.fused=false", f"method.name={method}", *sgd, *model)
+    sgd = ("training.optimizer.name=sgd", "training.optimizer.lr=0.01", "training.batch_size=16", "training.steps=5")
+    plain, plain_loss = after(3, "engine.name=debug", f"method.name={method}", *sgd, *model)
+    fast, fast_loss = after(3, "engine.slots=3", "engine.fused=false", f"method.name={method}", *sgd, *model)
     assert fast_loss == pytest.approx(plain_loss, rel=1e-4)
     assert distance(fast.state, plain.state) < 1e-5
 

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -14,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from motley.engine.memory import MemoryStore
 from motley.federation import Server
 from motley.runs.checkpoint import checkpoints, fingerprint, load_checkpoint
 from motley.runs.metrics import MetricsLog
@@ -247,10 +250,10 @@ def remembered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def memories(folder: Path) -> dict[str, bytes]:
-    """Return the files of the memories that the newest checkpoint names."""
-    names = [f"{client}/{made}.safetensors" for client, made in saved(folder).remembered.items()]
-    return {name: (folder / "clients" / name).read_bytes() for name in names}
+def memories(folder: Path) -> dict[tuple[int, int], str]:
+    """Return hashes of the memories that the newest checkpoint names."""
+    store = MemoryStore(folder / "clients")
+    return {which: fingerprint(store.get(*which)) for which in saved(folder).remembered.items()}
 
 
 def assert_remembers_the_same(folder: Path, undisturbed: Path) -> None:
@@ -280,28 +283,30 @@ def test_killed_in_the_middle_of_rounds(tmp_path: Path, remembered: Path) -> Non
     assert_remembers_the_same(folder, remembered)
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_killed_while_memories_and_checkpoints_are_saved(tmp_path: Path, remembered: Path, part: int) -> None:
-    """Right before file operations of the second and third save, among them each kind there is."""
+@pytest.mark.parametrize("at", [10, 14, 17, 20, 27])
+def test_killed_while_memories_and_checkpoints_are_saved(tmp_path: Path, remembered: Path, at: int) -> None:
+    """Right before file operations of the second and third save, which begin at 10 and 20: the memories are durable
+    by then, and the checkpoint that names them is not. (What a kill does to memories: tests/engine/test_memory.py.)
+    """
     folder = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
         remembering.live(folder, KEEPS, 2 * TURNS + 1, killed=False)
-    process = crash.start(remembering.live_with_fate, folder, KEEPS, Fate(13 + 11 * part))
+    process = crash.start(remembering.live_with_fate, folder, KEEPS, Fate(at))
     assert crash.finish(process) == -signal.SIGKILL
     resume(folder)
     assert_remembers_the_same(folder, remembered)
 
 
 def test_memories_of_a_round_that_was_never_completed_are_replaced(tmp_path: Path, remembered: Path) -> None:
-    """A kill between the clients' files and the checkpoint that names them leaves files of rounds yet to be played."""
+    """A kill between the clients' file and the checkpoint that names what is in it leaves rounds yet to be played."""
     folder = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
         remembering.live(folder, KEEPS, 2 * TURNS + 1, killed=False)
-    for client in range(6):
-        for number in (3, 4, 5):
-            stale = folder / "clients" / str(client) / f"{number}.safetensors"
-            stale.parent.mkdir(parents=True, exist_ok=True)
-            stale.write_bytes(b"another story")
+    stale = MemoryStore(folder / "clients")
+    for number in (3, 4, 5):
+        for client in range(6):
+            stale.put(client, number, {"another": torch.tensor(number)})
+        stale.save(dict.fromkeys(range(6), number))
     resume(folder)
     assert_remembers_the_same(folder, remembered)
 
@@ -328,8 +333,8 @@ def test_memories_that_no_kept_checkpoint_names_are_deleted(remembered: Path) ->
         expected |= {
             (client, number) for number in (max((t for t in turns if t <= 4), default=0), max(turns)) if number
         }
-    files = (remembered / "clients").rglob("*")
-    found = {(int(path.parent.name), int(path.stem)) for path in files if path.is_file()}
+    with sqlite3.connect(remembered / "clients" / "memories.sqlite") as database:
+        found = set(database.execute("SELECT client, round FROM memories"))
     assert found == expected
     assert len(found) < sum(map(len, trained.values()))
 

@@ -78,11 +78,11 @@ class Learner:
         """Take the room for a message and a memory of these shapes. Rooms are kept: captured steps write into them."""
         shapes = shapes_of(message, memory)
         if shapes not in self._rooms:
-            room = [
-                {n: torch.zeros_like(t, device=self.device) for n, t in given.items()} for given in (message, memory)
-            ]
-            self._rooms[shapes] = room[0], room[1]
+            self._rooms[shapes] = self._room(message), self._room(memory)
         self.message, self.memory = self._rooms[shapes]
+
+    def _room(self, given: State) -> State:
+        return {name: torch.zeros_like(tensor, device=self.device) for name, tensor in given.items()}
 
     def load(self, job: Job, memory: State, plan: Plan, seed: int, samples: int) -> None:
         """Take a client's seat: its part, message, memory and plan, with a fresh optimiser."""

@@ -13,6 +13,7 @@ because it gives the room of deleted memories to new ones, for which a log would
 from __future__ import annotations
 
 import sqlite3
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,6 +128,7 @@ class MemoryFile:
             path.parent.mkdir(parents=True, exist_ok=True)
         with self._explained("opened"):
             self._database = sqlite3.connect(path or "", isolation_level=None)
+            weakref.finalize(self, self._database.close)
             self._database.execute("PRAGMA page_size = 16384")
             self._database.execute("PRAGMA secure_delete = OFF")
             self._database.execute(
