@@ -294,6 +294,8 @@ class Federation:
             return server
         with record.timed("collect"):
             collections = self.engine.collect([self.job(server, record.round_number, client) for client in clients])
+            if not collections:
+                return server
             method, state = self.method.use(server.method, server.state, collections)
         return replace(server, method=method, state=state)
 

@@ -57,7 +57,7 @@ def test_random_numbers_are_each_clients_own() -> None:
 def test_steps_are_captured() -> None:
     federation = Federation(tiny_config(*EXACT, "training.batch_size=16"))
     federation.play(federation.start())
-    slots = [slot for slots in federation.engine._slots.values() for slot in slots]  # type: ignore[attr-defined]
+    slots = list(federation.engine.pool)  # type: ignore[attr-defined]
     assert slots and all(len(slot._captures) == 1 for slot in slots)
 
 

@@ -77,7 +77,10 @@ class Engine(Protocol):
         ...
 
     def collect(self, jobs: Sequence[Job]) -> list[Collection]:
-        """Ask every job's client for the method's collection, without training."""
+        """Ask every job's client for the method's collection, without training.
+
+        A client without a single example is left out of the answer.
+        """
         ...
 
     def save_memory(self, rounds: dict[int, int]) -> None:

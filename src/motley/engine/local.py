@@ -7,11 +7,13 @@ losses are read.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from motley.engine.base import Done, Job, Upload
 from motley.engine.clients import Clients, Turn, own_randomness
+from motley.engine.pool import SlotPool
 from motley.engine.slots import Slot
 from motley.methods.base import Collection
 
@@ -21,20 +23,18 @@ class LocalEngine:
 
     def __init__(self, clients: Clients, slots: int) -> None:
         self.clients = clients
-        self.limit = slots or (4 if clients.device.type == "cuda" else 1)
-        self._slots: dict[str, list[Slot]] = {}
+        self.pool = SlotPool(clients, slots or (4 if clients.device.type == "cuda" else 1))
 
     def train(self, jobs: Sequence[Job], done: Done) -> list[Upload]:
         """Train every job's client."""
-        steps = {job.client: self.clients.turn_steps(job) for job in jobs}
-        waiting = [job for job in jobs if steps[job.client]]
-        waiting.sort(key=lambda job: (-steps[job.client], job.client))
+        waiting = self._queues(jobs)
         turns: list[Turn] = []
         busy: list[Slot] = []
         with own_randomness(self.clients.device):
-            self._follow()
+            for slot in self.pool:
+                slot.follow()
             try:
-                while waiting or busy:
+                while busy or any(waiting.values()):
                     for slot in chain(self._fill_slots(waiting, busy), list(busy)):
                         if slot.advance():
                             busy.remove(slot)
@@ -43,13 +43,14 @@ class LocalEngine:
             finally:
                 for slot in busy:
                     slot.busy = False
-            self._lead()
+            for slot in self.pool:
+                slot.lead()
         return self.clients.uploads(turns)
 
     def collect(self, jobs: Sequence[Job]) -> list[Collection]:
         """Ask every job's client for the method's collection."""
         with own_randomness(self.clients.device):
-            return [self.clients.collect(self._any_slot(job.size).learner, job) for job in jobs]
+            return [self.clients.collect(self.pool.any(job.size).learner, job) for job in jobs]
 
     def save_memory(self, rounds: dict[int, int]) -> None:
         """Write the clients' memory."""
@@ -59,37 +60,19 @@ class LocalEngine:
         """Delete what clients wrote before the given rounds."""
         self.clients.memory.forget_older(rounds)
 
-    def _fill_slots(self, waiting: list[Job], busy: list[Slot]) -> Iterator[Slot]:
-        """Give each free slot the first waiting job of its size; yield each as soon as it is filled."""
-        for job in list(waiting):
-            slot = self._free_slot(job.size)
-            if slot is not None:
-                slot.load(job, self.clients.plan(job))
-                waiting.remove(job)
+    def _queues(self, jobs: Sequence[Job]) -> dict[str, deque[Job]]:
+        """Return the jobs of each size that have a step to take, longest first."""
+        steps = {job.client: self.clients.turn_steps(job) for job in jobs}
+        queues: dict[str, deque[Job]] = {}
+        for job in sorted(jobs, key=lambda job: (-steps[job.client], job.client)):
+            if steps[job.client]:
+                queues.setdefault(job.size, deque()).append(job)
+        return queues
+
+    def _fill_slots(self, waiting: dict[str, deque[Job]], busy: list[Slot]) -> Iterator[Slot]:
+        """Give free slots the first waiting jobs of their sizes; yield each slot as soon as it is filled."""
+        for queue in waiting.values():
+            while queue and (slot := self.pool.seat(queue[0])) is not None:
+                queue.popleft()
                 busy.append(slot)
                 yield slot
-
-    def _free_slot(self, size: str) -> Slot | None:
-        slots = self._slots.setdefault(size, [])
-        free = next((slot for slot in slots if not slot.busy), None)
-        if free is None and len(slots) < self.limit:
-            free = Slot(self.clients, size)
-            free.follow()
-            slots.append(free)
-        return free
-
-    def _any_slot(self, size: str) -> Slot:
-        slots = self._slots.setdefault(size, [])
-        if not slots:
-            slots.append(Slot(self.clients, size))
-        return slots[0]
-
-    def _follow(self) -> None:
-        for slots in self._slots.values():
-            for slot in slots:
-                slot.follow()
-
-    def _lead(self) -> None:
-        for slots in self._slots.values():
-            for slot in slots:
-                slot.lead()

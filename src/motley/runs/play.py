@@ -62,7 +62,7 @@ class KeepCheckpoints(Callback):
 
     def on_stop(self, server: Server) -> None:
         self.save(server)
-        self.federation.engine.save_memory(server.remembered)  # a broken round's memories are let go of as well
+        self.federation.engine.save_memory(server.remembered)  # what a broken round filed must not lock the file
 
     def save(self, server: Server) -> None:
         """Save a server that is not saved yet: first what clients remember, then the checkpoint that names it.

@@ -1,0 +1,94 @@
+"""The slots of a device: made when they are first needed, up to a number a size, and fewer where memory is short."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+from motley.engine.base import Job
+from motley.engine.clients import Clients
+from motley.engine.slots import Slot
+from motley.errors import MotleyError
+
+
+class SlotPool:
+    """Slots by size."""
+
+    def __init__(self, clients: Clients, a_size: int) -> None:
+        self.clients = clients
+        self.a_size = a_size
+        self.most: int | None = None
+        """How many slots fit on the device; known once one more did not."""
+        self._slots: dict[str, list[Slot]] = {}
+
+    def __iter__(self) -> Iterator[Slot]:
+        for slots in self._slots.values():
+            yield from slots
+
+    def seat(self, job: Job) -> Slot | None:
+        """Start a job's turn in a free slot of its size; None where the job has to wait.
+
+        A slot for which the device has no memory is given up, and from then on there are no more slots than there were
+        without it: others are emptied to make room. Who trains where changes no result.
+        """
+        slot = self._free(job.size)
+        if slot is None:
+            return None
+        try:
+            slot.load(job, self.clients.plan(job))
+        except torch.OutOfMemoryError:
+            self._drop(slot)
+            self._no_more_than(len(list(self)), job.size)
+            return self.seat(job)
+        return slot
+
+    def any(self, size: str) -> Slot:
+        """Return a slot of a size, busy or not, for work outside of training."""
+        slots = self._slots.setdefault(size, [])
+        if not slots:
+            slots.append(Slot(self.clients, size))
+        return slots[0]
+
+    def _free(self, size: str) -> Slot | None:
+        slots = self._slots.setdefault(size, [])
+        free = next((slot for slot in slots if not slot.busy), None)
+        if free is not None or len(slots) >= self.a_size or not self._has_room():
+            return free
+        try:
+            made = Slot(self.clients, size)
+        except torch.OutOfMemoryError:
+            self._no_more_than(len(list(self)), size)
+            return self._free(size)
+        made.follow()
+        slots.append(made)
+        return made
+
+    def _has_room(self) -> bool:
+        """Tell whether one more slot may be made, after emptying an idle one where the device is full."""
+        if self.most is None or len(list(self)) < self.most:
+            return True
+        idle = next((slot for slot in self if not slot.busy), None)
+        if idle is not None:
+            self._drop(idle)
+        return idle is not None
+
+    def _drop(self, slot: Slot) -> None:
+        self._slots[slot.size].remove(slot)
+        if self.clients.device.type == "cuda":
+            torch.cuda.synchronize(self.clients.device)
+            torch.cuda.empty_cache()
+
+    def _no_more_than(self, count: int, size: str) -> None:
+        if count == 0:
+            raise MotleyError(
+                f"{self.clients.device} has too little memory for a single client of size {size!r}. "
+                "Lower training.batch_size, or leave the largest size out of model.sizes."
+            )
+        if self.most is None:
+            warnings.warn(
+                f"{self.clients.device} has memory for {count} clients at once; the others wait their turn.",
+                stacklevel=2,
+            )
+        self.most = count

@@ -1,0 +1,76 @@
+"""Slots where memory is short: fewer of them, said once, and the same result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from motley.engine.pool import SlotPool
+from motley.engine.slots import Slot
+from motley.errors import MotleyError
+from motley.federation import Federation
+from motley.runs.checkpoint import fingerprint
+from motley.runs.play import play
+from tests.conftest import tiny_config
+
+
+@contextmanager
+def room_for(count: int, where: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Let the device hold so many slots: one more runs out of memory, when it is made or when it first loads."""
+    made: list[int] = []
+    dropped: list[int] = []
+    make, load, drop = Slot.__init__, Slot.load, SlotPool._drop
+
+    def count_up(slot: Slot, *arguments: object) -> None:
+        if where == "make" and len(made) - len(dropped) >= count:
+            raise torch.OutOfMemoryError("no room")
+        make(slot, *arguments)  # type: ignore[arg-type]
+        made.append(id(slot))
+
+    def check(slot: Slot, *arguments: object) -> None:
+        if where == "load" and len(made) - len(dropped) > count:
+            raise torch.OutOfMemoryError("no room")
+        load(slot, *arguments)  # type: ignore[arg-type]
+
+    def count_down(pool: SlotPool, slot: Slot) -> None:
+        drop(pool, slot)
+        dropped.append(id(slot))
+
+    monkeypatch.setattr(Slot, "__init__", count_up)
+    monkeypatch.setattr(Slot, "load", check)
+    monkeypatch.setattr(SlotPool, "_drop", count_down)
+    yield made
+
+
+def hash_after(*overrides: str) -> str:
+    federation = Federation(tiny_config("federation.clients_per_round=6", "training.rounds=2", *overrides))
+    return fingerprint(play(federation, federation.start(), []).state)
+
+
+@pytest.mark.parametrize("where", ["make", "load"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_fewer_slots_give_the_same_result_and_say_so_once(
+    count: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = hash_after("engine.slots=2")
+    with room_for(count, where, monkeypatch), pytest.warns(UserWarning, match=f"memory for {count} clients") as said:
+        assert hash_after("engine.slots=2") == expected
+    assert len([warning for warning in said if "memory for" in str(warning.message)]) == 1
+
+
+def test_no_room_for_a_single_client_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with room_for(0, "make", monkeypatch), pytest.raises(MotleyError, match=r"resnet.*training\.batch_size"):
+        hash_after()
+
+
+def test_slots_are_made_when_needed_and_kept() -> None:
+    federation = Federation(tiny_config("engine.slots=2", "federation.clients_per_round=6"))
+    server, _ = federation.play(federation.start())
+    pool = federation.engine.pool  # type: ignore[attr-defined]
+    slots = list(pool)
+    assert len(slots) == 6 and not any(slot.busy for slot in slots)
+    federation.play(server)
+    assert list(pool) == slots
