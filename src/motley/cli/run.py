@@ -16,6 +16,7 @@ def run(
     file: Path | None = typer.Argument(None, help="A TOML file; without one, the quickstart preset."),
     preset: str = typer.Option("", help="Start from a named preset (motley list presets)."),
     set_: list[str] = typer.Option([], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting; repeatable."),
+    profile: bool = typer.Option(False, "--profile", help="Draw who trained in which slot and when: timeline.png."),
     out: Path | None = typer.Option(None, help="The run's folder; by default the next free one under runs/."),
 ) -> None:
     """Train a federation from one TOML file, a preset, or the defaults."""
@@ -23,4 +24,4 @@ def run(
     stem = config.preset or f"{config.data.name}-{config.method.name}"
     path = out or next_free(Path("runs"), stem)
     with watch(path) as progress:
-        begin(config, path, [progress])
+        begin(config, path, [progress], profile=profile)

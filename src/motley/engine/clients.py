@@ -14,6 +14,7 @@ from motley.data.partition import Partition
 from motley.engine.base import Job, Upload
 from motley.engine.learner import Learner
 from motley.engine.memory import MemoryStore
+from motley.engine.timeline import Timeline
 from motley.engine.training import NO_STEPS, Plan, TrainingSettings, make_plan
 from motley.errors import MotleyError
 from motley.methods.base import Collection, Method
@@ -48,6 +49,8 @@ class Clients:
     ) -> None:
         self.method, self.data, self.partition, self.training = method, data, partition, training
         self.precision, self.fused, self.seed, self.memory = precision, fused, seed, memory
+        self.timeline: Timeline | None = None
+        """Set to have slots note who trains where and when."""
         self._smallest: dict[str, int] = {}
         smallest = max(self.smallest_batch(size) for size in method.world.split.sizes)
         if training.batch_size < smallest:

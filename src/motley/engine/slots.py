@@ -40,6 +40,8 @@ class Slot:
         """Start a client's turn."""
         self.busy = True
         with self._on_stream():
+            if self.clients.timeline is not None:
+                self.clients.timeline.begin(self, job)
             memory = self.clients.recall(job)
             if self.stream is not None:
                 self._graphs = self._captured(job, memory)
@@ -72,7 +74,10 @@ class Slot:
         """End the turn."""
         self.busy = False
         with self._on_stream():
-            return self.clients.finish(self.learner)
+            turn = self.clients.finish(self.learner)
+            if self.clients.timeline is not None:
+                self.clients.timeline.end(self)
+        return turn
 
     def follow(self) -> None:
         """Let the slot's stream wait for the server's work so far."""

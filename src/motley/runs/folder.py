@@ -6,6 +6,7 @@ metrics.jsonl        a line a round
 checkpoints/         round-000010/ and so on, each complete or absent
 clients/             what clients remember between rounds, where the method keeps something
 tensorboard/         event files, where tensorboard is installed
+timeline.png         who trained in which slot and when, after `motley run --profile`
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.clients = path / "clients"
         self.tensorboard = path / "tensorboard"
+        self.timeline = path / "timeline.png"
         self.lock = path / ".lock"
 
     @classmethod

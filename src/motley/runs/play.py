@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from motley.config import Config
+from motley.engine import LocalEngine
+from motley.engine.timeline import Timeline, draw
+from motley.errors import MotleyError
 from motley.federation import Federation, Record, Server
 from motley.runs.checkpoint import load_checkpoint, save_checkpoint
 from motley.runs.folder import RunFolder
@@ -107,6 +110,22 @@ class KeepTensorBoard(Callback):
         self.writer.close()
 
 
+class KeepTimeline(Callback):
+    """Draws which client trained in which slot and when, once the run stops."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_start(self, federation: Federation, server: Server) -> None:
+        assert isinstance(federation.engine, LocalEngine)
+        self.timeline = federation.engine.clients.timeline = Timeline(federation.device)
+
+    def on_stop(self, server: Server) -> None:
+        spans = self.timeline.spans()
+        if spans:
+            draw(spans, self.path)
+
+
 def tensorboard_installed() -> bool:
     """Tell whether event files can be written."""
     try:
@@ -149,12 +168,17 @@ def folder_callbacks(folder: RunFolder, config: Config) -> list[Callback]:
     return [*keep, KeepCheckpoints(folder.checkpoints, config.run.checkpoint_every, config.run.keep)]
 
 
-def begin(config: Config, path: Path, watchers: Iterable[Callback] = ()) -> tuple[Federation, Server]:
+def begin(
+    config: Config, path: Path, watchers: Iterable[Callback] = (), *, profile: bool = False
+) -> tuple[Federation, Server]:
     """Start a run in a new folder and play it to its end. Nothing is written before everything has been checked."""
     federation = Federation(config, memory_folder=path / "clients")
+    if profile and not isinstance(federation.engine, LocalEngine):
+        raise MotleyError(f"engine.name = {config.engine.name!r}: only the local engine has slots to draw.")
     folder = RunFolder.create(path, config)
+    drawn = [KeepTimeline(folder.timeline)] if profile else []
     with folder.locked():
-        server = play(federation, federation.start(), [*folder_callbacks(folder, config), *watchers])
+        server = play(federation, federation.start(), [*folder_callbacks(folder, config), *drawn, *watchers])
     return federation, server
 
 
