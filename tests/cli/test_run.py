@@ -95,7 +95,8 @@ def test_a_finished_run_resumed_prints_its_table_and_changes_no_result(motley: C
     assert first.code == 0 and first.out.endswith(f"kept in {run}\n")
     metrics, mark = (run / "metrics.jsonl").read_text(), motley("show", run, "--fingerprint").out
     again = motley("resume", run)
-    assert again == (0, f"{motley('show', run).out}kept in {run}\n", "")
+    finished = "This run is already finished.\n"
+    assert again == (0, f"{finished}{motley('show', run).out}kept in {run}\n", "")
     assert (run / "metrics.jsonl").read_text() == metrics
     assert motley("show", run, "--fingerprint").out == mark
 
