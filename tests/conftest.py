@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from motley.config import Config, load_config
+from motley.errors import MotleyError
+from motley.methods import METHODS, Method, MethodSettings
 
 torch.set_num_threads(1)
 
@@ -37,3 +41,38 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"real data sets are not at {folder}")
     return folder
+
+
+class LogitsSettings(MethodSettings):
+    """A method's own setting."""
+
+    temperature: float = 1.0
+
+
+class Logits(Method):
+    """A method that sends no weights."""
+
+    Settings = LogitsSettings
+    exchanges_weights = False
+
+
+@pytest.fixture
+def logits() -> Iterator[str]:
+    """Register a method that exchanges no weights, for one test."""
+    METHODS.register("logits", "a toy")(Logits)
+    yield "logits"
+    del METHODS._entries["logits"]
+
+
+def written(folder: Path, text: str) -> Path:
+    """Return a new configuration file."""
+    file = folder / "mine.toml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def refused(*overrides: str, **given: Any) -> str:
+    """Return what is said about a configuration that is refused."""
+    with pytest.raises(MotleyError) as raised:
+        load_config(overrides=overrides, **given)
+    return str(raised.value)
