@@ -52,14 +52,20 @@ class Batches:
     def next(self, length: int) -> tuple[Tensor, Tensor]:
         """Return the first `length` examples of the batch pointed at, and point at the one after it."""
         if self._images is not None:
-            images = self._images.index_select(0, self._cursor)[0, :length].permute(0, 3, 1, 2)
-            labels = self._labels.index_select(0, self._cursor)[0, :length]
+            images = self._first(self._images, length).permute(0, 3, 1, 2)
+            labels = self._first(self._labels, length)
         else:
-            rows = self._rows.index_select(0, self._cursor)[0, :length]
-            draws = self._draws.index_select(0, self._cursor)[0, :length] if self.data.random else None
+            rows = self._first(self._rows, length)
+            draws = self._first(self._draws, length) if self.data.random else None
             images, labels = self.data.batch(rows, draws)
         self._cursor.add_(1)
         return images.to(self.dtype), labels
+
+    def _first(self, room: Tensor, length: int) -> Tensor:
+        """Return what a room holds of the batch pointed at; on a CPU, where the counter can be read, without a copy."""
+        if room.is_cuda:
+            return room.index_select(0, self._cursor)[0, :length]
+        return room[int(self._cursor), :length]
 
     def _pinned(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory() if self.data.device.type == "cuda" else tensor

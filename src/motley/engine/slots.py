@@ -63,10 +63,12 @@ class Slot:
 
     def _steps_ahead(self) -> int:
         """Return how many steps can be replayed at once: none where the next batch is a short one, or on a CPU."""
+        if not self._graphs:
+            return 0
         learner = self.learner
         ahead = learner.lengths[learner.taken : learner.taken + CHUNK]
         full = [length == learner.training.batch_size for length in ahead]
-        if not self._graphs or not full[0]:
+        if not full[0]:
             return 0
         return CHUNK if len(full) == CHUNK and all(full) else 1
 

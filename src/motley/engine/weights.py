@@ -55,8 +55,9 @@ class Weights:
             gradients = [copy.grad for copy in self._copies if copy.grad is not None]
             torch._foreach_copy_([master.grad for master in self._masters if master.grad is not None], gradients)
 
-    @torch.no_grad()
     def publish(self) -> None:
         """Let the model compute with the masters as they are now."""
-        if self._copies:
+        if not self._copies:
+            return
+        with torch.no_grad():
             torch._foreach_copy_([copy.detach() for copy in self._copies], self._masters)

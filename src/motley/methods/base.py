@@ -7,8 +7,10 @@ where they change something, and never ask the device for a value. Server hooks 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import torch.nn.functional as F
@@ -45,8 +47,15 @@ class World:
 
     def owners(self, name: str) -> int:
         """Return how many of all clients hold a global name."""
-        holding = {size for size in self.split.sizes if any(p.name == name for p in self.split.part(size).values())}
-        return sum(size in holding for size in self.sizes)
+        return self._owners[name]
+
+    @cached_property
+    def _owners(self) -> Counter[str]:
+        clients = Counter(self.sizes)
+        owners: Counter[str] = Counter()
+        for size in self.split.sizes:
+            owners.update(dict.fromkeys({piece.name for piece in self.split.part(size).values()}, clients[size]))
+        return owners
 
 
 @dataclass(frozen=True)
