@@ -70,6 +70,15 @@ def test_a_memory_is_a_copy(tmp_path: Path) -> None:
         assert not found["own"].requires_grad
 
 
+def test_names_come_in_one_order_wherever_they_were(tmp_path: Path) -> None:
+    """Safetensors gives names back in any order, and rooms for memories are made by names and shapes."""
+    names = "hbgdcafe"
+    for store in stores(tmp_path):
+        for client in range(5):
+            store.put(client, 1, {name: torch.zeros(1) for name in names})
+            assert list(store.get(client, 1)) == sorted(names)
+
+
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     for store in stores(tmp_path):
         store.put(3, 1, memory(1))

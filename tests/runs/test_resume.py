@@ -232,7 +232,8 @@ def test_a_finished_run_is_left_as_it_is(undisturbed: Path) -> None:
 # ---- a method with memory at the clients and state at the server
 
 FAST = ("training.batch_size=64", "training.epochs=0.5", "run.checkpoint_every=2", "run.tensorboard=false")
-KEEPS = ("training.rounds=5", *FAST)
+KEEPS = ("training.rounds=5", "engine.memory_gib=0.0003", *FAST)
+"""Some memories stay in host memory and some do not."""
 TURNS = 4
 """Clients a round."""
 
@@ -265,11 +266,12 @@ def assert_remembers_the_same(folder: Path, undisturbed: Path) -> None:
 def test_interrupted_in_the_middle_of_a_round(tmp_path: Path, remembered: Path, turns: int) -> None:
     """Clients of the broken round have trained and remembered; the resumed run must know nothing of it."""
     folder = tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         remembering.live(folder, KEEPS, turns, killed=False)
     assert saved(folder).round_number == (turns - 1) // TURNS
     resume(folder)
     assert_remembers_the_same(folder, remembered)
+    assert caught.tb is not None, "all this while the broken run was still in memory, as in a notebook"
 
 
 def test_killed_in_the_middle_of_rounds(tmp_path: Path, remembered: Path) -> None:

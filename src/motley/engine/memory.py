@@ -53,7 +53,7 @@ class MemoryStore:
         self._drop([(client, round_number)])
         self._held[client, round_number] = {
             name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            for name, tensor in memory.items()
+            for name, tensor in sorted(memory.items())
         }
         self._unsaved.add((client, round_number))
         self.held_bytes += _bytes(self._held[client, round_number])
@@ -148,11 +148,11 @@ class MemoryFile:
             )
 
     def read(self, client: int, round_number: int) -> State | None:
-        """Return a memory, or None where there is none."""
+        """Return a memory, or None where there is none. Safetensors knows no order of names: they are sorted."""
         query = "SELECT content FROM memories WHERE client = ? AND round = ? ORDER BY piece"
         with self._explained("read"):
             pieces = [piece for (piece,) in self._database.execute(query, (client, round_number))]
-            return load(pieces[0] if len(pieces) == 1 else b"".join(pieces)) if pieces else None
+            return dict(sorted(load(b"".join(pieces)).items())) if pieces else None
 
     def delete_older(self, rounds: Iterable[tuple[int, int]]) -> None:
         """Delete clients' memories of rounds before the given ones."""

@@ -1,0 +1,143 @@
+"""The same federation on Flower's simulation engine and on Motley. Run it from the repository:
+
+    pip install -c constraints.txt ".[bench]"
+    OMP_NUM_THREADS=1 python benchmarks/flower_simulation.py [--json FILE] [--rounds N] [--epochs E ...] [--engine NAME]
+
+Plain FedAvg of a small MLP on digits: 50 of 100 clients a round, batches of 10, SGD. Flower runs its own FedAvg
+strategy and a lean client (`flower_client.py`) with one worker a core; Motley runs on one thread. Seconds a round are
+medians of all rounds but the first, without evaluation. Start-up is what is left of the time until the end of the first
+round: making the federation, the workers and the data, but not this process's imports. Accuracy is that of the last
+round's model on the test set; the run fails where one of the two learns less than the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+
+os.environ["FLWR_TELEMETRY_ENABLED"] = os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["FLWR_DISABLE_UPDATE_CHECK"] = "1"
+
+import ray
+from flower_client import A_ROUND, CLIENTS, federation_config
+from flower_client import app as client_app
+from flwr.app import ArrayRecord, ConfigRecord, Context
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg, Result
+from flwr.simulation import run_simulation
+from report import arguments, machine, report
+
+from motley.data import load_dataset
+from motley.federation import Federation
+
+ACCURACY_GAP = 0.1
+"""Largest difference of the two accuracies: they sample other clients and draw other batches."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One simulator's run."""
+
+    start_up: float
+    a_round: float
+    accuracy: float
+
+    @classmethod
+    def of(cls, begin: float, ends: list[float], accuracy: float) -> Measured:
+        """Return the figures of a run that began at `begin` and whose rounds ended at `ends`."""
+        a_round = statistics.median(after - before for before, after in pairwise(ends))
+        return cls(ends[0] - begin - a_round, a_round, accuracy)
+
+
+class TimedFedAvg(FedAvg):
+    """Flower's FedAvg, noting when each round is over."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            fraction_train=A_ROUND / CLIENTS,
+            fraction_evaluate=0.0,
+            min_train_nodes=A_ROUND,
+            min_available_nodes=CLIENTS,
+        )
+        self.ends: list[float] = []
+
+    def aggregate_train(self, server_round, replies):  # type: ignore[no-untyped-def]
+        answer = super().aggregate_train(server_round, replies)
+        self.ends.append(time.perf_counter())
+        return answer
+
+
+def on_flower(epochs: int, rounds: int) -> Measured:
+    """Play the federation on Flower's simulation engine."""
+    federation = Federation(federation_config(epochs, rounds))
+    start = federation.start().state
+    strategy, app, results = TimedFedAvg(), ServerApp(), list[Result]()
+    training = federation.config.training
+    work = {"epochs": epochs, "batch-size": training.batch_size, "lr": training.optimizer.lr}
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        results.append(strategy.start(grid, ArrayRecord(start), rounds, train_config=ConfigRecord(work)))
+
+    backend = {
+        "init_args": {"num_cpus": os.cpu_count(), "log_to_driver": False, "logging_level": "ERROR"},
+        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+    }
+    begin = time.perf_counter()
+    try:
+        run_simulation(app, client_app, num_supernodes=CLIENTS, backend_config=backend)
+    finally:
+        ray.shutdown()
+    (score,) = federation.evaluate(dict(results[0].arrays.to_torch_state_dict())).values()
+    return Measured.of(begin, strategy.ends, score.accuracy)
+
+
+def on_motley(epochs: int, rounds: int, engine: str) -> Measured:
+    """Play the federation on one of Motley's engines."""
+    begin, ends = time.perf_counter(), []
+    federation = Federation(federation_config(epochs, rounds, engine))
+    server = federation.start()
+    for _ in range(rounds):
+        server, record = federation.play(server)
+        ends.append(time.perf_counter() - record.seconds.get("evaluate", 0.0))
+    (score,) = record.scores.values()
+    return Measured.of(begin, ends, score.accuracy)
+
+
+def compare(epochs: int, rounds: int, engine: str) -> dict[str, str | int | float]:
+    """Measure both at one amount of local work."""
+    motley, flower = on_motley(epochs, rounds, engine), on_flower(epochs, rounds)
+    gap = abs(motley.accuracy - flower.accuracy)
+    assert gap <= ACCURACY_GAP, f"accuracy {flower.accuracy} on Flower, {motley.accuracy} on Motley"
+    return {
+        "local epochs": epochs,
+        "engine": engine,
+        "rounds": rounds,
+        "Flower, s a round": flower.a_round,
+        "Motley, s a round": motley.a_round,
+        "ratio": flower.a_round / motley.a_round,
+        "start-up, s": f"{flower.start_up:.2f} / {motley.start_up:.2f}",
+        "accuracy": f"{flower.accuracy:.3f} / {motley.accuracy:.3f}",
+    }
+
+
+def main() -> None:
+    """Compare the two at every amount of local work."""
+    parser = arguments(__doc__)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--epochs", type=int, nargs="+", default=[1, 5])
+    parser.add_argument("--engine", default="local", help="Motley's engine")
+    options = parser.parse_args()
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    load_dataset("digits")  # its reader imports scikit-learn
+    about = machine("torch", "numpy", "flwr", "ray", "motleyfl")
+    report([compare(epochs, options.rounds, options.engine) for epochs in options.epochs], about, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
