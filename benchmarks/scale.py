@@ -223,7 +223,7 @@ def main() -> None:
     """Measure every number of clients with both methods."""
     parser = arguments(__doc__)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds of each federation")
+    parser.add_argument("--rounds", type=int, default=10, metavar="N", help="rounds of each federation")
     parser.add_argument("--clients", type=int, nargs="+", default=CLIENTS, metavar="N", help="numbers of clients")
     parser.add_argument("--one", metavar="METHOD", help="measure one federation in this process")
     options = parser.parse_args()

@@ -40,7 +40,7 @@ def save_checkpoint(folder: Path, server: Server, keep: int) -> Path:
     numbers = {
         "round": server.round_number,
         "sections": list(sections),
-        "remembered": {str(client): made for client, made in server.remembered.items()},
+        "remembered": server.remembered,
     }
     (unfinished / "server.json").write_text(json.dumps(numbers))
     for path in (*unfinished.iterdir(), unfinished):
