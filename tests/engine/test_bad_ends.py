@@ -151,6 +151,27 @@ def test_all_idle_after_a_round_that_trained(engine: str) -> None:
 
 
 @engines
+def test_who_has_no_example_is_not_asked_for_a_collection(engine: str) -> None:
+    """Memory, messages, and a collection after the second round: a method that uses every hook."""
+    federation = federate(engine, "batch norm", dealt(*HELD), "method.name=every-hook")
+    server = federation.start()
+    jobs = [federation.job(server, 1, client) for client in range(len(HELD))]
+    assert [collection.client for collection in federation.engine.collect(jobs)] == [1, 2, 3, 4, 5]
+    for _ in range(3):
+        server, record = federation.play(server)
+    assert record.idle == [0, 1]
+
+
+@engines
+def test_a_collection_that_nobody_answers_changes_nothing(engine: str) -> None:
+    federation = federate(engine, "batch norm", dealt(0, 0, 0), "method.name=every-hook")
+    server = start = federation.start()
+    for _ in range(2):
+        server, _ = federation.play(server)
+    assert fingerprint(server.state) == fingerprint(start.state)
+
+
+@engines
 @pytest.mark.parametrize("settings", [("training.steps=5",), ("training.epochs=3",), ("training.epochs=0.1",)])
 def test_one_example_again_and_again(engine: str, settings: tuple[str, ...]) -> None:
     federation = federate(engine, "no norm", dealt(1, 1), *settings)

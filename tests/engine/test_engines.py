@@ -122,6 +122,18 @@ def test_a_client_without_a_batch_is_left_out() -> None:
     assert [upload.client for upload in uploads] == [3]
 
 
+def test_a_room_is_found_again_whatever_the_order_of_names() -> None:
+    clients = Federation(tiny_config()).engine.clients  # type: ignore[attr-defined]
+    learner = clients.learner("resnet10")
+    memory = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    learner.hold({}, memory)
+    room = learner.memory
+    learner.hold({}, dict(reversed(memory.items())))
+    assert learner.memory is room
+    learner.hold({}, {"a": torch.zeros(3), "b": torch.zeros(3)})
+    assert learner.memory is not room
+
+
 def test_an_interrupted_round_leaves_no_slot_busy() -> None:
     federation = Federation(tiny_config("engine.slots=2"))
     server = federation.start()

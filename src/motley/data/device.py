@@ -40,7 +40,7 @@ class DeviceData:
             transform.crop_padding > 0 or transform.flip or transform.cutout > 0 or transform.resized_crop
         )
         pad = transform.crop_padding if self.random else 0
-        self.images = F.pad(images, (0, 0, pad, pad, pad, pad)).to(device)
+        self.images = (F.pad(images, (0, 0, pad, pad, pad, pad)) if pad else images).to(device)
         self._unpadded = self.images[:, pad : pad + self.height, pad : pad + self.width]
         self.labels = torch.from_numpy(examples.labels).to(device)
         scale = torch.tensor(transform.std or (1.0,) * self.channels) * 255

@@ -40,7 +40,8 @@ class DebugEngine:
     def collect(self, jobs: Sequence[Job]) -> list[Collection]:
         """Ask every job's client for the method's collection."""
         with own_randomness(self.clients.device):
-            return [self.clients.collect(self.clients.learner(job.size), job) for job in jobs]
+            able = [job for job in jobs if self.clients.samples(job.client)]
+            return [self.clients.collect(self.clients.learner(job.size), job) for job in able]
 
     def save_memory(self, rounds: dict[int, int]) -> None:
         """Write the clients' memory."""

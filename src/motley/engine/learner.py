@@ -26,8 +26,8 @@ from motley.splits.part import State, by_type
 
 
 def shapes_of(*states: State) -> object:
-    """Return what tells messages and memories of one shape from those of another."""
-    return tuple(tuple((name, tuple(tensor.shape)) for name, tensor in state.items()) for state in states)
+    """Return what tells messages and memories of one shape from those of another, whatever the order of their names."""
+    return tuple(tuple(sorted((name, tuple(tensor.shape)) for name, tensor in state.items())) for state in states)
 
 
 class Learner:

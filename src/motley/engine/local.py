@@ -50,7 +50,8 @@ class LocalEngine:
     def collect(self, jobs: Sequence[Job]) -> list[Collection]:
         """Ask every job's client for the method's collection."""
         with own_randomness(self.clients.device):
-            return [self.clients.collect(self.pool.any(job.size).learner, job) for job in jobs]
+            able = [job for job in jobs if self.clients.samples(job.client)]
+            return [self.clients.collect(self.pool.any(job.size).learner, job) for job in able]
 
     def save_memory(self, rounds: dict[int, int]) -> None:
         """Write the clients' memory."""
