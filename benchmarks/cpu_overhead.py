@@ -5,8 +5,8 @@
 Both do the same rounds of FedAvg in one process, in turns: the same clients, batches, steps and weights. The loop uses
 plain torch, reads its batches from one tensor that is transformed beforehand, and averages at the end of a round;
 Motley plays its rounds without evaluation. Both begin a round with the same state, and the run fails where they end it
-with different weights. (From round to round Adam would make of a last bit another model.) The median seconds a round
-are printed, and their ratio.
+with different weights. (From round to round Adam would make of a last bit another model.) Every second round the other
+one goes first. Printed are the median seconds a round, and the median and the middle half of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +32,7 @@ from motley.randomness import generator
 TOLERANCE = 1e-4
 """Largest difference of any weight after a round."""
 NEVER = 10**9
+Played = TypeVar("Played")
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Setting:
 SETTINGS = (
     Setting(
         "MLP, 50 of 100 clients, 5 epochs, SGD",
-        30,
+        60,
         (
             "model.sizes=['mlp2']",
             "data.transform.resize=8",
@@ -72,12 +75,12 @@ SETTINGS = (
     ),
     Setting(
         "ResNet-10 width 1/16, 10 of 20 clients, 5 epochs, Adam",
-        10,
+        30,
         ("model.sizes=['resnet10']", "model.resnet.width=0.0625"),
     ),
     Setting(
         "ResNet-18 width 1/4, 10 of 20 clients, 1 epoch, Adam",
-        10,
+        30,
         ("model.sizes=['resnet18']", "training.epochs=1"),
     ),
 )
@@ -137,27 +140,39 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
 
 
-def measure(setting: Setting, rounds: int) -> dict[str, str | float]:
+def timed(play: Callable[[], Played]) -> tuple[Played, float]:
+    """Return what a round gives and how long it takes."""
+    begin = time.perf_counter()
+    played = play()
+    return played, time.perf_counter() - begin
+
+
+def measure(setting: Setting, rounds: int) -> dict[str, str | int | float]:
     """Play both in turns, a round at a time and one more to warm up, and compare seconds and weights."""
     federation = Federation(setting.config)
     by_hand = HandWritten(federation)
-    server = federation.start()
-    seconds, gap = np.zeros((rounds + 1, 2)), 0.0
+    server, gap = federation.start(), 0.0
+    seconds = np.zeros((rounds + 1, 2))
     for number in range(rounds + 1):
-        begin = time.perf_counter()
-        state = by_hand.play(server.state, number + 1)
-        middle = time.perf_counter()
-        server, _ = federation.play(server)
-        seconds[number] = middle - begin, time.perf_counter() - middle
+        one = partial(by_hand.play, server.state, number + 1)
+        other = partial(federation.play, server)
+        if number % 2:
+            (server, _), seconds[number, 1] = timed(other)
+            state, seconds[number, 0] = timed(one)
+        else:
+            state, seconds[number, 0] = timed(one)
+            (server, _), seconds[number, 1] = timed(other)
         gap = max(gap, difference(state, server.state))
         assert gap <= TOLERANCE, f"{setting.name}: the weights differ by {gap} after round {number + 1}"
-    hand, motley = np.median(seconds[1:], axis=0).tolist()
+    hand, motley = (1000 * np.median(seconds[1:], axis=0)).tolist()
+    low, ratio, high = np.quantile(seconds[1:, 1] / seconds[1:, 0], (0.25, 0.5, 0.75)).tolist()
     return {
         "setting": setting.name,
         "rounds": rounds,
-        "by hand, ms": 1000 * hand,
-        "Motley, ms": 1000 * motley,
-        "ratio": motley / hand,
+        "by hand, ms": hand,
+        "Motley, ms": motley,
+        "ratio": ratio,
+        "middle half": f"{low:.3f} to {high:.3f}",
         "weights differ by": f"{gap:.0e}",
     }
 

@@ -1,7 +1,7 @@
 """The same federation on Flower's simulation engine and on Motley. Run it from the repository:
 
     pip install -c constraints.txt ".[bench]"
-    OMP_NUM_THREADS=1 python benchmarks/flower_simulation.py [--json FILE] [--rounds N] [--epochs E ...] [--engine NAME]
+    OMP_NUM_THREADS=1 python benchmarks/flower_simulation.py [--json FILE] [--work N] [--epochs E ...] [--engine NAME]
 
 Plain FedAvg of a small MLP on digits: 50 of 100 clients a round, batches of 10, SGD. Flower runs its own FedAvg
 strategy and a lean client (`flower_client.py`) with one worker a core; Motley runs on one thread. Seconds a round are
@@ -35,8 +35,10 @@ from report import arguments, machine, report
 from motley.data import load_dataset
 from motley.federation import Federation
 
-ACCURACY_GAP = 0.1
-"""Largest difference of the two accuracies: they sample other clients and draw other batches."""
+ACCURACY_GAP = 0.05
+"""Largest difference of the two accuracies: they sample other clients and draw other batches. Over eight seeds Motley's
+own differ by 0.023; after less work than the default, by far more.
+"""
 
 
 @dataclass(frozen=True)
@@ -129,14 +131,14 @@ def compare(epochs: int, rounds: int, engine: str) -> dict[str, str | int | floa
 def main() -> None:
     """Compare the two at every amount of local work."""
     parser = arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--work", type=int, default=250, help="rounds times local epochs")
     parser.add_argument("--epochs", type=int, nargs="+", default=[1, 5])
     parser.add_argument("--engine", default="local", help="Motley's engine")
     options = parser.parse_args()
     logging.getLogger("flwr").setLevel(logging.ERROR)
     load_dataset("digits")  # its reader imports scikit-learn
     about = machine("torch", "numpy", "flwr", "ray", "motleyfl")
-    report([compare(epochs, options.rounds, options.engine) for epochs in options.epochs], about, options.json)
+    report([compare(epochs, options.work // epochs, options.engine) for epochs in options.epochs], about, options.json)
 
 
 if __name__ == "__main__":

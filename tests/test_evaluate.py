@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from motley.data.device import DeviceData
 from motley.evaluate import EvaluationSettings, Evaluator, Score, Summary, rounds_to, summarize
 from motley.federation import Federation, Server
 from motley.splits.part import State
@@ -49,9 +50,12 @@ def plainly(federation: Federation, state: State, size: str) -> Score:
 
 
 def evaluator(federation: Federation, batch_size: int) -> Evaluator:
-    made = federation.evaluate
-    settings = EvaluationSettings(batch_size=batch_size)
-    return Evaluator(made.split, made.data, made.classes, settings, made.precision)
+    return fresh(federation, EvaluationSettings(batch_size=batch_size))
+
+
+def fresh(federation: Federation, settings: EvaluationSettings, classes: int = 10) -> Evaluator:
+    data = DeviceData(federation.dataset.test, federation.config.data.transform, federation.device, augment=False)
+    return Evaluator(federation.split, data, classes, settings, "fp32")
 
 
 def test_every_size_equals_a_plain_loop(federation: Federation, trained: Server) -> None:
@@ -109,8 +113,7 @@ def test_evaluating_changes_nothing(federation: Federation, trained: Server) -> 
 
 
 def test_a_class_that_no_test_image_has_counts_nowhere(federation: Federation, trained: Server) -> None:
-    made = federation.evaluate
-    wider = Evaluator(made.split, made.data, 12, made.settings, made.precision)
+    wider = fresh(federation, EvaluationSettings(), classes=12)
     for size, score in wider(trained.state).items():
         assert len(score.class_accuracy) == 12
         assert score.class_accuracy[10:] == (0.0, 0.0)

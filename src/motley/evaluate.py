@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -41,6 +42,10 @@ class Score:
     class_accuracy: tuple[float, ...]
 
 
+PREPARED_BYTES = 2**28
+"""Most memory for test images that are made once and kept."""
+
+
 class Evaluator:
     """Evaluates every size; on a GPU each on its own stream, as one captured graph."""
 
@@ -53,10 +58,8 @@ class Evaluator:
         precision: str,
         fused: bool = False,
     ) -> None:
-        self.split, self.data, self.classes, self.settings, self.precision = split, data, classes, settings, precision
-        self._sizes = {
-            size: _Size(split, size, data, classes, settings.batch_size, precision, fused) for size in split.sizes
-        }
+        batches = TestBatches(data, settings.batch_size, working_type(precision))
+        self._sizes = {size: _Size(split, size, batches, classes, precision, fused) for size in split.sizes}
 
     def __call__(self, state: Mapping[str, Tensor]) -> dict[str, Score]:
         """Return every size's score with its part of a state."""
@@ -65,23 +68,44 @@ class Evaluator:
         return {name: size.score() for name, size in self._sizes.items()}
 
 
+class TestBatches:
+    """The test set in batches, made once where they are not too large."""
+
+    __test__ = False
+
+    def __init__(self, data: DeviceData, batch_size: int, dtype: torch.dtype) -> None:
+        self.data, self.dtype = data, dtype
+        self._rows = torch.arange(len(data), device=data.device).split(batch_size)
+        fits = len(data) * math.prod(data.shape) * dtype.itemsize <= PREPARED_BYTES
+        self._made = [self._make(rows) for rows in self._rows] if fits else None
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(self._made) if self._made is not None else (self._make(rows) for rows in self._rows)
+
+    def _make(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        images, labels = self.data.batch(rows)
+        return images.to(self.dtype), labels
+
+
 class _Size:
     """A model that stays, into which a state is copied to be evaluated."""
 
     def __init__(
-        self, split: Split, size: str, data: DeviceData, classes: int, batch_size: int, precision: str, fused: bool
+        self, split: Split, size: str, batches: TestBatches, classes: int, precision: str, fused: bool
     ) -> None:
-        self.data, self.batch_size, self.precision = data, batch_size, precision
+        self.batches, self.device = batches, batches.data.device
         self.part = split.part(size)
-        self.model = place(split.build(size), data.device).eval()
+        self.model = place(split.build(size), self.device).eval()
         lower(self.model, precision)
-        if fused and data.device.type == "cuda":
+        if fused and self.device.type == "cuda":
             use_fused(self.model)
-        self.stream = torch.cuda.Stream(data.device) if data.device.type == "cuda" else None
+        self._tensors = self.model.state_dict()
+        self._into = by_type(self._tensors.values())
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._seen = torch.bincount(data.labels, minlength=classes)
-        self._right = torch.zeros_like(self._seen)
-        self._loss = torch.zeros((), device=data.device)
+        self._seen: list[int] = torch.bincount(batches.data.labels, minlength=classes).tolist()
+        self._counts = torch.zeros(classes + 1, dtype=torch.float64, device=self.device)
+        """Right answers a class, and the summed loss."""
 
     def start(self, state: Mapping[str, Tensor]) -> None:
         """Evaluate a state, without waiting for the device."""
@@ -90,42 +114,39 @@ class _Size:
             self._copy(own)
             self._count()
             return
-        self.stream.wait_stream(torch.cuda.current_stream(self.data.device))
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             self._copy(own)
             if self._graph is None:
                 self._count()
-                torch.cuda.synchronize(self.data.device)
+                torch.cuda.synchronize(self.device)
                 self._graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(self._graph, stream=self.stream):
                     self._count()
             self._graph.replay()
-        torch.cuda.current_stream(self.data.device).wait_stream(self.stream)
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     @torch.no_grad()
     def _copy(self, own: State) -> None:
-        tensors = self.model.state_dict()
-        for into, values in zip(by_type(tensors.values()), by_type(own[name] for name in tensors), strict=True):
+        for into, values in zip(self._into, by_type(own[name] for name in self._tensors), strict=True):
             if into:
                 torch._foreach_copy_(into, values)
 
     @torch.no_grad()
     def _count(self) -> None:
-        """Count correct answers a class and sum the loss over the whole test set."""
-        self._right.zero_()
-        self._loss.zero_()
-        rows = torch.arange(len(self.data), device=self.data.device)
-        for chunk in rows.split(self.batch_size):
-            images, labels = self.data.batch(chunk)
-            answers = self.model(images.to(working_type(self.precision))).float()
-            self._loss += F.cross_entropy(answers, labels, reduction="sum")
-            self._right.index_add_(0, labels, (answers.argmax(1) == labels).to(self._right.dtype))
+        """Count right answers a class and sum the loss over the whole test set."""
+        self._counts.zero_()
+        right, loss = self._counts[:-1], self._counts[-1]
+        for images, labels in self.batches:
+            answers = self.model(images).float()
+            loss += F.cross_entropy(answers, labels, reduction="sum")
+            right.index_add_(0, labels, (answers.argmax(1) == labels).double())
 
     def score(self) -> Score:
         """Return the score of the state that was started."""
-        seen, right = self._seen.tolist(), self._right.tolist()
-        by_class = tuple(r / max(s, 1) for r, s in zip(right, seen, strict=True))
-        return Score(sum(right) / sum(seen), float(self._loss) / sum(seen), by_class)
+        *right, loss = self._counts.tolist()
+        by_class = tuple(r / max(s, 1) for r, s in zip(right, self._seen, strict=True))
+        return Score(sum(right) / sum(self._seen), loss / sum(self._seen), by_class)
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,7 @@ def misfit(expected: Mapping[str, Tensor], change: Mapping[str, Tensor]) -> str 
 
 def finite(changes: Sequence[Mapping[str, Tensor]]) -> list[bool]:
     """Tell which changes hold finite numbers only; the device is asked once for all of them."""
-    if not changes:
-        return []
-    return torch.stack([_all_finite(change) for change in changes]).tolist()
-
-
-def _all_finite(change: Mapping[str, Tensor]) -> Tensor:
-    floats = [tensor for tensor in change.values() if tensor.is_floating_point()]
-    if not floats:
-        return torch.tensor(True)
-    return torch.stack(torch._foreach_norm(floats, ord=float("inf"))).isfinite().all()
+    floats = [[tensor for tensor in change.values() if tensor.is_floating_point()] for change in changes]
+    every = [tensor for own in floats for tensor in own]
+    good = iter(torch.stack(torch._foreach_norm(every, ord=float("inf"))).isfinite().tolist() if every else [])
+    return [all([next(good) for _ in own]) for own in floats]

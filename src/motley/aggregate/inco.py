@@ -100,24 +100,40 @@ def inco(
     kernels (where theta is one a tensor: the coordinates) that are covered in both source and target.
     """
     refined, coefficients = dict(change), {}
-    for source, target in pairs if settings.active else ():
-        if source in change and target in change:
-            masks = [mask for name in (source, target) if (mask := (covered or {}).get(name)) is not None]
-            held = masks[0] & masks[-1] if masks else None
-            refined[target], coefficients[target] = _refine(change[target], change[source], held, settings)
+    for alike in _alike(change, pairs, covered or {}).values() if settings.active else ():
+        deep, shallow = (torch.stack([change[getattr(pair, end)] for pair, _ in alike]) for end in ("target", "source"))
+        held = torch.stack([mask for _, mask in alike if mask is not None]) if alike[0][1] is not None else None
+        mixed, values = _refine(deep, shallow, held, settings)
+        for (pair, _), tensor, *row in zip(alike, mixed, *values, strict=True):
+            refined[pair.target], coefficients[pair.target] = tensor, Coefficients(*row)
     return refined, coefficients
 
 
+def _alike(
+    change: Mapping[str, Tensor], pairs: Sequence[CrossLayer], covered: Mapping[str, Tensor | None]
+) -> dict[object, list[tuple[CrossLayer, Tensor | None]]]:
+    """Return the pairs of which both layers were held, each with its mask, those of one shape together."""
+    groups: dict[object, list[tuple[CrossLayer, Tensor | None]]] = {}
+    for pair in pairs:
+        if pair.source in change and pair.target in change:
+            masks = [mask for name in pair if (mask := covered.get(name)) is not None]
+            held = masks[0] & masks[-1] if masks else None
+            groups.setdefault((change[pair.target].shape, held is None), []).append((pair, held))
+    return groups
+
+
 def _refine(deep: Tensor, shallow: Tensor, held: Tensor | None, settings: IncoSettings) -> tuple[Tensor, Coefficients]:
-    """Combine g_k (`deep`) and g_0 (`shallow`) as Algorithm 1, line 9:
+    """Combine each g_k (`deep`) and g_0 (`shallow`) of a stack of pairs as Algorithm 1, line 9:
 
     (g_k' -+ theta g_0') (|g_k| + |g_0|) / 2, where g' = g / (|g| + eps); without normalisation g_k -+ theta g_0.
     In double precision, where no finite float32 input overflows: nothing here can become NaN.
     """
-    per_kernel = settings.granularity == "kernel" and deep.dim() == 4
-    dims = (-2, -1) if per_kernel else tuple(range(deep.dim()))
-    if held is not None and per_kernel:
-        held = held.all(dims, keepdim=True)
+    per_kernel = settings.granularity == "kernel" and deep.dim() == 5
+    shape, dims = deep.shape, (-2, -1) if per_kernel else (-1,)
+    if not per_kernel:
+        deep, shallow = deep.reshape(len(deep), -1), shallow.reshape(len(deep), -1)
+    if held is not None:
+        held = held.all(dims, keepdim=True) if per_kernel else held.reshape(len(deep), -1)
     g_k, g_0 = (g.double() if held is None else g.double().where(held, 0.0) for g in (deep, shallow))
     alpha, beta = ((g_0 * g).sum(dims, keepdim=True) for g in (g_0, g_k))
     n_0, n_k = alpha.sqrt(), g_k.square().sum(dims, keepdim=True).sqrt()
@@ -131,7 +147,7 @@ def _refine(deep: Tensor, shallow: Tensor, held: Tensor | None, settings: IncoSe
         mixed = mixed.clamp(-settings.element_max, settings.element_max)
     mixed = mixed.to(deep.dtype)
     coefficients = Coefficients(*(_mean(value, held) for value in (theta, alpha, beta, (beta > 0).double())))
-    return mixed if held is None else torch.where(held, mixed, deep), coefficients
+    return (mixed if held is None else torch.where(held, mixed, deep)).reshape(shape), coefficients
 
 
 def _theta(alpha: Tensor, beta: Tensor, settings: IncoSettings) -> Tensor:
@@ -147,4 +163,9 @@ def _theta(alpha: Tensor, beta: Tensor, settings: IncoSettings) -> Tensor:
 
 
 def _mean(value: Tensor, held: Tensor | None) -> Tensor:
-    return (value.mean() if held is None else (value * held).sum() / held.sum().clamp(min=1)).float()
+    """Return each pair's mean over what was held."""
+    value = value.flatten(1)
+    if held is None:
+        return value.mean(1).float()
+    held = held.flatten(1)
+    return ((value * held).sum(1) / held.sum(1).clamp(min=1)).float()

@@ -31,7 +31,7 @@ class EngineSettings(Settings):
     busy processes; for large models on an idle machine, the number of cores.
     """
     fused: bool = True
-    """On a GPU, one kernel for batch norm, addition and ReLU where maps are small; off in the debug engine."""
+    """On a GPU, kernels of our own for batch norm with addition and ReLU; off in the debug engine."""
     memory_gib: float = Field(default=1.0, ge=0)
     """Host memory for what clients remember between rounds; what is more lies on disk."""
     precision: Literal["fp32", "tf32", "bf16"] = "tf32"

@@ -60,7 +60,7 @@ class Learner:
         self._rooms: dict[object, tuple[State, State]] = {}
         self.message: State = {}
         self.memory: State = {}
-        self.optimizer = training.optimizer.build(self.parameters.values(), device)
+        self.optimizer = training.optimizer.build(self.parameters.values(), device, fused)
         self.lr: Tensor | float = self.optimizer.param_groups[0]["lr"]
         self.round = torch.zeros((), dtype=torch.long, device=device)
         self.samples = torch.zeros((), dtype=torch.long, device=device)
@@ -108,9 +108,10 @@ class Learner:
         self.method.begin(self)
 
     def _reset_optimizer(self, lr: float) -> None:
-        moments = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-        if moments:
-            torch._foreach_zero_(moments)
+        tensors = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        for moments in by_type(tensors):
+            if moments:
+                torch._foreach_zero_(moments)
         if isinstance(self.lr, Tensor):
             self.lr.fill_(lr)
         else:

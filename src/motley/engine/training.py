@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from motley.data.device import DRAWS
+from motley.kernels import AVAILABLE
 from motley.randomness import generator
 from motley.settings import Settings
 
@@ -34,10 +35,14 @@ class OptimizerSettings(Settings):
             raise ValueError(f"momentum = {self.momentum} is for optimizer.name = 'sgd', not {self.name!r}")
         return self
 
-    def build(self, parameters: Iterable[Tensor], device: torch.device) -> torch.optim.Optimizer:
+    def build(self, parameters: Iterable[Tensor], device: torch.device, fused: bool = False) -> torch.optim.Optimizer:
         """Return the optimiser; on a GPU one that a graph can capture, with its learning rate on the device."""
         cuda = device.type == "cuda"
         lr: Any = torch.tensor(self.lr, device=device) if cuda else self.lr
+        if fused and cuda and AVAILABLE and self.name != "sgd":
+            from motley.kernels.adam import FusedAdam
+
+            return FusedAdam(list(parameters), lr, self.betas, self.weight_decay, decoupled=self.name == "adamw")
         shared = {"lr": lr, "weight_decay": self.weight_decay, "fused": True}
         if self.name == "sgd":
             return torch.optim.SGD(parameters, momentum=self.momentum, **shared)

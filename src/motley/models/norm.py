@@ -1,8 +1,8 @@
 """Batch normalisation with what usually follows it: an addition and a ReLU, in one step.
 
 On a GPU a small network's step is bound by the number of its kernels, not by arithmetic. There this module can compute
-normalisation, addition, ReLU and the running statistics in one kernel forward and one backward (`motley.models.fused`);
-everywhere else it is torch's own functions one after the other.
+normalisation, addition, ReLU and the running statistics in one or two kernels forward and as many backward
+(`motley.kernels`); everywhere else it is torch's own functions one after the other.
 """
 
 from __future__ import annotations
@@ -10,22 +10,26 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-try:
-    from motley.models import fused
-except ImportError:  # Triton comes with torch's CUDA builds only
-    fused = None  # type: ignore[assignment]
+from motley.kernels import AVAILABLE
+
+if AVAILABLE:
+    from motley.kernels import norm as kernel
+    from motley.kernels import stem
 
 
 class BatchNorm(nn.BatchNorm2d):
     """relu(batch_norm(x) + add), with torch's parameters, buffers and names."""
 
     fused = False
-    """Whether to use the one-kernel form where it applies; see `use_fused`."""
+    """Whether to use the fused kernels where they apply; see `use_fused`."""
 
     def forward(self, x: Tensor, add: Tensor | None = None, relu: bool = False) -> Tensor:
-        if self.fused and fused is not None and fused.applies(x, self.training):
-            compute = fused.norm_add_relu if self.training else fused.scale_add_relu
-            return compute(x, add, self, relu)
+        if self.fused and kernel.applies(x, self.training):
+            if not self.training:
+                return kernel.scale_add_relu(x, add, self, relu)
+            y, second = kernel.norm_add_relu(x, add, self, relu)
+            y.second = second  # type: ignore[attr-defined]
+            return y
         x = super().forward(x)
         if add is not None:
             x = x + add
@@ -42,8 +46,23 @@ class GroupNorm(nn.GroupNorm):
         return F.relu(x) if relu else x
 
 
+def second_use(x: Tensor) -> Tensor:
+    """Return a tensor for its second use: the same values, and where the kernels can add both gradients, a twin."""
+    second: Tensor = getattr(x, "second", x)
+    return second
+
+
+class Stem(nn.Conv2d):
+    """The first convolution of a network, whose input needs no gradient."""
+
+    fused = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return stem.convolve(x, self) if self.fused and stem.applies(x, self) else super().forward(x)
+
+
 def use_fused(model: nn.Module) -> None:
-    """Let every batch norm of a model use the one-kernel form."""
+    """Let a model's batch norms and its first convolution use the fused kernels, where there are any."""
     for module in model.modules():
-        if isinstance(module, BatchNorm):
-            module.fused = True
+        if isinstance(module, BatchNorm | Stem):
+            module.fused = AVAILABLE

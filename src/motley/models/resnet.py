@@ -16,7 +16,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor, nn
 
 from motley.models import MODELS, Architecture, CrossLayer, ImageShape
-from motley.models.norm import BatchNorm, GroupNorm
+from motley.models.norm import BatchNorm, GroupNorm, Stem, second_use
 from motley.models.taps import crop_taps
 from motley.settings import Settings
 
@@ -68,7 +68,8 @@ class Block(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.residual(x, x if self.downsample is None else self.downsample(x))
+        again = second_use(x)
+        return self.residual(x, again if self.downsample is None else self.downsample(again))
 
     def helped_by(self, first: Block) -> Iterator[Pair]:
         """Yield (a weight of the stage's first block, the weight of this block that it helps)."""
@@ -141,7 +142,8 @@ class ResNet(nn.Module):
         super().__init__()
         widths = stage_widths(settings.width)
         large = settings.stem == "imagenet"
-        self.conv1 = _conv(channels, widths[0], 7 if large else 3, 2 if large else 1)
+        kernel, stride = (7, 2) if large else (3, 1)
+        self.conv1 = Stem(channels, widths[0], kernel, stride=stride, padding=kernel // 2, bias=False)
         self.bn1 = _norm(widths[0], settings)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1) if large else nn.Identity()
         outputs = [width * block.expansion for width in widths]

@@ -1,0 +1,365 @@
+"""Kernels for relu(batch_norm(x) + add): in training, for its gradient, and in evaluation.
+
+A map of few rows (examples x map positions) takes one kernel: a program holds all rows of a few channels in registers,
+reads them once, computes mean and variance there, writes the result and moves the running statistics. A map of many
+rows takes two: the first leaves sums over blocks of rows, the second adds them up, always in the same order, and
+applies the result. Sums are of distances to the channel's first value, so that a large mean costs no precision.
+
+With g = dy where y > 0, xhat = (x - mean) / std and n rows:
+
+    dbias = sum g,   dweight = sum g xhat,   dadd = g
+    dx = weight / std * (g - dbias / n - xhat dweight / n)
+
+The result comes as two tensors of one memory, because a residual block uses its input twice: the gradients of both uses
+then arrive here apart and are added on the way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+FEW_ROWS = 1024
+"""Most rows that one program holds."""
+
+
+@triton.jit
+def _pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _moments(first, total, squares, rows, eps):
+    """Return mean, variance and 1 / std from sums of the distances to a value."""
+    off = total / rows
+    variance = tl.maximum(squares / rows - off * off, 0.0)
+    return first + off, variance, 1.0 / tl.sqrt(variance + eps)
+
+
+@triton.jit
+def _keep_statistics(
+    mean, rstd, running_mean, running_var, tracked, channel, known, m, variance, r, rows, momentum, first_program
+):
+    tl.store(mean + channel, m, mask=known)
+    tl.store(rstd + channel, r, mask=known)
+    old_mean = tl.load(running_mean + channel, mask=known, other=0.0)
+    old_var = tl.load(running_var + channel, mask=known, other=0.0)
+    unbiased = variance * (rows / (rows - 1.0))
+    tl.store(running_mean + channel, old_mean + momentum * (m - old_mean), mask=known)
+    tl.store(running_var + channel, old_var + momentum * (unbiased - old_var), mask=known)
+    if first_program:
+        tl.store(tracked, tl.load(tracked) + 1)
+
+
+@triton.jit
+def _gradient(dy, twin, y, at, inside, TWIN: tl.constexpr, RELU: tl.constexpr):
+    g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+    if TWIN:
+        g += tl.load(twin + at, mask=inside, other=0.0).to(tl.float32)
+    if RELU:
+        g = tl.where(tl.load(y + at, mask=inside, other=0.0) > 0, g, 0.0)
+    return g
+
+
+@triton.jit
+def _forward(
+    x, add, weight, bias, y, mean, rstd, running_mean, running_var, tracked,
+    rows, channels, eps, momentum,
+    ADD: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    row = tl.arange(0, ROWS)[:, None]
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    known = channel < channels
+    inside = (row < rows) & known[None, :]
+    at = row * channels + channel[None, :]
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    first = tl.load(x + channel, mask=known, other=0.0).to(tl.float32)
+    off = tl.where(inside, values - first[None, :], 0.0)
+    total, squares = tl.reduce((off, off * off), 0, _pairs)
+    m, variance, r = _moments(first, total, squares, rows, eps)
+    w = tl.load(weight + channel, mask=known, other=0.0)
+    b = tl.load(bias + channel, mask=known, other=0.0)
+    out = (values - m[None, :]) * (r * w)[None, :] + b[None, :]
+    if ADD:
+        out += tl.load(add + at, mask=inside, other=0.0).to(tl.float32)
+    if RELU:
+        out = tl.maximum(out, 0.0)
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+    _keep_statistics(
+        mean, rstd, running_mean, running_var, tracked, channel, known, m, variance, r, rows, momentum,
+        tl.program_id(0) == 0,
+    )  # fmt: skip
+
+
+@triton.jit
+def _backward(
+    dy, twin, x, y, weight, mean, rstd, dx, dadd, dweight, dbias,
+    rows, channels,
+    TWIN: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    row = tl.arange(0, ROWS)[:, None]
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    known = channel < channels
+    inside = (row < rows) & known[None, :]
+    at = row * channels + channel[None, :]
+    g = _gradient(dy, twin, y, at, inside, TWIN, RELU)
+    if ADD:
+        tl.store(dadd + at, g.to(dadd.dtype.element_ty), mask=inside)
+    m = tl.load(mean + channel, mask=known, other=0.0)
+    r = tl.load(rstd + channel, mask=known, other=0.0)
+    w = tl.load(weight + channel, mask=known, other=0.0)
+    xhat = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - m[None, :]) * r[None, :]
+    sum_g, sum_gx = tl.reduce((g, g * xhat), 0, _pairs)
+    tl.store(dbias + channel, sum_g, mask=known)
+    tl.store(dweight + channel, sum_gx, mask=known)
+    out = (g - (sum_g / rows)[None, :] - xhat * (sum_gx / rows)[None, :]) * (r * w)[None, :]
+    tl.store(dx + at, out.to(dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _block_moments(x, sums, rows, channels, SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
+    """Leave the sums of a block of SPAN rows in sums[block, 0 and 1, channel]."""
+    block = tl.program_id(0)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    known = channel < channels
+    first = tl.load(x + channel, mask=known, other=0.0).to(tl.float32)
+    total = tl.zeros((ROWS, CHANNELS), tl.float32)
+    squares = tl.zeros((ROWS, CHANNELS), tl.float32)
+    for start in range(0, SPAN, ROWS):
+        row = block * SPAN + start + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & known[None, :]
+        at = row.to(tl.int64)[:, None] * channels + channel[None, :]
+        off = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - first[None, :]
+        off = tl.where(inside, off, 0.0)
+        total += off
+        squares += off * off
+    into = sums + block * 2 * channels + channel
+    tl.store(into, tl.sum(total, 0), mask=known)
+    tl.store(into + channels, tl.sum(squares, 0), mask=known)
+
+
+@triton.jit
+def _block_gradients(
+    dy, twin, x, y, mean, rstd, sums, rows, channels,
+    TWIN: tl.constexpr, RELU: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    known = channel < channels
+    m = tl.load(mean + channel, mask=known, other=0.0)
+    r = tl.load(rstd + channel, mask=known, other=0.0)
+    total = tl.zeros((ROWS, CHANNELS), tl.float32)
+    products = tl.zeros((ROWS, CHANNELS), tl.float32)
+    for start in range(0, SPAN, ROWS):
+        row = block * SPAN + start + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & known[None, :]
+        at = row.to(tl.int64)[:, None] * channels + channel[None, :]
+        g = _gradient(dy, twin, y, at, inside, TWIN, RELU)
+        total += g
+        products += g * (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - m[None, :])
+    into = sums + block * 2 * channels + channel
+    tl.store(into, tl.sum(total, 0), mask=known)
+    tl.store(into + channels, tl.sum(products, 0) * r, mask=known)
+
+
+@triton.jit
+def _all_blocks(sums, channel, known, channels, blocks, BLOCKS: tl.constexpr):
+    """Return both sums over all blocks."""
+    block = tl.arange(0, BLOCKS)[:, None]
+    at = sums + block * 2 * channels + channel[None, :]
+    inside = (block < blocks) & known[None, :]
+    first = tl.load(at, mask=inside, other=0.0)
+    second = tl.load(at + channels, mask=inside, other=0.0)
+    return tl.reduce((first, second), 0, _pairs)
+
+
+@triton.jit
+def _apply_forward(
+    x, add, weight, bias, y, mean, rstd, running_mean, running_var, tracked, sums,
+    rows, channels, blocks, eps, momentum,
+    ADD: tl.constexpr, RELU: tl.constexpr,
+    SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    known = channel < channels
+    first = tl.load(x + channel, mask=known, other=0.0).to(tl.float32)
+    total, squares = _all_blocks(sums, channel, known, channels, blocks, BLOCKS)
+    m, variance, r = _moments(first, total, squares, rows, eps)
+    scale = r * tl.load(weight + channel, mask=known, other=0.0)
+    shift = tl.load(bias + channel, mask=known, other=0.0)
+    for start in range(0, SPAN, ROWS):
+        row = tl.program_id(0) * SPAN + start + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & known[None, :]
+        at = row.to(tl.int64)[:, None] * channels + channel[None, :]
+        values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        out = (values - m[None, :]) * scale[None, :] + shift[None, :]
+        if ADD:
+            out += tl.load(add + at, mask=inside, other=0.0).to(tl.float32)
+        if RELU:
+            out = tl.maximum(out, 0.0)
+        tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+    if tl.program_id(0) == 0:
+        _keep_statistics(
+            mean, rstd, running_mean, running_var, tracked, channel, known, m, variance, r, rows, momentum,
+            tl.program_id(1) == 0,
+        )  # fmt: skip
+
+
+@triton.jit
+def _apply_backward(
+    dy, twin, x, y, weight, mean, rstd, dx, dadd, dweight, dbias, sums,
+    rows, channels, blocks,
+    TWIN: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr,
+    SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    known = channel < channels
+    sum_g, sum_gx = _all_blocks(sums, channel, known, channels, blocks, BLOCKS)
+    m = tl.load(mean + channel, mask=known, other=0.0)
+    r = tl.load(rstd + channel, mask=known, other=0.0)
+    w = tl.load(weight + channel, mask=known, other=0.0)
+    for start in range(0, SPAN, ROWS):
+        row = tl.program_id(0) * SPAN + start + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & known[None, :]
+        at = row.to(tl.int64)[:, None] * channels + channel[None, :]
+        g = _gradient(dy, twin, y, at, inside, TWIN, RELU)
+        if ADD:
+            tl.store(dadd + at, g.to(dadd.dtype.element_ty), mask=inside)
+        xhat = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - m[None, :]) * r[None, :]
+        out = (g - (sum_g / rows)[None, :] - xhat * (sum_gx / rows)[None, :]) * (r * w)[None, :]
+        tl.store(dx + at, out.to(dx.dtype.element_ty), mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(dbias + channel, sum_g, mask=known)
+        tl.store(dweight + channel, sum_gx, mask=known)
+
+
+@triton.jit
+def _scale(
+    x, add, weight, bias, mean, variance, y, total, channels, eps,
+    ADD: tl.constexpr, RELU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total
+    channel = at % channels
+    scale = tl.load(weight + channel) / tl.sqrt(tl.load(variance + channel) + eps)
+    shift = tl.load(bias + channel) - tl.load(mean + channel) * scale
+    out = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale + shift
+    if ADD:
+        out += tl.load(add + at, mask=inside, other=0.0).to(tl.float32)
+    if RELU:
+        out = tl.maximum(out, 0.0)
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+
+
+def applies(x: Tensor, training: bool) -> bool:
+    """Tell whether a map lies with channels last; one row cannot be trained on, and evaluation has no gradient here."""
+    enough = x.numel() > x.shape[1] if training else not torch.is_grad_enabled()
+    return enough and x.is_contiguous(memory_format=torch.channels_last)
+
+
+def few(rows: int, channels: int) -> dict[str, int]:
+    """Return the rows and channels of a program that holds all rows, and its warps: many small programs are fastest."""
+    height = max(triton.next_power_of_2(rows), 16)
+    width = min(4, triton.next_power_of_2(channels))
+    return {"ROWS": height, "CHANNELS": width, "num_warps": max(1, min(height * width // 256, 8))}
+
+
+def many(rows: int, channels: int) -> tuple[dict[str, int], int, int]:
+    """Return the tile of programs that go through many rows, and how many rows each goes through in both kernels."""
+    width = min(triton.next_power_of_2(channels), 64)
+    values, summing, applying = (2048, 64, 128) if rows * channels <= 2**21 else (4096, 128, 256)
+    height, sides = values // width, triton.cdiv(channels, width)
+    tile = {"ROWS": height, "CHANNELS": width, "num_warps": 8}
+    return tile, _span(rows, height, summing // sides), _span(rows, height, applying // sides)
+
+
+def _span(rows: int, height: int, programs: int) -> int:
+    """Return how many rows a program goes through: whole tiles."""
+    return triton.cdiv(triton.cdiv(rows, max(programs, 1)), height) * height
+
+
+class _NormAddRelu(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, add: Tensor | None, weight: Tensor, bias: Tensor, norm: Any, relu: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        channels = x.shape[1]
+        rows = x.numel() // channels
+        y = torch.empty_like(x)
+        mean, rstd = torch.empty_like(weight), torch.empty_like(weight)
+        if add is not None:
+            add = add.contiguous(memory_format=torch.channels_last)
+        tensors = (
+            x, x if add is None else add, weight, bias, y, mean, rstd,
+            norm.running_mean, norm.running_var, norm.num_batches_tracked,
+        )  # fmt: skip
+        kind = {"ADD": add is not None, "RELU": relu}
+        if rows <= FEW_ROWS:
+            tile = few(rows, channels)
+            grid: tuple[int, ...] = (triton.cdiv(channels, tile["CHANNELS"]),)
+            _forward[grid](*tensors, rows, channels, norm.eps, norm.momentum, **kind, **tile)
+        else:
+            tile, summed, applied = many(rows, channels)
+            blocks, sides = triton.cdiv(rows, summed), triton.cdiv(channels, tile["CHANNELS"])
+            sums = weight.new_empty((blocks, 2, channels))
+            _block_moments[blocks, sides](x, sums, rows, channels, SPAN=summed, **tile)
+            _apply_forward[triton.cdiv(rows, applied), sides](
+                *tensors, sums, rows, channels, blocks, norm.eps, norm.momentum,
+                SPAN=applied, BLOCKS=triton.next_power_of_2(blocks), **kind, **tile,
+            )  # fmt: skip
+        ctx.save_for_backward(x, y, weight, mean, rstd)
+        ctx.add, ctx.relu = add is not None, relu
+        return y, y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, y, weight, mean, rstd = ctx.saved_tensors
+        given = [g.contiguous(memory_format=torch.channels_last) for g in gradients if g is not None]
+        channels = x.shape[1]
+        rows = x.numel() // channels
+        dx, dweight, dbias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+        dadd = torch.empty_like(x) if ctx.add else dx
+        entered = (given[0], given[-1], x, y)
+        left = (dx, dadd, dweight, dbias)
+        twin = len(given) == 2
+        if rows <= FEW_ROWS:
+            tile = few(rows, channels)
+            grid: tuple[int, ...] = (triton.cdiv(channels, tile["CHANNELS"]),)
+            _backward[grid](
+                *entered, weight, mean, rstd, *left, rows, channels, TWIN=twin, ADD=ctx.add, RELU=ctx.relu, **tile
+            )
+        else:
+            tile, summed, applied = many(rows, channels)
+            blocks, sides = triton.cdiv(rows, summed), triton.cdiv(channels, tile["CHANNELS"])
+            sums = weight.new_empty((blocks, 2, channels))
+            _block_gradients[blocks, sides](
+                *entered, mean, rstd, sums, rows, channels, TWIN=twin, RELU=ctx.relu, SPAN=summed, **tile
+            )
+            _apply_backward[triton.cdiv(rows, applied), sides](
+                *entered, weight, mean, rstd, *left, sums, rows, channels, blocks,
+                TWIN=twin, ADD=ctx.add, RELU=ctx.relu, SPAN=applied, BLOCKS=triton.next_power_of_2(blocks), **tile,
+            )  # fmt: skip
+        return dx, dadd if ctx.add else None, dweight, dbias, None, None
+
+
+def norm_add_relu(x: Tensor, add: Tensor | None, norm: nn.BatchNorm2d, relu: bool) -> tuple[Tensor, Tensor]:
+    """Return relu(batch_norm(x) + add), twice for two uses, and move the running statistics."""
+    result: tuple[Tensor, Tensor] = _NormAddRelu.apply(x, add, norm.weight, norm.bias, norm, relu)
+    return result
+
+
+def scale_add_relu(x: Tensor, add: Tensor | None, norm: nn.BatchNorm2d, relu: bool) -> Tensor:
+    """Return relu(batch_norm(x) + add) with the running statistics, in one kernel and without a gradient."""
+    y = torch.empty_like(x)
+    if add is not None:
+        add = add.contiguous(memory_format=torch.channels_last)
+    _scale[(triton.cdiv(x.numel(), 1024),)](
+        x, x if add is None else add, norm.weight, norm.bias, norm.running_mean, norm.running_var, y,
+        x.numel(), x.shape[1], norm.eps, ADD=add is not None, RELU=relu, BLOCK=1024,
+    )  # fmt: skip
+    return y
