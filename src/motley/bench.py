@@ -7,6 +7,7 @@ import resource
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -86,15 +87,15 @@ def measure(config: Config, setting: str, rounds: int, warm_up: int, dataset: Da
         ms_round=1000 * statistics.median(measured),
         ms_round_spread=500 * (quartiles[2] - quartiles[0]),
         ms_client_step=1000 * train / sum(steps[warm_up:]),
-        peak_mb=_peak_mb(federation.device),
+        peak_mb=_peak_mb(federation.devices),
         share={**share, "idle": max(0.0, 1 - sum(share.values()))},
         seconds_first_round=totals[0],
     )
 
 
-def _peak_mb(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e6
+def _peak_mb(devices: Sequence[torch.device]) -> float:
+    if devices[0].type == "cuda":
+        return sum(torch.cuda.max_memory_allocated(device) for device in devices) / 1e6
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 

@@ -32,7 +32,7 @@ from motley.data import Dataset, load_dataset
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
 from motley.engine import Clients, DebugEngine, Engine, Job, LocalEngine, Upload
-from motley.engine.device import choose_device, on_device, set_precision
+from motley.engine.device import choose_devices, on_device, set_precision
 from motley.engine.memory import MemoryStore
 from motley.errors import MotleyError
 from motley.evaluate import Evaluator, Score
@@ -135,12 +135,15 @@ class Federation:
         memory_folder: Path | None = None,
     ) -> None:
         self.config = config
-        self.device = choose_device(config.engine.device)
+        devices = choose_devices(config.engine.device)
+        self.device = devices[0]
+        self.devices = devices if config.engine.name != "debug" else devices[:1]
+        """Where clients train; the first is the home device, where everything else is."""
         set_precision(config.engine.precision, self.device)
         torch.set_num_threads(config.engine.threads)
         self.dataset = dataset or load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
         transform = config.data.transform
-        train = DeviceData(self.dataset.train, transform, self.device, augment=True)
+        train, *elsewhere = (DeviceData(self.dataset.train, transform, device, augment=True) for device in self.devices)
         test = DeviceData(self.dataset.test, transform, self.device, augment=False)
         self.split = build_split(config, train, self.dataset.classes)
         if config.method.inco.active and not self.split.cross_layers:
@@ -163,6 +166,7 @@ class Federation:
             fused=fused,
             seed=config.seed,
             memory=MemoryStore(memory_folder, int(config.engine.memory_gib * 2**30)),
+            elsewhere=elsewhere,
         )
         self.engine: Engine = (
             DebugEngine(clients) if config.engine.name == "debug" else LocalEngine(clients, config.engine.slots)

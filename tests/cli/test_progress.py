@@ -41,7 +41,7 @@ def console() -> Console:
 
 def start(display: Progress, rounds: int = 10, after: int = 0) -> None:
     """Begin a run of four clients a round on a made-up federation."""
-    federation: Any = SimpleNamespace(config=tiny_config(f"training.rounds={rounds}"), device="cpu")
+    federation: Any = SimpleNamespace(config=tiny_config(f"training.rounds={rounds}"), devices=["cpu"])
     display.on_start(federation, server(after))
 
 

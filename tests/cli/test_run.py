@@ -135,7 +135,10 @@ def test_a_run_from_a_file_is_named_after_its_data_and_method(motley: Command, t
         (("run", "--set", r"data.name='a\[b]'"), r"unknown data set 'a\\[b]'."),
         (("run", "--preset", "quickstrat"), "unknown preset 'quickstrat'. Did you mean 'quickstart'?"),
         (("run", "none.toml"), "none.toml: there is no such configuration file."),
-        (("run", "--set", "engine.device=tpu"), "engine.device = 'tpu': allowed are auto, cpu, cuda and cuda:N."),
+        (
+            ("run", "--set", "engine.device=tpu"),
+            "engine.device = 'tpu': allowed are auto, cpu, cuda, cuda:N, or several",
+        ),
         (("run", "--set", "split.name=homogeneous"), "split.name = 'homogeneous' takes exactly one size."),
         (("run", "--set", "data.name=npz"), "data set 'npz' needs a path"),
         (("resume", "nowhere"), "nowhere is not a run: there is no config.toml in it."),

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from motley.engine.timeline import Timeline
 from motley.federation import Federation, Server
 from motley.models.norm import BatchNorm, use_fused
 from tests.conftest import tiny_config
@@ -59,6 +60,31 @@ def test_steps_are_captured() -> None:
     federation.play(federation.start())
     slots = list(federation.engine.pool)  # type: ignore[attr-defined]
     assert slots and all(len(slot._captures) == 1 for slot in slots)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "noisy", "every-hook", "alternating"])
+@pytest.mark.parametrize("numbers", [(0, 0), (0, 1)], ids=["one-gpu-twice", "two-gpus"])
+def test_two_devices_agree_with_one(method: str, numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the same GPU is no setting, but carries jobs between streams as two GPUs do."""
+    if max(numbers) >= torch.cuda.device_count():
+        pytest.skip("needs two CUDA devices")
+    sgd = ("training.optimizer.name=sgd", "training.optimizer.lr=0.01", "training.batch_size=16", "training.steps=5")
+    settings = (f"method.name={method}", "federation.clients_per_round=6", "engine.slots=1", *sgd)
+    one, one_loss = after(3, *settings)
+    devices = [torch.device("cuda", number) for number in numbers]
+    monkeypatch.setattr("motley.federation.choose_devices", lambda setting: devices)
+    federation = Federation(tiny_config(*EXACT, *settings))
+    timeline = federation.engine.clients.timeline = Timeline(*federation.devices)  # type: ignore[attr-defined]
+    generators = [torch.cuda.get_rng_state(device) for device in devices]
+    server = federation.start()
+    for _ in range(3):
+        server, record = federation.play(server)
+    assert record.train_loss == pytest.approx(one_loss, rel=1e-4)
+    assert distance(server.state, one.state) < 1e-5
+    assert {tensor.device for tensor in (*server.state.values(), *server.method.values())} == {devices[0]}
+    assert {slot.device for slot in federation.engine.pool} == set(devices)  # type: ignore[attr-defined]
+    assert {span.device for span in timeline.spans()} == {0, 1}
+    assert all(torch.equal(torch.cuda.get_rng_state(d), g) for d, g in zip(devices, generators, strict=True))
 
 
 def test_gpu_and_cpu_start_alike() -> None:

@@ -41,7 +41,7 @@ class Progress(Callback):
         self.rounds = federation.config.training.rounds
         self.clients = federation.config.federation.clients_per_round
         self.round_number = server.round_number
-        self.device = str(federation.device)
+        self.device = ", ".join(str(device) for device in federation.devices)
         self.began = time.perf_counter()
 
     def on_client(self, client: int) -> None:

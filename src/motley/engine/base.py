@@ -23,9 +23,11 @@ class EngineSettings(Settings):
     name: Literal["local", "debug"] = "local"
     """local: slots, captured as CUDA graphs on a GPU. debug: a fresh model a client, one client at a time."""
     device: str = "auto"
-    """auto, cpu, cuda, or cuda:N."""
+    """auto (every GPU that is visible, or else the CPU), cpu, cuda (the first GPU), cuda:N, or several GPUs:
+    cuda:0,cuda:1. The first is the server's; clients train on all of them. The debug engine uses the first only.
+    """
     slots: int = Field(default=0, ge=0)
-    """Clients of a size that train at once; 0: 1 on a CPU, up to 4 on a GPU."""
+    """Clients of a size that train at once on each device; 0: 1 on a CPU, up to 4 on a GPU."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of torch. Another number changes the last bits of results, and more than one is slow beside other
     busy processes; for large models on an idle machine, the number of cores.

@@ -46,9 +46,12 @@ class Clients:
         fused: bool = False,
         seed: int,
         memory: MemoryStore,
+        elsewhere: Sequence[DeviceData] = (),
     ) -> None:
         self.method, self.data, self.partition, self.training = method, data, partition, training
         self.precision, self.fused, self.seed, self.memory = precision, fused, seed, memory
+        self.copies = [data, *elsewhere]
+        """The examples on each device that clients train on; the home device comes first."""
         self.timeline: Timeline | None = None
         """Set to have slots note who trains where and when."""
         self._smallest: dict[str, int] = {}
@@ -60,18 +63,23 @@ class Clients:
 
     @property
     def device(self) -> torch.device:
-        """The device that the clients train on."""
+        """The home device: where jobs come from and uploads go."""
         return self.data.device
 
-    def learner(self, size: str) -> Learner:
-        """Return a fresh learner of a size."""
+    @property
+    def devices(self) -> list[torch.device]:
+        """The devices that the clients train on."""
+        return [data.device for data in self.copies]
+
+    def learner(self, size: str, where: int = 0) -> Learner:
+        """Return a fresh learner of a size on one of the devices."""
         longest = self.training.turn_steps(len(self.training.epoch_lengths(int(self.partition.sizes.max()), 1)))
         model = self.method.world.split.build(size)
         return Learner(
             model,
             self.method,
             self.training,
-            self.data,
+            self.copies[where],
             longest=max(longest, 1),
             precision=self.precision,
             fused=self.fused,
@@ -157,15 +165,13 @@ class Clients:
 
 
 @contextmanager
-def own_randomness(device: torch.device) -> Iterator[None]:
+def own_randomness(*devices: torch.device) -> Iterator[None]:
     """Leave the caller's generators as they were: steps key torch's own ones."""
     with torch.random.fork_rng(devices=[]):
-        if device.type != "cuda":
-            yield
-            return
-        default = torch.cuda.default_generators[device.index]
-        before = default.graphsafe_get_state()
+        defaults = [torch.cuda.default_generators[device.index] for device in devices if device.type == "cuda"]
+        before = [default.graphsafe_get_state() for default in defaults]
         try:
             yield
         finally:
-            default.graphsafe_set_state(before)
+            for default, state in zip(defaults, before, strict=True):
+                default.graphsafe_set_state(state)

@@ -15,6 +15,7 @@ from motley.engine.base import Done, Job, Upload
 from motley.engine.clients import Clients, Turn, own_randomness
 from motley.engine.pool import SlotPool
 from motley.engine.slots import Slot
+from motley.engine.spread import Spread
 from motley.methods.base import Collection
 
 
@@ -23,14 +24,16 @@ class LocalEngine:
 
     def __init__(self, clients: Clients, slots: int) -> None:
         self.clients = clients
-        self.pool = SlotPool(clients, slots or (4 if clients.device.type == "cuda" else 1))
+        a_size = slots or (4 if clients.device.type == "cuda" else 1)
+        pools = [SlotPool(clients, a_size, where) for where in range(len(clients.devices))]
+        self.pool: SlotPool | Spread = Spread(pools) if len(pools) > 1 else pools[0]
 
     def train(self, jobs: Sequence[Job], done: Done) -> list[Upload]:
         """Train every job's client."""
         waiting = self._queues(jobs)
         turns: list[Turn] = []
         busy: list[Slot] = []
-        with own_randomness(self.clients.device):
+        with own_randomness(*self.clients.devices):
             for slot in self.pool:
                 slot.follow()
             try:

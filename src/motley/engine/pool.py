@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from motley.engine.away import AwaySlot
 from motley.engine.base import Job
 from motley.engine.clients import Clients
 from motley.engine.slots import Slot
@@ -14,10 +15,10 @@ from motley.errors import MotleyError
 
 
 class SlotPool:
-    """Slots by size."""
+    """The slots of one device, by size."""
 
-    def __init__(self, clients: Clients, a_size: int) -> None:
-        self.clients = clients
+    def __init__(self, clients: Clients, a_size: int, where: int = 0) -> None:
+        self.clients, self.where, self.device = clients, where, clients.devices[where]
         self.a_size = a_size
         self.most: int | None = None
         """How many slots fit on the device; known once one more did not."""
@@ -48,7 +49,7 @@ class SlotPool:
         """Return a slot of a size, busy or not, for work outside of training."""
         slots = self._slots.setdefault(size, [])
         if not slots:
-            slots.append(Slot(self.clients, size))
+            slots.append(self._make(size))
         return slots[0]
 
     def _free(self, size: str) -> Slot | None:
@@ -57,13 +58,16 @@ class SlotPool:
         if free is not None or len(slots) >= self.a_size or not self._has_room():
             return free
         try:
-            made = Slot(self.clients, size)
+            made = self._make(size)
         except torch.OutOfMemoryError:
             self._no_more_than(len(list(self)), size)
             return self._free(size)
         made.follow()
         slots.append(made)
         return made
+
+    def _make(self, size: str) -> Slot:
+        return AwaySlot(self.clients, size, self.where) if self.where else Slot(self.clients, size)
 
     def _has_room(self) -> bool:
         """Tell whether one more slot may be made, after emptying an idle one where the device is full."""
@@ -76,19 +80,20 @@ class SlotPool:
 
     def _drop(self, slot: Slot) -> None:
         self._slots[slot.size].remove(slot)
-        if self.clients.device.type == "cuda":
-            torch.cuda.synchronize(self.clients.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
     def _no_more_than(self, count: int, size: str) -> None:
         if count == 0:
+            leave_out = f"{self.device} out of engine.device" if self.where else "the largest size out of model.sizes"
             raise MotleyError(
-                f"{self.clients.device} has too little memory for a single client of size {size!r}. "
-                "Lower training.batch_size, or leave the largest size out of model.sizes."
+                f"{self.device} has too little memory for a single client of size {size!r}. "
+                f"Lower training.batch_size, or leave {leave_out}."
             )
         if self.most is None:
             warnings.warn(
-                f"{self.clients.device} has memory for {count} clients at once; the others wait their turn.",
+                f"{self.device} has memory for {count} clients at once; the others wait their turn.",
                 stacklevel=2,
             )
         self.most = count

@@ -26,10 +26,10 @@ CHUNK = 4
 class Slot:
     """A place where clients of one size train, one after the other."""
 
-    def __init__(self, clients: Clients, size: str) -> None:
-        self.clients, self.size = clients, size
-        self.learner = clients.learner(size)
-        self.device = clients.device
+    def __init__(self, clients: Clients, size: str, where: int = 0) -> None:
+        self.clients, self.size, self.where = clients, size, where
+        self.learner = clients.learner(size, where)
+        self.device = clients.devices[where]
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._captures: dict[object, dict[int, torch.cuda.CUDAGraph]] = {}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}

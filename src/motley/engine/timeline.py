@@ -1,4 +1,4 @@
-"""Which client ran where and when: spans of turns in slots, on the device's own clock."""
+"""Which client ran where and when: spans of turns in slots, on the devices' own clocks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from matplotlib.figure import Figure
 
 from motley.engine.base import Job
 
+if TYPE_CHECKING:
+    from motley.engine.slots import Slot
+
 Mark = float | torch.cuda.Event
+Who = tuple[int, int, str]
+"""Round, client and size; not the job, whose tensors would be kept for as long."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,8 @@ class Span:
     client: int
     size: str
     slot: int
+    device: int
+    """Its place among the devices that clients train on."""
     start: float
     end: float
 
@@ -30,44 +38,48 @@ class Span:
 class Timeline:
     """Collects turns; on a GPU with events on the slots' streams, so that nothing waits."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, *devices: torch.device) -> None:
+        self.devices = devices
         self._slots: dict[int, int] = {}
-        self._open: dict[int, tuple[Job, Mark]] = {}
-        self._closed: list[tuple[Job, int, Mark, Mark]] = []
-        self._zero = self._mark()
+        self._open: dict[int, tuple[Who, Mark]] = {}
+        self._closed: list[tuple[Who, int, int, Mark, Mark]] = []
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        self._zeros = [self._mark(where) for where in range(len(devices))]
 
-    def begin(self, slot: object, job: Job) -> None:
+    def begin(self, slot: Slot, job: Job) -> None:
         """Note that a job's turn begins in a slot, on the current stream."""
         self._slots.setdefault(id(slot), len(self._slots))
-        self._open[id(slot)] = job, self._mark()
+        self._open[id(slot)] = (job.round_number, job.client, job.size), self._mark(slot.where)
 
-    def end(self, slot: object) -> None:
+    def end(self, slot: Slot) -> None:
         """Note that the turn in a slot is over, on the current stream."""
-        job, start = self._open.pop(id(slot))
-        self._closed.append((job, self._slots[id(slot)], start, self._mark()))
+        who, start = self._open.pop(id(slot))
+        self._closed.append((who, self._slots[id(slot)], slot.where, start, self._mark(slot.where)))
 
     def spans(self) -> list[Span]:
         """Return the turns so far; waits for the device."""
         return [
-            Span(job.round_number, job.client, job.size, slot, self._seconds(start), self._seconds(end))
-            for job, slot, start, end in self._closed
+            Span(*who, slot, where, self._seconds(start, where), self._seconds(end, where))
+            for who, slot, where, start, end in self._closed
         ]
 
-    def _mark(self) -> Mark:
-        if self.device.type != "cuda":
+    def _mark(self, where: int) -> Mark:
+        if self.devices[where].type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(torch.cuda.current_stream(self.devices[where]))
         return event
 
-    def _seconds(self, mark: Mark) -> float:
+    def _seconds(self, mark: Mark, where: int) -> float:
+        zero = self._zeros[where]
         if isinstance(mark, float):
-            assert isinstance(self._zero, float)
-            return mark - self._zero
-        assert not isinstance(self._zero, float)
+            assert isinstance(zero, float)
+            return mark - zero
+        assert not isinstance(zero, float)
         mark.synchronize()
-        return self._zero.elapsed_time(mark) / 1000
+        return zero.elapsed_time(mark) / 1000
 
 
 def draw(spans: Sequence[Span], path: Path, rounds: int = 3) -> None:
@@ -76,16 +88,20 @@ def draw(spans: Sequence[Span], path: Path, rounds: int = 3) -> None:
     shown = [span for span in spans if span.round_number > last - rounds]
     first = min(span.start for span in shown)
     sizes = sorted({span.size for span in shown}, key=lambda size: (len(size), size))
-    rows = {slot: row for row, slot in enumerate(sorted({span.slot for span in shown}))}
+    places = sorted({(span.device, span.slot) for span in shown})
+    rows = {place: row for row, place in enumerate(places)}
+    several = len({device for device, _ in places}) > 1
     figure = Figure(figsize=(12, 1.5 + 0.35 * len(rows)))
     axes = figure.subplots()
     for span in shown:
         left, width = 1000 * (span.start - first), 1000 * (span.end - span.start)
-        axes.barh(rows[span.slot], width, left=left, color=f"C{sizes.index(span.size)}", edgecolor="white")
-        axes.text(left + width / 2, rows[span.slot], str(span.client), ha="center", va="center", fontsize=7)
+        row = rows[span.device, span.slot]
+        axes.barh(row, width, left=left, color=f"C{sizes.index(span.size)}", edgecolor="white")
+        axes.text(left + width / 2, row, str(span.client), ha="center", va="center", fontsize=7)
     for size in sizes:
         axes.barh(0, 0, color=f"C{sizes.index(size)}", label=size)
-    axes.set_yticks(range(len(rows)), [f"slot {slot}" for slot in rows])
+    names = [f"device {device}, slot {slot}" if several else f"slot {slot}" for device, slot in places]
+    axes.set_yticks(range(len(rows)), names)
     axes.set_xlabel("ms")
     axes.set_title(f"rounds {max(1, last - rounds + 1)} to {last}: clients in slots")
     axes.legend(fontsize=7, loc="upper right")

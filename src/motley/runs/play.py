@@ -118,7 +118,7 @@ class KeepTimeline(Callback):
 
     def on_start(self, federation: Federation, server: Server) -> None:
         assert isinstance(federation.engine, LocalEngine)
-        self.timeline = federation.engine.clients.timeline = Timeline(federation.device)
+        self.timeline = federation.engine.clients.timeline = Timeline(*federation.devices)
 
     def on_stop(self, server: Server) -> None:
         spans = self.timeline.spans()

@@ -1,0 +1,75 @@
+"""A slot on a device other than the home device.
+
+The server's tensors live on the home device. A job is carried over when its turn begins, and what it sends back is
+carried home when the turn ends; in between, the slot is like any other.
+
+torch runs a copy between GPUs on the source's current stream and lets it and the destination's wait for each other. On
+the home device's own stream all copies would stand in one line, and each would wait for the turn before it in its slot;
+so every such slot has a stream at home, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from motley.engine.base import Job
+from motley.engine.clients import Clients, Turn
+from motley.engine.slots import Slot
+from motley.engine.training import Plan
+from motley.splits.part import State
+
+
+class AwaySlot(Slot):
+    """A slot whose clients come from the home device and go back to it."""
+
+    def __init__(self, clients: Clients, size: str, where: int) -> None:
+        super().__init__(clients, size, where)
+        self.home = clients.device
+        self.stream_at_home = torch.cuda.Stream(self.home) if self.home.type == "cuda" else None
+
+    def load(self, job: Job, plan: Plan) -> None:
+        """Carry a job over and start its turn."""
+        self._sent = job
+        with self._on_both():
+            here = replace(job, state=carried(job.state, self.device), message=carried(job.message, self.device))
+            super().load(here, plan)
+
+    def unload(self) -> Turn:
+        """End the turn and carry it home."""
+        with self._on_both():
+            turn = super().unload()
+            change, reply = carried(turn.change, self.home), carried(turn.reply, self.home)
+            return replace(turn, job=self._sent, change=change, reply=reply, loss=turn.loss.to(self.home, copy=True))
+
+    def follow(self) -> None:
+        """Let the slot's streams wait for the work so far on both devices."""
+        super().follow()
+        if self.stream_at_home is not None:
+            self.stream_at_home.wait_stream(torch.cuda.current_stream(self.home))
+
+    def lead(self) -> None:
+        """Let the streams of both devices wait for the slot's work so far."""
+        super().lead()
+        if self.stream_at_home is not None:
+            torch.cuda.current_stream(self.home).wait_stream(self.stream_at_home)
+
+    @contextmanager
+    def _on_both(self) -> Iterator[None]:
+        """Make the slot's two streams the current ones of their devices; its own device is the current one."""
+        if self.stream is None or self.stream_at_home is None:
+            yield
+            return
+        with torch.cuda.stream(self.stream_at_home), torch.cuda.stream(self.stream):
+            yield
+
+
+def carried(state: State, device: torch.device) -> State:
+    """Return a state on another device; what a method keeps in host memory stays there.
+
+    Tensors are copied even if the device turns out to be the same one, as it does in tests.
+    """
+    return {n: t.to(device, copy=True) if t.device.type == device.type else t for n, t in state.items()}
