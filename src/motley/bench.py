@@ -70,13 +70,18 @@ def measure(config: Config, setting: str, rounds: int, warm_up: int, dataset: Da
     federation.method.aggregate = counting  # type: ignore[method-assign]
     server = federation.start()
     totals, phases = [], []
-    for _ in range(warm_up + rounds):
-        begin = time.perf_counter()
-        server, record = federation.play(server)
-        if federation.device.type == "cuda":
-            torch.cuda.synchronize(federation.device)
-        totals.append(time.perf_counter() - begin)
+    begin, unsettled = time.perf_counter(), None
+    for number in range(warm_up + rounds):
+        server, record = federation.advance(server, lambda client: None)
+        if unsettled is not None:
+            unsettled.settle()
+        unsettled = record
+        if number == warm_up + rounds - 1:
+            record.settle()
+        end = time.perf_counter()
+        totals.append(end - begin)
         phases.append(record.seconds)
+        begin = end
     measured, seconds = totals[warm_up:], phases[warm_up:]
     share = {name: sum(phase.get(name, 0.0) for phase in seconds) / sum(measured) for name in seconds[0]}
     quartiles = statistics.quantiles(measured, n=4) if rounds > 1 else [measured[0]] * 3

@@ -59,13 +59,42 @@ class Evaluator:
         fused: bool = False,
     ) -> None:
         batches = TestBatches(data, settings.batch_size, working_type(precision))
+        self._seen: list[int] = torch.bincount(data.labels, minlength=classes).tolist()
         self._sizes = {size: _Size(split, size, batches, classes, precision, fused) for size in split.sizes}
 
     def __call__(self, state: Mapping[str, Tensor]) -> dict[str, Score]:
         """Return every size's score with its part of a state."""
-        for size in self._sizes.values():
-            size.start(state)
-        return {name: size.score() for name, size in self._sizes.items()}
+        return self.start(state).scores()
+
+    def start(self, state: Mapping[str, Tensor]) -> Evaluation:
+        """Begin to evaluate every size. On a GPU the host goes on, and the state may be dropped or trained from."""
+        counts = {name: size.start(state) for name, size in self._sizes.items()}
+        return Evaluation(counts, self._seen, [size.stream for size in self._sizes.values() if size.stream])
+
+
+class Evaluation:
+    """An evaluation that the device may still be at."""
+
+    def __init__(self, counts: dict[str, Tensor], seen: list[int], streams: Sequence[torch.cuda.Stream]) -> None:
+        self._counts, self._seen = counts, seen
+        self._ends = [stream.record_event() for stream in streams]
+
+    @property
+    def ready(self) -> bool:
+        """Whether the scores can be read without waiting."""
+        return all(end.query() for end in self._ends)
+
+    def scores(self) -> dict[str, Score]:
+        """Return every size's score, once the device is done."""
+        for end in self._ends:
+            end.synchronize()
+        return {size: _score(counts.tolist(), self._seen) for size, counts in self._counts.items()}
+
+
+def _score(counts: list[float], seen: list[int]) -> Score:
+    *right, loss = counts
+    by_class = tuple(r / max(s, 1) for r, s in zip(right, seen, strict=True))
+    return Score(sum(right) / sum(seen), loss / sum(seen), by_class)
 
 
 class TestBatches:
@@ -103,20 +132,21 @@ class _Size:
         self._into = by_type(self._tensors.values())
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._seen: list[int] = torch.bincount(batches.data.labels, minlength=classes).tolist()
         self._counts = torch.zeros(classes + 1, dtype=torch.float64, device=self.device)
         """Right answers a class, and the summed loss."""
 
-    def start(self, state: Mapping[str, Tensor]) -> None:
-        """Evaluate a state, without waiting for the device."""
+    def start(self, state: Mapping[str, Tensor]) -> Tensor:
+        """Evaluate a state without waiting for the device; return the tensor that will hold the counts."""
         own = take(state, self.part)
         if self.stream is None:
             self._copy(own)
             self._count()
-            return
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            return self._counts.clone()
+        server = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(server)
         with torch.cuda.stream(self.stream):
             self._copy(own)
+            server.wait_event(self.stream.record_event())
             if self._graph is None:
                 self._count()
                 torch.cuda.synchronize(self.device)
@@ -124,7 +154,7 @@ class _Size:
                 with torch.cuda.graph(self._graph, stream=self.stream):
                     self._count()
             self._graph.replay()
-        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+            return self._counts.clone()
 
     @torch.no_grad()
     def _copy(self, own: State) -> None:
@@ -141,12 +171,6 @@ class _Size:
             answers = self.model(images).float()
             loss += F.cross_entropy(answers, labels, reduction="sum")
             right.index_add_(0, labels, (answers.argmax(1) == labels).double())
-
-    def score(self) -> Score:
-        """Return the score of the state that was started."""
-        *right, loss = self._counts.tolist()
-        by_class = tuple(r / max(s, 1) for r, s in zip(right, self._seen, strict=True))
-        return Score(sum(right) / sum(self._seen), loss / sum(self._seen), by_class)
 
 
 @dataclass(frozen=True)

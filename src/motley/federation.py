@@ -35,7 +35,7 @@ from motley.engine import Clients, DebugEngine, Engine, Job, LocalEngine, Upload
 from motley.engine.device import choose_devices, on_device, set_precision
 from motley.engine.memory import MemoryStore
 from motley.errors import MotleyError
-from motley.evaluate import Evaluator, Score
+from motley.evaluate import Evaluation, Evaluator, Score
 from motley.methods import METHODS, World
 from motley.models import MODELS
 from motley.randomness import generator
@@ -78,6 +78,20 @@ class Record:
     bytes_down: int = 0
     bytes_up: int = 0
     inco: dict[str, dict[str, float]] = field(default_factory=dict)
+    evaluation: Evaluation | None = None
+    """Where the scores will come from, until they are settled."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether `settle` would not have to wait."""
+        return self.evaluation is None or self.evaluation.ready
+
+    def settle(self) -> None:
+        """Wait for the evaluation, and note its scores."""
+        if self.evaluation is not None:
+            with self.timed("evaluate"):
+                self.scores = self.evaluation.scores()
+            self.evaluation = None
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -191,7 +205,13 @@ class Federation:
         return replace(server, state=moved(server.state), averaged=averaged, method=moved(server.method))
 
     def play(self, server: Server, done: Callable[[int], None] = lambda client: None) -> tuple[Server, Record]:
-        """Play one round and return the server after it."""
+        """Play one round and return the server after it, and the round's record with all scores."""
+        after, record = self.advance(server, done)
+        record.settle()
+        return after, record
+
+    def advance(self, server: Server, done: Callable[[int], None]) -> tuple[Server, Record]:
+        """Play one round, but do not wait for its evaluation: a GPU may be at it while the next round begins."""
         record = Record(server.round_number + 1)
         with record.timed("train"):
             jobs = self.jobs(server, record)
@@ -202,7 +222,7 @@ class Federation:
         after = self.collect(after, record)
         if self.is_evaluated(record.round_number):
             with record.timed("evaluate"):
-                record.scores = self.evaluate(after.model)
+                record.evaluation = self.evaluate.start(after.model)
         return after, record
 
     def sample(self, round_number: int) -> list[int]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from typing import Literal
 
 import pytest
 import torch
 
+from motley.engine.device import set_precision
 from motley.engine.timeline import Timeline
+from motley.engine.training import OptimizerSettings
 from motley.federation import Federation, Server
-from motley.models.norm import BatchNorm, use_fused
+from motley.models.norm import BatchNorm, Stem, second_use, use_fused
 from tests.conftest import tiny_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -93,7 +96,9 @@ def test_gpu_and_cpu_start_alike() -> None:
     assert all(torch.equal(gpu.state[name].cpu(), cpu.state[name]) for name in cpu.state)
 
 
-@pytest.mark.parametrize("shape", [(64, 64, 16, 16), (64, 64, 8, 8), (64, 256, 2, 2), (64, 512, 1, 1), (37, 24, 5, 3)])
+@pytest.mark.parametrize(
+    "shape", [(64, 64, 16, 16), (64, 64, 8, 8), (64, 256, 2, 2), (64, 512, 1, 1), (37, 24, 5, 3), (128, 64, 32, 32)]
+)
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -113,7 +118,7 @@ def test_fused_norm_equals_torchs(shape: tuple[int, ...], add: bool, relu: bool,
     for norm in (plain, fused):
         inputs = [x.detach().requires_grad_(), other.detach().requires_grad_()]
         y = norm(inputs[0], inputs[1] if add else None, relu)
-        (y * weight).sum().backward()
+        (y * weight + second_use(y) * other).sum().backward()
         tracked = norm.num_batches_tracked.float()
         gradients = [i.grad for i in inputs[: 1 + add]]
         results.append(
@@ -136,3 +141,44 @@ def test_evaluation_is_captured_and_right() -> None:
         assert again[size].loss == pytest.approx(expected[size].loss, rel=1e-4)
         assert again[size].accuracy == pytest.approx(expected[size].accuracy, abs=0.01)
         assert again[size] == record.scores[size]
+
+
+@pytest.mark.parametrize("shape", [(64, 3, 32, 7, 2), (50, 1, 28, 7, 2), (64, 3, 32, 3, 1)])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_the_first_convolution_equals_torchs(shape: tuple[int, ...], dtype: torch.dtype, limit: float) -> None:
+    torch.manual_seed(0)
+    set_precision("fp32", torch.device("cuda"))
+    count, channels, side, kernel, stride = shape
+    plain = Stem(channels, 64, kernel, stride=stride, padding=kernel // 2, bias=False).to("cuda", dtype)
+    plain = plain.to(memory_format=torch.channels_last)
+    fused = copy.deepcopy(plain)
+    use_fused(fused)
+    x = torch.randn(count, channels, side, side, device="cuda", dtype=dtype).to(memory_format=torch.channels_last)
+    wanted, given = plain(x), fused(x)
+    g = torch.randn_like(wanted)
+    wanted.backward(g)
+    given.backward(g)
+    assert given.stride() == wanted.stride() and given.dtype == dtype
+    for mine, theirs in ((given, wanted), (fused.weight.grad, plain.weight.grad)):
+        assert mine is not None and theirs is not None
+        assert float((mine.float() - theirs.float()).norm() / theirs.float().norm()) < limit
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_fused_adam_equals_torchs(name: Literal["adam", "adamw"], weight_decay: float) -> None:
+    torch.manual_seed(0)
+    shapes = [(64, 33, 3, 3), (10, 512), (10,), (), (9001,)]
+    mine = [torch.randn(shape, device="cuda").requires_grad_() for shape in shapes]
+    theirs = [tensor.detach().clone().requires_grad_() for tensor in mine]
+    settings = OptimizerSettings(name=name, lr=1e-2, weight_decay=weight_decay)
+    fused, plain = (settings.build(t, torch.device("cuda"), f) for t, f in ((mine, True), (theirs, False)))
+    assert type(fused) is not type(plain)
+    for _ in range(20):
+        for one, other in zip(mine, theirs, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        fused.step()
+        plain.step()
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

@@ -27,7 +27,16 @@ def misfit(expected: Mapping[str, Tensor], change: Mapping[str, Tensor]) -> str 
 
 def finite(changes: Sequence[Mapping[str, Tensor]]) -> list[bool]:
     """Tell which changes hold finite numbers only; the device is asked once for all of them."""
-    floats = [[tensor for tensor in change.values() if tensor.is_floating_point()] for change in changes]
-    every = [tensor for own in floats for tensor in own]
-    good = iter(torch.stack(torch._foreach_norm(every, ord=float("inf"))).isfinite().tolist() if every else [])
-    return [all([next(good) for _ in own]) for own in floats]
+    found = [_not_finite(change) for change in changes]
+    return [not bad for bad in torch.stack(found).tolist()] if found else []
+
+
+def _not_finite(change: Mapping[str, Tensor]) -> Tensor:
+    """Return whether a change holds a number that is not finite. torch's grouped check for it also scales: by one."""
+    floats = [tensor for tensor in change.values() if tensor.is_floating_point()]
+    device = next(iter(change.values())).device
+    found = torch.zeros((), device=device)
+    for dtype in {tensor.dtype for tensor in floats}:
+        alike = [tensor for tensor in floats if tensor.dtype == dtype]
+        torch._amp_foreach_non_finite_check_and_unscale_(alike, found, torch.ones((), device=device))
+    return found

@@ -100,18 +100,20 @@ def _integer_means(integers: dict[str, list[tuple[Tensor, float]]]) -> State:
     if not integers:
         return {}
     firsts = [values[0][0] for values in integers.values()]
-    owner, shares, flat = [], [], []
+    owner: list[int] = []
+    shares: list[float] = []
     start = 0
     for values in integers.values():
-        total = sum(weight for _, weight in values)
-        for value, weight in values:
-            owner.append(torch.arange(start, start + value.numel()))
-            shares.append(torch.full((value.numel(),), weight / total, dtype=torch.float64))
-            flat.append(value.reshape(-1))
-        start += values[0][0].numel()
+        total, count = sum(weight for _, weight in values), values[0][0].numel()
+        for _, weight in values:
+            owner.extend(range(start, start + count))
+            shares.extend([weight / total] * count)
+        start += count
     device = firsts[0].device
+    flat = torch.cat([value.reshape(-1) for values in integers.values() for value, _ in values])
     sums = torch.zeros(start, dtype=torch.float64, device=device)
-    sums.index_add_(0, torch.cat(owner).to(device), torch.cat(flat).double() * torch.cat(shares).to(device))
+    weighted = flat.double() * torch.tensor(shares, dtype=torch.float64, device=device)
+    sums.index_add_(0, torch.tensor(owner, device=device), weighted)
     whole = (sums + 1e-9 * sums.sign()).trunc()
     parts = whole.split([first.numel() for first in firsts])
     return {

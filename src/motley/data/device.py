@@ -16,7 +16,11 @@ from torch import Tensor
 from motley.data.dataset import Examples
 from motley.data.transforms import TransformSettings
 from motley.errors import MotleyError
+from motley.kernels import AVAILABLE
 from motley.models import ImageShape
+
+if AVAILABLE:
+    from motley.kernels import augment
 
 DRAWS = 7
 """Random numbers an image may use: four for a crop (a padded one uses two), one for the flip, two for the cutout."""
@@ -66,6 +70,24 @@ class DeviceData:
         if self.random and draws is not None:
             return self._augmented(rows, draws), self.labels[rows]
         return self._resized(self._normalized(self._unpadded[rows])), self.labels[rows]
+
+    def fill(self, into: Tensor, rows: Tensor, draws: Tensor | None) -> None:
+        """Write a batch's images into a tensor (N, H, W, C), in its type; on a GPU in one kernel, if it can."""
+        plain = not self.transform.resize and not self.transform.resized_crop
+        if AVAILABLE and into.is_cuda and draws is not None and plain and self.images.is_contiguous():
+            augment.augment(
+                self.images,
+                rows,
+                draws,
+                self.shift,
+                self.scale,
+                into,
+                padding=self.transform.crop_padding,
+                flip=self.transform.flip,
+                cutout=self.transform.cutout,
+            )
+        else:
+            into.copy_(self.batch(rows, draws)[0].permute(0, 2, 3, 1))
 
     def _augmented(self, rows: Tensor, draws: Tensor) -> Tensor:
         transform = self.transform

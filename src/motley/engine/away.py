@@ -26,8 +26,8 @@ from motley.splits.part import State
 class AwaySlot(Slot):
     """A slot whose clients come from the home device and go back to it."""
 
-    def __init__(self, clients: Clients, size: str, where: int) -> None:
-        super().__init__(clients, size, where)
+    def __init__(self, clients: Clients, size: str, where: int, urgent: bool = False) -> None:
+        super().__init__(clients, size, where, urgent)
         self.home = clients.device
         self.stream_at_home = torch.cuda.Stream(self.home) if self.home.type == "cuda" else None
 

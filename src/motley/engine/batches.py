@@ -41,9 +41,8 @@ class Batches:
             self._draws[:steps].copy_(self._pinned(plan.draws), non_blocking=True)
         if self._images is not None:
             draws = self._draws[:steps].flatten(0, 1) if self.data.random else None
-            images, labels = self.data.batch(self._rows[:steps].flatten(), draws)
-            self._images[:steps] = images.permute(0, 2, 3, 1).unflatten(0, (steps, -1))
-            self._labels[:steps] = labels.unflatten(0, (steps, -1))
+            self.data.fill(self._images[:steps].flatten(0, 1), self._rows[:steps].flatten(), draws)
+            self._labels[:steps] = self.data.labels[self._rows[:steps]]
 
     def rewind(self) -> None:
         """Point at the first batch."""

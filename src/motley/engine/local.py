@@ -2,7 +2,7 @@
 
 Jobs go to the slots of their size, longest turn first, and a slot takes its next client as soon as it is free. All busy
 slots step in turns; on a GPU each has its own stream, the host only queues work, and nothing waits until the round's
-losses are read.
+losses are read. There the kernels of the longest turns go first: a round ends when its longest turn does.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import TypeAlias
 
 from motley.engine.base import Done, Job, Upload
 from motley.engine.clients import Clients, Turn, own_randomness
@@ -17,6 +18,10 @@ from motley.engine.pool import SlotPool
 from motley.engine.slots import Slot
 from motley.engine.spread import Spread
 from motley.methods.base import Collection
+
+Queues: TypeAlias = dict[str, deque[tuple[Job, bool]]]
+URGENT = 0.3
+"""Share of a round's jobs whose kernels go first, on a GPU."""
 
 
 class LocalEngine:
@@ -64,19 +69,23 @@ class LocalEngine:
         """Delete what clients wrote before the given rounds."""
         self.clients.memory.forget_older(rounds)
 
-    def _queues(self, jobs: Sequence[Job]) -> dict[str, deque[Job]]:
-        """Return the jobs of each size that have a step to take, longest first."""
-        steps = {job.client: self.clients.turn_steps(job) for job in jobs}
-        queues: dict[str, deque[Job]] = {}
-        for job in sorted(jobs, key=lambda job: (-steps[job.client], job.client)):
-            if steps[job.client]:
-                queues.setdefault(job.size, deque()).append(job)
+    def _queues(self, jobs: Sequence[Job]) -> Queues:
+        """Return the jobs of each size that have a step to take, longest first, and whether they are urgent.
+
+        How long a step takes is in proportion to the number of a model's tensors, or nearly so: each has its kernels.
+        """
+        work = {job.client: self.clients.turn_steps(job) * len(job.state) for job in jobs}
+        urgent = URGENT * len(jobs) if self.clients.device.type == "cuda" else 0
+        queues: Queues = {}
+        for rank, job in enumerate(sorted(jobs, key=lambda job: (-work[job.client], job.client))):
+            if work[job.client]:
+                queues.setdefault(job.size, deque()).append((job, rank < urgent))
         return queues
 
-    def _fill_slots(self, waiting: dict[str, deque[Job]], busy: list[Slot]) -> Iterator[Slot]:
+    def _fill_slots(self, waiting: Queues, busy: list[Slot]) -> Iterator[Slot]:
         """Give free slots the first waiting jobs of their sizes; yield each slot as soon as it is filled."""
         for queue in waiting.values():
-            while queue and (slot := self.pool.seat(queue[0])) is not None:
+            while queue and (slot := self.pool.seat(*queue[0])) is not None:
                 queue.popleft()
                 busy.append(slot)
                 yield slot

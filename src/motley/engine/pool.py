@@ -28,13 +28,14 @@ class SlotPool:
         for slots in self._slots.values():
             yield from slots
 
-    def seat(self, job: Job) -> Slot | None:
+    def seat(self, job: Job, urgent: bool = False) -> Slot | None:
         """Start a job's turn in a free slot of its size; None where the job has to wait.
 
+        An urgent job gets a slot whose kernels go first, where there is one or one can be made, and no other job does.
         A slot for which the device has no memory is given up, and from then on there are no more slots than there were
         without it: others are emptied to make room. Who trains where changes no result.
         """
-        slot = self._free(job.size)
+        slot = self._free(job.size, urgent)
         if slot is None:
             return None
         try:
@@ -42,7 +43,7 @@ class SlotPool:
         except torch.OutOfMemoryError:
             self._drop(slot)
             self._no_more_than(len(list(self)), job.size)
-            return self.seat(job)
+            return self.seat(job, urgent)
         return slot
 
     def any(self, size: str) -> Slot:
@@ -52,22 +53,25 @@ class SlotPool:
             slots.append(self._make(size))
         return slots[0]
 
-    def _free(self, size: str) -> Slot | None:
+    def _free(self, size: str, urgent: bool) -> Slot | None:
         slots = self._slots.setdefault(size, [])
-        free = next((slot for slot in slots if not slot.busy), None)
-        if free is not None or len(slots) >= self.a_size or not self._has_room():
-            return free
+        free = sorted((slot for slot in slots if not slot.busy), key=lambda slot: slot.urgent != urgent)
+        if free and free[0].urgent == urgent:
+            return free[0]
+        if len(slots) >= self.a_size or not self._has_room():
+            return next((slot for slot in free if slot in slots), None)
         try:
-            made = self._make(size)
+            made = self._make(size, urgent)
         except torch.OutOfMemoryError:
             self._no_more_than(len(list(self)), size)
-            return self._free(size)
+            return self._free(size, urgent)
         made.follow()
         slots.append(made)
         return made
 
-    def _make(self, size: str) -> Slot:
-        return AwaySlot(self.clients, size, self.where) if self.where else Slot(self.clients, size)
+    def _make(self, size: str, urgent: bool = False) -> Slot:
+        kind = AwaySlot if self.where else Slot
+        return kind(self.clients, size, self.where, urgent)
 
     def _has_room(self) -> bool:
         """Tell whether one more slot may be made, after emptying an idle one where the device is full."""

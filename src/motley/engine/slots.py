@@ -26,11 +26,11 @@ CHUNK = 4
 class Slot:
     """A place where clients of one size train, one after the other."""
 
-    def __init__(self, clients: Clients, size: str, where: int = 0) -> None:
-        self.clients, self.size, self.where = clients, size, where
+    def __init__(self, clients: Clients, size: str, where: int = 0, urgent: bool = False) -> None:
+        self.clients, self.size, self.where, self.urgent = clients, size, where, urgent
         self.learner = clients.learner(size, where)
         self.device = clients.devices[where]
-        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(self.device, -urgent) if self.device.type == "cuda" else None
         self._captures: dict[object, dict[int, torch.cuda.CUDAGraph]] = {}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         """Graphs of the present turn's shapes, by their number of steps."""

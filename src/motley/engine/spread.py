@@ -19,13 +19,13 @@ class Spread:
         for pool in self.pools:
             yield from pool
 
-    def seat(self, job: Job) -> Slot | None:
+    def seat(self, job: Job, urgent: bool = False) -> Slot | None:
         """Start a job's turn on the device with the fewest steps to go that has a free slot of its size.
 
         Steps to go are those that the host has yet to queue. Jobs come longest first, a size after the other, so every
         size is dealt evenly over the devices, whatever a step of it costs.
         """
-        seated = (pool.seat(job) for pool in sorted(self.pools, key=steps_to_go))
+        seated = (pool.seat(job, urgent) for pool in sorted(self.pools, key=steps_to_go))
         return next((slot for slot in seated if slot is not None), None)
 
     def any(self, size: str) -> Slot:

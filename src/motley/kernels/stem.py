@@ -79,7 +79,8 @@ class _Stem(torch.autograd.Function):
         sides = [
             (side + 2 * padding - taps) // stride + 1 for side, taps in zip(x.shape[2:], (height, width), strict=True)
         ]
-        y = x.new_empty((len(x), outputs, *sides)).to(memory_format=torch.channels_last)
+        shape = (len(x), outputs, *sides)
+        y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
         ctx.save_for_backward(x, weight)
         ctx.shape = (
             len(x) * sides[0] * sides[1], outputs, *sides, x.shape[2], x.shape[3] * channels, stride, padding, channels,

@@ -139,24 +139,43 @@ def play(federation: Federation, server: Server, callbacks: Iterable[Callback]) 
     """Play rounds until the configured number; an interruption keeps the last whole round and is passed on.
 
     A round is whole once every callback has seen it: one whose metrics were not written is played again on resuming.
+    On a GPU a round may still be evaluated when the next one begins; callbacks see it as soon as its scores are there.
     """
     callbacks = list(callbacks)
+    unseen: list[tuple[Server, Record]] = []
+    """The last round, until the callbacks have seen it."""
+
+    def show() -> None:
+        nonlocal server
+        while unseen:
+            after, record = unseen.pop()
+            record.settle()
+            for callback in callbacks:
+                callback.on_round(after, record)
+            server = after
 
     def done(client: int) -> None:
+        if unseen and unseen[0][1].ready:
+            show()
         for callback in callbacks:
             callback.on_client(client)
 
     for callback in callbacks:
         callback.on_start(federation, server)
+    last = server
     try:
-        while server.round_number < federation.config.training.rounds:
-            after, record = federation.play(server, done)
-            for callback in callbacks:
-                callback.on_round(after, record)
-            server = after
+        while last.round_number < federation.config.training.rounds:
+            last, record = federation.advance(last, done)
+            show()
+            unseen.append((last, record))
+            if record.ready:
+                show()
     finally:
-        for callback in reversed(callbacks):
-            callback.on_stop(server)
+        try:
+            show()
+        finally:
+            for callback in reversed(callbacks):
+                callback.on_stop(server)
     return server
 
 
