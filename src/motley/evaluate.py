@@ -15,7 +15,7 @@ from torch import Tensor
 from motley.data.device import DeviceData
 from motley.engine.device import place
 from motley.engine.weights import lower, working_type
-from motley.models.norm import use_fused
+from motley.models.layers import use_fused
 from motley.settings import Settings
 from motley.splits.base import Split
 from motley.splits.part import State, by_type, take

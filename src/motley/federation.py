@@ -330,7 +330,7 @@ class Federation:
 
 def size_in_bytes(state: State) -> int:
     """Return how many bytes a state is on its way."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    return sum(tensor.nbytes for tensor in state.values())
 
 
 def with_weights(state: State, file: Path) -> State:

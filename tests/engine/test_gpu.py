@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import copy
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+from motley.data import Examples
+from motley.data.device import DRAWS, DeviceData
+from motley.data.transforms import TransformSettings
 from motley.engine.device import set_precision
 from motley.engine.timeline import Timeline
 from motley.engine.training import OptimizerSettings
 from motley.federation import Federation, Server
-from motley.models.norm import BatchNorm, Stem, second_use, use_fused
+from motley.kernels import AVAILABLE
+from motley.models.layers import BatchNorm, Convolution, MaxPool, Stem, second_use, use_fused
 from tests.conftest import tiny_config
+
+if AVAILABLE:
+    from motley.kernels import convolve, loss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 EXACT = ("engine.device=cuda", "engine.precision=fp32", "data.transform.crop_padding=1", "data.transform.flip=true")
@@ -115,8 +125,11 @@ def test_fused_norm_equals_torchs(shape: tuple[int, ...], add: bool, relu: bool,
 
     x, other, weight = drawn(), drawn(), drawn()
     results = []
+    if dtype == torch.float32:
+        plain = plain.double()
     for norm in (plain, fused):
-        inputs = [x.detach().requires_grad_(), other.detach().requires_grad_()]
+        exact = norm.weight.dtype if dtype == torch.float32 else dtype
+        inputs = [x.to(exact).detach().requires_grad_(), other.to(exact).detach().requires_grad_()]
         y = norm(inputs[0], inputs[1] if add else None, relu)
         (y * weight + second_use(y) * other).sum().backward()
         tracked = norm.num_batches_tracked.float()
@@ -126,8 +139,8 @@ def test_fused_norm_equals_torchs(shape: tuple[int, ...], add: bool, relu: bool,
         )
     limit = 1e-5 if dtype == torch.float32 else 6e-2  # torch rounds before it adds: some signs differ
     for mine, theirs in zip(results[1], results[0], strict=True):
-        assert mine is not None and theirs is not None and mine.dtype == theirs.dtype
-        assert float((mine.float() - theirs.float()).norm() / theirs.float().norm()) < limit
+        assert mine is not None and theirs is not None and mine.dtype in (dtype, torch.float32)
+        assert float((mine.double() - theirs.double()).norm() / theirs.double().norm()) < limit
 
 
 def test_evaluation_is_captured_and_right() -> None:
@@ -182,3 +195,70 @@ def test_fused_adam_equals_torchs(name: Literal["adam", "adamw"], weight_decay: 
         plain.step()
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(64, 64, 16, 16), (7, 70, 9, 11)])
+def test_max_pooling_equals_torchs(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape, device="cuda").relu().to(memory_format=torch.channels_last)
+    plain, fused = nn.MaxPool2d(3, 2, 1), MaxPool(3, 2, 1)
+    use_fused(fused)
+    inputs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
+    wanted, given = plain(inputs[0]), fused(inputs[1])
+    weight, other = torch.randn_like(wanted), torch.randn_like(wanted)
+    (wanted * weight + wanted * other).sum().backward()
+    (given * weight + second_use(given) * other).sum().backward()
+    assert second_use(given) is not given and torch.equal(given, wanted)
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+    with torch.no_grad():
+        assert torch.equal(fused(x), wanted)
+
+
+@pytest.mark.parametrize(
+    "shape", [(64, 128, 256, 4, 2, 3), (64, 256, 256, 2, 1, 3), (64, 256, 512, 2, 2, 2), (9, 64, 128, 8, 2, 1)]
+)
+def test_a_convolutions_weight_gradient_equals_torchs(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    count, inputs, outputs, side, stride, kernel = shape
+    padding = 1 if kernel == 3 else 0
+    plain = Convolution(inputs, outputs, kernel, stride=stride, padding=padding, bias=False)
+    plain = plain.to("cuda", torch.bfloat16).to(memory_format=torch.channels_last)
+    fused = copy.deepcopy(plain)
+    use_fused(fused)
+    x = torch.randn(count, inputs, side, side, device="cuda", dtype=torch.bfloat16).to(
+        memory_format=torch.channels_last
+    )
+    assert convolve.applies(x, fused)
+    ins = [x.clone().requires_grad_(), x.clone().requires_grad_()]
+    wanted, given = plain(ins[0]), fused(ins[1])
+    g = torch.randn_like(wanted)
+    wanted.backward(g)
+    given.backward(g)
+    pairs = ((given, wanted), (fused.weight.grad, plain.weight.grad), (ins[1].grad, ins[0].grad))
+    assert all(float((a.float() - b.float()).norm() / b.float().norm()) < 1e-2 for a, b in pairs)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cross_entropy_equals_torchs(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    answers = torch.randn(50, 10, device="cuda", dtype=dtype) * 5
+    labels = torch.randint(0, 10, (50,), device="cuda")
+    mine, theirs = answers.clone().requires_grad_(), answers.clone().requires_grad_()
+    given, wanted = loss.cross_entropy(mine, labels), F.cross_entropy(theirs.float(), labels)
+    (3 * given).backward()
+    (3 * wanted).backward()
+    torch.testing.assert_close(given, wanted)
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", [{}, {"crop_padding": 4, "flip": True, "cutout": 16}, {"cutout": 5}])
+def test_augmentation_equals_the_plain_one(change: dict[str, Any]) -> None:
+    numbers = np.random.default_rng(0)
+    images = numbers.integers(0, 256, (50, 32, 32, 3), dtype=np.uint8)
+    transform = TransformSettings(mean=(0.4,) * 3, std=(0.2,) * 3, **{"flip": True, **change})
+    data = DeviceData(Examples(images, np.zeros(50, dtype=np.int64)), transform, torch.device("cuda"), augment=True)
+    rows = torch.from_numpy(numbers.integers(0, 50, 70)).cuda()
+    draws = torch.from_numpy(numbers.random((70, DRAWS), dtype=np.float32)).cuda()
+    into = torch.zeros(70, 32, 32, 3, device="cuda")
+    data.fill(into, rows, draws)
+    torch.testing.assert_close(into.permute(0, 3, 1, 2), data.batch(rows, draws)[0])

@@ -58,25 +58,31 @@ def merge(state: Mapping[str, Tensor], updates: Iterable[Update]) -> Merged:
     for update in sorted(updates, key=lambda update: update.client):
         if not update.weight > 0:
             raise ValueError(f"client {update.client} has weight {update.weight}; a weight must be positive")
+        fresh: State = {}
         into, values = [], []
         for local, piece in update.part.items():
             name, index, value = piece.name, piece.index, update.change[local]
             if index is None and not value.is_floating_point():
                 integers.setdefault(name, []).append((value, update.weight))
                 continue
-            if name not in totals:
-                totals[name] = torch.zeros_like(state[name])
             if index is None:
-                into.append(totals[name])
-                values.append(value)
                 whole[name] = whole.get(name, 0.0) + update.weight
+                if name in totals:
+                    into.append(totals[name])
+                    values.append(value)
+                else:
+                    fresh[name] = value
             else:
+                if name not in totals:
+                    totals[name] = torch.zeros_like(state[name])
                 if name not in pieces:
                     pieces[name] = torch.zeros_like(totals[name])
                 add_at(totals[name], index, value * update.weight)
                 add_at(pieces[name], index, update.weight)
         if into:
             torch._foreach_add_(into, values, alpha=update.weight)
+        if fresh:
+            totals.update(zip(fresh, torch._foreach_mul(list(fresh.values()), update.weight), strict=True))
     covered = _divide(totals, whole, pieces)
     means = _integer_means(integers)
     return Merged({**totals, **means}, {**covered, **dict.fromkeys(means)})

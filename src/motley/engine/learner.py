@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -19,10 +20,14 @@ from motley.engine.batches import Batches
 from motley.engine.device import place
 from motley.engine.training import Plan, TrainingSettings
 from motley.engine.weights import Weights, working_type
+from motley.kernels import AVAILABLE
 from motley.methods.base import Method
-from motley.models.norm import use_fused
+from motley.models.layers import use_fused
 from motley.randomness import key
 from motley.splits.part import State, by_type
+
+if AVAILABLE:
+    from motley.kernels import loss as loss_kernel
 
 
 def shapes_of(*states: State) -> object:
@@ -46,7 +51,8 @@ class Learner:
     ) -> None:
         device = data.device
         self.model = place(model, device).train()
-        if fused and device.type == "cuda":
+        self._fused = fused and device.type == "cuda" and AVAILABLE
+        if self._fused:
             use_fused(self.model)
         self.method, self.training, self.data, self.device = method, training, data, device
         self.weights = Weights(self.model, precision)
@@ -60,7 +66,7 @@ class Learner:
         self._rooms: dict[object, tuple[State, State]] = {}
         self.message: State = {}
         self.memory: State = {}
-        self.optimizer = training.optimizer.build(self.parameters.values(), device, fused)
+        self.optimizer = training.optimizer.build(self.parameters.values(), device, self._fused)
         self.lr: Tensor | float = self.optimizer.param_groups[0]["lr"]
         self.round = torch.zeros((), dtype=torch.long, device=device)
         self.samples = torch.zeros((), dtype=torch.long, device=device)
@@ -175,6 +181,12 @@ class Learner:
         """Bound the norm of the whole gradient, where the run asks for it."""
         if self.training.clip:
             nn.utils.clip_grad_norm_(self.parameters.values(), self.training.clip)
+
+    def cross_entropy(self, answers: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean cross-entropy of a batch, in single precision."""
+        if self._fused and answers.dim() == 2 and loss_kernel.applies(answers):
+            return loss_kernel.cross_entropy(answers, labels)
+        return F.cross_entropy(answers.float(), labels)
 
     def frozen(self, state: State, images: Tensor) -> Tensor:
         """Return what this architecture answers with another state, in evaluation mode and without gradient."""

@@ -11,7 +11,6 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from motley.data.device import DRAWS
-from motley.kernels import AVAILABLE
 from motley.randomness import generator
 from motley.settings import Settings
 
@@ -39,7 +38,7 @@ class OptimizerSettings(Settings):
         """Return the optimiser; on a GPU one that a graph can capture, with its learning rate on the device."""
         cuda = device.type == "cuda"
         lr: Any = torch.tensor(self.lr, device=device) if cuda else self.lr
-        if fused and cuda and AVAILABLE and self.name != "sgd":
+        if fused and self.name != "sgd":
             from motley.kernels.adam import FusedAdam
 
             return FusedAdam(list(parameters), lr, self.betas, self.weight_decay, decoupled=self.name == "adamw")

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from motley.aggregate.inco import IncoSettings
@@ -103,7 +102,7 @@ class Method:
 
     def loss(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
         """Return what the client minimises on a batch."""
-        return F.cross_entropy(learner.model(images).float(), labels)
+        return learner.cross_entropy(learner.model(images), labels)
 
     def correct_gradient(self, learner: Learner) -> None:
         """Change the gradients before the optimiser's step."""

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor, nn
 
 from motley.models import MODELS, Architecture, CrossLayer, ImageShape
-from motley.models.norm import BatchNorm, GroupNorm, Stem, second_use
+from motley.models.layers import BatchNorm, Convolution, GroupNorm, MaxPool, Stem, second_use
 from motley.models.taps import crop_taps
 from motley.settings import Settings
 
@@ -145,7 +145,7 @@ class ResNet(nn.Module):
         kernel, stride = (7, 2) if large else (3, 1)
         self.conv1 = Stem(channels, widths[0], kernel, stride=stride, padding=kernel // 2, bias=False)
         self.bn1 = _norm(widths[0], settings)
-        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1) if large else nn.Identity()
+        self.maxpool = MaxPool(3, stride=2, padding=1) if large else nn.Identity()
         outputs = [width * block.expansion for width in widths]
         inputs = [widths[0], *outputs[:-1]]
         make = partial(_stage, block, settings)
@@ -194,7 +194,7 @@ def _pairs(stage: nn.Sequential) -> Iterator[Pair]:
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
+    return Convolution(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
 
 
 def _norm(channels: int, settings: ResNetSettings) -> nn.Module:

@@ -1,8 +1,8 @@
-"""Batch normalisation with what usually follows it: an addition and a ReLU, in one step.
+"""Layers that compute as torch's do, with torch's parameters and names, and on a GPU in fewer or better kernels.
 
-On a GPU a small network's step is bound by the number of its kernels, not by arithmetic. There this module can compute
-normalisation, addition, ReLU and the running statistics in one or two kernels forward and as many backward
-(`motley.kernels`); everywhere else it is torch's own functions one after the other.
+A small network's step there is bound by the number of its kernels and by how well they share the GPU with those of
+other clients, not by arithmetic. `use_fused` lets a model's layers use `motley.kernels`; everywhere else they are
+torch's own functions one after the other.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from motley.kernels import AVAILABLE
 
 if AVAILABLE:
+    from motley.kernels import convolve, pool, stem
     from motley.kernels import norm as kernel
-    from motley.kernels import stem
 
 
 class BatchNorm(nn.BatchNorm2d):
@@ -52,6 +52,29 @@ def second_use(x: Tensor) -> Tensor:
     return second
 
 
+class Convolution(nn.Conv2d):
+    """A convolution within a network."""
+
+    fused = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return convolve.convolve(x, self) if self.fused and convolve.applies(x, self) else super().forward(x)
+
+
+class MaxPool(nn.MaxPool2d):
+    """The largest value of every window."""
+
+    fused = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.fused and pool.applies(x, self)):
+            return super().forward(x)
+        y, second = pool.max_pool(x)
+        if second is not y:
+            y.second = second  # type: ignore[attr-defined]
+        return y
+
+
 class Stem(nn.Conv2d):
     """The first convolution of a network, whose input needs no gradient."""
 
@@ -62,7 +85,7 @@ class Stem(nn.Conv2d):
 
 
 def use_fused(model: nn.Module) -> None:
-    """Let a model's batch norms and its first convolution use the fused kernels, where there are any."""
+    """Let a model's layers use our kernels, where there are any."""
     for module in model.modules():
-        if isinstance(module, BatchNorm | Stem):
+        if isinstance(module, BatchNorm | Convolution | MaxPool | Stem):
             module.fused = AVAILABLE

@@ -1,0 +1,88 @@
+"""The gradient of a convolution's weight where its output map is small.
+
+cuDNN spreads this sum over the whole GPU, which is quickest alone and wasteful beside other clients' kernels. Here a
+program makes a tile of one tap's gradient, with a loop over all output positions, in one order. The forward pass and
+the gradient of the input are torch's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+MOST_ROWS, MOST_ROWS_OF_1X1 = 256, 4096
+"""Output positions of a batch up to which this is used: more for a single tap."""
+TILE = {"OUTPUTS": 64, "INPUTS": 32, "ROWS": 64, "num_warps": 4, "num_stages": 4}
+
+
+@triton.jit
+def _gradient(
+    x, dy, dweight, rows, height, width, P, Q, inputs, outputs, ACROSS, TAPS, stride, padding,
+    SPAN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    sides = tl.cdiv(inputs, INPUTS)
+    tap = tl.program_id(0) // sides
+    c = tl.program_id(0) % sides * INPUTS + tl.arange(0, INPUTS)
+    k = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    total = tl.zeros((OUTPUTS, INPUTS), tl.float32)
+    for start in range(0, SPAN, ROWS):
+        p = start + tl.arange(0, ROWS)
+        i = p // Q % P * stride + tap // ACROSS - padding
+        j = p % Q * stride + tap % ACROSS - padding
+        met = (p < rows) & (i >= 0) & (i < height) & (j >= 0) & (j < width)
+        at = ((p // (P * Q) * height + i) * width + j)[:, None] * inputs + c[None, :]
+        values = tl.load(x + at, mask=met[:, None] & (c < inputs)[None, :], other=0.0)
+        inside = (p < rows)[:, None] & (k < outputs)[None, :]
+        g = tl.load(dy + p[:, None] * outputs + k[None, :], mask=inside, other=0.0)
+        total = tl.dot(tl.trans(g), values, total)
+    into = dweight + (k[:, None] * TAPS + tap) * inputs + c[None, :]
+    tl.store(into, total.to(dweight.dtype.element_ty), mask=(k < outputs)[:, None] & (c < inputs)[None, :])
+
+
+class _Convolve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.stride, ctx.padding = stride, padding
+        return F.conv2d(x, weight, None, stride, padding)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dy = gradients[0].contiguous(memory_format=torch.channels_last)
+        outputs, inputs, taps, across = weight.shape
+        dweight, rows = torch.empty_like(weight), dy.numel() // outputs
+        grid = taps * across * triton.cdiv(inputs, TILE["INPUTS"]), triton.cdiv(outputs, TILE["OUTPUTS"])
+        _gradient[grid](
+            x, dy, dweight, rows, *x.shape[2:], *dy.shape[2:], inputs, outputs, across, taps * across,
+            ctx.stride, ctx.padding, SPAN=rows, **TILE,
+        )  # fmt: skip
+        sides = [ctx.stride] * 2, [ctx.padding] * 2, [1, 1]
+        dx, _, _ = torch.ops.aten.convolution_backward(
+            dy, x, weight, None, *sides, False, [0, 0], 1, [ctx.needs_input_grad[0], False, False]
+        )
+        return dx, dweight, None, None
+
+
+def applies(x: Tensor, convolution: nn.Conv2d) -> bool:
+    """Tell whether a bfloat16 batch has few enough output positions."""
+    if x.dtype != torch.bfloat16 or not torch.is_grad_enabled() or convolution.bias is not None:
+        return False
+    kernel, (stride, across), padding = convolution.kernel_size, convolution.stride, convolution.padding[0]
+    rows = len(x)
+    for side, taps in zip(x.shape[2:], kernel, strict=True):
+        rows *= (side + 2 * int(padding) - taps) // stride + 1
+    most = MOST_ROWS_OF_1X1 if kernel == (1, 1) else MOST_ROWS
+    plain = convolution.groups == 1 and convolution.dilation == (1, 1) and stride == across
+    return plain and rows <= most and x.is_contiguous(memory_format=torch.channels_last)
+
+
+def convolve(x: Tensor, convolution: nn.Conv2d) -> Tensor:
+    """Return what a convolution makes of a batch."""
+    result: Tensor = _Convolve.apply(x, convolution.weight, convolution.stride[0], convolution.padding[0])
+    return result
