@@ -24,7 +24,7 @@ A_ROUND = 50
 app = ClientApp()
 
 
-def federation_config(epochs: int = 1, rounds: int = 1, engine: str = "local") -> Config:
+def federation_config(epochs: int = 1, rounds: int = 1, stack: int = 1) -> Config:
     """Return the federation that both simulators play: plain FedAvg of a small MLP on digits of 8x8 pixels."""
     settings = {
         "model.sizes": ["mlp2"],
@@ -41,7 +41,7 @@ def federation_config(epochs: int = 1, rounds: int = 1, engine: str = "local") -
         "server.weights": "samples",
         "server.average": 0,
         "evaluation.every": rounds,
-        "engine.name": engine,
+        "engine.stack": stack,
         "engine.device": "cpu",
     }
     return load_config(overrides=[f"{name}={value}" for name, value in settings.items()])

@@ -1,10 +1,11 @@
 """The same federation on Flower's simulation engine and on Motley. Run it from the repository:
 
     pip install -c constraints.txt ".[bench]"
-    OMP_NUM_THREADS=1 python benchmarks/flower_simulation.py [--json FILE] [--work N] [--epochs E ...] [--engine NAME]
+    OMP_NUM_THREADS=1 python benchmarks/flower_simulation.py [--json FILE] [--work N] [--epochs E ...] [--stack S ...]
 
 Plain FedAvg of a small MLP on digits: 50 of 100 clients a round, batches of 10, SGD. Flower runs its own FedAvg
-strategy and a lean client (`flower_client.py`) with one worker a core; Motley runs on one thread. Seconds a round are
+strategy and a lean client (`flower_client.py`) with one worker a core; Motley runs on one thread, with as many clients
+side by side as `engine.stack` says. Seconds a round are
 medians of all rounds but the first, without evaluation. Start-up is what is left of the time until the end of the first
 round: making the federation, the workers and the data, but not this process's imports. Accuracy is that of the last
 round's model on the test set; the run fails where one of the two learns less than the other.
@@ -99,10 +100,10 @@ def on_flower(epochs: int, rounds: int) -> Measured:
     return Measured.of(begin, strategy.ends, score.accuracy)
 
 
-def on_motley(epochs: int, rounds: int, engine: str) -> Measured:
-    """Play the federation on one of Motley's engines."""
+def on_motley(epochs: int, rounds: int, stack: int) -> Measured:
+    """Play the federation on Motley."""
     begin, ends = time.perf_counter(), []
-    federation = Federation(federation_config(epochs, rounds, engine))
+    federation = Federation(federation_config(epochs, rounds, stack))
     server = federation.start()
     for _ in range(rounds):
         server, record = federation.play(server)
@@ -111,14 +112,14 @@ def on_motley(epochs: int, rounds: int, engine: str) -> Measured:
     return Measured.of(begin, ends, score.accuracy)
 
 
-def compare(epochs: int, rounds: int, engine: str) -> dict[str, str | int | float]:
-    """Measure both at one amount of local work."""
-    motley, flower = on_motley(epochs, rounds, engine), on_flower(epochs, rounds)
+def compare(flower: Measured, epochs: int, rounds: int, stack: int) -> dict[str, str | int | float]:
+    """Measure Motley and set it beside what was measured of Flower."""
+    motley = on_motley(epochs, rounds, stack)
     gap = abs(motley.accuracy - flower.accuracy)
     assert gap <= ACCURACY_GAP, f"accuracy {flower.accuracy} on Flower, {motley.accuracy} on Motley"
     return {
         "local epochs": epochs,
-        "engine": engine,
+        "clients side by side": stack,
         "rounds": rounds,
         "Flower, s a round": flower.a_round,
         "Motley, s a round": motley.a_round,
@@ -133,12 +134,17 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--work", type=int, default=250, help="rounds times local epochs")
     parser.add_argument("--epochs", type=int, nargs="+", default=[1, 5])
-    parser.add_argument("--engine", default="local", help="Motley's engine")
+    parser.add_argument("--stack", type=int, nargs="+", default=[1, 50], help="clients side by side on Motley")
     options = parser.parse_args()
     logging.getLogger("flwr").setLevel(logging.ERROR)
     load_dataset("digits")  # its reader imports scikit-learn
     about = machine("torch", "numpy", "flwr", "ray", "motleyfl")
-    report([compare(epochs, options.work // epochs, options.engine) for epochs in options.epochs], about, options.json)
+    rows = []
+    for epochs in options.epochs:
+        rounds = options.work // epochs
+        flower = on_flower(epochs, rounds)
+        rows += [compare(flower, epochs, rounds, stack) for stack in options.stack]
+    report(rows, about, options.json)
 
 
 if __name__ == "__main__":

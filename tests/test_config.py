@@ -120,6 +120,7 @@ def test_every_packaged_file_is_a_preset_with_a_line_about_it() -> None:
         "inco-fashion-mnist",
         "inco-vit-cifar10",
         "motley-cifar10",
+        "pfl-cifar10",
         "quickstart",
     }
     assert all(len(line) > 20 and not line.startswith(("#", "[")) for line in presets().values())

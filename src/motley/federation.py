@@ -183,7 +183,9 @@ class Federation:
             elsewhere=elsewhere,
         )
         self.engine: Engine = (
-            DebugEngine(clients) if config.engine.name == "debug" else LocalEngine(clients, config.engine.slots)
+            DebugEngine(clients)
+            if config.engine.name == "debug"
+            else LocalEngine(clients, config.engine.slots, config.engine.stack)
         )
 
     # ---- one round

@@ -29,6 +29,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 EXACT = ("engine.device=cuda", "engine.precision=fp32", "data.transform.crop_padding=1", "data.transform.flip=true")
 VIT = ("model.sizes=['vit1','vit2','vit3']", "model.vit.dim=32", "model.vit.heads=4", "model.vit.patch=4")
 
+FAMILIES = {
+    "resnet": ("model.resnet.width=0.25",),
+    "vit": VIT,
+    "mlp": ("model.sizes=['mlp1','mlp2','mlp3']",),
+    "cnn": ("model.sizes=['cnn']", "split.name=homogeneous"),
+}
+
 
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +65,33 @@ def test_slots_agree_with_debug(method: str, model: tuple[str, ...]) -> None:
     fast, fast_loss = after(3, "engine.slots=3", "engine.fused=false", f"method.name={method}", *sgd, *model)
     assert fast_loss == pytest.approx(plain_loss, rel=1e-4)
     assert distance(fast.state, plain.state) < 1e-5
+
+
+@pytest.mark.parametrize("steps", [1, 10, 20])
+@pytest.mark.parametrize("family", ["resnet", "vit", "mlp", "cnn"])
+def test_the_fast_path_agrees_with_debug_step_for_step(family: str, steps: int) -> None:
+    """With kernels, graphs and streams; with dropout, augmentation and sampling."""
+    sgd = ("training.optimizer.name=sgd", "training.optimizer.lr=0.01", "training.batch_size=16")
+    settings = (*sgd, f"training.steps={steps}", *FAMILIES[family])
+    plain, plain_loss = after(1, "engine.name=debug", *settings)
+    fast, fast_loss = after(1, "engine.slots=3", *settings)
+    assert fast_loss == pytest.approx(plain_loss, rel=1e-5)
+    assert distance(fast.state, plain.state) < 1e-5
+
+
+def test_a_stack_agrees_with_debug() -> None:
+    sgd = ("training.optimizer.name=sgd", "training.optimizer.lr=0.05", "training.batch_size=16", "training.epochs=3")
+    settings = (*sgd, *FAMILIES["cnn"], "model.cnn.map_dropout=0", "model.cnn.hidden_dropout=0")
+    plain, plain_loss = after(2, "engine.name=debug", *settings)
+    stacked, stacked_loss = after(2, "engine.stack=4", *settings)
+    assert stacked_loss == pytest.approx(plain_loss, rel=1e-5)
+    assert distance(stacked.state, plain.state) < 1e-5
+
+
+def test_dropout_in_a_stack_is_repeatable() -> None:
+    settings = ("engine.stack=4", *FAMILIES["cnn"], "training.batch_size=16")
+    one, two = after(2, *settings), after(2, *settings)
+    assert distance(one[0].state, two[0].state) < 1e-6 and one[1] == pytest.approx(two[1], rel=1e-6)
 
 
 def test_random_numbers_are_each_clients_own() -> None:

@@ -18,7 +18,7 @@ from motley.splits.part import State
 
 
 class EngineSettings(Settings):
-    """How clients are run. Only `precision` changes what is computed; the rest, at most the last bits."""
+    """How clients are run. `precision` changes what is computed, and `stack` what is drawn; the rest, the last bits."""
 
     name: Literal["local", "debug"] = "local"
     """local: slots, captured as CUDA graphs on a GPU. debug: a fresh model a client, one client at a time."""
@@ -28,6 +28,10 @@ class EngineSettings(Settings):
     """
     slots: int = Field(default=0, ge=0)
     """Clients of a size that train at once on each device; 0: 1 on a CPU, up to 4 on a GPU."""
+    stack: int = Field(default=1, ge=1)
+    """Clients of a size that train side by side in one step, for small models without batch norm. Changes the last
+    bits, and which numbers dropout draws.
+    """
     threads: int = Field(default=1, ge=1)
     """CPU threads of torch. Another number changes the last bits of results, and more than one is slow beside other
     busy processes; for large models on an idle machine, the number of cores.

@@ -67,3 +67,9 @@ def set_precision(precision: str, device: torch.device) -> None:
     allowed = precision != "fp32"
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
+
+
+def use_generator(generator: torch.Generator | None) -> None:
+    """Make a GPU generator's state the one that torch's random functions on its device draw from."""
+    if generator is not None:
+        torch.cuda.default_generators[generator.device.index].graphsafe_set_state(generator.graphsafe_get_state())

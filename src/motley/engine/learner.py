@@ -17,8 +17,8 @@ from torch.func import functional_call
 from motley.data.device import DeviceData
 from motley.engine.base import Job
 from motley.engine.batches import Batches
-from motley.engine.device import place
-from motley.engine.training import Plan, TrainingSettings
+from motley.engine.device import place, use_generator
+from motley.engine.training import Plan, TrainingSettings, reset
 from motley.engine.weights import Weights, working_type
 from motley.kernels import AVAILABLE
 from motley.methods.base import Method
@@ -104,7 +104,8 @@ class Learner:
             for room, given in ((self.message, job.message), (self.memory, memory)):
                 for name, tensor in given.items():
                     room[name].copy_(tensor, non_blocking=True)
-        self._reset_optimizer(self.training.lr(job.round_number))
+        reset(self.optimizer, self.training.lr(job.round_number))
+        self.lr = self.optimizer.param_groups[0]["lr"]
         self.batches.load(plan)
         self.round.fill_(job.round_number)
         self.samples.fill_(samples)
@@ -112,16 +113,6 @@ class Learner:
         self.publish()
         self.seed_turn()
         self.method.begin(self)
-
-    def _reset_optimizer(self, lr: float) -> None:
-        tensors = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-        for moments in by_type(tensors):
-            if moments:
-                torch._foreach_zero_(moments)
-        if isinstance(self.lr, Tensor):
-            self.lr.fill_(lr)
-        else:
-            self.lr = self.optimizer.param_groups[0]["lr"] = lr
 
     @property
     def finished(self) -> bool:
@@ -147,9 +138,7 @@ class Learner:
 
     def use_generator(self) -> None:
         """Make this learner's generator state the one that torch's random functions on its GPU draw from."""
-        if self.generator is not None:
-            default = torch.cuda.default_generators[self.device.index]
-            default.graphsafe_set_state(self.generator.graphsafe_get_state())
+        use_generator(self.generator)
 
     def step(self, length: int) -> None:
         """Take the step that the counter on the device points at. This is what a graph captures."""

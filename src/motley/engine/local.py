@@ -17,6 +17,7 @@ from motley.engine.clients import Clients, Turn, own_randomness
 from motley.engine.pool import SlotPool
 from motley.engine.slots import Slot
 from motley.engine.spread import Spread
+from motley.engine.stack import Stack, can_stack
 from motley.methods.base import Collection
 
 Queues: TypeAlias = dict[str, deque[tuple[Job, bool]]]
@@ -27,8 +28,9 @@ URGENT = 0.3
 class LocalEngine:
     """Runs clients in slots."""
 
-    def __init__(self, clients: Clients, slots: int) -> None:
-        self.clients = clients
+    def __init__(self, clients: Clients, slots: int, stack: int = 1) -> None:
+        self.clients, self.stack = clients, stack
+        self._stacks: dict[str, Stack] = {}
         a_size = slots or (4 if clients.device.type == "cuda" else 1)
         pools = [SlotPool(clients, a_size, where) for where in range(len(clients.devices))]
         self.pool: SlotPool | Spread = Spread(pools) if len(pools) > 1 else pools[0]
@@ -36,9 +38,9 @@ class LocalEngine:
     def train(self, jobs: Sequence[Job], done: Done) -> list[Upload]:
         """Train every job's client."""
         waiting = self._queues(jobs)
-        turns: list[Turn] = []
         busy: list[Slot] = []
         with own_randomness(*self.clients.devices):
+            turns = self._side_by_side(waiting, done) if self.stack > 1 else []
             for slot in self.pool:
                 slot.follow()
             try:
@@ -54,6 +56,29 @@ class LocalEngine:
             for slot in self.pool:
                 slot.lead()
         return self.clients.uploads(turns)
+
+    def _side_by_side(self, waiting: Queues, done: Done) -> list[Turn]:
+        """Train the jobs that can be stacked, and take them out of the queues."""
+        turns = []
+        for size in [size for size in waiting if can_stack(self.clients, size)]:
+            jobs = [job for job, _ in waiting.pop(size)]
+            for first in range(0, len(jobs), self.stack):
+                together = jobs[first : first + self.stack]
+                stack = self._stack(size, len(together))
+                stack.follow()
+                turns += stack.train(together)
+                stack.lead()
+                for job in together:
+                    done(job.client)
+        return turns
+
+    def _stack(self, size: str, count: int) -> Stack:
+        """Return room for clients of a size: on a CPU just as much as they need, on a GPU always the same."""
+        width = count if self.clients.device.type == "cpu" else self.stack
+        held = self._stacks.get(size)
+        if held is None or held.width != width:
+            held = self._stacks[size] = Stack(self.clients, size, width)
+        return held
 
     def collect(self, jobs: Sequence[Job]) -> list[Collection]:
         """Ask every job's client for the method's collection."""

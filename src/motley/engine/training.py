@@ -13,6 +13,7 @@ from torch import Tensor
 from motley.data.device import DRAWS
 from motley.randomness import generator
 from motley.settings import Settings
+from motley.splits.part import by_type
 
 Momentum: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
@@ -81,6 +82,19 @@ class TrainingSettings(Settings):
         if not epoch_steps:
             return 0
         return self.steps or max(1, round(self.epochs * epoch_steps))
+
+
+def reset(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Let an optimiser start anew, in place: captured steps write into its tensors."""
+    tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+    for moments in by_type(tensors):
+        if moments:
+            torch._foreach_zero_(moments)
+    group = optimizer.param_groups[0]
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
 
 
 class Plan(NamedTuple):

@@ -1,0 +1,218 @@
+"""Clients side by side: one model with a leading dimension of clients, so that one step serves all of them.
+
+A small model's step is bound by the number of operations, not by arithmetic, and a stack of fifty clients needs as many
+operations as one client. Clients do not touch each other: the gradient of the sum of their losses is the gradient of
+each, and optimisers work coordinate by coordinate. A short batch is filled up with examples of weight zero.
+
+Sums come in another order than a client's own, and what a step draws (dropout) is drawn for all clients at once, so
+`engine.stack` is a setting that changes numbers. What cannot be stacked trains in slots: models with buffers (batch
+norm), methods with client hooks of their own, clipped gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from motley.data.device import DRAWS
+from motley.engine.base import Job
+from motley.engine.clients import Clients, Turn
+from motley.engine.device import use_generator
+from motley.engine.training import Plan, reset
+from motley.methods.base import Method
+from motley.randomness import key
+from motley.splits.part import State
+
+HOOKS = ("memory", "begin", "loss", "correct_gradient", "correct_weights", "step", "reply", "remember")
+WARM_UP = 3
+"""Eager steps before a capture."""
+
+
+def can_stack(clients: Clients, size: str) -> bool:
+    """Tell whether clients of a size can train side by side with their method."""
+    method = type(clients.method)
+    plain = all(getattr(method, hook) is getattr(Method, hook) for hook in HOOKS)
+    buffers = any(True for _ in clients.method.world.split.blueprints[size].module.buffers())
+    return plain and not buffers and not clients.training.clip and clients.precision != "bf16"
+
+
+class Stack:
+    """Room for the turns of some clients of one size; on a GPU their common step is captured once."""
+
+    def __init__(self, clients: Clients, size: str, width: int) -> None:
+        self.clients, self.size, self.width = clients, size, width
+        device, training, shape = clients.device, clients.training, clients.data.shape
+        model = clients.method.world.split.build(size).to(device).train()
+        unfold_convolutions(model)
+        self._answers = vmap(lambda state, images: functional_call(model, state, (images,)), randomness="different")
+        self.start: State = {
+            name: torch.empty((width, *tensor.shape), device=device) for name, tensor in model.named_parameters()
+        }
+        self.weights: State = {name: torch.empty_like(tensor).requires_grad_() for name, tensor in self.start.items()}
+        self.optimizer = training.optimizer.build(self.weights.values(), device)
+        self.losses = torch.zeros(width, device=device)
+        batch = (width, training.batch_size)
+        self._rooms = (
+            torch.zeros((*batch, *shape), device=device),
+            torch.zeros(batch, dtype=torch.long, device=device),
+            torch.zeros(batch, device=device),
+        )
+        """Where a captured step finds images, labels and shares."""
+        self._generator = torch.Generator(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def train(self, jobs: Sequence[Job]) -> list[Turn]:
+        """Train clients of this size; what is left of the stack's width idles."""
+        plans = [self.clients.plan(job) for job in jobs]
+        counts = [len(plan.lengths) for plan in plans]
+        with self._on_stream():
+            batches = Batches(self.clients, plans, self.width)
+            if self._stream is not None and self._graph is None:
+                self._load(jobs)
+                self._capture(batches)
+            self._load(jobs)
+            aside: list[tuple[list[int], State]] = []
+            for step in range(max(counts)):
+                self._seed(jobs[0], step)
+                self._step(*batches.of(step))
+                ended = [row for row, count in enumerate(counts) if count == step + 1 < max(counts)]
+                if ended:
+                    aside.append((ended, {name: tensor.detach()[ended] for name, tensor in self.weights.items()}))
+            return self._turns(jobs, counts, aside)
+
+    @torch.no_grad()
+    def _load(self, jobs: Sequence[Job]) -> None:
+        """Give every row its client's part, and the rows that idle the first client's."""
+        jobs = [*jobs, *[jobs[0]] * (self.width - len(jobs))]
+        for name, start in self.start.items():
+            torch.stack([job.state[name] for job in jobs], out=start)
+            self.weights[name].copy_(start)
+        reset(self.optimizer, self.clients.training.lr(jobs[0].round_number))
+        self.losses.zero_()
+
+    def _step(self, images: Tensor, labels: Tensor, shares: Tensor) -> None:
+        """Take a step; `shares` is what each example counts in its client's mean loss."""
+        if self._graph is None:
+            self._compute(images, labels, shares)
+            return
+        for room, values in zip(self._rooms, (images, labels, shares), strict=True):
+            room.copy_(values)
+        self._graph.replay()
+
+    def _compute(self, images: Tensor, labels: Tensor, shares: Tensor) -> None:
+        answers = self._answers(self.weights, images)
+        errors = F.cross_entropy(answers.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+        losses = (errors * shares).sum(1)
+        self.optimizer.zero_grad()
+        losses.sum().backward()
+        self.optimizer.step()
+        self.losses += losses.detach()
+
+    def _capture(self, batches: Batches) -> None:
+        """Capture a step. What this did to the weights is overwritten by the next load."""
+        for room, values in zip(self._rooms, batches.of(0), strict=True):
+            room.copy_(values)
+        use_generator(self._generator)
+        for _ in range(WARM_UP):
+            self._compute(*self._rooms)
+        torch.cuda.synchronize(self.clients.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._stream):
+            self._compute(*self._rooms)
+        self._graph = graph
+
+    def _seed(self, first: Job, step: int) -> None:
+        """Key what a step draws: for the whole turn where it is captured."""
+        if self._generator is None:
+            torch.random.default_generator.manual_seed(self._key(first, step))
+        elif step == 0:
+            self._generator.manual_seed(self._key(first))
+
+    def _key(self, first: Job, *step: int) -> int:
+        return key(self.clients.seed, "stack", first.round_number, first.client, *step)
+
+    @torch.no_grad()
+    def _turns(self, jobs: Sequence[Job], counts: list[int], aside: list[tuple[list[int], State]]) -> list[Turn]:
+        for rows, state in aside:
+            for name, tensor in state.items():
+                self.weights[name].detach()[rows] = tensor
+        changes = {name: (self.weights[name].detach() - start).unbind() for name, start in self.start.items()}
+        losses = self.losses.clone().unbind()
+        return [
+            Turn(job, {name: rows[row] for name, rows in changes.items()}, {}, losses[row], counts[row])
+            for row, job in enumerate(jobs)
+        ]
+
+    def follow(self) -> None:
+        """Let the stack's stream wait for the server's work so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.clients.device))
+
+    def lead(self) -> None:
+        """Let the server's stream wait for the stack's work so far."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.clients.device).wait_stream(self._stream)
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+
+class Batches:
+    """The batches of several plans, a step at a time."""
+
+    def __init__(self, clients: Clients, plans: Sequence[Plan], width: int) -> None:
+        self.data = clients.data
+        steps, size = max(len(plan.lengths) for plan in plans), clients.training.batch_size
+        rows = np.zeros((steps, width, size), dtype=np.int64)
+        lengths = np.zeros((steps, width), dtype=np.int64)
+        draws = np.zeros((steps, width, size, DRAWS), dtype=np.float32) if self.data.random else None
+        for row, plan in enumerate(plans):
+            rows[: len(plan.lengths), row] = plan.rows
+            lengths[: len(plan.lengths), row] = plan.lengths
+            if draws is not None and plan.draws is not None:
+                draws[: len(plan.lengths), row] = plan.draws
+        shares = (np.arange(size) < lengths[..., None]) / np.maximum(lengths, 1)[..., None]
+        device = self.data.device
+        self._longest = lengths.max(1) if device.type == "cpu" else np.full(steps, size)
+        """Examples of each step that are computed: a captured step has one shape."""
+        self._rows = torch.from_numpy(rows).to(device)
+        self._shares = torch.from_numpy(shares.astype(np.float32)).to(device)
+        self._draws = torch.from_numpy(draws).to(device) if draws is not None else None
+
+    def of(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a step's images and labels (clients, batch size, ...) and each example's share of its batch's mean."""
+        longest = int(self._longest[step])
+        rows, shares = self._rows[step, :, :longest], self._shares[step, :, :longest]
+        draws = self._draws[step, :, :longest].flatten(0, 1) if self._draws is not None else None
+        images, labels = self.data.batch(rows.flatten(), draws)
+        return images.unflatten(0, rows.shape), labels.view(rows.shape), shares
+
+
+class UnfoldedConvolution(nn.Conv2d):
+    """A convolution as one matrix product: with weights that differ from client to client, cuDNN has nothing better."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        (high, wide), (down, across) = self.kernel_size, self.stride
+        assert not isinstance(self.padding, str)
+        top, left = self.padding
+        windows = F.pad(x, (left, left, top, top)).unfold(2, high, down).unfold(3, wide, across)
+        count, _, height, width = windows.shape[:4]
+        columns = windows.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(0, 2)
+        y = columns @ self.weight.flatten(1).t()
+        if self.bias is not None:
+            y = y + self.bias
+        return y.view(count, height, width, -1).permute(0, 3, 1, 2)
+
+
+def unfold_convolutions(model: nn.Module) -> None:
+    """Let a model's plain convolutions compute as matrix products."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d) and module.groups == 1 and module.dilation == (1, 1):
+            module.__class__ = UnfoldedConvolution
