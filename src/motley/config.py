@@ -22,6 +22,7 @@ from motley.engine.training import TrainingSettings
 from motley.errors import MotleyError, unknown
 from motley.evaluate import EvaluationSettings
 from motley.methods import METHODS, MethodSettings
+from motley.methods.names import spelled_out
 from motley.models import MODELS
 from motley.models.cnn import CNNSettings
 from motley.models.mlp import MLPSettings
@@ -118,6 +119,11 @@ class Config(Settings):
     engine: EngineSettings = EngineSettings()
     run: RunSettings = RunSettings()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _names_spelled_out(cls, values: Any) -> Any:
+        return spelled_out(values, {}) if isinstance(values, Mapping) else values
+
     @field_validator("method", mode="before")
     @classmethod
     def _chosen_method(cls, value: Any) -> Any:
@@ -170,7 +176,7 @@ def load_config(file: Path | None = None, *, preset: str = "", overrides: Iterab
     preset = str(chosen.get("preset") or preset or given.get("preset") or ("" if file else DEFAULT_PRESET))
     values: dict[str, Any] = {}
     for layer in (_preset_values(preset) if preset else {}, given, chosen):
-        values = _overlay(values, layer)
+        values = _overlay(values, spelled_out(layer, values))
     return validate(Config, _with_whole_paths({**values, "preset": preset}))
 
 
