@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from motley.engine.base import Done, Engine, Job, Upload
+from motley.engine.training import OptimizerSettings
 from motley.federation import Federation, Server
 from motley.methods import METHODS
 from motley.runs.checkpoint import fingerprint, load_checkpoint, save_checkpoint
@@ -171,3 +172,43 @@ def test_steps_can_be_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(federation.method, "step", guarded)
     played(federation, federation.start(), 2)
     assert seen and all(len(places) >= 3 and all(p == places[0] for p in places) for places in seen.values())
+
+
+MLP = (
+    "model.sizes=['mlp2','mlp3']",
+    "model.mlp.hidden=12",
+    "training.steps=4",
+    "training.optimizer={name='sgd', lr=0.05}",
+    "engine.name=debug",
+)
+"""Models whose gradients a CPU computes in bfloat16 as well."""
+
+
+def changes_of(name: str, precision: str) -> dict[str, torch.Tensor]:
+    federation = federation_of(f"{name}-depth-plain", *MLP)
+    federation.engine.clients.precision = precision  # type: ignore[attr-defined]
+    start = federation.start()
+    end = played(federation, start, 2)
+    return {n: end.state[n] - start.state[n] for n in federation.split.parameters}
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in METHODS])
+def test_hooks_act_on_the_weights_behind_bf16_copies(name: str) -> None:
+    whole, low = (torch.cat([t.flatten() for _, t in sorted(changes_of(name, p).items())]) for p in ("fp32", "bf16"))
+    assert 0 < float((low - whole).norm()) < 0.05 * float(whole.norm())
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in METHODS])
+def test_a_learning_rate_on_the_device_is_as_good_as_a_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the learning rate is a tensor, which a captured step reads."""
+    expected = changes_of(name, "fp32")
+    build = OptimizerSettings.build
+
+    def with_tensor(settings: OptimizerSettings, *given: Any) -> torch.optim.Optimizer:
+        optimizer = build(settings, *given)
+        optimizer.param_groups[0]["lr"] = torch.tensor(settings.lr)
+        return optimizer
+
+    monkeypatch.setattr(OptimizerSettings, "build", with_tensor)
+    for key, tensor in changes_of(name, "fp32").items():
+        torch.testing.assert_close(tensor, expected[key], rtol=1e-4, atol=1e-7)

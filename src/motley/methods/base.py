@@ -127,7 +127,7 @@ class Method:
         learner.publish()
 
     def reply(self, learner: Learner) -> State:
-        """Return what travels to the server beside the change. Not captured."""
+        """Return what travels to the server beside the change, on the learner's device. Not captured."""
         return {}
 
     def remember(self, learner: Learner) -> State:
