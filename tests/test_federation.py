@@ -62,6 +62,16 @@ def test_a_bad_upload_is_refused_and_the_round_goes_on() -> None:
     assert torch.allclose(after.state["fc.bias"], expected)
 
 
+def test_a_message_that_is_not_finite_is_refused() -> None:
+    federation = Federation(tiny_config("method.name=scaffold", "federation.clients_per_round=6"))
+    federation.engine = Tampered(  # type: ignore[assignment]
+        federation.engine, {2: lambda u: replace(u, message={**u.message, "fc.bias": torch.full((10,), float("nan"))})}
+    )
+    after, record = federation.play(federation.start())
+    assert record.refused == {2: "it holds a number that is not finite."}
+    assert all(tensor.isfinite().all() for tensor in after.method.values())
+
+
 def test_a_round_in_which_everybody_is_refused_changes_nothing() -> None:
     federation = Federation(tiny_config())
     server = federation.start()

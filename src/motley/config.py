@@ -15,12 +15,14 @@ from typing import Any, Literal
 import tomli_w
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
+from motley.aggregate.server_optim import ServerOptimizerSettings
 from motley.data.settings import DataSettings
 from motley.engine.base import EngineSettings
 from motley.engine.training import TrainingSettings
 from motley.errors import MotleyError, unknown
 from motley.evaluate import EvaluationSettings
 from motley.methods import METHODS, MethodSettings
+from motley.methods.names import spelled_out
 from motley.models import MODELS
 from motley.models.cnn import CNNSettings
 from motley.models.mlp import MLPSettings
@@ -40,6 +42,8 @@ class ModelSettings(Settings):
     vit: ViTSettings = ViTSettings()
     mlp: MLPSettings = MLPSettings()
     cnn: CNNSettings = CNNSettings()
+    projection: int = Field(default=0, ge=0)
+    """Width of two more layers before the last one, as MOON's authors put there (256); 0: none."""
     weights: str = ""
     """A safetensors file whose tensors replace those of the initial state that have their name and shape."""
 
@@ -74,8 +78,16 @@ class ServerSettings(Settings):
     """Every client counts the same, or by its number of examples."""
     step: float = Field(default=1.0, gt=0)
     """Factor on the mean change of parameters."""
+    optimizer: ServerOptimizerSettings = ServerOptimizerSettings()
     average: float = Field(default=0.0, ge=0, lt=1)
     """Decay of the moving average that is evaluated and handed out; 0: off."""
+
+
+class TransitSettings(Settings):
+    """What happens to changes on their way to the server."""
+
+    noise: float = Field(default=0.0, ge=0)
+    """Standard deviation of noise on every parameter's change, in standard deviations of that change (InCo, Fig. 7)."""
 
 
 class RunSettings(Settings):
@@ -101,10 +113,16 @@ class Config(Settings):
     federation: FederationSettings = FederationSettings()
     training: TrainingSettings = TrainingSettings()
     method: SerializeAsAny[MethodSettings] = MethodSettings()
+    transit: TransitSettings = TransitSettings()
     server: ServerSettings = ServerSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     engine: EngineSettings = EngineSettings()
     run: RunSettings = RunSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_spelled_out(cls, values: Any) -> Any:
+        return spelled_out(values, {}) if isinstance(values, Mapping) else values
 
     @field_validator("method", mode="before")
     @classmethod
@@ -156,7 +174,9 @@ def load_config(file: Path | None = None, *, preset: str = "", overrides: Iterab
     for override in overrides:
         chosen = _overlay(chosen, _parse_override(override), _all)
     preset = str(chosen.get("preset") or preset or given.get("preset") or ("" if file else DEFAULT_PRESET))
-    values = _overlay(_overlay(_preset_values(preset) if preset else {}, given), chosen)
+    values: dict[str, Any] = {}
+    for layer in (_preset_values(preset) if preset else {}, given, chosen):
+        values = _overlay(values, spelled_out(layer, values))
     return validate(Config, _with_whole_paths({**values, "preset": preset}))
 
 
@@ -217,9 +237,10 @@ def _parse_override(text: str) -> dict[str, Any]:
 _CHOOSERS = {
     "data": ("name", "digits"),
     "method": ("name", "fedavg"),
-    "partition": ("name", "dirichlet"),
-    "inco": ("preset", "off"),
-    "transform": ("preset", "plain"),
+    "data.partition": ("name", "dirichlet"),
+    "method.inco": ("preset", "off"),
+    "data.transform": ("preset", "plain"),
+    "server.optimizer": ("name", "none"),
 }
 """Tables whose other keys belong to what this key chooses, and what is chosen where nothing is said."""
 
@@ -248,13 +269,15 @@ def _fitting(name: str, old: Table, new: Table) -> Table:
     return kept
 
 
-def _overlay(below: Table, above: Table, keep: Callable[[str, Table, Table], Table] = _fitting) -> dict[str, Any]:
+def _overlay(
+    below: Table, above: Table, keep: Callable[[str, Table, Table], Table] = _fitting, where: str = ""
+) -> dict[str, Any]:
     """Return `below` with `above` on top, table by table; `keep` says what stays of a table that gets new values."""
     result = dict(below)
     for name, value in above.items():
-        old = result.get(name)
+        old, path = result.get(name), f"{where}{name}"
         if isinstance(value, Mapping) and isinstance(old, Mapping):
-            value = _overlay(keep(name, old, value), value, keep)
+            value = _overlay(keep(path, old, value), value, keep, f"{path}.")
         result[name] = value
     return result
 

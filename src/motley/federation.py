@@ -3,7 +3,7 @@
     sample clients -> each gets its part of the global state and the method's message
                    -> the ENGINE trains them
                    -> their changes come back and are checked
-    merge over owners -> InCo -> the method's correction -> step -> moving average -> evaluate every size
+    merge over owners -> InCo -> the method's correction -> server optimiser -> moving average -> evaluate every size
 
 A round takes a `Server` and returns a new one; it changes nothing in place. Whatever interrupts a round, the server of
 the last whole round is still there to be saved.
@@ -27,6 +27,8 @@ from motley.aggregate.admit import finite, misfit
 from motley.aggregate.averaging import average
 from motley.aggregate.inco import inco
 from motley.aggregate.merge import Merged, Update, apply
+from motley.aggregate.noise import perturbed
+from motley.aggregate.server_optim import optimize
 from motley.config import Config
 from motley.data import Dataset, load_dataset
 from motley.data.device import DeviceData
@@ -38,7 +40,8 @@ from motley.errors import MotleyError
 from motley.evaluate import Evaluation, Evaluator, Score
 from motley.methods import METHODS, World
 from motley.models import MODELS
-from motley.randomness import generator
+from motley.models.projection import with_projection
+from motley.randomness import generator, key
 from motley.splits import SPLITS, Split
 from motley.splits.part import State, take
 
@@ -55,6 +58,8 @@ class Server:
     """The method's own server state."""
     remembered: dict[int, int]
     """Client -> the round of its last upload that was taken."""
+    optimizer: State = field(default_factory=dict)
+    """The server optimiser's moments."""
 
     @property
     def model(self) -> State:
@@ -132,7 +137,8 @@ def build_split(config: Config, data: DeviceData, classes: int) -> Split:
 
     def build(size: str) -> Any:
         architecture = MODELS[size]
-        return architecture.build(getattr(config.model, architecture.family), data.shape, classes)
+        model = architecture.build(getattr(config.model, architecture.family), data.shape, classes)
+        return with_projection(model, config.model.projection)
 
     return SPLITS[config.split.name]({size: partial(build, size) for size in config.model.sizes}, config.split)
 
@@ -204,7 +210,8 @@ class Federation:
             return {name: on_device(tensor, self.device) for name, tensor in state.items()}
 
         averaged = moved(server.averaged) if server.averaged is not None else None
-        return replace(server, state=moved(server.state), averaged=averaged, method=moved(server.method))
+        method, optimizer = moved(server.method), moved(server.optimizer)
+        return replace(server, state=moved(server.state), averaged=averaged, method=method, optimizer=optimizer)
 
     def play(self, server: Server, done: Callable[[int], None] = lambda client: None) -> tuple[Server, Record]:
         """Play one round and return the server after it, and the round's record with all scores."""
@@ -257,9 +264,9 @@ class Federation:
                 record.refused[upload.client] = reason
             else:
                 fitting.append(upload)
-        for upload, good in zip(fitting, finite([upload.change for upload in fitting]), strict=True):
+        for upload, good in zip(fitting, finite([_all_of(upload) for upload in fitting]), strict=True):
             if not good:
-                record.refused[upload.client] = "its change holds a number that is not finite."
+                record.refused[upload.client] = "it holds a number that is not finite."
         taken = [upload for upload in fitting if upload.client not in record.refused]
         answered = {upload.client for upload in uploads}
         record.idle = [job.client for job in jobs if job.client not in answered]
@@ -269,11 +276,15 @@ class Federation:
         return [self.update(sent[upload.client], upload) for upload in taken]
 
     def update(self, job: Job, upload: Upload) -> Update:
-        """Return an upload with what the server knows of its sender."""
+        """Return an upload with what the server knows of its sender, and with the noise it met on its way."""
+        change, noise = upload.change, self.config.transit.noise
+        if noise:
+            names = [name for name in job.state if name in self.split.parameters_of(job.size)]
+            change = perturbed(change, names, noise, key(self.config.seed, "noise", job.round_number, job.client))
         return Update(
             upload.client,
             self.split.part(job.size, job.round_number, job.client),
-            upload.change,
+            change,
             weight=float(upload.samples) if self.config.server.weights == "samples" else 1.0,
             size=job.size,
             message=upload.message,
@@ -287,12 +298,13 @@ class Federation:
         if not updates:
             return replace(server, round_number=number)
         merged = self.method.aggregate(server.method, server.state, updates)
-        merged = self.method.correct(server.method, self.mix(merged, record))
         method = self.method.learn(server.method, server.state, updates)
+        merged = self.method.correct(method, self.mix(merged, record))
+        optimizer, merged = optimize(server.optimizer, merged, self.split.parameters, self.config.server.optimizer)
         state = apply(server.state, merged, self.split.parameters, self.config.server.step)
         state = self.method.refine(method, state, updates)
         remembered = {**server.remembered, **{update.client: number for update in updates}}
-        return Server(number, state, self.averaged(server, state, number), method, remembered)
+        return Server(number, state, self.averaged(server, state, number), method, remembered, optimizer)
 
     def mix(self, merged: Merged, record: Record) -> Merged:
         """Apply InCo to the mean change, and note its coefficients."""
@@ -328,6 +340,11 @@ class Federation:
     def is_evaluated(self, round_number: int) -> bool:
         """Tell whether a round ends with an evaluation."""
         return round_number % self.config.evaluation.every == 0 or round_number == self.config.training.rounds
+
+
+def _all_of(upload: Upload) -> State:
+    """Return the tensors of an upload, those of the method's message too."""
+    return {**upload.change, **{f"message/{name}": tensor for name, tensor in upload.message.items()}}
 
 
 def size_in_bytes(state: State) -> int:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from motley.aggregate.merge import Merged, Update, apply, merge
+from motley.aggregate.merge import Merged, Update, add_shares, apply, merge
 from motley.splits.part import Part, Piece, State, take
 
 SHAPES = {"stem": (4, 2), "deep.weight": (3, 4, 2), "deep.running_var": (4,), "scale": (5,)}
@@ -224,3 +224,21 @@ def test_the_step_is_for_parameters_only() -> None:
 def test_a_weight_must_be_positive(weight: float) -> None:
     with pytest.raises(ValueError, match="client 3"):
         merge({"w": torch.zeros(1)}, [Update(3, {"w": Piece("w")}, {"w": torch.ones(1)}, weight=weight)])
+
+
+def test_shares_are_over_all_owners_and_only_of_names_that_are_kept() -> None:
+    kept = {"whole": torch.ones(2), "pieces": torch.zeros(3), "absent": torch.ones(1)}
+    whole = {"w": Piece("whole"), "p": Piece("pieces", (slice(0, 2),)), "b": Piece("buffer")}
+    other = {"w": Piece("whole"), "p": Piece("pieces", (torch.tensor([2, 0]),))}
+    updates = [
+        Update(1, other, {"w": torch.tensor([4.0, 0.0]), "p": torch.tensor([1.0, 2.0])}),
+        Update(0, whole, {"w": torch.tensor([8.0, 4.0]), "p": torch.tensor([3.0, 6.0]), "b": torch.ones(1)}),
+    ]
+    owners = {"whole": 4, "pieces": 10}
+    after = add_shares(kept, updates, lambda update: update.change, owners.__getitem__)
+    assert {name: tensor.tolist() for name, tensor in after.items()} == {
+        "whole": [4.0, 2.0],
+        "pieces": pytest.approx([0.5, 0.6, 0.1]),
+        "absent": [1.0],
+    }
+    assert kept["whole"].tolist() == [1.0, 1.0], "nothing is changed in place"

@@ -8,6 +8,7 @@ from motley.cli.list import Kind
 from motley.config import presets
 from motley.data import DATASETS, PARTITIONS
 from motley.methods import METHODS
+from motley.methods.names import PREFIXES, STEMS
 from motley.models import MODELS
 from motley.registry import Registry
 from motley.splits import SPLITS
@@ -28,9 +29,20 @@ def test_a_list_has_a_line_an_entry_with_summary_aliases_and_paper(
     head, *lines = answer.out.splitlines()
     assert (answer.code, answer.err) == (0, "")
     assert head.split() == [kind[:-1], "what", "it", "is", "paper"]
+    if kind == "methods":
+        lines = lines[: [line.strip() for line in lines].index("")]
     for entry, line in zip(registry, lines, strict=True):
         assert line.startswith(f"{entry.name} ") and entry.summary in line and line.rstrip().endswith(entry.paper)
         assert all(alias in line for alias in entry.aliases)
+
+
+def test_names_of_methods_are_listed_with_what_they_stand_for(motley: Command) -> None:
+    _, _, names = motley("list", "methods").out.partition("Names for a method")
+    rows = {line.split("  ")[0]: " ".join(line.split()) for line in names.splitlines()}
+    assert {f"{prefix}*" for prefix in PREFIXES} | {f"*{stem}" for stem in STEMS} <= rows.keys()
+    assert "split.name = depth, method.inco.preset = official" in rows["InCo*"]
+    assert "method.inco.normalize = false, method.inco.optimize = false" in rows["InCo* w/o N & O"]
+    assert "server.optimizer.name = yogi FedYogi, HeteroYogi or InCoYogi" in rows["*Yogi"]
 
 
 def test_presets_are_listed_with_their_first_line(motley: Command) -> None:

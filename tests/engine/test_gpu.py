@@ -57,7 +57,10 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return (difference / sum(float(t.double().square().sum()) for t in b.values())) ** 0.5
 
 
-@pytest.mark.parametrize("method", ["fedavg", "noisy", "every-hook", "alternating"])
+REAL = ["fedavg", "fedprox", "scaffold", "fednova", "moon", "feddyn", "fedspeed"]
+
+
+@pytest.mark.parametrize("method", [*REAL, "noisy", "every-hook", "alternating"])
 @pytest.mark.parametrize("model", [(), VIT], ids=["resnet", "vit"])
 def test_slots_agree_with_debug(method: str, model: tuple[str, ...]) -> None:
     sgd = ("training.optimizer.name=sgd", "training.optimizer.lr=0.01", "training.batch_size=16", "training.steps=5")

@@ -43,7 +43,8 @@ def make_server(round_number: int, seed: int = 0, **changes: Any) -> Server:
     }
     averaged = {name: tensor.clone() for name, tensor in state.items()}
     method = {"control/weight": values * 2, "round": torch.tensor(round_number, dtype=torch.int32)}
-    server = Server(round_number, state, averaged, method, {0: 1, 7: round_number, 123456: 2})
+    moments = {"first/weight": values / 7}
+    server = Server(round_number, state, averaged, method, {0: 1, 7: round_number, 123456: 2}, moments)
     return replace(server, **changes)
 
 
@@ -58,7 +59,7 @@ def everything(server: Server | None) -> object:
         return None
     sections = [
         None if section is None else {name: bits(tensor) for name, tensor in section.items()}
-        for section in (server.state, server.averaged, server.method)
+        for section in (server.state, server.averaged, server.method, server.optimizer)
     ]
     return server.round_number, sections, server.remembered
 
@@ -69,8 +70,9 @@ def everything(server: Server | None) -> object:
         {},
         {"averaged": None},
         {"method": {}},
+        {"optimizer": {}},
         {"remembered": {}},
-        {"averaged": None, "method": {}, "remembered": {}},
+        {"averaged": None, "method": {}, "optimizer": {}, "remembered": {}},
     ],
     ids=str,
 )
@@ -238,8 +240,8 @@ def test_what_is_renamed_into_place_is_on_the_disk(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "rename", note_rename)
     save_checkpoint(tmp_path, make_server(1), keep=2)
     at = events.index("rename")
-    files = {"state.safetensors", "averaged.safetensors", "method.safetensors", "server.json", "unfinished-000001"}
-    assert set(events[:at]) == files
+    sections = {f"{name}.safetensors" for name in ("state", "averaged", "method", "optimizer")}
+    assert set(events[:at]) == {*sections, "server.json", "unfinished-000001"}
     assert events[at + 1 :] == [tmp_path.name]
 
 
@@ -255,7 +257,9 @@ def _break(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["missing", "empty", "cut", "garbage"])
-@pytest.mark.parametrize("file", ["state.safetensors", "averaged.safetensors", "method.safetensors", "server.json"])
+@pytest.mark.parametrize(
+    "file", [*(f"{name}.safetensors" for name in ("state", "averaged", "method", "optimizer")), "server.json"]
+)
 def test_a_broken_file_is_named(tmp_path: Path, file: str, how: str) -> None:
     older = make_server(2)
     _prepared(tmp_path, older, make_server(4))
@@ -275,7 +279,6 @@ def test_a_broken_file_is_named(tmp_path: Path, file: str, how: str) -> None:
         3,
         {"round": 1, "sections": ["state", "method"], "remembered": []},
         {"round": None, "sections": ["state", "method"], "remembered": {}},
-        {"round": 1, "sections": ["state"], "remembered": {}},
         {"round": 1, "sections": [], "remembered": {}},
         {"round": 1, "sections": ["state", "method"], "remembered": {"me": 1}},
     ],

@@ -10,7 +10,7 @@ Four rules, each one a mistake that public implementations have made:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -126,6 +126,33 @@ def _integer_means(integers: dict[str, list[tuple[Tensor, float]]]) -> State:
         name: part.reshape(first.shape).to(first.dtype)
         for name, part, first in zip(integers, parts, firsts, strict=True)
     }
+
+
+def add_shares(
+    state: Mapping[str, Tensor],
+    updates: Iterable[Update],
+    values: Callable[[Update], Mapping[str, Tensor]],
+    owners: Callable[[str], int],
+) -> State:
+    """Return `state` plus the clients' values, each divided by the number of all its owners, present or not.
+
+    This keeps a state equal to the mean over all owners of something that only those who take part change: control
+    variates, dual variables. Values of names that are not in `state` are left out.
+    """
+    after = {name: tensor.clone() for name, tensor in state.items()}
+    for update in sorted(updates, key=lambda update: update.client):
+        into, given, counts = [], [], []
+        for local, value in values(update).items():
+            name, index = update.part[local].name, update.part[local].index
+            if name in after and index is None:
+                into.append(after[name])
+                given.append(value)
+                counts.append(owners(name))
+            elif name in after:
+                add_at(after[name], index, value / owners(name))
+        if into:
+            torch._foreach_add_(into, torch._foreach_div(given, counts))
+    return after
 
 
 def apply(state: Mapping[str, Tensor], merged: Merged, parameters: Collection[str], step: float = 1.0) -> State:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 import typer
@@ -11,6 +12,7 @@ from rich.table import Table
 from motley.config import presets
 from motley.data import DATASETS, PARTITIONS
 from motley.methods import METHODS
+from motley.methods.names import ABLATIONS, PREFIXES, STEMS
 from motley.models import MODELS
 from motley.registry import Registry
 from motley.splits import SPLITS
@@ -52,3 +54,24 @@ def list_things(kind: Kind = typer.Argument(..., help="What to list.")) -> None:
             also = f" (also: {', '.join(entry.aliases)})" if entry.aliases else ""
             table.add_row(entry.name, entry.summary + also, entry.paper)
     Console().print(table)
+    if kind is Kind.methods:
+        Console().print(_names())
+
+
+def _names() -> Table:
+    """Return the papers' names, by beginnings and ends."""
+    table = Table(box=None, pad_edge=False, title="\nNames for a method with a split and InCo", title_justify="left")
+    table.add_column("name", style="bold", no_wrap=True)
+    table.add_column("stands for")
+    table.add_column("what it is")
+    for prefix, (summary, settings) in PREFIXES.items():
+        table.add_row(f"{prefix}*", _written({k: v for k, v in settings.items() if v is not True}), summary)
+    for ablation, settings in ABLATIONS.items():
+        table.add_row(f"InCo* {ablation}", _written(settings), "an ablation of the InCo paper")
+    for stem, settings in STEMS.items():
+        table.add_row(f"*{stem}", _written(settings), f"Fed{stem}, Hetero{stem} or InCo{stem}")
+    return table
+
+
+def _written(settings: Mapping[str, object]) -> str:
+    return ", ".join(f"{key} = {str(value).lower()}" for key, value in settings.items())

@@ -7,7 +7,8 @@ any client of the same size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch.func import functional_call
 from motley.data.device import DeviceData
 from motley.engine.base import Job
 from motley.engine.batches import Batches
-from motley.engine.device import place, use_generator
+from motley.engine.device import on_device, place, use_generator
 from motley.engine.training import Plan, TrainingSettings, reset
 from motley.engine.weights import Weights, working_type
 from motley.kernels import AVAILABLE
@@ -33,6 +34,21 @@ if AVAILABLE:
 def shapes_of(*states: State) -> object:
     """Return what tells messages and memories of one shape from those of another, whatever the order of their names."""
     return tuple(tuple(sorted((name, tuple(tensor.shape)) for name, tensor in state.items())) for state in states)
+
+
+Ask = Callable[[nn.Module, Tensor], Tensor]
+"""What is computed with a model and a batch of images."""
+
+
+class _Asked(nn.Module):
+    """A model as a function that need not be its own `forward`."""
+
+    def __init__(self, model: nn.Module, ask: Ask) -> None:
+        super().__init__()
+        self.model, self.ask = model, ask
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.ask(self.model, images)
 
 
 class Learner:
@@ -57,10 +73,16 @@ class Learner:
         self.method, self.training, self.data, self.device = method, training, data, device
         self.weights = Weights(self.model, precision)
         self.parameters = self.weights.masters
-        self.tensors: State = {n: self.parameters.get(n, tensor) for n, tensor in self.model.state_dict().items()}
+        self._computing: State = self.model.state_dict()
+        self.tensors: State = {n: self.parameters.get(n, tensor) for n, tensor in self._computing.items()}
         """Parameters and buffers: the live part."""
         self.start: State = {name: torch.empty_like(tensor.detach()) for name, tensor in self.tensors.items()}
         """The part as it was received; frozen during the turn."""
+        self.trained = [parameter.detach() for parameter in self.parameters.values()]
+        """The parameters as plain tensors, to be changed in place; `anchors` and `gradients` are in the same order."""
+        self.anchors = self.in_order(self.start)
+        buffers = by_type(tensor for name, tensor in self.tensors.items() if name not in self.parameters)
+        self._buffers = [group for group in buffers if group]
         self._starts = by_type(self.start.values())
         self._lives = by_type(tensor.detach() for tensor in self.tensors.values())
         self._rooms: dict[object, tuple[State, State]] = {}
@@ -88,7 +110,7 @@ class Learner:
         self.message, self.memory = self._rooms[shapes]
 
     def _room(self, given: State) -> State:
-        return {name: torch.zeros_like(tensor, device=self.device) for name, tensor in given.items()}
+        return {name: on_device(torch.zeros_like(tensor), self.device) for name, tensor in given.items()}
 
     def load(self, job: Job, memory: State, plan: Plan, seed: int, samples: int) -> None:
         """Take a client's seat: its part, message, memory and plan, with a fresh optimiser."""
@@ -166,6 +188,30 @@ class Learner:
         """Let the model compute with `parameters` as they are now: after the last change of a step."""
         self.weights.publish()
 
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The gradients of this step, in the order of `trained`."""
+        return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+
+    def in_order(self, state: State) -> list[Tensor]:
+        """Return the parameters' tensors of a message, a memory or a part, in the order of `trained`."""
+        return [state[name] for name in self.parameters]
+
+    def by_name(self, tensors: Iterable[Tensor]) -> State:
+        """Return tensors in the order of `trained` under their parameters' names."""
+        return dict(zip(self.parameters, tensors, strict=True))
+
+    @contextmanager
+    def excursion(self) -> Iterator[None]:
+        """Come back from a block with parameters and buffers as they were; gradients stay as the block made them."""
+        groups = [self.trained, *self._buffers]
+        kept = [[torch.empty_like(tensor) for tensor in group] for group in groups]
+        for room, group in zip(kept, groups, strict=True):
+            torch._foreach_copy_(room, group)
+        yield
+        for group, room in zip(groups, kept, strict=True):
+            torch._foreach_copy_(group, room)
+
     def clip_gradient(self) -> None:
         """Bound the norm of the whole gradient, where the run asks for it."""
         if self.training.clip:
@@ -177,16 +223,26 @@ class Learner:
             return loss_kernel.cross_entropy(answers, labels)
         return F.cross_entropy(answers.float(), labels)
 
-    def frozen(self, state: State, images: Tensor) -> Tensor:
+    def frozen(self, state: State, images: Tensor, ask: Ask = lambda model, images: model(images)) -> Tensor:
         """Return what this architecture answers with another state, in evaluation mode and without gradient."""
         self.model.eval()
         try:
             with torch.no_grad():
-                own = {name: state[name].to(tensor.dtype) for name, tensor in self.model.state_dict().items()}
-                answer: Tensor = functional_call(self.model, own, (images,))
+                own = {f"model.{name}": tensor for name, tensor in self._working(state).items()}
+                answer: Tensor = functional_call(_Asked(self.model, ask), own, (images,))
         finally:
             self.model.train()
         return answer
+
+    def _working(self, state: State) -> State:
+        """Return a state in the types that the model computes with; one grouped copy where they differ."""
+        own = {name: state[name] for name in self._computing}
+        wanted = {name: t for name, t in self._computing.items() if t.dtype != own[name].dtype}
+        if wanted:
+            cast = [torch.empty_like(tensor) for tensor in wanted.values()]
+            torch._foreach_copy_(cast, [own[name] for name in wanted])
+            own.update(zip(wanted, cast, strict=True))
+        return own
 
     def examples(self, plan: Plan) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield a plan's batches without augmentation, for a collection."""

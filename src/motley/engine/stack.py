@@ -29,7 +29,7 @@ from motley.methods.base import Method
 from motley.randomness import key
 from motley.splits.part import State
 
-HOOKS = ("memory", "begin", "loss", "correct_gradient", "correct_weights", "step", "reply", "remember")
+HOOKS = ("memory", "begin", "loss", "correct_gradient", "correct_weights", "step", "descend", "reply", "remember")
 WARM_UP = 3
 """Eager steps before a capture."""
 

@@ -2,5 +2,24 @@
 
 from motley.methods.base import METHODS, Collection, Method, MethodSettings, World
 from motley.methods.fedavg import FedAvg
+from motley.methods.feddyn import FedDyn
+from motley.methods.fednova import FedNova
+from motley.methods.fedprox import FedProx
+from motley.methods.fedspeed import FedSpeed
+from motley.methods.moon import Moon
+from motley.methods.scaffold import Scaffold
 
-__all__ = ["METHODS", "Collection", "FedAvg", "Method", "MethodSettings", "World"]
+__all__ = [
+    "METHODS",
+    "Collection",
+    "FedAvg",
+    "FedDyn",
+    "FedNova",
+    "FedProx",
+    "FedSpeed",
+    "Method",
+    "MethodSettings",
+    "Moon",
+    "Scaffold",
+    "World",
+]

@@ -114,15 +114,19 @@ class Method:
         """Take one step and return its loss. A method that needs two passes or two losses replaces the whole of it."""
         loss = self.loss(learner, images, labels)
         learner.backward(loss)
+        self.descend(learner)
+        return loss.detach()
+
+    def descend(self, learner: Learner) -> None:
+        """Go where the gradients point: the second half of a step, no hook of its own."""
         self.correct_gradient(learner)
         learner.clip_gradient()
         learner.optimizer.step()
         self.correct_weights(learner)
         learner.publish()
-        return loss.detach()
 
     def reply(self, learner: Learner) -> State:
-        """Return what travels to the server beside the change. Not captured."""
+        """Return what travels to the server beside the change, on the learner's device. Not captured."""
         return {}
 
     def remember(self, learner: Learner) -> State:
@@ -135,13 +139,13 @@ class Method:
         """Return the mean change, before InCo."""
         return merge(state, updates)
 
-    def correct(self, server: State, merged: Merged) -> Merged:
-        """Return the change after InCo and before it is applied (FedDyn's h)."""
-        return merged
-
     def learn(self, server: State, state: State, updates: Sequence[Update]) -> State:
         """Return the method's server state after the round. `state` is the global state the clients started from."""
         return server
+
+    def correct(self, server: State, merged: Merged) -> Merged:
+        """Return the change after InCo and before it is applied (FedDyn's h). `server` is what `learn` returned."""
+        return merged
 
     def refine(self, server: State, state: State, updates: Sequence[Update]) -> State:
         """Return the new global state after training at the server (distillation)."""

@@ -159,6 +159,11 @@ class ResNet(nn.Module):
         """Return the four stages in order."""
         return self.layer1, self.layer2, self.layer3, self.layer4
 
+    @property
+    def head(self) -> nn.Module:
+        """Return the last layer, under the name that it has in every family."""
+        return self.fc
+
     def stem(self, x: Tensor) -> Tensor:
         """Return the map that stage 1 is fed."""
         return self.maxpool(self.bn1(self.conv1(x), relu=True))

@@ -22,7 +22,8 @@ from motley.federation import Server
 from motley.files import flush
 from motley.splits.part import State
 
-_SECTIONS = ("state", "averaged", "method")
+_SECTIONS = ("state", "averaged", "method", "optimizer")
+"""What of a server is tensors; what is empty is not written."""
 _UNFINISHED = "unfinished-"
 """What the name of a folder begins with while it is written or deleted."""
 
@@ -34,7 +35,7 @@ def save_checkpoint(folder: Path, server: Server, keep: int) -> Path:
     final = folder / f"round-{server.round_number:06d}"
     unfinished = folder / f"{_UNFINISHED}{server.round_number:06d}"
     unfinished.mkdir(parents=True)
-    sections = {name: tensors for name in _SECTIONS if (tensors := getattr(server, name)) is not None}
+    sections = {name: tensors for name in _SECTIONS if (tensors := getattr(server, name))}
     for name, tensors in sections.items():
         save_file(_storable(tensors), unfinished / f"{name}.safetensors")
     numbers = {
@@ -86,7 +87,9 @@ def _load(checkpoint: Path) -> Server:
         for name in names:
             file = checkpoint / f"{name}.safetensors"
             sections[name] = load_file(file)
-        return Server(round_number, sections["state"], sections.get("averaged"), sections["method"], remembered)
+        state, averaged = sections["state"], sections.get("averaged")
+        method, optimizer = sections.get("method", {}), sections.get("optimizer", {})
+        return Server(round_number, state, averaged, method, remembered, optimizer)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise MotleyError(
             f"{file} cannot be read: {error}. Remove {checkpoint} to go on from the checkpoint before it."

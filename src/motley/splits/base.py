@@ -108,6 +108,14 @@ class Split(ABC):
                 state.setdefault(piece.name, tensors[name].clone())
         return state
 
+    def zeros(self) -> State:
+        """Return a zero for every coordinate of every global parameter: what control variates and duals start from."""
+        return {
+            self._placed(size, name): torch.zeros(parameter.shape, dtype=parameter.dtype)
+            for size in reversed(self._largest_first)
+            for name, parameter in self.blueprints[size].module.named_parameters()
+        }
+
     def parameters_of(self, size: str) -> frozenset[str]:
         """Return which of a size's own names are parameters."""
         return frozenset(name for name, _ in self.blueprints[size].module.named_parameters())

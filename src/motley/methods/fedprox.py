@@ -1,0 +1,44 @@
+"""FedProx: FedAvg, and a pull towards the weights that the client received.
+
+Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020. A client minimises
+
+    f_i(theta) + mu / 2 |theta - w|^2
+
+over its parameters, w being its own part of the global state as it was when the turn began. The term enters as its
+gradient, mu (theta - w), before clipping and the optimiser; the reported loss is f_i alone, comparable with FedAvg's.
+Over parts of unlike depth this is the InCo paper's HeteroProx; with `method.inco` on, its InCoProx.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import Field
+
+from motley.methods.base import METHODS, Method, MethodSettings
+
+if TYPE_CHECKING:
+    from motley.engine.learner import Learner
+
+
+class FedProxSettings(MethodSettings):
+    """FedProx's own setting."""
+
+    name: str = "fedprox"
+    mu: float = Field(default=0.1, ge=0)
+    """Strength of the pull. 0.1 is what the InCo and FedIN papers use (they write mu/2 = 0.05); the authors of FedProx
+    choose among 0.001, 0.01, 0.1, 0.5 and 1. With Adam the pull is rescaled with the gradient.
+    """
+
+
+@METHODS.register("fedprox", "FedAvg with a proximal term, mu / 2 |theta - w|^2", paper="Li et al., MLSys 2020")
+class FedProx(Method):
+    """FedAvg, and this gradient."""
+
+    Settings = FedProxSettings
+    settings: FedProxSettings
+
+    def correct_gradient(self, learner: Learner) -> None:
+        offsets = torch._foreach_sub(learner.trained, learner.anchors)
+        torch._foreach_add_(learner.gradients, offsets, alpha=self.settings.mu)

@@ -1,0 +1,112 @@
+"""The papers' names for a method together with a way to aggregate: InCoProx is FedProx by layers, with InCo.
+
+Such a name is accepted wherever a method is named, and stands for plain settings: those are what a run saves. A lower
+layer of the configuration (a preset under a file, a file under overrides) gives way to them; beside an explicit other
+choice in the same layer the name is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from motley.errors import MotleyError, unknown
+from motley.methods.base import METHODS
+from motley.splits import SPLITS
+
+Table = Mapping[str, Any]
+
+PREFIXES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Fed": (
+        "nothing shared between sizes: the baselines of InCo's preprint",
+        {"split.name": "grouped", "method.inco.preset": "off"},
+    ),
+    "Hetero": (
+        "layer by layer over all sizes: the baselines of the InCo paper",
+        {"split.name": "depth", "method.inco.preset": "off"},
+    ),
+    "InCo": (
+        'layer by layer, with InCo; method.inco.preset = "paper" may be set beside it',
+        {
+            "split.name": "depth",
+            "method.inco.preset": "official",
+            "method.inco.normalize": True,
+            "method.inco.optimize": True,
+        },
+    ),
+}
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "w/o N": {"method.inco.normalize": False},
+    "w/o O": {"method.inco.optimize": False},
+    "w/o N & O": {"method.inco.normalize": False, "method.inco.optimize": False},
+}
+"""InCo's own ablations: a name that begins with InCo, a space, and one of these."""
+STEMS: dict[str, dict[str, Any]] = {
+    "Avg": {"method.name": "fedavg"},
+    "Prox": {"method.name": "fedprox"},
+    "Scaffold": {"method.name": "scaffold"},
+    "Nova": {"method.name": "fednova"},
+    "Moon": {"method.name": "moon"},
+    "Dyn": {"method.name": "feddyn"},
+    "Speed": {"method.name": "fedspeed"},
+    "AvgM": {"method.name": "fedavg", "server.optimizer.name": "momentum"},
+    "Adam": {"method.name": "fedavg", "server.optimizer.name": "adam"},
+    "Yogi": {"method.name": "fedavg", "server.optimizer.name": "yogi"},
+    "Adagrad": {"method.name": "fedavg", "server.optimizer.name": "adagrad"},
+}
+
+NAMES: dict[str, dict[str, Any]] = {
+    **{prefix + stem: {**how, **what} for prefix, (_, how) in PREFIXES.items() for stem, what in STEMS.items()},
+    **{
+        f"InCo{stem} {without}": {**PREFIXES["InCo"][1], **off, **what}
+        for stem, what in STEMS.items()
+        for without, off in ABLATIONS.items()
+    },
+}
+"""Name -> the settings it stands for."""
+
+
+def spelled_out(values: Table, below: Table) -> Table:
+    """Return a layer of a configuration with a name of `NAMES` replaced by its settings; `below` are lower layers."""
+    name = _get(values, "method.name")
+    if not isinstance(name, str) or name in METHODS:
+        return values
+    if name not in NAMES:
+        raise MotleyError("method.name: " + unknown("method", name, (entry.name for entry in METHODS), also=NAMES))
+    meaning = dict(NAMES[name])
+    under = _get(below, "method.inco.preset")
+    if meaning["method.inco.preset"] != "off" and under not in (None, "off"):
+        meaning["method.inco.preset"] = under
+    values = _with(values, "method.name", meaning.pop("method.name"))
+    for key, value in meaning.items():
+        given = _get(values, key)
+        if given is None:
+            values = _with(values, key, value)
+        elif not _agree(key, given, value):
+            raise MotleyError(
+                f"{key} = {given!r}: method.name = {name!r} stands for {key} = {value!r}. Leave {key} out, or set "
+                f"method.name = {NAMES[name]['method.name']!r}, which leaves it free."
+            )
+    return values
+
+
+def _agree(key: str, given: Any, meant: Any) -> bool:
+    if key == "split.name":
+        return given not in SPLITS or SPLITS.entry(given).name == meant  # what is no split is refused later
+    if key == "method.inco.preset":
+        return (given == "off") == (meant == "off")
+    return bool(given == meant)
+
+
+def _get(values: Any, key: str) -> Any:
+    for step in key.split("."):
+        values = values.get(step) if isinstance(values, Mapping) else None
+    return values
+
+
+def _with(values: Any, key: str, value: Any) -> Table:
+    """Return a table with one more key; what stands in the place of a table stays, and is refused later."""
+    step, _, rest = key.partition(".")
+    if not isinstance(values, Mapping):
+        return values
+    return {**values, step: _with(values.get(step, {}), rest, value) if rest else value}

@@ -1,0 +1,214 @@
+"""What every method keeps, over every split, with InCo and without: one test for each promise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from motley.engine.base import Done, Engine, Job, Upload
+from motley.engine.training import OptimizerSettings
+from motley.federation import Federation, Server
+from motley.methods import METHODS
+from motley.runs.checkpoint import fingerprint, load_checkpoint, save_checkpoint
+from tests.conftest import tiny_config
+
+SPLITS = {
+    "homogeneous": ("split.name=homogeneous", "model.sizes=['resnet18']"),
+    "grouped": ("split.name=grouped",),
+    "depth": ("split.name=depth",),
+}
+INCO = {"plain": (), "inco": ("method.inco.preset=official",)}
+SERVERS = {
+    "fedavgm": ("server.optimizer.name=momentum", "server.optimizer.nesterov=true"),
+    "fedadam": ("server.optimizer.name=adam",),
+    "fedyogi": ("method.name=scaffold", "server.optimizer.name=yogi"),
+    "fedadagrad": ("method.name=feddyn", "server.optimizer.name=adagrad"),
+    "noise": ("method.name=fednova", "transit.noise=0.5"),
+    "fednova-prox": ("method.name=fednova", "method.mu=0.1", "training.optimizer={name='sgd', lr=0.05, momentum=0.5}"),
+    "fedspeed-mixed": ("method.name=fedspeed", "method.ascent=0.5", "training.optimizer={name='sgd', lr=0.05}"),
+    "moon-projection": ("method.name=moon", "model.projection=8"),
+    "scaffold-weights": ("method.name=scaffold", "method.initial=weights", "training.clip=1"),
+}
+CASES = {
+    **{
+        f"{entry.name}-{split}-{with_inco}": (f"method.name={entry.name}", *SPLITS[split], *INCO[with_inco])
+        for entry in METHODS
+        for split in SPLITS
+        for with_inco in INCO
+    },
+    **{name: (*SPLITS["depth"], *INCO["inco"], *more) for name, more in SERVERS.items()},
+}
+FAST = (
+    "training.batch_size=16",
+    "training.epochs=0.2",
+    "evaluation.every=3",
+    "server.average=0",
+    "split.normalization_statistics=shared",
+)
+"""Three rounds, of which two are played: nothing is evaluated. Clients have unlike numbers of steps."""
+
+
+class Watched:
+    """An engine that keeps what it uploads."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.uploads: list[Upload] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def train(self, jobs: Sequence[Job], done: Done) -> list[Upload]:
+        self.uploads = self.engine.train(jobs, done)
+        return self.uploads
+
+
+def federation_of(case: str, *more: str, folder: Path | None = None) -> Federation:
+    return Federation(tiny_config(*FAST, *CASES[case], *more), memory_folder=folder)
+
+
+def played(federation: Federation, server: Server, rounds: int) -> Server:
+    for _ in range(rounds):
+        server, record = federation.play(server)
+        assert not record.refused and len(record.clients) == 4
+    return server
+
+
+def everything(federation: Federation, server: Server) -> dict[str, str]:
+    """Return hashes of all that a server holds and of what the clients it names remember."""
+    memory = federation.engine.clients.memory  # type: ignore[attr-defined]
+    remembers = bool(federation.method.memory(federation.sizes[0], federation.job(server, 1, 0).state))
+    hashes = {section: fingerprint(getattr(server, section)) for section in ("state", "method", "optimizer")}
+    remembered = {str(c): fingerprint(memory.get(c, made)) for c, made in server.remembered.items() if remembers}
+    return {**hashes, **remembered}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_slots_debug_and_a_resumed_run_end_alike(case: str, tmp_path: Path) -> None:
+    first = federation_of(case, folder=tmp_path / "clients")
+    half = played(first, first.start(), 1)
+    first.engine.save_memory(half.remembered)
+    save_checkpoint(tmp_path / "checkpoints", half, keep=1)
+    whole = everything(first, played(first, half, 1))
+
+    debug = federation_of(case, "engine.name=debug")
+    assert everything(debug, played(debug, debug.start(), 2)) == whole
+
+    resumed = federation_of(case, "engine.slots=2", folder=tmp_path / "clients")
+    saved = load_checkpoint(tmp_path / "checkpoints")
+    assert saved is not None and everything(resumed, saved) == everything(first, half)
+    assert everything(resumed, played(resumed, resumed.to_device(saved), 1)) == whole
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_buffers_get_the_plain_mean_and_parameters_move(case: str) -> None:
+    federation = federation_of(case)
+    before = played(federation, federation.start(), 1)
+    federation.engine = watched = Watched(federation.engine)  # type: ignore[assignment]
+    after = played(federation, before, 1)
+    changes: dict[str, list[torch.Tensor]] = {}
+    for upload in watched.uploads:
+        for local, piece in federation.split.part(federation.sizes[upload.client]).items():
+            changes.setdefault(piece.name, []).append(upload.change[local])
+    assert any(name.endswith("running_var") for name in changes)
+    for name, given in changes.items():
+        if name in federation.split.parameters:
+            assert not torch.equal(after.state[name], before.state[name]), name
+        elif before.state[name].is_floating_point():
+            expected = before.state[name] + torch.stack(given).mean(0)
+            assert torch.allclose(after.state[name], expected, rtol=1e-5, atol=1e-7), name
+    assert all((t >= 0).all() for n, t in after.state.items() if n.endswith("running_var"))
+    kept = {name.removeprefix("first/").removeprefix("second/") for name in (*after.method, *after.optimizer)}
+    assert kept <= federation.split.parameters, "neither a method nor an optimiser keeps anything of buffers"
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "homogeneous" not in case])
+def test_what_nobody_held_stays_bit_for_bit(case: str) -> None:
+    federation = federation_of(case, "federation.clients_per_round=2")
+    federation.sample = lambda number: [4, 5] if number == 1 else [0, 1]  # type: ignore[method-assign]
+    before, _ = federation.play(federation.start())
+    after, _ = federation.play(before)
+    held = {piece.name for piece in federation.split.part("resnet10").values()}
+    assert held < before.state.keys()
+    for section in ("state", "method", "optimizer"):
+        old, new = getattr(before, section), getattr(after, section)
+        for name, tensor in new.items():
+            plain = name.removeprefix("first/").removeprefix("second/")
+            if plain not in held:
+                assert torch.equal(tensor, old[name]), (section, name)
+            elif section == "state" and plain in federation.split.parameters:
+                assert not torch.equal(tensor, old[name]), (section, name)
+
+
+class NoValueIsRead(TorchDispatchMode):
+    """Refuses what a captured step cannot do: ask the device for a value, or for a shape that depends on values."""
+
+    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not any(word in func.name() for word in self.REFUSED), func.name()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in METHODS])
+def test_steps_can_be_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step reads no value on the host, and leaves every tensor that a graph would remember in its place."""
+    federation = federation_of(f"{name}-depth-plain", "training.steps=3")
+    step = federation.method.step
+    seen: dict[int, list[list[int]]] = {}
+
+    def guarded(learner: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with NoValueIsRead():
+            loss = step(learner, images, labels)
+        tensors = (learner.tensors, learner.start, learner.message, learner.memory)
+        seen.setdefault(id(learner), []).append([t.data_ptr() for state in tensors for t in state.values()])
+        return loss
+
+    monkeypatch.setattr(federation.method, "step", guarded)
+    played(federation, federation.start(), 2)
+    assert seen and all(len(places) >= 3 and all(p == places[0] for p in places) for places in seen.values())
+
+
+MLP = (
+    "model.sizes=['mlp2','mlp3']",
+    "model.mlp.hidden=12",
+    "training.steps=4",
+    "training.optimizer={name='sgd', lr=0.05}",
+    "engine.name=debug",
+)
+"""Models whose gradients a CPU computes in bfloat16 as well."""
+
+
+def changes_of(name: str, precision: str) -> dict[str, torch.Tensor]:
+    federation = federation_of(f"{name}-depth-plain", *MLP)
+    federation.engine.clients.precision = precision  # type: ignore[attr-defined]
+    start = federation.start()
+    end = played(federation, start, 2)
+    return {n: end.state[n] - start.state[n] for n in federation.split.parameters}
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in METHODS])
+def test_hooks_act_on_the_weights_behind_bf16_copies(name: str) -> None:
+    whole, low = (torch.cat([t.flatten() for _, t in sorted(changes_of(name, p).items())]) for p in ("fp32", "bf16"))
+    assert 0 < float((low - whole).norm()) < 0.05 * float(whole.norm())
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in METHODS])
+def test_a_learning_rate_on_the_device_is_as_good_as_a_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the learning rate is a tensor, which a captured step reads."""
+    expected = changes_of(name, "fp32")
+    build = OptimizerSettings.build
+
+    def with_tensor(settings: OptimizerSettings, *given: Any) -> torch.optim.Optimizer:
+        optimizer = build(settings, *given)
+        optimizer.param_groups[0]["lr"] = torch.tensor(settings.lr)
+        return optimizer
+
+    monkeypatch.setattr(OptimizerSettings, "build", with_tensor)
+    for key, tensor in changes_of(name, "fp32").items():
+        torch.testing.assert_close(tensor, expected[key], rtol=1e-4, atol=1e-7)

@@ -1,0 +1,128 @@
+"""The papers' names: what they stand for, what they override, and what they do not go with."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from motley.aggregate.inco import IncoSettings
+from motley.config import Config, load_config, presets, read_resolved
+from motley.federation import Federation
+from motley.methods.names import ABLATIONS, NAMES, STEMS
+from tests.conftest import refused, tiny_config, written
+
+
+def chosen(name: str, *overrides: str, **start: Any) -> tuple[str, str, str]:
+    config = load_config(overrides=[f"method.name={name}", *overrides], **start)
+    return config.method.name, config.split.name, config.method.inco.preset
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_a_name_is_a_method_a_split_and_inco_whatever_a_preset_says(preset: str) -> None:
+    assert chosen("FedAvg", preset=preset) == ("fedavg", "grouped", "off")
+    assert chosen("HeteroProx", preset=preset) == ("fedprox", "depth", "off")
+    assert chosen("InCoNova", preset=preset) == ("fednova", "depth", "official")
+    assert chosen("FedScaffold", preset=preset) == ("scaffold", "grouped", "off")
+    assert chosen("HeteroMoon", preset=preset) == ("moon", "depth", "off")
+    assert chosen("FedDyn", preset=preset) == ("feddyn", "grouped", "off")
+    assert chosen("InCoSpeed", preset=preset) == ("fedspeed", "depth", "official")
+
+
+def test_plain_names_leave_split_and_inco_free() -> None:
+    assert chosen("fedprox", preset="inco-cifar10") == ("fedprox", "depth", "official")
+    assert chosen("fedprox", "split.name=grouped", preset="inco-cifar10") == ("fedprox", "grouped", "official")
+
+
+@pytest.mark.parametrize(("stem", "optimizer"), {"AvgM": "momentum", "Adam": "adam", "Yogi": "yogi"}.items())
+def test_server_optimisers_have_names(stem: str, optimizer: str) -> None:
+    config = load_config(overrides=[f"method.name=InCo{stem}", "server.optimizer.lr=0.5"])
+    assert (config.method.name, config.server.optimizer.name, config.server.optimizer.lr) == ("fedavg", optimizer, 0.5)
+    message = refused(f"method.name=InCo{stem}", "server.optimizer.name=adagrad")
+    assert "server.optimizer.name = 'adagrad'" in message and repr(optimizer) in message
+
+
+@pytest.mark.parametrize("stem", ["Avg", "Prox", "Nova", "Scaffold"])
+def test_ablations_have_names(stem: str) -> None:
+    for ablation, (normalize, optimize) in {
+        "w/o N": (False, True),
+        "w/o O": (True, False),
+        "w/o N & O": (False, False),
+    }.items():
+        config = load_config(overrides=[f"method.name=InCo{stem} {ablation}"])
+        assert config.method.inco == IncoSettings(preset="official", normalize=normalize, optimize=optimize)
+        assert config.method.name == STEMS[stem]["method.name"] and config.split.name == "depth"
+
+
+def test_every_name_runs_a_round() -> None:
+    """A federation that takes no time; an InCo name needs layers that help each other."""
+    for name in NAMES:
+        tiny = ("model.sizes=['mlp2','mlp3']", "model.mlp.hidden=4", "training.steps=1", "evaluation.every=3")
+        federation = Federation(tiny_config(*tiny, f"method.name={name}"))
+        _, record = federation.play(federation.start())
+        assert not record.refused and bool(record.inco) == name.startswith("InCo"), name
+    assert len(NAMES) == len(STEMS) * (3 + len(ABLATIONS))
+
+
+def test_a_run_saves_plain_settings(tmp_path: Path) -> None:
+    config = load_config(overrides=["method.name=InCoProx w/o O", "method.mu=0.3"])
+    values = tomllib.loads(config.to_toml())
+    assert values["method"]["name"] == "fedprox" and values["method"]["mu"] == 0.3
+    assert values["split"]["name"] == "depth" and values["method"]["inco"]["optimize"] is False
+    assert read_resolved(written(tmp_path, config.to_toml())) == config
+
+
+def test_a_name_in_a_file_and_in_python(tmp_path: Path) -> None:
+    file = written(tmp_path, 'preset = "inco-cifar10"\n[method]\nname = "HeteroNova"\nscale_buffers = true\n')
+    config = load_config(file)
+    assert (config.method.name, config.method.inco.preset) == ("fednova", "off")
+    assert Config.model_validate({"method": {"name": "InCoMoon"}}).method.inco.active
+
+
+def test_a_higher_layer_overrides_what_a_name_stood_for(tmp_path: Path) -> None:
+    file = written(tmp_path, '[method]\nname = "InCoAvg"\n')
+    assert load_config(file, overrides=["split.name=grouped"]).split.name == "grouped"
+    assert not load_config(file, overrides=["method.inco.preset=off"]).method.inco.active
+    again = load_config(file, overrides=["method.name=FedProx"])
+    assert (again.method.name, again.split.name, again.method.inco.active) == ("fedprox", "grouped", False)
+
+
+def test_inco_keeps_the_preset_below_it_and_undoes_an_ablation(tmp_path: Path) -> None:
+    file = written(tmp_path, '[method.inco]\npreset = "paper"\nepsilon = 0.5\nnormalize = false\n')
+    inco = load_config(file, overrides=["method.name=InCoProx"]).method.inco
+    assert inco == IncoSettings(preset="paper", epsilon=0.5)
+    assert chosen("InCoAvg", "method.inco.preset=paper") == ("fedavg", "depth", "paper")
+    assert chosen("InCoAvg", "split.name=layer-wise") == ("fedavg", "depth", "official")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["method.name=InCoAvg", "split.name=grouped"], "split.name = 'grouped'"),
+        (["split.name=grouped", "method.name=InCoAvg"], "stands for split.name = 'depth'"),
+        (["method.name=FedAvg", "split.name=depth"], "stands for split.name = 'grouped'"),
+        (["method.name=FedProx", "split.name=homogeneous"], "or set method.name = 'fedprox', which leaves it free"),
+        (["method.name=InCoProx", "method.inco.preset=off"], "method.inco.preset = 'off'"),
+        (["method.name=HeteroAvg", "method.inco.preset=paper"], "stands for method.inco.preset = 'off'"),
+        (["method.name=InCoAvg w/o N", "method.inco.normalize=true"], "method.inco.normalize = True"),
+    ],
+)
+def test_a_contradiction_is_refused_with_both_sides(overrides: list[str], said: str) -> None:
+    assert said in refused(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("InCoProxx", "InCoProx"), ("heteroAvg", "HeteroAvg"), ("InCoAvg w/o N and O", "InCoAvg w/o N & O")],
+)
+def test_a_wrong_name_gets_the_nearest(name: str, near: str) -> None:
+    message = refused(f"method.name={name}")
+    assert f"unknown method {name!r}. Did you mean {near!r}? Allowed: " in message and "fedavg, " in message
+
+
+def test_a_name_beside_what_is_no_table_is_refused_like_any_other() -> None:
+    assert refused("method.name=InCoAvg", "split=depth").startswith("split = 'depth': is a table")
+    assert refused("method.name=InCoAvg", "method.inco=paper").startswith("method.inco = 'paper': is a table")
+    assert "unknown split 'dept'" in refused("method.name=InCoAvg", "split.name=dept")
