@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from motley.engine.weights import Weights
+from motley.engine.weights import TYPES, Weights
 from motley.errors import MotleyError
 from motley.federation import Federation
 from motley.models import MODELS, ImageShape
@@ -48,25 +48,27 @@ def test_in_fp32_masters_are_the_models_own_parameters() -> None:
     assert all(weights.masters[name] is parameter for name, parameter in model.named_parameters())
 
 
-def test_bf16_copies_follow_their_masters() -> None:
+@pytest.mark.parametrize("precision", TYPES)
+def test_copies_follow_their_masters(precision: str) -> None:
     model = build()
-    weights = Weights(model, "bf16")
+    weights = Weights(model, precision)
     train(model, weights, 3)
     for name, parameter in model.named_parameters():
-        assert weights.masters[name].dtype == torch.float32 and parameter.dtype == torch.bfloat16
-        assert torch.equal(parameter.detach(), weights.masters[name].detach().to(torch.bfloat16))
+        assert weights.masters[name].dtype == torch.float32 and parameter.dtype == TYPES[precision]
+        assert torch.equal(parameter.detach(), weights.masters[name].detach().to(TYPES[precision]))
 
 
-def test_bf16_trains_close_to_fp32_and_keeps_small_changes() -> None:
+@pytest.mark.parametrize(("low", "limit"), [("bf16", 0.1), ("fp16", 0.02)])
+def test_low_precision_trains_close_to_fp32_and_keeps_small_changes(low: str, limit: float) -> None:
     ends = {}
-    for precision in ("fp32", "bf16"):
+    for precision in ("fp32", low):
         model = build()
         start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         ends[precision] = train(model, Weights(model, precision), 3)
     moved = sum(float((ends["fp32"][name] - start[name]).square().sum()) for name in start) ** 0.5
-    apart = sum(float((ends["fp32"][name] - ends["bf16"][name]).square().sum()) for name in start) ** 0.5
-    assert 0 < apart < 0.1 * moved
-    assert any(not torch.equal(t, t.to(torch.bfloat16).float()) for t in ends["bf16"].values())
+    apart = sum(float((ends["fp32"][name] - ends[low][name]).square().sum()) for name in start) ** 0.5
+    assert 0 < apart < limit * moved
+    assert any(not torch.equal(t, t.to(TYPES[low]).float()) for t in ends[low].values())
 
 
 def test_batch_norms_stay_in_single_precision() -> None:
@@ -77,6 +79,7 @@ def test_batch_norms_stay_in_single_precision() -> None:
     assert weights.masters["1.weight"] is model[1].weight
 
 
-def test_bf16_on_a_cpu_is_refused() -> None:
-    with pytest.raises(MotleyError, match="bf16"):
-        Federation(tiny_config("engine.device=cpu", "engine.precision=bf16"))
+@pytest.mark.parametrize("precision", TYPES)
+def test_low_precision_on_a_cpu_is_refused(precision: str) -> None:
+    with pytest.raises(MotleyError, match=precision):
+        Federation(tiny_config("engine.device=cpu", f"engine.precision={precision}"))

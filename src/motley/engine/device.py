@@ -60,9 +60,9 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def set_precision(precision: str, device: torch.device) -> None:
     """Allow or forbid tf32 in matrix products and convolutions on a GPU."""
-    if precision == "bf16" and device.type == "cpu":
+    if precision in ("fp16", "bf16") and device.type == "cpu":
         raise MotleyError(
-            "engine.precision = 'bf16': is for a GPU; on a CPU, torch's gradients of some convolutions are wrong."
+            f"engine.precision = {precision!r}: is for a GPU; torch's CPU gradients of some convolutions are wrong in it."
         )
     allowed = precision != "fp32"
     torch.backends.cuda.matmul.allow_tf32 = allowed

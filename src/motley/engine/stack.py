@@ -25,6 +25,7 @@ from motley.engine.base import Job
 from motley.engine.clients import Clients, Turn
 from motley.engine.device import use_generator
 from motley.engine.training import Plan, reset
+from motley.engine.weights import TYPES
 from motley.methods.base import Method
 from motley.randomness import key
 from motley.splits.part import State
@@ -39,7 +40,7 @@ def can_stack(clients: Clients, size: str) -> bool:
     method = type(clients.method)
     plain = all(getattr(method, hook) is getattr(Method, hook) for hook in HOOKS)
     buffers = any(True for _ in clients.method.world.split.blueprints[size].module.buffers())
-    return plain and not buffers and not clients.training.clip and clients.precision != "bf16"
+    return plain and not buffers and not clients.training.clip and clients.precision not in TYPES
 
 
 class Stack:

@@ -1,8 +1,8 @@
-"""A model's weights as a step sees them: in single precision, or as bfloat16 copies of single-precision masters.
+"""A model's weights as a step sees them: in single precision, or as 16-bit copies of single-precision masters.
 
-In bf16 the model computes with low-precision copies of all parameters but those of batch norms. Their gradients come
-back into the masters' in one grouped copy, and the masters go out to the copies in another after the step. Casting
-weights one by one, as autocast does, would cost a small network a quarter of its kernels.
+In bf16 and fp16 the model computes with low-precision copies of all parameters but those of batch norms. Their
+gradients come back into the masters' in one grouped copy, and the masters go out to the copies in another after the
+step. Casting weights one by one, as autocast does, would cost a small network a quarter of its kernels.
 """
 
 from __future__ import annotations
@@ -13,20 +13,24 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from motley.splits.part import State
 
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SCALES = {"fp16": 2.0**12}
+"""Factors on the loss: float16 has three more bits than bfloat16 and no room for small gradients."""
+
 
 def working_type(precision: str) -> torch.dtype:
     """Return the type of images and activations."""
-    return torch.bfloat16 if precision == "bf16" else torch.float32
+    return TYPES.get(precision, torch.float32)
 
 
 def lower(model: nn.Module, precision: str) -> dict[str, nn.Parameter]:
     """Put a model's parameters into the working precision, in place; return those that changed."""
     kept = {p for module in model.modules() if isinstance(module, _BatchNorm) for p in module.parameters()}
-    if precision != "bf16":
+    if precision not in TYPES:
         return {}
     lowered = {name: p for name, p in model.named_parameters() if p not in kept}
     for parameter in lowered.values():
-        parameter.data = parameter.data.to(torch.bfloat16)
+        parameter.data = parameter.data.to(TYPES[precision])
     return lowered
 
 
@@ -43,6 +47,7 @@ class Weights:
         self._masters = [self.masters[name] for name in copies]
         self._copies: list[Tensor] = list(copies.values())
         self._computing: list[Tensor] = list(whole.values())
+        self._scale = SCALES.get(precision, 1.0)
         for master in self._masters:
             master.grad = torch.zeros_like(master)
 
@@ -50,10 +55,12 @@ class Weights:
         """Compute the gradients of the masters."""
         for tensor in self._computing:
             tensor.grad = None
-        loss.backward()
+        (loss if self._scale == 1 else loss * self._scale).backward()
         if self._copies:
             gradients = [copy.grad for copy in self._copies if copy.grad is not None]
             torch._foreach_copy_([master.grad for master in self._masters if master.grad is not None], gradients)
+        if self._scale != 1:
+            torch._foreach_mul_([m.grad for m in self.masters.values() if m.grad is not None], 1 / self._scale)
 
     def publish(self) -> None:
         """Let the model compute with the masters as they are now."""

@@ -70,8 +70,8 @@ class _Convolve(torch.autograd.Function):
 
 
 def applies(x: Tensor, convolution: nn.Conv2d) -> bool:
-    """Tell whether a bfloat16 batch has few enough output positions."""
-    if x.dtype != torch.bfloat16 or not torch.is_grad_enabled() or convolution.bias is not None:
+    """Tell whether a batch in 16 bits has few enough output positions."""
+    if x.dtype.itemsize != 2 or not torch.is_grad_enabled() or convolution.bias is not None:
         return False
     kernel, (stride, across), padding = convolution.kernel_size, convolution.stride, convolution.padding[0]
     rows = len(x)

@@ -35,16 +35,17 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, answers: Tensor, labels: Tensor) -> Tensor:
         count, classes = answers.shape
         answers = answers.contiguous()
-        loss, gradient = torch.empty((), device=answers.device), torch.empty_like(answers)
+        loss, gradient = torch.empty((), device=answers.device), torch.empty_like(answers, dtype=torch.float32)
         tile = {"ROWS": triton.next_power_of_2(count), "CLASSES": triton.next_power_of_2(classes)}
         _cross_entropy[(1,)](answers, labels, loss, gradient, count, classes, **tile)
         ctx.save_for_backward(gradient)
+        ctx.dtype = answers.dtype
         return loss
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * gradients[0].to(gradient.dtype), None
+        return (gradient * gradients[0]).to(ctx.dtype), None
 
 
 def applies(answers: Tensor) -> bool:
