@@ -88,7 +88,9 @@ class Learner:
         self._rooms: dict[object, tuple[State, State]] = {}
         self.message: State = {}
         self.memory: State = {}
-        self.optimizer = training.optimizer.build(self.parameters.values(), device, self._fused)
+        self.optimizer = training.optimizer.build(self.parameters.values(), device, self._fused, self.weights.copies)
+        self.publishes = hasattr(self.optimizer, "copies")
+        """Whether the optimiser's step is seen by the model at once, without `publish`."""
         self.lr: Tensor | float = self.optimizer.param_groups[0]["lr"]
         self.round = torch.zeros((), dtype=torch.long, device=device)
         self.samples = torch.zeros((), dtype=torch.long, device=device)
