@@ -56,12 +56,18 @@ def _keep_statistics(
 
 
 @triton.jit
-def _gradient(dy, twin, y, at, inside, TWIN: tl.constexpr, RELU: tl.constexpr):
+def _gradient(
+    dy, twin, y, at, inside, off, scale, shift, TWIN: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr
+):  # fmt: skip
+    """Return g; `off` is x - mean. Without an addition y's sign follows from x, and y need not be read."""
     g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
     if TWIN:
         g += tl.load(twin + at, mask=inside, other=0.0).to(tl.float32)
     if RELU:
-        g = tl.where(tl.load(y + at, mask=inside, other=0.0) > 0, g, 0.0)
+        if ADD:
+            g = tl.where(tl.load(y + at, mask=inside, other=0.0) > 0, g, 0.0)
+        else:
+            g = tl.where(off * scale[None, :] + shift[None, :] > 0, g, 0.0)
     return g
 
 
@@ -97,7 +103,7 @@ def _forward(
 
 @triton.jit
 def _backward(
-    dy, twin, x, y, weight, mean, rstd, dx, dadd, dweight, dbias,
+    dy, twin, x, y, weight, bias, mean, rstd, dx, dadd, dweight, dbias,
     rows, channels,
     TWIN: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
@@ -106,13 +112,15 @@ def _backward(
     known = channel < channels
     inside = (row < rows) & known[None, :]
     at = row * channels + channel[None, :]
-    g = _gradient(dy, twin, y, at, inside, TWIN, RELU)
-    if ADD:
-        tl.store(dadd + at, g.to(dadd.dtype.element_ty), mask=inside)
     m = tl.load(mean + channel, mask=known, other=0.0)
     r = tl.load(rstd + channel, mask=known, other=0.0)
     w = tl.load(weight + channel, mask=known, other=0.0)
-    xhat = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - m[None, :]) * r[None, :]
+    b = tl.load(bias + channel, mask=known, other=0.0)
+    off = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - m[None, :]
+    g = _gradient(dy, twin, y, at, inside, off, r * w, b, TWIN, ADD, RELU)
+    if ADD:
+        tl.store(dadd + at, g.to(dadd.dtype.element_ty), mask=inside)
+    xhat = off * r[None, :]
     sum_g, sum_gx = tl.reduce((g, g * xhat), 0, _pairs)
     tl.store(dbias + channel, sum_g, mask=known)
     tl.store(dweight + channel, sum_gx, mask=known)
@@ -144,23 +152,27 @@ def _block_moments(x, sums, rows, channels, SPAN: tl.constexpr, ROWS: tl.constex
 
 @triton.jit
 def _block_gradients(
-    dy, twin, x, y, mean, rstd, sums, rows, channels,
-    TWIN: tl.constexpr, RELU: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    dy, twin, x, y, weight, bias, mean, rstd, sums, rows, channels,
+    TWIN: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr,
+    SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     known = channel < channels
     m = tl.load(mean + channel, mask=known, other=0.0)
     r = tl.load(rstd + channel, mask=known, other=0.0)
+    w = tl.load(weight + channel, mask=known, other=0.0)
+    b = tl.load(bias + channel, mask=known, other=0.0)
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
     products = tl.zeros((ROWS, CHANNELS), tl.float32)
     for start in range(0, SPAN, ROWS):
         row = block * SPAN + start + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & known[None, :]
         at = row.to(tl.int64)[:, None] * channels + channel[None, :]
-        g = _gradient(dy, twin, y, at, inside, TWIN, RELU)
+        off = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - m[None, :]
+        g = _gradient(dy, twin, y, at, inside, off, r * w, b, TWIN, ADD, RELU)
         total += g
-        products += g * (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - m[None, :])
+        products += g * off
     into = sums + block * 2 * channels + channel
     tl.store(into, tl.sum(total, 0), mask=known)
     tl.store(into + channels, tl.sum(products, 0) * r, mask=known)
@@ -211,7 +223,7 @@ def _apply_forward(
 
 @triton.jit
 def _apply_backward(
-    dy, twin, x, y, weight, mean, rstd, dx, dadd, dweight, dbias, sums,
+    dy, twin, x, y, weight, bias, mean, rstd, dx, dadd, dweight, dbias, sums,
     rows, channels, blocks,
     TWIN: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr,
     SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCKS: tl.constexpr,
@@ -222,14 +234,16 @@ def _apply_backward(
     m = tl.load(mean + channel, mask=known, other=0.0)
     r = tl.load(rstd + channel, mask=known, other=0.0)
     w = tl.load(weight + channel, mask=known, other=0.0)
+    b = tl.load(bias + channel, mask=known, other=0.0)
     for start in range(0, SPAN, ROWS):
         row = tl.program_id(0) * SPAN + start + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & known[None, :]
         at = row.to(tl.int64)[:, None] * channels + channel[None, :]
-        g = _gradient(dy, twin, y, at, inside, TWIN, RELU)
+        off = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - m[None, :]
+        g = _gradient(dy, twin, y, at, inside, off, r * w, b, TWIN, ADD, RELU)
         if ADD:
             tl.store(dadd + at, g.to(dadd.dtype.element_ty), mask=inside)
-        xhat = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - m[None, :]) * r[None, :]
+        xhat = off * r[None, :]
         out = (g - (sum_g / rows)[None, :] - xhat * (sum_gx / rows)[None, :]) * (r * w)[None, :]
         tl.store(dx + at, out.to(dx.dtype.element_ty), mask=inside)
     if tl.program_id(0) == 0:
@@ -312,36 +326,34 @@ class _NormAddRelu(torch.autograd.Function):
                 *tensors, sums, rows, channels, blocks, norm.eps, norm.momentum,
                 SPAN=applied, BLOCKS=triton.next_power_of_2(blocks), **kind, **tile,
             )  # fmt: skip
-        ctx.save_for_backward(x, y, weight, mean, rstd)
+        ctx.save_for_backward(x, y, weight, bias, mean, rstd)
         ctx.add, ctx.relu = add is not None, relu
         return y, y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, y, weight, mean, rstd = ctx.saved_tensors
+        x, y, weight, bias, mean, rstd = ctx.saved_tensors
         given = [g.contiguous(memory_format=torch.channels_last) for g in gradients if g is not None]
         channels = x.shape[1]
         rows = x.numel() // channels
         dx, dweight, dbias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
         dadd = torch.empty_like(x) if ctx.add else dx
-        entered = (given[0], given[-1], x, y)
+        entered = (given[0], given[-1], x, y, weight, bias, mean, rstd)
         left = (dx, dadd, dweight, dbias)
         twin = len(given) == 2
         if rows <= FEW_ROWS:
             tile = few(rows, channels)
             grid: tuple[int, ...] = (triton.cdiv(channels, tile["CHANNELS"]),)
-            _backward[grid](
-                *entered, weight, mean, rstd, *left, rows, channels, TWIN=twin, ADD=ctx.add, RELU=ctx.relu, **tile
-            )
+            _backward[grid](*entered, *left, rows, channels, TWIN=twin, ADD=ctx.add, RELU=ctx.relu, **tile)
         else:
             tile, summed, applied = many(rows, channels)
             blocks, sides = triton.cdiv(rows, summed), triton.cdiv(channels, tile["CHANNELS"])
             sums = weight.new_empty((blocks, 2, channels))
             _block_gradients[blocks, sides](
-                *entered, mean, rstd, sums, rows, channels, TWIN=twin, RELU=ctx.relu, SPAN=summed, **tile
+                *entered, sums, rows, channels, TWIN=twin, ADD=ctx.add, RELU=ctx.relu, SPAN=summed, **tile
             )
             _apply_backward[triton.cdiv(rows, applied), sides](
-                *entered, weight, mean, rstd, *left, sums, rows, channels, blocks,
+                *entered, *left, sums, rows, channels, blocks,
                 TWIN=twin, ADD=ctx.add, RELU=ctx.relu, SPAN=applied, BLOCKS=triton.next_power_of_2(blocks), **tile,
             )  # fmt: skip
         return dx, dadd if ctx.add else None, dweight, dbias, None, None
