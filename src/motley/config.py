@@ -27,6 +27,7 @@ from motley.models import MODELS
 from motley.models.cnn import CNNSettings
 from motley.models.mlp import MLPSettings
 from motley.models.resnet import ResNetSettings
+from motley.models.vgg import VGGSettings
 from motley.models.vit import ViTSettings
 from motley.settings import Settings, validate
 from motley.splits import SPLITS, SplitSettings
@@ -42,6 +43,7 @@ class ModelSettings(Settings):
     vit: ViTSettings = ViTSettings()
     mlp: MLPSettings = MLPSettings()
     cnn: CNNSettings = CNNSettings()
+    vgg: VGGSettings = VGGSettings()
     projection: int = Field(default=0, ge=0)
     """Width of two more layers before the last one, as MOON's authors put there (256); 0: none."""
     weights: str = ""

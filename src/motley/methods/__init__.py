@@ -3,6 +3,7 @@
 from motley.methods.base import METHODS, Collection, Method, MethodSettings, World
 from motley.methods.fedavg import FedAvg
 from motley.methods.feddyn import FedDyn
+from motley.methods.fedin import FedIN
 from motley.methods.fednova import FedNova
 from motley.methods.fedprox import FedProx
 from motley.methods.fedspeed import FedSpeed
@@ -14,6 +15,7 @@ __all__ = [
     "Collection",
     "FedAvg",
     "FedDyn",
+    "FedIN",
     "FedNova",
     "FedProx",
     "FedSpeed",
