@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from motley.engine.local import LocalEngine
 from motley.engine.pool import SlotPool
 from motley.engine.slots import Slot
 from motley.errors import MotleyError
@@ -74,3 +75,18 @@ def test_slots_are_made_when_needed_and_kept() -> None:
     assert len(slots) == 6 and not any(slot.busy for slot in slots)
     federation.play(server)
     assert list(pool) == slots
+
+
+def test_urgent_jobs_have_slots_of_their_own_while_there_is_room() -> None:
+    federation = Federation(tiny_config("model.sizes=['mlp1']"))
+    engine = federation.engine
+    assert isinstance(engine, LocalEngine)
+    pool, server = SlotPool(engine.clients, a_size=2), federation.start()
+    jobs = [federation.job(server, 1, client) for client in range(3)]
+    first, second = pool.seat(jobs[0], urgent=True), pool.seat(jobs[1], urgent=False)
+    assert first is not None and second is not None and first.urgent and not second.urgent
+    assert pool.seat(jobs[2], urgent=True) is None
+    second.busy = False
+    assert pool.seat(jobs[2], urgent=True) is second  # better than waiting
+    first.busy = second.busy = False
+    assert pool.seat(jobs[0], urgent=False) is second and pool.seat(jobs[1], urgent=False) is first

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from motley.engine import local, stack
 from motley.engine.base import Upload
+from motley.engine.clients import Clients
 from motley.engine.stack import Stack, unfold_convolutions
 from motley.federation import Federation
 from tests.conftest import tiny_config
@@ -15,6 +17,17 @@ PERCEPTRONS = ("model.sizes=['mlp1','mlp2','mlp3']", "training.epochs=3", "feder
 CNN = ("model.sizes=['cnn']", "split.name=homogeneous", "model.cnn.map_dropout=0", "model.cnn.hidden_dropout=0")
 AUGMENTED = ("data.transform.crop_padding=1", "data.transform.flip=true")
 SGD = ("training.optimizer.name=sgd", "training.optimizer.momentum=0.9", "training.optimizer.weight_decay=0.01")
+
+
+@pytest.fixture(autouse=True)
+def with_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let convolutions be stacked here, too: on a CPU they would train in slots, which are faster."""
+    allowed = stack.can_stack
+
+    def can_stack(clients: Clients, size: str) -> bool:
+        return allowed(clients, size) or size == "cnn"
+
+    monkeypatch.setattr(local, "can_stack", can_stack)
 
 
 def uploads(*overrides: str) -> list[Upload]:
@@ -58,10 +71,10 @@ def test_dropout_is_repeatable_and_differs_between_clients_and_rounds() -> None:
     for one, other in zip(first, again, strict=True):
         assert all(torch.equal(one.change[name], other.change[name]) for name in one.change)
     federation = Federation(tiny_config(*more))
-    stack = Stack(federation.engine.clients, "cnn", 2)  # type: ignore[attr-defined]
+    together = Stack(federation.engine.clients, "cnn", 2)  # type: ignore[attr-defined]
     state = {n: torch.stack([t, t]) for n, t in federation.start().state.items()}
     images = torch.randn(1, 8, *federation.engine.clients.data.shape).expand(2, -1, -1, -1, -1)  # type: ignore[attr-defined]
-    answers = stack._answers(state, images)
+    answers = together._answers(state, images)
     assert not torch.equal(answers[0], answers[1])
 
 
@@ -71,6 +84,12 @@ def test_what_cannot_be_stacked_trains_in_slots(more: tuple[str, ...]) -> None:
     plain, stacked = uploads(*settings), uploads("engine.stack=4", *settings)
     for one, other in zip(plain, stacked, strict=True):
         assert all(torch.equal(one.change[name], other.change[name]) for name in one.change)
+
+
+def test_convolutions_on_a_cpu_train_in_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    federation = Federation(tiny_config(*CNN))
+    assert not stack.can_stack(federation.engine.clients, "cnn")  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("arguments", [(3, 5, 3), (4, 2, (3, 2), (2, 1), (1, 0))])

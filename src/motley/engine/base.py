@@ -29,8 +29,8 @@ class EngineSettings(Settings):
     slots: int = Field(default=0, ge=0)
     """Clients of a size that train at once on each device; 0: 1 on a CPU, up to 4 on a GPU."""
     stack: int = Field(default=1, ge=1)
-    """Clients of a size that train side by side in one step, for small models without batch norm. Changes the last
-    bits, and which numbers dropout draws.
+    """Clients of a size that train side by side in one step, for small models without batch norm; on a CPU, without
+    convolutions too. Changes the last bits, and which numbers dropout draws.
     """
     threads: int = Field(default=1, ge=1)
     """CPU threads of torch. Another number changes the last bits of results, and more than one is slow beside other

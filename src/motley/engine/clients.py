@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -166,8 +166,9 @@ class Clients:
 
 @contextmanager
 def own_randomness(*devices: torch.device) -> Iterator[None]:
-    """Leave the caller's generators as they were: steps key torch's own ones."""
-    with torch.random.fork_rng(devices=[]):
+    """Leave the caller's generators as they were: steps key torch's own ones. The first device is the current one."""
+    home = torch.cuda.device(devices[0]) if devices[0].type == "cuda" else nullcontext()
+    with home, torch.random.fork_rng(devices=[]):
         defaults = [torch.cuda.default_generators[device.index] for device in devices if device.type == "cuda"]
         before = [default.graphsafe_get_state() for default in defaults]
         try:

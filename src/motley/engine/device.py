@@ -62,7 +62,7 @@ def set_precision(precision: str, device: torch.device) -> None:
     """Allow or forbid tf32 in matrix products and convolutions on a GPU."""
     if precision in ("fp16", "bf16") and device.type == "cpu":
         raise MotleyError(
-            f"engine.precision = {precision!r}: is for a GPU; torch's CPU gradients of some convolutions are wrong in it."
+            f"engine.precision = {precision!r}: is for a GPU; torch's CPU gradients of convolutions may be wrong in it."
         )
     allowed = precision != "fp32"
     torch.backends.cuda.matmul.allow_tf32 = allowed

@@ -101,7 +101,9 @@ class Learner:
         self.memory: State = {}
         self.notes: State = {}
         """What a method keeps for the length of a turn; see `note`."""
-        self.optimizer = training.optimizer.build(self.parameters.values(), device, self._fused)
+        self.optimizer = training.optimizer.build(self.parameters.values(), device, self._fused, self.weights.copies)
+        self.publishes = hasattr(self.optimizer, "copies")
+        """Whether the optimiser's step is seen by the model at once, without `publish`."""
         self._optimizers: dict[tuple[str, ...], torch.optim.Optimizer] = {}
         self.lr: Tensor | float = self.optimizer.param_groups[0]["lr"]
         self.round = torch.zeros((), dtype=torch.long, device=device)

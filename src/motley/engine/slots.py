@@ -1,8 +1,9 @@
 """A slot: a learner that stays, its stream, and its step captured once.
 
 A client's turn in a slot is: copy its state in, zero the optimiser, write the plan, replay. On a CPU the same slot runs
-its step eagerly. A captured step holds for one shape of message and memory; another shape is captured anew. Batches
-shorter than the batch size run eagerly on the slot's stream.
+its step eagerly. A captured step holds for one shape of message and memory; another shape is captured anew. A batch
+shorter than the batch size runs eagerly on the slot's stream when its length is first met, and is captured if it comes
+again. All graphs of a slot share their memory: no two of them run at once, and none leaves anything in it for another.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from motley.splits.part import State
 
 WARM_UP = 3
 """Eager steps before a capture, in which libraries choose their algorithms and the optimiser makes its state."""
+SHORT = 16
+"""Most graphs for short batches of a slot and a shape; further lengths run eagerly."""
 CHUNK = 4
 """Steps of the longer of a slot's two graphs: the host launches less often, and the GPU waits less between steps."""
 
@@ -33,7 +36,10 @@ class Slot:
         self.stream = torch.cuda.Stream(self.device, -urgent) if self.device.type == "cuda" else None
         self._captures: dict[object, dict[int, torch.cuda.CUDAGraph]] = {}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        """Graphs of the present turn's shapes, by their number of steps."""
+        """Graphs of the present turn's shapes, by their number of full steps; of a short batch, by minus its length."""
+        self._pool = torch.cuda.graph_pool_handle() if self.stream is not None else None
+        self._met: set[int] = set()
+        """Lengths of short batches that have run eagerly once, which is what a capture needs before it."""
         self.busy = False
 
     def load(self, job: Job, plan: Plan) -> None:
@@ -53,13 +59,25 @@ class Slot:
         learner.seed_step()
         steps = self._steps_ahead()
         with self._on_stream():
-            if steps:
-                self._graphs[steps].replay()
+            graph = self._graphs.get(steps) or self._short(learner.lengths[learner.taken])
+            if graph is not None:
+                graph.replay()
             else:
                 learner.use_generator()
                 learner.step(learner.lengths[learner.taken])
         learner.taken += steps or 1
         return learner.finished
+
+    def _short(self, length: int) -> torch.cuda.CUDAGraph | None:
+        """Return the graph for a short batch, made when the length comes for the second time."""
+        if self.stream is None:
+            return None
+        graphs = self._graphs
+        if -length not in graphs and length in self._met and sum(key < 0 for key in graphs) < SHORT:
+            self.learner.use_generator()
+            graphs[-length] = self._capture(1, length)
+        self._met.add(length)
+        return graphs.get(-length)
 
     def _steps_ahead(self) -> int:
         """Return how many steps can be replayed at once: none where the next batch is a short one, or on a CPU."""
@@ -100,7 +118,8 @@ class Slot:
         if shapes not in self._captures:
             self.clients.seat(self.learner, job, self.clients.plan(job), memory)
             self._warm_up()
-            self._captures[shapes] = {steps: self._capture(steps) for steps in (1, CHUNK)}
+            batch_size = self.learner.training.batch_size
+            self._captures[shapes] = {steps: self._capture(steps, batch_size) for steps in (1, CHUNK)}
         return self._captures[shapes]
 
     def _warm_up(self) -> None:
@@ -110,9 +129,9 @@ class Slot:
             self.learner.step(self.learner.training.batch_size)
         torch.cuda.synchronize(self.device)
 
-    def _capture(self, steps: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, steps: int, length: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self.stream):
             for _ in range(steps):
-                self.learner.step(self.learner.training.batch_size)
+                self.learner.step(length)
         return graph

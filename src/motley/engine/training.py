@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -35,14 +35,24 @@ class OptimizerSettings(Settings):
             raise ValueError(f"momentum = {self.momentum} is for optimizer.name = 'sgd', not {self.name!r}")
         return self
 
-    def build(self, parameters: Iterable[Tensor], device: torch.device, fused: bool = False) -> torch.optim.Optimizer:
-        """Return the optimiser; on a GPU one that a graph can capture, with its learning rate on the device."""
+    def build(
+        self,
+        parameters: Iterable[Tensor],
+        device: torch.device,
+        fused: bool = False,
+        copies: Sequence[Tensor | None] = (),
+    ) -> torch.optim.Optimizer:
+        """Return the optimiser; on a GPU one that a graph can capture, with its learning rate on the device.
+
+        A fused Adam also writes the parameters' 16-bit copies.
+        """
         cuda = device.type == "cuda"
         lr: Any = torch.tensor(self.lr, device=device) if cuda else self.lr
         if fused and self.name != "sgd":
             from motley.kernels.adam import FusedAdam
 
-            return FusedAdam(list(parameters), lr, self.betas, self.weight_decay, decoupled=self.name == "adamw")
+            decoupled = self.name == "adamw"
+            return FusedAdam(list(parameters), lr, self.betas, self.weight_decay, decoupled=decoupled, copies=copies)
         shared = {"lr": lr, "weight_decay": self.weight_decay, "fused": True}
         if self.name == "sgd":
             return torch.optim.SGD(parameters, momentum=self.momentum, **shared)

@@ -44,6 +44,8 @@ class Weights:
         self.masters: State = {
             name: masters[name].requires_grad_() if name in copies else parameter for name, parameter in whole.items()
         }
+        self.copies: list[Tensor | None] = [copies.get(name) for name in whole]
+        """What the model computes with in the place of each master; None where it is the master itself."""
         self._masters = [self.masters[name] for name in copies]
         self._copies: list[Tensor] = list(copies.values())
         self._computing: list[Tensor] = list(whole.values())

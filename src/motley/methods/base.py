@@ -124,8 +124,9 @@ class Method:
         self.correct_gradient(learner)
         learner.clip_gradient()
         learner.optimizer.step()
-        self.correct_weights(learner)
-        learner.publish()
+        if type(self).correct_weights is not Method.correct_weights or not learner.publishes:
+            self.correct_weights(learner)
+            learner.publish()
 
     def reply(self, learner: Learner) -> State:
         """Return what travels to the server beside the change, on the learner's device. Not captured."""
