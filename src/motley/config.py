@@ -237,14 +237,14 @@ def _parse_override(text: str) -> dict[str, Any]:
 
 
 _CHOOSERS = {
-    "data": ("name", "digits"),
-    "method": ("name", "fedavg"),
-    "data.partition": ("name", "dirichlet"),
-    "method.inco": ("preset", "off"),
-    "data.transform": ("preset", "plain"),
-    "server.optimizer": ("name", "none"),
+    "data": {"name": "digits"},
+    "method": {"name": "fedavg", "preset": "paper"},
+    "data.partition": {"name": "dirichlet"},
+    "method.inco": {"preset": "off"},
+    "data.transform": {"preset": "plain"},
+    "server.optimizer": {"name": "none"},
 }
-"""Tables whose other keys belong to what this key chooses, and what is chosen where nothing is said."""
+"""Tables whose other keys belong to what these keys choose, and what is chosen where nothing is said."""
 
 Table = Mapping[str, Any]
 
@@ -258,12 +258,14 @@ def _fitting(name: str, old: Table, new: Table) -> Table:
 
     Another data set takes over where data sets lie and how samples are dealt, and of the transform only its preset.
     """
-    chooser, default = _CHOOSERS.get(name, ("", ""))
-    before = old.get(chooser, default)
-    if new.get(chooser, before) == before:
+    choosers = _CHOOSERS.get(name, {})
+    before = {key: old.get(key, default) for key, default in choosers.items()}
+    chosen_anew = [key for key in choosers if new.get(key, before[key]) != before[key]]
+    if not chosen_anew:
         return old
     if name != "data":
-        return {key: value for key, value in old.items() if isinstance(value, Mapping)}
+        above = list(choosers)[: list(choosers).index(chosen_anew[0])]
+        return {key: value for key, value in old.items() if isinstance(value, Mapping) or key in above}
     kept = {key: value for key, value in old.items() if key != "path"}
     transform = kept.get("transform")
     if isinstance(transform, Mapping):

@@ -24,6 +24,8 @@ SPLITS = {
     "depth": ("split.name=depth",),
 }
 INCO = {"plain": (), "inco": ("method.inco.preset=official",)}
+ON_FEDIMPRO = ("fedimpro-prox", "fedimpro-scaffold", "fedimpro-nova", "fedimpro-dyn")
+"""Two methods at once, each of which is tested over every split."""
 SERVERS = {
     "fedavgm": ("server.optimizer.name=momentum", "server.optimizer.nesterov=true"),
     "fedadam": ("server.optimizer.name=adam",),
@@ -33,12 +35,19 @@ SERVERS = {
     "fednova-prox": ("method.name=fednova", "method.mu=0.1", "training.optimizer={name='sgd', lr=0.05, momentum=0.5}"),
     "fedspeed-mixed": ("method.name=fedspeed", "method.ascent=0.5", "training.optimizer={name='sgd', lr=0.05}"),
     "moon-projection": ("method.name=moon", "model.projection=8"),
+    "fedin-exact": ("method.name=fedin", "method.combine=exact", "method.samples=2", "method.noise=0.5"),
+    "fedin-separate": ("method.name=fedin", "method.step=separate", "method.noise=0.5", "method.noise_on=upload"),
+    "fedin-projection": ("method.name=fedin", "method.projection=8", "method.running=local"),
+    "fedimpro-official": ("method.name=fedimpro", "method.preset=official", "method.ramp=2", "method.noise=0.01"),
+    "fedimpro-separate": ("method.name=fedimpro", "method.normalization=separate", "method.merge=counts"),
+    **{name: (f"method.name={name}",) for name in ON_FEDIMPRO},
     "scaffold-weights": ("method.name=scaffold", "method.initial=weights", "training.clip=1"),
 }
 CASES = {
     **{
         f"{entry.name}-{split}-{with_inco}": (f"method.name={entry.name}", *SPLITS[split], *INCO[with_inco])
         for entry in METHODS
+        if entry.name not in ON_FEDIMPRO
         for split in SPLITS
         for with_inco in INCO
     },
@@ -162,7 +171,7 @@ class NoValueIsRead(TorchDispatchMode):
 @pytest.mark.parametrize("name", [entry.name for entry in METHODS])
 def test_steps_can_be_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step reads no value on the host, and leaves every tensor that a graph would remember in its place."""
-    federation = federation_of(f"{name}-depth-plain", "training.steps=3")
+    federation = federation_of("fedavg-depth-plain", "training.steps=3", f"method.name={name}")
     step = federation.method.step
     seen: dict[object, list[list[int]]] = {}
 
@@ -190,7 +199,7 @@ MLP = (
 
 
 def changes_of(name: str, precision: str) -> dict[str, torch.Tensor]:
-    federation = federation_of(f"{name}-depth-plain", *MLP)
+    federation = federation_of("fedavg-depth-plain", *MLP, f"method.name={name}")
     federation.engine.clients.precision = precision  # type: ignore[attr-defined]
     start = federation.start()
     end = played(federation, start, 2)

@@ -69,6 +69,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "FedIN (+Noise)": ("its version with noise on features", {**_FEDIN, "method.noise": 0.8}),
     "FedIN w/o IN": ("its ablation without features", {**_FEDIN, "method.samples": 0}),
     "FedIN w/o Prox": ("its ablation without the proximal term", {**_FEDIN, "method.mu": 0.0}),
+    "FedImpro": ("over whatever split is set", {"method.name": "fedimpro", "method.inco.preset": "off"}),
     "FedIN w/o Opt": ("its ablation that adds both gradients up", {**_FEDIN, "method.combine": "sum"}),
 }
 """Names of single methods and their variants, by the papers that have them."""
