@@ -27,6 +27,7 @@ from motley.models import MODELS
 from motley.models.cnn import CNNSettings
 from motley.models.mlp import MLPSettings
 from motley.models.resnet import ResNetSettings
+from motley.models.vgg import VGGSettings
 from motley.models.vit import ViTSettings
 from motley.settings import Settings, validate
 from motley.splits import SPLITS, SplitSettings
@@ -42,6 +43,7 @@ class ModelSettings(Settings):
     vit: ViTSettings = ViTSettings()
     mlp: MLPSettings = MLPSettings()
     cnn: CNNSettings = CNNSettings()
+    vgg: VGGSettings = VGGSettings()
     projection: int = Field(default=0, ge=0)
     """Width of two more layers before the last one, as MOON's authors put there (256); 0: none."""
     weights: str = ""
@@ -235,14 +237,14 @@ def _parse_override(text: str) -> dict[str, Any]:
 
 
 _CHOOSERS = {
-    "data": ("name", "digits"),
-    "method": ("name", "fedavg"),
-    "data.partition": ("name", "dirichlet"),
-    "method.inco": ("preset", "off"),
-    "data.transform": ("preset", "plain"),
-    "server.optimizer": ("name", "none"),
+    "data": {"name": "digits"},
+    "method": {"name": "fedavg", "preset": "paper"},
+    "data.partition": {"name": "dirichlet"},
+    "method.inco": {"preset": "off"},
+    "data.transform": {"preset": "plain"},
+    "server.optimizer": {"name": "none"},
 }
-"""Tables whose other keys belong to what this key chooses, and what is chosen where nothing is said."""
+"""Tables whose other keys belong to what these keys choose, and what is chosen where nothing is said."""
 
 Table = Mapping[str, Any]
 
@@ -256,12 +258,14 @@ def _fitting(name: str, old: Table, new: Table) -> Table:
 
     Another data set takes over where data sets lie and how samples are dealt, and of the transform only its preset.
     """
-    chooser, default = _CHOOSERS.get(name, ("", ""))
-    before = old.get(chooser, default)
-    if new.get(chooser, before) == before:
+    choosers = _CHOOSERS.get(name, {})
+    before = {key: old.get(key, default) for key, default in choosers.items()}
+    chosen_anew = [key for key in choosers if new.get(key, before[key]) != before[key]]
+    if not chosen_anew:
         return old
     if name != "data":
-        return {key: value for key, value in old.items() if isinstance(value, Mapping)}
+        above = list(choosers)[: list(choosers).index(chosen_anew[0])]
+        return {key: value for key, value in old.items() if isinstance(value, Mapping) or key in above}
     kept = {key: value for key, value in old.items() if key != "path"}
     transform = kept.get("transform")
     if isinstance(transform, Mapping):

@@ -173,7 +173,7 @@ class Federation:
             )
         self.sizes = assign_sizes(config)
         self.partition = deal(config, self.dataset, partition)
-        world = World(self.split, self.sizes, self.dataset.classes, config.seed, config.training.rounds)
+        world = World(self.split, self.sizes, self.dataset.classes, config.seed, config.training.rounds, train.shape)
         self.method = METHODS[config.method.name](config.method, world)
         precision, fused = config.engine.precision, config.engine.fused and config.engine.name != "debug"
         self.evaluate = Evaluator(self.split, test, self.dataset.classes, config.evaluation, precision, fused)

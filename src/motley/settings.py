@@ -4,13 +4,34 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+)
 
 from motley.errors import MotleyError, unknown
 
 S = TypeVar("S", bound=BaseModel)
+
+
+def _limit(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return handler(value)
+    except ValidationError:
+        raise ValueError('should be a number above 0, or "off".') from None
+
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Limit: TypeAlias = Annotated[Positive | Literal["off"], WrapValidator(_limit)]
+"""A bound that can be turned off."""
 
 
 class Settings(BaseModel):

@@ -10,6 +10,7 @@ from motley.aggregate.merge import Update, apply
 from motley.federation import Federation, Server
 from motley.methods import METHODS, FedNova, World
 from motley.methods.fednova import FedNovaSettings, progress
+from motley.models import ImageShape
 from motley.splits.part import Piece, State
 from tests.conftest import tiny_config
 
@@ -146,7 +147,7 @@ def test_progress_is_how_far_torchs_sgd_goes_along_a_constant_gradient(momentum:
 
 
 def nova(split: object, **settings: object) -> FedNova:
-    return FedNova(FedNovaSettings(**settings), World(split, (), 10, 1, 1))  # type: ignore[arg-type]
+    return FedNova(FedNovaSettings(**settings), World(split, (), 10, 1, 1, ImageShape(1, 8, 8)))  # type: ignore[arg-type]
 
 
 class Names:

@@ -11,7 +11,8 @@ import pytest
 from motley.aggregate.inco import IncoSettings
 from motley.config import Config, load_config, presets, read_resolved
 from motley.federation import Federation
-from motley.methods.names import ABLATIONS, NAMES, STEMS
+from motley.methods.fedin import FedInSettings
+from motley.methods.names import ABLATIONS, NAMES, STEMS, VARIANTS
 from tests.conftest import refused, tiny_config, written
 
 
@@ -56,6 +57,24 @@ def test_ablations_have_names(stem: str) -> None:
         assert config.method.name == STEMS[stem]["method.name"] and config.split.name == "depth"
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    {
+        "FedIN": {},
+        "FedIN (+Noise)": {"noise": 0.8},
+        "FedIN w/o IN": {"samples": 0},
+        "FedIN w/o Prox": {"mu": 0.0},
+        "FedIN w/o Opt": {"combine": "sum"},
+    }.items(),
+)
+def test_fedins_ablations_have_names(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    assert chosen(name, preset="inco-cifar10") == ("fedin", "depth", "off")
+    assert load_config(overrides=[f"method.name={name}"]).method == FedInSettings(**settings)
+    below = written(tmp_path, '[method]\nname = "FedIN w/o IN"\n')
+    assert load_config(below, overrides=[f"method.name={name}"]).method == FedInSettings(**settings)
+    assert "stands for method.mu" in refused(f"method.name={name}", "method.mu=3")
+
+
 def test_every_name_runs_a_round() -> None:
     """A federation that takes no time; an InCo name needs layers that help each other."""
     for name in NAMES:
@@ -63,7 +82,7 @@ def test_every_name_runs_a_round() -> None:
         federation = Federation(tiny_config(*tiny, f"method.name={name}"))
         _, record = federation.play(federation.start())
         assert not record.refused and bool(record.inco) == name.startswith("InCo"), name
-    assert len(NAMES) == len(STEMS) * (3 + len(ABLATIONS))
+    assert len(NAMES) == len(STEMS) * (3 + len(ABLATIONS)) + len(VARIANTS)
 
 
 def test_a_run_saves_plain_settings(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ paper and its released code differ: each difference is a setting.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import torch
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+from pydantic import model_validator
 from torch import Tensor
 
 from motley.models import CrossLayer
-from motley.settings import Settings
+from motley.settings import Limit, Positive, Settings
 from motley.splits.part import State
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -31,17 +31,6 @@ takes alpha and beta from Theorem 3.1, whose g carry no prime, though line 7 has
 5.4 explains a falling beta by shrinking gradients, which a cosine would not show. `products = "normalized"` is the
 reading by the order of lines 7 and 8: there line 9 is an exact projection.
 """
-
-
-def _limit(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    try:
-        return handler(value)
-    except ValidationError:
-        raise ValueError('should be a number above 0, or "off".') from None
-
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Limit: TypeAlias = Annotated[Positive | Literal["off"], WrapValidator(_limit)]
 
 
 class IncoSettings(Settings):

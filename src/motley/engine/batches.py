@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -59,6 +61,17 @@ class Batches:
             images, labels = self.data.batch(rows, draws)
         self._cursor.add_(1)
         return images.to(self.dtype), labels
+
+    def first(self, count: int, lengths: Sequence[int]) -> Tensor:
+        """Return the first `count` images of a turn whose batches have these lengths, from the start again and again
+        where it has fewer.
+        """
+        places = [step * self._rows.shape[1] + at for step, length in enumerate(lengths) for at in range(length)][
+            :count
+        ]
+        chosen = torch.tensor([places[at % len(places)] for at in range(count)], device=self.data.device)
+        draws = self._draws.flatten(0, 1)[chosen] if self.data.random else None
+        return self.data.batch(self._rows.flatten()[chosen], draws)[0].to(self.dtype)
 
     def _first(self, room: Tensor, length: int) -> Tensor:
         """Return what a room holds of the batch pointed at; on a CPU, where the counter can be read, without a copy."""

@@ -51,6 +51,17 @@ class _Asked(nn.Module):
         return self.ask(self.model, images)
 
 
+@contextmanager
+def _restored(groups: list[list[Tensor]]) -> Iterator[None]:
+    """Put tensors back after a block. What autograd keeps of them for a backward still to come does not mind."""
+    kept = [[torch.empty_like(tensor) for tensor in group] for group in groups]
+    for room, group in zip(kept, groups, strict=True):
+        torch._foreach_copy_(room, group)
+    yield
+    for group, room in zip(groups, kept, strict=True):
+        torch._foreach_copy_([tensor.data for tensor in group], room)
+
+
 class Learner:
     """A model with everything a turn needs, used by one client at a time."""
 
@@ -85,12 +96,15 @@ class Learner:
         self._buffers = [group for group in buffers if group]
         self._starts = by_type(self.start.values())
         self._lives = by_type(tensor.detach() for tensor in self.tensors.values())
-        self._rooms: dict[object, tuple[State, State]] = {}
+        self._rooms: dict[object, tuple[State, State, State]] = {}
         self.message: State = {}
         self.memory: State = {}
+        self.notes: State = {}
+        """What a method keeps for the length of a turn; see `note`."""
         self.optimizer = training.optimizer.build(self.parameters.values(), device, self._fused, self.weights.copies)
         self.publishes = hasattr(self.optimizer, "copies")
         """Whether the optimiser's step is seen by the model at once, without `publish`."""
+        self._optimizers: dict[tuple[str, ...], torch.optim.Optimizer] = {}
         self.lr: Tensor | float = self.optimizer.param_groups[0]["lr"]
         self.round = torch.zeros((), dtype=torch.long, device=device)
         self.samples = torch.zeros((), dtype=torch.long, device=device)
@@ -108,8 +122,8 @@ class Learner:
         """Take the room for a message and a memory of these shapes. Rooms are kept: captured steps write into them."""
         shapes = shapes_of(message, memory)
         if shapes not in self._rooms:
-            self._rooms[shapes] = self._room(message), self._room(memory)
-        self.message, self.memory = self._rooms[shapes]
+            self._rooms[shapes] = self._room(message), self._room(memory), {}
+        self.message, self.memory, self.notes = self._rooms[shapes]
 
     def _room(self, given: State) -> State:
         return {name: on_device(torch.zeros_like(tensor), self.device) for name, tensor in given.items()}
@@ -128,7 +142,8 @@ class Learner:
             for room, given in ((self.message, job.message), (self.memory, memory)):
                 for name, tensor in given.items():
                     room[name].copy_(tensor, non_blocking=True)
-        reset(self.optimizer, self.training.lr(job.round_number))
+        for optimizer in (self.optimizer, *self._optimizers.values()):
+            reset(optimizer, self.training.lr(job.round_number))
         self.lr = self.optimizer.param_groups[0]["lr"]
         self.batches.load(plan)
         self.round.fill_(job.round_number)
@@ -178,12 +193,23 @@ class Learner:
             )
         differences = iter(floats), iter(others)
         change = {name: next(differences[not tensor.is_floating_point()]) for name, tensor in self.start.items()}
+        self.seed_step()
+        self.use_generator()
         return change, self.method.reply(self), self.method.remember(self), self._loss.clone()
 
     # ---- what a method's hooks may use
 
+    def note(self, name: str, value: Tensor) -> Tensor:
+        """Write a value into `notes`, in place of what an earlier turn left there: for `begin`, not for a step."""
+        if name not in self.notes:
+            self.notes[name] = on_device(torch.empty_like(value), self.device)
+        return self.notes[name].copy_(value, non_blocking=True)
+
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of `parameters`, in place of those of the step before."""
+        """Compute the gradients of `parameters`, in place of those of the step before.
+
+        Where the loss reaches some parameters only, those of the others are not to be used.
+        """
         self.weights.backward(loss)
 
     def publish(self) -> None:
@@ -194,6 +220,15 @@ class Learner:
     def gradients(self) -> list[Tensor]:
         """The gradients of this step, in the order of `trained`."""
         return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+
+    def gradients_of(self, names: Iterable[str]) -> list[Tensor]:
+        """Return the gradients of some parameters, to be changed in place."""
+        return [gradient for name in names if (gradient := self.parameters[name].grad) is not None]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What images and activations are computed in."""
+        return self.batches.dtype
 
     def in_order(self, state: State) -> list[Tensor]:
         """Return the parameters' tensors of a message, a memory or a part, in the order of `trained`."""
@@ -206,13 +241,28 @@ class Learner:
     @contextmanager
     def excursion(self) -> Iterator[None]:
         """Come back from a block with parameters and buffers as they were; gradients stay as the block made them."""
-        groups = [self.trained, *self._buffers]
-        kept = [[torch.empty_like(tensor) for tensor in group] for group in groups]
-        for room, group in zip(kept, groups, strict=True):
-            torch._foreach_copy_(room, group)
-        yield
-        for group, room in zip(groups, kept, strict=True):
-            torch._foreach_copy_(group, room)
+        with _restored([self.trained, *self._buffers]):
+            yield
+
+    @contextmanager
+    def same_buffers(self) -> Iterator[None]:
+        """Come back from a block with buffers as they were: a pass that leaves running statistics alone."""
+        with _restored(self._buffers):
+            yield
+
+    def optimizer_of(self, names: Iterable[str]) -> torch.optim.Optimizer:
+        """Return an optimiser of its own for some parameters, for a step apart from the others; fresh every turn."""
+        own = tuple(names)
+        if own not in self._optimizers:
+            assert self.job is not None
+            chosen = [self.parameters[name] for name in own]
+            self._optimizers[own] = self.training.optimizer.build(chosen, self.device, self._fused)
+            reset(self._optimizers[own], self.training.lr(self.job.round_number))
+        return self._optimizers[own]
+
+    def first_images(self, count: int) -> Tensor:
+        """Return the turn's first `count` images, as it saw them; over and over where it has fewer. Not captured."""
+        return self.batches.first(count, self.lengths)
 
     def clip_gradient(self) -> None:
         """Bound the norm of the whole gradient, where the run asks for it."""

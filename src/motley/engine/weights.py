@@ -59,8 +59,10 @@ class Weights:
             tensor.grad = None
         (loss if self._scale == 1 else loss * self._scale).backward()
         if self._copies:
-            gradients = [copy.grad for copy in self._copies if copy.grad is not None]
-            torch._foreach_copy_([master.grad for master in self._masters if master.grad is not None], gradients)
+            pairs = zip(self._masters, self._copies, strict=True)
+            reached = [(m.grad, c.grad) for m, c in pairs if m.grad is not None and c.grad is not None]
+            rooms, gradients = zip(*reached, strict=True)
+            torch._foreach_copy_(rooms, gradients)
         if self._scale != 1:
             torch._foreach_mul_([m.grad for m in self.masters.values() if m.grad is not None], 1 / self._scale)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from motley.aggregate.inco import IncoSettings
 from motley.aggregate.merge import Merged, Update, merge
+from motley.models import ImageShape
 from motley.registry import Registry
 from motley.settings import Settings
 from motley.splits.base import Split
@@ -43,6 +44,7 @@ class World:
     classes: int
     seed: int
     rounds: int
+    image: ImageShape
 
     def owners(self, name: str) -> int:
         """Return how many of all clients hold a global name."""

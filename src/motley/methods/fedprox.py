@@ -40,5 +40,10 @@ class FedProx(Method):
     settings: FedProxSettings
 
     def correct_gradient(self, learner: Learner) -> None:
-        offsets = torch._foreach_sub(learner.trained, learner.anchors)
-        torch._foreach_add_(learner.gradients, offsets, alpha=self.settings.mu)
+        add_pull(learner, self.settings.mu)
+
+
+def add_pull(learner: Learner, mu: float) -> None:
+    """Add the gradient of the proximal term."""
+    offsets = torch._foreach_sub(learner.trained, learner.anchors)
+    torch._foreach_add_(learner.gradients, offsets, alpha=mu)

@@ -55,7 +55,27 @@ STEMS: dict[str, dict[str, Any]] = {
     "Adagrad": {"method.name": "fedavg", "server.optimizer.name": "adagrad"},
 }
 
+_FEDIN = {
+    "method.name": "fedin",
+    "split.name": "depth",
+    "method.inco.preset": "off",
+    "method.mu": 0.1,
+    "method.samples": 1,
+    "method.combine": "simplified",
+    "method.noise": 0.0,
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "FedIN": ("layer by layer over all sizes, as in the FedIN paper", _FEDIN),
+    "FedIN (+Noise)": ("its version with noise on features", {**_FEDIN, "method.noise": 0.8}),
+    "FedIN w/o IN": ("its ablation without features", {**_FEDIN, "method.samples": 0}),
+    "FedIN w/o Prox": ("its ablation without the proximal term", {**_FEDIN, "method.mu": 0.0}),
+    "FedImpro": ("over whatever split is set", {"method.name": "fedimpro", "method.inco.preset": "off"}),
+    "FedIN w/o Opt": ("its ablation that adds both gradients up", {**_FEDIN, "method.combine": "sum"}),
+}
+"""Names of single methods and their variants, by the papers that have them."""
+
 NAMES: dict[str, dict[str, Any]] = {
+    **{name: meaning for name, (_, meaning) in VARIANTS.items()},
     **{prefix + stem: {**how, **what} for prefix, (_, how) in PREFIXES.items() for stem, what in STEMS.items()},
     **{
         f"InCo{stem} {without}": {**PREFIXES["InCo"][1], **off, **what}

@@ -1,7 +1,7 @@
 """Model families: plain modules, and what a family declares about itself.
 
-A family declares its sizes by registering an `Architecture` for each, and which layers cross-layer gradients may pair.
-Nothing here knows of clients or rounds.
+A family declares its sizes by registering an `Architecture` for each, which layers cross-layer gradients may pair, and
+the chain of stages at which a method may cut it (`stages.py`). Nothing here knows of clients or rounds.
 """
 
 from __future__ import annotations
@@ -42,4 +42,4 @@ class Architecture:
 
 MODELS: Registry[Architecture] = Registry("model")
 
-from motley.models import cnn, mlp, resnet, vit  # noqa: E402, F401  (each registers its sizes)
+from motley.models import cnn, mlp, resnet, vgg, vit  # noqa: E402, F401  (each registers its sizes)

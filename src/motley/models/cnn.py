@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from motley.errors import MotleyError
 from motley.models import MODELS, Architecture, CrossLayer, ImageShape
+from motley.models.stages import Chain, Stage, Staged
 from motley.settings import Settings
 
 SMALLEST_SIDE = 6
@@ -27,8 +28,8 @@ class CNNSettings(Settings):
     """Share of the hidden units that are dropped in training."""
 
 
-class CNN(nn.Module):
-    """`head(features(x))`, with `maps` for the pooled maps."""
+class CNN(Staged):
+    """Two convolutions and a pooling, a hidden layer, and a head."""
 
     def __init__(self, settings: CNNSettings, image: ImageShape, classes: int) -> None:
         super().__init__()
@@ -40,16 +41,24 @@ class CNN(nn.Module):
         self.head = nn.Linear(128, classes)
         _initialise(self)
 
-    def maps(self, x: Tensor) -> Tensor:
-        """Return the 64 pooled maps."""
-        return F.max_pool2d(F.relu(self.conv2(F.relu(self.conv1(x)))), 2)
+    def _first(self, x: Tensor) -> Tensor:
+        return F.relu(self.conv1(x))
 
-    def features(self, x: Tensor) -> Tensor:
-        """Return the hidden layer's output after its dropout: one vector an image."""
-        return self.hidden_dropout(F.relu(self.hidden(self.map_dropout(self.maps(x)).flatten(1))))
+    def _second(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(F.relu(self.conv2(x)), 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x))
+    def _vector(self, x: Tensor) -> Tensor:
+        return self.hidden_dropout(F.relu(self.hidden(self.map_dropout(x).flatten(1))))
+
+    @property
+    def chain(self) -> Chain:
+        """Return conv1, conv2 with the pooling, hidden and head."""
+        return (
+            Stage("conv1", self._first, ("conv1",)),
+            Stage("conv2", self._second, ("conv2",)),
+            Stage("hidden", self._vector, ("hidden",)),
+            Stage("head", self.head, ("head",)),
+        )
 
 
 def _pooled(side: int) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from motley.models import MODELS, Architecture, CrossLayer, ImageShape
+from motley.models.stages import Chain, Stage, Staged
 from motley.settings import Settings
 
 
@@ -24,8 +25,8 @@ class MLPSettings(Settings):
     """Units of each hidden layer."""
 
 
-class MLP(nn.Module):
-    """`head(features(x))`; the hidden `layers` can be called one by one."""
+class MLP(Staged):
+    """Hidden layers over the flattened image, and a head."""
 
     def __init__(self, depth: int, settings: MLPSettings, image: ImageShape, classes: int) -> None:
         super().__init__()
@@ -34,15 +35,20 @@ class MLP(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(widths))
         self.head = nn.Linear(settings.hidden, classes)
 
-    def features(self, x: Tensor) -> Tensor:
-        """Return the last hidden layer's output: one vector an image."""
-        x = x.flatten(1)
-        for layer in self.layers:
-            x = F.relu(layer(x))
-        return x
+    @property
+    def chain(self) -> Chain:
+        """Return layer0 and those behind it, and head."""
+        return (
+            *(
+                Stage(f"layer{depth}", partial(_hidden, layer), (f"layers.{depth}",))
+                for depth, layer in enumerate(self.layers)
+            ),
+            Stage("head", self.head, ("head",)),
+        )
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x))
+
+def _hidden(layer: nn.Module, x: Tensor) -> Tensor:
+    return F.relu(layer(x.flatten(1)))
 
 
 def cross_layers(model: nn.Module) -> list[CrossLayer]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from motley.models import MODELS, Architecture, CrossLayer, ImageShape
 from motley.models.layers import BatchNorm, Convolution, GroupNorm, MaxPool, Stem, second_use
+from motley.models.stages import Chain, Stage, Staged
 from motley.models.taps import crop_taps
 from motley.settings import Settings
 
@@ -128,8 +129,8 @@ class Bottleneck(Block):
                 yield other.weight, mine.weight
 
 
-class ResNet(nn.Module):
-    """`fc(features(x))`, with `stem` and the four `stages` in between callable one by one.
+class ResNet(Staged):
+    """A stem, four stages of blocks, a mean over the map, and `fc`, the head.
 
     On 32x32 images the imagenet stem leaves an 8x8 map and stage 4 a 1x1 map. There a padded 3x3 convolution of stride
     1 sees zeros at all taps but its centre, so eight ninths of these weights never get a gradient. The published
@@ -168,15 +169,20 @@ class ResNet(nn.Module):
         """Return the map that stage 1 is fed."""
         return self.maxpool(self.bn1(self.conv1(x), relu=True))
 
-    def features(self, x: Tensor) -> Tensor:
-        """Return the pooled, flattened output of stage 4: one vector an image."""
-        x = self.stem(x)
-        for stage in self.stages:
-            x = stage(x)
+    def pool(self, x: Tensor) -> Tensor:
+        """Return the mean over the map: one vector an image."""
         return self.avgpool(x).flatten(1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(self.features(x))
+    @property
+    def chain(self) -> Chain:
+        """Return stem, layer1 to layer4, pool and head."""
+        stages = (Stage(f"layer{number}", stage, (f"layer{number}",)) for number, stage in enumerate(self.stages, 1))
+        return (
+            Stage("stem", self.stem, ("conv1", "bn1")),
+            *stages,
+            Stage("pool", self.pool),
+            Stage("head", self.fc, ("fc",)),
+        )
 
 
 def cross_layers(model: nn.Module) -> list[CrossLayer]:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from motley.errors import MotleyError
 from motley.models import MODELS, Architecture, CrossLayer, ImageShape
+from motley.models.stages import Chain, Stage, Staged
 from motley.settings import Settings
 
 
@@ -100,8 +101,8 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class ViT(nn.Module):
-    """`head(features(x))`, with `embed` and the `blocks` in between callable one by one. No dropout anywhere."""
+class ViT(Staged):
+    """Embedded patches, blocks, the normalised class token, and a head. No dropout anywhere."""
 
     def __init__(self, depth: int, settings: ViTSettings, image: ImageShape, classes: int) -> None:
         super().__init__()
@@ -119,12 +120,19 @@ class ViT(nn.Module):
         patches = self.patch_embed(x)
         return torch.cat([self.cls_token.expand(len(patches), -1, -1), patches], dim=1) + self.pos_embed
 
-    def features(self, x: Tensor) -> Tensor:
-        """Return the normalised class token after the last block: one vector an image."""
-        return self.norm(self.blocks(self.embed(x)))[:, 0]
+    def class_token(self, x: Tensor) -> Tensor:
+        """Return the normalised class token: one vector an image."""
+        return self.norm(x)[:, 0]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x))
+    @property
+    def chain(self) -> Chain:
+        """Return embed, block0 and those behind it, token and head."""
+        return (
+            Stage("embed", self.embed, ("cls_token", "pos_embed", "patch_embed")),
+            *(Stage(f"block{depth}", block, (f"blocks.{depth}",)) for depth, block in enumerate(self.blocks)),
+            Stage("token", self.class_token, ("norm",)),
+            Stage("head", self.head, ("head",)),
+        )
 
 
 def cross_layers(model: nn.Module) -> list[CrossLayer]:

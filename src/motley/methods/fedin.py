@@ -1,0 +1,215 @@
+"""FedIN: intermediate layers learn from other clients' features.
+
+Chan et al., FedIN: Federated Intermediate Layers Learning for Model Heterogeneity, submitted to TMLR. A model is an
+extractor, intermediate layers and a classifier: the first stage of its chain, those between, and the head. With its
+part a client receives (s_in, s_out), what entered and left the intermediate layers of others on one batch, and steps on
+
+    L_local = cross entropy + mu / 2 |w - w_received|^2        all layers
+    L_IN = mean squared error(intermediate(s_in), s_out)       intermediate layers only
+
+whose gradients are combined where both are (`combine`). Then it sends the features of a batch of its own. The server
+keeps each client's newest and never returns them to it; the first round has none and is FedProx's.
+
+The paper leaves some things open. Here the proximal gradient is part of G_local, Eq. 12 holds for each tensor by
+itself, and features are taken in training mode, as the intermediate layers of others will see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from motley.aggregate.merge import Update
+from motley.errors import MotleyError
+from motley.methods.base import METHODS, Method, MethodSettings, World
+from motley.methods.feature_pool import IN, OUT, Shapes, collect, draw
+from motley.methods.fedprox import add_pull
+from motley.models.stages import chain_of, owned, run, shape_behind
+from motley.randomness import generator, torch_seed
+from motley.splits.part import State
+
+if TYPE_CHECKING:
+    from motley.engine.learner import Learner
+
+
+Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
+
+
+class FedInSettings(MethodSettings):
+    """FedIN's own settings."""
+
+    name: str = "fedin"
+    mu: float = Field(default=0.1, ge=0)
+    """Strength of the proximal term; the paper writes mu / 2 = 0.05. 0 is its ablation "w/o Prox"."""
+    combine: Literal["simplified", "exact", "sum"] = "simplified"
+    """simplified: G_IN + multiplier / 2 G_local (Eq. 13). exact: G_IN without what points against G_local (Eq. 12), and
+    nothing of G_local itself. sum: G_IN + G_local, the ablation "w/o Opt".
+    """
+    multiplier: float = Field(default=1.0, gt=0)
+    """Lambda of Eq. 13."""
+    step: Literal["joint", "separate"] = "joint"
+    """One step with the combined gradient; or FedProx's step, and then one of L_IN with an optimiser of its own."""
+    samples: int = Field(default=1, ge=0)
+    """Other clients whose features a client receives (Figure 6d). 0: no features travel, the ablation "w/o IN"."""
+    batch: int = Field(default=0, ge=0)
+    """Examples in a client's features; 0: as many as in a training batch."""
+    pool: int = Field(default=100, ge=1)
+    """Most clients whose features the server keeps: those who came last."""
+    stale: bool = True
+    """Whether features of earlier rounds than the last one are kept."""
+    noise: float = Field(default=0.0, ge=0)
+    """Noise on s_in and s_out, in standard deviations of each; 0.8 in the paper's "+Noise"."""
+    noise_on: Literal["forward", "upload"] = "forward"
+    """forward: all through training, and so on what is sent too. upload: on what is sent alone."""
+    running: Literal["both", "local"] = "both"
+    """Whose passes move the running statistics of normalisation: those on received features too, or not."""
+    projection: int = Field(default=0, ge=0)
+    """Length of the vectors to which features are projected, so that models of unlike widths and families exchange
+    them; 0: features go as they are, to models in which they have the same shapes.
+    """
+
+    @model_validator(mode="after")
+    def _separate_steps_combine_nothing(self) -> FedInSettings:
+        if self.step == "separate" and self.combine != "simplified":
+            raise ValueError(f"combine = {self.combine!r} is for step = 'joint'; separate steps combine no gradients")
+        return self
+
+
+@METHODS.register("fedin", "intermediate layers learn from others' features", paper="Chan et al., TMLR submission")
+class FedIN(Method):
+    """FedProx, and a second loss for the intermediate layers: one more pass through them a step."""
+
+    Settings = FedInSettings
+    settings: FedInSettings
+
+    def __init__(self, settings: MethodSettings, world: World) -> None:
+        super().__init__(settings, world)
+        for size, blueprint in world.split.blueprints.items():
+            if not intermediate(blueprint.module):
+                raise MotleyError(f"model.sizes: {size!r} has no layers between the first and the head to train by IN.")
+
+    # ---- server
+
+    def message(self, server: State, state: State, round_number: int, client: int) -> State:
+        numbers = generator(self.world.seed, "features", round_number, client)
+        return draw(server, client, self._travelling(self.world.sizes[client]), self.settings.samples, numbers)
+
+    def learn(self, server: State, state: State, updates: Sequence[Update]) -> State:
+        return collect(server, updates, self.settings.pool, self.settings.stale)
+
+    def _travelling(self, size: str) -> Shapes:
+        """Return the shapes in which the features of a size travel."""
+        vector = torch.Size([self.settings.projection])
+        return (vector, vector) if self.settings.projection else self._shapes[size]
+
+    @cached_property
+    def _shapes(self) -> dict[str, Shapes]:
+        chains = {size: chain_of(blueprint.module) for size, blueprint in self.world.split.blueprints.items()}
+        image = self.world.image
+        return {size: (shape_behind(c[:1], image), shape_behind(c[:-1], image)) for size, c in chains.items()}
+
+    # ---- client
+
+    def loss(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
+        _, s_out = self._features(learner, images)
+        return learner.cross_entropy(run(chain_of(learner.model)[-1:], s_out), labels)
+
+    def step(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
+        joint = self.settings.step == "joint"
+        names = intermediate(learner.model)
+        inner: tuple[Tensor, ...] = ()
+        if learner.message and joint:
+            learner.backward(self._inner_loss(learner))
+            inner = torch._foreach_mul(learner.gradients_of(names), 1.0)
+        loss = self.loss(learner, images, labels)
+        learner.backward(loss)
+        add_pull(learner, self.settings.mu)
+        if inner:
+            self._combine(learner.gradients_of(names), inner)
+        self.descend(learner)
+        if learner.message and not joint:
+            learner.backward(self._inner_loss(learner))
+            learner.optimizer_of(names).step()
+            learner.publish()
+        return loss.detach()
+
+    @torch.no_grad()
+    def reply(self, learner: Learner) -> State:
+        if not self.settings.samples:
+            return {}
+        images = learner.first_images(self.settings.batch or learner.training.batch_size)
+        features = dict(zip((IN, OUT), self._features(learner, images), strict=True))
+        return {end: self._projected(learner, end, self._noisy(s, "upload")) for end, s in features.items()}
+
+    def _features(self, learner: Learner, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Return s_in and s_out (Eq. 4 and 5)."""
+        extractor, *between, _ = chain_of(learner.model)
+        s_in = self._noisy(extractor.run(images), "forward")
+        return s_in, self._noisy(run(between, s_in), "forward")
+
+    def _noisy(self, features: Tensor, where: str) -> Tensor:
+        if not self.settings.noise or self.settings.noise_on != where:
+            return features
+        deviation = features.detach().float().std(correction=0)
+        noise = torch.randn_like(features, dtype=torch.float32) * (self.settings.noise * deviation)
+        return features + noise.to(features.dtype)
+
+    def _inner_loss(self, learner: Learner) -> Tensor:
+        """Return L_IN (Eq. 7)."""
+        between = chain_of(learner.model)[1:-1]
+        with learner.same_buffers() if self.settings.running == "local" else nullcontext():
+            s_out = run(between, self._restored(learner, learner.message[IN]).to(learner.dtype))
+        return F.mse_loss(self._projected(learner, OUT, s_out), learner.message[OUT])
+
+    def _combine(self, local: Tensors, inner: Tensors) -> None:
+        """Put the combination of both gradients in the place of the local ones."""
+        if self.settings.combine == "exact":
+            torch._foreach_copy_(local, projected(inner, local))
+            return
+        torch._foreach_mul_(local, self.settings.multiplier / 2 if self.settings.combine == "simplified" else 1.0)
+        torch._foreach_add_(local, inner)
+
+    # ---- features of one length: a fixed random projection for each shape, and back by its transpose
+
+    def begin(self, learner: Learner) -> None:
+        if self.settings.projection and not learner.notes:
+            for end, shape in zip((IN, OUT), self._own_shapes(learner), strict=True):
+                matrix = torch.empty(self.settings.projection, shape.numel())
+                with torch_seed(self.world.seed, "projection", end, shape.numel()):
+                    learner.note(end, nn.init.orthogonal_(matrix))
+
+    def _projected(self, learner: Learner, end: str, features: Tensor) -> Tensor:
+        features = features.float()
+        return F.linear(features.flatten(1), learner.notes[end]) if self.settings.projection else features.contiguous()
+
+    def _restored(self, learner: Learner, vectors: Tensor) -> Tensor:
+        if not self.settings.projection:
+            return vectors
+        return (vectors @ learner.notes[IN]).unflatten(1, self._own_shapes(learner)[0])
+
+    def _own_shapes(self, learner: Learner) -> Shapes:
+        assert learner.job is not None
+        return self._shapes[learner.job.size]
+
+
+def intermediate(model: nn.Module) -> list[str]:
+    """Return the parameters between extractor and classifier."""
+    return owned(model, chain_of(model)[1:-1])
+
+
+def projected(inner: Tensors, local: Tensors) -> tuple[Tensor, ...]:
+    """Return Eq. 12 for each tensor: the nearest to G_IN that does not point against G_local.
+
+    With b = <G_local, G_IN> and a = |G_local|^2 it is G_IN where b >= 0, and G_IN - b / a G_local elsewhere.
+    """
+    a = torch.stack(torch._foreach_norm(local)).square()
+    b = torch.stack([(one * other).sum() for one, other in zip(local, inner, strict=True)])
+    back = (-b / (a + torch.finfo(a.dtype).tiny)).clamp_min(0)
+    return torch._foreach_add(inner, torch._foreach_mul(local, back.unbind()))

@@ -1,0 +1,96 @@
+"""VGG networks for small images, Simonyan and Zisserman, "Very Deep Convolutional Networks" (ICLR 2015).
+
+Blocks of 3x3 convolutions, each block with a pooling behind it, and two hidden layers of 512 units with dropout before
+each. No normalisation. These are the two that FedImpro's authors train: VGG9, and VGG11 as usual for 32x32 images.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+
+from pydantic import Field
+from torch import nn
+
+from motley.errors import MotleyError
+from motley.models import MODELS, Architecture, CrossLayer, ImageShape
+from motley.models.stages import Chain, Stage, Staged
+from motley.settings import Settings
+
+BLOCKS: dict[int, tuple[tuple[int, ...], ...]] = {
+    9: ((32, 64), (128, 128), (256, 256)),
+    11: ((64,), (128,), (256, 256), (512, 512), (512, 512)),
+}
+"""Layers with weights -> the channels of every block's convolutions."""
+HIDDEN = 512
+
+
+class VGGSettings(Settings):
+    """What can be chosen about a VGG network beside its size."""
+
+    dropout: float = Field(0.1, ge=0, lt=1)
+    """Share of the values before each hidden layer that are dropped in training; VGG11 is often trained with 0.5."""
+    map_dropout: float = Field(0.05, ge=0, lt=1)
+    """Share of the maps that are dropped as a whole behind the second block."""
+
+
+class VGG(Staged):
+    """Blocks of convolutions, two hidden layers, and a head."""
+
+    def __init__(self, depth: int, settings: VGGSettings, image: ImageShape, classes: int) -> None:
+        super().__init__()
+        blocks = BLOCKS[depth]
+        ends = [image.channels, *(block[-1] for block in blocks)]
+        self.blocks = nn.ModuleList(_block(inputs, block) for inputs, block in zip(ends, blocks, strict=False))
+        self.blocks[1].append(nn.Dropout2d(settings.map_dropout))  # type: ignore[operator]
+        sides = (_pooled(depth, side) for side in image[1:])
+        values = ends[-1] * next(sides) * next(sides)
+        self.hidden = nn.Sequential(
+            nn.Flatten(),
+            *(nn.Dropout(settings.dropout), nn.Linear(values, HIDDEN), nn.ReLU()),
+            *(nn.Dropout(settings.dropout), nn.Linear(HIDDEN, HIDDEN), nn.ReLU()),
+        )
+        self.head = nn.Linear(HIDDEN, classes)
+
+    @property
+    def chain(self) -> Chain:
+        """Return block1 and those behind it, hidden and head."""
+        return (
+            *(Stage(f"block{number + 1}", block, (f"blocks.{number}",)) for number, block in enumerate(self.blocks)),
+            Stage("hidden", self.hidden, ("hidden",)),
+            Stage("head", self.head, ("head",)),
+        )
+
+
+def _block(inputs: int, widths: tuple[int, ...]) -> nn.Sequential:
+    convolutions = [(nn.Conv2d(*pair, 3, padding=1), nn.ReLU()) for pair in pairwise((inputs, *widths))]
+    return nn.Sequential(*(module for pair in convolutions for module in pair), nn.MaxPool2d(2))
+
+
+def _pooled(depth: int, side: int) -> int:
+    smallest = 2 ** len(BLOCKS[depth])
+    if side < smallest:
+        raise MotleyError(
+            f"model 'vgg{depth}': an image of {side} pixels a side is too small; it takes {smallest} and more."
+            f" Set data.transform.resize to at least {smallest}."
+        )
+    return side // smallest
+
+
+def cross_layers(model: nn.Module) -> list[CrossLayer]:
+    """Return no pairs: InCo's authors define none for chains without shortcuts."""
+    return []
+
+
+PARAMETERS = {9: 3_491_530, 11: 9_750_922}
+"""At 3x32x32 images, 10 classes."""
+
+
+def _register(depth: int) -> None:
+    summary = f"VGG of {depth} layers, no normalisation; {PARAMETERS[depth]:,} parameters (3x32x32 images, 10 classes)"
+    register = MODELS.register(f"vgg{depth}", summary, paper="Simonyan and Zisserman, ICLR 2015")
+    register(Architecture("vgg", partial(VGG, depth), cross_layers))
+
+
+for _depth in PARAMETERS:
+    _register(_depth)
