@@ -14,6 +14,7 @@ from motley.cli.list import list_things
 from motley.cli.resume import resume
 from motley.cli.run import run
 from motley.cli.show import show
+from motley.cli.study import study
 from motley.errors import MotleyError
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app.command()(resume)
 app.command()(show)
 app.command("list")(list_things)
 app.command()(bench)
+app.command()(study)
 
 
 @app.callback(invoke_without_command=True)
