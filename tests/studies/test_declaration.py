@@ -78,7 +78,7 @@ def test_a_wrong_sweep_is_refused_by_name(tmp_path: Path, old: str, new: str, sa
 
 
 def test_unknown_studies_and_files() -> None:
-    with pytest.raises(MotleyError, match="unknown study 'inco-tabel2'. Did you mean 'inco-table2'"):
+    with pytest.raises(MotleyError, match=r"unknown study 'inco-tabel2'\. Did you mean 'inco-table2'"):
         load_study("inco-tabel2")
     with pytest.raises(MotleyError, match="no such"):
         load_study("nowhere.toml")
