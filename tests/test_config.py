@@ -116,6 +116,7 @@ def test_an_override_that_is_no_assignment_is_refused(text: str) -> None:
 
 def test_every_packaged_file_is_a_preset_with_a_line_about_it() -> None:
     assert set(presets()) == {
+        "digits-small",
         "inco-cifar10",
         "inco-fashion-mnist",
         "inco-vit-cifar10",

@@ -171,15 +171,26 @@ class Config(Settings):
 
 def load_config(file: Path | None = None, *, preset: str = "", overrides: Iterable[str] = ()) -> Config:
     """Read a run's configuration: a preset, then a TOML file on top, then `a.b=c` overrides."""
-    given = _read(file) if file else {}
+    given = read_toml(file) if file else {}
+    chosen = parse_overrides(overrides)
+    preset = str(chosen.get("preset") or preset or given.get("preset") or ("" if file else DEFAULT_PRESET))
+    return resolve(preset, [given, chosen])
+
+
+def resolve(preset: str, layers: Iterable[Table]) -> Config:
+    """Return the configuration of a preset with layers of settings on it, each above those before it."""
+    values: dict[str, Any] = {}
+    for layer in (_preset_values(preset) if preset else {}, *layers):
+        values = _overlay(values, spelled_out(layer, values))
+    return validate(Config, _with_whole_paths({**values, "preset": preset}))
+
+
+def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """Return `a.b=c` overrides as one layer of settings; of two for one key the later counts."""
     chosen: dict[str, Any] = {}
     for override in overrides:
         chosen = _overlay(chosen, _parse_override(override), _all)
-    preset = str(chosen.get("preset") or preset or given.get("preset") or ("" if file else DEFAULT_PRESET))
-    values: dict[str, Any] = {}
-    for layer in (_preset_values(preset) if preset else {}, given, chosen):
-        values = _overlay(values, spelled_out(layer, values))
-    return validate(Config, _with_whole_paths({**values, "preset": preset}))
+    return chosen
 
 
 def presets() -> dict[str, str]:
@@ -198,7 +209,8 @@ def _preset_values(name: str) -> dict[str, Any]:
     return tomllib.loads((resources.files("motley.presets") / f"{name}.toml").read_text(encoding="utf-8"))
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_toml(file: Path) -> dict[str, Any]:
+    """Return what a TOML file says; one that cannot be read is refused by name."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -288,4 +300,4 @@ def _overlay(
 
 def read_resolved(file: Path) -> Config:
     """Read a configuration that was saved with a run: complete, so that nothing is filled in."""
-    return validate(Config, _read(file))
+    return validate(Config, read_toml(file))

@@ -79,10 +79,12 @@ def _problems(cls: type[BaseModel], error: ValidationError, where: str) -> Itera
 
 
 def _owner(cls: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel] | None:
-    """Follow a key path from `cls` to the settings class that was to hold its last key."""
+    """Follow a key path from `cls` to the settings class that was to hold its last key; places in a list count not."""
     owner: type[BaseModel] | None = cls
     for step in path:
-        field = owner.model_fields.get(str(step)) if owner else None
+        if isinstance(step, int):
+            continue
+        field = owner.model_fields.get(step) if owner else None
         owner = next(_models_in(field.annotation), None) if field else None
     return owner
 

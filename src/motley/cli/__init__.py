@@ -11,9 +11,11 @@ from rich.text import Text
 import motley
 from motley.cli.bench import bench
 from motley.cli.list import list_things
+from motley.cli.report import report
 from motley.cli.resume import resume
 from motley.cli.run import run
 from motley.cli.show import show
+from motley.cli.study import study
 from motley.errors import MotleyError
 
 app = typer.Typer(
@@ -27,6 +29,8 @@ app.command()(resume)
 app.command()(show)
 app.command("list")(list_things)
 app.command()(bench)
+app.command()(study)
+app.command()(report)
 
 
 @app.callback(invoke_without_command=True)

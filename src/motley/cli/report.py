@@ -1,0 +1,24 @@
+"""`motley report`: runs and studies as one HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from motley.files import write_atomically
+from motley.report.material import gather
+
+
+def report(
+    paths: list[Path] = typer.Argument(..., metavar="RUN-or-STUDY...", help="Folders of runs or of studies."),
+    out: Path = typer.Option(Path("report.html"), "-o", "--out", help="The file to write."),
+    title: str = typer.Option("", help="The page's title; by default the folders' names."),
+) -> None:
+    """Write one self-contained HTML page: curves, tables, traffic, partition, InCo's coefficients, configurations."""
+    from motley.report.page import render
+
+    page = render(gather(paths), title or ", ".join(path.resolve().name for path in paths))
+    write_atomically(out, page.encode())
+    Console().print(f"{out}: {len(page) / 1e6:.1f} MB", highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,158 @@
+"""`motley study`: a paper's table, or a sweep of the user's own."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from motley.config import parse_overrides
+from motley.errors import MotleyError
+from motley.federation import Federation, Record, Server
+from motley.runs.play import Callback
+from motley.studies.declaration import Study, load_study, studies
+from motley.studies.play import StudyWatcher, outstanding, play_study
+from motley.studies.results import COLUMNS, Result, collect, columns, lines, missing, save
+from motley.studies.sweep import SCALES, Cell, Planned, plan
+
+_SCALES = "; ".join(f"{name}: {meaning.summary}" for name, meaning in SCALES.items())
+
+
+def study(
+    name: str = typer.Argument("", help="A study (motley study --list), or your own sweep: a .toml file."),
+    list_: bool = typer.Option(False, "--list", help="List the studies and leave."),
+    scale: str = typer.Option("quick", help=f"{_SCALES}."),
+    data: list[str] = typer.Option([], help="Only this data set; repeatable."),
+    method: list[str] = typer.Option([], help="Only this line of the table; repeatable."),
+    seeds: int = typer.Option(0, min=0, help="At most so many seeds; 0: as many as the scale says."),
+    set_: list[str] = typer.Option([], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting of every run."),
+    plan_only: bool = typer.Option(False, "--plan", help="Say what would run and what is missing, and leave."),
+    out: Path = typer.Option(Path("runs/studies"), help="Where runs and tables are kept; studies share their runs."),
+) -> None:
+    """Reproduce a paper's table or figure: run what is not finished yet, and print the paper's numbers beside ours."""
+    console = Console()
+    if list_ or not name:
+        console.print(_list())
+        return
+    chosen = load_study(name)
+    cells = plan(chosen, scale, data=data, methods=method, seeds=seeds, overrides=parse_overrides(set_))
+    todo = outstanding(cells, out)
+    _announce(console, chosen, scale, cells, todo)
+    if plan_only:
+        return
+    if not any(cell.runs for cell in cells):
+        raise MotleyError(f"study {chosen.name!r}: nothing of it can run here (see what is missing above).")
+    try:
+        with _Watcher(console, todo) as watcher:
+            play_study(todo, out, watcher)
+    except KeyboardInterrupt:
+        again = shlex.join(["motley", *sys.argv[1:]])
+        console.print(f"\nStopped. To go on, the same again: {again}", highlight=False, markup=False, soft_wrap=True)
+        raise SystemExit(130) from None
+    finally:
+        results = collect(cells, out)
+        folder = save(chosen, scale, cells, results, out)
+    _print_results(console, results)
+    console.print(f"kept in {folder}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _list() -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("study", style="bold", no_wrap=True)
+    table.add_column("what it is")
+    table.add_column("cells x seeds", justify="right")
+    for name, declared in studies().items():
+        columns_ = [column for column in declared.data if not column.asked]
+        count = len(declared.methods) * len(columns_) * len(declared.cases) * len(declared.seeds)
+        table.add_row(name, declared.summary, str(count))
+    return table
+
+
+def _announce(
+    console: Console, study: Study, scale: str, cells: Sequence[Cell], todo: Sequence[tuple[Cell, Planned]]
+) -> None:
+    console.print(f"[bold]{study.name}[/]: {study.summary}", highlight=False, soft_wrap=True)
+    if study.note:
+        console.print(study.note, highlight=False, markup=False, soft_wrap=True)
+    for reason, names in missing(cells).items():
+        console.print(f"missing: {', '.join(names)}: {reason}", highlight=False, markup=False, soft_wrap=True)
+    runs = len({run.key for cell in cells for run in cell.runs})
+    rounds = sum(run.config.training.rounds for _, run in todo)
+    console.print(
+        f"scale {scale} ({SCALES[scale].summary}): {runs} runs, {runs - len(todo)} finished, "
+        f"{len(todo)} to go ({rounds:,} rounds)",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+class _Watcher(StudyWatcher, Callback):
+    """Progress over the whole study, counted in rounds: a line a run, and a bar where the terminal can redraw."""
+
+    def __init__(self, console: Console, todo: Sequence[tuple[Cell, Planned]]) -> None:
+        self.console, self.runs, self.number = console, len(todo), 0
+        self.left = sum(run.config.training.rounds for _, run in todo)
+        self.played, self.began = 0, time.perf_counter()
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]} left"))
+        redrawable = console.is_interactive and console.file.isatty()
+        self.bar = Progress(*columns, console=console, transient=True, disable=not redrawable)
+        self.task = self.bar.add_task("", total=self.left, left="?")
+
+    def __enter__(self) -> _Watcher:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def on_run(self, cell: Cell, run: Planned) -> Iterable[Callback]:
+        self.number += 1
+        where = f"run {self.number}/{self.runs}"
+        self.console.print(
+            f"{where}: {cell.method}, {cell.column}, seed {run.seed} ({self._time_left()} left)",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+        self.rounds_of_run = run.config.training.rounds
+        self.bar.update(self.task, description=f"{where}: {cell.method}")
+        return [self]
+
+    def on_failure(self, cell: Cell, run: Planned, reason: str) -> None:
+        self.left -= self.rounds_of_run
+        self.console.print(f"  left out: {reason}", highlight=False, markup=False, soft_wrap=True)
+
+    def on_start(self, federation: Federation, server: Server) -> None:
+        self.left -= server.round_number
+        self.rounds_of_run -= server.round_number
+
+    def on_round(self, server: Server, record: Record) -> None:
+        self.played, self.left = self.played + 1, self.left - 1
+        self.rounds_of_run -= 1
+        self.bar.update(self.task, total=self.played + self.left, completed=self.played, left=self._time_left())
+
+    def _time_left(self) -> str:
+        if not self.played:
+            return "?"
+        seconds = round((time.perf_counter() - self.began) / self.played * self.left)
+        hours, minutes = divmod(seconds // 60, 60)
+        return f"{hours}:{minutes:02d}:{seconds % 60:02d}"
+
+
+def _print_results(console: Console, results: Sequence[Result]) -> None:
+    """Print a table a column of the study, without what is missing and without headings that nothing stands under."""
+    for title, members in columns(results):
+        rows = [lines(result) for result in members if not result.cell.missing]
+        used = [number for number in range(len(COLUMNS)) if any(row[number] for row in rows)]
+        table = Table(*(COLUMNS[number] for number in used), title=title, title_justify="left", title_style="bold")
+        for row in rows:
+            table.add_row(*(row[number] for number in used))
+        if rows:
+            console.print(table)

@@ -1,0 +1,1 @@
+"""The report: runs and studies as one HTML page that needs nothing but a browser."""

@@ -1,0 +1,54 @@
+"""What a cell of a study shows: a number that is read from a run's metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from motley.config import Config
+from motley.errors import unknown
+from motley.evaluate import rounds_to
+from motley.runs.metrics import OVERALL, outcome
+
+ACCURACIES = {"mean-of-last-k": "mean_of_last_k", "last": "last", "best": "best"}
+"""The accuracies over all sizes, in percent, and what a run's summary calls them."""
+ROUNDS = "rounds-to"
+"""The first round at the target that the study names, or none."""
+POSITIVE = "positive"
+"""positive:LAYER: how often InCo's beta is above 0 in a layer, in percent, over kernels and rounds (InCo, Table 3)."""
+
+
+class Measure(str):
+    """The name of a measure, checked."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(cls.checked, core_schema.str_schema())
+
+    @classmethod
+    def checked(cls, name: str) -> Measure:
+        """Return a measure, or refuse a name that is none."""
+        kind, colon, layer = name.partition(":")
+        if name in (*ACCURACIES, ROUNDS) or (kind == POSITIVE and colon and layer):
+            return cls(name)
+        raise ValueError(unknown("measure", name, (*ACCURACIES, ROUNDS, f"{POSITIVE}:LAYER")))
+
+    @property
+    def unit(self) -> str:
+        """What its numbers count."""
+        return "rounds" if self == ROUNDS else "%"
+
+    def of(self, lines: list[dict[str, Any]], config: Config, target: float | None) -> float | None:
+        """Return the number of a run; None where the run has none."""
+        if self in ACCURACIES:
+            summary = outcome(lines, config.evaluation.last_k, ()).accuracy.get(OVERALL)
+            return 100 * getattr(summary, ACCURACIES[self]) if summary else None
+        if self == ROUNDS:
+            evaluated = [line for line in lines if "accuracy" in line] if target is not None else []
+            accuracies = [100 * line["accuracy"][OVERALL] for line in evaluated]
+            return rounds_to(target or 0.0, [line["round"] for line in evaluated], accuracies)
+        layer = self.partition(":")[2]
+        shares = [line["inco"][layer]["positive"] for line in lines if layer in line.get("inco", {})]
+        return 100 * sum(shares) / len(shares) if shares else None

@@ -1,0 +1,204 @@
+"""What a study's runs came to: ours beside the paper's, and what the difference is worth."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from motley.errors import MotleyError
+from motley.files import write_atomically
+from motley.runs.metrics import MetricsLog
+from motley.studies.declaration import Study
+from motley.studies.play import finished, run_path
+from motley.studies.statistics import Difference, Spread, against_paper, paired, spread
+from motley.studies.sweep import SCALES, Cell
+
+
+@dataclass(frozen=True)
+class Result:
+    """One cell of the table."""
+
+    cell: Cell
+    values: dict[int, float]
+    """Seed -> the number of its finished run."""
+    runs: dict[int, str]
+    """Seed -> the folder of its finished run."""
+    unreached: int = 0
+    """Finished runs that have no such number: the target was never reached."""
+    comparison: Difference | None = None
+    """With the line that the method is compared with."""
+
+    @property
+    def ours(self) -> Spread | None:
+        """Mean and deviation over seeds."""
+        return spread(list(self.values.values()))
+
+    @property
+    def difference(self) -> Difference | None:
+        """Ours less the paper's."""
+        ours, paper = self.ours, self.cell.paper
+        return against_paper(ours, paper.mean, paper.std) if ours and paper else None
+
+    @property
+    def shown(self) -> str:
+        """Ours in words."""
+        if self.cell.missing:
+            return "missing"
+        if self.ours is None:
+            return "not reached" if self.unreached else "not run"
+        return str(self.ours) + (f", {self.unreached} not reached" if self.unreached else "")
+
+    @property
+    def verdict(self) -> str:
+        """Whether the difference to the paper is more than noise."""
+        inside = self.difference.inside_noise if self.difference else None
+        return "" if inside is None else "inside the noise" if inside else "outside the noise"
+
+
+def collect(cells: Sequence[Cell], out: Path) -> list[Result]:
+    """Read every cell's finished runs."""
+    found = {(cell.method, cell.column): _read(cell, out) for cell in cells}
+    return [_compared(result, found.get((result.cell.against, result.cell.column))) for result in found.values()]
+
+
+def _read(cell: Cell, out: Path) -> Result:
+    values, runs, unreached = {}, {}, 0
+    for run in cell.runs:
+        if finished(out, run):
+            path = run_path(out, run)
+            value = cell.measure.of(MetricsLog(path / "metrics.jsonl").read(), run.config, cell.target)
+            runs[run.seed] = f"../runs/{run.key}"
+            if value is None:
+                unreached += 1
+            else:
+                values[run.seed] = value
+    return Result(cell, values, runs, unreached)
+
+
+def _compared(result: Result, other: Result | None) -> Result:
+    if other is None:
+        return result
+    both = [seed for seed in result.values if seed in other.values]
+    difference = paired([result.values[seed] for seed in both], [other.values[seed] for seed in both])
+    return Result(result.cell, result.values, result.runs, result.unreached, difference)
+
+
+COLUMNS = ("method", "ours", "paper", "ours - paper", "", "compared with")
+
+
+def lines(result: Result) -> tuple[str, ...]:
+    """Return a cell as a line under `COLUMNS`."""
+    cell = result.cell
+    compared = f"{cell.against}: {result.comparison}" if result.comparison else ""
+    if result.comparison and result.comparison.inside_noise is not None:
+        compared += " (inside the noise)" if result.comparison.inside_noise else " (beyond it)"
+    return (
+        cell.method,
+        result.shown,
+        str(cell.paper or ""),
+        str(result.difference or ""),
+        result.verdict,
+        compared,
+    )
+
+
+def columns(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
+    """Return the results column by column, each with its title."""
+    for _, group in groupby(results, key=lambda result: result.cell.column):
+        members = list(group)
+        cell = members[0].cell
+        target = f" to {cell.target:g} %" if cell.target is not None else ""
+        yield f"{cell.column or 'all'} ({cell.measure}{target}, {cell.measure.unit})", members
+
+
+def missing(cells: Sequence[Cell]) -> dict[str, list[str]]:
+    """Return every reason why something cannot run, and what it holds for."""
+    reasons: dict[str, dict[str, None]] = {}
+    for cell in cells:
+        for lack in cell.missing:
+            reasons.setdefault(lack.reason, {})[lack.name] = None
+    return {reason: list(names) for reason, names in reasons.items()}
+
+
+def save(study: Study, scale: str, cells: Sequence[Cell], results: Sequence[Result], out: Path) -> Path:
+    """Write the study's folder and return it."""
+    folder = out / f"{study.name}-{scale}"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "study.json", json.dumps(_plain(study, scale, cells, results), indent=1).encode())
+    write_atomically(folder / "table.csv", _csv(results).encode())
+    write_atomically(folder / "table.md", _markdown(study, scale, cells, results).encode())
+    return folder
+
+
+def _plain(study: Study, scale: str, cells: Sequence[Cell], results: Sequence[Result]) -> dict[str, Any]:
+    about = {"name": study.name, "summary": study.summary, "paper": study.paper, "note": study.note}
+    rows = [
+        {
+            "method": result.cell.method,
+            "column": title,
+            "runs": result.runs,
+            "line": lines(result),
+            "missing": [lack.reason for lack in result.cell.missing],
+        }
+        for title, members in columns(results)
+        for result in members
+    ]
+    return {**about, "scale": scale, "scale_means": SCALES[scale].summary, "cells": rows, "missing": missing(cells)}
+
+
+def read_saved(folder: Path) -> dict[str, Any]:
+    """Return what `save` wrote about a study."""
+    file = folder / "study.json"
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise MotleyError(f"{file} cannot be read: {error}.") from None
+
+
+CSV = (
+    *("method", "data", "case", "measure", "mean", "std", "seeds", "paper", "paper std", "difference", "half width"),
+    *("compared with", "paired", "paired half width", "missing"),
+)
+
+
+def _csv(results: Sequence[Result]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(CSV)
+    for result in results:
+        cell, ours, difference, pair = result.cell, result.ours, result.difference, result.comparison
+        row: dict[str, Any] = {
+            "method": cell.method,
+            "data": cell.data,
+            "case": cell.case,
+            "measure": cell.measure,
+            "seeds": len(result.values),
+            "missing": " ".join(lack.reason for lack in cell.missing),
+        }
+        if ours:
+            row |= {"mean": ours.mean, "std": ours.std}
+        if cell.paper:
+            row |= {"paper": cell.paper.mean, "paper std": cell.paper.std}
+        if difference:
+            row |= {"difference": difference.mean, "half width": difference.half_width}
+        if pair:
+            row |= {"compared with": cell.against, "paired": pair.mean, "paired half width": pair.half_width}
+        writer.writerow(row.get(name) for name in CSV)
+    return text.getvalue()
+
+
+def _markdown(study: Study, scale: str, cells: Sequence[Cell], results: Sequence[Result]) -> str:
+    text = [f"# {study.name}: {study.summary}", "", f"Scale {scale}: {SCALES[scale].summary}. {study.note}".strip()]
+    for title, members in columns(results):
+        text += ["", f"## {title}", "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+        text += [f"| {' | '.join(lines(result))} |" for result in members]
+    lacking = missing(cells)
+    if lacking:
+        text += ["", "Missing:", "", *(f"- {', '.join(names)}: {reason}" for reason, names in lacking.items())]
+    return "\n".join(text) + "\n"

@@ -1,0 +1,54 @@
+"""`motley study` from the outside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.cli.conftest import Command
+from tests.studies.conftest import SWEEP
+
+
+def test_the_list_names_studies(motley: Command) -> None:
+    answer = motley("study", "--list")
+    assert answer.code == 0
+    assert "inco-table2" in answer.out
+    assert motley("study").out == answer.out
+
+
+def test_a_plan_runs_nothing(motley: Command, tmp_path: Path) -> None:
+    answer = motley("study", "fedin-table1", "--data", "digits", "--plan")
+    assert answer.code == 0
+    assert "missing: FedIN, FedIN (+Noise): there is no method 'fedin'" in answer.out
+    assert "to go" in answer.out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_nothing_to_run_is_an_error(motley: Command) -> None:
+    answer = motley("study", "fedimpro-table8")
+    assert answer.code == 2
+    assert "missing: femnist" in answer.out
+    assert "nothing of it can run here" in answer.err
+
+
+def test_a_sweep_of_ones_own(motley: Command, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(SWEEP)
+    answer = motley("study", "mine.toml", "--scale", "full", "--out", "out")
+    assert answer.code == 0, answer.err
+    assert "run 4/4: InCoAvg, digits, alpha 1, seed 2" in answer.out
+    assert "50 ± 2" in answer.out
+    assert "HeteroAvg: " in answer.out
+    assert "missing: FedIN" in answer.out
+    again = motley("study", "mine.toml", "--scale", "full", "--out", "out")
+    assert "4 runs, 4 finished, 0 to go" in again.out
+
+
+def test_one_seed_is_marked_and_a_papers_table_runs_end_to_end(motley: Command) -> None:
+    answer = motley(
+        *("study", "inco-table2", "--scale", "quick", "--data", "digits", "--out", "out"),
+        *("--set", "training.rounds=2", "--set", "training.epochs=1"),
+    )
+    assert answer.code == 0, answer.err
+    assert "InCoMoon" in answer.out
+    assert "HeteroAvg: " in answer.out
+    assert answer.out.count("(one seed)") >= 30
+    assert Path("out/inco-table2-quick/table.csv").exists()

@@ -1,0 +1,45 @@
+"""Two small runs and a study, made once for all who only read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from motley.config import load_config
+from motley.runs.play import begin
+from motley.studies.declaration import load_study
+from motley.studies.play import StudyWatcher, outstanding, play_study
+from motley.studies.results import collect, save
+from motley.studies.sweep import plan
+from tests.studies.conftest import SWEEP
+
+SMALL = ("training.rounds=3", "training.epochs=1", "federation.clients=6", "federation.clients_per_round=3")
+
+
+def small_run(path: Path, *overrides: str) -> Path:
+    """Play a run of three rounds."""
+    begin(load_config(preset="digits-small", overrides=[*SMALL, "run.tensorboard=false", *overrides]), path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Return runs of two methods, the first with two seeds."""
+    folder = tmp_path_factory.mktemp("report")
+    return [
+        small_run(folder / "one", "method.name=HeteroAvg", "seed=1"),
+        small_run(folder / "two", "method.name=HeteroAvg", "seed=2"),
+        small_run(folder / "three", "method.name=InCoAvg"),
+    ]
+
+
+@pytest.fixture(scope="session")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a finished study."""
+    folder = tmp_path_factory.mktemp("study")
+    file = folder / "mine.toml"
+    file.write_text(SWEEP)
+    cells = plan(load_study(str(file)), "full")
+    play_study(outstanding(cells, folder), folder, StudyWatcher())
+    return save(load_study(str(file)), "full", cells, collect(cells, folder), folder)

@@ -1,0 +1,84 @@
+"""The library's studies are whole, and a user's are checked as strictly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from motley.errors import MotleyError
+from motley.methods import METHODS
+from motley.methods.names import NAMES
+from motley.studies.declaration import load_study, studies
+from motley.studies.sweep import plan
+from tests.studies.conftest import SWEEP
+
+
+def refusal(file: Path, text: str) -> str:
+    file.write_text(text)
+    with pytest.raises(MotleyError) as raised:
+        load_study(str(file))
+    return str(raised.value)
+
+
+def test_the_papers_tables_are_there() -> None:
+    wanted = {"inco-table1", "inco-table2", "inco-table2-vit", "inco-table3", "inco-figure7", "inco-figure8"}
+    wanted |= {f"inco-figure{number}" for number in range(15, 20)}
+    wanted |= {"fedin-table1", "fedin-table3", "fedin-table4a", "fedin-table4b", "fedin-table5", "fedin-table6"}
+    wanted |= {f"fedimpro-table{number}" for number in (1, 2, 3, 7, 8, 9, 10, 11)}
+    assert wanted <= set(studies())
+
+
+def test_numbers_of_both_versions_of_the_baselines() -> None:
+    rows = {row.name: row for row in load_study("inco-table2").methods}
+    cell = {name: rows[name].paper["cifar10"][0] for name in ("FedAvg", "HeteroAvg", "InCoAvg")}
+    assert {name: (number.mean, number.std) for name, number in cell.items() if number} == {
+        "FedAvg": (52.3, 3.4),
+        "HeteroAvg": (64.8, 2.9),
+        "InCoAvg": (67.8, 3.2),
+    }
+    assert rows["InCoAvg"].against == "HeteroAvg"
+
+
+@pytest.mark.parametrize("name", studies())
+def test_every_cell_of_a_method_that_exists_can_be_configured(name: str) -> None:
+    study = load_study(name)
+    digits = [column.name for column in study.data if column.name == "digits"]
+    for cell in plan(study, "quick", data=digits) if digits else ():
+        row = next(row for row in study.methods if row.name == cell.method)
+        method = row.layer["method"]["name"]
+        known = method in METHODS or method in NAMES
+        assert bool(cell.runs) == known, cell.missing
+
+
+def test_settings_of_a_cell_are_the_papers() -> None:
+    cells = plan(load_study("fedimpro-table1"), "full", data=["digits"], methods=["SCAFFOLD"])
+    assert [cell.case for cell in cells][-1] == "a=0.1, E=1, M=100"
+    assert cells[-1].runs[0].config.federation.clients == 100
+    assert cells[2].runs[0].config.training.epochs == 5
+    assert [run.seed for run in cells[0].runs] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('name = "digits"', 'nmae = "digits"', "unknown key 'nmae'. Did you mean 'name'?"),
+        ('paper.digits = ["50 ± 2"]', "paper.digits = [50, 51]", "has 2 numbers; 1 are needed, one a case"),
+        ('paper.digits = ["50 ± 2"]', 'paper.digits = ["a ± 2"]', "should be a number"),
+        ('paper.digits = ["50 ± 2"]', "paper.digit = [50]", "unknown data set 'digit'. Did you mean 'digits'?"),
+        ('against = "HeteroAvg"', 'against = "HetroAvg"', "unknown line 'HetroAvg'. Did you mean 'HeteroAvg'?"),
+        ("seeds = [1, 2]", "seeds = [1, 1]", "seeds: a name is given twice"),
+        ("seeds = [1, 2]", 'measure = "worst"', "unknown measure 'worst'"),
+        ("[[cases]]", '[[exceptions]]\ndata = ["x"]\nset.seed = 1\n[[cases]]', "exceptions: unknown name 'x'"),
+    ],
+)
+def test_a_wrong_sweep_is_refused_by_name(tmp_path: Path, old: str, new: str, says: str) -> None:
+    assert old in SWEEP
+    assert says in refusal(tmp_path / "mine.toml", SWEEP.replace(old, new))
+
+
+def test_unknown_studies_and_files() -> None:
+    with pytest.raises(MotleyError, match=r"unknown study 'inco-tabel2'\. Did you mean 'inco-table2'"):
+        load_study("inco-tabel2")
+    with pytest.raises(MotleyError, match="no such"):
+        load_study("nowhere.toml")
