@@ -11,6 +11,7 @@ from rich.text import Text
 import motley
 from motley.cli.bench import bench
 from motley.cli.list import list_things
+from motley.cli.plan import plan
 from motley.cli.resume import resume
 from motley.cli.run import run
 from motley.cli.show import show
@@ -27,6 +28,7 @@ app.command()(resume)
 app.command()(show)
 app.command("list")(list_things)
 app.command()(bench)
+app.command()(plan)
 
 
 @app.callback(invoke_without_command=True)
