@@ -117,8 +117,13 @@ def test_an_override_that_is_no_assignment_is_refused(text: str) -> None:
 def test_every_packaged_file_is_a_preset_with_a_line_about_it() -> None:
     assert set(presets()) == {
         "digits-small",
+        "fedrolex-cifar10",
+        "fjord-cifar10",
+        "heterofl-cifar10",
         "inco-cifar10",
         "inco-fashion-mnist",
+        "inco-heterofl-cifar10",
+        "inco-scalefl-cifar10",
         "inco-vit-cifar10",
         "motley-cifar10",
         "pfl-cifar10",

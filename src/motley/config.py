@@ -26,6 +26,7 @@ from motley.methods.names import spelled_out
 from motley.models import MODELS
 from motley.models.cnn import CNNSettings
 from motley.models.mlp import MLPSettings
+from motley.models.preact import PreActSettings
 from motley.models.resnet import ResNetSettings
 from motley.models.vgg import VGGSettings
 from motley.models.vit import ViTSettings
@@ -44,6 +45,7 @@ class ModelSettings(Settings):
     mlp: MLPSettings = MLPSettings()
     cnn: CNNSettings = CNNSettings()
     vgg: VGGSettings = VGGSettings()
+    preact: PreActSettings = PreActSettings()
     projection: int = Field(default=0, ge=0)
     """Width of two more layers before the last one, as MOON's authors put there (256); 0: none."""
     weights: str = ""
@@ -67,8 +69,12 @@ class FederationSettings(Settings):
 
     clients: int = Field(default=20, ge=1)
     clients_per_round: int = Field(default=5, ge=1)
-    assign: Literal["blocks", "alternate", "random"] = "blocks"
-    """How client ids get their sizes: a block a size (as the InCo authors do), in turns, or drawn."""
+    assign: Literal["blocks", "alternate", "random", "dynamic", "budget"] = "blocks"
+    """How client ids get their sizes: a block a size (as the InCo authors do), in turns, drawn, drawn anew for all
+    clients every round (HeteroFL's "dynamic"), or the largest that fits each client's line in `budgets`.
+    """
+    budgets: str = ""
+    """A CSV file for assign = "budget"; `motley plan` shows what it comes to."""
     shares: tuple[float, ...] = ()
     """The share of clients of each size; empty: the same."""
 
@@ -111,7 +117,7 @@ class Config(Settings):
     seed: int = Field(default=1, ge=0)
     data: DataSettings = Field(default_factory=lambda: DataSettings.model_validate({}))
     model: ModelSettings = ModelSettings()
-    split: SplitSettings = SplitSettings()
+    split: SerializeAsAny[SplitSettings] = SplitSettings()
     federation: FederationSettings = FederationSettings()
     training: TrainingSettings = TrainingSettings()
     method: SerializeAsAny[MethodSettings] = MethodSettings()
@@ -134,26 +140,33 @@ class Config(Settings):
         entry = METHODS.entry(str(value.get("name", "fedavg")), "method.name")
         return validate(entry.item.Settings, {**value, "name": entry.name}, where="method")
 
-    @field_validator("split")
+    @field_validator("split", mode="before")
     @classmethod
-    def _chosen_split(cls, split: SplitSettings) -> SplitSettings:
-        return split.model_copy(update={"name": SPLITS.entry(split.name, "split.name").name})
+    def _chosen_split(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        entry = SPLITS.entry(str(value.get("name", "depth")), "split.name")
+        return validate(entry.item.Settings, {**value, "name": entry.name}, where="split")
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:
         federation, method = self.federation, self.method
+        sizes = self.split.sizes(self.model.sizes)
         if federation.clients_per_round > federation.clients:
             raise MotleyError(
                 f"federation.clients_per_round = {federation.clients_per_round}: there are only "
                 f"federation.clients = {federation.clients} clients."
             )
-        if len(self.model.sizes) > federation.clients:
+        if len(sizes) > federation.clients:
+            raise MotleyError(f"federation.clients = {federation.clients}: fewer than the {len(sizes)} sizes.")
+        if federation.shares and len(federation.shares) != len(sizes):
             raise MotleyError(
-                f"federation.clients = {federation.clients}: fewer than the {len(self.model.sizes)} sizes."
+                f"federation.shares = {list(federation.shares)}: {len(sizes)} shares are needed, one a size."
             )
-        if federation.shares and len(federation.shares) != len(self.model.sizes):
+        if (federation.assign == "budget") != bool(federation.budgets):
             raise MotleyError(
-                f"federation.shares = {list(federation.shares)}: {len(self.model.sizes)} shares are needed, one a size."
+                f"federation.budgets = {federation.budgets!r}: a file is given if and only if federation.assign = "
+                f"'budget'; it is {federation.assign!r}."
             )
         if federation.shares and not (min(federation.shares) >= 0 and sum(federation.shares) > 0):
             raise MotleyError(f"federation.shares = {list(federation.shares)}: shares must not be negative.")
@@ -221,7 +234,13 @@ def read_toml(file: Path) -> dict[str, Any]:
         raise MotleyError(f"{file}: is not valid TOML: {error}.") from None
 
 
-_PATHS = (("data", "path"), ("data", "root"), ("data", "partition", "path"), ("model", "weights"))
+_PATHS = (
+    ("data", "path"),
+    ("data", "root"),
+    ("data", "partition", "path"),
+    ("model", "weights"),
+    ("federation", "budgets"),
+)
 
 
 def _with_whole_paths(values: dict[str, Any]) -> dict[str, Any]:
@@ -250,6 +269,7 @@ def _parse_override(text: str) -> dict[str, Any]:
 
 _CHOOSERS = {
     "data": {"name": "digits"},
+    "split": {"name": "depth"},
     "method": {"name": "fedavg", "preset": "paper"},
     "data.partition": {"name": "dirichlet"},
     "method.inco": {"preset": "off"},
@@ -268,13 +288,16 @@ def _all(name: str, old: Table, new: Table) -> Table:
 def _fitting(name: str, old: Table, new: Table) -> Table:
     """Return what of a table outlives a choice made anew (another method, another preset of InCo): tables inside.
 
-    Another data set takes over where data sets lie and how samples are dealt, and of the transform only its preset.
+    Another data set takes over where data sets lie and how samples are dealt, and of the transform only its preset;
+    another split what holds for every split.
     """
     choosers = _CHOOSERS.get(name, {})
     before = {key: old.get(key, default) for key, default in choosers.items()}
     chosen_anew = [key for key in choosers if new.get(key, before[key]) != before[key]]
     if not chosen_anew:
         return old
+    if name == "split":
+        return {key: value for key, value in old.items() if key in SplitSettings.model_fields}
     if name != "data":
         above = list(choosers)[: list(choosers).index(chosen_anew[0])]
         return {key: value for key, value in old.items() if isinstance(value, Mapping) or key in above}

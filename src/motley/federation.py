@@ -38,9 +38,10 @@ from motley.engine.device import choose_devices, on_device, set_precision
 from motley.engine.memory import MemoryStore
 from motley.errors import MotleyError
 from motley.evaluate import Evaluation, Evaluator, Score
-from motley.methods import METHODS, World
+from motley.methods import METHODS, Method, World
 from motley.models import MODELS
 from motley.models.projection import with_projection
+from motley.plan import assigned, costs_of, read_budgets
 from motley.randomness import generator, key
 from motley.splits import SPLITS, Split
 from motley.splits.part import State, take
@@ -106,14 +107,15 @@ class Record:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
 
 
-def assign_sizes(config: Config) -> tuple[str, ...]:
-    """Return the size of every client, by client id."""
-    sizes, clients = config.model.sizes, config.federation.clients
+def assign_sizes(config: Config, round_number: int = 0) -> tuple[str, ...]:
+    """Return the size of every client, by client id; a round has its own where sizes are dynamic."""
+    sizes, clients = config.split.sizes(config.model.sizes), config.federation.clients
     shares = np.array(config.federation.shares or (1.0,) * len(sizes))
     ends = np.rint(np.cumsum(shares) / shares.sum() * clients).astype(int)
     blocks = np.repeat(np.arange(len(sizes)), np.diff(ends, prepend=0))
-    if config.federation.assign == "random":
-        blocks = generator(config.seed, "sizes").permutation(blocks)
+    if config.federation.assign in ("random", "dynamic"):
+        which = (round_number,) if config.federation.assign == "dynamic" else ()
+        blocks = generator(config.seed, "sizes", *which).permutation(blocks)
     elif config.federation.assign == "alternate":
         place = np.concatenate([np.linspace(0, 1, count, endpoint=False) for count in np.bincount(blocks) if count])
         blocks = blocks[np.argsort(place, kind="stable")]
@@ -140,7 +142,8 @@ def build_split(config: Config, data: DeviceData, classes: int) -> Split:
         model = architecture.build(getattr(config.model, architecture.family), data.shape, classes)
         return with_projection(model, config.model.projection)
 
-    return SPLITS[config.split.name]({size: partial(build, size) for size in config.model.sizes}, config.split)
+    builds = {size: partial(build, size) for size in config.model.sizes}
+    return SPLITS[config.split.name](builds, config.split, config.seed)
 
 
 class Federation:
@@ -171,10 +174,13 @@ class Federation:
                 f"method.inco.preset = {config.method.inco.preset!r}: {', '.join(config.model.sizes)} have no layers "
                 "of one shape behind each other, so there is nothing to mix."
             )
-        self.sizes = assign_sizes(config)
+        self.sizes = self._within_budgets(train) if config.federation.budgets else assign_sizes(config)
+        self._drawn_sizes = 0, self.sizes
         self.partition = deal(config, self.dataset, partition)
-        world = World(self.split, self.sizes, self.dataset.classes, config.seed, config.training.rounds, train.shape)
+        rounds, every = config.training.rounds, config.evaluation.every
+        world = World(self.split, self.sizes, self.dataset.classes, config.seed, rounds, train.shape, every)
         self.method = METHODS[config.method.name](config.method, world)
+        self._refuse_memories_of_other_parts()
         precision, fused = config.engine.precision, config.engine.fused and config.engine.name != "debug"
         self.evaluate = Evaluator(self.split, test, self.dataset.classes, config.evaluation, precision, fused)
         clients = Clients(
@@ -194,7 +200,36 @@ class Federation:
             else LocalEngine(clients, config.engine.slots, config.engine.stack)
         )
 
+    def _within_budgets(self, data: DeviceData) -> tuple[str, ...]:
+        """Return the largest size for every client that fits its budget."""
+        costs = costs_of(self.split, data.shape, self.config.training)
+        budgets = read_budgets(Path(self.config.federation.budgets))
+        return assigned(costs, budgets, self.config.federation.clients)
+
+    def _refuse_memories_of_other_parts(self) -> None:
+        """What a client remembers of its part is of no use where its next part is another."""
+        federation, split = self.config.federation, self.config.split
+        if federation.assign == "dynamic":
+            why = "federation.assign = 'dynamic'"
+        elif self.split.moves:
+            why = f"split.channels = {getattr(split, 'channels', '')!r}"
+        else:
+            return
+        if type(self.method).memory is not Method.memory:
+            raise MotleyError(
+                f"method.name = {self.config.method.name!r}: its clients remember something of their parts, which "
+                f"{why} changes from round to round. Choose another method, or parts that stay."
+            )
+
     # ---- one round
+
+    def size_of(self, client: int, round_number: int) -> str:
+        """Return the size of a client in a round."""
+        if self.config.federation.assign != "dynamic":
+            return self.sizes[client]
+        if self._drawn_sizes[0] != round_number:
+            self._drawn_sizes = round_number, assign_sizes(self.config, round_number)
+        return self._drawn_sizes[1][client]
 
     def start(self) -> Server:
         """Return the server before the first round."""
@@ -249,7 +284,7 @@ class Federation:
 
     def job(self, server: Server, round_number: int, client: int) -> Job:
         """Return what one client is sent."""
-        size = self.sizes[client]
+        size = self.size_of(client, round_number)
         part = self.split.part(size, round_number, client)
         message = self.method.message(server.method, server.state, round_number, client)
         return Job(round_number, client, size, take(server.state, part), message, server.remembered.get(client))
@@ -326,20 +361,24 @@ class Federation:
         return average(server.averaged, state, decay, round_number) if decay else None
 
     def collect(self, server: Server, record: Record) -> Server:
-        """Ask clients for the method's collection, where it wants one after this round."""
+        """Ask clients for the method's collection on the model that is evaluated, where the method wants one."""
         clients = self.method.collectors(record.round_number)
         if not clients:
             return server
         with record.timed("collect"):
-            collections = self.engine.collect([self.job(server, record.round_number, client) for client in clients])
+            jobs = [self.job(server, record.round_number, client) for client in clients]
+            jobs = [replace(job, state=take(server.model, self.split.part(job.size))) for job in jobs]
+            collections = self.engine.collect(jobs)
             if not collections:
                 return server
-            method, state = self.method.use(server.method, server.state, collections)
-        return replace(server, method=method, state=state)
+            method, model = self.method.use(server.method, server.model, collections)
+        if server.averaged is None:
+            return replace(server, method=method, state=model)
+        return replace(server, method=method, averaged=model)
 
     def is_evaluated(self, round_number: int) -> bool:
         """Tell whether a round ends with an evaluation."""
-        return round_number % self.config.evaluation.every == 0 or round_number == self.config.training.rounds
+        return self.method.world.is_evaluated(round_number)
 
 
 def _all_of(upload: Upload) -> State:

@@ -12,7 +12,7 @@ from motley.aggregate.inco import IncoSettings
 from motley.config import Config, load_config, presets, read_resolved
 from motley.federation import Federation
 from motley.methods.fedin import FedInSettings
-from motley.methods.names import ABLATIONS, NAMES, STEMS, VARIANTS
+from motley.methods.names import ABLATIONS, NAMES, STEMS, SYSTEMS, VARIANTS
 from tests.conftest import refused, tiny_config, written
 
 
@@ -78,11 +78,12 @@ def test_fedins_ablations_have_names(name: str, settings: dict[str, Any], tmp_pa
 def test_every_name_runs_a_round() -> None:
     """A federation that takes no time; an InCo name needs layers that help each other."""
     for name in NAMES:
-        tiny = ("model.sizes=['mlp2','mlp3']", "model.mlp.hidden=4", "training.steps=1", "evaluation.every=3")
+        sizes = "['resnet10']" if name in SYSTEMS else "['mlp2','mlp3']"
+        tiny = (f"model.sizes={sizes}", "model.mlp.hidden=4", "training.steps=1", "evaluation.every=3")
         federation = Federation(tiny_config(*tiny, f"method.name={name}"))
         _, record = federation.play(federation.start())
         assert not record.refused and bool(record.inco) == name.startswith("InCo"), name
-    assert len(NAMES) == len(STEMS) * (3 + len(ABLATIONS)) + len(VARIANTS)
+    assert len(NAMES) == len(STEMS) * (3 + len(ABLATIONS)) + len(VARIANTS) + len(SYSTEMS)
 
 
 def test_a_run_saves_plain_settings(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from motley.splits.part import Part, State, add_at
+from motley.splits.part import Part, State, add_at, select
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def add_shares(
     state: Mapping[str, Tensor],
     updates: Iterable[Update],
     values: Callable[[Update], Mapping[str, Tensor]],
-    owners: Callable[[str], int],
+    owners: Callable[[str], int | Tensor],
 ) -> State:
     """Return `state` plus the clients' values, each divided by the number of all its owners, present or not.
 
@@ -144,12 +144,17 @@ def add_shares(
         into, given, counts = [], [], []
         for local, value in values(update).items():
             name, index = update.part[local].name, update.part[local].index
-            if name in after and index is None:
+            if name not in after:
+                continue
+            count = owners(name)
+            if isinstance(count, Tensor):
+                add_at(after[name], index, value / select(count.to(value.device), index))
+            elif index is not None:
+                add_at(after[name], index, value / count)
+            else:
                 into.append(after[name])
                 given.append(value)
-                counts.append(owners(name))
-            elif name in after:
-                add_at(after[name], index, value / owners(name))
+                counts.append(count)
         if into:
             torch._foreach_add_(into, torch._foreach_div(given, counts))
     return after

@@ -11,6 +11,7 @@ from rich.text import Text
 import motley
 from motley.cli.bench import bench
 from motley.cli.list import list_things
+from motley.cli.plan import plan
 from motley.cli.report import report
 from motley.cli.resume import resume
 from motley.cli.run import run
@@ -31,6 +32,7 @@ app.command("list")(list_things)
 app.command()(bench)
 app.command()(study)
 app.command()(report)
+app.command()(plan)
 
 
 @app.callback(invoke_without_command=True)

@@ -12,7 +12,7 @@ from rich.table import Table
 from motley.config import presets
 from motley.data import DATASETS, PARTITIONS
 from motley.methods import METHODS
-from motley.methods.names import ABLATIONS, PREFIXES, STEMS, VARIANTS
+from motley.methods.names import ABLATIONS, PREFIXES, STEMS, SYSTEMS, VARIANTS
 from motley.models import MODELS
 from motley.registry import Registry
 from motley.splits import SPLITS
@@ -68,6 +68,8 @@ def _names() -> Table:
         table.add_row(f"{prefix}*", _written({k: v for k, v in settings.items() if v is not True}), summary)
     for ablation, settings in ABLATIONS.items():
         table.add_row(f"InCo* {ablation}", _written(settings), "an ablation of the InCo paper")
+    for name, (summary, settings) in SYSTEMS.items():
+        table.add_row(name, _written(settings), summary)
     for stem, settings in STEMS.items():
         table.add_row(f"*{stem}", _written(settings), f"Fed{stem}, Hetero{stem} or InCo{stem}")
     for name, (summary, settings) in VARIANTS.items():

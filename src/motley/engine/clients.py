@@ -121,6 +121,7 @@ class Clients:
 
     def seat(self, learner: Learner, job: Job, plan: Plan, memory: State) -> None:
         """Put a client into a learner."""
+        learner.owned = self.partition.of(job.client)
         learner.load(job, memory, plan, self.seed, self.samples(job.client))
 
     def finish(self, learner: Learner) -> Turn:
@@ -161,7 +162,7 @@ class Clients:
         self.seat(learner, job, NO_STEPS, self.recall(job))
         learner.seed_step()
         values = self.method.collect(learner, learner.examples(plan))
-        return Collection(job.client, self.samples(job.client), values)
+        return Collection(job.client, self.samples(job.client), values, job.size)
 
 
 @contextmanager

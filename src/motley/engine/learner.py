@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -114,6 +115,8 @@ class Learner:
         self.taken = 0
         self._seed = 0
         self.job: Job | None = None
+        self.owned = np.zeros(0, dtype=np.int64)
+        """The examples of the client, all of them."""
         self.generator = torch.Generator(device) if device.type == "cuda" else None
 
     # ---- a turn
@@ -274,6 +277,11 @@ class Learner:
         if self._fused and answers.dim() == 2 and loss_kernel.applies(answers):
             return loss_kernel.cross_entropy(answers, labels)
         return F.cross_entropy(answers.float(), labels)
+
+    def held_classes(self, classes: int) -> Tensor:
+        """Return a one for every class of which the client has an example, and a zero for the others."""
+        rows = torch.from_numpy(self.owned).to(self.device)
+        return torch.zeros(classes, device=self.device).index_fill_(0, self.data.labels[rows], 1.0)
 
     def frozen(self, state: State, images: Tensor, ask: Ask = lambda model, images: model(images)) -> Tensor:
         """Return what this architecture answers with another state, in evaluation mode and without gradient."""

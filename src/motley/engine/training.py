@@ -75,11 +75,15 @@ class TrainingSettings(Settings):
     """Largest norm of the gradient; 0: not clipped."""
     lr_decay: float = Field(default=1.0, gt=0, le=1)
     """The learning rate of round t is lr * lr_decay ** (t - 1)."""
+    lr_drops: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Rounds after which the learning rate is multiplied by `lr_drop`, once for each."""
+    lr_drop: float = Field(default=0.1, gt=0, le=1)
     optimizer: OptimizerSettings = OptimizerSettings()
 
     def lr(self, round_number: int) -> float:
         """Return the learning rate of a round (the first is 1)."""
-        return self.optimizer.lr * self.lr_decay ** (round_number - 1)
+        drops = sum(round_number > drop for drop in self.lr_drops)
+        return self.optimizer.lr * self.lr_decay ** (round_number - 1) * self.lr_drop**drops
 
     def epoch_lengths(self, samples: int, smallest: int) -> list[int]:
         """Return the sizes of an epoch's batches; none where the client has no batch of at least `smallest`."""

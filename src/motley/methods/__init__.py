@@ -1,6 +1,7 @@
 """Methods, one file each."""
 
 from motley.methods.base import METHODS, Collection, Method, MethodSettings, World
+from motley.methods.depthfl import DepthFL
 from motley.methods.fedavg import FedAvg
 from motley.methods.feddyn import FedDyn
 from motley.methods.fedimpro import FedImpro
@@ -9,12 +10,17 @@ from motley.methods.fedin import FedIN
 from motley.methods.fednova import FedNova
 from motley.methods.fedprox import FedProx
 from motley.methods.fedspeed import FedSpeed
+from motley.methods.fjord import FjORD
+from motley.methods.heterofl import HeteroFL
+from motley.methods.inclusivefl import InclusiveFL
 from motley.methods.moon import Moon
 from motley.methods.scaffold import Scaffold
+from motley.methods.scalefl import ScaleFL
 
 __all__ = [
     "METHODS",
     "Collection",
+    "DepthFL",
     "FedAvg",
     "FedDyn",
     "FedIN",
@@ -26,9 +32,13 @@ __all__ = [
     "FedNova",
     "FedProx",
     "FedSpeed",
+    "FjORD",
+    "HeteroFL",
+    "InclusiveFL",
     "Method",
     "MethodSettings",
     "Moon",
     "Scaffold",
+    "ScaleFL",
     "World",
 ]

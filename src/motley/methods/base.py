@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import Tensor
 
 from motley.aggregate.inco import IncoSettings
@@ -21,7 +22,7 @@ from motley.models import ImageShape
 from motley.registry import Registry
 from motley.settings import Settings
 from motley.splits.base import Split
-from motley.splits.part import State
+from motley.splits.part import State, add_at
 
 if TYPE_CHECKING:
     from motley.engine.learner import Learner
@@ -45,18 +46,30 @@ class World:
     seed: int
     rounds: int
     image: ImageShape
+    every: int = 1
+    """Rounds between evaluations."""
 
-    def owners(self, name: str) -> int:
-        """Return how many of all clients hold a global name."""
+    def is_evaluated(self, round_number: int) -> bool:
+        """Tell whether a round ends with an evaluation."""
+        return round_number % self.every == 0 or round_number == self.rounds
+
+    def owners(self, name: str) -> int | Tensor:
+        """Return how many of all clients hold a global name; where some hold pieces of it, a count a coordinate."""
         return self._owners[name]
 
     @cached_property
-    def _owners(self) -> Counter[str]:
+    def _owners(self) -> dict[str, int | Tensor]:
         clients = Counter(self.sizes)
-        owners: Counter[str] = Counter()
+        whole: Counter[str] = Counter()
+        pieces: State = {}
         for size in self.split.sizes:
-            owners.update(dict.fromkeys({piece.name for piece in self.split.part(size).values()}, clients[size]))
-        return owners
+            for piece in self.split.part(size).values():
+                if piece.index is None:
+                    whole[piece.name] += clients[size]
+                else:
+                    counts = pieces.setdefault(piece.name, torch.zeros(self.split.frame[piece.name].shape))
+                    add_at(counts, piece.index, float(clients[size]))
+        return {**whole, **{name: counts + whole[name] for name, counts in pieces.items()}}
 
 
 @dataclass(frozen=True)
@@ -66,6 +79,7 @@ class Collection:
     client: int
     samples: int
     values: State = field(default_factory=dict)
+    size: str = ""
 
 
 class Method:

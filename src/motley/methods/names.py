@@ -1,5 +1,7 @@
 """The papers' names for a method together with a way to aggregate: InCoProx is FedProx by layers, with InCo.
 
+And their names for a method together with a way to split a model: HeteroFL, FedRolex.
+
 Such a name is accepted wherever a method is named, and stands for plain settings: those are what a run saves. A lower
 layer of the configuration (a preset under a file, a file under overrides) gives way to them; beside an explicit other
 choice in the same layer the name is refused.
@@ -54,6 +56,54 @@ STEMS: dict[str, dict[str, Any]] = {
     "Yogi": {"method.name": "fedavg", "server.optimizer.name": "yogi"},
     "Adagrad": {"method.name": "fedavg", "server.optimizer.name": "adagrad"},
 }
+SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "HeteroFL": (
+        "leading channels by rate",
+        {
+            "method.name": "heterofl",
+            "split.name": "width",
+            "split.channels": "leading",
+            "split.scaler": True,
+        },
+    ),
+    "FedRolex": (
+        "a rolling window of channels; evaluated with the statistics of test batches",
+        {
+            "method.name": "heterofl",
+            "method.statistics": "running",
+            "split.name": "width",
+            "split.channels": "rolling",
+            "split.scaler": True,
+            "split.normalization_statistics": "batch",
+        },
+    ),
+    "FederatedDropout": (
+        "random channels for each client and round (Caldas et al., 2018)",
+        {"method.name": "fedavg", "split.name": "width", "split.channels": "random"},
+    ),
+    "FjORD": (
+        "leading channels; a client trains every width up to its own",
+        {"method.name": "fjord", "split.name": "ordered"},
+    ),
+    "ScaleFL": (
+        "depth and width together, with early exits; evaluated with the statistics of test batches",
+        {
+            "method.name": "scalefl",
+            "split.name": "grid",
+            "split.scaler": True,
+            "split.normalization_statistics": "batch",
+        },
+    ),
+    "DepthFL": (
+        "depth with early exits that teach each other, over FedDyn",
+        {"method.name": "depthfl", "split.name": "grid", "split.answer": "mean"},
+    ),
+    "InclusiveFL": (
+        "depth, with last blocks that learn from the next larger size",
+        {"method.name": "inclusivefl", "split.name": "inclusive"},
+    ),
+}
+"""A method with its split; InCo is free."""
 
 _FEDIN = {
     "method.name": "fedin",
@@ -76,6 +126,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 NAMES: dict[str, dict[str, Any]] = {
     **{name: meaning for name, (_, meaning) in VARIANTS.items()},
+    **{name: settings for name, (_, settings) in SYSTEMS.items()},
     **{prefix + stem: {**how, **what} for prefix, (_, how) in PREFIXES.items() for stem, what in STEMS.items()},
     **{
         f"InCo{stem} {without}": {**PREFIXES["InCo"][1], **off, **what}
@@ -95,7 +146,7 @@ def spelled_out(values: Table, below: Table) -> Table:
         raise MotleyError("method.name: " + unknown("method", name, (entry.name for entry in METHODS), also=NAMES))
     meaning = dict(NAMES[name])
     under = _get(below, "method.inco.preset")
-    if meaning["method.inco.preset"] != "off" and under not in (None, "off"):
+    if meaning.get("method.inco.preset", "off") != "off" and under not in (None, "off"):
         meaning["method.inco.preset"] = under
     values = _with(values, "method.name", meaning.pop("method.name"))
     for key, value in meaning.items():

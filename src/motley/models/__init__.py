@@ -1,7 +1,8 @@
 """Model families: plain modules, and what a family declares about itself.
 
 A family declares its sizes by registering an `Architecture` for each, which layers cross-layer gradients may pair, and
-the chain of stages at which a method may cut it (`stages.py`). Nothing here knows of clients or rounds.
+the chain of stages at which a method may cut it (`stages.py`), and which channels belong together. Nothing here knows
+of clients or rounds.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from motley.models.channels import Channels
 from motley.registry import Registry
 
 
@@ -38,8 +40,10 @@ class Architecture:
     build: Callable[[Any, ImageShape, int], nn.Module]
     """(the family's settings, image shape, classes) -> a fresh module, initialised from torch's global generator."""
     cross_layers: Callable[[nn.Module], Sequence[CrossLayer]]
+    channels: Callable[[nn.Module], Channels] | None = None
+    """Which channels belong together; None: the family cannot be split in width."""
 
 
 MODELS: Registry[Architecture] = Registry("model")
 
-from motley.models import cnn, mlp, resnet, vgg, vit  # noqa: E402, F401  (each registers its sizes)
+from motley.models import cnn, mlp, preact, resnet, vgg, vit  # noqa: E402, F401  (each registers its sizes)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from motley.errors import MotleyError
 from motley.models import MODELS, Architecture, CrossLayer, ImageShape
+from motley.models.channels import Axis, Channels, of_head
 from motley.models.stages import Chain, Stage, Staged
 from motley.settings import Settings
 
@@ -82,8 +83,21 @@ def cross_layers(model: nn.Module) -> list[CrossLayer]:
     return []
 
 
+def channels(model: nn.Module) -> Channels:
+    """Both convolutions and the hidden layer are streams; the hidden layer reads every pixel of a map."""
+    assert isinstance(model, CNN)
+    first, second = Axis("conv1", model.conv1.out_channels), Axis("conv2", model.conv2.out_channels)
+    hidden = Axis("hidden", model.hidden.out_features)
+    return {
+        "conv1": (first, None),
+        "conv2": (second, first),
+        "hidden": (hidden, second._replace(inner=model.hidden.in_features // second.width)),
+        **of_head("head", model.head, hidden),
+    }
+
+
 MODELS.register(
     "cnn",
     "two convolutions and a hidden layer, with dropout; 1,626,442 parameters (3x32x32 images, 10 classes)",
     paper="pfl-research, NeurIPS 2024",
-)(Architecture("cnn", CNN, cross_layers))
+)(Architecture("cnn", CNN, cross_layers, channels))

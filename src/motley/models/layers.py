@@ -88,4 +88,12 @@ def use_fused(model: nn.Module) -> None:
     """Let a model's layers use our kernels, where there are any."""
     for module in model.modules():
         if isinstance(module, BatchNorm | Convolution | MaxPool | Stem):
-            module.fused = AVAILABLE
+            module.fused = AVAILABLE and not (isinstance(module, BatchNorm) and module.running_mean is None)
+
+
+def use_batch_statistics(model: nn.Module) -> None:
+    """Let a model's batch norms keep no statistics: they normalise with those of the batch, in evaluation too."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.track_running_stats = False
+            module.running_mean = module.running_var = module.num_batches_tracked = None

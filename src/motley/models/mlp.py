@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from motley.models import MODELS, Architecture, CrossLayer, ImageShape
+from motley.models.channels import Axis, Channels, of_head
 from motley.models.stages import Chain, Stage, Staged
 from motley.settings import Settings
 
@@ -57,6 +58,20 @@ def cross_layers(model: nn.Module) -> list[CrossLayer]:
     return [CrossLayer("layers.1.weight", f"layers.{depth}.weight") for depth in range(2, len(model.layers))]
 
 
+def channels(model: nn.Module) -> Channels:
+    """Every hidden layer is a stream."""
+    assert isinstance(model, MLP)
+    found: dict[str, tuple[Axis | None, ...]] = {}
+    read = None
+    for number, layer in enumerate(model.layers):
+        assert isinstance(layer, nn.Linear)
+        written = Axis(f"layers.{number}", layer.out_features)
+        found[f"layers.{number}"] = (written, read)
+        read = written
+    assert read is not None
+    return {**found, **of_head("head", model.head, read)}
+
+
 SIZES = {1: 197_322, 2: 201_482, 3: 205_642}
 """Hidden layers, and parameters at 3x32x32 images, 10 classes and the default settings."""
 
@@ -64,7 +79,7 @@ SIZES = {1: 197_322, 2: 201_482, 3: 205_642}
 def _register(depth: int) -> None:
     layers = f"{depth} hidden layer{'s' * (depth > 1)}"
     summary = f"perceptron of {layers}, {SIZES[depth]:,} parameters (3x32x32 images, 10 classes)"
-    MODELS.register(f"mlp{depth}", summary)(Architecture("mlp", partial(MLP, depth), cross_layers))
+    MODELS.register(f"mlp{depth}", summary)(Architecture("mlp", partial(MLP, depth), cross_layers, channels))
 
 
 for _depth in SIZES:

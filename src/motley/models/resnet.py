@@ -16,6 +16,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor, nn
 
 from motley.models import MODELS, Architecture, CrossLayer, ImageShape
+from motley.models.channels import Axis, Channels, of_head
 from motley.models.layers import BatchNorm, Convolution, GroupNorm, MaxPool, Stem, second_use
 from motley.models.stages import Chain, Stage, Staged
 from motley.models.taps import crop_taps
@@ -62,6 +63,7 @@ class Block(nn.Module):
     """What both kinds of block share: relu(f(x) + s(x)), where s is the identity or `downsample`."""
 
     expansion: int
+    convolutions: int
     downsample: nn.Sequential | None
 
     def residual(self, x: Tensor, shortcut: Tensor) -> Tensor:
@@ -81,6 +83,7 @@ class BasicBlock(Block):
     """Two 3x3 convolutions; the first has the stride."""
 
     expansion = 1
+    convolutions = 2
 
     def __init__(self, inputs: int, width: int, stride: int, settings: ResNetSettings) -> None:
         super().__init__()
@@ -104,6 +107,7 @@ class Bottleneck(Block):
     """1x1 down, 3x3 with the stride, 1x1 up to four times the width."""
 
     expansion = 4
+    convolutions = 3
 
     def __init__(self, inputs: int, width: int, stride: int, settings: ResNetSettings) -> None:
         super().__init__()
@@ -204,6 +208,36 @@ def _pairs(stage: nn.Sequential) -> Iterator[Pair]:
         yield from block.helped_by(first)
 
 
+def channels(model: nn.Module) -> Channels:
+    """A stage's shortcuts and block outputs are one stream; what is inside a block is one a convolution.
+
+    The stem writes stage 1's stream, unless that begins with a convolution on its shortcut (bottlenecks).
+    """
+    assert isinstance(model, ResNet)
+    read = Axis("stem" if next(iter(model.layer1)).downsample is not None else "layer1", model.conv1.out_channels)
+    found: dict[str, tuple[Axis | None, ...]] = {"conv1": (read, None), "bn1": (read,)}
+    for number, stage in enumerate(model.stages, 1):
+        for block_number, block in enumerate(stage):
+            assert isinstance(block, Block)
+            found |= _block_channels(block, f"layer{number}.{block_number}", f"layer{number}", read)
+            read = found[f"layer{number}.{block_number}.bn{block.convolutions}"][0] or read
+    return {**found, **of_head("fc", model.fc, read)}
+
+
+def _block_channels(block: Block, name: str, stream: str, read: Axis) -> dict[str, tuple[Axis | None, ...]]:
+    found: dict[str, tuple[Axis | None, ...]] = {}
+    entered = read
+    for number in range(1, block.convolutions + 1):
+        last = number == block.convolutions
+        width = getattr(block, f"conv{number}").out_channels
+        written = Axis(stream if last else f"{name}.conv{number}", width)
+        found |= {f"{name}.conv{number}": (written, read), f"{name}.bn{number}": (written,)}
+        read = written
+    if block.downsample is not None:
+        found |= {f"{name}.downsample.0": (read, entered), f"{name}.downsample.1": (read,)}
+    return found
+
+
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
     return Convolution(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
 
@@ -260,7 +294,7 @@ def _register(depth: int) -> None:
     kind = "basic" if block is BasicBlock else "bottleneck"
     summary = f"{kind} blocks {'-'.join(map(str, blocks))}, {parameters:,} parameters (3 channels, 10 classes)"
     register = MODELS.register(f"resnet{depth}", summary, paper="He et al., CVPR 2016")
-    register(Architecture("resnet", partial(_build, depth), cross_layers))
+    register(Architecture("resnet", partial(_build, depth), cross_layers, channels))
 
 
 for _depth in SIZES:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from motley.errors import MotleyError
 from motley.models import MODELS, Architecture, CrossLayer, ImageShape
+from motley.models.channels import Axis, Channels, of_head
 from motley.models.stages import Chain, Stage, Staged
 from motley.settings import Settings
 
@@ -144,6 +145,31 @@ def cross_layers(model: nn.Module) -> list[CrossLayer]:
     return [CrossLayer(f"{name}.norm1.weight", f"{name}.norm2.weight") for name in blocks]
 
 
+def channels(model: nn.Module) -> Channels:
+    """Tokens are one stream through all blocks; a block's MLP has its own, and so has its attention.
+
+    That one is as wide as a head: every head keeps the same channels of its query, key and value.
+    """
+    assert isinstance(model, ViT)
+    token = Axis("token", model.cls_token.shape[-1])
+    found: dict[str, tuple[Axis | None, ...]] = {
+        "cls_token": (None, None, token),
+        "pos_embed": (None, None, token),
+        "patch_embed.proj": (token, None),
+        "norm": (token,),
+        **of_head("head", model.head, token),
+    }
+    for number, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        name, heads = f"blocks.{number}", block.attn.heads
+        head = Axis(f"{name}.attn", block.attn.proj.in_features // heads, heads)
+        hidden = Axis(f"{name}.mlp", block.mlp.fc1.out_features)
+        found |= {f"{name}.{norm}": (token,) for norm in ("norm1", "norm2")}
+        found |= {f"{name}.attn.qkv": (head._replace(repeats=3 * heads), token), f"{name}.attn.proj": (token, head)}
+        found |= {f"{name}.mlp.fc1": (hidden, token), f"{name}.mlp.fc2": (token, hidden)}
+    return found
+
+
 def _norm(dim: int) -> nn.LayerNorm:
     return nn.LayerNorm(dim, eps=1e-6)
 
@@ -183,7 +209,7 @@ def _register(depth: int) -> None:
     parameters = PARAMETERS_OUTSIDE_BLOCKS + PARAMETERS_A_BLOCK * depth
     summary = f"ViT-S of depth {depth}, {parameters:,} parameters (3x224x224 images, 10 classes)"
     register = MODELS.register(f"vit{depth}", summary, paper="Dosovitskiy et al., ICLR 2021")
-    register(Architecture("vit", partial(ViT, depth), cross_layers))
+    register(Architecture("vit", partial(ViT, depth), cross_layers, channels))
 
 
 for _depth in SIZES:

@@ -6,14 +6,15 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
+from functools import cached_property, partial
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
 
 from motley.errors import MotleyError
 from motley.models import MODELS, CrossLayer
+from motley.models.layers import use_batch_statistics
 from motley.randomness import torch_seed
 from motley.registry import Registry
 from motley.settings import Settings
@@ -26,8 +27,15 @@ class SplitSettings(Settings):
     """Which split, and whether normalisation statistics are shared between sizes."""
 
     name: str = "depth"
-    normalization_statistics: Literal["shared", "per-size"] = "shared"
-    """Shared: averaged over all sizes, as in the papers. Per-size: weights are shared, running statistics are not."""
+    normalization_statistics: Literal["shared", "per-size", "batch"] = "shared"
+    """Shared: averaged over all sizes, as in the papers. Per-size: weights are shared, running statistics are not.
+    Batch: none are kept, and test batches are normalised by their own (FedRolex, ScaleFL): accuracy then depends on
+    evaluation.batch_size.
+    """
+
+    def sizes(self, architectures: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the names of the sizes that the split makes of these architectures."""
+        return architectures
 
 
 @dataclass(frozen=True)
@@ -40,23 +48,31 @@ class Blueprint:
     cross_layers: tuple[CrossLayer, ...]
 
     @classmethod
-    def of(cls, size: str, build: Callable[[], nn.Module]) -> Blueprint:
+    def of(cls, name: str, build: Callable[[], nn.Module]) -> Blueprint:
         """Draw up the blueprint of a registered architecture."""
         with torch.device("meta"):
             module = build()
-        architecture = MODELS[size]
+        architecture = MODELS[name]
         return cls(build, architecture.family, module, tuple(architecture.cross_layers(module)))
 
 
 class Split(ABC):
     """The sizes of a federation and the part of the global state that each holds."""
 
-    def __init__(self, builds: Mapping[str, Callable[[], nn.Module]], settings: SplitSettings) -> None:
-        self.settings = settings
-        self.sizes = tuple(builds)
-        self.blueprints = {size: Blueprint.of(size, build) for size, build in builds.items()}
+    Settings: ClassVar[type[SplitSettings]] = SplitSettings
+
+    def __init__(self, builds: Mapping[str, Callable[[], nn.Module]], settings: SplitSettings, seed: int = 0) -> None:
+        self.settings, self.seed = settings, seed
+        if settings.normalization_statistics == "batch":
+            builds = {name: partial(_without_statistics, build) for name, build in builds.items()}
+        self.blueprints = self.draw_up(builds)
+        self.sizes = tuple(self.blueprints)
         self._templates: dict[str, nn.Module] = {}
         self.check()
+
+    def draw_up(self, builds: Mapping[str, Callable[[], nn.Module]]) -> dict[str, Blueprint]:
+        """Return a blueprint of every size: an architecture each."""
+        return {size: Blueprint.of(size, build) for size, build in builds.items()}
 
     @abstractmethod
     def global_name(self, size: str, name: str) -> str:
@@ -81,8 +97,16 @@ class Split(ABC):
         return copy.deepcopy(self._templates[size])
 
     def _initialised(self, size: str, seed: int) -> nn.Module:
+        return self._drawn(self.blueprints[size].build, seed)
+
+    def _drawn(self, build: Callable[[], nn.Module], seed: int) -> nn.Module:
         with torch_seed(seed, "initial state"):
-            return self.blueprints[size].build()
+            return build()
+
+    @property
+    def moves(self) -> bool:
+        """Whether a client's part changes from round to round."""
+        return False
 
     def part(self, size: str, round_number: int = 0, client: int = 0) -> Part:
         """Return what a client of a size holds in a round; a split that moves with round or client overrides it."""
@@ -108,13 +132,19 @@ class Split(ABC):
                 state.setdefault(piece.name, tensors[name].clone())
         return state
 
+    @cached_property
+    def frame(self) -> State:
+        """Every tensor of the global state, without its values (on torch's meta device)."""
+        return {
+            self._placed(size, name): tensor
+            for size in reversed(self._largest_first)
+            for name, tensor in self.blueprints[size].module.state_dict().items()
+        }
+
     def zeros(self) -> State:
         """Return a zero for every coordinate of every global parameter: what control variates and duals start from."""
-        return {
-            self._placed(size, name): torch.zeros(parameter.shape, dtype=parameter.dtype)
-            for size in reversed(self._largest_first)
-            for name, parameter in self.blueprints[size].module.named_parameters()
-        }
+        own = {name: tensor for name, tensor in self.frame.items() if name in self.parameters}
+        return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in own.items()}
 
     def parameters_of(self, size: str) -> frozenset[str]:
         """Return which of a size's own names are parameters."""
@@ -141,6 +171,12 @@ class Split(ABC):
             return sum(parameter.numel() for parameter in self.blueprints[size].module.parameters())
 
         return tuple(sorted(self.sizes, key=weight, reverse=True))
+
+
+def _without_statistics(build: Callable[[], nn.Module]) -> nn.Module:
+    model = build()
+    use_batch_statistics(model)
+    return model
 
 
 SPLITS: Registry[type[Split]] = Registry("split")

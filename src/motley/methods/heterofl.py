@@ -1,0 +1,133 @@
+"""HeteroFL: clients train the leading channels of one model, with three measures against what that does to it.
+
+Diao, Ding and Tarokh, HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients,
+ICLR 2021. The parts are those of `split.name = "width"`, and so is the scaler. Here are
+
+- the masked loss: answers for classes of which the client has no example are set to 0 (they still count in the
+  softmax, as in the authors' code);
+- classifier rows that are averaged over those clients only that have the label (here the client says which);
+- static batch norm: clients normalise with their batches, and statistics for evaluation come from a pass over all
+  clients' data before each evaluation. A client passes with the size it holds; to have each size evaluated with its
+  own statistics, set split.normalization_statistics = "per-size". The authors pass the largest model everywhere and
+  evaluate no other.
+
+FedRolex (Alam et al., NeurIPS 2022) is this with rolling channels and no pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from motley.aggregate.merge import Merged, Update, apply, merge
+from motley.methods.base import METHODS, Collection, Method, MethodSettings
+from motley.splits.part import Piece, State, take
+
+if TYPE_CHECKING:
+    from motley.engine.learner import Learner
+
+
+CLASSIFIERS = ("fc", "head", "classify")
+"""What the layer is called, in any family, that puts out an answer a class."""
+
+
+class HeteroFLSettings(MethodSettings):
+    """HeteroFL's own settings."""
+
+    name: str = "heterofl"
+    masked: bool = True
+    """Set the answers for classes that the client does not have to 0 in its loss."""
+    classifier_rows: Literal["all", "holders"] = "holders"
+    """Whose rows of the last layer count: everybody's, or for each class those of clients that have it."""
+    statistics: Literal["pass", "running"] = "pass"
+    """Where batch norms' statistics come from: a pass over the clients before each evaluation, or from training."""
+
+
+@METHODS.register(
+    "heterofl", "masked loss, classifier rows by label, statistics by a pass", paper="Diao et al., ICLR 2021"
+)
+class HeteroFL(Method):
+    """FedAvg over parts, and this."""
+
+    Settings = HeteroFLSettings
+    settings: HeteroFLSettings
+
+    def begin(self, learner: Learner) -> None:
+        learner.note("held", learner.held_classes(self.world.classes))
+
+    def loss(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
+        answers = learner.model(images)
+        return learner.cross_entropy(answers * learner.notes["held"] if self.settings.masked else answers, labels)
+
+    def reply(self, learner: Learner) -> State:
+        return {"held": learner.notes["held"].clone()} if self.settings.classifier_rows == "holders" else {}
+
+    def aggregate(self, server: State, state: State, updates: Sequence[Update]) -> Merged:
+        if self.settings.classifier_rows == "holders":
+            held = torch.stack([update.message["held"] for update in updates]).cpu() > 0
+            updates = [self._own_rows(update, rows) for update, rows in zip(updates, held, strict=True)]
+        return merge(state, updates)
+
+    def _own_rows(self, update: Update, held: Tensor) -> Update:
+        """Return an update without the rows of classes that its client does not have."""
+        if held.all():
+            return update
+        rows, part, change = held.nonzero().flatten(), dict(update.part), dict(update.change)
+        for name in self._classifier(update.size):
+            tensor, index = change[name], part[name].index or (slice(None),) * change[name].dim()
+            part[name] = Piece(part[name].name, (rows, *index[1:]))
+            change[name] = tensor.index_select(0, rows.to(tensor.device))
+        return replace(update, part=part, change=change)
+
+    def _classifier(self, size: str) -> list[str]:
+        names = self.world.split.parameters_of(size)
+        return sorted(name for name in names if name.split(".")[-2] in CLASSIFIERS)
+
+    # ---- statistics for evaluation
+
+    def collectors(self, round_number: int) -> Sequence[int]:
+        passes = self.settings.statistics == "pass" and self.world.is_evaluated(round_number)
+        return range(len(self.world.sizes)) if passes and self._has_statistics else ()
+
+    @property
+    def _has_statistics(self) -> bool:
+        return any(name.endswith("running_mean") for name in self.world.split.frame)
+
+    def collect(self, learner: Learner, batches: Iterable[tuple[Tensor, Tensor]]) -> State:
+        """Return the mean over batches, by their number of examples, of every batch norm's mean and variance."""
+        sums: State = {}
+        seen = 0
+
+        def note(name: str, x: Tensor, weight: int) -> None:
+            for key, value in (("mean", x.mean((0, 2, 3))), ("var", x.var((0, 2, 3)))):
+                place = f"{name}.running_{key}"
+                sums[place] = sums.get(place, torch.zeros_like(value)) + weight * value
+
+        def hook(name: str) -> Any:
+            return lambda module, inputs: note(name, inputs[0].float(), len(inputs[0]))
+
+        norms = {name: m for name, m in learner.model.named_modules() if isinstance(m, nn.BatchNorm2d)}
+        hooks = [module.register_forward_pre_hook(hook(name)) for name, module in norms.items()]
+        with torch.no_grad():
+            for images, _ in batches:
+                if len(images) > 1:
+                    seen += len(images)
+                    learner.model(images)
+        for handle in hooks:
+            handle.remove()
+        return {name: value / seen for name, value in sums.items()}
+
+    def use(self, server: State, state: State, collections: Sequence[Collection]) -> tuple[State, State]:
+        updates = [self._statistics(state, collection) for collection in collections if collection.values]
+        return server, apply(state, merge(state, updates), ())
+
+    def _statistics(self, state: State, collection: Collection) -> Update:
+        whole = self.world.split.part(collection.size)
+        part = {name: whole[name] for name in collection.values}
+        before = take(state, part)
+        change = {name: value - before[name] for name, value in collection.values.items()}
+        return Update(collection.client, part, change, weight=float(collection.samples))

@@ -1,0 +1,111 @@
+"""The residual networks of HeteroFL: norm and ReLU stand before each convolution, and a last norm after the blocks.
+
+He et al., "Identity Mappings in Deep Residual Networks" (ECCV 2016). What HeteroFL's authors (and FedRolex's after
+them) call ResNet-18 has 1-1-1-2 blocks in its four stages, and a 3x3 stem without pooling.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from motley.models import MODELS, Architecture, CrossLayer, ImageShape
+from motley.models.channels import Axis, Channels, of_head
+from motley.models.layers import BatchNorm, Convolution, Stem
+from motley.models.resnet import stage_widths
+from motley.settings import Settings
+
+
+class PreActSettings(Settings):
+    """What can be chosen about the network beside its size."""
+
+    width: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Factor on the four stages' 64, 128, 256 and 512 channels, each rounded and at least 1."""
+
+
+class Block(nn.Module):
+    """f(a) + s(x) with a = relu(norm(x)): s is the identity on x, or where the shape changes a 1x1 convolution of a."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.bn1 = BatchNorm(inputs)
+        self.conv1 = Convolution(inputs, width, 3, stride=stride, padding=1, bias=False)
+        self.bn2 = BatchNorm(width)
+        self.conv2 = Convolution(width, width, 3, padding=1, bias=False)
+        changes = stride > 1 or inputs != width
+        self.shortcut = Convolution(inputs, width, 1, stride=stride, bias=False) if changes else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        active = self.bn1(x, relu=True)
+        shortcut = x if self.shortcut is None else self.shortcut(active)
+        return self.conv2(self.bn2(self.conv1(active), relu=True)) + shortcut
+
+
+class PreActResNet(nn.Module):
+    """`head(features(x))`."""
+
+    def __init__(
+        self, blocks: tuple[int, int, int, int], settings: PreActSettings, image: ImageShape, classes: int
+    ) -> None:
+        super().__init__()
+        widths = stage_widths(settings.width)
+        self.conv1 = Stem(image.channels, widths[0], 3, padding=1, bias=False)
+        made = []
+        for stage, ((inputs, width), count) in enumerate(zip(pairwise((widths[0], *widths)), blocks, strict=True)):
+            made.append(Block(inputs, width, 2 if stage else 1))
+            made += [Block(width, width, 1) for _ in range(count - 1)]
+        self.blocks = nn.Sequential(*made)
+        self.norm = BatchNorm(widths[-1])
+        self.head = nn.Linear(widths[-1], classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def features(self, x: Tensor) -> Tensor:
+        """Return the pooled, flattened output of the last block: one vector an image."""
+        x = self.norm(self.blocks(self.conv1(x)), relu=True)
+        return F.adaptive_avg_pool2d(x, 1).flatten(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+
+def cross_layers(model: nn.Module) -> list[CrossLayer]:
+    """Pair conv2 of each stage's first block with both convolutions of its later ones, as in the other ResNets."""
+    assert isinstance(model, PreActResNet)
+    pairs, first = [], 0
+    for number, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        if number == 0 or block.shortcut is not None:
+            first = number
+        else:
+            source = f"blocks.{first}.conv2.weight"
+            pairs += [CrossLayer(source, f"blocks.{number}.{layer}.weight") for layer in ("conv1", "conv2")]
+    return pairs
+
+
+def channels(model: nn.Module) -> Channels:
+    """A stage's blocks write one stream, which begins at the block that has a convolution on its shortcut."""
+    assert isinstance(model, PreActResNet)
+    read = Axis("blocks.0", model.conv1.out_channels)
+    found: dict[str, tuple[Axis | None, ...]] = {"conv1": (read, None)}
+    for number, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        name = f"blocks.{number}"
+        written = read if block.shortcut is None else Axis(name, block.conv2.out_channels)
+        inside = Axis(f"{name}.conv1", block.conv1.out_channels)
+        found |= {f"{name}.bn1": (read,), f"{name}.conv1": (inside, read), f"{name}.bn2": (inside,)}
+        found |= {f"{name}.conv2": (written, inside), f"{name}.shortcut": (written, read)}
+        read = written
+    return {**found, "norm": (read,), **of_head("head", model.head, read)}
+
+
+MODELS.register(
+    "heterofl-resnet18",
+    "HeteroFL's ResNet-18: pre-activation blocks 1-1-1-2, 9,622,090 parameters (3 channels, 10 classes)",
+    paper="HeteroFL, ICLR 2021",
+)(Architecture("preact", partial(PreActResNet, (1, 1, 1, 2)), cross_layers, channels))

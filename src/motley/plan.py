@@ -1,0 +1,174 @@
+"""What each size costs a client, and the largest one that fits a client's budget.
+
+Costs are of one training step at the batch size, counted on a model without values: nothing is allocated, so a plan for
+a fleet takes seconds on any machine. Memory is the largest sum of what is alive at once: the weights and a copy of them
+as they were received, the optimiser's state, and whatever the forward and the backward pass hold at their fullest.
+Scratch space of libraries is not in it, nor are a method's own extras (a second model, control variates).
+"""
+
+from __future__ import annotations
+
+import csv
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from motley.engine.training import TrainingSettings
+from motley.errors import MotleyError, unknown
+from motley.models import ImageShape
+from motley.splits import Split
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one size takes."""
+
+    parameters: int
+    flops: int
+    """Of a step: forward and backward."""
+    activations: int
+    """Bytes that the forward pass leaves for the backward pass."""
+    memory: int
+    """Bytes in all."""
+    traffic: int
+    """Bytes a round: the part down and its change up."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a client has; None: no limit."""
+
+    client: str
+    memory_mb: float | None = None
+    parameters: float | None = None
+    gflops: float | None = None
+
+    def fits(self, cost: Cost) -> bool:
+        """Tell whether a size stays within every limit."""
+        pairs = (
+            (cost.memory / 1e6, self.memory_mb),
+            (cost.parameters, self.parameters),
+            (cost.flops / 1e9, self.gflops),
+        )
+        return all(limit is None or value <= limit for value, limit in pairs)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows what a computation allocates and lets go of; `peak` is the most that was alive at once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet(
+            tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, torch.Tensor):
+                self._follow(tensor.untyped_storage())
+        return results
+
+    def _follow(self, storage: Any) -> None:
+        if storage in self._seen:
+            return
+        self._seen.add(storage)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, storage.nbytes())
+
+    def _free(self, count: int) -> None:
+        self.now -= count
+
+
+def cost_of(split: Split, size: str, shape: ImageShape, training: TrainingSettings) -> Cost:
+    """Return what a training step of a size costs."""
+    with torch.device("meta"):
+        model = split.blueprints[size].build().train()
+        images = torch.empty(training.batch_size, *shape)
+        with LiveBytes(model) as live, FlopCounterMode(display=False) as counter:
+            loss = model(images).square().mean()
+            activations = live.now
+            loss.backward()
+    weights = _bytes(model.parameters())
+    whole = weights + _bytes(model.buffers())
+    moments = {"adam": 2, "adamw": 2}.get(training.optimizer.name, int(training.optimizer.momentum > 0))
+    fixed = 2 * whole + moments * weights + images.nbytes
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Cost(parameters, counter.get_total_flops(), activations, fixed + live.peak, 2 * whole)
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def costs_of(split: Split, shape: ImageShape, training: TrainingSettings) -> dict[str, Cost]:
+    """Return the costs of every size, the largest first."""
+    costs = {size: cost_of(split, size, shape, training) for size in split.sizes}
+    return dict(sorted(costs.items(), key=lambda item: item[1].parameters, reverse=True))
+
+
+def largest_fitting(costs: Mapping[str, Cost], budget: Budget) -> str | None:
+    """Return the largest size within a budget, or None where even the smallest is not."""
+    return next((size for size, cost in costs.items() if budget.fits(cost)), None)
+
+
+def read_budgets(file: Path) -> list[Budget]:
+    """Read a budget a line: a column `client`, and any of memory_mb, parameters, gflops. Empty: no limit."""
+    try:
+        with file.open(newline="", encoding="utf-8") as lines:
+            reader = csv.DictReader(lines)
+            rows, columns = list(reader), reader.fieldnames or []
+    except (OSError, UnicodeDecodeError) as error:
+        raise MotleyError(f"{file}: cannot be read: {error}.") from None
+    allowed = [field.name for field in fields(Budget)]
+    for column in columns:
+        if column not in allowed:
+            raise MotleyError(f"{file}: {unknown('column', column, allowed)}")
+    if "client" not in columns or not rows:
+        has = ", ".join(columns) or "none"
+        raise MotleyError(f"{file}: needs a column 'client' and a line for each; its columns are: {has}.")
+    return [_budget(file, number, row) for number, row in enumerate(rows, 2)]
+
+
+def _budget(file: Path, line: int, row: Mapping[str, Any]) -> Budget:
+    limits: dict[str, float] = {}
+    for column, text in row.items():
+        if column == "client" or not (text or "").strip():
+            continue
+        try:
+            limits[column] = float(text)
+        except (TypeError, ValueError):
+            limits[column] = -1.0
+        if not 0 < limits[column] < float("inf"):
+            raise MotleyError(f"{file}, line {line}: {column} = {text!r}: should be a number above 0, or empty.")
+    return Budget(str(row["client"]).strip(), **limits)
+
+
+def assigned(costs: Mapping[str, Cost], budgets: Sequence[Budget], clients: int) -> tuple[str, ...]:
+    """Return the size of every client, by id, from budgets whose clients are 0, 1, 2, and so on."""
+    by_client = {budget.client: budget for budget in budgets}
+    wanted = [str(client) for client in range(clients)]
+    missing = next((client for client in wanted if client not in by_client), None)
+    if missing is not None or len(budgets) != clients:
+        what = f"client {missing} is missing" if missing is not None else f"it has {len(budgets)} lines"
+        raise MotleyError(
+            f"federation.budgets: {what}; federation.clients = {clients} needs a line for each of 0 to {clients - 1}."
+        )
+    sizes = {client: largest_fitting(costs, by_client[client]) for client in wanted}
+    for client, size in sizes.items():
+        if size is None:
+            raise MotleyError(
+                f"federation.budgets: no size fits client {client}. `motley plan` shows what each size takes; add a "
+                "smaller one, or leave the client out."
+            )
+    return tuple(size for size in sizes.values() if size is not None)

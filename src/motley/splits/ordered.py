@@ -1,0 +1,80 @@
+"""The split of FjORD: leading channels, in networks that can also answer with every narrower width.
+
+Statistics of batch norms have a row a width, and a size holds the rows of its own width and of those below: the mean of
+a row is over the clients that are at least so wide.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from motley.models.channels import CLASSES
+from motley.models.ordered import mask_rows, order
+from motley.splits.base import SPLITS
+from motley.splits.part import Piece, State
+from motley.splits.width import Width, WidthSettings, fresh, kept
+
+ROWS = ("running_mean", "running_var")
+
+
+class OrderedSettings(WidthSettings):
+    """The widths."""
+
+    name: str = "ordered"
+    rates: tuple[float, ...] = (1.0, 0.8, 0.6, 0.4, 0.2)
+    channels: Literal["leading"] = "leading"
+
+
+@SPLITS.register(
+    "ordered", "leading channels, in networks that can answer with every narrower width", paper="FjORD, NeurIPS 2021"
+)
+class Ordered(Width):
+    """`width`, with nested widths inside every size."""
+
+    Settings = OrderedSettings
+    settings: OrderedSettings
+
+    def _build_narrow(self, level: int) -> nn.Module:
+        model = super()._build_narrow(level)
+        rates = self._inside(self.settings.rates[level])
+        masks = {}
+        for name, axes in self.axes.items():
+            axis = axes[0] if axes else None
+            if name.endswith(".bias") and axis is not None and axis.stream != CLASSES:
+                counts = [kept(axis, rate) for rate in rates]
+                row = mask_rows(counts, counts[-1]).repeat_interleave(axis.inner, 1).repeat(1, axis.repeats)
+                masks[name.removesuffix(".bias")] = row
+        order(model, masks)
+        return model
+
+    def _inside(self, rate: float) -> list[float]:
+        """Return the rates that a size of a rate can answer with: its own is the last."""
+        return sorted(inner for inner in self.settings.rates if inner <= rate)
+
+    def _placed(self, size: str, name: str) -> str:
+        return name
+
+    def _piece(self, size: str, name: str, chosen: dict[str, slice | Tensor | None]) -> Piece:  # type: ignore[override]
+        piece = super()._piece(size, name, chosen)
+        rows = len(self._inside(self.rates[size]))
+        if not name.endswith(ROWS) or (rows == len(self.rates) and piece.index is None):
+            return piece
+        return Piece(name, (slice(0, rows), *(piece.index or (slice(None),))))
+
+    @cached_property
+    def frame(self) -> State:
+        """Every tensor of the global state without its values; statistics have a row a width."""
+        whole = self.whole.module.state_dict()
+        return {name: self._rows(tensor) if name.endswith(ROWS) else tensor for name, tensor in whole.items()}
+
+    def _rows(self, like: Tensor) -> Tensor:
+        return torch.empty((len(self.rates), *like.shape), dtype=like.dtype, device="meta")
+
+    def initial(self, seed: int) -> State:
+        """Return the whole model as it is drawn, and statistics of nothing yet."""
+        whole = self._drawn(self.whole.build, seed).state_dict()
+        return {name: fresh(name, t) if name.endswith(ROWS) else whole[name] for name, t in self.frame.items()}

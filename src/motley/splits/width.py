@@ -1,0 +1,204 @@
+"""Splits by width: every size has all layers of one architecture, and of each stream of channels a share.
+
+Which share is a rule, the same for all clients of a round:
+
+- leading (HeteroFL, FjORD): the first channels, so that a narrow model lies inside every wider one;
+- rolling (FedRolex): a window that moves one channel further each round and comes round again; the first round has the
+  leading channels, and streams of one width move together;
+- random (Federated Dropout): channels drawn for each client and round.
+
+A stream keeps one choice wherever it is written, read or added up, so a narrow model is a model. Evaluation, which
+belongs to no round, is of the leading channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property, lru_cache, partial
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor, nn
+
+from motley.errors import MotleyError
+from motley.models import MODELS
+from motley.models.channels import CLASSES, Axis, Channels, axes, positions
+from motley.models.narrow import Scaler, narrow
+from motley.randomness import generator
+from motley.splits.base import SPLITS, STATISTICS, Blueprint, Split, SplitSettings
+from motley.splits.part import Part, Piece, State
+
+Rate = Annotated[float, Field(gt=0, le=1)]
+
+
+class WidthSettings(SplitSettings):
+    """The widths, and which channels they are."""
+
+    name: str = "width"
+    rates: tuple[Rate, ...] = (1.0, 0.5, 0.25, 0.125, 0.0625)
+    """A size each: its share of every stream's channels, rounded up. The global model is as wide as the architecture,
+    whether a size is or not.
+    """
+    channels: Literal["leading", "rolling", "random"] = "leading"
+    scaler: bool = False
+    """Divide what a layer puts out by the size's rate (HeteroFL, Section 3). In evaluation too: the authors switch it
+    off there, but evaluate rate 1 only, where it does nothing; a narrow model is only itself with it. Where a batch
+    norm follows, it does nothing but for the norm's epsilon.
+    """
+
+    @field_validator("rates")
+    @classmethod
+    def _named_once(cls, rates: tuple[float, ...]) -> tuple[float, ...]:
+        if not rates or len(set(rates)) < len(rates):
+            raise ValueError("each rate is named once, and there is at least one")
+        return rates
+
+    def sizes(self, architectures: tuple[str, ...]) -> tuple[str, ...]:
+        """Return a name for every rate."""
+        return tuple(f"{architectures[0]}-w{rate:g}" for rate in self.rates)
+
+
+@SPLITS.register(
+    "width",
+    "a size holds a share of every layer's channels: leading, rolling or random",
+    paper="HeteroFL, ICLR 2021; FedRolex, NeurIPS 2022",
+)
+class Width(Split):
+    """One architecture in several widths."""
+
+    Settings = WidthSettings
+    settings: WidthSettings
+
+    def draw_up(self, builds: Mapping[str, Callable[[], nn.Module]]) -> dict[str, Blueprint]:
+        """Return the blueprint of every rate, and keep that of the whole."""
+        if len(builds) != 1:
+            raise MotleyError(
+                f"model.sizes = {list(builds)!r}: split.name = {self.settings.name!r} takes exactly one architecture; "
+                "its sizes are in split.rates."
+            )
+        ((self.architecture, self.base),) = builds.items()
+        sizes = self.settings.sizes((self.architecture,))
+        self.rates = dict(zip(sizes, self.settings.rates, strict=True))
+        self.whole = Blueprint.of(self.architecture, partial(self.uncut, len(sizes) - 1))
+        return {size: self._blueprint(level) for level, size in enumerate(sizes)}
+
+    def uncut(self, level: int) -> nn.Module:
+        """Return the model of a size in full width."""
+        return self.base()
+
+    def _blueprint(self, level: int) -> Blueprint:
+        build = partial(self._build_narrow, level)
+        with torch.device("meta"):
+            return replace(self.whole, build=build, module=build())
+
+    def _build_narrow(self, level: int) -> nn.Module:
+        model, rate = self.uncut(level), self.settings.rates[level]
+        shapes = {
+            name: tuple(
+                length if axis is None else kept(axis, rate) * axis.repeats * axis.inner
+                for axis, length in zip(self.axes[name], tensor.shape, strict=True)
+            )
+            for name, tensor in model.state_dict().items()
+        }
+        narrow(model, shapes)
+        if self.settings.scaler and rate < 1:
+            for name, module in model.named_modules():
+                written = self.axes.get(f"{name}.weight", (None,))[0]
+                if isinstance(module, nn.Conv2d | nn.Linear) and written is not None and written.stream != CLASSES:
+                    module.register_forward_hook(Scaler(rate))
+        return model
+
+    @cached_property
+    def axes(self) -> dict[str, tuple[Axis | None, ...]]:
+        """The streams of every tensor's dimensions."""
+        declared = MODELS[self.architecture].channels
+        if declared is None:
+            able = sorted({entry.item.family for entry in MODELS if entry.item.channels})
+            raise MotleyError(
+                f"model.sizes = {[self.architecture]!r}: family {self.whole.family!r} cannot be split in width. "
+                f"Allowed are {', '.join(able)}."
+            )
+        whole = self.whole.module
+        return axes({**declared(whole), **self.more_channels(whole)}, whole.state_dict())
+
+    def more_channels(self, whole: nn.Module) -> Channels:
+        """Return the channels of layers that the family knows nothing of."""
+        return {}
+
+    def check(self) -> None:
+        """Narrow models are parts of the whole by construction."""
+
+    def global_name(self, size: str, name: str) -> str:
+        return name
+
+    @property
+    def moves(self) -> bool:
+        return self.settings.channels != "leading"
+
+    def part(self, size: str, round_number: int = 0, client: int = 0) -> Part:
+        rule = self.settings.channels
+        if rule == "leading" or round_number == 0 or self.rates[size] == 1:
+            return self._part(size, 0, 0)
+        return self._part(size, round_number, client if rule == "random" else 0)
+
+    @lru_cache(maxsize=256)  # noqa: B019  (a split lives as long as its federation)
+    def _part(self, size: str, round_number: int, client: int) -> Part:
+        streams = {axis for found in self.axes.values() for axis in found if axis is not None}
+        chosen = {axis.stream: self._chosen(axis, size, round_number, client) for axis in streams}
+        return {name: self._piece(size, name, chosen) for name in self.blueprints[size].module.state_dict()}
+
+    def _chosen(self, axis: Axis, size: str, round_number: int, client: int) -> slice | Tensor | None:
+        """Return which channels of a stream a client has; None: all of them."""
+        count = kept(axis, self.rates[size])
+        if count == axis.width:
+            return None
+        if round_number and self.settings.channels == "random":
+            numbers = generator(self.seed, "channels", round_number, client, axis.stream)
+            return torch.from_numpy(numbers.permutation(axis.width)[:count]).sort().values
+        first = (round_number - 1) % axis.width if round_number else 0
+        if first + count <= axis.width:
+            return slice(first, first + count)
+        return torch.arange(first, first + count) % axis.width
+
+    def _piece(self, size: str, name: str, chosen: Mapping[str, slice | Tensor | None]) -> Piece:
+        place = self._placed(size, name)
+        wanted = [None if axis is None else chosen[axis.stream] for axis in self.axes[name]]
+        if place != name or all(channels is None for channels in wanted):
+            return Piece(place)
+        return Piece(
+            name,
+            tuple(
+                slice(None) if axis is None or channels is None else positions(axis, channels)
+                for axis, channels in zip(self.axes[name], wanted, strict=True)
+            ),
+        )
+
+    @cached_property
+    def frame(self) -> State:
+        """Every tensor of the global state without its values: the whole model's, and statistics a size."""
+        own = self.whole.module.state_dict()
+        per_size = self.settings.normalization_statistics == "per-size"
+        shared = {name: tensor for name, tensor in own.items() if not (per_size and name.endswith(STATISTICS))}
+        added = {piece.name: self._own(size, name) for size in self.sizes for name, piece in self.part(size).items()}
+        return {**added, **shared}
+
+    def _own(self, size: str, name: str) -> Tensor:
+        return self.blueprints[size].module.state_dict()[name]
+
+    def initial(self, seed: int) -> State:
+        """Return the whole model as it is drawn, and the statistics of each size where it has its own."""
+        whole = self._drawn(self.whole.build, seed).state_dict()
+        return {name: whole[name] if name in whole else fresh(name, tensor) for name, tensor in self.frame.items()}
+
+
+def fresh(name: str, like: Tensor) -> Tensor:
+    """Return statistics of nothing yet: mean 0, variance 1."""
+    return torch.full(like.shape, 1 if name.endswith("running_var") else 0, dtype=like.dtype)
+
+
+def kept(axis: Axis, rate: float) -> int:
+    """Return how many channels of a stream a rate keeps: rounded up, and all classes."""
+    return axis.width if axis.stream == CLASSES else max(1, math.ceil(axis.width * rate - 1e-9))

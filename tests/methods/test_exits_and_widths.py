@@ -1,0 +1,156 @@
+"""ScaleFL, DepthFL, InclusiveFL and FjORD: by hand, and where they must be FedAvg."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from motley.aggregate.merge import merge
+from motley.engine.learner import Learner
+from motley.federation import Federation
+from motley.models.exits import answers_of
+from tests.conftest import tiny_config
+from tests.methods.test_contract import FAST, played
+
+GRID = ("split.name=grid", "split.cuts=[2,3,6]", "split.rates=[0.5,0.75,1]", "model.sizes=['resnet14']")
+ONE = ("model.sizes=['resnet14']",)
+
+
+def after(rounds: int, *overrides: str) -> dict[str, torch.Tensor]:
+    federation = Federation(tiny_config(*FAST, *overrides))
+    return played(federation, federation.start(), rounds).state
+
+
+@pytest.mark.parametrize(
+    ("system", "plain"),
+    [
+        (("method.name=scalefl", "split.name=grid", "split.cuts=[6]", "split.rates=[1]"), ()),
+        (("method.name=scalefl",), ()),
+        (("method.name=depthfl", "split.name=grid", "split.cuts=[6]", "split.rates=[1]"), ("method.name=feddyn",)),
+        (("method.name=fjord", "split.name=ordered", "split.rates=[1]"), ()),
+        (("method.name=inclusivefl",), ()),
+    ],
+    ids=["scalefl-one-level", "scalefl", "depthfl-one-level", "fjord-p1", "inclusivefl"],
+)
+def test_one_size_with_one_exit_is_fedavg_bit_for_bit(system: tuple[str, ...], plain: tuple[str, ...]) -> None:
+    """And DepthFL is FedDyn."""
+    expected = after(2, *ONE, "split.name=homogeneous", *plain)
+    found = after(2, *ONE, "split.name=homogeneous", *system)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name].reshape(tensor.shape), tensor) for name, tensor in expected.items())
+
+
+def seated(*overrides: str, client: int = 5, round_number: int = 2) -> tuple[Federation, Learner]:
+    federation = Federation(tiny_config(*FAST, *overrides))
+    clients: Any = federation.engine.clients  # type: ignore[attr-defined]
+    job = federation.job(federation.start(), round_number, client)
+    learner = clients.learner(job.size)
+    clients.seat(learner, job, clients.plan(job), clients.recall(job))
+    return federation, learner
+
+
+def kl(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
+    p, q = teacher.softmax(1), student.softmax(1)
+    return (p * (p.log() - q.log())).sum(1).mean()
+
+
+@pytest.mark.parametrize("round_number", [1, 3])
+def test_scalefls_loss_by_hand(round_number: int) -> None:
+    """Distillation begins after half of three rounds."""
+    federation, learner = seated(
+        "method.name=scalefl", "method.gamma=0.7", "method.begin=0.5", *GRID, round_number=round_number
+    )
+    images, labels = learner.batches.next(8)
+    answers = [answer.detach() for answer in answers_of(learner.model, images)]
+    assert len(answers) == 3
+    total = 3 * F.cross_entropy(answers[2], labels)
+    for weight, answer in ((1, answers[0]), (2, answers[1])):
+        taught = 0.7 * 9 * kl(answers[2] / 3, answer / 3) if round_number > 1.5 else 0
+        total = total + weight * (F.cross_entropy(answer, labels) + taught)
+    torch.testing.assert_close(federation.method.loss(learner, images, labels).detach(), total / 6)
+
+
+def test_the_released_scalefl_moves_its_teacher_and_means_over_classes() -> None:
+    gradients = []
+    for more in ((), ("method.teacher=trained",), ("method.mean_over_classes=true",)):
+        federation, learner = seated("method.name=scalefl", "method.gamma=5", "method.begin=0", *GRID, *more)
+        images, labels = learner.batches.next(8)
+        learner.backward(federation.method.loss(learner, images, labels))
+        gradients.append(learner.parameters["fc.weight"].grad.clone())  # type: ignore[union-attr]
+    assert torch.equal(gradients[0], gradients[2]), "a detached teacher does not feel its students"
+    assert not torch.allclose(gradients[0], gradients[1], rtol=1e-3)
+
+
+def test_depthfls_loss_by_hand() -> None:
+    federation, learner = seated("method.name=depthfl", "method.ramp=4", *GRID)
+    images, labels = learner.batches.next(8)
+    answers = [answer.detach() for answer in answers_of(learner.model, images)]
+    total = sum(F.cross_entropy(answer, labels) for answer in answers)
+    mutual = sum(kl(answers[j], answers[i]) for i in range(3) for j in range(3) if i != j)
+    expected = total + math.exp(-5 * (1 - 2 / 4) ** 2) * mutual / 2
+    torch.testing.assert_close(federation.method.loss(learner, images, labels).detach(), expected)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.2])
+def test_inclusivefl_mixes_last_blocks_with_the_next_sizes_deeper_blocks(beta: float) -> None:
+    federation = Federation(
+        tiny_config(*FAST, "method.name=InclusiveFL", f"method.beta={beta}", "federation.clients_per_round=6")
+    )
+    server = federation.start()
+    jobs = [federation.job(server, 1, client) for client in range(6)]
+    uploads = federation.engine.train(jobs, lambda client: None)
+    updates = [federation.update(job, upload) for job, upload in zip(jobs, uploads, strict=True)]
+    plain = merge(server.state, updates).change
+    found = federation.method.aggregate({}, server.state, updates).change
+    middle = [upload.change for upload in uploads if federation.sizes[upload.client] == "resnet14"]
+    name = "layer4.0.conv2.weight"
+    teachers = [torch.stack([change[f"layer4.{block}.conv2.weight"] for change in middle]).mean(0) for block in (0, 1)]
+    expected = (1 - beta) * plain[f"resnet10/{name}"] + beta * torch.stack(teachers).mean(0)
+    torch.testing.assert_close(found[f"resnet10/{name}"], expected, rtol=1e-5, atol=1e-8)
+    untouched = [n for n in plain if "/layer4" not in n or n.startswith("resnet18/")]
+    assert all(torch.equal(found[n], plain[n]) for n in untouched) and len(untouched) > 40
+    moved = [n for n in plain if not torch.equal(found[n], plain[n])]
+    assert bool(moved) == bool(beta) and all(n in federation.split.parameters for n in moved)
+
+
+WIDTHS = ("split.name=ordered", "split.rates=[1,0.5,0.25]", *ONE)
+
+
+@pytest.mark.parametrize("distill", ["true", "false"])
+def test_fjords_loss_by_hand(distill: str) -> None:
+    federation, learner = seated("method.name=fjord", f"method.distill={distill}", *WIDTHS, client=0)
+    from motley.models.ordered import narrowed
+
+    images, labels = learner.batches.next(8)
+    torch.manual_seed(4)
+    choice = torch.randint(3, (1,))
+    with torch.no_grad():
+        widest = learner.model(images)
+        with narrowed(learner.model, choice):
+            drawn = learner.model(images)
+    expected = F.cross_entropy(drawn, labels)
+    if distill == "true":
+        soft = -(widest.softmax(1) * drawn.log_softmax(1)).sum(1).mean()
+        expected = F.cross_entropy(widest, labels) + soft
+    torch.manual_seed(4)
+    torch.testing.assert_close(federation.method.loss(learner, images, labels).detach(), expected)
+
+
+def test_a_narrow_draw_moves_only_narrow_weights() -> None:
+    from motley.models.ordered import narrowed
+
+    federation, learner = seated("method.name=fjord", "method.distill=false", *WIDTHS, client=0)
+    images, labels = learner.batches.next(8)
+    with narrowed(learner.model, torch.tensor([0])):
+        learner.backward(learner.cross_entropy(learner.model(images), labels))
+    part = federation.split.part("resnet14-w0.25")
+    for name in ("layer1.0.conv1.weight", "layer4.1.conv2.weight", "fc.weight", "bn1.bias"):
+        gradient = learner.parameters[name].grad
+        assert gradient is not None and part[name].index is not None
+        outside = gradient.clone()
+        outside[part[name].index] = 0
+        assert outside.abs().max() == 0 < gradient.abs().max(), name

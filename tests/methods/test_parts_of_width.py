@@ -1,0 +1,285 @@
+"""Methods over parts that are pieces of tensors: what every method keeps, and HeteroFL's own measures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from motley.aggregate.merge import add_shares
+from motley.federation import Federation, Server
+from motley.methods import METHODS, World
+from motley.runs.checkpoint import load_checkpoint, save_checkpoint
+from motley.splits.part import State, add_at, select, take
+from tests.conftest import tiny_config
+from tests.methods.test_contract import FAST, WITH_A_SPLIT, NoValueIsRead, Watched, everything, played
+
+WIDTH = ("split.name=width", "split.rates=[1,0.5,0.25]", "model.sizes=['resnet14']")
+GRID = ("split.cuts=[2,3,6]", "split.rates=[0.5,0.75,1]", "model.sizes=['resnet14']")
+INCO = ("method.inco.preset=official",)
+RULES = ("leading", "rolling", "random")
+CASES = {
+    **{f"{e.name}-leading": (f"method.name={e.name}", *WIDTH) for e in METHODS if e.name not in WITH_A_SPLIT},
+    "fedavg-rolling": (*WIDTH, "split.channels=rolling"),
+    "fedavg-random": (*WIDTH, "split.channels=random"),
+    "fednova-random": (*WIDTH, "split.channels=random", "method.name=fednova"),
+    "heterofl-dynamic": (*WIDTH, "method.name=heterofl", "federation.assign=dynamic", "evaluation.every=1"),
+    "HeteroFL": ("method.name=HeteroFL", *WIDTH[1:], "evaluation.every=1"),
+    "FedRolex": ("method.name=FedRolex", *WIDTH[1:], "split.normalization_statistics=batch"),
+    "FjORD": ("method.name=FjORD", *WIDTH[1:]),
+    "ScaleFL": ("method.name=ScaleFL", *GRID, "split.normalization_statistics=batch", "method.begin=0"),
+    "DepthFL": ("method.name=DepthFL", *GRID, "method.ramp=2"),
+    "InclusiveFL": ("method.name=InclusiveFL",),
+    "FederatedDropout": ("method.name=FederatedDropout", *WIDTH[1:], "server.optimizer.name=adam"),
+}
+
+SMALLEST_FIRST = ("ScaleFL", "DepthFL", "InclusiveFL")
+
+
+def federation_of(*overrides: str, folder: Path | None = None) -> Federation:
+    shared = [o for o in FAST if not any(o.startswith(f"{p.partition('=')[0]}=") for p in overrides)]
+    return Federation(tiny_config(*shared, *overrides), memory_folder=folder)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_slots_debug_and_a_resumed_run_end_alike(case: str, tmp_path: Path) -> None:
+    """With InCo on top, over pieces."""
+    overrides = (*CASES[case], *INCO)
+    first = federation_of(*overrides, folder=tmp_path / "clients")
+    half = played(first, first.start(), 1)
+    first.engine.save_memory(half.remembered)
+    save_checkpoint(tmp_path / "checkpoints", half, keep=1)
+    whole = everything(first, played(first, half, 1))
+
+    debug = federation_of(*overrides, "engine.name=debug")
+    assert everything(debug, played(debug, debug.start(), 2)) == whole
+
+    resumed = federation_of(*overrides, "engine.slots=2", folder=tmp_path / "clients")
+    saved = load_checkpoint(tmp_path / "checkpoints")
+    assert saved is not None and everything(resumed, played(resumed, resumed.to_device(saved), 1)) == whole
+
+
+def covered(federation: Federation, clients: list[int], round_number: int) -> State:
+    """Return which coordinates of which names some client held in a round."""
+    held: State = {}
+    for client in clients:
+        size = federation.size_of(client, round_number)
+        for piece in federation.split.part(size, round_number, client).values():
+            counts = held.setdefault(piece.name, torch.zeros(federation.split.frame[piece.name].shape))
+            add_at(counts, piece.index, 1.0)
+    return {name: counts > 0 for name, counts in held.items()}
+
+
+@pytest.mark.parametrize("inco", [(), INCO], ids=["plain", "inco"])
+@pytest.mark.parametrize("case", [case for case in CASES if "dynamic" not in case])
+def test_coordinates_nobody_held_stay_bit_for_bit(case: str, inco: tuple[str, ...]) -> None:
+    """The second round has narrow clients only: whatever InCo, an optimiser or a method keeps, nothing leaks."""
+    still = ("evaluation.every=3",) if "FL" in case else ()
+    federation = federation_of(*CASES[case], *inco, *still, "federation.clients_per_round=2")
+    narrow = [0, 1] if case in SMALLEST_FIRST else [4, 5]
+    federation.sample = lambda number: [2, 3] if number == 1 else narrow  # type: ignore[method-assign]
+    before, _ = federation.play(federation.start())
+    after, record = federation.play(before)
+    assert not record.refused
+    held = covered(federation, narrow, 2)
+    partly = 0
+    for section in ("state", "method", "optimizer"):
+        old, new = getattr(before, section), getattr(after, section)
+        for name, tensor in new.items():
+            mask = held.get(name.removeprefix("first/").removeprefix("second/"))
+            if mask is None:
+                assert torch.equal(tensor, old[name]), (section, name)
+                continue
+            partly += bool((~mask).any())
+            assert torch.equal(tensor[~mask], old[name][~mask]), (section, name)
+            if section == "state" and tensor.dim() == 4:
+                assert not torch.equal(tensor[mask], old[name][mask]), name
+    assert partly > 10 or case == "InclusiveFL"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_inco_pairs_kernels_that_both_layers_had_an_owner_of(rule: str) -> None:
+    """A kernel of the deep layer is refined where the shallow layer's kernel was covered as well, and only there."""
+    narrow = ("model.sizes=['resnet18']", *WIDTH[:1], "split.rates=[1,0.5]", f"split.channels={rule}")
+    ends = []
+    for more in ((), INCO):
+        federation = federation_of(*narrow, *more, "model.resnet.width=0.125", "federation.clients_per_round=1")
+        federation.sample = lambda number: [5]  # type: ignore[method-assign]
+        ends.append(federation.play(federation.start())[0].state)
+    held = covered(federation, [5], 1)
+    refined = 0
+    for source, target in federation.split.cross_layers:
+        both = held[source] & held[target]
+        assert torch.equal(ends[0][target][~both], ends[1][target][~both])
+        refined += int((ends[0][target] != ends[1][target]).sum())
+    assert refined > 100
+
+
+# ---- equalities
+
+
+def after(rounds: int, *overrides: str) -> tuple[Federation, Server]:
+    federation = federation_of(*overrides)
+    return federation, played(federation, federation.start(), rounds)
+
+
+PLAIN = ("method.masked=false", "method.classifier_rows=all", "method.statistics=running")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *[(f"split.channels={rule}",) for rule in RULES],
+        ("split.scaler=true",),
+        ("method.name=heterofl", *PLAIN),
+        ("method.name=heterofl", "method.statistics=running", "data.partition.name=iid"),
+    ],
+    ids=lambda overrides: overrides[-1],
+)
+def test_full_width_for_everybody_is_fedavg_bit_for_bit(overrides: tuple[str, ...]) -> None:
+    """With all labels at every client, masks and rows by label change nothing either."""
+    data = [o for o in overrides if o.startswith("data.")]
+    _, plain = after(2, "split.name=homogeneous", "model.sizes=['resnet14']", *data)
+    _, wide = after(2, "split.name=width", "split.rates=[1]", "model.sizes=['resnet14']", *overrides)
+    assert plain.state.keys() == wide.state.keys()
+    assert all(torch.equal(wide.state[name], tensor) for name, tensor in plain.state.items())
+
+
+def test_the_first_round_of_fedrolex_is_heterofls() -> None:
+    ends = [after(2, *WIDTH, f"split.channels={rule}")[1].state for rule in ("leading", "rolling")]
+    starts = [after(1, *WIDTH, f"split.channels={rule}")[1].state for rule in ("leading", "rolling")]
+    assert all(torch.equal(starts[0][name], starts[1][name]) for name in starts[0])
+    assert not all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+# ---- owners of a coordinate
+
+
+def test_owners_are_counted_by_coordinate_where_parts_are_pieces() -> None:
+    federation = federation_of(*WIDTH, "federation.shares=[1,1,1]")
+    world = federation.method.world
+    width = len(federation.start().state["bn1.weight"])
+    expected = [6.0] * (width // 4) + [4.0] * (width // 4) + [2.0] * (width // 2)
+    assert world.owners("bn1.weight").tolist() == expected  # type: ignore[union-attr]
+    assert world.owners("fc.bias") == 6
+    corner = world.owners("layer1.0.conv1.weight")
+    assert isinstance(corner, torch.Tensor) and corner[0, 0, 0, 0] == 6 and corner[-1, 0, 0, 0] == 2
+
+
+@pytest.mark.parametrize("name", ["scaffold", "feddyn"])
+def test_the_server_keeps_the_mean_over_all_owners_of_what_clients_keep(name: str) -> None:
+    """SCAFFOLD's c and FedDyn's h: every coordinate over the clients that hold it, those yet to come at zero."""
+    federation, server = after(3, *WIDTH, f"method.name={name}")
+    store = federation.engine.clients.memory  # type: ignore[attr-defined]
+    sums: State = {key: torch.zeros_like(tensor) for key, tensor in server.method.items()}
+    for client, made in server.remembered.items():
+        part = federation.split.part(federation.sizes[client])
+        for local, tensor in store.get(client, made).items():
+            add_at(sums[part[local].name], part[local].index, tensor)
+    owners = {key: federation.method.world.owners(key) for key in sums}
+    for key, total in sums.items():
+        torch.testing.assert_close(server.method[key], total / owners[key], rtol=1e-3, atol=1e-6)
+
+
+def test_shares_of_pieces_by_hand() -> None:
+    from motley.aggregate.merge import Update
+    from motley.splits.part import Piece
+
+    updates = [
+        Update(0, {"a": Piece("w")}, {"a": torch.tensor([3.0, 3.0])}),
+        Update(1, {"a": Piece("w", (slice(0, 1),))}, {"a": torch.tensor([6.0])}),
+    ]
+    owners = {"w": torch.tensor([3.0, 1.0])}
+    total = add_shares({"w": torch.zeros(2)}, updates, lambda update: update.change, owners.__getitem__)
+    assert total["w"].tolist() == [3.0, 3.0]
+
+
+# ---- HeteroFL
+
+
+SHARDS = ("data.partition={name='shards', shards_per_client=2}", "federation.clients=6")
+
+
+def test_answers_for_classes_a_client_lacks_are_zero_in_its_loss() -> None:
+    federation = federation_of(*WIDTH, *SHARDS, "method.name=heterofl")
+    clients, server = federation.engine.clients, federation.start()  # type: ignore[attr-defined]
+    job = federation.job(server, 1, 2)
+    learner = clients.learner(job.size)
+    clients.seat(learner, job, clients.plan(job), {})
+    held = {int(label) for label in federation.dataset.train.labels[federation.partition.of(2)]}
+    assert 0 < len(held) < 10
+    assert learner.notes["held"].nonzero().flatten().tolist() == sorted(held)
+    images, labels = learner.batches.next(8)
+    answers = learner.model(images)
+    gone = [label for label in range(10) if label not in held]
+    answers[:, gone] = 0
+    expected = F.cross_entropy(answers, labels)
+    torch.testing.assert_close(federation.method.loss(learner, images, labels), expected)
+
+
+def test_classifier_rows_are_the_mean_over_clients_that_have_the_label() -> None:
+    federation = federation_of(*WIDTH, *SHARDS, "method.name=heterofl", "federation.clients_per_round=2")
+    server = federation.start()
+    federation.engine = watched = Watched(federation.engine)  # type: ignore[assignment]
+    end, _ = federation.play(server)
+    labels = federation.dataset.train.labels
+    sums, counts = torch.zeros_like(server.state["fc.weight"]), torch.zeros_like(server.state["fc.weight"])
+    for upload in watched.uploads:
+        index = federation.split.part(federation.sizes[upload.client])["fc.weight"].index
+        for label in {int(label) for label in labels[federation.partition.of(upload.client)]}:
+            row = select(sums, index)[label] if index else sums[label]
+            row += upload.change["fc.weight"][label]
+            (select(counts, index) if index else counts)[label] += 1
+    expected = server.state["fc.weight"] + sums / counts.clamp(min=1)
+    torch.testing.assert_close(end.state["fc.weight"], expected)
+    missing = [label for label in range(10) if counts[label].max() == 0]
+    assert missing, "some label is at no client of the round"
+    assert torch.equal(end.state["fc.bias"][missing], server.state["fc.bias"][missing])
+
+
+def test_the_pass_leaves_each_size_with_the_statistics_of_its_clients_examples() -> None:
+    own = ("split.normalization_statistics=per-size", "evaluation.every=2", "training.batch_size=2000")
+    federation = federation_of(*WIDTH, "method.name=heterofl", *own, "server.average=0.5")
+    first, record = federation.play(federation.start())
+    assert not record.scores and "collect" not in record.seconds
+    end, record = federation.play(first)
+    assert record.scores and "collect" in record.seconds
+    assert end.averaged is not None
+    size = "resnet14-w0.5"
+    model = federation.split.build(size)
+    model.load_state_dict(take(end.averaged, federation.split.part(size)))
+    data = federation.engine.clients.data  # type: ignore[attr-defined]
+    means, counts = [], []
+    for client in [c for c, own_size in enumerate(federation.sizes) if own_size == size]:
+        images, _ = data.batch(torch.from_numpy(federation.partition.of(client)))
+        means.append(model.conv1(images).mean((0, 2, 3)) * len(images))  # type: ignore[operator]
+        counts.append(len(images))
+    expected = (torch.stack(means).sum(0) / sum(counts)).detach()
+    torch.testing.assert_close(end.averaged[f"{size}/bn1.running_mean"], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["HeteroFL", "FjORD", "ScaleFL", "DepthFL"])
+def test_steps_can_be_captured(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    federation = federation_of(*CASES[case], "training.steps=3")
+    step = federation.method.step
+    places: dict[int, set[tuple[int, ...]]] = {}
+
+    def guarded(learner: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with NoValueIsRead():
+            loss = step(learner, images, labels)
+        kept = (*learner.tensors.values(), *learner.notes.values(), *learner.memory.values())
+        places.setdefault(id(learner), set()).add(tuple(tensor.data_ptr() for tensor in kept))
+        return loss
+
+    monkeypatch.setattr(federation.method, "step", guarded)
+    played(federation, federation.start(), 2)
+    assert places and all(len(seen) == 1 for seen in places.values())
+
+
+def test_a_world_without_pieces_counts_by_name() -> None:
+    federation = federation_of("split.name=depth")
+    world = World(federation.split, federation.sizes, 10, 1, 1)
+    assert {world.owners(name) for name in federation.split.parameters} == {2, 4, 6}

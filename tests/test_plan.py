@@ -1,0 +1,175 @@
+"""What sizes cost, counted and measured, and which of them a fleet of devices gets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from motley.cli.plan import costs_in
+from motley.errors import MotleyError
+from motley.federation import Federation
+from motley.plan import Budget, assigned, cost_of, largest_fitting, read_budgets
+from tests.cli.conftest import call, overrides
+from tests.conftest import refused, tiny_config
+
+WIDTH = ("split.name=width", "split.rates=[1,0.5,0.25,0.125]", "model.sizes=['resnet18']")
+DEVICE = (*WIDTH, "model.resnet.width=0.5", "data.transform.resize=32", "training.batch_size=64")
+
+
+def fleet(folder: Path, lines: list[str], header: str = "client,memory_mb,parameters,gflops") -> Path:
+    file = folder / "budgets.csv"
+    file.write_text("\n".join([header, *lines]) + "\n")
+    return file
+
+
+def made_up_fleet(folder: Path) -> Path:
+    """Fifty devices: phones with little memory, boards with little of everything, a few servers without limits."""
+    numbers = np.random.default_rng(0)
+    lines = []
+    for client in range(50):
+        memory, parameters, gflops = numbers.uniform((25, 6e4, 1), (300, 4e6, 30))
+        cells = [f"{memory:.1f}", f"{parameters:.0f}", f"{gflops:.2f}"]
+        kept = numbers.random(3) < 0.7
+        lines.append(",".join([str(client), *(c if k else "" for c, k in zip(cells, kept, strict=True))]))
+    return fleet(folder, lines)
+
+
+def test_a_fleet_of_fifty_gets_the_largest_parts_within_every_budget(tmp_path: Path) -> None:
+    file = made_up_fleet(tmp_path)
+    costs = costs_in(tiny_config(*DEVICE))
+    chosen = {}
+    for budget in read_budgets(file):
+        size = largest_fitting(costs, budget)
+        assert size is not None
+        cost = costs[size]
+        assert budget.memory_mb is None or cost.memory <= budget.memory_mb * 1e6
+        assert budget.parameters is None or cost.parameters <= budget.parameters
+        assert budget.gflops is None or cost.flops <= budget.gflops * 1e9
+        larger = [other for other in costs.values() if other.parameters > cost.parameters]
+        assert not any(budget.fits(other) for other in larger)
+        chosen[budget.client] = size
+    assert len(chosen) == 50 and set(chosen.values()) == set(costs)
+
+
+MEASURE = """
+import resource, sys, torch
+from motley.config import load_config
+from motley.cli.plan import costs_in
+from motley.data import load_dataset
+from motley.data.device import DeviceData
+from motley.federation import build_split
+torch.set_num_threads(1)
+config = load_config(overrides=sys.argv[2:])
+data = DeviceData(load_dataset("digits").train, config.data.transform, torch.device("cpu"), augment=False)
+split = build_split(config, data, 10)
+
+def train(size, batch, steps):
+    model = split.blueprints[size].build().train()
+    received = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = config.training.optimizer.build(model.parameters(), torch.device("cpu"))
+    images, labels = torch.randn(batch, *data.shape), torch.zeros(batch, dtype=torch.long)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+train(split.sizes[-1], 2, 1)
+before = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))
+train(sys.argv[1], config.training.batch_size, 2)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("size", ["resnet18-w1", "resnet18-w0.5", "resnet18-w0.25"])
+def test_memory_is_within_15_percent_of_what_a_process_takes(size: str) -> None:
+    """A process of its own, with libraries warm; its allocator gives memory back at once."""
+    config = tiny_config(*DEVICE)
+    planned = costs_in(config)[size].memory
+    settings = [o for o in DEVICE if not o.startswith("federation")]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, size, *settings], env=environment, capture_output=True, text=True, check=True
+    )
+    assert abs(planned / int(done.stdout) - 1) < 0.15, (planned, done.stdout)
+
+
+def test_costs_by_hand() -> None:
+    """One hidden layer of 8 units over 16 pixels, 10 classes, a batch of 4, SGD without momentum."""
+    tiny = ("model.sizes=['mlp1']", "model.mlp.hidden=8", "data.transform.resize=4", "training.batch_size=4")
+    config = tiny_config(*tiny, "training.optimizer={name='sgd', lr=0.1}")
+    cost = costs_in(config)["mlp1"]
+    assert cost.parameters == 16 * 8 + 8 + 8 * 10 + 10
+    forward = 2 * 4 * (16 * 8 + 8 * 10)
+    assert cost.flops == 2 * forward + 2 * 4 * 8 * 10  # weights' gradients as much again, and the hidden layer's input
+    assert cost.traffic == 2 * 4 * cost.parameters
+    assert 2 * 4 * cost.parameters < cost.memory < 20 * 4 * cost.parameters
+    adam = costs_in(tiny_config(*tiny))["mlp1"]
+    assert adam.memory - cost.memory == 2 * 4 * cost.parameters
+    double = costs_in(tiny_config(*tiny, "training.batch_size=8"))["mlp1"]
+    assert double.activations > 1.8 * cost.activations and double.parameters == cost.parameters
+
+
+def test_counting_leaves_no_trace_in_the_split() -> None:
+    federation = Federation(tiny_config(*WIDTH))
+    split, shape = federation.split, federation.engine.clients.data.shape  # type: ignore[attr-defined]
+    costs = [cost_of(split, size, shape, federation.config.training) for size in split.sizes]
+    assert all(p.grad is None for b in split.blueprints.values() for p in b.module.parameters())
+    assert [cost.memory for cost in costs] == sorted((cost.memory for cost in costs), reverse=True)
+
+
+def test_a_federation_deals_sizes_by_budget(tmp_path: Path) -> None:
+    costs = costs_in(tiny_config(*WIDTH))
+    limits = [cost.parameters for cost in costs.values()] + [1e12, 1e12]
+    file = fleet(tmp_path, [f"{client},{limit}" for client, limit in enumerate(limits)], "client,parameters")
+    given = (f"federation.budgets={file}", "federation.assign=budget", "training.steps=1")
+    federation = Federation(tiny_config(*WIDTH, *given))
+    assert federation.sizes == (*costs, "resnet18-w1", "resnet18-w1")
+    _, record = federation.play(federation.start())
+    assert not record.refused
+    with pytest.raises(MotleyError, match=r"client 6 is missing; federation\.clients = 7 needs a line for each"):
+        Federation(tiny_config(*WIDTH, *given, "federation.clients=7"))
+    with pytest.raises(MotleyError, match="no size fits client 1"):
+        assigned(costs, [Budget("0"), Budget("1", parameters=1)], 2)
+
+
+@pytest.mark.parametrize(
+    ("header", "line", "said"),
+    [
+        ("client,memory", "0,5", "unknown column 'memory'. Did you mean 'memory_mb'?"),
+        ("client,gflops", "0,many", "line 2: gflops = 'many': should be a number above 0, or empty."),
+        ("client,gflops", "0,-1", "line 2: gflops = '-1': should be a number above 0"),
+        ("gflops", "3", "needs a column 'client'"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, header: str, line: str, said: str) -> None:
+    with pytest.raises(MotleyError) as raised:
+        read_budgets(fleet(tmp_path, [line], header))
+    assert said in str(raised.value) and "budgets.csv" in str(raised.value)
+    assert "given if and only if federation.assign = 'budget'" in refused("federation.assign=budget")
+
+
+def test_the_command_prints_a_line_a_client_and_how_many_got_what(tmp_path: Path) -> None:
+    file = fleet(tmp_path, ["phone,,60000,", "watch,,10,", "desk,,,"])
+    answer = call("plan", "--budgets", file, *overrides(*WIDTH))
+    assert answer.code == 0
+    rows = {line.split("│")[1].strip(): line for line in answer.out.splitlines() if line.startswith("│")}
+    assert "resnet18-w1 " in rows["desk"] and "none fits" in rows["watch"] and "resnet18-w" in rows["phone"]
+    assert answer.out.splitlines()[-1].endswith("none: 1")
+    costs = costs_in(tiny_config(*WIDTH))
+    assert f"{costs['resnet18-w1'].parameters:,}" in rows["desk"]
+    sizes = call("plan", *overrides(*WIDTH)).out
+    assert all(size in sizes for size in costs) and "GFLOPs a step" in sizes
+
+
+def test_planning_allocates_nothing() -> None:
+    config = tiny_config("split.name=width", "split.rates=[1]", "model.sizes=['resnet152']", "model.resnet.width=4")
+    before = torch.zeros(1)
+    cost = costs_in(config)["resnet152-w1"]
+    assert cost.memory > 10e9 and before.numel() == 1
