@@ -78,7 +78,7 @@ def test_fedins_ablations_have_names(name: str, settings: dict[str, Any], tmp_pa
 def test_every_name_runs_a_round() -> None:
     """A federation that takes no time; an InCo name needs layers that help each other."""
     for name in NAMES:
-        sizes = "['resnet10']" if name in SYSTEMS else "['mlp2','mlp3']"
+        sizes = "['resnet18']" if name in SYSTEMS else "['mlp2','mlp3']"
         tiny = (f"model.sizes={sizes}", "model.mlp.hidden=4", "training.steps=1", "evaluation.every=3")
         federation = Federation(tiny_config(*tiny, f"method.name={name}"))
         _, record = federation.play(federation.start())

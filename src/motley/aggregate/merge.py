@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -140,15 +141,21 @@ def add_shares(
     variates, dual variables. Values of names that are not in `state` are left out.
     """
     after = {name: tensor.clone() for name, tensor in state.items()}
+
+    @cache
+    def owners_of(name: str) -> int | Tensor:
+        count = owners(name)
+        return count.to(after[name].device) if isinstance(count, Tensor) else count
+
     for update in sorted(updates, key=lambda update: update.client):
         into, given, counts = [], [], []
         for local, value in values(update).items():
             name, index = update.part[local].name, update.part[local].index
             if name not in after:
                 continue
-            count = owners(name)
+            count = owners_of(name)
             if isinstance(count, Tensor):
-                add_at(after[name], index, value / select(count.to(value.device), index))
+                add_at(after[name], index, value / select(count, index))
             elif index is not None:
                 add_at(after[name], index, value / count)
             else:

@@ -39,7 +39,7 @@ class OrderedBatchNorm(nn.BatchNorm2d):
     def forward(self, x: Tensor, add: Tensor | None = None, relu: bool = False) -> Tensor:
         x = self._normalised(x)
         if self.choice is not None:
-            x = x * self.masks.index_select(0, self.choice).view(1, -1, 1, 1)
+            x = x * self.masks.index_select(0, self.choice).view(1, -1, 1, 1).to(x.dtype)
         if add is not None:
             x = x + add
         return F.relu(x) if relu else x
@@ -89,7 +89,7 @@ def _masked(module: Any, inputs: Any, output: Tensor) -> Tensor:
     if module.choice is None:
         return output
     mask = module.masks.index_select(0, module.choice)
-    return output * mask.view(1, -1, *(1,) * (output.dim() - 2))
+    return output * mask.view(1, -1, *(1,) * (output.dim() - 2)).to(output.dtype)
 
 
 def widths_of(model: nn.Module) -> int:

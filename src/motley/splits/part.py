@@ -67,5 +67,6 @@ def add_at(tensor: Tensor, index: Index | None, value: Tensor | float) -> None:
         else chosen.to(tensor.device)
         for dim, chosen in enumerate(index)
     ]
-    grid = torch.meshgrid(*positions, indexing="ij")
-    tensor[grid] += value
+    last = tensor.dim() - 1
+    open_grid = tuple(where.view(-1, *(1,) * (last - dim)) for dim, where in enumerate(positions))
+    tensor[open_grid] += value
