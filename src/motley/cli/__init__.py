@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 import motley
+from motley.cli.analyze import analyze
 from motley.cli.bench import bench
 from motley.cli.list import list_things
 from motley.cli.report import report
@@ -31,6 +32,7 @@ app.command("list")(list_things)
 app.command()(bench)
 app.command()(study)
 app.command()(report)
+app.command()(analyze)
 
 
 @app.callback(invoke_without_command=True)
