@@ -17,6 +17,7 @@ from motley.cli.resume import resume
 from motley.cli.run import run
 from motley.cli.show import show
 from motley.cli.study import study
+from motley.cli.watch import watch
 from motley.errors import MotleyError
 
 app = typer.Typer(
@@ -33,6 +34,7 @@ app.command()(bench)
 app.command()(study)
 app.command()(report)
 app.command()(analyze)
+app.command()(watch)
 
 
 @app.callback(invoke_without_command=True)
