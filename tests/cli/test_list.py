@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from motley.analysis import ANALYSES
 from motley.cli.list import Kind
 from motley.config import presets
 from motley.data import DATASETS, PARTITIONS
@@ -14,7 +17,14 @@ from motley.registry import Registry
 from motley.splits import SPLITS
 from tests.cli.conftest import Command
 
-REGISTRIES = {"methods": METHODS, "models": MODELS, "datasets": DATASETS, "partitions": PARTITIONS, "splits": SPLITS}
+REGISTRIES: dict[str, Registry[Any]] = {
+    "methods": METHODS,
+    "models": MODELS,
+    "datasets": DATASETS,
+    "partitions": PARTITIONS,
+    "splits": SPLITS,
+    "analyses": ANALYSES,
+}
 
 
 def test_every_kind_is_tested() -> None:
@@ -28,7 +38,7 @@ def test_a_list_has_a_line_an_entry_with_summary_aliases_and_paper(
     answer = motley("list", kind)
     head, *lines = answer.out.splitlines()
     assert (answer.code, answer.err) == (0, "")
-    assert head.split() == [kind[:-1], "what", "it", "is", "paper"]
+    assert head.split() == [registry.kind.replace(" ", ""), "what", "it", "is", "paper"]
     if kind == "methods":
         lines = lines[: [line.strip() for line in lines].index("")]
     for entry, line in zip(registry, lines, strict=True):

@@ -55,10 +55,12 @@ def test_cells_that_ask_for_one_run_share_it(sweep: Path) -> None:
     assert len(set(keys)) == len(keys) == 4
     quick = [run.key for cell in cells(sweep, "quick") for run in cell.runs]
     assert set(quick) <= set(keys)  # three rounds are the fewest, at any scale
-    kept = cells(sweep, overrides=parse_overrides(["run.checkpoint_every=1"]))
+    beside = ["run.checkpoint_every=1", "data.root=elsewhere", "engine.device=cpu"]
+    kept = cells(sweep, overrides=parse_overrides(beside))
     assert [run.key for cell in kept for run in cell.runs] == keys
-    other = cells(sweep, overrides=parse_overrides(["training.batch_size=4"]))
-    assert not set(keys) & {run.key for cell in other for run in cell.runs}
+    for change in ("training.batch_size=4", "data.partition.name=iid", "method.inco.granularity=tensor"):
+        other = cells(sweep, overrides=parse_overrides([change]))
+        assert not set(keys) & {run.key for cell in other for run in cell.runs}
 
 
 def test_unknown_choices_are_refused(sweep: Path) -> None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 import motley
+from motley.cli.analyze import analyze
 from motley.cli.bench import bench
 from motley.cli.list import list_things
 from motley.cli.plan import plan
@@ -17,6 +18,7 @@ from motley.cli.resume import resume
 from motley.cli.run import run
 from motley.cli.show import show
 from motley.cli.study import study
+from motley.cli.watch import watch
 from motley.errors import MotleyError
 
 app = typer.Typer(
@@ -33,6 +35,8 @@ app.command()(bench)
 app.command()(study)
 app.command()(report)
 app.command()(plan)
+app.command()(analyze)
+app.command()(watch)
 
 
 @app.callback(invoke_without_command=True)

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from motley.analysis import ANALYSES
 from motley.config import presets
 from motley.data import DATASETS, PARTITIONS
 from motley.methods import METHODS
@@ -27,6 +28,7 @@ class Kind(StrEnum):
     partitions = "partitions"
     presets = "presets"
     splits = "splits"
+    analyses = "analyses"
 
 
 _REGISTRIES: dict[Kind, Registry] = {
@@ -35,11 +37,12 @@ _REGISTRIES: dict[Kind, Registry] = {
     Kind.datasets: DATASETS,
     Kind.partitions: PARTITIONS,
     Kind.splits: SPLITS,
+    Kind.analyses: ANALYSES,
 }
 
 
 def list_things(kind: Kind = typer.Argument(..., help="What to list.")) -> None:
-    """List methods, models, datasets, partitions, presets or splits."""
+    """List methods, models, datasets, partitions, presets, splits or analyses."""
     table = Table(box=None, pad_edge=False)
     if kind is Kind.presets:
         table.add_column("preset", style="bold", no_wrap=True)
@@ -47,7 +50,7 @@ def list_things(kind: Kind = typer.Argument(..., help="What to list.")) -> None:
         for name, summary in presets().items():
             table.add_row(name, summary)
     else:
-        table.add_column(kind.value[:-1], style="bold", no_wrap=True)
+        table.add_column(_REGISTRIES[kind].kind.replace(" ", ""), style="bold", no_wrap=True)
         table.add_column("what it is")
         table.add_column("paper")
         for entry in _REGISTRIES[kind]:

@@ -74,10 +74,11 @@ def checkpoints(folder: Path) -> list[Path]:
 def load_checkpoint(folder: Path) -> Server | None:
     """Return the server of the newest checkpoint, or None where there is none yet."""
     found = checkpoints(folder)
-    return _load(found[-1]) if found else None
+    return read_checkpoint(found[-1]) if found else None
 
 
-def _load(checkpoint: Path) -> Server:
+def read_checkpoint(checkpoint: Path) -> Server:
+    """Return the server of one checkpoint."""
     file = checkpoint / "server.json"
     try:
         numbers = json.loads(file.read_text())

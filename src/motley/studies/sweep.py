@@ -38,6 +38,8 @@ SCALES = {
     "full": Scale(1.0, 0, "the paper's rounds and seeds"),
 }
 FEWEST_ROUNDS = 3
+_BESIDE: Any = {"run": True, "preset": True, "data": {"root"}, "engine": {"device", "slots", "memory_gib"}}
+"""Settings that do not make a run another run."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,10 @@ class Planned:
     def key(self) -> str:
         """The run's folder: two cells, or two studies, that ask for the same run share it.
 
-        Defaults and what a run keeps do not enter, so a later version with more settings finds its runs again.
+        What a run keeps, where data lie and what it runs on do not enter. All else does, defaults too: two partitions
+        that are at their defaults are not the same.
         """
-        values = self.config.model_dump(mode="json", exclude_defaults=True, exclude={"run", "preset"})
+        values = self.config.model_dump(mode="json", exclude=_BESIDE)
         digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:10]
         inco = "-inco" if self.config.method.inco.active else ""
         return f"{self.config.data.name}-{self.config.method.name}{inco}-seed{self.seed}-{digest}"

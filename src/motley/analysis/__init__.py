@@ -1,0 +1,52 @@
+"""Analyses of finished or running runs: each a function, a picture and a table. `motley list analyses` names them."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from motley.registry import Registry
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What an analysis found: the numbers, and a picture of them."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+    figure: Figure
+
+
+ANALYSES: Registry[Callable[[Sequence[Path]], Findings]] = Registry("analysis")
+"""Name -> a function of the folders of runs."""
+
+
+def save(findings: Findings, folder: Path, name: str) -> list[Path]:
+    """Write the numbers as CSV and the picture as PNG and SVG; return the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    table = folder / f"{name}.csv"
+    with table.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(findings.columns)
+        writer.writerows(findings.rows)
+    pictures = [folder / f"{name}.png", folder / f"{name}.svg"]
+    for picture in pictures:
+        findings.figure.savefig(picture, dpi=120, bbox_inches="tight")
+    return [table, *pictures]
+
+
+from motley.analysis import (  # noqa: E402, F401  (each registers itself)
+    cka,
+    coefficients,
+    divergence,
+    embedding,
+    gradients,
+    overhead,
+    privacy,
+    sizes,
+)

@@ -1,0 +1,24 @@
+"""`motley analyze`: why a run came out as it did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from motley.analysis import ANALYSES, save
+from motley.runs.folder import RunFolder
+
+
+def analyze(
+    name: str = typer.Argument(..., help="An analysis (motley list analyses)."),
+    paths: list[Path] = typer.Argument(..., metavar="RUN...", help="Folders of runs."),
+    out: Path | None = typer.Option(None, "-o", "--out", help="Where to write; by default analysis/ in the first run."),
+) -> None:
+    """Analyse runs: a picture (PNG and SVG) and its numbers (CSV)."""
+    chosen = ANALYSES.entry(name, "analysis")
+    for path in paths:
+        RunFolder.open(path)
+    for file in save(chosen.item(paths), out or paths[0] / "analysis", chosen.name):
+        Console().print(str(file), highlight=False, markup=False, soft_wrap=True)

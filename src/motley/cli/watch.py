@@ -1,0 +1,30 @@
+"""`motley watch`: a run's report as a live page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from motley.errors import MotleyError
+from motley.report.material import gather
+
+
+def watch(
+    path: Path = typer.Argument(..., metavar="RUN-or-STUDY", help="The folder of a run or a study."),
+    port: int = typer.Option(8421, min=0, max=65535, help="The port on this machine; 0: any free one."),
+) -> None:
+    """Serve a run's report on this machine, live while the run goes on, until Ctrl-C."""
+    from motley.report.server import LOOPBACK, serve
+
+    gather([path])  # what is neither a run nor a study is refused here
+    try:
+        server = serve(path, port)
+    except OSError as error:
+        raise MotleyError(f"--port {port}: cannot be used: {error}.") from None
+    Console().print(f"http://{LOOPBACK}:{server.server_port}/  (Ctrl-C stops it)", highlight=False)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        server.server_close()

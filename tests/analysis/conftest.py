@@ -1,0 +1,16 @@
+"""One run with InCo that keeps all its checkpoints, made once for all who only read it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.report.conftest import small_run
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run of three rounds with as many checkpoints."""
+    path = tmp_path_factory.mktemp("analysis") / "run"
+    return small_run(path, "method.name=InCoAvg", "run.keep=5", "run.checkpoint_every=1")

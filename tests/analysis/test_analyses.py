@@ -1,0 +1,105 @@
+"""Every analysis on a real run: a table, two pictures, and nothing of the run changed."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+from motley.analysis import ANALYSES
+from motley.analysis.divergence import distance_to_mean
+from motley.analysis.features import features, stages
+from motley.analysis.gradients import quantiles
+from motley.analysis.replay import next_round, opened
+from motley.errors import MotleyError
+from motley.models import MODELS, ImageShape
+from motley.models.resnet import ResNetSettings
+from motley.runs.checkpoint import checkpoints, read_checkpoint
+from tests.cli.conftest import call
+from tests.report.conftest import small_run
+
+WANTED = {"cka", "sizes", "coefficients", "gradients", "divergence", "embedding", "overhead", "privacy"}
+
+
+def state_of(run: Path) -> dict[Path, int]:
+    return {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.is_file()}
+
+
+def test_the_analyses_are_all_there() -> None:
+    assert {entry.name for entry in ANALYSES} == WANTED
+
+
+@pytest.mark.parametrize("name", sorted(WANTED))
+def test_each_leaves_a_table_and_pictures(run: Path, tmp_path: Path, name: str) -> None:
+    before = state_of(run)
+    answer = call("analyze", name, run, "-o", tmp_path)
+    assert answer.code == 0, answer.err
+    assert state_of(run) == before
+    rows = list(csv.DictReader((tmp_path / f"{name}.csv").open()))
+    assert rows
+    assert {row["run"] for row in rows} == {"run"}
+    assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+    assert "<svg" in (tmp_path / f"{name}.svg").read_text()
+    if name in ("cka", "divergence", "gradients"):
+        assert {row["round"] for row in rows} == {"1", "2", "3"}
+
+
+def test_the_round_that_is_played_again_is_the_runs_own(run: Path) -> None:
+    """On a CPU the clients of round 2, trained again after checkpoint 1, lead to checkpoint 2 bit for bit."""
+    with opened(run) as (federation, servers):
+        again, _ = federation.play(servers[0])
+        trained = next_round(federation, servers[0])
+    second = read_checkpoint(checkpoints(run / "checkpoints")[1])
+    assert all(torch.equal(again.state[name], tensor) for name, tensor in second.state.items())
+    assert [one.client for one in trained] == federation.sample(2)
+
+
+def test_changes_of_two_runs_are_compared(run: Path, tmp_path: Path) -> None:
+    other = small_run(tmp_path / "other", "data.partition.alpha=5.0", "run.keep=5", "run.checkpoint_every=1")
+    rows = ANALYSES["gradients"]([run, other]).rows
+    similar = [row[-1] for row in rows if row[0] == "other"]
+    assert all(0 < value <= 1 for value in similar)
+    assert all(row[-1] is None for row in rows if row[0] == "run")
+
+
+def test_what_a_run_lacks_is_said(run: Path, tmp_path: Path) -> None:
+    plain = small_run(tmp_path / "plain", "method.name=HeteroAvg")
+    with pytest.raises(MotleyError, match="ran without InCo"):
+        ANALYSES["coefficients"]([plain])
+    assert "unknown analysis 'ckaa'. Did you mean 'cka'?" in call("analyze", "ckaa", run).err
+    assert "is not a run" in call("analyze", "cka", tmp_path).err
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "config.toml").write_text((run / "config.toml").read_text())
+    assert "has no checkpoint yet" in call("analyze", "cka", tmp_path / "new").err
+
+
+def test_memory_that_is_gone_is_begun_anew(tmp_path: Path) -> None:
+    path = small_run(tmp_path / "scaffold", "method.name=HeteroScaffold")
+    assert (path / "clients").exists()
+    with opened(path) as (federation, servers):
+        with_memory = next_round(federation, servers[-1])
+    for file in (path / "clients").iterdir():
+        file.unlink()
+    (path / "clients").rmdir()
+    with opened(path) as (federation, servers):
+        assert not servers[-1].remembered
+        assert len(next_round(federation, servers[-1])) == len(with_memory)
+
+
+def test_distance_to_the_mean_by_hand() -> None:
+    clients = [{"a": torch.tensor([0.0, 0.0]), "b": torch.zeros(1)}, {"a": torch.tensor([6.0, 8.0])}]
+    assert distance_to_mean(clients) == {"a": 5.0}
+
+
+def test_quantiles_by_hand() -> None:
+    assert quantiles(torch.arange(101).float().flip(0)) == [1.0, 25.0, 50.0, 75.0, 99.0]
+
+
+def test_stages_of_every_family() -> None:
+    model = MODELS["resnet14"].build(ResNetSettings(width=0.0625), ImageShape(1, 32, 32), 10).eval()
+    found = features(model, torch.zeros(2, 1, 32, 32))
+    assert list(found) == ["stage 1", "stage 2", "stage 3", "stage 4"]
+    assert found["stage 4"].shape == (2, 32)
+    assert list(stages(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU()))) == ["0"]
