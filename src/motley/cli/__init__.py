@@ -10,6 +10,7 @@ from rich.text import Text
 
 import motley
 from motley.cli.bench import bench
+from motley.cli.deploy import deploy
 from motley.cli.list import list_things
 from motley.cli.resume import resume
 from motley.cli.run import run
@@ -27,6 +28,7 @@ app.command()(resume)
 app.command()(show)
 app.command("list")(list_things)
 app.command()(bench)
+app.add_typer(deploy, name="deploy")
 
 
 @app.callback(invoke_without_command=True)
