@@ -249,6 +249,8 @@ class Federation:
             jobs = self.jobs(server, record, attempt)
             record.refused = {}
             updates = self.admit(jobs, self.engine.train(jobs, done), record)
+            if self.config.engine.name.startswith("flower"):
+                updates = self.usable(server, updates, record)
             if len(jobs) - len(record.refused) >= settings.min_share * len(jobs):
                 return updates
             record.repeated.append(record.refused)
@@ -301,6 +303,20 @@ class Federation:
         if taken:
             record.train_loss = sum(upload.loss for upload in taken) / len(taken)
         return [self.update(sent[upload.client], upload) for upload in taken]
+
+    def usable(self, server: Server, updates: Sequence[Update], record: Record) -> list[Update]:
+        """Return the updates whose messages the method can use. Nodes may send anything, so each is tried alone."""
+        for update in updates:
+            held = {local: server.state[piece.name] for local, piece in update.part.items() if piece.index is None}
+            try:
+                for name in update.message.keys() & held.keys():
+                    if update.message[name].shape != held[name].shape:
+                        raise ValueError(f"{name!r} has shape {tuple(update.message[name].shape)}")
+                self.method.aggregate(server.method, server.state, [update])
+                self.method.learn(server.method, server.state, [update])
+            except Exception as error:
+                record.refused[update.client] = f"the method cannot use its message: {error!r}"
+        return [update for update in updates if update.client not in record.refused]
 
     def update(self, job: Job, upload: Upload) -> Update:
         """Return an upload with what the server knows of its sender, and with the noise it met on its way."""

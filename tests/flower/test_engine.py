@@ -93,7 +93,7 @@ def test_a_server_that_stopped_goes_on_while_nodes_keep_their_memory(grid: Grid,
     with pytest.raises(KeyboardInterrupt):
         serve(grid, three_nodes(*settings), tmp_path / "run")
     again = Grid({node + 5: file for node, file in grid.nodes.items()})
-    _, server = serve(again, three_nodes(*settings), tmp_path / "run")
+    _, server = serve(again, None, tmp_path / "run")
     assert (fingerprint(server.state), fingerprint(server.method)) == local(tmp_path / "local", *settings)
 
 
@@ -160,6 +160,26 @@ def test_a_bad_answer_costs_one_upload_and_is_told(grid: Grid, tmp_path: Path, m
     assert sorted(server.remembered) == [0, 2]
 
 
+@pytest.mark.parametrize(
+    ("method", "message", "reason"),
+    [
+        ("scaffold", {"fc.bias": torch.zeros(1)}, "'fc.bias' has shape (1,)"),
+        ("scaffold", {"fc.bios": torch.zeros(10)}, "KeyError('fc.bios')"),
+        ("fednova", {}, "KeyError('progress')"),
+        ("fednova", {"progress": torch.zeros(2)}, "only one element tensors"),
+        ("fednova", {"progress": torch.tensor(torch.inf)}, "it holds a number that is not finite."),
+    ],
+)
+def test_a_message_that_the_method_cannot_use(
+    grid: Grid, tmp_path: Path, method: str, message: dict[str, torch.Tensor], reason: str
+) -> None:
+    grid.misdeeds[999] = lambda sent, reply: [answered(reply, message=message)]
+    _, server = serve(grid, three_nodes("training.rounds=1", f"method.name={method}"), tmp_path / "run")
+    (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
+    assert list(line["refused"]) == ["1"] and reason in line["refused"]["1"]
+    assert sorted(server.remembered) == [0, 2]
+
+
 def test_only_the_first_of_two_answers_counts(grid: Grid, tmp_path: Path) -> None:
     def twice(sent: Message, reply: Message) -> list[Message]:
         return [reply, answered(Message(RecordDict(dict(reply.content)), reply_to=sent), change={})]
@@ -214,7 +234,7 @@ def test_a_run_whose_rounds_keep_failing_stops_and_can_go_on(grid: Grid, tmp_pat
     settings = three_nodes("server.min_share=0.5", "server.attempts=2")
     with pytest.raises(MotleyError, match=r"round 2 was played 2 times .* client 1: it did not answer"):
         serve(grid, settings, tmp_path / "run")
-    _, server = serve(Grid(grid.nodes), settings, tmp_path / "run")
+    _, server = serve(Grid(grid.nodes), None, tmp_path / "run")
     assert fingerprint(server.state) == local(tmp_path / "local")[0]
 
 

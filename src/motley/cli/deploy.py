@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -18,11 +20,17 @@ deploy = typer.Typer(help="Run a federation on several machines, with Flower.", 
 FOLDER = typer.Argument(..., metavar="DIR", help="The folder that `motley deploy init` made.")
 
 
-def _needs_flower() -> None:
-    try:
-        import flwr  # noqa: F401
-    except ImportError:
-        raise MotleyError("Flower is not installed: pip install 'motleyfl[flower]'") from None
+def _needs_flower(extra: str = "flower") -> None:
+    if find_spec("flwr") is None or (extra == "simulation" and find_spec("ray") is None):
+        raise MotleyError(f"Flower is not installed: pip install 'motleyfl[{extra}]'")
+
+
+def simulation() -> Callable[..., Any]:
+    """Return the function that plays a run on Flower's simulation engine."""
+    _needs_flower("simulation")
+    from motley.engine.flower.simulation import simulate
+
+    return simulate
 
 
 @deploy.command()

@@ -27,20 +27,19 @@ def main(grid: Grid, context: Context) -> None:
     from motley.cli.progress import watch
 
     path = Path(str(context.run_config["out"]))
-    config = validate(Config, tomllib.loads(str(context.run_config["config"])))
+    begun = RunFolder(path).config.exists()
+    config = None if begun else validate(Config, tomllib.loads(str(context.run_config["config"])))
     with watch(path) as progress:
         serve(grid, config, path, [progress])
 
 
-def serve(grid: Grid, config: Config, path: Path, watchers: Iterable[Callback] = ()) -> tuple[Federation, Server]:
-    """Play a run on the nodes of a grid: a new one, or the one that its folder holds, from its last checkpoint."""
-    folder = RunFolder(path)
-    begun = folder.config.exists()
-    config = folder.read_config() if begun else config
+def serve(grid: Grid, new: Config | None, path: Path, watchers: Iterable[Callback] = ()) -> tuple[Federation, Server]:
+    """Play a new run on the nodes of a grid, or without a configuration the one in its folder, from its checkpoint."""
+    config = new or RunFolder.open(path).read_config()
     dataset = load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
     nodes = Nodes(grid, config, dataset)
     found = nodes.find(range(config.federation.clients))
-    if begun:
+    if new is None:
         return resume(path, watchers, engine=lambda federation: FlowerEngine(nodes))
     if absent := [client for client in range(config.federation.clients) if client not in found]:
         raise MotleyError(

@@ -17,19 +17,21 @@ from motley.engine.flower.client import build
 from motley.engine.flower.server import serve
 from motley.engine.flower.settings import NodeData, NodeSettings
 from motley.federation import Federation, Server
+from motley.runs.folder import RunFolder
 from motley.runs.play import Callback
 
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
-def simulate(config: Config, path: Path, watchers: Iterable[Callback] = ()) -> tuple[Federation, Server]:
-    """Play a run, new or begun, on simulated nodes: one worker a core, every client's share as the run deals it."""
+def simulate(new: Config | None, path: Path, watchers: Iterable[Callback] = ()) -> tuple[Federation, Server]:
+    """Play a run, as `serve` does, on simulated nodes: one worker a core, every client's share as the run deals it."""
+    config = new or RunFolder.open(path).read_config()
     played: list[tuple[Federation, Server]] = []
     app = ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        played.append(serve(grid, config, path, watchers))
+        played.append(serve(grid, new, path, watchers))
 
     os.environ.update(QUIET)
     logging.getLogger("flwr").setLevel(logging.ERROR)
