@@ -77,6 +77,8 @@ class FederationSettings(Settings):
     """A CSV file for assign = "budget"; `motley plan` shows what it comes to."""
     shares: tuple[float, ...] = ()
     """The share of clients of each size; empty: the same."""
+    sizes: tuple[str, ...] = ()
+    """The size of every client, by its id, in place of `assign` and `shares`."""
 
 
 class ServerSettings(Settings):
@@ -89,6 +91,10 @@ class ServerSettings(Settings):
     optimizer: ServerOptimizerSettings = ServerOptimizerSettings()
     average: float = Field(default=0.0, ge=0, lt=1)
     """Decay of the moving average that is evaluated and handed out; 0: off."""
+    min_share: float = Field(default=0.0, ge=0, le=1)
+    """The share of a round's clients whose uploads must be taken; with fewer the round is played again."""
+    attempts: int = Field(default=3, ge=1)
+    """How often a round is played before the run stops, where too few uploads can be taken."""
 
 
 class TransitSettings(Settings):
@@ -170,6 +176,12 @@ class Config(Settings):
             )
         if federation.shares and not (min(federation.shares) >= 0 and sum(federation.shares) > 0):
             raise MotleyError(f"federation.shares = {list(federation.shares)}: shares must not be negative.")
+        if federation.sizes and len(federation.sizes) != federation.clients:
+            raise MotleyError(
+                f"federation.sizes has {len(federation.sizes)} sizes; federation.clients = {federation.clients}."
+            )
+        if odd := sorted(set(federation.sizes) - set(self.model.sizes)):
+            raise MotleyError(f"federation.sizes: {unknown('size', odd[0], self.model.sizes)}")
         if method.inco.active and not METHODS[method.name].exchanges_weights:
             raise MotleyError(
                 f"method.inco.preset = {method.inco.preset!r}: {method.name!r} exchanges no weights, so there is no "

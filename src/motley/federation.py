@@ -33,7 +33,7 @@ from motley.config import Config
 from motley.data import Dataset, load_dataset
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
-from motley.engine import Clients, DebugEngine, Engine, Job, LocalEngine, Upload
+from motley.engine import Clients, DebugEngine, Engine, Failure, Job, LocalEngine, Upload
 from motley.engine.device import choose_devices, on_device, set_precision
 from motley.engine.memory import MemoryStore
 from motley.errors import MotleyError
@@ -78,6 +78,8 @@ class Record:
     train_loss: float = float("nan")
     clients: list[int] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
+    repeated: list[dict[int, str]] = field(default_factory=list)
+    """The reasons of each time that the round was played but not merged: too few uploads could be taken."""
     idle: list[int] = field(default_factory=list)
     """Clients that had no batch to train on."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -110,6 +112,8 @@ class Record:
 def assign_sizes(config: Config, round_number: int = 0) -> tuple[str, ...]:
     """Return the size of every client, by client id; a round has its own where sizes are dynamic."""
     sizes, clients = config.split.sizes(config.model.sizes), config.federation.clients
+    if config.federation.sizes:
+        return config.federation.sizes
     shares = np.array(config.federation.shares or (1.0,) * len(sizes))
     ends = np.rint(np.cumsum(shares) / shares.sum() * clients).astype(int)
     blocks = np.repeat(np.arange(len(sizes)), np.diff(ends, prepend=0))
@@ -156,6 +160,7 @@ class Federation:
         dataset: Dataset | None = None,
         partition: Partition | None = None,
         memory_folder: Path | None = None,
+        engine: Callable[[Federation], Engine] | None = None,
     ) -> None:
         self.config = config
         devices = choose_devices(config.engine.device)
@@ -176,13 +181,18 @@ class Federation:
             )
         self.sizes = self._within_budgets(train) if config.federation.budgets else assign_sizes(config)
         self._drawn_sizes = 0, self.sizes
-        self.partition = deal(config, self.dataset, partition)
         rounds, every = config.training.rounds, config.evaluation.every
         world = World(self.split, self.sizes, self.dataset.classes, config.seed, rounds, train.shape, every)
         self.method = METHODS[config.method.name](config.method, world)
         self._refuse_memories_of_other_parts()
         precision, fused = config.engine.precision, config.engine.fused and config.engine.name != "debug"
         self.evaluate = Evaluator(self.split, test, self.dataset.classes, config.evaluation, precision, fused)
+        if engine is not None:
+            self.engine: Engine = engine(self)
+            return
+        if config.engine.name.startswith("flower"):
+            raise MotleyError(f"engine.name = {config.engine.name!r}: needs Flower; see docs/deploy.md.")
+        self.partition = deal(config, self.dataset, partition)
         clients = Clients(
             self.method,
             train,
@@ -194,7 +204,7 @@ class Federation:
             memory=MemoryStore(memory_folder, int(config.engine.memory_gib * 2**30)),
             elsewhere=elsewhere,
         )
-        self.engine: Engine = (
+        self.engine = (
             DebugEngine(clients)
             if config.engine.name == "debug"
             else LocalEngine(clients, config.engine.slots, config.engine.stack)
@@ -258,9 +268,7 @@ class Federation:
         """Play one round, but do not wait for its evaluation: a GPU may be at it while the next round begins."""
         record = Record(server.round_number + 1)
         with record.timed("train"):
-            jobs = self.jobs(server, record)
-            uploads = self.engine.train(jobs, done)
-            updates = self.admit(jobs, uploads, record)
+            updates = self.train(server, record, done)
         with record.timed("merge"):
             after = self.merge(server, updates, record)
         after = self.collect(after, record)
@@ -269,17 +277,36 @@ class Federation:
                 record.evaluation = self.evaluate.start(after.model)
         return after, record
 
-    def sample(self, round_number: int) -> list[int]:
+    def train(self, server: Server, record: Record, done: Callable[[int], None]) -> list[Update]:
+        """Return a round's updates. While they are too few, the round is played again, with clients drawn anew."""
+        settings = self.config.server
+        for attempt in range(settings.attempts):
+            jobs = self.jobs(server, record, attempt)
+            record.refused = {}
+            updates = self.admit(jobs, self.engine.train(jobs, done), record)
+            if self.config.engine.name.startswith("flower"):
+                updates = self.usable(server, updates, record)
+            if len(jobs) - len(record.refused) >= settings.min_share * len(jobs):
+                return updates
+            record.repeated.append(record.refused)
+        raise MotleyError(
+            f"round {record.round_number} was played {settings.attempts} times (server.attempts) and never had "
+            f"{settings.min_share:.0%} of its uploads (server.min_share). The last time: "
+            + " ".join(f"client {client}: {reason}" for client, reason in record.refused.items())
+        )
+
+    def sample(self, round_number: int, attempt: int = 0) -> list[int]:
         """Return the clients of a round, in the order of their ids."""
         federation = self.config.federation
-        numbers = generator(self.config.seed, "clients", round_number)
+        again = (attempt,) if attempt else ()
+        numbers = generator(self.config.seed, "clients", round_number, *again)
         return sorted(numbers.choice(federation.clients, federation.clients_per_round, replace=False).tolist())
 
-    def jobs(self, server: Server, record: Record) -> list[Job]:
+    def jobs(self, server: Server, record: Record, attempt: int = 0) -> list[Job]:
         """Return what each sampled client is sent."""
-        record.clients = self.sample(record.round_number)
+        record.clients = self.sample(record.round_number, attempt)
         jobs = [self.job(server, record.round_number, client) for client in record.clients]
-        record.bytes_down = sum(size_in_bytes(job.state) + size_in_bytes(job.message) for job in jobs)
+        record.bytes_down += sum(size_in_bytes(job.state) + size_in_bytes(job.message) for job in jobs)
         return jobs
 
     def job(self, server: Server, round_number: int, client: int) -> Job:
@@ -289,10 +316,12 @@ class Federation:
         message = self.method.message(server.method, server.state, round_number, client)
         return Job(round_number, client, size, take(server.state, part), message, server.remembered.get(client))
 
-    def admit(self, jobs: Sequence[Job], uploads: Sequence[Upload], record: Record) -> list[Update]:
+    def admit(self, jobs: Sequence[Job], answers: Sequence[Upload | Failure], record: Record) -> list[Update]:
         """Return the uploads that fit what was sent out; refuse the others, by name and reason."""
         sent = {job.client: job for job in jobs}
         fitting = []
+        record.refused |= {answer.client: answer.reason for answer in answers if isinstance(answer, Failure)}
+        uploads = [answer for answer in answers if isinstance(answer, Upload)]
         for upload in uploads:
             reason = misfit(sent[upload.client].state, upload.change)
             if reason:
@@ -303,12 +332,26 @@ class Federation:
             if not good:
                 record.refused[upload.client] = "it holds a number that is not finite."
         taken = [upload for upload in fitting if upload.client not in record.refused]
-        answered = {upload.client for upload in uploads}
+        answered = {answer.client for answer in answers}
         record.idle = [job.client for job in jobs if job.client not in answered]
-        record.bytes_up = sum(size_in_bytes(upload.change) + size_in_bytes(upload.message) for upload in uploads)
+        record.bytes_up += sum(size_in_bytes(upload.change) + size_in_bytes(upload.message) for upload in uploads)
         if taken:
             record.train_loss = sum(upload.loss for upload in taken) / len(taken)
         return [self.update(sent[upload.client], upload) for upload in taken]
+
+    def usable(self, server: Server, updates: Sequence[Update], record: Record) -> list[Update]:
+        """Return the updates whose messages the method can use. Nodes may send anything, so each is tried alone."""
+        for update in updates:
+            held = {local: server.state[piece.name] for local, piece in update.part.items() if piece.index is None}
+            try:
+                for name in update.message.keys() & held.keys():
+                    if update.message[name].shape != held[name].shape:
+                        raise ValueError(f"{name!r} has shape {tuple(update.message[name].shape)}")
+                self.method.aggregate(server.method, server.state, [update])
+                self.method.learn(server.method, server.state, [update])
+            except Exception as error:
+                record.refused[update.client] = f"the method cannot use its message: {error!r}"
+        return [update for update in updates if update.client not in record.refused]
 
     def update(self, job: Job, upload: Upload) -> Update:
         """Return an upload with what the server knows of its sender, and with the noise it met on its way."""

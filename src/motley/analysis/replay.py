@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from motley.data.device import DeviceData
+from motley.engine import Upload
 from motley.errors import MotleyError
 from motley.federation import Federation, Record, Server
 from motley.runs.checkpoint import checkpoints, load_checkpoint, read_checkpoint
@@ -76,6 +77,7 @@ def next_round(federation: Federation, server: Server) -> list[Trained]:
             {name: tensor + upload.change[name] for name, tensor in jobs[upload.client].state.items()},
         )
         for upload in uploads
+        if isinstance(upload, Upload)
     ]
 
 

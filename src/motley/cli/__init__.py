@@ -11,6 +11,7 @@ from rich.text import Text
 import motley
 from motley.cli.analyze import analyze
 from motley.cli.bench import bench
+from motley.cli.deploy import deploy
 from motley.cli.list import list_things
 from motley.cli.plan import plan
 from motley.cli.report import report
@@ -37,6 +38,7 @@ app.command()(report)
 app.command()(plan)
 app.command()(analyze)
 app.command()(watch)
+app.add_typer(deploy, name="deploy")
 
 
 @app.callback(invoke_without_command=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from motley.cli.deploy import simulation
 from motley.cli.progress import watch
 from motley.config import load_config
 from motley.runs.folder import next_free
@@ -17,11 +18,16 @@ def run(
     preset: str = typer.Option("", help="Start from a named preset (motley list presets)."),
     set_: list[str] = typer.Option([], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting; repeatable."),
     profile: bool = typer.Option(False, "--profile", help="Draw who trained in which slot and when: timeline.png."),
+    engine: str = typer.Option("", help="Run clients with another engine: local, debug or flower-simulation."),
     out: Path | None = typer.Option(None, help="The run's folder; by default the next free one under runs/."),
 ) -> None:
     """Train a federation from one TOML file, a preset, or the defaults."""
-    config = load_config(file, preset=preset, overrides=set_)
+    chosen = [f"engine.name={engine}"] if engine else []
+    config = load_config(file, preset=preset, overrides=[*set_, *chosen])
     stem = config.preset or f"{config.data.name}-{config.method.name}"
     path = out or next_free(Path("runs"), stem)
     with watch(path) as progress:
-        begin(config, path, [progress], profile=profile)
+        if config.engine.name == "flower-simulation" and not profile:
+            simulation()(config, path, [progress])
+        else:
+            begin(config, path, [progress], profile=profile)

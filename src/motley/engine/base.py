@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 from pydantic import Field
 
+from motley.engine.flower.settings import FlowerSettings
 from motley.methods.base import Collection
 from motley.settings import Settings
 from motley.splits.part import State
@@ -20,8 +21,10 @@ from motley.splits.part import State
 class EngineSettings(Settings):
     """How clients are run. `precision` changes what is computed, and `stack` what is drawn; the rest, the last bits."""
 
-    name: Literal["local", "debug"] = "local"
-    """local: slots, captured as CUDA graphs on a GPU. debug: a fresh model a client, one client at a time."""
+    name: Literal["local", "debug", "flower", "flower-simulation"] = "local"
+    """local: slots, captured as CUDA graphs on a GPU. debug: a fresh model a client, one at a time. flower: nodes
+    elsewhere (motley deploy). flower-simulation: Flower's own simulation of nodes, with Ray.
+    """
     device: str = "auto"
     """auto (every GPU that is visible, or else the CPU), cpu, cuda (the first GPU), cuda:N, or several GPUs:
     cuda:0,cuda:1. The first is the server's; clients train on all of them. The debug engine uses the first only.
@@ -44,6 +47,7 @@ class EngineSettings(Settings):
     """tf32 is fp32 on a CPU. fp16 and bf16, for a GPU only, compute in 16 bits with single-precision weights behind.
     fp16 is more exact, but a gradient above 16 has no place in it: that client's upload is refused.
     """
+    flower: FlowerSettings = FlowerSettings()
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,14 @@ class Upload:
     """Mean training loss over the turn's steps."""
 
 
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no upload of a client that was asked for one."""
+
+    client: int
+    reason: str
+
+
 Done = Callable[[int], None]
 """Called with a client's id as soon as its turn is over."""
 
@@ -80,7 +92,7 @@ Done = Callable[[int], None]
 class Engine(Protocol):
     """Runs clients."""
 
-    def train(self, jobs: Sequence[Job], done: Done) -> list[Upload]:
+    def train(self, jobs: Sequence[Job], done: Done) -> Sequence[Upload | Failure]:
         """Train every job's client. A client without a single batch is left out of the answer."""
         ...
 

@@ -30,6 +30,8 @@ def to_line(record: Record) -> dict[str, Any]:
     line["clients"] = record.clients
     if record.refused:
         line["refused"] = {str(client): reason for client, reason in record.refused.items()}
+    if record.repeated:
+        line["repeated"] = [{str(client): reason for client, reason in reasons.items()} for reasons in record.repeated]
     if record.idle:
         line["idle"] = record.idle
     line["seconds"] = {phase: round(seconds, 4) for phase, seconds in record.seconds.items()}

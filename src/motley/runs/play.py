@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from motley.config import Config
-from motley.engine import LocalEngine
+from motley.engine import Engine, LocalEngine
 from motley.engine.timeline import Timeline, draw
 from motley.errors import MotleyError
 from motley.federation import Federation, Record, Server
@@ -188,10 +188,15 @@ def folder_callbacks(folder: RunFolder, config: Config) -> list[Callback]:
 
 
 def begin(
-    config: Config, path: Path, watchers: Iterable[Callback] = (), *, profile: bool = False
+    config: Config,
+    path: Path,
+    watchers: Iterable[Callback] = (),
+    *,
+    profile: bool = False,
+    engine: Callable[[Federation], Engine] | None = None,
 ) -> tuple[Federation, Server]:
     """Start a run in a new folder and play it to its end. Nothing is written before everything has been checked."""
-    federation = Federation(config, memory_folder=path / "clients")
+    federation = Federation(config, memory_folder=path / "clients", engine=engine)
     if profile and not isinstance(federation.engine, LocalEngine):
         raise MotleyError(f"engine.name = {config.engine.name!r}: only the local engine has slots to draw.")
     folder = RunFolder.create(path, config)
@@ -201,12 +206,14 @@ def begin(
     return federation, server
 
 
-def resume(path: Path, watchers: Iterable[Callback] = ()) -> tuple[Federation, Server]:
+def resume(
+    path: Path, watchers: Iterable[Callback] = (), *, engine: Callable[[Federation], Engine] | None = None
+) -> tuple[Federation, Server]:
     """Go on with a run from its newest checkpoint; a finished run is left as it is."""
     folder = RunFolder.open(path)
     with folder.locked():
         config = folder.read_config()
-        federation = Federation(config, memory_folder=folder.clients)
+        federation = Federation(config, memory_folder=folder.clients, engine=engine)
         saved = load_checkpoint(folder.checkpoints)
         server = federation.to_device(saved) if saved is not None else federation.start()
         if server.round_number < config.training.rounds:

@@ -1,0 +1,118 @@
+"""`motley deploy`: the same federation on several machines, with Flower."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from motley.config import load_config
+from motley.errors import MotleyError
+
+deploy = typer.Typer(help="Run a federation on several machines, with Flower.", no_args_is_help=True)
+
+FOLDER = typer.Argument(..., metavar="DIR", help="The folder that `motley deploy init` made.")
+
+
+def _needs_flower(extra: str = "flower") -> None:
+    if find_spec("flwr") is None or (extra == "simulation" and find_spec("ray") is None):
+        raise MotleyError(f"Flower is not installed: pip install 'motleyfl[{extra}]'")
+
+
+def simulation() -> Callable[..., Any]:
+    """Return the function that plays a run on Flower's simulation engine."""
+    _needs_flower("simulation")
+    from motley.engine.flower.simulation import simulate
+
+    return simulate
+
+
+@deploy.command()
+def init(
+    path: Path = typer.Argument(..., metavar="DIR", help="A new folder."),
+    file: Path | None = typer.Option(None, "--config", help="A TOML file; without one, the quickstart preset."),
+    preset: str = typer.Option("", help="Start from a named preset (motley list presets)."),
+    set_: list[str] = typer.Option([], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting; repeatable."),
+    host: str = typer.Option("127.0.0.1", help="The name or address that nodes reach the server by."),
+    port: int = typer.Option(8443, help="The server's port."),
+    insecure: bool = typer.Option(False, "--insecure", help="No encryption and no keys: on this machine only."),
+) -> None:
+    """Write a folder with everything: the run's configuration, certificates, keys, and a folder a node."""
+    _needs_flower()
+    from motley.deploy.folder import DeploySettings, create
+    from motley.settings import validate
+
+    settings = validate(DeploySettings, {"host": host, "port": port, "insecure": insecure})
+    config = load_config(file, preset=preset, overrides=["server.min_share=0.5", *set_, "engine.name=flower"])
+    folder = create(path, config, settings)
+    nodes = sorted(folder.nodes.iterdir(), key=lambda node: int(node.name.removeprefix("node-")))
+    print(f"{len(nodes)} nodes, server at {settings.address}\n")
+    print(f"on the server:     motley deploy server {path}")
+    for node in nodes:
+        print(f"on node {node.name.removeprefix('node-'):>3}:       motley deploy node {path}/nodes/{node.name}")
+    print(f"then, to run it:   motley deploy run {path}")
+    print(f"and to look:       motley deploy status {path}")
+
+
+@deploy.command()
+def server(path: Path = FOLDER) -> None:
+    """Be the server: Flower's SuperLink, with the folder's nodes registered. Ctrl-C ends it."""
+    _needs_flower()
+    from motley.deploy.commands import serve
+    from motley.deploy.folder import DeployFolder
+
+    with _stopped_by_signals():
+        raise typer.Exit(serve(DeployFolder.open(path)))
+
+
+@deploy.command()
+def node(
+    path: Path = typer.Argument(..., metavar="NODE", help="The node's folder, with its node.toml."),
+    patience: float = typer.Option(120.0, help="Seconds for which a node that is refused tries again."),
+) -> None:
+    """Be a node: Flower's SuperNode, with the folder's key and data. Ctrl-C ends it."""
+    _needs_flower()
+    from motley.deploy.commands import be_node
+
+    with _stopped_by_signals():
+        raise typer.Exit(be_node(path / "node.toml", patience))
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """End a block in good order, with the processes that it started, on Ctrl-C and on SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit from None
+
+
+@deploy.command()
+def run(path: Path = FOLDER) -> None:
+    """Begin the federation's run, or go on with it after an interruption."""
+    _needs_flower()
+    from motley.deploy.commands import play
+    from motley.deploy.folder import DeployFolder
+
+    ended = play(DeployFolder.open(path))
+    if ended != "finished:completed":
+        raise MotleyError(f"the run ended as {ended}. To go on from its last checkpoint: motley deploy run {path}")
+
+
+@deploy.command()
+def status(path: Path = FOLDER) -> None:
+    """Show nodes and runs as the server knows them."""
+    _needs_flower()
+    from motley.deploy.commands import LINK, flwr
+    from motley.deploy.folder import DeployFolder
+
+    folder = DeployFolder.open(path)
+    flwr(folder, "supernode", "list", LINK, show=True)
+    flwr(folder, "ls", LINK, show=True)

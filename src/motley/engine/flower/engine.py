@@ -1,0 +1,203 @@
+"""The server's side of Flower: jobs go out as messages to nodes, and their answers come in as uploads.
+
+A node is known by the client that it says it is; its Flower id may change whenever it restarts. An answer counts if it
+comes in time from the node that was asked, to the message that it was sent, for the round that is played. Everything
+else is a failure with a reason, and the round goes on without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection as Some
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from motley.config import Config
+from motley.data import Dataset
+from motley.engine.base import Done, Failure, Job, Upload
+from motley.engine.flower.arrays import pack, size_in_bytes, unpack
+from motley.errors import MotleyError
+from motley.methods.base import Collection
+
+COLLECT = f"{MessageType.TRAIN}.collect"
+POLL_S = 1.0
+"""Seconds between two looks for answers; every look costs the SuperLink a request an answer."""
+
+
+class Nodes:
+    """The nodes that are connected, by the clients that they are."""
+
+    def __init__(self, grid: Grid, config: Config, dataset: Dataset) -> None:
+        self.grid, self.settings = grid, config.engine.flower
+        self.shape = [*dataset.train.images.shape[1:], dataset.classes]
+        self.use(config)
+        self.sizes: dict[int, str] = {}
+        """Client -> the size its node says it trains; empty: any."""
+        self._nodes: dict[int, int] = {}
+        self._asked: dict[str, int] = {}
+        """Questions that are not answered yet, and whom they went to."""
+        self._met: set[int] = set()
+
+    def use(self, config: Config) -> None:
+        """Take over a configuration: nodes get it with every message."""
+        self.config, self.text = config, config.to_toml()
+
+    def content(self, **values: int | str) -> ConfigRecord:
+        """Return what every message says: the run's configuration, and the given values."""
+        return ConfigRecord({"config": self.text, "shape": self.shape, **values})
+
+    def find(self, wanted: Some[int]) -> dict[int, int]:
+        """Return the nodes of the wanted clients; wait for those that are not there, as long as settings say."""
+        end = time.monotonic() + self.settings.wait_s
+        while True:
+            self._greet()
+            found = {client: self._nodes[client] for client in wanted if client in self._nodes}
+            if len(found) == len(wanted) or time.monotonic() > end:
+                return found
+            time.sleep(POLL_S)
+
+    def _greet(self) -> None:
+        """Ask new nodes which client they are, take in answers, and forget nodes that left."""
+        connected = set(self.grid.get_node_ids())
+        self._nodes = {client: node for client, node in self._nodes.items() if node in connected}
+        new = sorted(connected - self._met)
+        self._met = connected
+        for node in new:
+            (number,) = self.grid.push_messages([Message(RecordDict({"job": self.content()}), node, MessageType.QUERY)])
+            self._asked[number] = node
+        for reply in pull(self.grid, list(self._asked)):
+            node = self._asked.pop(reply.metadata.reply_to_message_id)
+            if not reply.has_error():
+                self._enter(node, reply)
+            else:
+                print(f"node {node} is left out: {last_line(reply.error.reason)}", flush=True)
+
+    def _enter(self, node: int, reply: Message) -> None:
+        try:
+            answer = reply.content["node"]
+            client, size = number(answer, "client"), str(answer["size"])
+        except (KeyError, MotleyError) as error:
+            print(f"node {node} is left out: it did not say which client it is: {error}", flush=True)
+            return
+        if client >= self.config.federation.clients:
+            print(
+                f"node {node} is left out: client = {client}, but there are {self.config.federation.clients}.",
+                flush=True,
+            )
+            return
+        self._nodes[client], self.sizes[client] = node, size
+
+
+class FlowerEngine:
+    """Runs clients at their nodes."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes, self.grid, self.settings = nodes, nodes.grid, nodes.settings
+        self._forget: dict[int, int] = {}
+
+    def train(self, jobs: Sequence[Job], done: Done) -> Sequence[Upload | Failure]:
+        """Send every job to its client's node; return what comes back in time, in the order of clients."""
+        answers: list[Upload | Failure] = []
+        for job, answer in self._ask(jobs, MessageType.TRAIN):
+            if isinstance(answer, Upload) and answer.samples and not answer.steps:
+                answer = Failure(job.client, "it claims to have trained in no steps.")
+            if isinstance(answer, Failure) or answer.samples:
+                answers.append(answer)
+            done(job.client)
+        return sorted(answers, key=lambda answer: answer.client)
+
+    def collect(self, jobs: Sequence[Job]) -> list[Collection]:
+        """Ask every job's client for the method's collection; who does not answer is left out."""
+        answers = [answer for _, answer in self._ask(jobs, COLLECT) if isinstance(answer, Upload) and answer.samples]
+        answers.sort(key=lambda answer: answer.client)
+        return [Collection(answer.client, answer.samples, answer.message) for answer in answers]
+
+    def save_memory(self, rounds: dict[int, int]) -> None:
+        """Nothing is left to do: a node writes its memory before it answers."""
+
+    def forget_memory(self, rounds: dict[int, int]) -> None:
+        """Tell each node with its next job which memories are no longer needed."""
+        self._forget = rounds
+
+    def _ask(self, jobs: Sequence[Job], kind: str) -> Iterator[tuple[Job, Upload | Failure]]:
+        """Send jobs out, and return each with its answer as it comes, or with the reason why there is none."""
+        found = self.nodes.find([job.client for job in jobs])
+        for job in jobs:
+            if job.client not in found:
+                yield job, Failure(job.client, "its node is not connected.")
+        asked = [job for job in jobs if job.client in found]
+        numbers = self.grid.push_messages([self._message(job, found[job.client], kind) for job in asked])
+        waiting = dict(zip(numbers, asked, strict=True))
+        end = time.monotonic() + self.settings.timeout_s
+        while waiting:
+            for reply in pull(self.grid, list(waiting)):
+                job = waiting.pop(reply.metadata.reply_to_message_id)
+                yield job, self._answer(job, reply)
+            if time.monotonic() > end:
+                break
+            time.sleep(POLL_S if waiting else 0)
+        for job in waiting.values():
+            yield job, Failure(job.client, f"it did not answer within {self.settings.timeout_s:g} s.")
+
+    def _message(self, job: Job, node: int, kind: str) -> Message:
+        about = self.nodes.content(
+            round=job.round_number,
+            client=job.client,
+            size=job.size,
+            remembers=-1 if job.remembers is None else job.remembers,
+            forget=self._forget.get(job.client, 0),
+        )
+        content = RecordDict({"job": about, "arrays": pack(state=job.state, message=job.message)})
+        return Message(content, node, kind, ttl=self.settings.timeout_s, group_id=str(job.round_number))
+
+    def _answer(self, job: Job, reply: Message) -> Upload | Failure:
+        """Return the upload in a reply, or what is wrong with it."""
+        if reply.has_error():
+            return Failure(job.client, f"its node failed: {last_line(reply.error.reason)}")
+        try:
+            return self._upload(job, reply.content)
+        except (MotleyError, KeyError, TypeError, ValueError) as error:
+            return Failure(job.client, f"its answer was refused: {error}")
+
+    def _upload(self, job: Job, content: RecordDict) -> Upload:
+        about: Any = content["upload"]
+        arrays: Any = content["arrays"]
+        for name, expected in (("client", job.client), ("round", job.round_number)):
+            if (given := number(about, name)) != expected:
+                raise MotleyError(f"it is for {name} {given}; {name} {expected} was asked.")
+        size = size_in_bytes(arrays) / 2**20
+        if size > self.settings.most_mib:
+            raise MotleyError(f"it has {size:.1f} MiB; engine.flower.most_mib = {self.settings.most_mib:g}.")
+        samples, steps = number(about, "samples"), number(about, "steps")
+        change, message = unpack(arrays, "change"), unpack(arrays, "message")
+        return Upload(job.client, change, message, samples, steps, float(about["loss"]))
+
+
+def pull(grid: Grid, numbers: Iterable[str]) -> Iterator[Message]:
+    """Return the answers that have come, each to one of the given messages and at most one to each.
+
+    They are asked for one by one, so that one that cannot be read costs no other.
+    """
+    for sent in numbers:
+        try:
+            replies = list(grid.pull_messages([sent]))
+        except Exception as error:
+            print(f"an answer could not be read: {error!r}", flush=True)
+            continue
+        yield from [reply for reply in replies if reply.metadata.reply_to_message_id == sent][:1]
+
+
+def number(record: Any, name: str) -> int:
+    """Return a whole number that a node sent."""
+    value = record[name] if isinstance(record, Mapping) else None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise MotleyError(f"{name} = {value!r} should be a whole number.")
+    return value
+
+
+def last_line(reason: str | None) -> str:
+    """Return the end of what a node says went wrong."""
+    return (reason or "no reason was given").strip().splitlines()[-1][:500]

@@ -1,0 +1,60 @@
+"""The app that a SuperLink runs: Motley's own loop, with nodes for clients."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from motley.config import Config
+from motley.data import load_dataset
+from motley.engine.flower.engine import FlowerEngine, Nodes
+from motley.errors import MotleyError
+from motley.federation import Federation, Server, assign_sizes
+from motley.runs.folder import RunFolder
+from motley.runs.play import Callback, begin, resume
+from motley.settings import validate
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Play the run that the app's settings name: `config` is a whole configuration, `out` the run's folder."""
+    from motley.cli.progress import watch
+
+    path = Path(str(context.run_config["out"]))
+    begun = RunFolder(path).config.exists()
+    config = None if begun else validate(Config, tomllib.loads(str(context.run_config["config"])))
+    with watch(path) as progress:
+        serve(grid, config, path, [progress])
+
+
+def serve(grid: Grid, new: Config | None, path: Path, watchers: Iterable[Callback] = ()) -> tuple[Federation, Server]:
+    """Play a new run on the nodes of a grid, or without a configuration the one in its folder, from its checkpoint."""
+    config = new or RunFolder.open(path).read_config()
+    dataset = load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
+    nodes = Nodes(grid, config, dataset)
+    found = nodes.find(range(config.federation.clients))
+    if new is None:
+        return resume(path, watchers, engine=lambda federation: FlowerEngine(nodes))
+    if absent := [client for client in range(config.federation.clients) if client not in found]:
+        raise MotleyError(
+            f"engine.flower.wait_s = {config.engine.flower.wait_s:g}: no node came for "
+            f"client {', '.join(map(str, absent))}; a run begins with all of its clients."
+        )
+    config = with_sizes(config, nodes.sizes)
+    nodes.use(config)
+    return begin(config, path, watchers, engine=lambda federation: FlowerEngine(nodes))
+
+
+def with_sizes(config: Config, sizes: dict[int, str]) -> Config:
+    """Return a configuration in which every client has the size that its node says it trains."""
+    chosen = tuple(sizes[client] or size for client, size in enumerate(assign_sizes(config)))
+    if chosen == assign_sizes(config):
+        return config
+    values = config.model_dump(mode="json")
+    return validate(Config, {**values, "federation": {**values["federation"], "sizes": chosen, "shares": []}})

@@ -1,0 +1,45 @@
+"""Flower's own simulation: nodes that are tasks of Ray, for those who want to compare or already live there."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+from flwr.simulation import run_simulation
+
+from motley.config import Config
+from motley.engine.flower.client import build
+from motley.engine.flower.server import serve
+from motley.engine.flower.settings import NodeData, NodeSettings
+from motley.federation import Federation, Server
+from motley.runs.folder import RunFolder
+from motley.runs.play import Callback
+
+QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+def simulate(new: Config | None, path: Path, watchers: Iterable[Callback] = ()) -> tuple[Federation, Server]:
+    """Play a run, as `serve` does, on simulated nodes: one worker a core, every client's share as the run deals it."""
+    config = new or RunFolder.open(path).read_config()
+    played: list[tuple[Federation, Server]] = []
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        played.append(serve(grid, new, path, watchers))
+
+    os.environ.update(QUIET)
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    backend: Any = {
+        "init_args": {"num_cpus": os.cpu_count(), "log_to_driver": False, "logging_level": "ERROR"},
+        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+    }
+    data = NodeData(name=config.data.name, path=config.data.path, root=config.data.root, dealt=True)
+    every = NodeSettings(client=0, data=data, memory=str((path / "clients").absolute()))
+    run_simulation(app, build(every), config.federation.clients, backend_config=backend)
+    return played[0]

@@ -1,0 +1,76 @@
+"""A grid without processes: every node is a call of the client app, and may be made to misbehave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Message, RecordDict
+
+from motley.config import Config, load_config
+from motley.engine.flower.client import app
+from tests.conftest import TINY
+
+Misdeed = Callable[[Message, Message], list[Message]]
+"""From what a node was sent, and what it would answer: what it answers instead."""
+
+
+def three_nodes(*overrides: str) -> Config:
+    """Return the tiny federation with three clients, one a size, all in every round."""
+    clients = ("federation.clients=3", "federation.clients_per_round=3", "run.tensorboard=false")
+    quick = ("engine.flower.wait_s=0.01", "engine.flower.timeout_s=0.05")
+    return load_config(overrides=[*TINY, *clients, *quick, "engine.name=flower", *overrides])
+
+
+def honest(sent: Message, reply: Message) -> list[Message]:
+    """Answer as asked."""
+    return [reply]
+
+
+class Grid:
+    """Stands in for Flower's: `nodes` are the files of connected nodes by their Flower ids."""
+
+    def __init__(self, nodes: dict[int, Path]) -> None:
+        self.nodes = dict(nodes)
+        self.misdeeds: dict[int, Misdeed] = {}
+        """What nodes do with train messages, by their Flower ids."""
+        self.replies: dict[str, list[Message]] = {}
+        self.sent = 0
+        self.before: Callable[[Message], None] = lambda message: None
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.nodes)
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        return [self._push(message) for message in messages]
+
+    def _push(self, message: Message) -> str:
+        self.before(message)
+        self.sent += 1
+        number, node = f"message-{self.sent}", message.metadata.dst_node_id
+        message.metadata.__dict__["_message_id"] = number
+        self.replies[number] = []
+        if node in self.nodes:
+            context = Context(1, node, {"motley": str(self.nodes[node])}, RecordDict(), {})
+            act = self.misdeeds.get(node, honest) if message.metadata.message_type == "train" else honest
+            self.replies[number] = act(message, app(message, context))
+        return number
+
+    def pull_messages(self, numbers: Iterable[str]) -> list[Message]:
+        found: list[Any] = [reply for number in numbers for reply in self.replies.pop(number, [])]
+        for reply in found:
+            if isinstance(reply, Exception):
+                raise reply
+        return found
+
+
+def write_nodes(folder: Path, more: str = "") -> dict[int, Path]:
+    """Write the files of three nodes that take their shares of the digits, and return them by Flower ids."""
+    files = {}
+    for client, size in enumerate(("resnet10", "resnet14", "resnet18")):
+        file = folder / f"node-{client}" / "node.toml"
+        file.parent.mkdir(parents=True)
+        file.write_text(f'client = {client}\nsize = "{size}"\n{more}\n[data]\nname = "digits"\ndealt = true\n')
+        files[1000 - client] = file
+    return files

@@ -1,0 +1,124 @@
+"""A federation of real processes on loopback, all of which end with the test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from motley.config import Config
+from motley.deploy.commands import free_port
+from motley.deploy.folder import DeploySettings, create
+from motley.runs.metrics import MetricsLog
+
+PATIENCE = 300.0
+"""Seconds before a test gives up: on a busy machine every message starts a process that imports torch."""
+
+
+class Deployment:
+    """The commands of `motley deploy` on one folder, each a process of its own."""
+
+    def __init__(self, folder: Path, config: Config, *, insecure: bool) -> None:
+        self.folder = create(folder, config, DeploySettings(port=free_port(), insecure=insecure))
+        self.logs = folder.with_name("logs")
+        self.logs.mkdir()
+
+    def __enter__(self) -> Deployment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Kill whatever has this folder in its environment: Flower's processes start others, and outlive them."""
+        while ours := [process for process in self._processes() if self._is_ours(process)]:
+            for process in ours:
+                self._kill(process)
+            time.sleep(0.1)
+
+    def start(self, name: str, *arguments: object) -> subprocess.Popen[bytes]:
+        """Start a command, with what it says in a log of that name."""
+        with (self.logs / name).open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "motley", "deploy", *map(str, arguments)],
+                env={**os.environ, "OMP_NUM_THREADS": "1", "MOTLEY_TEST": str(self.folder.path), "MOTLEY_ROLE": name},
+                stdout=log,
+                stderr=log,
+            )
+
+    def serve(self) -> None:
+        """Start the server, and wait until it serves."""
+        before = self.said("server").count("serving at")
+        server = self.start("server", "server", self.folder.path)
+        self.wait(lambda: self.said("server").count("serving at") > before or server.poll() is not None)
+        assert server.poll() is None, self.said("server")
+
+    def join(self, *clients: int) -> None:
+        """Start nodes."""
+        for client in clients:
+            self.start(f"node-{client}", "node", self.folder.nodes / f"node-{client}")
+
+    def play(self) -> subprocess.Popen[bytes]:
+        """Begin the run, or go on with it."""
+        return self.start("run", "run", self.folder.path)
+
+    def finish(self, process: subprocess.Popen[bytes]) -> None:
+        """Wait for a run to end well."""
+        try:
+            assert process.wait(PATIENCE) == 0, self.said("run") + self.said("server")
+        except subprocess.TimeoutExpired:
+            raise AssertionError(self.said("run") + self.said("server")[-5000:]) from None
+
+    def kill(self, role: str) -> None:
+        """Do what kill -9 does to all processes of the server or of a node, those that Flower started included."""
+        for process in self._processes():
+            if self._is_ours(process, role):
+                self._kill(process)
+
+    def stranger(self) -> Path:
+        """Return the folder of a node with a key that the server does not know."""
+        from motley.deploy.keys import write_node_key
+
+        place = self.folder.path / "stranger"
+        shutil.copytree(self.folder.nodes / "node-0", place)
+        for file in ("key", "key.pub"):
+            (place / file).unlink()
+        write_node_key(place)
+        return place
+
+    def said(self, name: str) -> str:
+        """Return what a command has said."""
+        log = self.logs / name
+        return log.read_text(errors="replace") if log.exists() else ""
+
+    def lines(self) -> list[dict[str, object]]:
+        """Return the run's metrics so far."""
+        return MetricsLog(self.folder.run / "metrics.jsonl").read()
+
+    @staticmethod
+    def wait(ready: Callable[[], bool]) -> None:
+        """Wait for something to become true."""
+        end = time.monotonic() + PATIENCE
+        while not ready():
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+    @staticmethod
+    def _processes() -> list[int]:
+        return [int(place.name) for place in Path("/proc").iterdir() if place.name.isdecimal()]
+
+    def _is_ours(self, process: int, role: str = "") -> bool:
+        try:
+            variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return False
+        mine = f"MOTLEY_TEST={self.folder.path}".encode() in variables
+        return mine and (not role or f"MOTLEY_ROLE={role}".encode() in variables)
+
+    @staticmethod
+    def _kill(process: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)

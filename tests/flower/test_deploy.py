@@ -1,0 +1,64 @@
+"""Real SuperLinks and SuperNodes on loopback: the local engine's bits, keys, and processes that die."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from motley.runs.checkpoint import fingerprint, load_checkpoint
+from motley.runs.play import begin
+from tests.flower.grid import three_nodes
+from tests.flower.processes import PATIENCE, Deployment
+
+WAITING = (f"engine.flower.wait_s={PATIENCE}", f"engine.flower.timeout_s={PATIENCE}", "server.min_share=0.5")
+INCO = ("method.name=InCoAvg", *WAITING)
+
+
+def local(folder: Path, *overrides: str) -> str:
+    _, server = begin(three_nodes(*overrides, "engine.name=local"), folder)
+    return fingerprint(server.state)
+
+
+def final(deployment: Deployment) -> str:
+    server = load_checkpoint(deployment.folder.run / "checkpoints")
+    assert server is not None
+    return fingerprint(server.state)
+
+
+@pytest.mark.parametrize("insecure", [True, False], ids=["insecure", "with TLS and keys"])
+def test_three_nodes_end_with_the_bits_of_the_local_engine(tmp_path: Path, insecure: bool) -> None:
+    with Deployment(tmp_path / "federation", three_nodes(*INCO), insecure=insecure) as deployment:
+        deployment.serve()
+        stranger = None if insecure else deployment.start("stranger", "node", deployment.stranger(), "--patience", 0)
+        deployment.join(0, 1, 2)
+        deployment.finish(deployment.play())
+        assert [line["round"] for line in deployment.lines()] == [1, 2, 3]
+        assert not any("refused" in line or "repeated" in line for line in deployment.lines())
+        assert final(deployment) == local(tmp_path / "local", *INCO)
+        if stranger:
+            assert stranger.wait(PATIENCE) == 1
+            assert "Failed to activate SuperNode" in deployment.said("stranger")
+
+
+def test_a_killed_server_resumes_and_a_killed_node_comes_back(tmp_path: Path) -> None:
+    settings = (*INCO, "method.name=scaffold", "training.rounds=4", "server.attempts=20", "server.min_share=1")
+    with Deployment(tmp_path / "federation", three_nodes(*settings), insecure=True) as deployment:
+        deployment.serve()
+        deployment.join(0, 1, 2)
+        deployment.play()
+        deployment.wait(lambda: len(deployment.lines()) >= 1)
+        deployment.kill("server")
+        deployment.kill("run")
+        played = len(deployment.lines())
+        deployment.serve()
+        run = deployment.play()
+        deployment.wait(lambda: f"ROUND {played + 1}]" in deployment.said("node-1"))
+        deployment.kill("node-1")
+        deployment.join(1)
+        deployment.finish(run)
+        assert [line["round"] for line in deployment.lines()] == [1, 2, 3, 4]
+        assert any(list(reasons) == ["1"] for line in deployment.lines() for reasons in line.get("repeated", []))  # type: ignore[attr-defined]
+        assert final(deployment) == local(tmp_path / "local", *settings)

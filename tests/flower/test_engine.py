@@ -1,0 +1,251 @@
+"""Nodes give what slots give, bit for bit; what goes wrong costs one upload and is told with its reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
+
+from motley.data import load_dataset
+from motley.engine.flower.arrays import pack, unpack
+from motley.engine.flower.server import serve
+from motley.errors import MotleyError
+from motley.federation import Federation
+from motley.runs.checkpoint import fingerprint
+from motley.runs.metrics import MetricsLog
+from motley.runs.play import begin
+from tests.conftest import tiny_config
+from tests.flower.grid import Grid, Misdeed, three_nodes, write_nodes
+
+
+@pytest.fixture
+def grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Grid:
+    monkeypatch.setattr("motley.engine.flower.engine.POLL_S", 0.01)
+    monkeypatch.setattr("flwr.supercore.task_identity.TaskIdentity._run_id", 1)
+    monkeypatch.setattr("flwr.supercore.task_identity.TaskIdentity._node_id", 1)
+    monkeypatch.setattr("flwr.supercore.task_identity.TaskIdentity._task_id", 1)
+    return Grid(write_nodes(tmp_path / "nodes"))
+
+
+def local(folder: Path, *overrides: str) -> tuple[str, str]:
+    _, server = begin(three_nodes(*overrides, "engine.name=local"), folder)
+    return fingerprint(server.state), fingerprint(server.method)
+
+
+# ---- the same numbers
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "moon"])
+def test_nodes_end_where_slots_end(grid: Grid, tmp_path: Path, method: str) -> None:
+    settings = (f"method.name={method}", "method.inco.preset=official", "server.average=0.5")
+    _, server = serve(grid, three_nodes(*settings), tmp_path / "run")
+    assert (fingerprint(server.state), fingerprint(server.method)) == local(tmp_path / "local", *settings)
+    assert not any("refused" in line for line in MetricsLog(tmp_path / "run" / "metrics.jsonl").read())
+
+
+def test_a_node_with_a_file_of_its_own_examples(grid: Grid, tmp_path: Path) -> None:
+    """The same shares as in a dealt data set, each in its node's own file: the same bits."""
+    digits = load_dataset("digits")
+    partition = tiny_config("federation.clients=3", "federation.clients_per_round=3").data.partition
+    shares = partition.split(digits.train.labels, 3, seed=1)
+    for client, file in enumerate(sorted(grid.nodes.values())):
+        own = shares.of(client)
+        images, labels = digits.train.images[own], digits.train.labels[own]
+        np.savez(file.parent / "mine.npz", x_train=images, y_train=labels, x_test=images[:1], y_test=labels[:1])
+        file.write_text(file.read_text().replace('name = "digits"\ndealt = true', 'path = "mine.npz"'))
+    _, server = serve(grid, three_nodes("training.rounds=1"), tmp_path / "run")
+    assert fingerprint(server.state) == local(tmp_path / "local", "training.rounds=1")[0]
+
+
+def test_a_nodes_size_and_budget_decide_what_it_trains(grid: Grid, tmp_path: Path) -> None:
+    files = sorted(grid.nodes.values())
+    files[0].write_text(files[0].read_text().replace('size = "resnet10"', "budget_mib = 100.0"))
+    files[2].write_text(files[2].read_text().replace('size = "resnet18"', ""))
+    federation, _ = serve(grid, three_nodes("training.rounds=1"), tmp_path / "run")
+    assert federation.sizes == ("resnet18", "resnet14", "resnet18")
+
+
+def test_a_budget_that_is_too_small_is_told_to_the_server(
+    grid: Grid, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = min(grid.nodes.values())
+    file.write_text(file.read_text().replace('size = "resnet10"', "budget_mib = 0.001"))
+    with pytest.raises(MotleyError, match="no node came for client 0; a run begins with all of its clients"):
+        serve(grid, three_nodes(), tmp_path / "run")
+    assert "budget_mib = 0.001: no size fits; resnet10 weighs 0.0" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_server_that_stopped_goes_on_while_nodes_keep_their_memory(grid: Grid, tmp_path: Path) -> None:
+    settings = ("method.name=scaffold", "training.rounds=4")
+
+    def stop(message: Message) -> None:
+        if message.metadata.group_id == "3":
+            raise KeyboardInterrupt
+
+    grid.before = stop
+    with pytest.raises(KeyboardInterrupt):
+        serve(grid, three_nodes(*settings), tmp_path / "run")
+    again = Grid({node + 5: file for node, file in grid.nodes.items()})
+    _, server = serve(again, None, tmp_path / "run")
+    assert (fingerprint(server.state), fingerprint(server.method)) == local(tmp_path / "local", *settings)
+
+
+# ---- what goes wrong
+
+
+def answered(reply: Message, **arrays: dict[str, torch.Tensor]) -> Message:
+    """Return a reply with other arrays in it."""
+    mine = {name: arrays.get(name, unpack(reply.content["arrays"], name)) for name in ("change", "message")}
+    reply.content["arrays"] = pack(**mine)
+    return reply
+
+
+def with_change(edit: dict[str, torch.Tensor]) -> Misdeed:
+    return lambda sent, reply: [answered(reply, change={**unpack(reply.content["arrays"], "change"), **edit})]
+
+
+def saying(**values: object) -> Misdeed:
+    def act(sent: Message, reply: Message) -> list[Message]:
+        reply.content["upload"] = ConfigRecord({**reply.content["upload"], **values})  # type: ignore[dict-item]
+        return [reply]
+
+    return act
+
+
+def garbled(sent: Message, reply: Message) -> list[Message]:
+    reply.content["arrays"]["change"].data = b"\x80\x04\x95 a pickle, say"
+    return [reply]
+
+
+def bare(sent: Message, reply: Message) -> list[Message]:
+    return [Message(RecordDict({"upload": ConfigRecord({"client": 1})}), reply_to=sent)]
+
+
+def wordy(sent: Message, reply: Message) -> list[Message]:
+    reply.content["arrays"] = ConfigRecord({"change": "none"})
+    return [reply]
+
+
+MISDEEDS: dict[str, tuple[Misdeed, str]] = {
+    "is silent": (lambda sent, reply: [], "it did not answer within 0.05 s."),
+    "fails": (lambda sent, reply: [Message(Error(2, "a\nb: c"), reply_to=sent)], "its node failed: b: c"),
+    "sends NaN": (with_change({"fc.bias": torch.full((10,), torch.nan)}), "it holds a number that is not finite."),
+    "sends another shape": (with_change({"fc.bias": torch.zeros(9)}), "'fc.bias' has shape (9,); (10,) was sent out."),
+    "sends another type": (with_change({"fc.bias": torch.zeros(10).double()}), "'fc.bias' is torch.float64"),
+    "sends an unknown name": (with_change({"fc.bios": torch.zeros(10)}), "unknown name 'fc.bios'"),
+    "sends too much": (with_change({"x": torch.zeros(2**19)}), "MiB; engine.flower.most_mib = 1."),
+    "answers for another round": (saying(round=7), "it is for round 7; round 1 was asked."),
+    "answers for another client": (saying(client=0), "it is for client 0; client 1 was asked."),
+    "lies about its steps": (saying(steps=0), "it claims to have trained in no steps."),
+    "counts in words": (saying(samples="many"), "samples = 'many' should be a whole number."),
+    "sends no tensors": (garbled, "change is not in the format safetensors"),
+    "sends words for arrays": (wordy, "it holds no arrays."),
+    "sends half": (bare, "its answer was refused"),
+}
+
+
+@pytest.mark.parametrize(("misdeed", "reason"), MISDEEDS.values(), ids=MISDEEDS)
+def test_a_bad_answer_costs_one_upload_and_is_told(grid: Grid, tmp_path: Path, misdeed: Misdeed, reason: str) -> None:
+    grid.misdeeds[999] = misdeed
+    _, server = serve(grid, three_nodes("training.rounds=1", "engine.flower.most_mib=1"), tmp_path / "run")
+    (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
+    assert list(line["refused"]) == ["1"] and reason in line["refused"]["1"]
+    assert sorted(server.remembered) == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("method", "message", "reason"),
+    [
+        ("scaffold", {"fc.bias": torch.zeros(1)}, "'fc.bias' has shape (1,)"),
+        ("scaffold", {"fc.bios": torch.zeros(10)}, "KeyError('fc.bios')"),
+        ("fednova", {}, "KeyError('progress')"),
+        ("fednova", {"progress": torch.zeros(2)}, "only one element tensors"),
+        ("fednova", {"progress": torch.tensor(torch.inf)}, "it holds a number that is not finite."),
+    ],
+)
+def test_a_message_that_the_method_cannot_use(
+    grid: Grid, tmp_path: Path, method: str, message: dict[str, torch.Tensor], reason: str
+) -> None:
+    grid.misdeeds[999] = lambda sent, reply: [answered(reply, message=message)]
+    _, server = serve(grid, three_nodes("training.rounds=1", f"method.name={method}"), tmp_path / "run")
+    (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
+    assert list(line["refused"]) == ["1"] and reason in line["refused"]["1"]
+    assert sorted(server.remembered) == [0, 2]
+
+
+def test_only_the_first_of_two_answers_counts(grid: Grid, tmp_path: Path) -> None:
+    def twice(sent: Message, reply: Message) -> list[Message]:
+        return [reply, answered(Message(RecordDict(dict(reply.content)), reply_to=sent), change={})]
+
+    grid.misdeeds[999] = twice
+    _, server = serve(grid, three_nodes(), tmp_path / "run")
+    assert fingerprint(server.state) == local(tmp_path / "local")[0]
+
+
+def test_an_answer_that_flower_cannot_read_costs_no_other(grid: Grid, tmp_path: Path) -> None:
+    grid.misdeeds[999] = lambda sent, reply: [ValueError("bad bytes")]  # type: ignore[list-item]
+    _, server = serve(grid, three_nodes("training.rounds=1"), tmp_path / "run")
+    assert sorted(server.remembered) == [0, 2]
+
+
+def test_a_node_that_leaves_and_comes_back_under_another_id(grid: Grid, tmp_path: Path) -> None:
+    def leave_and_return(message: Message) -> None:
+        if message.metadata.group_id == "2" and 999 in grid.nodes:
+            grid.nodes[5] = grid.nodes.pop(999)
+
+    grid.before = leave_and_return
+    _, server = serve(grid, three_nodes("training.rounds=3"), tmp_path / "run")
+    lines = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
+    assert [list(line.get("refused", {})) for line in lines] == [[], ["1"], []]
+    assert server.remembered == {0: 3, 1: 3, 2: 3}
+
+
+def test_a_round_with_too_few_survivors_is_played_again(grid: Grid, tmp_path: Path) -> None:
+    silent = {999, 998}
+    tries = [0]
+
+    def sulk(message: Message) -> None:
+        if message.metadata.group_id == "2" and message.metadata.dst_node_id == 1000:
+            tries[0] += 1
+            grid.misdeeds = {node: (lambda sent, reply: []) for node in silent} if tries[0] < 3 else {}
+
+    grid.before = sulk
+    _, server = serve(grid, three_nodes("server.min_share=0.5"), tmp_path / "run")
+    lines = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
+    assert [len(line.get("repeated", [])) for line in lines] == [0, 2, 0]
+    assert lines[1]["repeated"][0] == {"1": MISDEEDS["is silent"][1], "2": MISDEEDS["is silent"][1]}
+    assert "refused" not in lines[1]
+    assert fingerprint(server.state) == local(tmp_path / "local")[0]
+
+
+def test_a_run_whose_rounds_keep_failing_stops_and_can_go_on(grid: Grid, tmp_path: Path) -> None:
+    def die(message: Message) -> None:
+        if message.metadata.group_id == "2":
+            grid.misdeeds = dict.fromkeys((999, 998), lambda sent, reply: [])
+
+    grid.before = die
+    settings = three_nodes("server.min_share=0.5", "server.attempts=2")
+    with pytest.raises(MotleyError, match=r"round 2 was played 2 times .* client 1: it did not answer"):
+        serve(grid, settings, tmp_path / "run")
+    _, server = serve(Grid(grid.nodes), None, tmp_path / "run")
+    assert fingerprint(server.state) == local(tmp_path / "local")[0]
+
+
+def test_the_engine_needs_a_grid() -> None:
+    with pytest.raises(MotleyError, match=r"engine.name = 'flower': needs Flower; see docs/deploy.md"):
+        Federation(three_nodes())
+
+
+def test_states_travel_whole() -> None:
+    state = {"a": torch.randn(2, 3).t(), "b": torch.tensor(7), "c": torch.zeros(0, 4), "d": torch.randn(3).bfloat16()}
+    record = pack(state=state, message={})
+    assert isinstance(record, ArrayRecord) and list(record) == ["state"]
+    assert fingerprint(unpack(record, "state")) == fingerprint(state)
+    assert unpack(record, "message") == {}
