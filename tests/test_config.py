@@ -117,6 +117,8 @@ def test_an_override_that_is_no_assignment_is_refused(text: str) -> None:
 def test_every_packaged_file_is_a_preset_with_a_line_about_it() -> None:
     assert set(presets()) == {
         "digits-small",
+        "fedimpro-cifar10",
+        "fedin-cifar10",
         "fedrolex-cifar10",
         "fjord-cifar10",
         "heterofl-cifar10",
@@ -175,6 +177,20 @@ def test_the_inco_presets_are_the_papers_setting() -> None:
     assert (config.model.resnet.stem, config.model.resnet.width) == ("imagenet", 1.0)
     assert config.method.inco == IncoSettings(preset="official")
     assert (config.server.average, config.split.normalization_statistics) == (0.0, "shared")
+
+
+def test_the_fedin_and_fedimpro_presets_are_the_papers_settings() -> None:
+    config = load_config(preset="fedin-cifar10")
+    assert (config.training.rounds, config.training.epochs, config.training.batch_size) == (500, 5, 16)
+    assert (config.method.name, config.split.name, config.training.drop_last) == ("fedin", "depth", True)
+    assert (config.federation.clients, config.model.resnet.stem) == (100, "imagenet")
+    config = load_config(preset="fedimpro-cifar10")
+    assert (config.training.rounds, config.training.epochs, config.training.batch_size) == (1000, 1, 128)
+    optimizer = config.training.optimizer
+    assert (optimizer.name, optimizer.lr, optimizer.momentum, optimizer.weight_decay) == ("sgd", 0.1, 0, 1e-4)
+    assert (config.federation.clients, config.federation.clients_per_round) == (10, 5)
+    assert (config.model.resnet.stem, config.server.weights) == ("cifar", "samples")
+    assert config.data.transform.cutout == 0 and config.data.partition.model_dump()["alpha"] == 0.1
 
 
 # --- a new choice takes with it what belonged to the old one

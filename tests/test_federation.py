@@ -84,7 +84,7 @@ def test_a_round_in_which_everybody_is_refused_changes_nothing() -> None:
 
 def test_layers_nobody_held_keep_their_bits() -> None:
     federation = Federation(tiny_config("split.normalization_statistics=shared", "method.inco.preset=official"))
-    federation.sample = lambda number: [0, 1]  # type: ignore[method-assign]  # both hold the smallest size
+    federation.sample = lambda number, attempt=0: [0, 1]  # type: ignore[method-assign]  # both hold the smallest size
     server = federation.start()
     after, _ = federation.play(server)
     held = federation.split.part("resnet10").keys()
@@ -118,7 +118,7 @@ def test_weights_by_samples() -> None:
     server = federation.start()
     jobs = [federation.job(server, 1, client) for client in range(3)]
     uploads = federation.engine.train(jobs, lambda client: None)
-    federation.sample = lambda number: [0, 1, 2]  # type: ignore[method-assign]
+    federation.sample = lambda number, attempt=0: [0, 1, 2]  # type: ignore[method-assign]
     after, _ = federation.play(server)
     counts = [len(federation.partition.of(client)) for client in range(3)]
     mean = sum(n * u.change["fc.bias"] for n, u in zip(counts, uploads, strict=True)) / sum(counts)
@@ -150,7 +150,7 @@ def test_weights_file_replaces_what_fits(tmp_path: Path) -> None:
 
 def test_inco_coefficients_are_recorded_for_every_pair_that_was_held() -> None:
     federation = Federation(tiny_config("method.inco.preset=official"))
-    federation.sample = lambda number: [0, 2, 4]  # type: ignore[method-assign]
+    federation.sample = lambda number, attempt=0: [0, 2, 4]  # type: ignore[method-assign]
     _, record = federation.play(federation.start())
     assert record.inco.keys() == {pair.target for pair in federation.split.cross_layers}
     assert all(row.keys() == {"theta", "alpha", "beta", "positive"} for row in record.inco.values())
@@ -160,7 +160,7 @@ def test_inco_changes_its_targets_only() -> None:
     ends = {}
     for preset in ("off", "official", "paper"):
         federation = Federation(tiny_config(f"method.inco.preset={preset}", "training.steps=2"))
-        federation.sample = lambda number: [0, 2, 4]  # type: ignore[method-assign]
+        federation.sample = lambda number, attempt=0: [0, 2, 4]  # type: ignore[method-assign]
         ends[preset], _ = federation.play(federation.start())
     targets = {pair.target for pair in federation.split.cross_layers}
     for preset in ("official", "paper"):

@@ -142,7 +142,7 @@ def test_a_round_in_which_all_are_idle_leaves_the_server_as_it_was(
 def test_all_idle_after_a_round_that_trained(engine: str) -> None:
     """The moving average and what clients remember stay as well."""
     federation = federate(engine, "batch norm", dealt(9, 9, 1, 0), "server.average=0.9")
-    federation.sample = lambda number: [0, 1] if number == 1 else [2, 3]  # type: ignore[method-assign]
+    federation.sample = lambda number, attempt=0: [0, 1] if number == 1 else [2, 3]  # type: ignore[method-assign]
     trained, _ = federation.play(federation.start())
     after, record = federation.play(trained)
     assert hashes(after) == hashes(trained)

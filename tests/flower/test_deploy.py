@@ -28,6 +28,10 @@ def final(deployment: Deployment) -> str:
     return fingerprint(server.state)
 
 
+pytestmark = pytest.mark.slow
+"""Real processes: some minutes."""
+
+
 @pytest.mark.parametrize("insecure", [True, False], ids=["insecure", "with TLS and keys"])
 def test_three_nodes_end_with_the_bits_of_the_local_engine(tmp_path: Path, insecure: bool) -> None:
     with Deployment(tmp_path / "federation", three_nodes(*INCO), insecure=insecure) as deployment:

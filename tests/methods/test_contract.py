@@ -144,7 +144,7 @@ def test_buffers_get_the_plain_mean_and_parameters_move(case: str) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if "homogeneous" not in case])
 def test_what_nobody_held_stays_bit_for_bit(case: str) -> None:
     federation = federation_of(case, "federation.clients_per_round=2")
-    federation.sample = lambda number: [4, 5] if number == 1 else [0, 1]  # type: ignore[method-assign]
+    federation.sample = lambda number, attempt=0: [4, 5] if number == 1 else [0, 1]  # type: ignore[method-assign]
     before, _ = federation.play(federation.start())
     after, _ = federation.play(before)
     held = {piece.name for piece in federation.split.part("resnet10").values()}

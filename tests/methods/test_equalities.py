@@ -265,7 +265,7 @@ def test_the_servers_mean_is_that_of_all_owners_duals(name: str, split: str) -> 
 def test_the_dual_is_added_after_inco() -> None:
     """Where InCo is on, its target's change is refined first: h never passes through its normalisation."""
     federation, before = after(1, "method.name=feddyn", "method.inco.preset=official")
-    federation.sample = lambda number: [4, 5]  # type: ignore[method-assign]
+    federation.sample = lambda number, attempt=0: [4, 5]  # type: ignore[method-assign]
     jobs = [federation.job(before, 2, client) for client in (4, 5)]
     uploads = federation.engine.train(jobs, lambda client: None)
     end, _ = federation.play(before)

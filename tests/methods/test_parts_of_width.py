@@ -80,7 +80,7 @@ def test_coordinates_nobody_held_stay_bit_for_bit(case: str, inco: tuple[str, ..
     still = ("evaluation.every=3",) if "FL" in case else ()
     federation = federation_of(*CASES[case], *inco, *still, "federation.clients_per_round=2")
     narrow = [0, 1] if case in SMALLEST_FIRST else [4, 5]
-    federation.sample = lambda number: [2, 3] if number == 1 else narrow  # type: ignore[method-assign]
+    federation.sample = lambda number, attempt=0: [2, 3] if number == 1 else narrow  # type: ignore[method-assign]
     before, _ = federation.play(federation.start())
     after, record = federation.play(before)
     assert not record.refused
@@ -107,7 +107,7 @@ def test_inco_pairs_kernels_that_both_layers_had_an_owner_of(rule: str) -> None:
     ends = []
     for more in ((), INCO):
         federation = federation_of(*narrow, *more, "model.resnet.width=0.125", "federation.clients_per_round=1")
-        federation.sample = lambda number: [5]  # type: ignore[method-assign]
+        federation.sample = lambda number, attempt=0: [5]  # type: ignore[method-assign]
         ends.append(federation.play(federation.start())[0].state)
     held = covered(federation, [5], 1)
     refined = 0

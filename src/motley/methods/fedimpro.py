@@ -141,23 +141,23 @@ class FedImpro(Method):
         own = {name: tensor for name, tensor in server.items() if name.startswith(OWN)}
         for group in dict.fromkeys(self._groups[update.size] for update in updates):
             given = [update.message for update in updates if self._groups[update.size] == group]
-            new, share = self._merged(given)
-            for name, value in new.items():
+            for name, (value, known) in self._merged(given).items():
                 held = own[f"{OWN}{group}/{name}"]
-                own[f"{OWN}{group}/{name}"] = held + (1 - self.settings.beta_g) * share * (value - held)
+                own[f"{OWN}{group}/{name}"] = held + (1 - self.settings.beta_g) * known * (value - held)
         others = [replace(update, message=_without_own(update.message)) for update in updates]
         return {**super().learn(_without_own(server), state, others), **own}
 
-    def _merged(self, given: Sequence[State]) -> tuple[State, Tensor | float]:
-        """Return the clients' statistics together, and 1 for the classes of which there are any, 0 for the others."""
+    def _merged(self, given: Sequence[State]) -> dict[str, tuple[Tensor, Tensor | float]]:
+        """Return the clients' statistics together, each with 1 for the classes of which it is known, and 0."""
         sent = {name: torch.stack([message[f"{OWN}{name}"] for message in given]) for name in ("mean", "spread")}
         if self.settings.merge == "uniform":
-            return {name: tensor.mean(0) for name, tensor in sent.items()}, 1.0
+            return {name: (tensor.mean(0), 1.0) for name, tensor in sent.items()}
         variance = sent["spread"] if self.settings.spread == "variance" else sent["spread"].square()
         counts = [message[f"{OWN}counts"] for message in given]
         whole = pooled([Moments(*part) for part in zip(counts, sent["mean"], variance, strict=True)])
         spread = whole.variance if self.settings.spread == "variance" else whole.variance.sqrt()
-        return {"mean": whole.mean, "spread": spread}, (whole.counts > 0).float()[:, None]
+        counted = whole.counts[:, None]
+        return {"mean": (whole.mean, (counted > 0).float()), "spread": (spread, (counted > 1).float())}
 
     # ---- client
 

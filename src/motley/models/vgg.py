@@ -31,7 +31,7 @@ class VGGSettings(Settings):
     dropout: float = Field(0.1, ge=0, lt=1)
     """Share of the values before each hidden layer that are dropped in training; VGG11 is often trained with 0.5."""
     map_dropout: float = Field(0.05, ge=0, lt=1)
-    """Share of the maps that are dropped as a whole behind the second block."""
+    """Share of VGG9's maps that are dropped as a whole behind its second block."""
 
 
 class VGG(Staged):
@@ -42,7 +42,8 @@ class VGG(Staged):
         blocks = BLOCKS[depth]
         ends = [image.channels, *(block[-1] for block in blocks)]
         self.blocks = nn.ModuleList(_block(inputs, block) for inputs, block in zip(ends, blocks, strict=False))
-        self.blocks[1].append(nn.Dropout2d(settings.map_dropout))  # type: ignore[operator]
+        if depth == 9:
+            self.blocks[1].append(nn.Dropout2d(settings.map_dropout))  # type: ignore[operator]
         sides = (_pooled(depth, side) for side in image[1:])
         values = ends[-1] * next(sides) * next(sides)
         self.hidden = nn.Sequential(

@@ -1,0 +1,399 @@
+"""FedImpro: statistics of features, what is drawn from them, who learns from it, and FedAvg where nothing is drawn."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from motley.aggregate.merge import Update
+from motley.analysis.gradients import gradient_variance
+from motley.config import load_config, read_resolved
+from motley.engine.base import Job
+from motley.engine.learner import Learner
+from motley.errors import MotleyError
+from motley.federation import Federation, Server
+from motley.methods.class_statistics import balanced, draw, moments, pooled, repeated
+from motley.methods.fedimpro import OWN, FedImproSettings
+from motley.models.stages import chain_of, owned, run
+from motley.splits.part import State
+from tests.conftest import refused, tiny_config, written
+
+PLAIN = (
+    "training.batch_size=16",
+    "training.epochs=0.3",
+    "training.rounds=9",
+    "evaluation.every=9",
+    "server.average=0",
+    "split.normalization_statistics=shared",
+)
+SGD = ("training.optimizer={name='sgd', lr=0.05}",)
+MLP = ("model.sizes=['mlp2']", "split.name=homogeneous", "model.mlp.hidden=6", *SGD)
+LAST = ("method.beta_m=0", "method.beta_g=0")
+
+
+def federation_of(*overrides: str, name: str = "fedimpro") -> Federation:
+    return Federation(tiny_config(*PLAIN, f"method.name={name}", *overrides))
+
+
+def after(rounds: int, *overrides: str, name: str = "fedimpro") -> tuple[Federation, Server]:
+    federation = federation_of(*overrides, name=name)
+    server = federation.start()
+    for _ in range(rounds):
+        server, record = federation.play(server)
+        assert not record.refused
+    return federation, server
+
+
+def same_bits(one: State, other: State) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def seated(federation: Federation, job: Job) -> Learner:
+    clients = federation.engine.clients  # type: ignore[attr-defined]
+    learner: Learner = clients.learner(job.size)
+    clients.seat(learner, job, clients.plan(job), clients.recall(job))
+    return learner
+
+
+def first_learner(*overrides: str) -> tuple[Federation, Learner]:
+    federation = federation_of(*overrides)
+    return federation, seated(federation, federation.job(federation.start(), 1, 0))
+
+
+def statistics(server: Server) -> tuple[Tensor, Tensor]:
+    (mean,) = [tensor for name, tensor in server.method.items() if name.endswith("/mean")]
+    (spread,) = [tensor for name, tensor in server.method.items() if name.endswith("/spread")]
+    return mean, spread
+
+
+# ---- statistics
+
+
+def test_moments_are_torchs_class_by_class() -> None:
+    features, labels = torch.randn(40, 5, dtype=torch.float64) * 3 + 7, torch.randint(0, 4, (40,))
+    labels[0] = 5
+    labels[labels == 3] = 2
+    found = moments(features, labels, 6)
+    for label in range(6):
+        own = features[labels == label]
+        assert found.counts[label] == len(own)
+        torch.testing.assert_close(found.mean[label], own.mean(0) if len(own) else torch.zeros(5).double())
+        torch.testing.assert_close(found.variance[label], own.var(0) if len(own) > 1 else torch.zeros(5).double())
+
+
+def test_pooled_moments_are_those_of_the_concatenated_data() -> None:
+    features, labels = torch.randn(60, 5, dtype=torch.float64) + 4, torch.randint(0, 4, (60,))
+    labels[:20] = labels[:20].clamp_max(1)
+    ends = [0, 20, 21, 33, 60]
+    parts = [moments(features[a:b], labels[a:b], 4) for a, b in pairwise(ends)]
+    for found, expected in zip(pooled(parts), moments(features, labels, 4), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("spread", ["variance", "deviation"])
+def test_a_rounds_statistics_equal_those_of_the_clients_data_together(spread: str) -> None:
+    """One batch of all its data a client, and merging by counts: features are those of the received low level."""
+    whole = ("training.steps=1", "training.batch_size=1437", "method.merge=counts", f"method.spread={spread}")
+    federation, server = after(1, *MLP, *LAST, *whole)
+    start = federation.start()
+    model = federation.split.build("mlp2")
+    model.load_state_dict(start.state)
+    rows = torch.cat([torch.from_numpy(federation.partition.of(client)) for client in federation.sample(1)])
+    images, labels = federation.engine.clients.data.batch(rows)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        expected = moments(run(chain_of(model)[:1], images), labels, 10)
+    mean, held = statistics(server)
+    seen = expected.counts > 0
+    torch.testing.assert_close(mean[seen], expected.mean[seen], rtol=1e-4, atol=1e-5)
+    variance = held if spread == "variance" else held.square()
+    torch.testing.assert_close(variance[seen], expected.variance[seen], rtol=1e-3, atol=1e-5)
+
+
+def test_classes_that_nobody_had_keep_their_statistics() -> None:
+    federation, server = after(1, *MLP, *LAST, "method.merge=counts", "training.steps=1", "training.batch_size=4")
+    before, now = statistics(federation.start()), statistics(server)
+    kept = [bool(torch.equal(one, other)) for one, other in zip(before[0], now[0], strict=True)]
+    rows = [federation.engine.clients.plan(federation.job(server, 1, c)).rows[0] for c in federation.sample(1)]  # type: ignore[attr-defined]
+    labels = set(torch.from_numpy(federation.dataset.train.labels)[torch.cat(rows)].tolist())
+    assert kept == [label not in labels for label in range(10)] and any(kept) and not all(kept)
+
+
+def observe(federation: Federation, learner: Learner, features: list[list[float]], labels: list[int]) -> None:
+    federation.method._observe(learner, torch.tensor(features), torch.tensor(labels))  # type: ignore[attr-defined]
+
+
+def test_equation_6_by_hand() -> None:
+    federation, learner = first_learner(*MLP, "model.mlp.hidden=1", "method.beta_m=0.75")
+    mean, spread = learner.notes[f"{OWN}mean"], learner.notes[f"{OWN}spread"]
+    start = mean.clone()
+    assert float(start.min()) >= 0 and float(start.max()) < 1
+    assert spread.flatten().tolist() == pytest.approx([0.01] * 10)
+    observe(federation, learner, [[1.0], [3.0], [5.0]], [2, 2, 4])
+    assert float(mean[2]) == pytest.approx(0.75 * float(start[2]) + 0.25 * 2)
+    assert float(spread[2]) == pytest.approx(0.75 * 0.01 + 0.25 * 2)
+    assert float(mean[4]) == pytest.approx(0.75 * float(start[4]) + 0.25 * 5)
+    assert float(spread[4]) == pytest.approx(0.01), "one example has no deviation"
+    others = [label for label in range(10) if label not in (2, 4)]
+    assert torch.equal(mean[others], start[others])
+    observe(federation, learner, [[7.0]], [2])
+    assert float(mean[2]) == pytest.approx(0.75 * (0.75 * float(start[2]) + 0.5) + 0.25 * 7)
+    assert learner.notes[f"{OWN}counts"].tolist() == [0, 0, 3, 0, 1, 0, 0, 0, 0, 0]
+    assert torch.equal(learner.message[f"{OWN}mean"], start), "what was received stays to be drawn from"
+
+
+def test_without_momentum_statistics_are_the_last_batchs_and_deviations_are_capped() -> None:
+    federation, learner = first_learner(*MLP, "model.mlp.hidden=1", "method.preset=official")
+    observe(federation, learner, [[1.0], [3.0]], [2, 2])
+    observe(federation, learner, [[5.0], [5.04]], [2, 2])
+    assert float(learner.notes[f"{OWN}mean"][2]) == pytest.approx(5.02)
+    assert float(learner.notes[f"{OWN}spread"][2]) == pytest.approx(0.04 / 2**0.5, rel=1e-3)
+    observe(federation, learner, [[1.0], [3.0]], [2, 2])
+    assert float(learner.notes[f"{OWN}spread"][2]) == pytest.approx(0.1)
+
+
+def test_equation_7_by_hand() -> None:
+    federation = federation_of(*MLP, "model.mlp.hidden=1", "method.beta_g=0.75")
+    server = federation.start()
+    before, _ = statistics(server)
+
+    def sent(value: float) -> State:
+        return {f"{OWN}mean": torch.full((10, 1), value), f"{OWN}spread": torch.full((10, 1), value / 10)}
+
+    updates = [Update(c, {}, {}, size="mlp2", message=sent(v)) for c, v in ((0, 2.0), (3, 6.0))]
+    after_round = federation.method.learn(server.method, server.state, updates)
+    mean, spread = (after_round[name] for name in server.method)
+    torch.testing.assert_close(mean, 0.75 * before + 0.25 * 4)
+    torch.testing.assert_close(spread, torch.full((10, 1), 0.75 * 0.01 + 0.25 * 0.4))
+
+
+@pytest.mark.parametrize("degree", [0.3, 2.0])
+def test_noise_on_what_is_sent_has_the_scale_asked_for(degree: float) -> None:
+    federation, learner = first_learner(*MLP, "model.mlp.hidden=400", f"method.noise={degree}")
+    torch.manual_seed(0)
+    for name, tensor in federation.method.reply(learner).items():
+        noise = tensor - learner.notes[name]
+        assert float(noise.std()) == pytest.approx(degree, rel=0.05) and abs(float(noise.mean())) < 0.1 * degree
+
+
+# ---- what is drawn
+
+
+def test_drawn_features_follow_their_class() -> None:
+    torch.manual_seed(0)
+    mean, deviation = torch.tensor([[0.0, 5.0], [-3.0, 2.0]]), torch.tensor([[1.0, 0.5], [0.0, 2.0]])
+    labels = torch.tensor([0, 1]).repeat(20_000)
+    drawn = draw(mean, deviation, labels)
+    for label in (0, 1):
+        own = drawn[labels == label]
+        torch.testing.assert_close(own.mean(0), mean[label], rtol=0, atol=0.05)
+        torch.testing.assert_close(own.std(0), deviation[label], rtol=0.02, atol=1e-6)
+
+
+def test_labels_are_as_asked() -> None:
+    labels = torch.tensor([3, 3, 7, 1])
+    assert repeated(labels, 4).tolist() == [3, 3, 7, 1]
+    assert repeated(labels, 6).tolist() == [3, 3, 7, 1, 3, 3] and repeated(labels, 2).tolist() == [3, 3]
+    assert balanced(torch.zeros(128), 10, 128).bincount().tolist() == [13] * 10, "130 for a batch of 128"
+    assert balanced(torch.zeros(128), 100, 128).bincount().tolist() == [2] * 100
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ((), [5, 5, 2]),
+        (("method.ratio=2",), [5, 5, 2, 5, 5, 2]),
+        (("method.ratio=0.3",), [5]),
+        (("method.labels=balanced",), list(range(10))),
+        (("method.labels=balanced", "method.ratio=4"), [*range(10), *range(10)]),
+    ],
+)
+def test_as_many_features_are_drawn_as_asked(settings: tuple[str, ...], expected: list[int]) -> None:
+    federation = federation_of(*MLP, *settings)
+    labels = torch.tensor([5, 5, 2])
+    assert federation.method._drawn_labels(labels).tolist() == expected  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("source", ["received", "own"])
+def test_where_features_are_drawn_from(source: str) -> None:
+    federation, learner = first_learner(*MLP, f"method.source={source}")
+    for held, value in ((learner.message, 1.0), (learner.notes, 2.0)):
+        held[f"{OWN}mean"].fill_(value)
+        held[f"{OWN}spread"].zero_()
+    drawn = federation.method._drawn(learner, torch.tensor([1, 2]), torch.zeros(2, 6))  # type: ignore[attr-defined]
+    assert drawn.unique().tolist() == [1.0 if source == "received" else 2.0]
+
+
+def test_a_variance_that_noise_made_negative_is_none() -> None:
+    federation, learner = first_learner(*MLP)
+    learner.message[f"{OWN}spread"].fill_(-4.0)
+    drawn = federation.method._drawn(learner, torch.tensor([1]), torch.zeros(1, 6))  # type: ignore[attr-defined]
+    assert torch.equal(drawn[0], learner.message[f"{OWN}mean"][1])
+
+
+# ---- who learns from it
+
+
+def gradients(federation: Federation, learner: Learner, images: Tensor, labels: Tensor) -> State:
+    learner.backward(federation.method.loss(learner, images, labels))
+    return {name: p.grad.clone() for name, p in learner.parameters.items() if p.grad is not None}
+
+
+@pytest.mark.parametrize("sizes", ["['mlp3']", "['resnet10']"])
+def test_the_low_level_gets_no_gradient_from_drawn_features(sizes: str) -> None:
+    found = []
+    separate = "method.normalization=separate"
+    for weight in (0, 5):
+        federation, learner = first_learner(f"model.sizes={sizes}", *SGD, separate, f"method.weight={weight}")
+        images = learner.first_images(16)
+        found.append(gradients(federation, learner, images, torch.arange(16) % 10))
+    low, high = federation.method._levels.of(chain_of(learner.model), learner.job.size)  # type: ignore[attr-defined, union-attr]
+    assert len(owned(learner.model, low)) > 1 and len(owned(learner.model, high)) > 1
+    for name in owned(learner.model, low):
+        torch.testing.assert_close(found[0][name], found[1][name], rtol=1e-4, atol=1e-6)
+    for name in owned(learner.model, high):
+        assert not torch.allclose(found[0][name], found[1][name], rtol=1e-2, atol=1e-6), name
+
+
+def test_theorem_4_2s_factor() -> None:
+    """Features drawn alike by all clients shrink the high level's gradient variance by N^2 / (N + N')^2.
+
+    Class means without deviation: what is drawn is the same everywhere, and each mean over real and drawn features is
+    taken exactly. The low level's variance shrinks by nothing but the mean's own division, which is taken out.
+    """
+    clients = {}
+    for ratio in (0, 1, 3):
+        settings = ["method.labels=balanced", "method.average=true", f"method.weight={ratio}", "method.ratio=1"]
+        federation, learner = first_learner(*MLP, *settings)
+        learner.message[f"{OWN}spread"].zero_()
+        found = []
+        for client in range(4):
+            rows = torch.from_numpy(federation.partition.of(client))
+            images, labels = federation.engine.clients.data.batch(rows)  # type: ignore[attr-defined]
+            found.append(gradients(federation, learner, images, labels))
+        clients[ratio] = gradient_variance(found, high=owned(learner.model, chain_of(learner.model)[1:]))
+    for ratio in (1, 3):
+        factor = 1 / (1 + ratio) ** 2
+        assert clients[ratio].high == pytest.approx(factor * clients[0].high, rel=1e-4)
+        assert clients[ratio].low == pytest.approx(factor * clients[0].low, rel=1e-4)
+    assert clients[0].high > 1e-3
+
+
+@pytest.mark.parametrize("way", ["joint", "separate"])
+def test_whose_features_move_running_statistics(way: str) -> None:
+    _, plain = after(1, *SGD, "training.steps=1", name="fedavg")
+    _, other = after(1, *SGD, "training.steps=1", f"method.normalization={way}")
+    low = [name for name in plain.state if "running_mean" in name and name.startswith(("bn1", "layer1", "layer2"))]
+    high = [name for name in plain.state if "running_mean" in name and name.startswith(("layer3", "layer4"))]
+    assert low and high
+    assert all(torch.equal(plain.state[name], other.state[name]) for name in low)
+    moved = [not torch.equal(plain.state[name], other.state[name]) for name in high]
+    assert all(moved) if way == "joint" else not any(moved)
+
+
+# ---- FedAvg, and others, where nothing is drawn
+
+
+@pytest.mark.parametrize("optimizer", [(), SGD], ids=["adam", "sgd"])
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    {
+        "fedimpro": "fedavg",
+        "fedimpro-prox": "fedprox",
+        "fedimpro-scaffold": "scaffold",
+        "fedimpro-nova": "fednova",
+        "fedimpro-dyn": "feddyn",
+    }.items(),
+)
+def test_weight_zero_is_the_method_below_bit_for_bit(name: str, plain: str, optimizer: tuple[str, ...]) -> None:
+    _, expected = after(2, *optimizer, name=plain)
+    _, found = after(2, *optimizer, "method.weight=0", name=name)
+    assert same_bits(found.state, expected.state)
+    assert same_bits({n: t for n, t in found.method.items() if not n.startswith(OWN)}, expected.method)
+    assert any(n.startswith(OWN) for n in found.method)
+
+
+def test_a_loss_by_hand() -> None:
+    federation, learner = first_learner(*MLP, "method.weight=0.5", "method.average=true")
+    learner.message[f"{OWN}spread"].zero_()
+    images, labels = learner.first_images(4), torch.tensor([1, 1, 4, 0])
+    model: Any = learner.model
+    real = nn.functional.cross_entropy(model(images), labels)
+    drawn = nn.functional.cross_entropy(model.head(model.chain[1].run(learner.message[f"{OWN}mean"][labels])), labels)
+    loss = federation.method.loss(learner, images, labels)
+    assert loss.item() == pytest.approx((real.item() + 0.5 * drawn.item()) / 1.5, rel=1e-5)
+
+
+def test_the_weight_grows_with_the_epochs_as_released() -> None:
+    official = FedImproSettings(preset="official")
+    assert [official.weight_at(epoch) for epoch in (0, 250, 500, 1000)] == [0, 0.5, 1, 2]
+    capped = FedImproSettings(preset="official", weight_max=1.0)
+    assert [capped.weight_at(epoch) for epoch in (250, 1000)] == [0.5, 1]
+    assert FedImproSettings(weight=0.3).weight_at(700) == 0.3
+    federation = federation_of(*MLP, "method.preset=official", "training.epochs=5")
+    learner = seated(federation, federation.job(federation.start(), 51, 0))
+    assert float(learner.notes[f"{OWN}weight"]) == pytest.approx(50 * 5 / 500)
+
+
+# ---- where models are cut, and who shares statistics
+
+
+def test_sizes_with_features_of_one_shape_share_statistics() -> None:
+    federation = federation_of()
+    assert list(federation.start().method) == [f"{OWN}layer2-8x4x4/mean", f"{OWN}layer2-8x4x4/spread"]
+    apart = federation_of("method.share=size")
+    assert {name.split("/")[1] for name in apart.start().method} == {"resnet10", "resnet14", "resnet18"}
+
+
+def test_families_have_statistics_of_their_own() -> None:
+    sizes = "model.sizes=['mlp2','cnn','vgg9']"
+    federation, server = after(2, sizes, "split.name=grouped", *SGD, "training.steps=1")
+    assert {name.split("/")[1] for name in server.method} == {"layer0-64", "conv2-64x2x2", "block2-128x2x2"}
+    moved = [not torch.equal(t, federation.start().method[n]) for n, t in server.method.items()]
+    assert all(moved)
+
+
+@pytest.mark.parametrize(
+    ("size", "cut", "length"),
+    [
+        ("resnet18", "layer1", 64 * 32 * 32),
+        ("resnet18", "", 128 * 16 * 16),
+        ("resnet18", "layer3", 256 * 8 * 8),
+        ("resnet18", "pool", 512),
+        ("resnet50", "layer2", 512 * 16 * 16),
+        ("vgg11", "block5", 512),
+    ],
+)
+def test_cuts_have_the_lengths_of_the_released_code(size: str, cut: str, length: int) -> None:
+    stem = ("model.resnet={stem='cifar', width=1.0}", "data.transform.resize=32", "split.name=homogeneous")
+    federation = federation_of(f"model.sizes=['{size}']", *stem, f"method.cut={cut}")
+    assert federation.method._levels.shapes[size].numel() == length  # type: ignore[attr-defined]
+
+
+def test_a_stage_that_a_size_does_not_have_is_refused_with_those_it_has() -> None:
+    with pytest.raises(MotleyError, match=r"method\.cut = 'layer9': model 'resnet10': unknown stage .*layer1, layer2"):
+        federation_of("method.cut=layer9")
+    with pytest.raises(MotleyError, match=r"'head'"):
+        federation_of("method.cut=head")
+
+
+# ---- presets
+
+
+def test_presets_fix_every_difference_and_a_field_can_differ_from_them(tmp_path: Any) -> None:
+    official = load_config(preset="fedimpro-cifar10").method
+    assert isinstance(official, FedImproSettings)
+    assert (official.beta_m, official.beta_g, official.spread, official.deviation_max) == (0, 0, "deviation", 0.1)
+    assert (official.labels, official.source, official.ramp, official.weight_max) == ("balanced", "own", 500, "off")
+    paper = load_config(preset="fedimpro-cifar10", overrides=["method.preset=paper"]).method
+    assert paper == FedImproSettings()
+    assert (paper.labels, paper.source, paper.ramp, paper.spread) == ("batch", "received", 0, "variance")
+    saved = written(tmp_path, load_config(preset="fedimpro-cifar10", overrides=["method.ratio=2"]).to_toml())
+    assert read_resolved(saved).method == FedImproSettings(preset="official", ratio=2)
+    assert load_config(saved, overrides=["method.preset=paper"]).method == FedImproSettings()
+    again = load_config(saved, overrides=["method.preset=official", "method.cut=layer1"]).method
+    assert again == FedImproSettings(preset="official", ratio=2, cut="layer1")
+    assert "method.deviation_max = -1" in refused("method.name=fedimpro", "method.deviation_max=-1")
