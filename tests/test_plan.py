@@ -86,6 +86,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 
 
+@pytest.mark.slow  # a process's peak begins with that of the one that started it: only alone is it its own
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("size", ["resnet18-w1", "resnet18-w0.5", "resnet18-w0.25"])
 def test_memory_is_within_15_percent_of_what_a_process_takes(size: str) -> None:

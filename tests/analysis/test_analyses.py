@@ -91,6 +91,7 @@ def test_memory_that_is_gone_is_begun_anew(tmp_path: Path) -> None:
 def test_distance_to_the_mean_by_hand() -> None:
     clients = [{"a": torch.tensor([0.0, 0.0]), "b": torch.zeros(1)}, {"a": torch.tensor([6.0, 8.0])}]
     assert distance_to_mean(clients) == {"a": 5.0}
+    assert distance_to_mean([*clients, {"b": torch.tensor([2.0])}]) == {"a": 5.0, "b": 1.0}
 
 
 def test_quantiles_by_hand() -> None:

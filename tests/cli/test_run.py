@@ -161,7 +161,7 @@ def test_a_message_is_not_broken_into_lines(motley: Command) -> None:
 
 def test_an_option_that_is_none_is_refused(motley: Command) -> None:
     code, out, err = motley("run", "--rounds", "3")
-    assert (code, out) == (2, "") and "No such option: --rounds" in err
+    assert (code, out) == (2, "") and "No such option" in err and "--rounds" in err
 
 
 def test_the_version_is_printed(motley: Command) -> None:

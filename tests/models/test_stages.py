@@ -33,7 +33,8 @@ def build(size: str) -> Any:
 
 
 def test_every_family_has_a_chain() -> None:
-    assert {MODELS[size].family for size in CHAINS} == {entry.item.family for entry in MODELS}
+    whole = {"preact"}  # the network of HeteroFL's authors, which no method cuts
+    assert {MODELS[size].family for size in CHAINS} == {entry.item.family for entry in MODELS} - whole
 
 
 @pytest.mark.parametrize(("size", "names"), CHAINS.items())

@@ -16,12 +16,13 @@ from motley.analysis.replay import next_round, opened
 
 
 def distance_to_mean(clients: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """Return for every tensor that all clients hold the mean over clients of |mean - theta_i|."""
-    shared = [name for name in clients[0] if all(name in one for one in clients)]
+    """Return for every tensor that two clients or more hold the mean over its holders of |mean - theta_i|."""
     found = {}
-    for name in shared:
-        stacked = torch.stack([one[name].double().flatten() for one in clients])
-        found[name] = float((stacked - stacked.mean(0)).norm(dim=1).mean())
+    for name in dict.fromkeys(name for one in clients for name in one):
+        held = [one[name].double().flatten() for one in clients if name in one]
+        if len(held) > 1:
+            stacked = torch.stack(held)
+            found[name] = float((stacked - stacked.mean(0)).norm(dim=1).mean())
     return found
 
 
@@ -51,7 +52,7 @@ def _draw(rows: list[tuple[Any, ...]]) -> Figure:
         over_rounds.plot(rounds, totals, marker="o", label=run)
         newest = [row for row in own if row[1] == rounds[-1] and row[2].endswith("weight")]
         a_layer.plot([row[2].removesuffix(".weight") for row in newest], [row[3] for row in newest], ".-", label=run)
-    over_rounds.set(title="all shared layers", xlabel="round", ylabel="mean distance to the mean")
+    over_rounds.set(title="all layers", xlabel="round", ylabel="mean distance to the mean")
     a_layer.set(title="a layer, newest checkpoint")
     a_layer.tick_params(axis="x", rotation=90, labelsize=6)
     over_rounds.legend()
