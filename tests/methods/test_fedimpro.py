@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from motley.aggregate.merge import Update
+from motley.analysis.gradient_variance import gradient_variance
 from motley.config import load_config, read_resolved
 from motley.engine.base import Job
 from motley.engine.learner import Learner
 from motley.errors import MotleyError
 from motley.federation import Federation, Server
-from motley.measures.gradients import gradient_variance
 from motley.methods.class_statistics import balanced, draw, moments, pooled, repeated
 from motley.methods.fedimpro import OWN, FedImproSettings
 from motley.models.stages import chain_of, owned, run

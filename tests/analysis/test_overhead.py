@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 
+from motley.analysis.client_overhead import overhead
 from motley.config import load_config
 from motley.data import Dataset
 from motley.data.dataset import Examples
 from motley.federation import Federation
-from motley.measures.overhead import overhead
 from tests.conftest import tiny_config
 
 

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
+from motley.analysis.gradient_variance import gradient_variance
+from motley.analysis.wasserstein import conditional_wasserstein, sliced_wasserstein
+from motley.analysis.weight_divergence import layer_divergence, weight_divergence
 from motley.errors import MotleyError
-from motley.measures.divergence import layer_divergence, weight_divergence
-from motley.measures.gradients import gradient_variance
-from motley.measures.wasserstein import conditional_wasserstein, sliced_wasserstein
 
 # ---- weights
 
