@@ -34,6 +34,8 @@ FAMILIES = {
     "vit": VIT,
     "mlp": ("model.sizes=['mlp1','mlp2','mlp3']",),
     "cnn": ("model.sizes=['cnn']", "split.name=homogeneous"),
+    "vgg": ("model.sizes=['vgg9']", "split.name=homogeneous", "data.transform.resize=16"),
+    "preact": ("model.sizes=['heterofl-resnet18']", "split.name=width", "split.rates=[0.125,0.0625]"),
 }
 
 
@@ -68,6 +70,36 @@ def test_slots_agree_with_debug(method: str, model: tuple[str, ...]) -> None:
     fast, fast_loss = after(3, "engine.slots=3", "engine.fused=false", f"method.name={method}", *sgd, *model)
     assert fast_loss == pytest.approx(plain_loss, rel=1e-4)
     assert distance(fast.state, plain.state) < 1e-5
+
+
+WIDTHS = ("split.rates=[1,0.5,0.25]", "model.sizes=['resnet14']")
+EXITS = ("split.cuts=[2,3,6]", "split.rates=[0.5,0.75,1]", "model.sizes=['resnet14']")
+WITH_MORE: dict[str, tuple[str, ...]] = {
+    "fedin": ("method.noise=0.5",),
+    "fedin-exact": ("method.name=fedin", "method.combine=exact", "method.samples=2", "method.noise=0.5"),
+    "fedimpro": ("method.preset=official",),
+    "fedimpro-scaffold": (),
+    "HeteroFL": WIDTHS,
+    "FedRolex": (*WIDTHS, "split.normalization_statistics=batch"),
+    "FederatedDropout": WIDTHS,
+    "FjORD": WIDTHS,
+    "ScaleFL": (*EXITS, "split.normalization_statistics=batch", "method.begin=0"),
+    "DepthFL": (*EXITS, "method.ramp=2"),
+    "InclusiveFL": (),
+}
+"""Methods with features, exits or a split of their own."""
+
+
+@pytest.mark.parametrize("inco", [(), ("method.inco.preset=official",)], ids=["plain", "inco"])
+@pytest.mark.parametrize("case", WITH_MORE)
+def test_slots_agree_with_debug_for_methods_with_more(case: str, inco: tuple[str, ...]) -> None:
+    sgd = ("training.optimizer.name=sgd", "training.optimizer.lr=0.001", "training.batch_size=16", "training.steps=5")
+    settings = (*sgd, f"method.name={case}", *WITH_MORE[case], *inco)
+    plain, plain_loss = after(3, "engine.name=debug", *settings)
+    fast, fast_loss = after(3, "engine.slots=3", "engine.fused=false", *settings)
+    assert fast_loss == pytest.approx(plain_loss, rel=1e-4)
+    assert distance(fast.state, plain.state) < 1e-5
+    torch.testing.assert_close(fast.method, plain.method, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("steps", [1, 10, 20])
