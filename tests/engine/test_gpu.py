@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +16,8 @@ from motley.data.device import DRAWS, DeviceData
 from motley.data.transforms import TransformSettings
 from motley.engine.device import set_precision
 from motley.engine.timeline import Timeline
-from motley.engine.training import OptimizerSettings
+from motley.engine.training import OptimizerSettings, reset
+from motley.engine.weights import Weights, working_type
 from motley.federation import Federation, Server
 from motley.kernels import AVAILABLE
 from motley.models.layers import BatchNorm, Convolution, MaxPool, Stem, second_use, use_fused
@@ -254,27 +255,66 @@ def test_the_first_convolution_equals_torchs(shape: tuple[int, ...], dtype: torc
         assert float((mine.float() - theirs.float()).norm() / theirs.float().norm()) < limit
 
 
-@pytest.mark.parametrize("name", ["adam", "adamw"])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_fused_adam_equals_torchs(name: Literal["adam", "adamw"], weight_decay: float) -> None:
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("gathered", [False, True], ids=["lying", "gathered"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        OptimizerSettings(name="adam", lr=1e-2, weight_decay=0.1),
+        OptimizerSettings(name="adamw", lr=1e-2, weight_decay=0.1),
+        OptimizerSettings(name="sgd", lr=1e-2),
+        OptimizerSettings(name="sgd", lr=1e-2, momentum=0.9, weight_decay=0.1),
+    ],
+    ids=["adam", "adamw", "sgd", "momentum"],
+)
+def test_fused_optimizers_equal_torchs(
+    settings: OptimizerSettings, precision: str, gathered: bool, captured: bool
+) -> None:
+    """With gradients where backward leaves them, or gathered in single precision."""
     torch.manual_seed(0)
-    shapes = [(64, 33, 3, 3), (10, 512), (10,), (), (9001,)]
-    mine = [torch.randn(shape, device="cuda").requires_grad_() for shape in shapes]
-    theirs = [tensor.detach().clone().requires_grad_() for tensor in mine]
-    settings = OptimizerSettings(name=name, lr=1e-2, weight_decay=weight_decay)
-    copies = [tensor.detach().bfloat16() if tensor.dim() != 1 else None for tensor in mine]
+    layers = nn.Conv2d(33, 64, 3), nn.BatchNorm2d(64), nn.Conv2d(64, 71, 1), nn.Flatten(), nn.Linear(71 * 36, 10)
+    model = nn.Sequential(*layers).cuda().to(memory_format=torch.channels_last)
+    theirs = list(deepcopy(model).parameters())
+    weights = Weights(model, precision)
+    mine = list(weights.masters.values())
     plain = settings.build(theirs, torch.device("cuda"))
-    fused = settings.build(mine, torch.device("cuda"), True, copies)
-    assert type(fused) is not type(plain)
-    for _ in range(20):
-        for one, other in zip(mine, theirs, strict=True):
-            one.grad = torch.randn_like(one)
-            other.grad = one.grad.clone()
+    fused: Any = settings.build(mine, torch.device("cuda"), True, weights)
+    images = torch.randn(8, 33, 8, 8, device="cuda", dtype=working_type(precision))
+
+    def step() -> list[torch.Tensor]:
+        weights.backward(model(images).float().square().mean())
+        seen = [(gradient * weights.factor).float() for gradient in weights.lying if gradient is not None]
+        if gathered:
+            weights.gather()
         fused.step()
-        plain.step()
-    for one, other, copy in zip(mine, theirs, copies, strict=True):
+        return seen
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        before = [tensor.detach().clone() for tensor in mine]
+        step()  # warms up
+        with torch.no_grad():
+            torch._foreach_copy_(mine, before)
+        reset(fused, settings.lr)
+        weights.publish()
+        graph = torch.cuda.CUDAGraph()
+        if captured:
+            with torch.cuda.graph(graph, stream=stream):
+                seen = step()
+            fused.settle()
+        for _ in range(5):
+            if captured:
+                graph.replay()
+            else:
+                seen = step()
+            for tensor, gradient in zip(theirs, seen, strict=True):
+                tensor.grad = gradient.clone()
+            plain.step()
+    torch.cuda.synchronize()
+    for one, other, copy in zip(mine, theirs, weights.copies, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-        assert copy is None or torch.equal(copy, one.detach().bfloat16())
+        assert copy is None or torch.equal(copy, one.detach().to(copy.dtype))
 
 
 @pytest.mark.parametrize("shape", [(64, 64, 16, 16), (7, 70, 9, 11)])

@@ -31,6 +31,7 @@ def train(model: nn.Module, weights: Weights, steps: int) -> State:
         images = torch.randn(8, *IMAGE, generator=numbers)
         labels = torch.randint(0, 10, (8,), generator=numbers)
         weights.backward(nn.functional.cross_entropy(model(images.to(dtype)).float(), labels))
+        weights.gather()
         for master in weights.masters.values():
             assert master.grad is not None
             master.grad.add_(master.detach(), alpha=0.1)

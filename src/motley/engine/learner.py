@@ -102,9 +102,9 @@ class Learner:
         self.memory: State = {}
         self.notes: State = {}
         """What a method keeps for the length of a turn; see `note`."""
-        self.optimizer = training.optimizer.build(self.parameters.values(), device, self._fused, self.weights.copies)
-        self.publishes = hasattr(self.optimizer, "copies")
-        """Whether the optimiser's step is seen by the model at once, without `publish`."""
+        self.optimizer = training.optimizer.build(self.parameters.values(), device, self._fused, self.weights)
+        self.publishes = self._fused
+        """Whether the optimiser reads gradients where they lie, and its step is seen by the model without `publish`."""
         self._optimizers: dict[tuple[str, ...], torch.optim.Optimizer] = {}
         self.lr: Tensor | float = self.optimizer.param_groups[0]["lr"]
         self.round = torch.zeros((), dtype=torch.long, device=device)
@@ -187,6 +187,12 @@ class Learner:
         images, labels = self.batches.next(length)
         self._loss.add_(self.method.step(self, images, labels).float())
 
+    def settle(self) -> None:
+        """Finish what had to wait for the end of a capture."""
+        for optimizer in (self.optimizer, *self._optimizers.values()):
+            if self._fused:
+                optimizer.settle()  # type: ignore[attr-defined]
+
     def upload(self) -> tuple[State, State, State, Tensor]:
         """Return the change, the method's reply, the new memory, and the summed loss, all on the device."""
         with torch.no_grad():
@@ -214,6 +220,8 @@ class Learner:
         Where the loss reaches some parameters only, those of the others are not to be used.
         """
         self.weights.backward(loss)
+        if not self.publishes:
+            self.weights.gather()
 
     def publish(self) -> None:
         """Let the model compute with `parameters` as they are now: after the last change of a step."""
@@ -221,11 +229,13 @@ class Learner:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """The gradients of this step, in the order of `trained`."""
+        """The gradients of this step, in the order of `trained`, to be changed in place."""
+        self.weights.gather()
         return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
 
     def gradients_of(self, names: Iterable[str]) -> list[Tensor]:
         """Return the gradients of some parameters, to be changed in place."""
+        self.weights.gather()
         return [gradient for name in names if (gradient := self.parameters[name].grad) is not None]
 
     @property
@@ -255,6 +265,7 @@ class Learner:
 
     def optimizer_of(self, names: Iterable[str]) -> torch.optim.Optimizer:
         """Return an optimiser of its own for some parameters, for a step apart from the others; fresh every turn."""
+        self.weights.gather()
         own = tuple(names)
         if own not in self._optimizers:
             assert self.job is not None
@@ -270,6 +281,7 @@ class Learner:
     def clip_gradient(self) -> None:
         """Bound the norm of the whole gradient, where the run asks for it."""
         if self.training.clip:
+            self.weights.gather()
             nn.utils.clip_grad_norm_(self.parameters.values(), self.training.clip)
 
     def cross_entropy(self, answers: Tensor, labels: Tensor) -> Tensor:

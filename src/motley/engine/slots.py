@@ -134,4 +134,5 @@ class Slot:
         with torch.cuda.graph(graph, pool=self._pool, stream=self.stream):
             for _ in range(steps):
                 self.learner.step(length)
+        self.learner.settle()
         return graph

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from motley.data.device import DRAWS
 from motley.randomness import generator
 from motley.settings import Settings
 from motley.splits.part import by_type
+
+if TYPE_CHECKING:
+    from motley.engine.weights import Weights
 
 Momentum: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
@@ -40,19 +43,21 @@ class OptimizerSettings(Settings):
         parameters: Iterable[Tensor],
         device: torch.device,
         fused: bool = False,
-        copies: Sequence[Tensor | None] = (),
+        weights: Weights | None = None,
     ) -> torch.optim.Optimizer:
         """Return the optimiser; on a GPU one that a graph can capture, with its learning rate on the device.
 
-        A fused Adam also writes the parameters' 16-bit copies.
+        A fused one reads the gradients of the parameters' 16-bit copies, and writes these copies.
         """
         cuda = device.type == "cuda"
         lr: Any = torch.tensor(self.lr, device=device) if cuda else self.lr
-        if fused and self.name != "sgd":
-            from motley.kernels.adam import FusedAdam
+        if fused:
+            from motley.kernels.optimizers import FusedAdam, FusedSGD
 
+            if self.name == "sgd":
+                return FusedSGD(list(parameters), lr, self.momentum, self.weight_decay, weights=weights)
             decoupled = self.name == "adamw"
-            return FusedAdam(list(parameters), lr, self.betas, self.weight_decay, decoupled=decoupled, copies=copies)
+            return FusedAdam(list(parameters), lr, self.betas, self.weight_decay, decoupled=decoupled, weights=weights)
         shared = {"lr": lr, "weight_decay": self.weight_decay, "fused": True}
         if self.name == "sgd":
             return torch.optim.SGD(parameters, momentum=self.momentum, **shared)

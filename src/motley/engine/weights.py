@@ -1,8 +1,10 @@
 """A model's weights as a step sees them: in single precision, or as 16-bit copies of single-precision masters.
 
-In bf16 and fp16 the model computes with low-precision copies of all parameters but those of batch norms. Their
-gradients come back into the masters' in one grouped copy, and the masters go out to the copies in another after the
-step. Casting weights one by one, as autocast does, would cost a small network a quarter of its kernels.
+In bf16 and fp16 the model computes with low-precision copies of all parameters but those of batch norms. An optimiser
+of our own (`kernels/optimizers.py`) reads their gradients where they lie, and writes the copies. For any other, and for
+a method that wants to see gradients, they are gathered into the masters' in one grouped copy, and the masters go out
+to the copies in another after the step. Casting weights one by one, as autocast does, would cost a small network a
+quarter of its kernels.
 """
 
 from __future__ import annotations
@@ -46,29 +48,46 @@ class Weights:
         }
         self.copies: list[Tensor | None] = [copies.get(name) for name in whole]
         """What the model computes with in the place of each master; None where it is the master itself."""
-        self._masters = [self.masters[name] for name in copies]
-        self._copies: list[Tensor] = list(copies.values())
+        self._pairs = [(self.masters[name], copy) for name, copy in copies.items()]
         self._computing: list[Tensor] = list(whole.values())
         self._scale = SCALES.get(precision, 1.0)
-        for master in self._masters:
-            master.grad = torch.zeros_like(master)
+        self.factor = 1.0
+        """What a gradient, as it lies, is to be multiplied with."""
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of the masters."""
+        """Compute gradients and leave them where they come up: see `lying`."""
         for tensor in self._computing:
             tensor.grad = None
         (loss if self._scale == 1 else loss * self._scale).backward()
-        if self._copies:
-            pairs = zip(self._masters, self._copies, strict=True)
-            reached = [(m.grad, c.grad) for m, c in pairs if m.grad is not None and c.grad is not None]
-            rooms, gradients = zip(*reached, strict=True)
+        self.factor = 1 / self._scale
+
+    @property
+    def lying(self) -> list[Tensor | None]:
+        """The gradients as they lie, in the order of `masters`: of copies, or the masters' own once gathered."""
+        pairs = zip(self.masters.values(), self.copies, strict=True)
+        return [copy.grad if copy is not None and copy.grad is not None else master.grad for master, copy in pairs]
+
+    def gather(self) -> None:
+        """Put the gradients, in single precision and without the loss's scale, into the masters."""
+        rooms, gradients = [], []
+        for master, copy in self._pairs:
+            if copy.grad is not None:
+                if master.grad is None:
+                    master.grad = torch.zeros_like(master)
+                rooms.append(master.grad)
+                gradients.append(copy.grad)
+                copy.grad = None
+        if rooms:
             torch._foreach_copy_(rooms, gradients)
-        if self._scale != 1:
-            torch._foreach_mul_([m.grad for m in self.masters.values() if m.grad is not None], 1 / self._scale)
+        if self.factor != 1:
+            own = [master.grad for master in self.masters.values() if master.grad is not None]
+            torch._foreach_mul_(own, self.factor)
+            self.factor = 1.0
 
     def publish(self) -> None:
         """Let the model compute with the masters as they are now."""
-        if not self._copies:
+        if not self._pairs:
             return
         with torch.no_grad():
-            torch._foreach_copy_([copy.detach() for copy in self._copies], self._masters)
+            masters, copies = zip(*self._pairs, strict=True)
+            torch._foreach_copy_([copy.detach() for copy in copies], masters)

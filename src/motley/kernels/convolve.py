@@ -20,17 +20,17 @@ MOST_ROWS, MOST_ROWS_OF_1X1 = 256, 4096
 TILE = {"OUTPUTS": 64, "INPUTS": 32, "ROWS": 64, "num_warps": 4, "num_stages": 4}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows",))
 def _gradient(
     x, dy, dweight, rows, height, width, P, Q, inputs, outputs, ACROSS, TAPS, stride, padding,
-    SPAN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     sides = tl.cdiv(inputs, INPUTS)
     tap = tl.program_id(0) // sides
     c = tl.program_id(0) % sides * INPUTS + tl.arange(0, INPUTS)
     k = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     total = tl.zeros((OUTPUTS, INPUTS), tl.float32)
-    for start in range(0, SPAN, ROWS):
+    for start in range(0, rows, ROWS):
         p = start + tl.arange(0, ROWS)
         i = p // Q % P * stride + tap // ACROSS - padding
         j = p % Q * stride + tap % ACROSS - padding
@@ -60,7 +60,7 @@ class _Convolve(torch.autograd.Function):
         grid = taps * across * triton.cdiv(inputs, TILE["INPUTS"]), triton.cdiv(outputs, TILE["OUTPUTS"])
         _gradient[grid](
             x, dy, dweight, rows, *x.shape[2:], *dy.shape[2:], inputs, outputs, across, taps * across,
-            ctx.stride, ctx.padding, SPAN=rows, **TILE,
+            ctx.stride, ctx.padding, **TILE,
         )  # fmt: skip
         sides = [ctx.stride] * 2, [ctx.padding] * 2, [1, 1]
         dx, _, _ = torch.ops.aten.convolution_backward(

@@ -1,0 +1,258 @@
+"""Adam and SGD in one kernel over all tensors.
+
+torch's grouped optimisers hand out pieces of 65,536 values, too few pieces to fill a large GPU with a small model. Here
+a table on the device says where all pieces lie, so a step is a single launch whose pieces are small. It computes what
+torch.optim's Adam, AdamW and SGD compute. With 16-bit copies of the weights it reads their gradients as backward left
+them, undoes the scale of the loss, and writes the new copies on the way: no value passes through memory twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from motley.engine.weights import Weights
+
+PIECE = 4096
+"""Values that a program steps."""
+FIELDS = 7
+"""Columns of the table: where weight, first and second moment and copy lie; the number of values; where the gradient
+lies, and whether it is one in 16 bits."""
+GRADIENT = FIELDS - 2
+"""The first of the two columns that differ from step to step."""
+NO_COPY = -(2**62)
+
+
+@triton.jit
+def _step(
+    base, shadow, table, lr, counter, programs, factor, log_beta1, log_beta2, rest1, rest2, beta1, beta2, eps, decay,
+    ADAM: tl.constexpr, DECOUPLED: tl.constexpr, MOMENTUM: tl.constexpr, COPIES: tl.constexpr, NONE: tl.constexpr,
+    FIELDS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    row = table + tl.program_id(0) * FIELDS
+    rate = tl.load(lr)
+    size, root = rate, 1.0
+    if ADAM:
+        number = (tl.load(counter) + 1).to(tl.float64)
+        size = rate / (1.0 - tl.exp(number * log_beta1)).to(tl.float32)
+        root = tl.sqrt((1.0 - tl.exp(number * log_beta2)).to(tl.float32))
+    shrink = 1.0 - rate * decay
+    count = tl.load(row + 4)
+    if count == PIECE:
+        _update(
+            base, shadow, row, PIECE, factor, size, shrink, root, rest1, rest2, beta1, beta2, eps, decay,
+            ADAM, DECOUPLED, MOMENTUM, COPIES, NONE, PIECE,
+        )  # fmt: skip
+    else:
+        _update(
+            base, shadow, row, count, factor, size, shrink, root, rest1, rest2, beta1, beta2, eps, decay,
+            ADAM, DECOUPLED, MOMENTUM, COPIES, NONE, PIECE,
+        )  # fmt: skip
+    if tl.atomic_add(counter + 1, 1) == programs - 1:
+        tl.store(counter + 1, 0)
+        tl.store(counter, tl.load(counter) + 1)
+
+
+@triton.jit
+def _update(
+    base, shadow, row, count, factor, size, shrink, root, rest1, rest2, beta1, beta2, eps, decay,
+    ADAM: tl.constexpr, DECOUPLED: tl.constexpr, MOMENTUM: tl.constexpr, COPIES: tl.constexpr, NONE: tl.constexpr,
+    PIECE: tl.constexpr,
+):  # fmt: skip
+    """Step one piece; where `count` is known to be PIECE, the compiler drops the mask and loads widely."""
+    at = tl.arange(0, PIECE)
+    inside = at < count
+    weights = base + tl.multiple_of(tl.load(row), 4) + at
+    w = tl.load(weights, mask=inside, other=0.0)
+    gradient = tl.load(row + 5)
+    if COPIES:
+        if tl.load(row + 6) != 0:
+            g = tl.load(shadow + tl.multiple_of(gradient, 8) + at, mask=inside, other=0.0).to(tl.float32)
+        else:
+            g = tl.load(base + tl.multiple_of(gradient, 4) + at, mask=inside, other=0.0)
+    else:
+        g = tl.load(base + tl.multiple_of(gradient, 4) + at, mask=inside, other=0.0)
+    g *= factor
+    if DECOUPLED:
+        w *= shrink
+    else:
+        g += decay * w
+    firsts = base + tl.multiple_of(tl.load(row + 1), 4) + at
+    if ADAM:
+        seconds = base + tl.multiple_of(tl.load(row + 2), 4) + at
+        m = beta1 * tl.load(firsts, mask=inside, other=0.0) + rest1 * g
+        v = beta2 * tl.load(seconds, mask=inside, other=0.0) + rest2 * g * g
+        tl.store(firsts, m, mask=inside)
+        tl.store(seconds, v, mask=inside)
+        g = m / (tl.sqrt(v) / root + eps)
+    elif MOMENTUM:
+        g += beta1 * tl.load(firsts, mask=inside, other=0.0)
+        tl.store(firsts, g, mask=inside)
+    w -= size * g
+    tl.store(weights, w, mask=inside)
+    if COPIES:
+        copy = tl.load(row + 3)
+        if copy != NONE:
+            tl.store(shadow + tl.multiple_of(copy, 8) + at, w.to(shadow.dtype.element_ty), mask=inside)
+
+
+class Fused(torch.optim.Optimizer):
+    """Steps tensors that stay where they are, with gradients that may lie anywhere.
+
+    Where a captured step finds its gradients is known when the step is captured, but cannot be written to the device
+    before the capture is over: `settle` does that.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], lr: Tensor, moments: int, weight_decay: float, weights: Weights | None
+    ) -> None:
+        super().__init__(tensors, {"lr": lr})
+        self.tensors, self.lr, self.weight_decay, self.weights = list(tensors), lr, weight_decay, weights
+        self.copies = weights.copies if weights is not None else [None] * len(self.tensors)
+        """For each tensor, what is to hold its values in 16 bits."""
+        self._shadow = next((copy.detach() for copy in self.copies if copy is not None), None)
+        self.moments = torch.zeros((moments, sum(_room(tensor) for tensor in self.tensors)), device=lr.device)
+        self.counter = torch.zeros(2, dtype=torch.int32, device=lr.device)
+        """Steps taken; programs of the present step that are done."""
+        if moments:
+            self.state[self.tensors[0]] = {"moments": self.moments, "counter": self.counter}
+        self._base = self.moments if moments else self.tensors[0].detach()
+        """Everything in single precision is found by its distance from here."""
+        self._owner, self._first, self._pieces = self._cut()
+        self._captured: list[tuple[Tensor, Tensor]] = []
+        """Tables of captured steps, on the device and as they are to be."""
+        self._settled = 0
+
+    def launch(self, factors: Sequence[float], **kind: bool) -> None:
+        """Take a step with the gradients as they lie now."""
+        gradients = [_aligned(gradient, tensor) for gradient, tensor in zip(self._given(), self.tensors, strict=True)]
+        table = self._table(gradients)
+        factor = self.weights.factor if self.weights is not None else 1.0
+        _step[(len(table),)](
+            self._base, self._base if self._shadow is None else self._shadow, table, self.lr, self.counter,
+            len(table), factor, *factors, self.weight_decay, **kind,
+            COPIES=self._shadow is not None, NONE=NO_COPY, FIELDS=FIELDS, PIECE=PIECE,
+        )  # fmt: skip
+
+    def settle(self) -> None:
+        """Write the tables of the steps captured since the last call."""
+        for table, rows in self._captured[self._settled :]:
+            table.copy_(rows)
+        self._settled = len(self._captured)
+
+    def _table(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return where everything lies in this step; in a capture, room for it."""
+        half = np.array([gradient.dtype.itemsize == 2 for gradient in gradients])
+        shadow = self._base if self._shadow is None else self._shadow
+        starts = [_distance(g, shadow if g.dtype.itemsize == 2 else self._base) for g in gradients]
+        rows = self._pieces.copy()
+        rows[:, GRADIENT] = np.array(starts)[self._owner] + self._first
+        rows[:, GRADIENT + 1] = half[self._owner]
+        if not (self.lr.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return torch.from_numpy(rows).to(self.lr.device)
+        table = torch.empty(rows.shape, dtype=torch.long, device=self.lr.device)
+        self._captured.append((table, torch.from_numpy(rows)))
+        return table
+
+    def _given(self) -> list[Tensor]:
+        """Return every tensor's gradient, and zeros where it has none."""
+        lying = self.weights.lying if self.weights is not None else [tensor.grad for tensor in self.tensors]
+        return [
+            torch.zeros_like(tensor) if gradient is None else gradient
+            for gradient, tensor in zip(lying, self.tensors, strict=True)
+        ]
+
+    def _cut(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return for every piece its tensor, its first value in it, and its row of the table, without the gradient."""
+        owners, firsts, rows, start = [], [], [], 0
+        size = self.moments.shape[1]
+        for number, (tensor, copy) in enumerate(zip(self.tensors, self.copies, strict=True)):
+            assert copy is None or copy.stride() == tensor.stride()
+            for first in range(0, tensor.numel(), PIECE):
+                to = NO_COPY if copy is None or self._shadow is None else _distance(copy, self._shadow) + first
+                moments = (start + first, size + start + first)
+                count = min(PIECE, tensor.numel() - first)
+                owners.append(number)
+                firsts.append(first)
+                rows.append((_distance(tensor, self._base) + first, *moments, to, count, 0, 0))
+            start += _room(tensor)
+        return np.array(owners), np.array(firsts), np.array(rows, dtype=np.int64)
+
+
+class FusedAdam(Fused):
+    """torch.optim.Adam, or AdamW where weight decay is decoupled."""
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        lr: Tensor,
+        betas: tuple[float, float],
+        weight_decay: float,
+        *,
+        decoupled: bool,
+        weights: Weights | None = None,
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(tensors, lr, 2, weight_decay, weights)
+        self.betas, self.decoupled, self.eps = betas, decoupled, eps
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take a step."""
+        beta1, beta2 = self.betas
+        factors = (_log(beta1), _log(beta2), 1 - beta1, 1 - beta2, beta1, beta2, self.eps)
+        self.launch(factors, ADAM=True, DECOUPLED=self.decoupled, MOMENTUM=False)
+
+
+class FusedSGD(Fused):
+    """torch.optim.SGD."""
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        lr: Tensor,
+        momentum: float,
+        weight_decay: float,
+        *,
+        weights: Weights | None = None,
+    ) -> None:
+        super().__init__(tensors, lr, int(momentum > 0), weight_decay, weights)
+        self.momentum = momentum
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take a step."""
+        factors = (0.0, 0.0, 0.0, 0.0, self.momentum, 0.0, 0.0)
+        self.launch(factors, ADAM=False, DECOUPLED=False, MOMENTUM=self.momentum > 0)
+
+
+def _aligned(gradient: Tensor, tensor: Tensor) -> Tensor:
+    """Return a gradient that lies as its tensor does, from an address that wide loads take."""
+    if gradient.data_ptr() % 16 == 0 and _steps(gradient) == _steps(tensor):
+        return gradient
+    return torch.empty_like(tensor, dtype=gradient.dtype).copy_(gradient)
+
+
+def _steps(tensor: Tensor) -> list[int]:
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
+def _distance(tensor: Tensor, base: Tensor) -> int:
+    return (tensor.data_ptr() - base.data_ptr()) // base.element_size()
+
+
+def _room(tensor: Tensor) -> int:
+    """Return a tensor's values, rounded up so that the next one's moments begin at an aligned address."""
+    return -(-tensor.numel() // 4) * 4
+
+
+def _log(beta: float) -> float:
+    return math.log(max(beta, 1e-30))
