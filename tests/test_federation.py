@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from motley.data import Dataset, Examples
 from motley.engine.base import Done, Engine, Job, Upload
 from motley.errors import MotleyError
-from motley.federation import Federation, assign_sizes, size_in_bytes
+from motley.federation import Federation, Record, Server, assign_sizes, size_in_bytes
 from motley.splits.part import take
 from tests.conftest import tiny_config
 
@@ -70,6 +70,28 @@ def test_a_message_that_is_not_finite_is_refused() -> None:
     after, record = federation.play(federation.start())
     assert record.refused == {2: "it holds a number that is not finite."}
     assert all(tensor.isfinite().all() for tensor in after.method.values())
+
+
+def test_a_merge_queued_before_the_verdict_is_made_again_without_what_was_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU that is still training when its uploads are merged."""
+
+    def played(*bad: int) -> tuple[Server, Record]:
+        federation = Federation(tiny_config("federation.clients_per_round=6", "method.inco.preset=official"))
+        spoil = with_change("fc.bias", torch.full((10,), float("nan")))
+        federation.engine = Tampered(federation.engine, dict.fromkeys(bad, spoil))  # type: ignore[assignment]
+        return federation.play(federation.start())
+
+    for bad in ((), (1, 4)):
+        expected, at_once = played(*bad)
+        with monkeypatch.context() as patched:
+            patched.setattr("motley.engine.device.Later.ready", property(lambda self: False))
+            after, late = played(*bad)
+        assert late.refused.keys() == set(bad) == at_once.refused.keys()
+        assert late.inco == at_once.inco and late.train_loss == at_once.train_loss
+        assert after.remembered == expected.remembered
+        assert all(torch.equal(after.model[name], expected.model[name]) for name in expected.model)
 
 
 def test_a_round_in_which_everybody_is_refused_changes_nothing() -> None:

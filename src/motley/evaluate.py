@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from motley.data.device import DeviceData
-from motley.engine.device import place
+from motley.engine.device import Later, place
 from motley.engine.weights import lower, working_type
 from motley.models.layers import use_fused
 from motley.settings import Settings
@@ -68,27 +68,23 @@ class Evaluator:
 
     def start(self, state: Mapping[str, Tensor]) -> Evaluation:
         """Begin to evaluate every size. On a GPU the host goes on, and the state may be dropped or trained from."""
-        counts = {name: size.start(state) for name, size in self._sizes.items()}
-        return Evaluation(counts, self._seen, [size.stream for size in self._sizes.values() if size.stream])
+        return Evaluation({name: size.start(state) for name, size in self._sizes.items()}, self._seen)
 
 
 class Evaluation:
     """An evaluation that the device may still be at."""
 
-    def __init__(self, counts: dict[str, Tensor], seen: list[int], streams: Sequence[torch.cuda.Stream]) -> None:
+    def __init__(self, counts: dict[str, Later], seen: list[int]) -> None:
         self._counts, self._seen = counts, seen
-        self._ends = [stream.record_event() for stream in streams]
 
     @property
     def ready(self) -> bool:
         """Whether the scores can be read without waiting."""
-        return all(end.query() for end in self._ends)
+        return all(counts.ready for counts in self._counts.values())
 
     def scores(self) -> dict[str, Score]:
         """Return every size's score, once the device is done."""
-        for end in self._ends:
-            end.synchronize()
-        return {size: _score(counts.tolist(), self._seen) for size, counts in self._counts.items()}
+        return {size: _score(counts.read(), self._seen) for size, counts in self._counts.items()}
 
 
 def _score(counts: list[float], seen: list[int]) -> Score:
@@ -135,13 +131,13 @@ class _Size:
         self._counts = torch.zeros(classes + 1, dtype=torch.float64, device=self.device)
         """Right answers a class, and the summed loss."""
 
-    def start(self, state: Mapping[str, Tensor]) -> Tensor:
-        """Evaluate a state without waiting for the device; return the tensor that will hold the counts."""
+    def start(self, state: Mapping[str, Tensor]) -> Later:
+        """Evaluate a state without waiting for the device."""
         own = take(state, self.part)
         if self.stream is None:
             self._copy(own)
             self._count()
-            return self._counts.clone()
+            return Later(self._counts.clone())
         server = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(server)
         with torch.cuda.stream(self.stream):
@@ -154,7 +150,7 @@ class _Size:
                 with torch.cuda.graph(self._graph, stream=self.stream):
                     self._count()
             self._graph.replay()
-            return self._counts.clone()
+            return Later(self._counts)
 
     @torch.no_grad()
     def _copy(self, own: State) -> None:

@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
-from motley.aggregate.admit import finite, misfit
+from motley.aggregate.admit import blemish, misfit
 from motley.aggregate.averaging import average
-from motley.aggregate.inco import inco
+from motley.aggregate.inco import Coefficients, inco
 from motley.aggregate.merge import Merged, Update, apply
 from motley.aggregate.noise import perturbed
 from motley.aggregate.server_optim import optimize
@@ -34,7 +35,7 @@ from motley.data import Dataset, load_dataset
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
 from motley.engine import Clients, DebugEngine, Engine, Failure, Job, LocalEngine, Upload
-from motley.engine.device import choose_devices, on_device, set_precision
+from motley.engine.device import Later, choose_devices, on_device, set_precision
 from motley.engine.memory import MemoryStore
 from motley.errors import MotleyError
 from motley.evaluate import Evaluation, Evaluator, Score
@@ -86,20 +87,30 @@ class Record:
     bytes_down: int = 0
     bytes_up: int = 0
     inco: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Layer -> InCo's coefficients."""
     evaluation: Evaluation | None = None
     """Where the scores will come from, until they are settled."""
+    mixed: tuple[list[str], Later] | None = None
+    """Where InCo's coefficients will come from: layers, and a row for each."""
 
     @property
     def ready(self) -> bool:
         """Whether `settle` would not have to wait."""
-        return self.evaluation is None or self.evaluation.ready
+        return (self.evaluation is None or self.evaluation.ready) and (self.mixed is None or self.mixed[1].ready)
 
     def settle(self) -> None:
-        """Wait for the evaluation, and note its scores."""
+        """Wait for the device, and note what it found."""
         if self.evaluation is not None:
             with self.timed("evaluate"):
                 self.scores = self.evaluation.scores()
             self.evaluation = None
+        if self.mixed is not None:
+            layers, rows = self.mixed
+            self.inco = {
+                layer: dict(zip(Coefficients._fields, row, strict=True))
+                for layer, row in zip(layers, rows.read(), strict=True)
+            }
+            self.mixed = None
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -265,35 +276,53 @@ class Federation:
         return after, record
 
     def advance(self, server: Server, done: Callable[[int], None]) -> tuple[Server, Record]:
-        """Play one round, but do not wait for its evaluation: a GPU may be at it while the next round begins."""
-        record = Record(server.round_number + 1)
-        with record.timed("train"):
-            updates = self.train(server, record, done)
-        with record.timed("merge"):
-            after = self.merge(server, updates, record)
+        """Play one round, but do not wait for its evaluation: a GPU may be at it while the next round begins.
+
+        While too few uploads can be taken, the round is played again, with clients drawn anew.
+        """
+        record, settings = Record(server.round_number + 1), self.config.server
+        for attempt in range(settings.attempts):
+            after = self.attempt(server, record, attempt, done)
+            if after is not None:
+                break
+            record.repeated.append(record.refused)
+        else:
+            raise MotleyError(
+                f"round {record.round_number} was played {settings.attempts} times (server.attempts) and never had "
+                f"{settings.min_share:.0%} of its uploads (server.min_share). The last time: "
+                + " ".join(f"client {client}: {reason}" for client, reason in record.refused.items())
+            )
         after = self.collect(after, record)
         if self.is_evaluated(record.round_number):
             with record.timed("evaluate"):
                 record.evaluation = self.evaluate.start(after.model)
         return after, record
 
-    def train(self, server: Server, record: Record, done: Callable[[int], None]) -> list[Update]:
-        """Return a round's updates. While they are too few, the round is played again, with clients drawn anew."""
-        settings = self.config.server
-        for attempt in range(settings.attempts):
-            jobs = self.jobs(server, record, attempt)
-            record.refused = {}
-            updates = self.admit(jobs, self.engine.train(jobs, done), record)
+    def attempt(self, server: Server, record: Record, number: int, done: Callable[[int], None]) -> Server | None:
+        """Play a round up to its merge; None where too few uploads can be taken.
+
+        While a GPU is still training, nobody knows whether all that it will upload is finite. So the merge is queued
+        behind the training as if it were, and made again without those that turn out not to be.
+        """
+        with record.timed("train"):
+            jobs = self.jobs(server, record, number)
+            fitting = self.fitting(jobs, self.engine.train(jobs, done), record)
+            losses = Later(_stacked([upload.loss for upload in fitting]))
+            blemished = Later(_stacked([blemish(_all_of(upload)) for upload in fitting]))
+        early = None
+        if not blemished.ready:
+            with record.timed("merge"):
+                early = self.merge(server, self.updates(jobs, fitting), record)
+        with record.timed("train"):
+            updates = self.updates(jobs, self.admit(fitting, losses.read(), blemished.read(), record))
             if self.config.engine.name.startswith("flower"):
                 updates = self.usable(server, updates, record)
-            if len(jobs) - len(record.refused) >= settings.min_share * len(jobs):
-                return updates
-            record.repeated.append(record.refused)
-        raise MotleyError(
-            f"round {record.round_number} was played {settings.attempts} times (server.attempts) and never had "
-            f"{settings.min_share:.0%} of its uploads (server.min_share). The last time: "
-            + " ".join(f"client {client}: {reason}" for client, reason in record.refused.items())
-        )
+        if len(jobs) - len(record.refused) < self.config.server.min_share * len(jobs):
+            return None
+        if early is not None and len(updates) == len(fitting):
+            return early
+        with record.timed("merge"):
+            return self.merge(server, updates, record)
 
     def sample(self, round_number: int, attempt: int = 0) -> list[int]:
         """Return the clients of a round, in the order of their ids."""
@@ -316,28 +345,34 @@ class Federation:
         message = self.method.message(server.method, server.state, round_number, client)
         return Job(round_number, client, size, take(server.state, part), message, server.remembered.get(client))
 
-    def admit(self, jobs: Sequence[Job], answers: Sequence[Upload | Failure], record: Record) -> list[Update]:
-        """Return the uploads that fit what was sent out; refuse the others, by name and reason."""
+    def fitting(self, jobs: Sequence[Job], answers: Sequence[Upload | Failure], record: Record) -> list[Upload]:
+        """Return the uploads that have the names and shapes of what was sent out; refuse the others, with a reason."""
         sent = {job.client: job for job in jobs}
-        fitting = []
-        record.refused |= {answer.client: answer.reason for answer in answers if isinstance(answer, Failure)}
+        record.refused = {answer.client: answer.reason for answer in answers if isinstance(answer, Failure)}
         uploads = [answer for answer in answers if isinstance(answer, Upload)]
         for upload in uploads:
             reason = misfit(sent[upload.client].state, upload.change)
             if reason:
                 record.refused[upload.client] = reason
-            else:
-                fitting.append(upload)
-        for upload, good in zip(fitting, finite([_all_of(upload) for upload in fitting]), strict=True):
-            if not good:
-                record.refused[upload.client] = "it holds a number that is not finite."
-        taken = [upload for upload in fitting if upload.client not in record.refused]
         answered = {answer.client for answer in answers}
         record.idle = [job.client for job in jobs if job.client not in answered]
         record.bytes_up += sum(size_in_bytes(upload.change) + size_in_bytes(upload.message) for upload in uploads)
-        if taken:
-            record.train_loss = sum(upload.loss for upload in taken) / len(taken)
-        return [self.update(sent[upload.client], upload) for upload in taken]
+        return [upload for upload in uploads if upload.client not in record.refused]
+
+    def admit(
+        self, fitting: Sequence[Upload], losses: Sequence[float], blemished: Sequence[float], record: Record
+    ) -> list[Upload]:
+        """Return the uploads of which every number is finite; refuse the others."""
+        taken, kept = [], []
+        for upload, loss, bad in zip(fitting, losses, blemished, strict=True):
+            if bad:
+                record.refused[upload.client] = "it holds a number that is not finite."
+            else:
+                taken.append(upload)
+                kept.append(loss)
+        if kept:
+            record.train_loss = sum(kept) / len(kept)
+        return taken
 
     def usable(self, server: Server, updates: Sequence[Update], record: Record) -> list[Update]:
         """Return the updates whose messages the method can use. Nodes may send anything, so each is tried alone."""
@@ -352,6 +387,11 @@ class Federation:
             except Exception as error:
                 record.refused[update.client] = f"the method cannot use its message: {error!r}"
         return [update for update in updates if update.client not in record.refused]
+
+    def updates(self, jobs: Sequence[Job], uploads: Sequence[Upload]) -> list[Update]:
+        """Return uploads with what the server knows of their senders."""
+        sent = {job.client: job for job in jobs}
+        return [self.update(sent[upload.client], upload) for upload in uploads]
 
     def update(self, job: Job, upload: Upload) -> Update:
         """Return an upload with what the server knows of its sender, and with the noise it met on its way."""
@@ -391,11 +431,8 @@ class Federation:
             return merged
         change, coefficients = inco(merged.change, self.split.cross_layers, settings, merged.covered)
         if coefficients:
-            table = torch.stack([torch.stack(tuple(row)) for row in coefficients.values()]).tolist()
-            names = next(iter(coefficients.values()))._fields
-            record.inco = {
-                layer: dict(zip(names, row, strict=True)) for layer, row in zip(coefficients, table, strict=True)
-            }
+            rows = torch.stack([torch.stack(tuple(row)) for row in coefficients.values()])
+            record.mixed = list(coefficients), Later(rows)
         return merged.with_change(change)
 
     def averaged(self, server: Server, state: State, round_number: int) -> State | None:
@@ -427,6 +464,10 @@ class Federation:
 def _all_of(upload: Upload) -> State:
     """Return the tensors of an upload, those of the method's message too."""
     return {**upload.change, **{f"message/{name}": tensor for name, tensor in upload.message.items()}}
+
+
+def _stacked(scalars: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(scalars)) if scalars else torch.zeros(0)
 
 
 def size_in_bytes(state: State) -> int:

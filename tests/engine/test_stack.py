@@ -52,7 +52,7 @@ def test_stacked_clients_learn_what_they_learn_alone(more: tuple[str, ...], widt
     assert len({upload.steps for upload in alone}) > 1  # so that some clients end before others
     for one, other in zip(alone, stacked, strict=True):
         assert (one.steps, one.samples) == (other.steps, other.samples)
-        assert other.loss == pytest.approx(one.loss, rel=1e-5)
+        assert float(other.loss) == pytest.approx(float(one.loss), rel=1e-5)
         for name, tensor in one.change.items():
             torch.testing.assert_close(other.change[name], tensor, rtol=1e-3, atol=2e-5)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -25,18 +25,13 @@ def misfit(expected: Mapping[str, Tensor], change: Mapping[str, Tensor]) -> str 
     return None
 
 
-def finite(changes: Sequence[Mapping[str, Tensor]]) -> list[bool]:
-    """Tell which changes hold finite numbers only; the device is asked once for all of them."""
-    found = [_not_finite(change) for change in changes]
-    return [not bad for bad in torch.stack(found).tolist()] if found else []
-
-
-def _not_finite(change: Mapping[str, Tensor]) -> Tensor:
-    """Return whether a change holds a number that is not finite. torch's grouped check for it also scales: by one."""
+def blemish(change: Mapping[str, Tensor]) -> Tensor:
+    """Return, on the change's device, whether it holds a number that is not finite: a one, or else a zero."""
     floats = [tensor for tensor in change.values() if tensor.is_floating_point()]
     device = next(iter(change.values())).device
     found = torch.zeros((), device=device)
     for dtype in {tensor.dtype for tensor in floats}:
         alike = [tensor for tensor in floats if tensor.dtype == dtype]
+        # torch's grouped check for such numbers also scales: by one
         torch._amp_foreach_non_finite_check_and_unscale_(alike, found, torch.ones((), device=device))
     return found

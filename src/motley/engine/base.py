@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from pydantic import Field
+from torch import Tensor
 
 from motley.engine.flower.settings import FlowerSettings
 from motley.methods.base import Collection
@@ -73,8 +74,8 @@ class Upload:
     message: State
     samples: int
     steps: int
-    loss: float
-    """Mean training loss over the turn's steps."""
+    loss: Tensor
+    """Mean training loss over the turn's steps; a GPU may still be at it, as at the change."""
 
 
 @dataclass(frozen=True)

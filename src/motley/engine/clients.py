@@ -132,9 +132,7 @@ class Clients:
         return Turn(learner.job, change, reply, loss, learner.taken)
 
     def uploads(self, turns: Sequence[Turn]) -> list[Upload]:
-        """Return the uploads of finished turns in the order of client ids; the device is asked once for the losses."""
-        turns = sorted(turns, key=lambda turn: turn.job.client)
-        losses = torch.stack([turn.loss for turn in turns]).tolist() if turns else []
+        """Return the uploads of finished turns in the order of client ids, without waiting for the device."""
         return [
             Upload(
                 turn.job.client,
@@ -142,9 +140,9 @@ class Clients:
                 turn.reply,
                 self.samples(turn.job.client),
                 turn.steps,
-                loss / turn.steps,
+                turn.loss / turn.steps,
             )
-            for turn, loss in zip(turns, losses, strict=True)
+            for turn in sorted(turns, key=lambda turn: turn.job.client)
         ]
 
     def collect(self, learner: Learner, job: Job) -> Collection:

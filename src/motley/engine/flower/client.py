@@ -70,7 +70,7 @@ def train(node: NodeSettings, content: RecordDict) -> RecordDict:
     federation.engine.forget_memory({job.client: int(asked(content)["forget"])})
     for upload in uploads:
         assert isinstance(upload, Upload)
-        return answer(job, upload.samples, upload.steps, upload.loss, upload.change, upload.message)
+        return answer(job, upload.samples, upload.steps, float(upload.loss), upload.change, upload.message)
     return answer(job)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Collection as Some
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
@@ -173,7 +174,7 @@ class FlowerEngine:
             raise MotleyError(f"it has {size:.1f} MiB; engine.flower.most_mib = {self.settings.most_mib:g}.")
         samples, steps = number(about, "samples"), number(about, "steps")
         change, message = unpack(arrays, "change"), unpack(arrays, "message")
-        return Upload(job.client, change, message, samples, steps, float(about["loss"]))
+        return Upload(job.client, change, message, samples, steps, torch.tensor(float(about["loss"])))
 
 
 def pull(grid: Grid, numbers: Iterable[str]) -> Iterator[Message]:
