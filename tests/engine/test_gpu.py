@@ -300,6 +300,7 @@ def test_fused_optimizers_equal_torchs(
         weights.publish()
         graph = torch.cuda.CUDAGraph()
         if captured:
+            fused.reserve(1)
             with torch.cuda.graph(graph, stream=stream):
                 seen = step()
             fused.settle()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -187,11 +188,15 @@ class Learner:
         images, labels = self.batches.next(length)
         self._loss.add_(self.method.step(self, images, labels).float())
 
-    def settle(self) -> None:
-        """Finish what had to wait for the end of a capture."""
-        for optimizer in (self.optimizer, *self._optimizers.values()):
-            if self._fused:
-                optimizer.settle()  # type: ignore[attr-defined]
+    @contextmanager
+    def captured(self, steps: int) -> Iterator[None]:
+        """Do what a capture of some steps needs before and after it."""
+        fused: list[Any] = [self.optimizer, *self._optimizers.values()] if self._fused else []
+        for optimizer in fused:
+            optimizer.reserve(steps)
+        yield
+        for optimizer in fused:
+            optimizer.settle()
 
     def upload(self) -> tuple[State, State, State, Tensor]:
         """Return the change, the method's reply, the new memory, and the summed loss, all on the device."""

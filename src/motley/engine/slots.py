@@ -131,8 +131,8 @@ class Slot:
 
     def _capture(self, steps: int, length: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self.stream):
+        captured = torch.cuda.graph(graph, pool=self._pool, stream=self.stream)
+        with self.learner.captured(steps), captured:
             for _ in range(steps):
                 self.learner.step(length)
-        self.learner.settle()
         return graph

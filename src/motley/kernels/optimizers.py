@@ -107,8 +107,8 @@ def _update(
 class Fused(torch.optim.Optimizer):
     """Steps tensors that stay where they are, with gradients that may lie anywhere.
 
-    Where a captured step finds its gradients is known when the step is captured, but cannot be written to the device
-    before the capture is over: `settle` does that.
+    Where a captured step finds its gradients is known when it is captured. The table that says so must lie outside of
+    the capture's own memory, which its steps share, so it is made before (`reserve`), and written after (`settle`).
     """
 
     def __init__(
@@ -127,9 +127,11 @@ class Fused(torch.optim.Optimizer):
         self._base = self.moments if moments else self.tensors[0].detach()
         """Everything in single precision is found by its distance from here."""
         self._owner, self._first, self._pieces = self._cut()
-        self._captured: list[tuple[Tensor, Tensor]] = []
-        """Tables of captured steps, on the device and as they are to be."""
-        self._settled = 0
+        self._reserved: list[Tensor] = []
+        self._captured: list[Tensor] = []
+        """Tables of captured steps, kept for as long as these may be replayed."""
+        self._unwritten: list[tuple[Tensor, Tensor]] = []
+        """Of the capture that goes on: tables, and what is to be written into them."""
 
     def launch(self, factors: Sequence[float], **kind: bool) -> None:
         """Take a step with the gradients as they lie now."""
@@ -142,14 +144,19 @@ class Fused(torch.optim.Optimizer):
             COPIES=self._shadow is not None, NONE=NO_COPY, FIELDS=FIELDS, PIECE=PIECE,
         )  # fmt: skip
 
+    def reserve(self, steps: int) -> None:
+        """Make tables for steps that are about to be captured."""
+        while len(self._reserved) < steps:
+            self._reserved.append(torch.empty(self._pieces.shape, dtype=torch.long, device=self.lr.device))
+
     def settle(self) -> None:
-        """Write the tables of the steps captured since the last call."""
-        for table, rows in self._captured[self._settled :]:
+        """Write the tables of the steps that were captured."""
+        for table, rows in self._unwritten:
             table.copy_(rows)
-        self._settled = len(self._captured)
+        self._unwritten.clear()
 
     def _table(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return where everything lies in this step; in a capture, room for it."""
+        """Return where everything lies in this step; in a capture, a reserved table that will say so."""
         half = np.array([gradient.dtype.itemsize == 2 for gradient in gradients])
         shadow = self._base if self._shadow is None else self._shadow
         starts = [_distance(g, shadow if g.dtype.itemsize == 2 else self._base) for g in gradients]
@@ -158,8 +165,9 @@ class Fused(torch.optim.Optimizer):
         rows[:, GRADIENT + 1] = half[self._owner]
         if not (self.lr.is_cuda and torch.cuda.is_current_stream_capturing()):
             return torch.from_numpy(rows).to(self.lr.device)
-        table = torch.empty(rows.shape, dtype=torch.long, device=self.lr.device)
-        self._captured.append((table, torch.from_numpy(rows)))
+        table = self._reserved.pop()
+        self._captured.append(table)
+        self._unwritten.append((table, torch.from_numpy(rows)))
         return table
 
     def _given(self) -> list[Tensor]:
