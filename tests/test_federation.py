@@ -86,7 +86,7 @@ def test_a_merge_queued_before_the_verdict_is_made_again_without_what_was_refuse
     for bad in ((), (1, 4)):
         expected, at_once = played(*bad)
         with monkeypatch.context() as patched:
-            patched.setattr("motley.engine.device.Later.ready", property(lambda self: False))
+            patched.setattr("motley.transfer.Later.ready", property(lambda self: False))
             after, late = played(*bad)
         assert late.refused.keys() == set(bad) == at_once.refused.keys()
         assert late.inco == at_once.inco and late.train_loss == at_once.train_loss

@@ -13,12 +13,13 @@ from pydantic import Field
 from torch import Tensor
 
 from motley.data.device import DeviceData
-from motley.engine.device import Later, place
+from motley.engine.device import place
 from motley.engine.weights import lower, working_type
 from motley.models.layers import use_fused
 from motley.settings import Settings
 from motley.splits.base import Split
 from motley.splits.part import State, by_type, take
+from motley.transfer import Later
 
 
 class EvaluationSettings(Settings):

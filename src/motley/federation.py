@@ -35,7 +35,7 @@ from motley.data import Dataset, load_dataset
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
 from motley.engine import Clients, DebugEngine, Engine, Failure, Job, LocalEngine, Upload
-from motley.engine.device import Later, choose_devices, on_device, set_precision
+from motley.engine.device import choose_devices, on_device, set_precision
 from motley.engine.memory import MemoryStore
 from motley.errors import MotleyError
 from motley.evaluate import Evaluation, Evaluator, Score
@@ -46,6 +46,7 @@ from motley.plan import assigned, costs_of, read_budgets
 from motley.randomness import generator, key
 from motley.splits import SPLITS, Split
 from motley.splits.part import State, take
+from motley.transfer import Later
 
 
 @dataclass(frozen=True)

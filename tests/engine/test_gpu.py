@@ -314,7 +314,7 @@ def test_fused_optimizers_equal_torchs(
             plain.step()
     torch.cuda.synchronize()
     for one, other, copy in zip(mine, theirs, weights.copies, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # of steps of 1e-2
         assert copy is None or torch.equal(copy, one.detach().to(copy.dtype))
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from motley.splits.part import Part, State, add_at, select
+from motley.transfer import sent
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,8 @@ def _integer_means(integers: dict[str, list[tuple[Tensor, float]]]) -> State:
     device = firsts[0].device
     flat = torch.cat([value.reshape(-1) for values in integers.values() for value, _ in values])
     sums = torch.zeros(start, dtype=torch.float64, device=device)
-    weighted = flat.double() * torch.tensor(shares, dtype=torch.float64, device=device)
-    sums.index_add_(0, torch.tensor(owner, device=device), weighted)
+    weighted = flat.double() * sent(shares, torch.float64, device)
+    sums.index_add_(0, sent(owner, torch.long, device), weighted)
     whole = (sums + 1e-9 * sums.sign()).trunc()
     parts = whole.split([first.numel() for first in firsts])
     return {

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from motley.data.device import DRAWS, DeviceData
 from motley.engine.training import Plan
+from motley.transfer import sent
 
 PREPARED_BYTES = 256 * 2**20
 """Most memory for the prepared batches of a turn."""
@@ -69,7 +70,7 @@ class Batches:
         places = [step * self._rows.shape[1] + at for step, length in enumerate(lengths) for at in range(length)][
             :count
         ]
-        chosen = torch.tensor([places[at % len(places)] for at in range(count)], device=self.data.device)
+        chosen = sent([places[at % len(places)] for at in range(count)], torch.long, self.data.device)
         draws = self._draws.flatten(0, 1)[chosen] if self.data.random else None
         return self.data.batch(self._rows.flatten()[chosen], draws)[0].to(self.dtype)
 

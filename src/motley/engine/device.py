@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,27 +73,3 @@ def use_generator(generator: torch.Generator | None) -> None:
     """Make a GPU generator's state the one that torch's random functions on its device draw from."""
     if generator is not None:
         torch.cuda.default_generators[generator.device.index].graphsafe_set_state(generator.graphsafe_get_state())
-
-
-class Later:
-    """A tensor's values for the host, which need not wait for a GPU to compute them: the copy is queued behind them."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._end: torch.cuda.Event | None = None
-        self._values = tensor.detach()
-        if tensor.is_cuda:
-            room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._values = room.copy_(self._values, non_blocking=True)
-            self._end = torch.cuda.current_stream(tensor.device).record_event()
-
-    @property
-    def ready(self) -> bool:
-        """Whether the values can be read without waiting."""
-        return self._end is None or self._end.query()
-
-    def read(self) -> list[Any]:
-        """Return the values, once the device is done."""
-        if self._end is not None:
-            self._end.synchronize()
-        values: list[Any] = self._values.tolist()
-        return values

@@ -53,7 +53,7 @@ class FedNova(FedProx):
         if training.optimizer.name == "sgd":
             pull = self.settings.mu * training.lr(learner.job.round_number)
             made = progress(learner.taken, training.optimizer.momentum, pull)
-        return {"progress": torch.tensor(made, device=learner.device)}
+        return {"progress": torch.full((), made, device=learner.device)}
 
     def aggregate(self, server: State, state: State, updates: Sequence[Update]) -> Merged:
         made = [float(update.message["progress"]) for update in updates]
