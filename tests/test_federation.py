@@ -89,7 +89,7 @@ def test_a_merge_queued_before_the_verdict_is_made_again_without_what_was_refuse
             patched.setattr("motley.transfer.Later.ready", property(lambda self: False))
             after, late = played(*bad)
         assert late.refused.keys() == set(bad) == at_once.refused.keys()
-        assert late.inco == at_once.inco and late.train_loss == at_once.train_loss
+        assert (late.inco, late.train_loss, late.scores) == (at_once.inco, at_once.train_loss, at_once.scores)
         assert after.remembered == expected.remembered
         assert all(torch.equal(after.model[name], expected.model[name]) for name in expected.model)
 

@@ -285,45 +285,46 @@ class Federation:
         for attempt in range(settings.attempts):
             after = self.attempt(server, record, attempt, done)
             if after is not None:
-                break
+                return after, record
             record.repeated.append(record.refused)
-        else:
-            raise MotleyError(
-                f"round {record.round_number} was played {settings.attempts} times (server.attempts) and never had "
-                f"{settings.min_share:.0%} of its uploads (server.min_share). The last time: "
-                + " ".join(f"client {client}: {reason}" for client, reason in record.refused.items())
-            )
-        after = self.collect(after, record)
-        if self.is_evaluated(record.round_number):
-            with record.timed("evaluate"):
-                record.evaluation = self.evaluate.start(after.model)
-        return after, record
+        raise MotleyError(
+            f"round {record.round_number} was played {settings.attempts} times (server.attempts) and never had "
+            f"{settings.min_share:.0%} of its uploads (server.min_share). The last time: "
+            + " ".join(f"client {client}: {reason}" for client, reason in record.refused.items())
+        )
 
     def attempt(self, server: Server, record: Record, number: int, done: Callable[[int], None]) -> Server | None:
-        """Play a round up to its merge; None where too few uploads can be taken.
+        """Play a round once; None where too few uploads can be taken.
 
-        While a GPU is still training, nobody knows whether all that it will upload is finite. So the merge is queued
-        behind the training as if it were, and made again without those that turn out not to be.
+        While a GPU is still training, nobody knows whether all that it will upload is finite. So the round's end is
+        queued behind the training as if it were, and made again without those uploads that turn out not to be.
         """
         with record.timed("train"):
             jobs = self.jobs(server, record, number)
             fitting = self.fitting(jobs, self.engine.train(jobs, done), record)
             losses = Later(_stacked([upload.loss for upload in fitting]))
             blemished = Later(_stacked([blemish(_all_of(upload)) for upload in fitting]))
-        early = None
-        if not blemished.ready:
-            with record.timed("merge"):
-                early = self.merge(server, self.updates(jobs, fitting), record)
+        early = None if blemished.ready else self.conclude(server, self.updates(jobs, fitting), record)
         with record.timed("train"):
             updates = self.updates(jobs, self.admit(fitting, losses.read(), blemished.read(), record))
             if self.config.engine.name.startswith("flower"):
                 updates = self.usable(server, updates, record)
         if len(jobs) - len(record.refused) < self.config.server.min_share * len(jobs):
+            record.evaluation = record.mixed = None
             return None
         if early is not None and len(updates) == len(fitting):
             return early
+        return self.conclude(server, updates, record)
+
+    def conclude(self, server: Server, updates: Sequence[Update], record: Record) -> Server:
+        """End a round: merge, collect where the method wants to, and begin to evaluate."""
         with record.timed("merge"):
-            return self.merge(server, updates, record)
+            after = self.merge(server, updates, record)
+        after = self.collect(after, record)
+        if self.is_evaluated(record.round_number):
+            with record.timed("evaluate"):
+                record.evaluation = self.evaluate.start(after.model)
+        return after
 
     def sample(self, round_number: int, attempt: int = 0) -> list[int]:
         """Return the clients of a round, in the order of their ids."""

@@ -23,10 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from motley.kernels import rounded_up
+
 FEW_ROWS = 1024
 """Most rows that one program holds."""
-UNLIKE = ("rows", "blocks", "span")
-"""Numbers that follow from a batch's length. A kernel compiled for each of them would be compiled for every client."""
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def _gradient(
     return g
 
 
-@triton.jit(do_not_specialize=UNLIKE)
+@triton.jit
 def _forward(
     x, add, weight, bias, y, mean, rstd, running_mean, running_var, tracked,
     rows, channels, eps, momentum,
@@ -103,7 +103,7 @@ def _forward(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=UNLIKE)
+@triton.jit
 def _backward(
     dy, twin, x, y, weight, bias, mean, rstd, dx, dadd, dweight, dbias,
     rows, channels,
@@ -130,17 +130,17 @@ def _backward(
     tl.store(dx + at, out.to(dx.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=UNLIKE)
-def _block_moments(x, sums, rows, channels, span, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Leave the sums of a block of `span` rows in sums[block, 0 and 1, channel]."""
+@triton.jit
+def _block_moments(x, sums, rows, channels, SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
+    """Leave the sums of a block of SPAN rows in sums[block, 0 and 1, channel]."""
     block = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     known = channel < channels
     first = tl.load(x + channel, mask=known, other=0.0).to(tl.float32)
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
     squares = tl.zeros((ROWS, CHANNELS), tl.float32)
-    for start in range(0, span, ROWS):
-        row = block * span + start + tl.arange(0, ROWS)
+    for start in range(0, SPAN, ROWS):
+        row = block * SPAN + start + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & known[None, :]
         at = row.to(tl.int64)[:, None] * channels + channel[None, :]
         off = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - first[None, :]
@@ -152,10 +152,11 @@ def _block_moments(x, sums, rows, channels, span, ROWS: tl.constexpr, CHANNELS: 
     tl.store(into + channels, tl.sum(squares, 0), mask=known)
 
 
-@triton.jit(do_not_specialize=UNLIKE)
+@triton.jit
 def _block_gradients(
-    dy, twin, x, y, weight, bias, mean, rstd, sums, rows, channels, span,
-    TWIN: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    dy, twin, x, y, weight, bias, mean, rstd, sums, rows, channels,
+    TWIN: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr,
+    SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -166,8 +167,8 @@ def _block_gradients(
     b = tl.load(bias + channel, mask=known, other=0.0)
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
     products = tl.zeros((ROWS, CHANNELS), tl.float32)
-    for start in range(0, span, ROWS):
-        row = block * span + start + tl.arange(0, ROWS)
+    for start in range(0, SPAN, ROWS):
+        row = block * SPAN + start + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & known[None, :]
         at = row.to(tl.int64)[:, None] * channels + channel[None, :]
         off = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - m[None, :]
@@ -190,11 +191,12 @@ def _all_blocks(sums, channel, known, channels, blocks, BLOCKS: tl.constexpr):
     return tl.reduce((first, second), 0, _pairs)
 
 
-@triton.jit(do_not_specialize=UNLIKE)
+@triton.jit
 def _apply_forward(
     x, add, weight, bias, y, mean, rstd, running_mean, running_var, tracked, sums,
-    rows, channels, blocks, span, eps, momentum,
-    ADD: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCKS: tl.constexpr,
+    rows, channels, blocks, eps, momentum,
+    ADD: tl.constexpr, RELU: tl.constexpr,
+    SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     known = channel < channels
@@ -203,8 +205,8 @@ def _apply_forward(
     m, variance, r = _moments(first, total, squares, rows, eps)
     scale = r * tl.load(weight + channel, mask=known, other=0.0)
     shift = tl.load(bias + channel, mask=known, other=0.0)
-    for start in range(0, span, ROWS):
-        row = tl.program_id(0) * span + start + tl.arange(0, ROWS)
+    for start in range(0, SPAN, ROWS):
+        row = tl.program_id(0) * SPAN + start + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & known[None, :]
         at = row.to(tl.int64)[:, None] * channels + channel[None, :]
         values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -221,12 +223,12 @@ def _apply_forward(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=UNLIKE)
+@triton.jit
 def _apply_backward(
     dy, twin, x, y, weight, bias, mean, rstd, dx, dadd, dweight, dbias, sums,
-    rows, channels, blocks, span,
+    rows, channels, blocks,
     TWIN: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCKS: tl.constexpr,
+    SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     known = channel < channels
@@ -235,8 +237,8 @@ def _apply_backward(
     r = tl.load(rstd + channel, mask=known, other=0.0)
     w = tl.load(weight + channel, mask=known, other=0.0)
     b = tl.load(bias + channel, mask=known, other=0.0)
-    for start in range(0, span, ROWS):
-        row = tl.program_id(0) * span + start + tl.arange(0, ROWS)
+    for start in range(0, SPAN, ROWS):
+        row = tl.program_id(0) * SPAN + start + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & known[None, :]
         at = row.to(tl.int64)[:, None] * channels + channel[None, :]
         off = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - m[None, :]
@@ -293,7 +295,7 @@ def many(rows: int, channels: int) -> tuple[dict[str, int], int, int]:
 
 def _span(rows: int, height: int, programs: int) -> int:
     """Return how many rows a program goes through: whole tiles."""
-    return triton.cdiv(triton.cdiv(rows, max(programs, 1)), height) * height
+    return rounded_up(triton.cdiv(triton.cdiv(rows, max(programs, 1)), height), 2) * height
 
 
 class _NormAddRelu(torch.autograd.Function):
@@ -321,10 +323,10 @@ class _NormAddRelu(torch.autograd.Function):
             tile, summed, applied = many(rows, channels)
             blocks, sides = triton.cdiv(rows, summed), triton.cdiv(channels, tile["CHANNELS"])
             sums = weight.new_empty((blocks, 2, channels))
-            _block_moments[blocks, sides](x, sums, rows, channels, summed, **tile)
+            _block_moments[blocks, sides](x, sums, rows, channels, SPAN=summed, **tile)
             _apply_forward[triton.cdiv(rows, applied), sides](
-                *tensors, sums, rows, channels, blocks, applied, norm.eps, norm.momentum,
-                BLOCKS=triton.next_power_of_2(blocks), **kind, **tile,
+                *tensors, sums, rows, channels, blocks, norm.eps, norm.momentum,
+                SPAN=applied, BLOCKS=triton.next_power_of_2(blocks), **kind, **tile,
             )  # fmt: skip
         ctx.save_for_backward(x, y, weight, bias, mean, rstd)
         ctx.add, ctx.relu = add is not None, relu
@@ -350,11 +352,11 @@ class _NormAddRelu(torch.autograd.Function):
             blocks, sides = triton.cdiv(rows, summed), triton.cdiv(channels, tile["CHANNELS"])
             sums = weight.new_empty((blocks, 2, channels))
             _block_gradients[blocks, sides](
-                *entered, sums, rows, channels, summed, TWIN=twin, ADD=ctx.add, RELU=ctx.relu, **tile
+                *entered, sums, rows, channels, TWIN=twin, ADD=ctx.add, RELU=ctx.relu, SPAN=summed, **tile
             )
             _apply_backward[triton.cdiv(rows, applied), sides](
-                *entered, *left, sums, rows, channels, blocks, applied,
-                TWIN=twin, ADD=ctx.add, RELU=ctx.relu, BLOCKS=triton.next_power_of_2(blocks), **tile,
+                *entered, *left, sums, rows, channels, blocks,
+                TWIN=twin, ADD=ctx.add, RELU=ctx.relu, SPAN=applied, BLOCKS=triton.next_power_of_2(blocks), **tile,
             )  # fmt: skip
         return dx, dadd if ctx.add else None, dweight, dbias, None, None
 

@@ -16,7 +16,7 @@ TILE = 2048
 """Values that a program makes."""
 
 
-@triton.jit(do_not_specialize=("rows",))
+@triton.jit
 def _forward(
     x, y, where, rows, height, width, P, Q, channels,
     KEEP: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
@@ -41,7 +41,7 @@ def _forward(
         tl.store(where + at, tap, mask=known)
 
 
-@triton.jit(do_not_specialize=("rows",))
+@triton.jit
 def _backward(
     dy, twin, where, dx, rows, height, width, P, Q, channels,
     TWIN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
