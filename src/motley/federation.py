@@ -86,6 +86,8 @@ class Record:
     bytes_down: int = 0
     bytes_up: int = 0
     inco: dict[str, dict[str, float]] = field(default_factory=dict)
+    method: dict[str, float] = field(default_factory=dict)
+    """The method's own numbers."""
     evaluation: Evaluation | None = None
     """Where the scores will come from, until they are settled."""
 
@@ -377,6 +379,7 @@ class Federation:
             return replace(server, round_number=number)
         merged = self.method.aggregate(server.method, server.state, updates)
         method = self.method.learn(server.method, server.state, updates)
+        record.method = {name: float(number) for name, number in self.method.metrics(method, updates).items()}
         merged = self.method.correct(method, self.mix(merged, record))
         optimizer, merged = optimize(server.optimizer, merged, self.split.parameters, self.config.server.optimizer)
         state = apply(server.state, merged, self.split.parameters, self.config.server.step)

@@ -288,6 +288,25 @@ def test_every_batch_of_features_has_the_length_asked_for(rows: int) -> None:
     assert distinct == min(rows, samples)
 
 
+# ---- what the round's record has of it
+
+
+@pytest.mark.parametrize("step", ["joint", "separate"])
+def test_the_record_has_the_inner_loss_the_pool_and_what_its_features_weigh(step: str) -> None:
+    federation, server = after(0, *MLP, f"method.step={step}", "training.steps=1")
+    server, record = federation.play(server)
+    features = 16 * (12 + 12) * 4
+    assert record.method == pytest.approx({"pool": 4, "feature_mb_up": 4 * features / 1e6}), "a first round has no loss"
+    learners = [seated(federation, job) for job in jobs_of(federation, server)]
+    losses = [federation.method._inner_loss(learner).item() for learner in learners]  # type: ignore[attr-defined]
+    server, record = federation.play(server)
+    assert record.method["pool"] == len(entries(server.method))
+    local_step_first = {"joint": 1e-5, "separate": 0.3}[step]
+    assert record.method["in_loss"] == pytest.approx(sum(losses) / len(losses), rel=local_step_first)
+    _, without = federation_of(*MLP, "method.samples=0").play(federation.start())
+    assert without.method == {}
+
+
 # ---- noise
 
 
@@ -363,7 +382,7 @@ def test_a_projection_comes_back_by_its_transpose() -> None:
     federation, server = after(1, *FAMILIES)
     for client in (0, 5):
         learner = seated(federation, federation.job(server, 2, client))
-        for matrix in learner.notes.values():
+        for matrix in (learner.notes[IN], learner.notes[OUT]):
             wide = matrix.shape[0] <= matrix.shape[1]
             product = matrix @ matrix.t() if wide else matrix.t() @ matrix
             torch.testing.assert_close(product, torch.eye(len(product)), rtol=0, atol=1e-5)

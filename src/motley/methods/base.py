@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from motley.engine.learner import Learner
 
 
+REPORTED = "reported/"
+"""What the names of a reply's numbers begin with that are for the round's record and nothing else."""
+
+
 class MethodSettings(Settings):
     """Which method, and InCo on top of it. A method with settings of its own derives its class from this one."""
 
@@ -167,6 +171,18 @@ class Method:
     def refine(self, server: State, state: State, updates: Sequence[Update]) -> State:
         """Return the new global state after training at the server (distillation)."""
         return state
+
+    def metrics(self, server: State, updates: Sequence[Update]) -> dict[str, Tensor]:
+        """Return numbers of the method's own for the round's record. `server` is what `learn` returned.
+
+        Here they are what clients reported: each number's mean over those who sent it as `reported/NAME`.
+        """
+        sent: dict[str, list[Tensor]] = {}
+        for update in updates:
+            for name, number in update.message.items():
+                if name.startswith(REPORTED):
+                    sent.setdefault(name.removeprefix(REPORTED), []).append(number.float().mean())
+        return {name: torch.stack(numbers).mean() for name, numbers in sent.items()}
 
     # ---- a pass over clients that does not train
 
