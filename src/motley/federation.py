@@ -184,7 +184,8 @@ class Federation:
         self.sizes = self._within_budgets(train) if config.federation.budgets else assign_sizes(config)
         self._drawn_sizes = 0, self.sizes
         rounds, every = config.training.rounds, config.evaluation.every
-        world = World(self.split, self.sizes, self.dataset.classes, config.seed, rounds, train.shape, every)
+        drawn = self.size_of if config.federation.assign == "dynamic" else None
+        world = World(self.split, self.sizes, self.dataset.classes, config.seed, rounds, train.shape, every, drawn)
         self.method = METHODS[config.method.name](config.method, world)
         self._refuse_memories_of_other_parts()
         precision, fused = config.engine.precision, config.engine.fused and config.engine.name != "debug"

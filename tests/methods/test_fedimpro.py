@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from motley.aggregate.merge import Update
 from motley.analysis.gradient_variance import gradient_variance
 from motley.config import load_config, read_resolved
-from motley.engine.base import Job
 from motley.engine.learner import Learner
 from motley.errors import MotleyError
 from motley.federation import Federation, Server
@@ -20,43 +20,13 @@ from motley.methods.class_statistics import balanced, draw, moments, pooled, rep
 from motley.methods.fedimpro import DRAWN_LOSS, OWN, WEIGHT, FedImproSettings
 from motley.models.stages import chain_of, owned, run
 from motley.splits.part import State
-from tests.conftest import refused, tiny_config, written
+from tests.conftest import refused, written
+from tests.methods import turns
+from tests.methods.turns import SGD, same_bits, seated
 
-PLAIN = (
-    "training.batch_size=16",
-    "training.epochs=0.3",
-    "training.rounds=9",
-    "evaluation.every=9",
-    "server.average=0",
-    "split.normalization_statistics=shared",
-)
-SGD = ("training.optimizer={name='sgd', lr=0.05}",)
 MLP = ("model.sizes=['mlp2']", "split.name=homogeneous", "model.mlp.hidden=6", *SGD)
 LAST = ("method.beta_m=0", "method.beta_g=0")
-
-
-def federation_of(*overrides: str, name: str = "fedimpro") -> Federation:
-    return Federation(tiny_config(*PLAIN, f"method.name={name}", *overrides))
-
-
-def after(rounds: int, *overrides: str, name: str = "fedimpro") -> tuple[Federation, Server]:
-    federation = federation_of(*overrides, name=name)
-    server = federation.start()
-    for _ in range(rounds):
-        server, record = federation.play(server)
-        assert not record.refused
-    return federation, server
-
-
-def same_bits(one: State, other: State) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
-def seated(federation: Federation, job: Job) -> Learner:
-    clients = federation.engine.clients  # type: ignore[attr-defined]
-    learner: Learner = clients.learner(job.size)
-    clients.seat(learner, job, clients.plan(job), clients.recall(job))
-    return learner
+federation_of, after = (partial(made, name="fedimpro") for made in (turns.federation_of, turns.after))
 
 
 def first_learner(*overrides: str) -> tuple[Federation, Learner]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,55 +13,18 @@ from torch import Tensor, nn
 
 from motley.aggregate.merge import Update
 from motley.config import load_config
-from motley.engine.base import Job, Upload
-from motley.engine.learner import Learner
+from motley.engine.base import Upload
 from motley.errors import MotleyError
-from motley.federation import Federation, Server
 from motley.methods.feature_pool import IN, OUT, collect, draw, entries
 from motley.methods.fedin import FedInSettings, intermediate, projected
 from motley.models.stages import chain_of, run
 from motley.splits.part import State
-from tests.conftest import refused, tiny_config
+from tests.conftest import refused
+from tests.methods import turns
+from tests.methods.turns import SGD, jobs_of, same_bits, seated
 
-PLAIN = (
-    "training.batch_size=16",
-    "training.epochs=0.3",
-    "training.rounds=9",
-    "evaluation.every=9",
-    "server.average=0",
-    "split.normalization_statistics=shared",
-)
-SGD = ("training.optimizer={name='sgd', lr=0.05}",)
 MLP = ("model.sizes=['mlp2','mlp3']", "model.mlp.hidden=12", *SGD)
-
-
-def federation_of(*overrides: str, name: str = "fedin") -> Federation:
-    return Federation(tiny_config(*PLAIN, f"method.name={name}", *overrides))
-
-
-def after(rounds: int, *overrides: str, name: str = "fedin") -> tuple[Federation, Server]:
-    federation = federation_of(*overrides, name=name)
-    server = federation.start()
-    for _ in range(rounds):
-        server, record = federation.play(server)
-        assert not record.refused
-    return federation, server
-
-
-def same_bits(one: State, other: State) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
-def seated(federation: Federation, job: Job) -> Learner:
-    clients = federation.engine.clients  # type: ignore[attr-defined]
-    learner: Learner = clients.learner(job.size)
-    clients.seat(learner, job, clients.plan(job), {})
-    return learner
-
-
-def jobs_of(federation: Federation, server: Server) -> list[Job]:
-    number = server.round_number + 1
-    return [federation.job(server, number, client) for client in federation.sample(number)]
+federation_of, after = (partial(made, name="fedin") for made in (turns.federation_of, turns.after))
 
 
 # ---- the combination of gradients

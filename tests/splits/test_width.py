@@ -49,8 +49,8 @@ def split_of(*overrides: str) -> Width:
     return split
 
 
-def images() -> torch.Tensor:
-    return torch.randn(3, 1, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
+def images(side: int = SIDE) -> torch.Tensor:
+    return torch.randn(3, 1, side, side, generator=torch.Generator().manual_seed(0))
 
 
 def answer(model: nn.Module, state: State) -> torch.Tensor:

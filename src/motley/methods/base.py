@@ -8,7 +8,7 @@ where they change something, and never ask the device for a value. Server hooks 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
@@ -52,6 +52,12 @@ class World:
     image: ImageShape
     every: int = 1
     """Rounds between evaluations."""
+    drawn: Callable[[int, int], str] | None = None
+    """(client, round) -> the client's size, where sizes are drawn anew every round."""
+
+    def size_of(self, client: int, round_number: int) -> str:
+        """Return the size of a client in a round."""
+        return self.drawn(client, round_number) if self.drawn else self.sizes[client]
 
     def is_evaluated(self, round_number: int) -> bool:
         """Tell whether a round ends with an evaluation."""

@@ -135,7 +135,7 @@ class FedImpro(Method):
         return {**super().start(), **own}
 
     def message(self, server: State, state: State, round_number: int, client: int) -> State:
-        group = self._groups[self.world.sizes[client]]
+        group = self._groups[self.world.size_of(client, round_number)]
         own = {f"{OWN}{name}": server[f"{OWN}{group}/{name}"] for name in ("mean", "spread")}
         return {**super().message(server, state, round_number, client), **own}
 

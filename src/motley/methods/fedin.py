@@ -101,7 +101,8 @@ class FedIN(Method):
 
     def message(self, server: State, state: State, round_number: int, client: int) -> State:
         numbers = generator(self.world.seed, "features", round_number, client)
-        return draw(server, client, self._travelling(self.world.sizes[client]), self.settings.samples, numbers)
+        shapes = self._travelling(self.world.size_of(client, round_number))
+        return draw(server, client, shapes, self.settings.samples, numbers)
 
     def learn(self, server: State, state: State, updates: Sequence[Update]) -> State:
         return collect(server, updates, self.settings.pool, self.settings.stale)
