@@ -35,8 +35,7 @@ def layer_divergence(models: Models) -> dict[str, float]:
     for by_name in _squared_distances(models):
         layers: dict[str, float] = {}
         for name, square in by_name.items():
-            layer = name.rpartition(".")[0] or name
-            layers[layer] = layers.get(layer, 0.0) + square
+            layers[_layer(name)] = layers.get(_layer(name), 0.0) + square
         for layer, square in layers.items():
             distances.setdefault(layer, []).append(square**0.5)
     return {layer: sum(found) / len(found) for layer, found in distances.items() if len(found) > 1}
@@ -57,7 +56,8 @@ def divergence(paths: Sequence[Path]) -> Findings:
             for server in servers:
                 number = server.round_number + 1
                 models = [_placed(federation, one, number) for one in next_round(federation, server)]
-                found = {WHOLE: weight_divergence(models), **layer_divergence(models)}
+                layers = layer_divergence(models)
+                found = {WHOLE: weight_divergence(models), **{n: layers[n] for n in _in_order(federation, layers)}}
                 rows += [(path.name, server.round_number, layer, value) for layer, value in found.items()]
     return Findings(("run", "round", "layer", "divergence"), rows, _draw(rows))
 
@@ -75,6 +75,19 @@ def _placed(federation: Federation, one: Trained, round_number: int) -> State:
             tensor = value.where(held > 0, torch.nan)
         placed[piece.name] = tensor
     return placed
+
+
+def _in_order(federation: Federation, layers: Mapping[str, float]) -> list[str]:
+    """Return layers from the first to the last, as the size with the most of them has them."""
+    split = federation.split
+    sizes = sorted(split.sizes, key=lambda size: len(split.parameters_of(size)), reverse=True)
+    parts = [(split.part(size), split.blueprints[size].module) for size in sizes]
+    names = [part[local].name for part, module in parts for local, _ in module.named_parameters()]
+    return [layer for layer in dict.fromkeys(_layer(name) for name in names) if layer in layers]
+
+
+def _layer(name: str) -> str:
+    return name.rpartition(".")[0] or name
 
 
 def _draw(rows: list[tuple[Any, ...]]) -> Figure:

@@ -161,14 +161,20 @@ COLUMNS = (
 def overhead(paths: Sequence[Path]) -> Findings:
     """Count, as means over sizes; traffic is what the run sent, a client and round."""
     rows = [_row(path) for path in paths]
-    figure = Figure(figsize=(2.6 * (len(COLUMNS) - 1), 1.2 + 0.4 * len(rows)), layout="constrained")
-    for number, axis in enumerate(figure.subplots(1, len(COLUMNS) - 1), start=1):
+    return Findings(COLUMNS, rows, _draw(rows))
+
+
+def _draw(rows: list[tuple[Any, ...]]) -> Figure:
+    figure = Figure(figsize=(12, 2 * (0.9 + 0.4 * len(rows))), layout="constrained")
+    axes = figure.subplots(2, 4, sharey=True).flatten()
+    for number, axis in enumerate(axes[: len(COLUMNS) - 1], start=1):
+        most = max(row[number] for row in rows)
         bars = axis.barh([row[0] for row in rows], [row[number] for row in rows])
-        axis.bar_label(bars, fmt="%.3g")
-        axis.set(title=COLUMNS[number])
-        axis.margins(x=0.25)
-        axis.tick_params(axis="y", labelleft=number == 1)
-    return Findings(COLUMNS, rows, figure)
+        axis.bar_label(bars, fmt="%.3g", padding=2)
+        axis.set(title=COLUMNS[number], xlim=(0, 1.3 * most or 1))
+    for axis in axes[len(COLUMNS) - 1 :]:
+        axis.axis("off")
+    return figure
 
 
 def _row(path: Path) -> tuple[Any, ...]:
