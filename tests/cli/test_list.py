@@ -52,7 +52,8 @@ ORDERED = ("models", "methods")
 def test_lists_are_in_the_order_of_names(motley: Command) -> None:
     models, methods = ([line.split(" ")[0] for line in motley("list", kind).out.splitlines()] for kind in ORDERED)
     assert models[models.index("vgg9") + 1] == "vgg11" and models.index("resnet26") < models.index("resnet101")
-    assert methods[1:4] == ["depthfl", "fedavg", "feddyn"] and methods[len(list(METHODS))] == "scalefl"
+    shown = methods[1 : 1 + len(list(METHODS))]
+    assert shown == sorted(shown) and {"depthfl", "fedavg", "scalefl"} <= set(shown)
 
 
 def test_names_of_methods_are_listed_with_what_they_stand_for(motley: Command) -> None:
