@@ -89,15 +89,20 @@ class Record:
     bytes_up: int = 0
     inco: dict[str, dict[str, float]] = field(default_factory=dict)
     """Layer -> InCo's coefficients."""
+    method: dict[str, float] = field(default_factory=dict)
+    """The method's own numbers."""
     evaluation: Evaluation | None = None
     """Where the scores will come from, until they are settled."""
     mixed: tuple[list[str], Later] | None = None
     """Where InCo's coefficients will come from: layers, and a row for each."""
+    measured: tuple[list[str], Later] | None = None
+    """Where the method's numbers will come from."""
 
     @property
     def ready(self) -> bool:
         """Whether `settle` would not have to wait."""
-        return (self.evaluation is None or self.evaluation.ready) and (self.mixed is None or self.mixed[1].ready)
+        later = [pending[1] for pending in (self.mixed, self.measured) if pending is not None]
+        return (self.evaluation is None or self.evaluation.ready) and all(values.ready for values in later)
 
     def settle(self) -> None:
         """Wait for the device, and note what it found."""
@@ -112,6 +117,10 @@ class Record:
                 for layer, row in zip(layers, rows.read(), strict=True)
             }
             self.mixed = None
+        if self.measured is not None:
+            names, numbers = self.measured
+            self.method |= dict(zip(names, numbers.read(), strict=True))
+            self.measured = None
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -194,7 +203,8 @@ class Federation:
         self.sizes = self._within_budgets(train) if config.federation.budgets else assign_sizes(config)
         self._drawn_sizes = 0, self.sizes
         rounds, every = config.training.rounds, config.evaluation.every
-        world = World(self.split, self.sizes, self.dataset.classes, config.seed, rounds, train.shape, every)
+        drawn = self.size_of if config.federation.assign == "dynamic" else None
+        world = World(self.split, self.sizes, self.dataset.classes, config.seed, rounds, train.shape, every, drawn)
         self.method = METHODS[config.method.name](config.method, world)
         self._refuse_memories_of_other_parts()
         precision, fused = config.engine.precision, config.engine.fused and config.engine.name != "debug"
@@ -310,7 +320,7 @@ class Federation:
             if self.config.engine.name.startswith("flower"):
                 updates = self.usable(server, updates, record)
         if len(jobs) - len(record.refused) < self.config.server.min_share * len(jobs):
-            record.evaluation = record.mixed = None
+            record.evaluation = record.mixed = record.measured = None
             return None
         if early is not None and len(updates) == len(fitting):
             return early
@@ -419,6 +429,10 @@ class Federation:
             return replace(server, round_number=number)
         merged = self.method.aggregate(server.method, server.state, updates)
         method = self.method.learn(server.method, server.state, updates)
+        numbers = self.method.metrics(method, updates)
+        asked = {name: number for name, number in numbers.items() if isinstance(number, Tensor)}
+        record.method = {name: number for name, number in numbers.items() if not isinstance(number, Tensor)}
+        record.measured = list(asked), Later(_stacked([number.float() for number in asked.values()]))
         merged = self.method.correct(method, self.mix(merged, record))
         optimizer, merged = optimize(server.optimizer, merged, self.split.parameters, self.config.server.optimizer)
         state = apply(server.state, merged, self.split.parameters, self.config.server.step)

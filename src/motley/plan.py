@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import csv
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -62,14 +62,15 @@ class Budget:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows what a computation allocates and lets go of; `peak` is the most that was alive at once."""
+    """Follows what a computation allocates and lets go of; `peak` is the most that was alive at once.
 
-    def __init__(self, model: nn.Module) -> None:
+    Tensors that were `held` before it are not counted.
+    """
+
+    def __init__(self, held: Iterable[Tensor]) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet(
-            tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())
-        )
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet(tensor.untyped_storage() for tensor in held)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
@@ -95,7 +96,7 @@ def cost_of(split: Split, size: str, shape: ImageShape, training: TrainingSettin
     with torch.device("meta"):
         model = split.blueprints[size].build().train()
         images = torch.empty(training.batch_size, *shape)
-        with LiveBytes(model) as live, FlopCounterMode(display=False) as counter:
+        with LiveBytes([*model.parameters(), *model.buffers()]) as live, FlopCounterMode(display=False) as counter:
             loss = model(images).square().mean()
             activations = live.now
             loss.backward()

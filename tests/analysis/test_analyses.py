@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from motley.analysis import ANALYSES
-from motley.analysis.divergence import distance_to_mean
+from motley.analysis.divergence import WHOLE, layer_divergence, weight_divergence
 from motley.analysis.features import features, stages
 from motley.analysis.gradients import quantiles
 from motley.analysis.replay import next_round, opened
@@ -88,10 +88,22 @@ def test_memory_that_is_gone_is_begun_anew(tmp_path: Path) -> None:
         assert len(next_round(federation, servers[-1])) == len(with_memory)
 
 
-def test_distance_to_the_mean_by_hand() -> None:
-    clients = [{"a": torch.tensor([0.0, 0.0]), "b": torch.zeros(1)}, {"a": torch.tensor([6.0, 8.0])}]
-    assert distance_to_mean(clients) == {"a": 5.0}
-    assert distance_to_mean([*clients, {"b": torch.tensor([2.0])}]) == {"a": 5.0, "b": 1.0}
+def test_divergence_is_that_of_the_clients_of_the_next_round(run: Path) -> None:
+    rows = ANALYSES["divergence"]([run]).rows
+    with opened(run) as (federation, servers):
+        trained = next_round(federation, servers[0])
+    models = [{name: one.state[name] for name in sorted(federation.split.parameters_of(one.size))} for one in trained]
+    found = {row[2]: row[3] for row in rows if row[1] == 1}
+    assert found == pytest.approx({WHOLE: weight_divergence(models), **layer_divergence(models)})
+
+
+@pytest.mark.parametrize("rule", ["leading", "random"])
+def test_divergence_of_parts_in_width_is_over_the_holders_of_every_channel(tmp_path: Path, rule: str) -> None:
+    width = ("model.sizes=['mlp2']", "split.name=width", "split.rates=[1,0.5]", f"split.channels={rule}")
+    path = small_run(tmp_path / "width", "method.name=fedavg", "method.inco.preset=off", *width)
+    rows = ANALYSES["divergence"]([path]).rows
+    assert {row[2] for row in rows} == {WHOLE, "layers.0", "layers.1", "head"}
+    assert all(0 < row[3] < 10 for row in rows)
 
 
 def test_quantiles_by_hand() -> None:

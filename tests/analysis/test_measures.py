@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from motley.analysis.divergence import layer_divergence, weight_divergence
 from motley.analysis.gradient_variance import gradient_variance
 from motley.analysis.wasserstein import conditional_wasserstein, sliced_wasserstein
-from motley.analysis.weight_divergence import layer_divergence, weight_divergence
 from motley.errors import MotleyError
 
 # ---- weights
@@ -33,6 +33,18 @@ def test_a_layers_mean_is_over_the_models_that_have_it() -> None:
     ]
     assert layer_divergence(models) == pytest.approx({"a": 4 / 3, "b": 2.0})
     assert weight_divergence(models) == pytest.approx((math.sqrt(4 + 4) + 0 + math.sqrt(4 + 4)) / 3)
+
+
+def test_a_layer_that_one_client_has_says_nothing() -> None:
+    first = {"a.weight": torch.tensor([0.0, 0.0]), "b.weight": torch.zeros(1)}
+    models = [first, {"a.weight": torch.tensor([6.0, 8.0])}]
+    assert layer_divergence(models) == {"a": 5.0}
+
+
+def test_of_a_tensor_that_clients_hold_in_part_every_numbers_mean_is_over_its_holders() -> None:
+    """The first number's mean is 3 and the second's 8: distances are 3 from the first client, 3 from the second."""
+    models = [{"a.weight": torch.tensor([0.0, torch.nan])}, {"a.weight": torch.tensor([6.0, 8.0])}]
+    assert weight_divergence(models) == layer_divergence(models)["a"] == 3.0
 
 
 def test_equal_models_do_not_diverge() -> None:

@@ -1,12 +1,14 @@
-"""What travels and is held: FedIN's Table 2."""
+"""What travels, is held and is computed: FedIN's Table 2."""
 
 from __future__ import annotations
 
 import math
 
 import numpy as np
+import pytest
 
-from motley.analysis.client_overhead import overhead
+from motley.analysis.overhead import Overhead, overhead_of, plainly
+from motley.cli.plan import costs_in
 from motley.config import load_config
 from motley.data import Dataset
 from motley.data.dataset import Examples
@@ -24,13 +26,17 @@ def images(count: int) -> Examples:
     return Examples(numbers.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8), np.arange(count) % 10)
 
 
+def cost_of(*overrides: str) -> Overhead:
+    return overhead_of(Federation(plainly(tiny_config(*overrides))))
+
+
 def test_the_papers_table_for_five_resnets_at_batch_16() -> None:
     """FedAvg 12.28 M and 235.0 MB; FedIN 12.35 M and 0.3 MB more. Of the five models we count 234.6 MiB."""
     config = load_config(
         preset="fedin-cifar10",
         overrides=["federation.clients=5", "federation.clients_per_round=5", "training.steps=1", "engine.device=cpu"],
     )
-    cost = overhead(Federation(config, dataset=Dataset("toy", images(500), images(10), 10)))
+    cost = overhead_of(Federation(plainly(config), dataset=Dataset("toy", images(500), images(10), 10)))
     assert cost.message == 16 * (64 * 8 * 8 + 512)
     assert in_millions(cost.parameters) == 12.28
     assert round(in_millions(cost.parameters) + in_millions(cost.message), 2) == 12.35
@@ -39,14 +45,44 @@ def test_the_papers_table_for_five_resnets_at_batch_16() -> None:
 
 
 def test_what_other_methods_send_and_hold() -> None:
-    tiny = ("model.sizes=['mlp2','mlp3']", "model.mlp.hidden=4", "training.steps=1")
-    costs = {}
-    for name in ("fedavg", "fedprox", "scaffold", "moon", "fedimpro"):
-        costs[name] = overhead(Federation(tiny_config(*tiny, f"method.name={name}")))
+    tiny = ("model.sizes=['mlp2','mlp3']", "model.mlp.hidden=4")
+    names = ("fedavg", "fedprox", "scaffold", "moon", "fedimpro")
+    costs = {name: cost_of(*tiny, f"method.name={name}") for name in names}
     model = costs["fedavg"].model_bytes / 2
     sent = {name: cost.message for name, cost in costs.items()}
     held = {name: cost.method_bytes for name, cost in costs.items()}
     parameters = {cost.parameters for cost in costs.values()}
     assert parameters == {model / 4}
-    assert sent == {"fedavg": 0, "fedprox": 0, "scaffold": model / 4, "moon": 0, "fedimpro": 2 * 10 * 4}
+    assert sent == {"fedavg": 0, "fedprox": 0, "scaffold": model / 4, "moon": 0, "fedimpro": 2 * 10 * 4 + 2}
     assert held == {"fedavg": 0, "fedprox": 0, "scaffold": 2 * model, "moon": model, "fedimpro": 4 * 2 * 10 * 4}
+
+
+RESNET = ("model.sizes=['resnet10','resnet14']", "model.resnet.width=0.25", "training.batch_size=16")
+
+
+def test_without_a_method_of_its_own_a_step_takes_what_the_plan_says() -> None:
+    config = tiny_config(*RESNET, "method.name=fedavg")
+    cost, planned = overhead_of(Federation(plainly(config))), costs_in(config).values()
+    assert cost.flops == sum(size.flops for size in planned) / 2
+    assert cost.peak_bytes == pytest.approx(sum(size.memory for size in planned) / 2, rel=0.02)
+    assert cost.kept_bytes == cost.model_bytes / 2 and cost.sizes == 2
+
+
+def test_more_passes_and_companions_are_counted() -> None:
+    """MOON answers with two frozen models too; FedIN passes features through all layers but the first and the head."""
+    names = ("fedavg", "moon", "scaffold", "fedin", "fedspeed")
+    costs = {name: cost_of(*RESNET, f"method.name={name}") for name in names}
+    plain, model = costs["fedavg"], costs["fedavg"].model_bytes / 2
+    assert 1.6 < costs["moon"].flops / plain.flops < 1.7, "a backward pass is twice a forward one, less the first layer"
+    assert costs["scaffold"].flops == plain.flops
+    assert costs["fedspeed"].flops == 2 * plain.flops
+    assert 1.7 < costs["fedin"].flops / plain.flops < 2
+    assert costs["scaffold"].peak_bytes > plain.peak_bytes + 1.9 * model
+    assert costs["moon"].peak_bytes == plain.peak_bytes + model
+    assert costs["scaffold"].kept_bytes == pytest.approx(2 * model, rel=0.02)
+
+
+def test_a_size_that_nobody_holds_is_left_out() -> None:
+    three = "model.sizes=['mlp1','mlp2','mlp3']"
+    assert cost_of(three, "federation.shares=[1,0,1]").sizes == 2
+    assert cost_of(three, "federation.assign=dynamic").sizes == 3

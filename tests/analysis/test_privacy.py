@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import csv
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from motley.analysis.features import extractor
+from motley.analysis.perceptual import lpips_distance
 from motley.analysis.privacy import attack, protected, psnr, ssim
 from motley.data import load_dataset
+from motley.errors import MotleyError
 from motley.models import MODELS, ImageShape
 from motley.models.resnet import ResNetSettings
+from tests.cli.conftest import call
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +50,30 @@ def test_unprotected_shallow_features_give_a_digit_away(digit: torch.Tensor) -> 
     assert plain > 0.9
     assert plain > noisy + 0.2
     assert plain > mean + 0.2
+
+
+def test_without_lpips_its_column_is_empty_and_it_is_said(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lpips", None)
+    answer = call("analyze", "privacy", run, "-o", tmp_path)
+    assert answer.code == 0 and "no LPIPS" in answer.err and "pip install lpips" in answer.err
+    rows = list(csv.DictReader((tmp_path / "privacy.csv").open()))
+    assert rows and all(row["lpips"] == "" and float(row["ssim"]) <= 1 for row in rows)
+
+
+def test_weights_that_are_not_there_are_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no package, that is what is said."""
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    with pytest.raises(MotleyError, match=r"no LPIPS: (AlexNet's weights|No module named|.*torchvision)"):
+        lpips_distance()
+
+
+def test_lpips_is_larger_for_a_worse_image(digit: torch.Tensor) -> None:
+    try:
+        distance = lpips_distance()
+    except MotleyError as error:
+        pytest.skip(str(error))
+    assert distance(digit[0], digit[0]) == 0
+    noise = torch.randn(digit[0].shape, generator=torch.Generator().manual_seed(1))
+    assert 0 < distance(digit[0], digit[0] + 0.05 * noise) < distance(digit[0], digit[0] + 0.5 * noise)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from motley.analysis import ANALYSES
-from motley.cli.list import Kind
+from motley.cli.list import Kind, by_name
 from motley.config import presets
 from motley.data import DATASETS, PARTITIONS
 from motley.methods import METHODS
@@ -41,9 +41,19 @@ def test_a_list_has_a_line_an_entry_with_summary_aliases_and_paper(
     assert head.split() == [registry.kind.replace(" ", ""), "what", "it", "is", "paper"]
     if kind == "methods":
         lines = lines[: [line.strip() for line in lines].index("")]
-    for entry, line in zip(registry, lines, strict=True):
+    for entry, line in zip(sorted(registry, key=lambda entry: by_name(entry.name)), lines, strict=True):
         assert line.startswith(f"{entry.name} ") and entry.summary in line and line.rstrip().endswith(entry.paper)
         assert all(alias in line for alias in entry.aliases)
+
+
+ORDERED = ("models", "methods")
+
+
+def test_lists_are_in_the_order_of_names(motley: Command) -> None:
+    models, methods = ([line.split(" ")[0] for line in motley("list", kind).out.splitlines()] for kind in ORDERED)
+    assert models[models.index("vgg9") + 1] == "vgg11" and models.index("resnet26") < models.index("resnet101")
+    shown = methods[1 : 1 + len(list(METHODS))]
+    assert shown == sorted(shown) and {"depthfl", "fedavg", "scalefl"} <= set(shown)
 
 
 def test_names_of_methods_are_listed_with_what_they_stand_for(motley: Command) -> None:

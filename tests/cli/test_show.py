@@ -91,6 +91,12 @@ def test_last_best_and_mean_are_over_the_evaluated_rounds(motley: Command, run_o
     assert "time: 8.5 s, 1.70 s a round (train 7.0 s, merge 1.0 s, collect 0.5 s)" in answer.out
 
 
+def test_what_the_method_reports_of_itself_is_shown_as_it_was_last(motley: Command, run_of: Any) -> None:
+    lines = [line(1, method={"pool": 4.0}), line(2, method={"in_loss": 0.0123456, "pool": 6.0, "odd": None})]
+    answer = motley("show", run_of(lines, "method.name=fedin"))
+    assert "fedin, last round: in_loss 0.01235, pool 6, odd not finite\n" in answer.out
+
+
 def test_a_line_that_a_kill_cut_short_does_not_count(motley: Command, run_of: Any) -> None:
     run = run_of([line(1, {"resnet10": 0.25, "mean": 0.25})], end='{"round": 2, "accu')
     answer = motley("show", run)

@@ -13,6 +13,7 @@ from motley.methods.fednova import FedNovaSettings, progress
 from motley.models import ImageShape
 from motley.splits.part import Piece, State
 from tests.conftest import tiny_config
+from tests.methods.turns import same_bits
 
 PLAIN = (
     "training.batch_size=16",
@@ -32,10 +33,6 @@ def after(rounds: int, *overrides: str) -> tuple[Federation, Server]:
     for _ in range(rounds):
         server, _ = federation.play(server)
     return federation, server
-
-
-def same_bits(one: State, other: State) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def memories(federation: Federation, server: Server) -> dict[int, State]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,51 +13,20 @@ from torch import Tensor, nn
 from motley.aggregate.merge import Update
 from motley.analysis.gradient_variance import gradient_variance
 from motley.config import load_config, read_resolved
-from motley.engine.base import Job
 from motley.engine.learner import Learner
 from motley.errors import MotleyError
 from motley.federation import Federation, Server
 from motley.methods.class_statistics import balanced, draw, moments, pooled, repeated
-from motley.methods.fedimpro import OWN, FedImproSettings
+from motley.methods.fedimpro import DRAWN_LOSS, OWN, WEIGHT, FedImproSettings
 from motley.models.stages import chain_of, owned, run
 from motley.splits.part import State
-from tests.conftest import refused, tiny_config, written
+from tests.conftest import refused, written
+from tests.methods import turns
+from tests.methods.turns import SGD, same_bits, seated
 
-PLAIN = (
-    "training.batch_size=16",
-    "training.epochs=0.3",
-    "training.rounds=9",
-    "evaluation.every=9",
-    "server.average=0",
-    "split.normalization_statistics=shared",
-)
-SGD = ("training.optimizer={name='sgd', lr=0.05}",)
 MLP = ("model.sizes=['mlp2']", "split.name=homogeneous", "model.mlp.hidden=6", *SGD)
 LAST = ("method.beta_m=0", "method.beta_g=0")
-
-
-def federation_of(*overrides: str, name: str = "fedimpro") -> Federation:
-    return Federation(tiny_config(*PLAIN, f"method.name={name}", *overrides))
-
-
-def after(rounds: int, *overrides: str, name: str = "fedimpro") -> tuple[Federation, Server]:
-    federation = federation_of(*overrides, name=name)
-    server = federation.start()
-    for _ in range(rounds):
-        server, record = federation.play(server)
-        assert not record.refused
-    return federation, server
-
-
-def same_bits(one: State, other: State) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
-def seated(federation: Federation, job: Job) -> Learner:
-    clients = federation.engine.clients  # type: ignore[attr-defined]
-    learner: Learner = clients.learner(job.size)
-    clients.seat(learner, job, clients.plan(job), clients.recall(job))
-    return learner
+federation_of, after = (partial(made, name="fedimpro") for made in (turns.federation_of, turns.after))
 
 
 def first_learner(*overrides: str) -> tuple[Federation, Learner]:
@@ -174,8 +144,9 @@ def test_equation_7_by_hand() -> None:
 def test_noise_on_what_is_sent_has_the_scale_asked_for(degree: float) -> None:
     federation, learner = first_learner(*MLP, "model.mlp.hidden=400", f"method.noise={degree}")
     torch.manual_seed(0)
-    for name, tensor in federation.method.reply(learner).items():
-        noise = tensor - learner.notes[name]
+    reply = federation.method.reply(learner)
+    for name in (f"{OWN}mean", f"{OWN}spread"):
+        noise = reply[name] - learner.notes[name]
         assert float(noise.std()) == pytest.approx(degree, rel=0.05) and abs(float(noise.mean())) < 0.1 * degree
 
 
@@ -232,6 +203,35 @@ def test_a_variance_that_noise_made_negative_is_none() -> None:
     learner.message[f"{OWN}spread"].fill_(-4.0)
     drawn = federation.method._drawn(learner, torch.tensor([1]), torch.zeros(1, 6))  # type: ignore[attr-defined]
     assert torch.equal(drawn[0], learner.message[f"{OWN}mean"][1])
+
+
+# ---- what the round's record has of it
+
+
+@pytest.mark.parametrize("spread", ["variance", "deviation"])
+def test_the_record_has_loss_and_weight_the_shared_deviation_and_how_far_means_are_apart(spread: str) -> None:
+    federation = federation_of(*MLP, "model.mlp.hidden=1", f"method.spread={spread}", "method.weight=0.25")
+    held = {f"{OWN}mlp2/mean": torch.zeros(10, 1), f"{OWN}mlp2/spread": torch.full((10, 1), 4.0)}
+
+    def sent(value: float, loss: float) -> State:
+        numbers = {DRAWN_LOSS: torch.tensor(loss), WEIGHT: torch.tensor(0.25)}
+        return {f"{OWN}mean": torch.full((10, 1), value), f"{OWN}spread": torch.ones(10, 1), **numbers}
+
+    updates = [Update(c, {}, {}, size="mlp2", message=sent(v, v)) for c, v in ((0, 2.0), (3, 6.0))]
+    found = {name: float(value) for name, value in federation.method.metrics(held, updates).items()}
+    deviation = 2.0 if spread == "variance" else 4.0
+    assert found == pytest.approx({"drawn_loss": 4.0, "weight": 0.25, "deviation": deviation, "means_apart": 2.0})
+
+
+@pytest.mark.parametrize("name", ["fedimpro", "fedimpro-scaffold", "fedimpro-nova"])
+def test_a_rounds_drawn_loss_is_the_mean_over_steps_and_clients(name: str) -> None:
+    federation, server = after(1, *MLP, "training.steps=3", name=name)
+    _, record = federation.play(server)
+    assert record.method.keys() == {"drawn_loss", "weight", "deviation", "means_apart"}
+    assert 0.5 < record.method["drawn_loss"] < 5 and record.method["weight"] == 1
+    federation = federation_of(*MLP, "method.weight=0", name=name)
+    _, nothing = federation.play(federation.start())
+    assert nothing.method.keys() == {"deviation", "means_apart"}
 
 
 # ---- who learns from it
@@ -335,7 +335,7 @@ def test_the_weight_grows_with_the_epochs_as_released() -> None:
     assert FedImproSettings(weight=0.3).weight_at(700) == 0.3
     federation = federation_of(*MLP, "method.preset=official", "training.epochs=5")
     learner = seated(federation, federation.job(federation.start(), 51, 0))
-    assert float(learner.notes[f"{OWN}weight"]) == pytest.approx(50 * 5 / 500)
+    assert float(learner.notes[WEIGHT]) == pytest.approx(50 * 5 / 500)
 
 
 # ---- where models are cut, and who shares statistics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,55 +13,18 @@ from torch import Tensor, nn
 
 from motley.aggregate.merge import Update
 from motley.config import load_config
-from motley.engine.base import Job, Upload
-from motley.engine.learner import Learner
+from motley.engine.base import Upload
 from motley.errors import MotleyError
-from motley.federation import Federation, Server
 from motley.methods.feature_pool import IN, OUT, collect, draw, entries
 from motley.methods.fedin import FedInSettings, intermediate, projected
 from motley.models.stages import chain_of, run
 from motley.splits.part import State
-from tests.conftest import refused, tiny_config
+from tests.conftest import refused
+from tests.methods import turns
+from tests.methods.turns import SGD, jobs_of, same_bits, seated
 
-PLAIN = (
-    "training.batch_size=16",
-    "training.epochs=0.3",
-    "training.rounds=9",
-    "evaluation.every=9",
-    "server.average=0",
-    "split.normalization_statistics=shared",
-)
-SGD = ("training.optimizer={name='sgd', lr=0.05}",)
 MLP = ("model.sizes=['mlp2','mlp3']", "model.mlp.hidden=12", *SGD)
-
-
-def federation_of(*overrides: str, name: str = "fedin") -> Federation:
-    return Federation(tiny_config(*PLAIN, f"method.name={name}", *overrides))
-
-
-def after(rounds: int, *overrides: str, name: str = "fedin") -> tuple[Federation, Server]:
-    federation = federation_of(*overrides, name=name)
-    server = federation.start()
-    for _ in range(rounds):
-        server, record = federation.play(server)
-        assert not record.refused
-    return federation, server
-
-
-def same_bits(one: State, other: State) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
-def seated(federation: Federation, job: Job) -> Learner:
-    clients = federation.engine.clients  # type: ignore[attr-defined]
-    learner: Learner = clients.learner(job.size)
-    clients.seat(learner, job, clients.plan(job), {})
-    return learner
-
-
-def jobs_of(federation: Federation, server: Server) -> list[Job]:
-    number = server.round_number + 1
-    return [federation.job(server, number, client) for client in federation.sample(number)]
+federation_of, after = (partial(made, name="fedin") for made in (turns.federation_of, turns.after))
 
 
 # ---- the combination of gradients
@@ -288,6 +252,25 @@ def test_every_batch_of_features_has_the_length_asked_for(rows: int) -> None:
     assert distinct == min(rows, samples)
 
 
+# ---- what the round's record has of it
+
+
+@pytest.mark.parametrize("step", ["joint", "separate"])
+def test_the_record_has_the_inner_loss_the_pool_and_what_its_features_weigh(step: str) -> None:
+    federation, server = after(0, *MLP, f"method.step={step}", "training.steps=1")
+    server, record = federation.play(server)
+    features = 16 * (12 + 12) * 4
+    assert record.method == pytest.approx({"pool": 4, "feature_mb_up": 4 * features / 1e6}), "a first round has no loss"
+    learners = [seated(federation, job) for job in jobs_of(federation, server)]
+    losses = [federation.method._inner_loss(learner).item() for learner in learners]  # type: ignore[attr-defined]
+    server, record = federation.play(server)
+    assert record.method["pool"] == len(entries(server.method))
+    local_step_first = {"joint": 1e-5, "separate": 0.3}[step]
+    assert record.method["in_loss"] == pytest.approx(sum(losses) / len(losses), rel=local_step_first)
+    _, without = federation_of(*MLP, "method.samples=0").play(federation.start())
+    assert without.method == {}
+
+
 # ---- noise
 
 
@@ -363,7 +346,7 @@ def test_a_projection_comes_back_by_its_transpose() -> None:
     federation, server = after(1, *FAMILIES)
     for client in (0, 5):
         learner = seated(federation, federation.job(server, 2, client))
-        for matrix in learner.notes.values():
+        for matrix in (learner.notes[IN], learner.notes[OUT]):
             wide = matrix.shape[0] <= matrix.shape[1]
             product = matrix @ matrix.t() if wide else matrix.t() @ matrix
             torch.testing.assert_close(product, torch.eye(len(product)), rtol=0, atol=1e-5)

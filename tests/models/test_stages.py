@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from motley.config import ModelSettings
+from motley.errors import MotleyError
 from motley.models import MODELS, ImageShape
 from motley.models.projection import with_projection
 from motley.models.stages import chain_of, owned, run, shape_behind
@@ -18,6 +19,7 @@ SETTINGS = ModelSettings.model_validate({"resnet": {"width": 1 / 16}, "vit": {"p
 CHAINS = {
     "resnet10": ["stem", "layer1", "layer2", "layer3", "layer4", "pool", "head"],
     "resnet50": ["stem", "layer1", "layer2", "layer3", "layer4", "pool", "head"],
+    "heterofl-resnet18": ["stem", "block1", "block2", "block3", "block4", "block5", "pool", "head"],
     "vit2": ["embed", "block0", "block1", "token", "head"],
     "mlp3": ["layer0", "layer1", "layer2", "head"],
     "cnn": ["conv1", "conv2", "hidden", "head"],
@@ -33,8 +35,7 @@ def build(size: str) -> Any:
 
 
 def test_every_family_has_a_chain() -> None:
-    whole = {"preact"}  # the network of HeteroFL's authors, which no method cuts
-    assert {MODELS[size].family for size in CHAINS} == {entry.item.family for entry in MODELS} - whole
+    assert {MODELS[size].family for size in CHAINS} == {entry.item.family for entry in MODELS}
 
 
 @pytest.mark.parametrize(("size", "names"), CHAINS.items())
@@ -70,3 +71,8 @@ def test_the_head_of_a_chain_is_the_one_that_the_model_has_now() -> None:
     images = torch.randn(2, *IMAGE)
     assert torch.equal(run(chain_of(model), images), model(images))
     assert "head.project.0.weight" in owned(model, chain_of(model)[-1:])
+
+
+def test_a_model_of_ones_own_without_a_chain_is_refused() -> None:
+    with pytest.raises(MotleyError, match=r"model\.sizes: Sequential declares no chain of stages .*method\.name"):
+        chain_of(torch.nn.Sequential())

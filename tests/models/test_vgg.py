@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
 
 from motley.errors import MotleyError
 from motley.models import MODELS, ImageShape
-from motley.models.vgg import PARAMETERS, VGG, VGGSettings, cross_layers
+from motley.models.channels import Axis
+from motley.models.vgg import PARAMETERS, VGG, VGGSettings, channels, cross_layers
 
 CIFAR = ImageShape(3, 32, 32)
 
@@ -60,3 +63,13 @@ def test_an_image_that_is_too_small_is_refused() -> None:
 
 def test_no_layers_help_each_other() -> None:
     assert cross_layers(build(9)) == []
+
+
+@pytest.mark.parametrize(("depth", "pixels"), [(9, 16), (11, 1)])
+def test_a_layer_reads_what_the_one_before_writes_and_the_first_hidden_one_every_pixel(depth: int, pixels: int) -> None:
+    declared = list(channels(build(depth)).items())
+    assert declared[0][1][1] is None
+    for (before, (written, _)), (name, (_, read)) in pairwise(declared):
+        assert isinstance(written, Axis)
+        assert read == written._replace(inner=pixels if name == "hidden.2" else 1), (before, name)
+    assert [name for name, _ in declared[-3:]] == ["hidden.2", "hidden.5", "head"]

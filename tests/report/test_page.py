@@ -38,6 +38,19 @@ def test_a_picture_of_an_analysis_is_put_in(tmp_path: Path) -> None:
     assert 'alt="cka"' in render(gather([run]), "one")
 
 
+def test_what_methods_report_of_themselves_is_drawn(runs: list[Path], tmp_path: Path) -> None:
+    from motley.report import figures
+
+    run = small_run(tmp_path / "run", "method.name=FedIN", "model.sizes=['mlp2','mlp3']")
+    panel = next(iter(gather([run]).panels.values()))
+    found = figures.own_numbers(panel, list(panel.series))
+    drawn = {figure.layout.title.text.split(": ")[1]: figure.data[0] for figure in found}
+    assert drawn.keys() == {"pool", "feature mb up", "in loss"}
+    assert drawn["pool"].x == (1, 2, 3) and drawn["pool"].y[0] == 3
+    assert drawn["in loss"].x == (2, 3) and min(drawn["in loss"].y) > 0
+    assert not figures.own_numbers(next(iter(gather(runs).panels.values())), [])
+
+
 def test_a_run_without_a_round_has_a_page(runs: list[Path], tmp_path: Path) -> None:
     from motley.report.page import render
 

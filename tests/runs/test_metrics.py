@@ -34,6 +34,7 @@ def test_a_line_holds_all_that_is_known_of_a_round() -> None:
         refused={5: "'fc.bias' is missing."},
         idle=[4],
         inco={"layer1.1": {"theta": 0.5, "alpha": 1e-9, "beta": -2.0}},
+        method={"pool": 4.0, "in_loss": 0.123456789},
     )
     assert to_line(record) == {
         "round": 3,
@@ -47,6 +48,7 @@ def test_a_line_holds_all_that_is_known_of_a_round() -> None:
         "seconds": {"train": 1.25, "merge": 0.5},
         "bytes": {"down": 100, "up": 90},
         "inco": {"layer1.1": {"theta": 0.5, "alpha": 1e-9, "beta": -2.0}},
+        "method": {"pool": 4.0, "in_loss": 0.123457},
     }
 
 

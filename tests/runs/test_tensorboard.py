@@ -37,7 +37,7 @@ def assert_shows_the_metrics(folder: Path) -> None:
     for line in lines:
         expected.setdefault("train/loss", []).append((line["round"], line["train_loss"]))
         expected.setdefault("seconds/round", []).append((line["round"], sum(line["seconds"].values())))
-        for kind in ("accuracy", "loss"):
+        for kind in ("accuracy", "loss", "method"):
             for name, value in line.get(kind, {}).items():
                 expected.setdefault(f"{kind}/{name}", []).append((line["round"], value))
     assert series.keys() == expected.keys()

@@ -51,11 +51,11 @@ def test_a_levels_answers_are_those_of_the_whole_network_with_all_else_at_zero(h
         model.load_state_dict(take(state, part))
         whole.load_state_dict(only(state, part))
         with torch.no_grad():
-            own, all_answers = answers_of(model, images()), answers_of(whole, images())
+            own, all_answers = answers_of(model, images(8)), answers_of(whole, images(8))
             assert len(own) == level + 1 and len(all_answers) == 3
             for mine, theirs in zip(own, all_answers, strict=False):
                 torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
-            torch.testing.assert_close(model(images()), own[-1])
+            torch.testing.assert_close(model(images(8)), own[-1])
         assert own[-1].abs().max() > 0
 
 
@@ -67,7 +67,7 @@ def test_exits_of_a_transformer_at_full_width_are_prefixes_of_each_other() -> No
         model = split.build(size).eval()
         model.load_state_dict(take(state, split.part(size)))
         with torch.no_grad():
-            answers.append(answers_of(model, images()))
+            answers.append(answers_of(model, images(8)))
     assert [len(own) for own in answers] == [1, 2, 3]
     assert all(torch.equal(a, b) for own in answers for a, b in zip(own, answers[-1], strict=False))
     narrow = grid(*VIT, "split.rates=[0.5,0.5,1]")
@@ -90,7 +90,7 @@ def test_the_mean_of_all_exits_can_be_the_answer() -> None:
     model = grid(*RESNET, "split.answer=mean").build("resnet14-e3").eval()
     assert isinstance(model, WithExits)
     with torch.no_grad():
-        torch.testing.assert_close(model(images()), torch.stack(model.answers(images())).mean(0))
+        torch.testing.assert_close(model(images(8)), torch.stack(model.answers(images(8))).mean(0))
 
 
 @pytest.mark.parametrize(
@@ -99,13 +99,12 @@ def test_the_mean_of_all_exits_can_be_the_answer() -> None:
         (("model.sizes=['resnet14']", "split.cuts=[2,5]", "split.rates=[1,1]"), "has 6 blocks"),
         (("model.sizes=['mlp2']", "split.cuts=[1]", "split.rates=[1]"), "MLP has no exits. Allowed are ResNets"),
         ((*RESNET, "model.projection=8"), r"model\.projection: is for a network with one head"),
-        ((*RESNET, "method.name=moon"), "no single representation"),
+        *(((*RESNET, f"method.name={name}"), "is no chain of stages, as") for name in ("fedin", "fedimpro", "moon")),
     ],
 )
 def test_what_has_no_exits_is_refused(overrides: tuple[str, ...], words: str) -> None:
     with pytest.raises(MotleyError, match=words):
-        federation = Federation(tiny_config("split.name=grid", *overrides))
-        federation.play(federation.start())
+        Federation(tiny_config("split.name=grid", *overrides))
 
 
 def test_wrong_levels_are_refused_by_name() -> None:
@@ -151,9 +150,9 @@ def test_a_masked_answer_is_the_narrower_networks_in_training_and_in_evaluation(
         narrow.load_state_dict(take(state, split.part(size)))
         for training in (True, False):
             with torch.no_grad(), narrowed(widest.train(training), torch.tensor([row])):
-                masked = widest(images())
+                masked = widest(images(8))
             with torch.no_grad():
-                torch.testing.assert_close(masked, narrow.train(training)(images()), rtol=1e-2, atol=2e-3)
+                torch.testing.assert_close(masked, narrow.train(training)(images(8)), rtol=1e-2, atol=2e-3)
 
 
 def test_a_pass_of_a_width_moves_that_widths_statistics_only() -> None:
@@ -161,10 +160,10 @@ def test_a_pass_of_a_width_moves_that_widths_statistics_only() -> None:
     model = split.build("resnet10-w1")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with narrowed(model.train(), torch.tensor([1])):
-        model(images())
+        model(images(8))
     moved = model.state_dict()["bn1.running_mean"] != before["bn1.running_mean"]
     assert moved.shape[0] == 3 and moved.any(1).tolist() == [False, True, False]
-    model(images())
+    model(images(8))
     assert (model.state_dict()["bn1.running_mean"] != before["bn1.running_mean"]).any(1).tolist() == [False, True, True]
 
 

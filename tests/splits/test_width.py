@@ -27,16 +27,20 @@ MODELS = {
     "vit": ("model.sizes=['vit2']", "model.vit.dim=32", "model.vit.heads=4", "model.vit.patch=4"),
     "mlp": ("model.sizes=['mlp3']", "model.mlp.hidden=12"),
     "cnn": ("model.sizes=['cnn']",),
+    "vgg": ("model.sizes=['vgg9']",),
     "projection": ("model.sizes=['resnet10']", "model.projection=8"),
 }
+SIDE = 16
+"""Of images: so large that the layer behind VGG's last map reads several pixels of every channel."""
 RULES = ("leading", "rolling", "random")
 RATES = (1.0, 0.5, 0.3, 0.125)
 
 
 @cache
 def federation_of(*overrides: str) -> Federation:
-    shared = ("split.name=width", f"split.rates={list(RATES)}", "split.normalization_statistics=shared")
-    return Federation(tiny_config(*shared, *overrides))
+    rates = ("split.name=width", f"split.rates={list(RATES)}")
+    shared = (f"data.transform.resize={SIDE}", "split.normalization_statistics=shared")
+    return Federation(tiny_config(*rates, *shared, *overrides))
 
 
 def split_of(*overrides: str) -> Width:
@@ -45,8 +49,8 @@ def split_of(*overrides: str) -> Width:
     return split
 
 
-def images() -> torch.Tensor:
-    return torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+def images(side: int = SIDE) -> torch.Tensor:
+    return torch.randn(3, 1, side, side, generator=torch.Generator().manual_seed(0))
 
 
 def answer(model: nn.Module, state: State) -> torch.Tensor:
@@ -93,7 +97,7 @@ def test_every_dimension_that_a_layer_shares_is_declared(family: str) -> None:
             if axis is not None:
                 assert axis.width * axis.repeats * axis.inner == length, name
             else:
-                assert "embed" in name or name == "cls_token" or length in (1, 64), name
+                assert "embed" in name or name == "cls_token" or length in (1, SIDE * SIDE), name
     found = {(axis.stream, axis.width) for declared in split.axes.values() for axis in declared if axis is not None}
     assert len(found) == len({stream for stream, _ in found})
 

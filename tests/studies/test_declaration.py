@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from motley.errors import MotleyError
-from motley.methods import METHODS
-from motley.methods.names import NAMES
 from motley.studies.declaration import load_study, studies
 from motley.studies.sweep import plan
 from tests.studies.conftest import SWEEP
@@ -38,17 +36,6 @@ def test_numbers_of_both_versions_of_the_baselines() -> None:
         "InCoAvg": (67.8, 3.2),
     }
     assert rows["InCoAvg"].against == "HeteroAvg"
-
-
-@pytest.mark.parametrize("name", studies())
-def test_every_cell_of_a_method_that_exists_can_be_configured(name: str) -> None:
-    study = load_study(name)
-    digits = [column.name for column in study.data if column.name == "digits"]
-    for cell in plan(study, "quick", data=digits) if digits else ():
-        row = next(row for row in study.methods if row.name == cell.method)
-        method = row.layer["method"]["name"]
-        known = method in METHODS or method in NAMES
-        assert bool(cell.runs) == known, cell.missing
 
 
 def test_settings_of_a_cell_are_the_papers() -> None:

@@ -24,6 +24,15 @@ def test_scales_trade_rounds_and_seeds() -> None:
     assert {s: len(runs) for s, runs in planned.items()} == {"quick": 1, "half": 3, "full": 3}
 
 
+def test_only_the_cases_asked_for() -> None:
+    study = load_study("inco-table2")
+    planned = plan(study, "quick", data=["digits"], cases=["alpha 1.0"])
+    assert {cell.case for cell in planned} == {"alpha 1.0"} and len(planned) == len(study.methods)
+    assert {run.config.data.partition.alpha for cell in planned for run in cell.runs} == {1.0}  # type: ignore[union-attr]
+    with pytest.raises(MotleyError, match="--case alpha 2: unknown name 'alpha 2'"):
+        plan(study, "quick", cases=["alpha 2"])
+
+
 def test_the_users_rounds_count_before_the_scale(sweep: Path) -> None:
     overrides = parse_overrides(["training.rounds=7"])
     assert cells(sweep, "quick", overrides=overrides)[0].runs[0].config.training.rounds == 7

@@ -20,6 +20,8 @@ class Findings:
     columns: tuple[str, ...]
     rows: list[tuple[Any, ...]]
     figure: Figure
+    notes: tuple[str, ...] = ()
+    """What could not be found here, and why."""
 
 
 ANALYSES: Registry[Callable[[Sequence[Path]], Findings]] = Registry("analysis")

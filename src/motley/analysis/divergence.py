@@ -1,8 +1,7 @@
-"""How far clients drift apart in a turn: the mean distance to their mean, a layer (FedImpro, Figures 2b, 3 and 9)."""
+"""How far clients drift apart in a turn: their models' distance to the mean of them (FedImpro, Figures 2b, 3 and 9)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,40 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from motley.analysis import ANALYSES, Findings
-from motley.analysis.replay import next_round, opened
+from motley.analysis.replay import Trained, next_round, opened
+from motley.federation import Federation
+from motley.splits.part import State, add_at
+
+Models = Sequence[Mapping[str, Tensor]]
+"""Parameters of clients' models under their global names. A model need not have all of them, nor all of one: what it
+does not hold of a tensor is NaN there.
+"""
+WHOLE = "all"
+"""What the whole model is called among layers."""
 
 
-def distance_to_mean(clients: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """Return for every tensor that two clients or more hold the mean over its holders of |mean - theta_i|."""
-    found = {}
-    for name in dict.fromkeys(name for one in clients for name in one):
-        held = [one[name].double().flatten() for one in clients if name in one]
-        if len(held) > 1:
-            stacked = torch.stack(held)
-            found[name] = float((stacked - stacked.mean(0)).norm(dim=1).mean())
-    return found
+def weight_divergence(models: Models) -> float:
+    """Return the mean over clients of |theta_i - mean theta|, each number's mean being over the models that have it."""
+    squares = _squared_distances(models)
+    return sum(sum(by_name.values()) ** 0.5 for by_name in squares) / len(models)
+
+
+def layer_divergence(models: Models) -> dict[str, float]:
+    """Return the same for each layer that two clients or more have, over those: weight and bias are one layer."""
+    distances: dict[str, list[float]] = {}
+    for by_name in _squared_distances(models):
+        layers: dict[str, float] = {}
+        for name, square in by_name.items():
+            layers[_layer(name)] = layers.get(_layer(name), 0.0) + square
+        for layer, square in layers.items():
+            distances.setdefault(layer, []).append(square**0.5)
+    return {layer: sum(found) / len(found) for layer, found in distances.items() if len(found) > 1}
+
+
+def _squared_distances(models: Models) -> list[dict[str, float]]:
+    names = dict.fromkeys(name for model in models for name in model)
+    means = {n: torch.stack([m[n].detach().double() for m in models if n in m]).nanmean(0) for n in names}
+    return [{n: float((t.detach() - means[n]).square().nansum()) for n, t in model.items()} for model in models]
 
 
 @ANALYSES.register("divergence", "how far clients drift apart in a turn, a layer and over rounds")
@@ -33,26 +54,51 @@ def divergence(paths: Sequence[Path]) -> Findings:
     for path in paths:
         with opened(path) as (federation, servers):
             for server in servers:
-                trained = next_round(federation, server)
-                parameters = [
-                    {name: one.state[name] for name in federation.split.parameters_of(one.size)} for one in trained
-                ]
-                layers = distance_to_mean([dict(sorted(one.items())) for one in parameters])
-                rows += [(path.name, server.round_number, layer, value) for layer, value in layers.items()]
+                number = server.round_number + 1
+                models = [_placed(federation, one, number) for one in next_round(federation, server)]
+                layers = layer_divergence(models)
+                found = {WHOLE: weight_divergence(models), **{n: layers[n] for n in _in_order(federation, layers)}}
+                rows += [(path.name, server.round_number, layer, value) for layer, value in found.items()]
     return Findings(("run", "round", "layer", "divergence"), rows, _draw(rows))
+
+
+def _placed(federation: Federation, one: Trained, round_number: int) -> State:
+    """Return a client's parameters under their global names, each where it lies in the whole."""
+    split = federation.split
+    part, placed = split.part(one.size, round_number, one.client), {}
+    for local in sorted(split.parameters_of(one.size)):
+        piece, tensor = part[local], one.state[local]
+        if piece.index is not None:
+            value, held = (torch.zeros(split.frame[piece.name].shape, device=tensor.device) for _ in range(2))
+            add_at(value, piece.index, tensor)
+            add_at(held, piece.index, 1.0)
+            tensor = value.where(held > 0, torch.nan)
+        placed[piece.name] = tensor
+    return placed
+
+
+def _in_order(federation: Federation, layers: Mapping[str, float]) -> list[str]:
+    """Return layers from the first to the last, as the size with the most of them has them."""
+    split = federation.split
+    sizes = sorted(split.sizes, key=lambda size: len(split.parameters_of(size)), reverse=True)
+    parts = [(split.part(size), split.blueprints[size].module) for size in sizes]
+    names = [part[local].name for part, module in parts for local, _ in module.named_parameters()]
+    return [layer for layer in dict.fromkeys(_layer(name) for name in names) if layer in layers]
+
+
+def _layer(name: str) -> str:
+    return name.rpartition(".")[0] or name
 
 
 def _draw(rows: list[tuple[Any, ...]]) -> Figure:
     figure = Figure(figsize=(12, 4), layout="constrained")
     over_rounds, a_layer = figure.subplots(1, 2)
     for run in dict.fromkeys(row[0] for row in rows):
-        own = [row for row in rows if row[0] == run]
-        rounds = sorted({row[1] for row in own})
-        totals = [math.sqrt(sum(row[3] ** 2 for row in own if row[1] == number)) for number in rounds]
-        over_rounds.plot(rounds, totals, marker="o", label=run)
-        newest = [row for row in own if row[1] == rounds[-1] and row[2].endswith("weight")]
-        a_layer.plot([row[2].removesuffix(".weight") for row in newest], [row[3] for row in newest], ".-", label=run)
-    over_rounds.set(title="all layers", xlabel="round", ylabel="mean distance to the mean")
+        whole = [row for row in rows if row[0] == run and row[2] == WHOLE]
+        over_rounds.plot([row[1] for row in whole], [row[3] for row in whole], marker="o", label=run)
+        newest = [row for row in rows if row[:2] == whole[-1][:2] and row[2] != WHOLE]
+        a_layer.plot([row[2] for row in newest], [row[3] for row in newest], ".-", label=run)
+    over_rounds.set(title="the whole model", xlabel="round", ylabel="mean distance to the mean")
     a_layer.set(title="a layer, newest checkpoint")
     a_layer.tick_params(axis="x", rotation=90, labelsize=6)
     over_rounds.legend()

@@ -18,13 +18,18 @@ from torch import Tensor
 
 from motley.analysis import ANALYSES, Findings
 from motley.analysis.features import extractor
+from motley.analysis.perceptual import lpips_distance
 from motley.analysis.replay import global_model, opened, probe_images
+from motley.errors import MotleyError
 
 NOISE = 0.8
 """Standard deviations of noise that FedIN adds."""
 IMAGES, STEPS = 6, 400
 SMOOTHNESS = 1e-3
 """Weight of the total variation, which tells an image from noise."""
+
+
+COLUMNS = ("run", "known to the attacker", "image", "ssim", "psnr", "lpips")
 
 
 def psnr(image: Tensor, other: Tensor) -> float:
@@ -89,6 +94,7 @@ def attack(extract: Callable[[Tensor], Tensor], images: Tensor, steps: int = STE
 @ANALYSES.register("privacy", "images reconstructed from features: as they are, with noise, from their mean")
 def privacy(paths: Sequence[Path]) -> Findings:
     """Attack the smallest size's extractor at the newest checkpoint with test images of one class."""
+    lpips, notes = _lpips()
     rows: list[tuple[Any, ...]] = []
     pictures: dict[tuple[str, str], Tensor] = {}
     for path in paths:
@@ -100,10 +106,18 @@ def privacy(paths: Sequence[Path]) -> Findings:
             for name, found in attack(extractor(model.requires_grad_(False)), images).items():
                 pictures[path.name, name] = found
                 rows += [
-                    (path.name, name, number, ssim(image, other), psnr(image, other))
+                    (path.name, name, number, ssim(image, other), psnr(image, other), lpips(image, other))
                     for number, (image, other) in enumerate(zip(images, found, strict=True))
                 ]
-    return Findings(("run", "known to the attacker", "image", "ssim", "psnr"), rows, _draw(pictures))
+    return Findings(COLUMNS, rows, _draw(pictures), notes)
+
+
+def _lpips() -> tuple[Callable[[Tensor, Tensor], float | None], tuple[str, ...]]:
+    """Return LPIPS, or nothing instead of it and why."""
+    try:
+        return lpips_distance(), ()
+    except MotleyError as error:
+        return lambda image, other: None, (f"{error} The column lpips is empty; ssim and psnr are there.",)
 
 
 def _draw(pictures: dict[tuple[str, str], Tensor]) -> Figure:

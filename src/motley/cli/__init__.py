@@ -52,7 +52,7 @@ def version(show_version: bool = typer.Option(False, "--version", help="Print th
 def main() -> None:
     """Run the command line; a problem the user can solve is one message, not a traceback."""
     try:
-        app()
+        app(prog_name="motley")
     except MotleyError as error:
         message = Text.assemble(("motley:", "bold red"), " ", str(error))
         Console(stderr=True).print(message, soft_wrap=True)

@@ -20,5 +20,8 @@ def analyze(
     chosen = ANALYSES.entry(name, "analysis")
     for path in paths:
         RunFolder.open(path)
-    for file in save(chosen.item(paths), out or paths[0] / "analysis", chosen.name):
+    findings = chosen.item(paths)
+    for note in findings.notes:
+        Console(stderr=True).print(note, highlight=False, markup=False, soft_wrap=True)
+    for file in save(findings, out or paths[0] / "analysis", chosen.name):
         Console().print(str(file), highlight=False, markup=False, soft_wrap=True)

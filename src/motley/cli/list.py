@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from enum import StrEnum
 
@@ -53,12 +54,17 @@ def list_things(kind: Kind = typer.Argument(..., help="What to list.")) -> None:
         table.add_column(_REGISTRIES[kind].kind.replace(" ", ""), style="bold", no_wrap=True)
         table.add_column("what it is")
         table.add_column("paper")
-        for entry in _REGISTRIES[kind]:
+        for entry in sorted(_REGISTRIES[kind], key=lambda entry: by_name(entry.name)):
             also = f" (also: {', '.join(entry.aliases)})" if entry.aliases else ""
             table.add_row(entry.name, entry.summary + also, entry.paper)
     Console().print(table)
     if kind is Kind.methods:
         Console().print(_names())
+
+
+def by_name(name: str) -> list[str | int]:
+    """Return what names are sorted by: letters, and the numbers in them as numbers, so that vgg9 is before vgg11."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _names() -> Table:

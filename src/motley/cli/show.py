@@ -50,12 +50,19 @@ def print_outcome(console: Console, folder: RunFolder) -> None:
     for target, number in found.rounds_to.items():
         reached = f"first reached in round {number}" if number is not None else "not reached"
         console.print(f"{target:.1%} mean accuracy: {reached}", highlight=False)
+    if "method" in lines[-1]:
+        own = ", ".join(f"{name} {_written(value)}" for name, value in lines[-1]["method"].items())
+        console.print(f"{config.method.name}, last round: {own}", highlight=False, markup=False, soft_wrap=True)
     phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in found.seconds.items())
     total = sum(found.seconds.values())
     console.print(
         f"communication: {found.bytes_down / 1e6:,.1f} MB down, {found.bytes_up / 1e6:,.1f} MB up", highlight=False
     )
     console.print(f"time: {total:.1f} s, {total / found.rounds:.2f} s a round ({phases})", highlight=False)
+
+
+def _written(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
 
 
 def accuracy_table(found: Outcome, last_k: int) -> Table:

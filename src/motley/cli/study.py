@@ -30,6 +30,7 @@ def study(
     list_: bool = typer.Option(False, "--list", help="List the studies and leave."),
     scale: str = typer.Option("quick", help=f"{_SCALES}."),
     data: list[str] = typer.Option([], help="Only this data set; repeatable."),
+    case: list[str] = typer.Option([], help="Only this case, such as 'alpha 0.5'; repeatable."),
     method: list[str] = typer.Option([], help="Only this line of the table; repeatable."),
     seeds: int = typer.Option(0, min=0, help="At most so many seeds; 0: as many as the scale says."),
     set_: list[str] = typer.Option([], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting of every run."),
@@ -42,7 +43,7 @@ def study(
         console.print(_list())
         return
     chosen = load_study(name)
-    cells = plan(chosen, scale, data=data, methods=method, seeds=seeds, overrides=parse_overrides(set_))
+    cells = plan(chosen, scale, data=data, cases=case, methods=method, seeds=seeds, overrides=parse_overrides(set_))
     todo = outstanding(cells, out)
     _announce(console, chosen, scale, cells, todo)
     if plan_only:

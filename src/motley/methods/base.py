@@ -8,7 +8,7 @@ where they change something, and never ask the device for a value. Server hooks 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
@@ -26,6 +26,10 @@ from motley.splits.part import State, add_at
 
 if TYPE_CHECKING:
     from motley.engine.learner import Learner
+
+
+REPORTED = "reported/"
+"""What the names of a reply's numbers begin with that are for the round's record and nothing else."""
 
 
 class MethodSettings(Settings):
@@ -48,6 +52,12 @@ class World:
     image: ImageShape
     every: int = 1
     """Rounds between evaluations."""
+    drawn: Callable[[int, int], str] | None = None
+    """(client, round) -> the client's size, where sizes are drawn anew every round."""
+
+    def size_of(self, client: int, round_number: int) -> str:
+        """Return the size of a client in a round."""
+        return self.drawn(client, round_number) if self.drawn else self.sizes[client]
 
     def is_evaluated(self, round_number: int) -> bool:
         """Tell whether a round ends with an evaluation."""
@@ -167,6 +177,18 @@ class Method:
     def refine(self, server: State, state: State, updates: Sequence[Update]) -> State:
         """Return the new global state after training at the server (distillation)."""
         return state
+
+    def metrics(self, server: State, updates: Sequence[Update]) -> dict[str, Tensor | float]:
+        """Return numbers of the method's own for the round's record. `server` is what `learn` returned.
+
+        Here they are what clients reported: each number's mean over those who sent it as `reported/NAME`.
+        """
+        sent: dict[str, list[Tensor]] = {}
+        for update in updates:
+            for name, number in update.message.items():
+                if name.startswith(REPORTED):
+                    sent.setdefault(name.removeprefix(REPORTED), []).append(number.float().mean())
+        return {name: torch.stack(numbers).mean() for name, numbers in sent.items()}
 
     # ---- a pass over clients that does not train
 

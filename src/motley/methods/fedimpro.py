@@ -24,7 +24,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from motley.aggregate.merge import Update
-from motley.methods.base import METHODS, Method, MethodSettings, World
+from motley.methods.base import METHODS, REPORTED, Method, MethodSettings, World
 from motley.methods.class_statistics import Moments, balanced, draw, moments, pooled, repeated
 from motley.methods.levels import Levels
 from motley.models.stages import Chain, chain_of, run
@@ -51,6 +51,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 OWN = "features/"
 """What the names of the method's own tensors begin with, wherever they are."""
 INITIAL_DEVIATION = 0.1
+DRAWN_LOSS, WEIGHT = f"{REPORTED}drawn_loss", f"{REPORTED}weight"
+"""The mean loss on drawn features over a turn's steps (while it lasts, the sum), and its weight."""
 
 
 class FedImproSettings(MethodSettings):
@@ -133,7 +135,7 @@ class FedImpro(Method):
         return {**super().start(), **own}
 
     def message(self, server: State, state: State, round_number: int, client: int) -> State:
-        group = self._groups[self.world.sizes[client]]
+        group = self._groups[self.world.size_of(client, round_number)]
         own = {f"{OWN}{name}": server[f"{OWN}{group}/{name}"] for name in ("mean", "spread")}
         return {**super().message(server, state, round_number, client), **own}
 
@@ -146,6 +148,19 @@ class FedImpro(Method):
                 own[f"{OWN}{group}/{name}"] = held + (1 - self.settings.beta_g) * known * (value - held)
         others = [replace(update, message=_without_own(update.message)) for update in updates]
         return {**super().learn(_without_own(server), state, others), **own}
+
+    def metrics(self, server: State, updates: Sequence[Update]) -> dict[str, Tensor | float]:
+        """Return the drawn features' loss and weight, the deviation they are drawn with, and how far apart the means
+        are that clients sent: both as root mean squares over classes and values.
+        """
+        held = torch.cat([t.flatten() for n, t in server.items() if n.startswith(OWN) and n.endswith("/spread")])
+        variance = held.clamp_min(0) if self.settings.spread == "variance" else held.square()
+        apart = []
+        for group in dict.fromkeys(self._groups[update.size] for update in updates):
+            means = [u.message[f"{OWN}mean"] for u in updates if self._groups[u.size] == group]
+            apart.append(torch.stack(means).var(0, correction=0).flatten())
+        own = {"deviation": variance.mean().sqrt(), "means_apart": torch.cat(apart).mean().sqrt()}
+        return {**super().metrics(server, updates), **own}
 
     def _merged(self, given: Sequence[State]) -> dict[str, tuple[Tensor, Tensor | float]]:
         """Return the clients' statistics together, each with 1 for the classes of which it is known, and 0."""
@@ -165,7 +180,8 @@ class FedImpro(Method):
         super().begin(learner)
         assert learner.job is not None
         epoch = (learner.job.round_number - 1) * learner.training.epochs
-        learner.note(f"{OWN}weight", torch.tensor(self.settings.weight_at(epoch)))
+        learner.note(WEIGHT, torch.tensor(self.settings.weight_at(epoch)))
+        learner.note(DRAWN_LOSS, torch.zeros(()))
         learner.note(f"{OWN}counts", torch.zeros(self.world.classes))
         for name in ("mean", "spread"):
             learner.note(f"{OWN}{name}", learner.message[f"{OWN}{name}"])
@@ -177,8 +193,9 @@ class FedImpro(Method):
         if self.settings.weight:
             drawn_labels = self._drawn_labels(labels)
             real, drawn = self._answers(learner, high, features, self._drawn(learner, drawn_labels, features))
-            weight = learner.notes[f"{OWN}weight"]
-            loss = learner.cross_entropy(real, labels) + weight * learner.cross_entropy(drawn, drawn_labels)
+            weight, drawn_loss = learner.notes[WEIGHT], learner.cross_entropy(drawn, drawn_labels)
+            learner.notes[DRAWN_LOSS].add_(drawn_loss.detach())
+            loss = learner.cross_entropy(real, labels) + weight * drawn_loss
             loss = loss / (1 + weight) if self.settings.average else loss
         else:
             loss = learner.cross_entropy(run(high, features), labels)
@@ -191,7 +208,11 @@ class FedImpro(Method):
             own = {name: tensor + self.settings.noise * torch.randn_like(tensor) for name, tensor in own.items()}
         if self.settings.merge == "counts":
             own["counts"] = learner.notes[f"{OWN}counts"].clone()
-        return {**super().reply(learner), **{f"{OWN}{name}": tensor for name, tensor in own.items()}}
+        sent = {f"{OWN}{name}": tensor for name, tensor in own.items()}
+        if self.settings.weight:
+            sent[DRAWN_LOSS] = learner.notes[DRAWN_LOSS] / max(learner.taken, 1)
+            sent[WEIGHT] = learner.notes[WEIGHT].clone()
+        return {**super().reply(learner), **sent}
 
     # ---- what the loss is made of
 
@@ -236,4 +257,4 @@ class FedImpro(Method):
 
 
 def _without_own(state: State) -> State:
-    return {name: tensor for name, tensor in state.items() if not name.startswith(OWN)}
+    return {name: tensor for name, tensor in state.items() if not name.startswith((OWN, REPORTED))}

@@ -2,67 +2,30 @@
 
 from __future__ import annotations
 
-from motley.methods.base import METHODS
-from motley.methods.feddyn import FedDyn, FedDynSettings
+from motley.methods.base import METHODS, Method
+from motley.methods.feddyn import FedDyn
 from motley.methods.fedimpro import FedImpro, FedImproSettings
-from motley.methods.fednova import FedNova, FedNovaSettings
-from motley.methods.fedprox import FedProx, FedProxSettings
-from motley.methods.scaffold import Scaffold, ScaffoldSettings
-
-PAPER = "Tang et al., ICLR 2024"
+from motley.methods.fednova import FedNova
+from motley.methods.fedprox import FedProx
+from motley.methods.scaffold import Scaffold
 
 
-class FedImproProxSettings(FedImproSettings, FedProxSettings):
-    """The settings of both."""
+def fedimpro_with(other: type[Method], own_name: str, summary: str) -> type[Method]:
+    """Return FedImpro before another method, registered. FedImpro's hooks come first and call the other's."""
 
-    name: str = "fedimpro-prox"
+    class SettingsOfBoth(FedImproSettings, other.Settings):  # type: ignore[name-defined]
+        """The settings of both."""
 
+        name: str = own_name
 
-@METHODS.register("fedimpro-prox", "FedImpro with FedProx's proximal term", paper=PAPER)
-class FedImproProx(FedImpro, FedProx):
-    """FedImpro, then FedProx."""
+    class Both(FedImpro, other):  # type: ignore[misc, valid-type]
+        Settings = SettingsOfBoth
 
-    Settings = FedImproProxSettings
-    settings: FedImproProxSettings
-
-
-class FedImproScaffoldSettings(FedImproSettings, ScaffoldSettings):
-    """The settings of both."""
-
-    name: str = "fedimpro-scaffold"
+    Both.__name__ = Both.__qualname__ = f"FedImpro{other.__name__.removeprefix('Fed')}"
+    return METHODS.register(own_name, f"FedImpro with {summary}", paper="Tang et al., ICLR 2024")(Both)
 
 
-@METHODS.register("fedimpro-scaffold", "FedImpro with SCAFFOLD's control variates", paper=PAPER)
-class FedImproScaffold(FedImpro, Scaffold):
-    """FedImpro, then SCAFFOLD."""
-
-    Settings = FedImproScaffoldSettings
-    settings: FedImproScaffoldSettings
-
-
-class FedImproNovaSettings(FedImproSettings, FedNovaSettings):
-    """The settings of both."""
-
-    name: str = "fedimpro-nova"
-
-
-@METHODS.register("fedimpro-nova", "FedImpro with FedNova's normalised mean", paper=PAPER)
-class FedImproNova(FedImpro, FedNova):
-    """FedImpro, then FedNova."""
-
-    Settings = FedImproNovaSettings
-    settings: FedImproNovaSettings
-
-
-class FedImproDynSettings(FedImproSettings, FedDynSettings):
-    """The settings of both."""
-
-    name: str = "fedimpro-dyn"
-
-
-@METHODS.register("fedimpro-dyn", "FedImpro with FedDyn's dynamic regulariser", paper=PAPER)
-class FedImproDyn(FedImpro, FedDyn):
-    """FedImpro, then FedDyn."""
-
-    Settings = FedImproDynSettings
-    settings: FedImproDynSettings
+FedImproProx = fedimpro_with(FedProx, "fedimpro-prox", "FedProx's proximal term")
+FedImproScaffold = fedimpro_with(Scaffold, "fedimpro-scaffold", "SCAFFOLD's control variates")
+FedImproNova = fedimpro_with(FedNova, "fedimpro-nova", "FedNova's normalised mean")
+FedImproDyn = fedimpro_with(FedDyn, "fedimpro-dyn", "FedDyn's dynamic regulariser")

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from motley.aggregate.merge import Update
 from motley.errors import MotleyError
-from motley.methods.base import METHODS, Method, MethodSettings, World
-from motley.methods.feature_pool import IN, OUT, Shapes, collect, draw
+from motley.methods.base import METHODS, REPORTED, Method, MethodSettings, World
+from motley.methods.feature_pool import IN, OUT, Shapes, collect, draw, entries
 from motley.methods.fedprox import add_pull
 from motley.models.stages import chain_of, owned, run, shape_behind
 from motley.randomness import generator, torch_seed
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from motley.engine.learner import Learner
 
 
+IN_LOSS = f"{REPORTED}in_loss"
+"""The mean of L_IN over a turn's steps; while the turn lasts, its sum."""
 Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
 
 
@@ -99,10 +101,17 @@ class FedIN(Method):
 
     def message(self, server: State, state: State, round_number: int, client: int) -> State:
         numbers = generator(self.world.seed, "features", round_number, client)
-        return draw(server, client, self._travelling(self.world.sizes[client]), self.settings.samples, numbers)
+        shapes = self._travelling(self.world.size_of(client, round_number))
+        return draw(server, client, shapes, self.settings.samples, numbers)
 
     def learn(self, server: State, state: State, updates: Sequence[Update]) -> State:
         return collect(server, updates, self.settings.pool, self.settings.stale)
+
+    def metrics(self, server: State, updates: Sequence[Update]) -> dict[str, Tensor | float]:
+        """Return L_IN, whose features the pool has, and how many megabytes of features were sent for it."""
+        sent = sum(tensor.nbytes for u in updates for name, tensor in u.message.items() if name in (IN, OUT))
+        own = {"pool": float(len(entries(server))), "feature_mb_up": sent / 1e6}
+        return {**super().metrics(server, updates), **(own if self.settings.samples else {})}
 
     def _travelling(self, size: str) -> Shapes:
         """Return the shapes in which the features of a size travel."""
@@ -126,7 +135,7 @@ class FedIN(Method):
         names = intermediate(learner.model)
         inner: tuple[Tensor, ...] = ()
         if learner.message and joint:
-            learner.backward(self._inner_loss(learner))
+            self._inner_backward(learner)
             inner = torch._foreach_mul(learner.gradients_of(names), 1.0)
         loss = self.loss(learner, images, labels)
         learner.backward(loss)
@@ -135,7 +144,7 @@ class FedIN(Method):
             self._combine(learner.gradients_of(names), inner)
         self.descend(learner)
         if learner.message and not joint:
-            learner.backward(self._inner_loss(learner))
+            self._inner_backward(learner)
             learner.optimizer_of(names).step()
             learner.publish()
         return loss.detach()
@@ -146,7 +155,8 @@ class FedIN(Method):
             return {}
         images = learner.first_images(self.settings.batch or learner.training.batch_size)
         features = dict(zip((IN, OUT), self._features(learner, images), strict=True))
-        return {end: self._projected(learner, end, self._noisy(s, "upload")) for end, s in features.items()}
+        sent = {end: self._projected(learner, end, self._noisy(s, "upload")) for end, s in features.items()}
+        return {**sent, IN_LOSS: learner.notes[IN_LOSS] / learner.taken} if learner.message else sent
 
     def _features(self, learner: Learner, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return s_in and s_out (Eq. 4 and 5)."""
@@ -160,6 +170,11 @@ class FedIN(Method):
         deviation = features.detach().float().std(correction=0)
         noise = torch.randn_like(features, dtype=torch.float32) * (self.settings.noise * deviation)
         return features + noise.to(features.dtype)
+
+    def _inner_backward(self, learner: Learner) -> None:
+        loss = self._inner_loss(learner)
+        learner.notes[IN_LOSS].add_(loss.detach())
+        learner.backward(loss)
 
     def _inner_loss(self, learner: Learner) -> Tensor:
         """Return L_IN (Eq. 7)."""
@@ -179,7 +194,8 @@ class FedIN(Method):
     # ---- features of one length: a fixed random projection for each shape, and back by its transpose
 
     def begin(self, learner: Learner) -> None:
-        if self.settings.projection and not learner.notes:
+        learner.note(IN_LOSS, torch.zeros(()))
+        if self.settings.projection and IN not in learner.notes:
             for end, shape in zip((IN, OUT), self._own_shapes(learner), strict=True):
                 matrix = torch.empty(self.settings.projection, shape.numel())
                 with torch_seed(self.world.seed, "projection", end, shape.numel()):

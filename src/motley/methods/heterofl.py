@@ -85,7 +85,7 @@ class HeteroFL(Method):
 
     def _classifier(self, size: str) -> list[str]:
         names = self.world.split.parameters_of(size)
-        return sorted(name for name in names if name.split(".")[-2] in CLASSIFIERS)
+        return sorted(name for name in names if name.rpartition(".")[0].rpartition(".")[2] in CLASSIFIERS)
 
     # ---- statistics for evaluation
 

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from motley.methods.base import METHODS, Method, MethodSettings
+from motley.methods.base import METHODS, Method, MethodSettings, World
 from motley.models.projection import representation_and_answer
+from motley.models.stages import chain_of
 from motley.splits.part import State
 
 if TYPE_CHECKING:
@@ -42,6 +43,11 @@ class Moon(Method):
 
     Settings = MoonSettings
     settings: MoonSettings
+
+    def __init__(self, settings: MethodSettings, world: World) -> None:
+        super().__init__(settings, world)
+        for blueprint in world.split.blueprints.values():
+            chain_of(blueprint.module)
 
     def memory(self, size: str, received: State) -> State:
         return received

@@ -61,7 +61,7 @@ class Scaffold(Method):
         return {name: tensor for name, tensor in drawn.items() if name in split.parameters}
 
     def message(self, server: State, state: State, round_number: int, client: int) -> State:
-        part = self.world.split.part(self.world.sizes[client], round_number, client)
+        part = self.world.split.part(self.world.size_of(client, round_number), round_number, client)
         return take(server, {name: piece for name, piece in part.items() if piece.name in server})
 
     def memory(self, size: str, received: State) -> State:

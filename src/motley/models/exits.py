@@ -17,6 +17,7 @@ from motley.errors import MotleyError
 from motley.models.channels import CLASSES, Axis, Channels
 from motley.models.layers import BatchNorm, Convolution
 from motley.models.resnet import ResNet
+from motley.models.stages import Chain, Staged
 from motley.models.vit import ViT
 
 
@@ -48,7 +49,7 @@ class LinearHead(nn.Module):
         return self.classify(x)
 
 
-class WithExits(nn.Module):
+class WithExits(Staged):
     """What a network with exits can do more; `add_exits` makes one of an ordinary network."""
 
     cuts: tuple[int, ...]
@@ -63,9 +64,13 @@ class WithExits(nn.Module):
         """Return the answer of the ordinary head."""
         raise NotImplementedError
 
-    def features(self, x: Tensor) -> Tensor:
-        """Refuse: what a method would compare or share is not one vector an image."""
-        raise MotleyError("split.name = 'grid': a network with exits has no single representation for the method.")
+    @property
+    def chain(self) -> Chain:
+        """Refuse: a network with exits branches, and has no one vector an image that a method could use."""
+        raise MotleyError(
+            "split.name = 'grid': a network with exits is no chain of stages, as fedin, fedimpro and moon need one. "
+            "Choose another split, or another method.name."
+        )
 
     def answers(self, x: Tensor) -> list[Tensor]:
         """Return the answers of all exits, the deepest last."""

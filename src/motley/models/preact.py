@@ -17,6 +17,7 @@ from motley.models import MODELS, Architecture, CrossLayer, ImageShape
 from motley.models.channels import Axis, Channels, of_head
 from motley.models.layers import BatchNorm, Convolution, Stem
 from motley.models.resnet import stage_widths
+from motley.models.stages import Chain, Stage, Staged
 from motley.settings import Settings
 
 
@@ -45,8 +46,8 @@ class Block(nn.Module):
         return self.conv2(self.bn2(self.conv1(active), relu=True)) + shortcut
 
 
-class PreActResNet(nn.Module):
-    """`head(features(x))`."""
+class PreActResNet(Staged):
+    """A stem, blocks, a last norm with the mean over the map, and a head."""
 
     def __init__(
         self, blocks: tuple[int, int, int, int], settings: PreActSettings, image: ImageShape, classes: int
@@ -65,13 +66,19 @@ class PreActResNet(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
-    def features(self, x: Tensor) -> Tensor:
-        """Return the pooled, flattened output of the last block: one vector an image."""
-        x = self.norm(self.blocks(self.conv1(x)), relu=True)
-        return F.adaptive_avg_pool2d(x, 1).flatten(1)
+    def pool(self, x: Tensor) -> Tensor:
+        """Return the normalised mean over the last map: one vector an image."""
+        return F.adaptive_avg_pool2d(self.norm(x, relu=True), 1).flatten(1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x))
+    @property
+    def chain(self) -> Chain:
+        """Return stem, block1 and those behind it, pool and head."""
+        return (
+            Stage("stem", self.conv1, ("conv1",)),
+            *(Stage(f"block{number + 1}", block, (f"blocks.{number}",)) for number, block in enumerate(self.blocks)),
+            Stage("pool", self.pool, ("norm",)),
+            Stage("head", self.head, ("head",)),
+        )
 
 
 def cross_layers(model: nn.Module) -> list[CrossLayer]:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from motley.errors import MotleyError
+
 
 class Stage(NamedTuple):
     """One link of a chain."""
@@ -43,7 +45,11 @@ class Staged(nn.Module):
 
 def chain_of(model: nn.Module) -> Chain:
     """Return a model's stages."""
-    assert isinstance(model, Staged)
+    if not isinstance(model, Staged):
+        raise MotleyError(
+            f"model.sizes: {type(model).__name__} declares no chain of stages (motley.models.stages), at which "
+            "method.name would cut it. Choose another model, or a method that cuts none."
+        )
     return model.chain
 
 

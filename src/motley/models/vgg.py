@@ -14,6 +14,7 @@ from torch import nn
 
 from motley.errors import MotleyError
 from motley.models import MODELS, Architecture, CrossLayer, ImageShape
+from motley.models.channels import Axis, Channels, of_head
 from motley.models.stages import Chain, Stage, Staged
 from motley.settings import Settings
 
@@ -83,6 +84,20 @@ def cross_layers(model: nn.Module) -> list[CrossLayer]:
     return []
 
 
+def channels(model: nn.Module) -> Channels:
+    """Every layer is a stream that the next one reads; the first hidden layer reads every pixel of a map."""
+    assert isinstance(model, VGG)
+    found: dict[str, tuple[Axis | None, ...]] = {}
+    read = None
+    for name, layer in model.named_modules():
+        if not name.startswith("head") and isinstance(layer, nn.Conv2d | nn.Linear):
+            written, inputs = Axis(name, layer.weight.shape[0]), layer.weight.shape[1]
+            found[name] = (written, read and read._replace(inner=inputs // read.width))
+            read = written
+    assert read is not None
+    return {**found, **of_head("head", model.head, read)}
+
+
 PARAMETERS = {9: 3_491_530, 11: 9_750_922}
 """At 3x32x32 images, 10 classes."""
 
@@ -90,7 +105,7 @@ PARAMETERS = {9: 3_491_530, 11: 9_750_922}
 def _register(depth: int) -> None:
     summary = f"VGG of {depth} layers, no normalisation; {PARAMETERS[depth]:,} parameters (3x32x32 images, 10 classes)"
     register = MODELS.register(f"vgg{depth}", summary, paper="Simonyan and Zisserman, ICLR 2015")
-    register(Architecture("vgg", partial(VGG, depth), cross_layers))
+    register(Architecture("vgg", partial(VGG, depth), cross_layers, channels))
 
 
 for _depth in PARAMETERS:

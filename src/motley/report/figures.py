@@ -94,6 +94,22 @@ def coefficients(series: Series, name: str) -> go.Figure | None:
     return figure
 
 
+def own_numbers(panel: Panel, labels: Sequence[str]) -> list[go.Figure]:
+    """Draw what methods report of themselves, a figure for each number over rounds, for the first seed of a series."""
+    drawn: dict[str, go.Figure] = {}
+    for label, series in panel.series.items():
+        lines = [line for line in series.runs[0].lines if line.get("method")]
+        for name in dict.fromkeys(name for line in lines for name in line["method"]):
+            rows = [line for line in lines if name in line["method"]]
+            figure = drawn.setdefault(name, go.Figure())
+            rounds, values = [line["round"] for line in rows], [line["method"][name] for line in rows]
+            look = {"mode": "lines", "line": style(labels.index(label)), "name": label, "legendgroup": label}
+            figure.add_scatter(x=rounds, y=values, **look)
+    for name, figure in drawn.items():
+        figure.update_layout(title=f"the method's own: {name.replace('_', ' ')}", xaxis_title="round")
+    return list(drawn.values())
+
+
 NAMES = {"theta": "theta a layer", "positive": "share of beta > 0 a layer"}
 """The coefficients that are drawn."""
 

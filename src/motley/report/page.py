@@ -101,6 +101,7 @@ def _panel(panel: Panel, labels: list[str]) -> Iterator[str]:
     drawn.append(figures.traffic(panel, labels))
     for series in panel.series.values():
         drawn += [figure for name in figures.NAMES if (figure := figures.coefficients(series, name)) is not None]
+    drawn += figures.own_numbers(panel, labels)
     said = ""
     try:
         drawn.append(figures.partition(next(panel.runs())))

@@ -38,6 +38,8 @@ def to_line(record: Record) -> dict[str, Any]:
     line["bytes"] = {"down": record.bytes_down, "up": record.bytes_up}
     if record.inco:
         line["inco"] = {layer: {n: _number(v) for n, v in row.items()} for layer, row in record.inco.items()}
+    if record.method:
+        line["method"] = {name: _number(value) for name, value in record.method.items()}
     return line
 
 

@@ -103,6 +103,8 @@ class KeepTensorBoard(Callback):
         if record.scores:
             self.writer.add_scalar("accuracy/mean", overall(record), number)
         self.writer.add_scalar("train/loss", record.train_loss, number)
+        for name, value in record.method.items():
+            self.writer.add_scalar(f"method/{name}", value, number)
         self.writer.add_scalar("seconds/round", sum(record.seconds.values()), number)
         self.writer.flush()
 

@@ -38,6 +38,8 @@ SCALES = {
     "full": Scale(1.0, 0, "the paper's rounds and seeds"),
 }
 FEWEST_ROUNDS = 3
+STAND_IN = "cifar10"
+"""In whose place a data set without a reader is put, to see whether all else could run."""
 _BESIDE: Any = {"run": True, "preset": True, "data": {"root"}, "engine": {"device", "slots", "memory_gib"}}
 """Settings that do not make a run another run."""
 
@@ -95,21 +97,23 @@ def plan(
     scale: str,
     *,
     data: Iterable[str] = (),
+    cases: Iterable[str] = (),
     methods: Iterable[str] = (),
     seeds: int = 0,
     overrides: Table | None = None,
 ) -> list[Cell]:
-    """Return the cells of a study, column by column; `data` and `methods` leave out the others."""
+    """Return the cells of a study, column by column; `data`, `cases` and `methods` leave out the others."""
     if scale not in SCALES:
         raise MotleyError(f"--scale: {unknown('scale', scale, SCALES)}")
     columns = _chosen("--data", study.data, list(data), [column for column in study.data if not column.asked])
+    numbers = [study.cases.index(case) for case in _chosen("--case", study.cases, list(cases), list(study.cases))]
     rows = _chosen("--method", study.methods, list(methods), list(study.methods))
     most = seeds or SCALES[scale].seeds or len(study.seeds)
     chosen = study.seeds[:most]
     return [
         _cell(study, SCALES[scale].rounds, chosen, row, column, number, overrides or {})
         for column in columns
-        for number in range(len(study.cases))
+        for number in numbers
         for row in rows
     ]
 
@@ -134,13 +138,14 @@ def _cell(
     case = study.cases[number]
     paper, targets = row.paper.get(column.name), study.targets.get(column.name)
     runs: tuple[Planned, ...] = ()
-    missing = [*_missing_method(row), *_missing_data(column.name, overrides)]
+    missing = [*_missing_method(row)]
     if not missing:
         try:
             runs = tuple(_planned(study, share, seed, row, column, case, overrides) for seed in seeds)
-            missing = list(_missing_needs(study, column, runs[0].config))
+            missing += _missing_needs(study, column, runs[0].config)
         except MotleyError as error:
-            missing = [Lack(row.name, str(error).splitlines()[0])]
+            missing.append(Lack(row.name, str(error).splitlines()[0]))
+    missing += _missing_data(column.name, overrides)
     return Cell(
         row.name,
         column.name,
@@ -160,7 +165,8 @@ def _planned(
     base = [] if column.preset else [study.set]
     special = [e.set for e in study.exceptions if e.matches(row.name, column.name, case.name)]
     own = {"seed": seed, "run": {"keep": 1, "tensorboard": False}}
-    layers = [*base, column.layer, case.set, row.layer, *special, own]
+    readable = {} if column.name in DATASETS else {"data": {"name": STAND_IN}}
+    layers = [*base, {**column.layer, **readable}, case.set, row.layer, *special, own]
     preset = column.preset or study.preset
     rounds = resolve(preset, layers).training.rounds
     fewer = {"training": {"rounds": min(rounds, max(FEWEST_ROUNDS, round(share * rounds)))}}
@@ -169,7 +175,9 @@ def _planned(
 
 def _missing_method(row: MethodRow) -> Iterator[Lack]:
     name = row.layer["method"]["name"]
-    if name not in METHODS and name not in NAMES:
+    if row.missing:
+        yield Lack(row.name, row.missing)
+    elif name not in METHODS and name not in NAMES:
         yield Lack(row.name, f"there is no method {name!r} (motley list methods).")
 
 

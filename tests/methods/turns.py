@@ -1,0 +1,55 @@
+"""Rounds and single turns of a small federation, for tests that look into a method."""
+
+from __future__ import annotations
+
+import torch
+
+from motley.engine.base import Job
+from motley.engine.learner import Learner
+from motley.federation import Federation, Server
+from motley.splits.part import State
+from tests.conftest import tiny_config
+
+PLAIN = (
+    "training.batch_size=16",
+    "training.epochs=0.3",
+    "training.rounds=9",
+    "evaluation.every=9",
+    "server.average=0",
+    "split.normalization_statistics=shared",
+)
+SGD = ("training.optimizer={name='sgd', lr=0.05}",)
+
+
+def federation_of(*overrides: str, name: str) -> Federation:
+    """Return a federation of a method."""
+    return Federation(tiny_config(*PLAIN, f"method.name={name}", *overrides))
+
+
+def after(rounds: int, *overrides: str, name: str) -> tuple[Federation, Server]:
+    """Return a federation of a method, and its server after some rounds in which nobody was refused."""
+    federation = federation_of(*overrides, name=name)
+    server = federation.start()
+    for _ in range(rounds):
+        server, record = federation.play(server)
+        assert not record.refused
+    return federation, server
+
+
+def same_bits(one: State, other: State) -> bool:
+    """Tell whether two states are one."""
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def seated(federation: Federation, job: Job) -> Learner:
+    """Return a learner with a job's client in it, before its first step."""
+    clients = federation.engine.clients  # type: ignore[attr-defined]
+    learner: Learner = clients.learner(job.size)
+    clients.seat(learner, job, clients.plan(job), clients.recall(job))
+    return learner
+
+
+def jobs_of(federation: Federation, server: Server) -> list[Job]:
+    """Return the jobs of the round after a server's."""
+    number = server.round_number + 1
+    return [federation.job(server, number, client) for client in federation.sample(number)]
