@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -241,6 +242,24 @@ def test_a_run_whose_rounds_keep_failing_stops_and_can_go_on(grid: Grid, tmp_pat
 def test_the_engine_needs_a_grid() -> None:
     with pytest.raises(MotleyError, match=r"engine.name = 'flower': needs Flower; see docs/deploy.md"):
         Federation(three_nodes())
+
+
+def test_what_clients_of_a_size_are_sent_is_one_object_to_flower(grid: Grid, tmp_path: Path) -> None:
+    """Flower pushes an object once, whoever it is for, and knows it by its content."""
+    pushed: dict[int, str] = {}
+    grid.before = lambda message: pushed.update(arrays_of(message))
+    for file in grid.nodes.values():
+        file.write_text(re.sub(r'size = "\w+"', "", file.read_text()))
+    sizes = "federation.sizes=['resnet10','resnet10','resnet18']"
+    serve(grid, three_nodes("training.rounds=1", sizes), tmp_path / "run")
+    assert pushed[1000] == pushed[999] != pushed[998]
+
+
+def arrays_of(message: Message) -> dict[int, str]:
+    """Return the id of the state in a message, by the node that it is for."""
+    if message.metadata.message_type != "train":
+        return {}
+    return {message.metadata.dst_node_id: message.content["arrays"]["state"].object_id}  # type: ignore[index, union-attr]
 
 
 def test_states_travel_whole() -> None:

@@ -155,6 +155,12 @@ def test_running_statistics_are_refused() -> None:
         Federation(tiny_config("privacy.clip=1", "split.normalization_statistics=per-size"))
 
 
+def test_exits_with_statistics_of_their_own_are_refused_too() -> None:
+    exits = ("method.name=scalefl", "split.name=grid", "model.sizes=['resnet18']", BATCH)
+    with pytest.raises(MotleyError, match=r"'batch': privacy.clip = 1 .*'exits.*\. Use models without batch norm\."):
+        Federation(tiny_config("privacy.clip=1", *exits))
+
+
 @pytest.mark.parametrize("moving", ["split.channels=rolling", "federation.assign=dynamic"])
 def test_parts_that_move_are_refused(moving: str) -> None:
     with pytest.raises(MotleyError, match=r"privacy.clip = 0.5: what it costs is known for parts that stay"):

@@ -32,6 +32,8 @@ from motley.privacy.settings import PrivacySettings
 from motley.splits.base import Split
 from motley.splits.part import add_at, select
 
+ORDERS = (1.1, 1.25, 1.5, 1.75, *range(2, 33), 40, 48, 64, 128, 256)
+"""Rényi orders that are tried: a third of the library's own, in a fifth of the time, for the same three digits."""
 Mechanism = tuple[int, int, int]
 """Clients of a size, how many of them were asked, and the fewest owners of a coordinate of theirs."""
 
@@ -129,10 +131,11 @@ def _composed(mechanisms: Mapping[tuple[int, int, float], int], delta: float) ->
 
 @cache
 def _curve(clients: int, asked: int, multiplier: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the orders, and the Rényi divergence at each, of one round. Tenths of a second: so it is kept."""
+    """Return the orders, and the Rényi divergence at each, of one round. It takes a while, so it is kept."""
     import dp_accounting
 
-    accountant = dp_accounting.rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
+    replaced = dp_accounting.NeighboringRelation.REPLACE_ONE
+    accountant = dp_accounting.rdp.RdpAccountant(ORDERS, neighboring_relation=replaced)
     gaussian = dp_accounting.GaussianDpEvent(multiplier)
     accountant.compose(dp_accounting.SampledWithoutReplacementDpEvent(clients, asked, gaussian))
     return accountant._orders, accountant._rdp

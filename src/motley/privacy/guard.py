@@ -91,10 +91,11 @@ def refuse_leaks(config: Config, split: Split, method: Method) -> None:
             f"with clients than that ({', '.join(hooks)}). Use a method that does not, such as 'fedavg' or 'fedprox'."
         )
     if buffers := sorted(name for name in split.frame if name not in split.parameters):
+        statistics = config.split.normalization_statistics
+        instead = "" if statistics == "batch" else "'batch', which keeps no statistics, or "
         raise MotleyError(
-            f"split.normalization_statistics = {config.split.normalization_statistics!r}: {on} guards parameters, and "
-            f"clients would send buffers as they are ({buffers[0]!r} is one of {len(buffers)}). Use 'batch', which "
-            "keeps no statistics, or models without batch norm."
+            f"split.normalization_statistics = {statistics!r}: {on} guards parameters, and clients would send buffers "
+            f"as they are ({buffers[0]!r} is one of {len(buffers)}). Use {instead}models without batch norm."
         )
     if split.moves or config.federation.assign == "dynamic":
         raise MotleyError(
