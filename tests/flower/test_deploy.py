@@ -29,10 +29,6 @@ def final(deployment: Deployment) -> str:
     return fingerprint(server.state)
 
 
-pytestmark = pytest.mark.slow
-"""Real processes: some minutes."""
-
-
 @pytest.mark.parametrize("insecure", [True, False], ids=["insecure", "with TLS and keys"])
 def test_three_nodes_end_with_the_bits_of_the_local_engine(tmp_path: Path, insecure: bool) -> None:
     with Deployment(tmp_path / "federation", three_nodes(*INCO), insecure=insecure) as deployment:
@@ -48,6 +44,7 @@ def test_three_nodes_end_with_the_bits_of_the_local_engine(tmp_path: Path, insec
             assert "Failed to activate SuperNode" in deployment.said("stranger")
 
 
+@pytest.mark.slow
 def test_a_killed_server_resumes_and_a_killed_node_comes_back(tmp_path: Path) -> None:
     settings = (*INCO, "method.name=scaffold", "training.rounds=4", "server.attempts=20", "server.min_share=1")
     with Deployment(tmp_path / "federation", three_nodes(*settings), insecure=True) as deployment:
@@ -69,6 +66,7 @@ def test_a_killed_server_resumes_and_a_killed_node_comes_back(tmp_path: Path) ->
         assert final(deployment) == local(tmp_path / "local", *settings)
 
 
+@pytest.mark.slow
 def test_a_real_node_that_does_something_else_wrong_in_every_round(tmp_path: Path) -> None:
     """The rounds go on with the others, and the metrics have the reasons."""
     limits = ("engine.flower.most_mib=1", f"engine.flower.timeout_s={LATE_S}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,10 +34,10 @@ SLOW, CUT = 2, 3
 TIMEOUT_S = 60
 
 
-def run(*command: object) -> None:
+def command(*words: object) -> None:
     """Run a command, and fail with what it says."""
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{' '.join(map(str, command))}: {done.stderr}"
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(map(str, words))}: {done.stderr}"
 
 
 class Hosts:
@@ -54,29 +54,29 @@ class Hosts:
     def make(self) -> None:
         """Make all of them, with addresses."""
         server = ("ip", "-n", self.server)
-        run("ip", "netns", "add", self.server)
-        run(*server, "link", "set", "lo", "up")
-        run(*server, "link", "add", "bridge", "type", "bridge")
-        run(*server, "address", "add", f"{SERVER}/24", "dev", "bridge")
-        run(*server, "link", "set", "bridge", "up")
+        command("ip", "netns", "add", self.server)
+        command(*server, "link", "set", "lo", "up")
+        command(*server, "link", "add", "bridge", "type", "bridge")
+        command(*server, "address", "add", f"{SERVER}/24", "dev", "bridge")
+        command(*server, "link", "set", "bridge", "up")
         for client in NODES:
             node = ("ip", "-n", self.node(client))
-            run("ip", "netns", "add", self.node(client))
-            run(*node, "link", "set", "lo", "up")
-            run(*node, "link", "add", "link", "type", "veth", "peer", "name", f"to-{client}", "netns", self.server)
-            run(*node, "address", "add", f"{NET}.{10 + client}/24", "dev", "link")
-            run(*node, "link", "set", "link", "up")
-            run(*server, "link", "set", f"to-{client}", "master", "bridge", "up")
+            command("ip", "netns", "add", self.node(client))
+            command(*node, "link", "set", "lo", "up")
+            command(*node, "link", "add", "wire", "type", "veth", "peer", "name", f"to-{client}", "netns", self.server)
+            command(*node, "address", "add", f"{NET}.{10 + client}/24", "dev", "wire")
+            command(*node, "link", "set", "wire", "up")
+            command(*server, "link", "set", f"to-{client}", "master", "bridge", "up")
 
     def slow_down(self, client: int) -> None:
         """Let a link carry a megabit a second, both ways; netem could delay it as well, but kernels often lack it."""
-        for namespace, device in ((self.node(client), "link"), (self.server, f"to-{client}")):
+        for namespace, device in ((self.node(client), "wire"), (self.server, f"to-{client}")):
             shape = ("tbf", "rate", "1mbit", "burst", "32kbit", "latency", "400ms")
-            run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *shape)
+            command("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *shape)
 
     def plug(self, client: int, state: str) -> None:
         """Pull a node's plug (down), or put it in again (up)."""
-        run("ip", "-n", self.server, "link", "set", f"to-{client}", state)
+        command("ip", "-n", self.server, "link", "set", f"to-{client}", state)
 
     def remove(self) -> None:
         """Remove the namespaces; links go with them."""
@@ -102,7 +102,7 @@ def without(deployment: Deployment) -> list[list[str]]:
 
 def test_a_slow_link_costs_time_and_a_cut_one_costs_rounds(tmp_path: Path) -> None:
     settings = ("federation.clients=4", "federation.clients_per_round=4", "training.rounds=40", "server.min_share=0.5")
-    waits = ("engine.flower.wait_s=5", f"engine.flower.timeout_s={TIMEOUT_S}")
+    waits = (f"engine.flower.wait_s={TIMEOUT_S}", f"engine.flower.timeout_s={TIMEOUT_S}")
     with hosts() as places:
         config = three_nodes(*settings, *waits)
         with Deployment(tmp_path / "federation", config, insecure=False, host=SERVER) as deployment:
@@ -111,12 +111,17 @@ def test_a_slow_link_costs_time_and_a_cut_one_costs_rounds(tmp_path: Path) -> No
             places.slow_down(SLOW)
             deployment.serve()
             deployment.join(*NODES)
-            deployment.play()
-            deployment.wait(lambda: len(deployment.lines()) >= 2)
+            run = deployment.play()
+
+            def until(ready: Callable[[], bool]) -> None:
+                deployment.wait(lambda: ready() or run.poll() is not None)
+                assert ready(), deployment.said("run")
+
+            until(lambda: len(deployment.lines()) >= 2)
             assert without(deployment)[:2] == [[], []], "a slow link is no failure"
             places.plug(CUT, "down")
-            deployment.wait(lambda: [str(CUT)] in without(deployment))
+            until(lambda: [str(CUT)] in without(deployment))
             places.plug(CUT, "up")
             mended = len(deployment.lines())
-            deployment.wait(lambda: [] in without(deployment)[mended:])
+            until(lambda: [] in without(deployment)[mended:])
             assert all(absent in ([], [str(CUT)]) for absent in without(deployment))
