@@ -18,6 +18,7 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 from motley.aggregate.server_optim import ServerOptimizerSettings
 from motley.data.settings import DataSettings
 from motley.engine.base import EngineSettings
+from motley.engine.encoding import Encoding
 from motley.engine.training import TrainingSettings
 from motley.errors import MotleyError, unknown
 from motley.evaluate import EvaluationSettings
@@ -30,6 +31,7 @@ from motley.models.preact import PreActSettings
 from motley.models.resnet import ResNetSettings
 from motley.models.vgg import VGGSettings
 from motley.models.vit import ViTSettings
+from motley.privacy.settings import PrivacySettings
 from motley.settings import Settings, validate
 from motley.splits import SPLITS, SplitSettings
 
@@ -102,6 +104,8 @@ class TransitSettings(Settings):
 
     noise: float = Field(default=0.0, ge=0)
     """Standard deviation of noise on every parameter's change, in standard deviations of that change (InCo, Fig. 7)."""
+    upload: Encoding = "fp32"
+    """What changes are sent in. fp16 and bf16 halve uploads; what rounding takes away is sent with the next one."""
 
 
 class RunSettings(Settings):
@@ -128,6 +132,7 @@ class Config(Settings):
     training: TrainingSettings = TrainingSettings()
     method: SerializeAsAny[MethodSettings] = MethodSettings()
     transit: TransitSettings = TransitSettings()
+    privacy: PrivacySettings = PrivacySettings()
     server: ServerSettings = ServerSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     engine: EngineSettings = EngineSettings()
@@ -186,6 +191,16 @@ class Config(Settings):
             raise MotleyError(
                 f"method.inco.preset = {method.inco.preset!r}: {method.name!r} exchanges no weights, so there is no "
                 "change to work on. Use method.inco.preset = 'off'."
+            )
+        if self.privacy.active and self.server.weights != "uniform":
+            raise MotleyError(
+                f"server.weights = {self.server.weights!r}: with privacy.clip = {self.privacy.clip:g} clients do not "
+                "say how many examples they have. Use server.weights = 'uniform'."
+            )
+        if self.privacy.active and self.transit.upload != "fp32":
+            raise MotleyError(
+                f"transit.upload = {self.transit.upload!r}: what privacy.clip = {self.privacy.clip:g} costs is known "
+                "for changes that are not rounded. Use transit.upload = 'fp32'."
             )
         return self
 

@@ -36,6 +36,7 @@ from motley.data.device import DeviceData
 from motley.data.partition import Partition
 from motley.engine import Clients, DebugEngine, Engine, Failure, Job, LocalEngine, Upload
 from motley.engine.device import choose_devices, on_device, set_precision
+from motley.engine.encoding import decoded
 from motley.engine.memory import MemoryStore
 from motley.errors import MotleyError
 from motley.evaluate import Evaluation, Evaluator, Score
@@ -43,6 +44,7 @@ from motley.methods import METHODS, Method, World
 from motley.models import MODELS
 from motley.models.projection import with_projection
 from motley.plan import assigned, costs_of, read_budgets
+from motley.privacy import Accountant, Guard, Spent, refuse_leaks
 from motley.randomness import generator, key
 from motley.splits import SPLITS, Split
 from motley.splits.part import State, take
@@ -63,6 +65,8 @@ class Server:
     """Client -> the round of its last upload that was taken."""
     optimizer: State = field(default_factory=dict)
     """The server optimiser's moments."""
+    spent: Spent = field(default_factory=Spent)
+    """What the rounds so far did that costs privacy."""
 
     @property
     def model(self) -> State:
@@ -91,6 +95,8 @@ class Record:
     """Layer -> InCo's coefficients."""
     method: dict[str, float] = field(default_factory=dict)
     """The method's own numbers."""
+    epsilon: dict[str, float] = field(default_factory=dict)
+    """What the run has cost in privacy so far: for who sees models, and for who sees uploads."""
     evaluation: Evaluation | None = None
     """Where the scores will come from, until they are settled."""
     mixed: tuple[list[str], Later] | None = None
@@ -182,7 +188,9 @@ class Federation:
         partition: Partition | None = None,
         memory_folder: Path | None = None,
         engine: Callable[[Federation], Engine] | None = None,
+        secret: bytes | None = None,
     ) -> None:
+        """`secret`: what keys a node's noise, where it is not the run's seed; such a node keeps no account."""
         self.config = config
         devices = choose_devices(config.engine.device)
         self.device = devices[0]
@@ -207,6 +215,9 @@ class Federation:
         world = World(self.split, self.sizes, self.dataset.classes, config.seed, rounds, train.shape, every, drawn)
         self.method = METHODS[config.method.name](config.method, world)
         self._refuse_memories_of_other_parts()
+        refuse_leaks(config, self.split, self.method)
+        counted = config.privacy.active and secret is None
+        self.accountant = Accountant(config.privacy, self.split, self.sizes) if counted else None
         precision, fused = config.engine.precision, config.engine.fused and config.engine.name != "debug"
         self.evaluate = Evaluator(self.split, test, self.dataset.classes, config.evaluation, precision, fused)
         if engine is not None:
@@ -225,6 +236,8 @@ class Federation:
             seed=config.seed,
             memory=MemoryStore(memory_folder, int(config.engine.memory_gib * 2**30)),
             elsewhere=elsewhere,
+            guard=Guard(config.privacy, config.seed, secret) if config.privacy.active else None,
+            encoding=config.transit.upload,
         )
         self.engine = (
             DebugEngine(clients)
@@ -247,6 +260,11 @@ class Federation:
             why = f"split.channels = {getattr(split, 'channels', '')!r}"
         else:
             return
+        if self.config.transit.upload != "fp32":
+            raise MotleyError(
+                f"transit.upload = {self.config.transit.upload!r}: clients remember what rounding took from their "
+                f"parts, which {why} changes from round to round. Use 'fp32', or parts that stay."
+            )
         if type(self.method).memory is not Method.memory:
             raise MotleyError(
                 f"method.name = {self.config.method.name!r}: its clients remember something of their parts, which "
@@ -362,13 +380,14 @@ class Federation:
         sent = {job.client: job for job in jobs}
         record.refused = {answer.client: answer.reason for answer in answers if isinstance(answer, Failure)}
         uploads = [answer for answer in answers if isinstance(answer, Upload)]
+        record.bytes_up += sum(size_in_bytes(upload.change) + size_in_bytes(upload.message) for upload in uploads)
+        uploads = [self.decoded(sent[upload.client], upload) for upload in uploads]
         for upload in uploads:
             reason = misfit(sent[upload.client].state, upload.change)
             if reason:
                 record.refused[upload.client] = reason
         answered = {answer.client for answer in answers}
         record.idle = [job.client for job in jobs if job.client not in answered]
-        record.bytes_up += sum(size_in_bytes(upload.change) + size_in_bytes(upload.message) for upload in uploads)
         return [upload for upload in uploads if upload.client not in record.refused]
 
     def admit(
@@ -385,6 +404,10 @@ class Federation:
         if kept:
             record.train_loss = sum(kept) / len(kept)
         return taken
+
+    def decoded(self, job: Job, upload: Upload) -> Upload:
+        """Return an upload with its change as the server computes with it."""
+        return replace(upload, change=decoded(upload.change, job.state, self.config.transit.upload))
 
     def usable(self, server: Server, updates: Sequence[Update], record: Record) -> list[Update]:
         """Return the updates whose messages the method can use. Nodes may send anything, so each is tried alone."""
@@ -424,9 +447,9 @@ class Federation:
 
     def merge(self, server: Server, updates: Sequence[Update], record: Record) -> Server:
         """Return the server after the clients' changes."""
-        number = record.round_number
+        number, spent = record.round_number, self.spend(server, updates, record)
         if not updates:
-            return replace(server, round_number=number)
+            return replace(server, round_number=number, spent=spent)
         merged = self.method.aggregate(server.method, server.state, updates)
         method = self.method.learn(server.method, server.state, updates)
         numbers = self.method.metrics(method, updates)
@@ -438,7 +461,16 @@ class Federation:
         state = apply(server.state, merged, self.split.parameters, self.config.server.step)
         state = self.method.refine(method, state, updates)
         remembered = {**server.remembered, **{update.client: number for update in updates}}
-        return Server(number, state, self.averaged(server, state, number), method, remembered, optimizer)
+        return Server(number, state, self.averaged(server, state, number), method, remembered, optimizer, spent)
+
+    def spend(self, server: Server, updates: Sequence[Update], record: Record) -> Spent:
+        """Return what is spent after this round, and note what that comes to."""
+        if self.accountant is None:
+            return server.spent
+        before = [c for attempt in range(len(record.repeated)) for c in self.sample(record.round_number, attempt)]
+        spent = self.accountant.after(server.spent, record.clients, [update.client for update in updates], before)
+        record.epsilon = self.accountant.epsilon(spent)
+        return spent
 
     def mix(self, merged: Merged, record: Record) -> Merged:
         """Apply InCo to the mean change, and note its coefficients."""

@@ -23,3 +23,9 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_secret(path: Path, content: bytes) -> None:
+    """Write a new file that only its owner can read, from its first moment on."""
+    path.touch(mode=0o600, exist_ok=False)
+    path.write_bytes(content)

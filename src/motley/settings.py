@@ -75,7 +75,8 @@ def _problems(cls: type[BaseModel], error: ValidationError, where: str) -> Itera
             yield f"{label}: is required and was not given."
         else:
             message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
-            yield f"{label}{given}: {message}" + ("" if message.endswith((".", "?")) else ".")
+            about = f"{label}{given}: " if label else ""
+            yield about + message + ("" if message.endswith((".", "?")) else ".")
 
 
 def _owner(cls: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel] | None:

@@ -17,17 +17,26 @@ from motley.deploy.commands import free_port
 from motley.deploy.folder import DeploySettings, create
 from motley.runs.metrics import MetricsLog
 
-PATIENCE = 300.0
+REPOSITORY = Path(__file__).resolve().parents[2]
+PATIENCE = 600.0
 """Seconds before a test gives up: on a busy machine every message starts a process that imports torch."""
 
 
 class Deployment:
     """The commands of `motley deploy` on one folder, each a process of its own."""
 
-    def __init__(self, folder: Path, config: Config, *, insecure: bool) -> None:
-        self.folder = create(folder, config, DeploySettings(port=free_port(), insecure=insecure))
+    def __init__(
+        self, folder: Path, config: Config, *, insecure: bool, nodes: str = "", host: str = "127.0.0.1"
+    ) -> None:
+        """`nodes`: another app for the nodes than Motley's own."""
+        self.folder = create(folder, config, DeploySettings(host=host, port=free_port(), insecure=insecure))
+        if nodes:
+            file = self.folder.app / "pyproject.toml"
+            file.write_text(file.read_text().replace("motley.engine.flower.client:app", nodes))
         self.logs = folder.with_name("logs")
         self.logs.mkdir()
+        self.namespaces: dict[str, str] = {}
+        """The network namespace that a role's commands run in, where it has one of its own."""
 
     def __enter__(self) -> Deployment:
         return self
@@ -41,10 +50,17 @@ class Deployment:
 
     def start(self, name: str, *arguments: object) -> subprocess.Popen[bytes]:
         """Start a command, with what it says in a log of that name."""
+        place = ["ip", "netns", "exec", self.namespaces[name]] if name in self.namespaces else []
         with (self.logs / name).open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "motley", "deploy", *map(str, arguments)],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "MOTLEY_TEST": str(self.folder.path), "MOTLEY_ROLE": name},
+                [*place, sys.executable, "-m", "motley", "deploy", *map(str, arguments)],
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": os.pathsep.join((str(REPOSITORY), os.environ.get("PYTHONPATH", ""))),
+                    "MOTLEY_TEST": str(self.folder.path),
+                    "MOTLEY_ROLE": name,
+                },
                 stdout=log,
                 stderr=log,
             )

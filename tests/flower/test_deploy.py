@@ -11,6 +11,7 @@ pytest.importorskip("flwr")
 from motley.runs.checkpoint import fingerprint, load_checkpoint
 from motley.runs.play import begin
 from tests.flower.grid import three_nodes
+from tests.flower.malicious import LATE_S, MISDEEDS
 from tests.flower.processes import PATIENCE, Deployment
 
 WAITING = (f"engine.flower.wait_s={PATIENCE}", f"engine.flower.timeout_s={PATIENCE}", "server.min_share=0.5")
@@ -28,10 +29,6 @@ def final(deployment: Deployment) -> str:
     return fingerprint(server.state)
 
 
-pytestmark = pytest.mark.slow
-"""Real processes: some minutes."""
-
-
 @pytest.mark.parametrize("insecure", [True, False], ids=["insecure", "with TLS and keys"])
 def test_three_nodes_end_with_the_bits_of_the_local_engine(tmp_path: Path, insecure: bool) -> None:
     with Deployment(tmp_path / "federation", three_nodes(*INCO), insecure=insecure) as deployment:
@@ -47,6 +44,7 @@ def test_three_nodes_end_with_the_bits_of_the_local_engine(tmp_path: Path, insec
             assert "Failed to activate SuperNode" in deployment.said("stranger")
 
 
+@pytest.mark.slow
 def test_a_killed_server_resumes_and_a_killed_node_comes_back(tmp_path: Path) -> None:
     settings = (*INCO, "method.name=scaffold", "training.rounds=4", "server.attempts=20", "server.min_share=1")
     with Deployment(tmp_path / "federation", three_nodes(*settings), insecure=True) as deployment:
@@ -66,3 +64,21 @@ def test_a_killed_server_resumes_and_a_killed_node_comes_back(tmp_path: Path) ->
         assert [line["round"] for line in deployment.lines()] == [1, 2, 3, 4]
         assert any(list(reasons) == ["1"] for line in deployment.lines() for reasons in line.get("repeated", []))  # type: ignore[attr-defined]
         assert final(deployment) == local(tmp_path / "local", *settings)
+
+
+@pytest.mark.slow
+def test_a_real_node_that_does_something_else_wrong_in_every_round(tmp_path: Path) -> None:
+    """The rounds go on with the others, and the metrics have the reasons."""
+    limits = ("engine.flower.most_mib=1", f"engine.flower.timeout_s={LATE_S}")
+    settings = (*INCO, f"training.rounds={len(MISDEEDS)}", *limits)
+    nodes = "tests.flower.malicious:app"
+    with Deployment(tmp_path / "federation", three_nodes(*settings), insecure=True, nodes=nodes) as deployment:
+        deployment.serve()
+        deployment.join(0, 1, 2)
+        deployment.finish(deployment.play())
+        lines = deployment.lines()
+        assert [list(line["refused"]) for line in lines] == [["1"]] * len(MISDEEDS)  # type: ignore[call-overload]
+        for line, (_, reason) in zip(lines, MISDEEDS, strict=True):
+            assert reason in line["refused"]["1"]  # type: ignore[index]
+        server = load_checkpoint(deployment.folder.run / "checkpoints")
+        assert server is not None and server.remembered == {0: len(MISDEEDS), 2: len(MISDEEDS)}

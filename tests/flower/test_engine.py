@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -243,9 +244,98 @@ def test_the_engine_needs_a_grid() -> None:
         Federation(three_nodes())
 
 
+def test_what_clients_of_a_size_are_sent_is_one_object_to_flower(grid: Grid, tmp_path: Path) -> None:
+    """Flower pushes an object once, whoever it is for, and knows it by its content."""
+    pushed: dict[int, str] = {}
+    grid.before = lambda message: pushed.update(arrays_of(message))
+    for file in grid.nodes.values():
+        file.write_text(re.sub(r'size = "\w+"', "", file.read_text()))
+    sizes = "federation.sizes=['resnet10','resnet10','resnet18']"
+    serve(grid, three_nodes("training.rounds=1", sizes), tmp_path / "run")
+    assert pushed[1000] == pushed[999] != pushed[998]
+
+
+def arrays_of(message: Message) -> dict[int, str]:
+    """Return the id of the state in a message, by the node that it is for."""
+    if message.metadata.message_type != "train":
+        return {}
+    return {message.metadata.dst_node_id: message.content["arrays"]["state"].object_id}  # type: ignore[index, union-attr]
+
+
 def test_states_travel_whole() -> None:
     state = {"a": torch.randn(2, 3).t(), "b": torch.tensor(7), "c": torch.zeros(0, 4), "d": torch.randn(3).bfloat16()}
     record = pack(state=state, message={})
     assert isinstance(record, ArrayRecord) and list(record) == ["state"]
     assert fingerprint(unpack(record, "state")) == fingerprint(state)
     assert unpack(record, "message") == {}
+
+
+# ---- privacy and encoding
+
+
+GUARDED = ("split.normalization_statistics=batch", "privacy.clip=0.5", "privacy.noise=0.2", "training.rounds=2")
+
+
+def edit(grid: Grid, more: str) -> None:
+    """Add to the files of all nodes."""
+    for file in grid.nodes.values():
+        file.write_text(f"{more}\n{file.read_text()}")
+
+
+def test_uploads_in_16_bits_end_where_slots_end(grid: Grid, tmp_path: Path) -> None:
+    """What rounding took away is on the nodes' disks, and survives a restart of everything."""
+    settings = ("transit.upload=fp16", "method.name=scaffold")
+    grid.before = lambda message: stop_in_round(message, 3)
+    with pytest.raises(KeyboardInterrupt):
+        serve(grid, three_nodes(*settings), tmp_path / "run")
+    _, server = serve(Grid(grid.nodes), None, tmp_path / "run")
+    assert (fingerprint(server.state), fingerprint(server.method)) == local(tmp_path / "local", *settings)
+    traffic = [
+        [line["bytes"] for line in MetricsLog(tmp_path / name / "metrics.jsonl").read()] for name in ("run", "local")
+    ]
+    assert traffic[0] == traffic[1]
+
+
+def stop_in_round(message: Message, number: int) -> None:
+    if message.metadata.group_id == str(number):
+        raise KeyboardInterrupt
+
+
+def test_repeatable_nodes_draw_the_noise_that_slots_draw(grid: Grid, tmp_path: Path) -> None:
+    pytest.importorskip("dp_accounting")
+    edit(grid, "repeatable = true")
+    _, server = serve(grid, three_nodes(*GUARDED), tmp_path / "run")
+    assert fingerprint(server.state) == local(tmp_path / "local", *GUARDED)[0]
+    epsilons = [
+        [line["epsilon"] for line in MetricsLog(tmp_path / name / "metrics.jsonl").read()] for name in ("run", "local")
+    ]
+    assert epsilons[0] == epsilons[1]
+
+
+def test_nodes_draw_their_noise_from_secrets_of_their_own(grid: Grid, tmp_path: Path) -> None:
+    pytest.importorskip("dp_accounting")
+    sent: dict[str, list[dict[str, torch.Tensor]]] = {"first": [], "second": []}
+    for name, changes in sent.items():
+        grid.misdeeds[999] = lambda sent, reply, changes=changes: (  # type: ignore[misc]
+            changes.append(unpack(reply.content["arrays"], "change")) or [reply]
+        )
+        serve(grid, three_nodes(*GUARDED, "training.rounds=1"), tmp_path / name)
+    assert fingerprint(sent["first"][0]) == fingerprint(sent["second"][0]), "asked the same, it answers the same"
+    federation = Federation(three_nodes(*GUARDED, "engine.name=local"))
+    jobs = [federation.job(federation.start(), 1, 1)]
+    (known,) = federation.engine.train(jobs, lambda client: None)
+    differences = torch.cat([(sent["first"][0][n] - t).flatten() for n, t in known.change.items()])  # type: ignore[union-attr]
+    assert abs(float(differences.std()) - 2**0.5 * 0.1) < 0.002, "the run's seed gives another noise"
+    secret = grid.nodes[999].parent / "client-1" / "secret"
+    assert len(secret.read_bytes()) == 32 and secret.stat().st_mode & 0o077 == 0
+
+
+def test_a_node_that_wants_more_privacy_than_the_run_gives(
+    grid: Grid, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = grid.nodes[999]
+    file.write_text(f"{file.read_text()}\n[privacy]\nclip = 1.0\nnoise = 1.5\n")
+    for run, reason in ((GUARDED, "privacy.noise = 0.2; this node asks for at least 1.5."), ((), "privacy.clip = 0 ")):
+        with pytest.raises(MotleyError, match="no node came for client 1"):
+            serve(Grid(grid.nodes), three_nodes(*run), tmp_path / "run")
+        assert reason in capsys.readouterr().out

@@ -58,11 +58,19 @@ def print_outcome(console: Console, folder: RunFolder) -> None:
     console.print(
         f"communication: {found.bytes_down / 1e6:,.1f} MB down, {found.bytes_up / 1e6:,.1f} MB up", highlight=False
     )
+    if found.epsilon:
+        model, upload = (found.epsilon[who] for who in ("model", "upload"))
+        whom = f"{_epsilon(model)} towards who sees models, {_epsilon(upload)} towards who sees uploads"
+        console.print(f"epsilon of a client: {whom} (delta {config.privacy.delta:g})", highlight=False, soft_wrap=True)
     console.print(f"time: {total:.1f} s, {total / found.rounds:.2f} s a round ({phases})", highlight=False)
 
 
 def _written(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4g}"
+
+
+def _epsilon(value: float | None) -> str:
+    return "infinite" if value is None else f"{value:.2f}"
 
 
 def accuracy_table(found: Outcome, last_k: int) -> Table:

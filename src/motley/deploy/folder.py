@@ -139,7 +139,8 @@ def _write_node(folder: DeployFolder, settings: DeploySettings, config: Config, 
     place.mkdir(parents=True)
     data = {"name": config.data.name, "path": config.data.path, "root": config.data.root, "dealt": True}
     node = {"client": client, "size": size, "superlink": settings.address, "insecure": settings.insecure}
-    values = validate(NodeSettings, {**node, "memory": "memory", "data": data}).model_dump()
+    about = {**node, "memory": "memory", "data": data, "privacy": config.privacy.model_dump()}
+    values = validate(NodeSettings, about).model_dump()
     (place / "node.toml").write_text(tomli_w.dumps(values), encoding="utf-8")
     if not settings.insecure:
         write_node_key(place)

@@ -15,6 +15,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from cryptography.x509.oid import NameOID
 
+from motley.files import write_secret
+
 VALID = timedelta(days=730)
 
 
@@ -40,12 +42,6 @@ def write_node_key(folder: Path) -> None:
     key = ec.generate_private_key(ec.SECP384R1())
     write_secret(folder / "key", key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     (folder / "key.pub").write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
-
-
-def write_secret(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read, from its first moment on."""
-    path.touch(mode=0o600, exist_ok=False)
-    path.write_bytes(content)
 
 
 def _name(text: str) -> x509.Name:

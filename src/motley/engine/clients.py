@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ from torch import Tensor, nn
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
 from motley.engine.base import Job, Upload
+from motley.engine.encoding import Encoding, encoded, without_residual
 from motley.engine.learner import Learner
 from motley.engine.memory import MemoryStore
 from motley.engine.timeline import Timeline
 from motley.engine.training import NO_STEPS, Plan, TrainingSettings, make_plan
 from motley.errors import MotleyError
 from motley.methods.base import Collection, Method
+from motley.privacy.guard import Guard
 from motley.splits.part import State
 
 
@@ -47,9 +50,12 @@ class Clients:
         seed: int,
         memory: MemoryStore,
         elsewhere: Sequence[DeviceData] = (),
+        guard: Guard | None = None,
+        encoding: Encoding = "fp32",
     ) -> None:
         self.method, self.data, self.partition, self.training = method, data, partition, training
         self.precision, self.fused, self.seed, self.memory = precision, fused, seed, memory
+        self.guard, self.encoding = guard, encoding
         self.copies = [data, *elsewhere]
         """The examples on each device that clients train on; the home device comes first."""
         self.timeline: Timeline | None = None
@@ -117,7 +123,9 @@ class Clients:
     def recall(self, job: Job) -> State:
         """Return the memory a job's client starts its turn with."""
         fresh = self.method.memory(job.size, job.state)
-        return self.memory.get(job.client, job.remembers) if fresh and job.remembers is not None else fresh
+        if not fresh or job.remembers is None:
+            return fresh
+        return without_residual(self.memory.get(job.client, job.remembers))
 
     def seat(self, learner: Learner, job: Job, plan: Plan, memory: State) -> None:
         """Put a client into a learner."""
@@ -132,18 +140,31 @@ class Clients:
         return Turn(learner.job, change, reply, loss, learner.taken)
 
     def uploads(self, turns: Sequence[Turn]) -> list[Upload]:
-        """Return the uploads of finished turns in the order of client ids, without waiting for the device."""
-        return [
-            Upload(
-                turn.job.client,
-                turn.change,
-                turn.reply,
-                self.samples(turn.job.client),
-                turn.steps,
-                turn.loss / turn.steps,
-            )
-            for turn in sorted(turns, key=lambda turn: turn.job.client)
-        ]
+        """Return the uploads of finished turns in the order of client ids, without waiting for the device.
+
+        This is the door: what is guarded or encoded is so here, whichever way the client was run. A client that guards
+        its change says neither how many examples it has, nor how many steps it took, nor its loss.
+        """
+        uploads = []
+        for turn in sorted(turns, key=lambda turn: turn.job.client):
+            client, change = turn.job.client, turn.change
+            if self.guard is not None:
+                change = self.guard.guarded(change, turn.job.round_number, client)
+                uploads.append(Upload(client, change, {}, samples=1, steps=1, loss=torch.tensor(math.nan)))
+                continue
+            if self.encoding != "fp32":
+                change = self._encoded(turn.job, change)
+            loss = turn.loss / turn.steps
+            uploads.append(Upload(client, change, turn.reply, self.samples(client), turn.steps, loss))
+        return uploads
+
+    def _encoded(self, job: Job, change: State) -> State:
+        """Return a change as it travels; what that leaves behind is filed with what the client remembers."""
+        before = self.memory.get(job.client, job.remembers) if job.remembers is not None else {}
+        wire, residual = encoded(change, before, self.encoding)
+        own = self.memory.get(job.client, job.round_number) if self.method.memory(job.size, job.state) else {}
+        self.memory.put(job.client, job.round_number, {**own, **residual})
+        return wire
 
     def collect(self, learner: Learner, job: Job) -> Collection:
         """Ask one client for the method's collection, over all of its examples."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from matplotlib.figure import Figure
 
 from motley.engine.base import Job
 
@@ -91,6 +90,8 @@ def draw(spans: Sequence[Span], path: Path, rounds: int = 3) -> None:
     places = sorted({(span.device, span.slot) for span in shown})
     rows = {place: row for row, place in enumerate(places)}
     several = len({device for device, _ in places}) > 1
+    from matplotlib.figure import Figure  # tenths of a second, which every node's process would pay
+
     figure = Figure(figsize=(12, 1.5 + 0.35 * len(rows)))
     axes = figure.subplots()
     for span in shown:

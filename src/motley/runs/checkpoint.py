@@ -20,6 +20,7 @@ from torch import Tensor
 from motley.errors import MotleyError
 from motley.federation import Server
 from motley.files import flush
+from motley.privacy import Spent
 from motley.splits.part import State
 
 _SECTIONS = ("state", "averaged", "method", "optimizer")
@@ -42,6 +43,7 @@ def save_checkpoint(folder: Path, server: Server, keep: int) -> Path:
         "round": server.round_number,
         "sections": list(sections),
         "remembered": server.remembered,
+        "spent": server.spent.to_json(),
     }
     (unfinished / "server.json").write_text(json.dumps(numbers))
     for path in (*unfinished.iterdir(), unfinished):
@@ -90,7 +92,8 @@ def read_checkpoint(checkpoint: Path) -> Server:
             sections[name] = load_file(file)
         state, averaged = sections["state"], sections.get("averaged")
         method, optimizer = sections.get("method", {}), sections.get("optimizer", {})
-        return Server(round_number, state, averaged, method, remembered, optimizer)
+        spent = Spent.from_json(numbers.get("spent", {}))
+        return Server(round_number, state, averaged, method, remembered, optimizer, spent)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise MotleyError(
             f"{file} cannot be read: {error}. Remove {checkpoint} to go on from the checkpoint before it."

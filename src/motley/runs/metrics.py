@@ -36,6 +36,8 @@ def to_line(record: Record) -> dict[str, Any]:
         line["idle"] = record.idle
     line["seconds"] = {phase: round(seconds, 4) for phase, seconds in record.seconds.items()}
     line["bytes"] = {"down": record.bytes_down, "up": record.bytes_up}
+    if record.epsilon:
+        line["epsilon"] = {who: _number(value) for who, value in record.epsilon.items()}
     if record.inco:
         line["inco"] = {layer: {n: _number(v) for n, v in row.items()} for layer, row in record.inco.items()}
     if record.method:
@@ -95,6 +97,8 @@ class Outcome:
     bytes_down: int
     bytes_up: int
     seconds: dict[str, float]
+    epsilon: dict[str, float | None]
+    """What the run has cost in privacy, where it guards uploads; None is infinite."""
 
 
 def outcome(lines: list[dict[str, Any]], last_k: int, targets: tuple[float, ...]) -> Outcome:
@@ -115,4 +119,5 @@ def outcome(lines: list[dict[str, Any]], last_k: int, targets: tuple[float, ...]
         bytes_down=sum(line["bytes"]["down"] for line in lines),
         bytes_up=sum(line["bytes"]["up"] for line in lines),
         seconds=seconds,
+        epsilon=lines[-1].get("epsilon", {}) if lines else {},
     )

@@ -6,6 +6,7 @@ is done by the local engine, as it would be on one machine.
 
 from __future__ import annotations
 
+import secrets
 import tomllib
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
@@ -23,6 +24,7 @@ from motley.engine.flower.arrays import pack, unpack
 from motley.engine.flower.settings import NodeSettings, read_node
 from motley.errors import MotleyError
 from motley.federation import Federation, size_in_bytes
+from motley.files import write_secret
 from motley.settings import validate
 from motley.splits.part import State
 
@@ -59,6 +61,7 @@ def settings_of(context: Context, simulated: NodeSettings | None) -> NodeSetting
 
 def introduce(node: NodeSettings, content: RecordDict) -> RecordDict:
     """Say which client this node is, and which size it trains."""
+    config_of(node, str(asked(content)["config"]))
     return RecordDict({"node": ConfigRecord({"client": node.client, "size": own_size(node, asked(content))})})
 
 
@@ -114,11 +117,31 @@ def federation_of(node: NodeSettings, about: Mapping[str, Any]) -> Federation:
 @lru_cache(maxsize=1)
 def _federation(settings: str, text: str, shape: tuple[int, ...]) -> Federation:
     node = NodeSettings.model_validate_json(settings)
-    config = validate(Config, tomllib.loads(text))
+    config = config_of(node, text)
     dataset, partition = examples(node, config, shape)
     engine = config.engine.model_copy(update={"name": "local", "device": node.device, "slots": 1})
     own = config.model_copy(update={"engine": engine})
-    return Federation(own, dataset=dataset, partition=partition, memory_folder=Path(node.memory))
+    secret = own_secret(Path(node.memory)) if config.privacy.active and not node.repeatable else None
+    return Federation(own, dataset=dataset, partition=partition, memory_folder=Path(node.memory), secret=secret)
+
+
+def config_of(node: NodeSettings, text: str) -> Config:
+    """Return a run's configuration, if it guards this node's uploads as the node wants it."""
+    config = validate(Config, tomllib.loads(text))
+    if short := config.privacy.weaker_than(node.privacy):
+        raise MotleyError(f"the run has {short}")
+    return config
+
+
+def own_secret(folder: Path) -> bytes:
+    """Return what keys this node's noise: drawn once, and known to nobody else."""
+    file, unfinished = folder / "secret", folder / "secret.unfinished"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished.unlink(missing_ok=True)
+        write_secret(unfinished, secrets.token_bytes(32))
+        unfinished.replace(file)
+    return file.read_bytes()
 
 
 def examples(node: NodeSettings, config: Config, shape: tuple[int, ...]) -> tuple[Dataset, Partition | None]:

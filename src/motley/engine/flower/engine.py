@@ -25,7 +25,11 @@ from motley.methods.base import Collection
 
 COLLECT = f"{MessageType.TRAIN}.collect"
 POLL_S = 1.0
-"""Seconds between two looks for answers; every look costs the SuperLink a request an answer."""
+"""Most seconds between two looks for answers; every look costs the SuperLink a request an answer."""
+GRACE_S = 10.0
+"""How much longer than the server's own patience a message lives: Flower's error for one that is too old says less."""
+FIRST_S, LONGER = 0.05, 1.5
+"""Seconds before the second look, and the factor on every later pause: simulated nodes answer at once."""
 
 
 class Nodes:
@@ -132,14 +136,15 @@ class FlowerEngine:
         asked = [job for job in jobs if job.client in found]
         numbers = self.grid.push_messages([self._message(job, found[job.client], kind) for job in asked])
         waiting = dict(zip(numbers, asked, strict=True))
-        end = time.monotonic() + self.settings.timeout_s
+        end, pause = time.monotonic() + self.settings.timeout_s, FIRST_S
         while waiting:
             for reply in pull(self.grid, list(waiting)):
                 job = waiting.pop(reply.metadata.reply_to_message_id)
                 yield job, self._answer(job, reply)
             if time.monotonic() > end:
                 break
-            time.sleep(POLL_S if waiting else 0)
+            time.sleep(min(pause, POLL_S) if waiting else 0)
+            pause *= LONGER
         for job in waiting.values():
             yield job, Failure(job.client, f"it did not answer within {self.settings.timeout_s:g} s.")
 
@@ -152,7 +157,7 @@ class FlowerEngine:
             forget=self._forget.get(job.client, 0),
         )
         content = RecordDict({"job": about, "arrays": pack(state=job.state, message=job.message)})
-        return Message(content, node, kind, ttl=self.settings.timeout_s, group_id=str(job.round_number))
+        return Message(content, node, kind, ttl=self.settings.timeout_s + GRACE_S, group_id=str(job.round_number))
 
     def _answer(self, job: Job, reply: Message) -> Upload | Failure:
         """Return the upload in a reply, or what is wrong with it."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from motley.errors import MotleyError
+from motley.privacy.settings import PrivacySettings
 from motley.settings import Settings, validate
 
 
@@ -54,6 +55,12 @@ class NodeSettings(Settings):
     """The server's host:port."""
     insecure: bool = False
     """Without encryption and keys: for a server on this machine."""
+    privacy: PrivacySettings = PrivacySettings()
+    """What the node insists on: a run that guards its uploads less is refused."""
+    repeatable: bool = False
+    """Draw the noise of `privacy` from the run's seed, as `motley run` does, and not from a secret of the node's own.
+    For experiments: who knows the seed can take the noise off.
+    """
 
     @model_validator(mode="after")
     def _one_of_two(self) -> NodeSettings:

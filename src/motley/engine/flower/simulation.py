@@ -40,6 +40,6 @@ def simulate(new: Config | None, path: Path, watchers: Iterable[Callback] = ()) 
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
     }
     data = NodeData(name=config.data.name, path=config.data.path, root=config.data.root, dealt=True)
-    every = NodeSettings(client=0, data=data, memory=str((path / "clients").absolute()))
+    every = NodeSettings(client=0, data=data, memory=str((path / "clients").absolute()), repeatable=True)
     run_simulation(app, build(every), config.federation.clients, backend_config=backend)
     return played[0]

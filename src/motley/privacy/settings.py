@@ -1,0 +1,39 @@
+"""How much of a client's data its uploads may give away."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from motley.settings import Settings
+
+
+class PrivacySettings(Settings):
+    """Differential privacy of uploads, done by the client before anything leaves it."""
+
+    clip: float = Field(default=0.0, ge=0)
+    """The largest norm of a change, over all parameters; longer ones are scaled down to it. 0: no privacy at all."""
+    noise: float = Field(default=0.0, ge=0)
+    """Standard deviation of the normal noise that a client adds to every parameter's change, in units of `clip`."""
+    delta: float = Field(default=1e-5, gt=0, lt=1)
+    """The delta for which epsilon is stated; it should be well below one over the number of clients."""
+
+    @property
+    def active(self) -> bool:
+        """Whether clients guard their uploads."""
+        return self.clip > 0
+
+    @model_validator(mode="after")
+    def _noise_of_what(self) -> PrivacySettings:
+        if self.noise and not self.clip:
+            raise ValueError(f"noise = {self.noise:g} is in units of clip, which is 0: give clip a value above 0")
+        return self
+
+    def weaker_than(self, asked: PrivacySettings) -> str | None:
+        """Say what falls short of the settings that somebody asks for, or None where nothing does."""
+        if not asked.active:
+            return None
+        if not self.active:
+            return f"privacy.clip = 0 guards nothing; this node asks for privacy.clip = {asked.clip:g}."
+        if self.noise < asked.noise:
+            return f"privacy.noise = {self.noise:g}; this node asks for at least {asked.noise:g}."
+        return None

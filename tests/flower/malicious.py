@@ -1,0 +1,73 @@
+"""The app of a real node that misbehaves: client 1 does something else wrong in every round, the others are honest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from motley.engine.flower.arrays import pack, unpack
+from motley.engine.flower.client import asked, build, settings_of
+from motley.splits.part import State
+
+LATE_S = 45.0
+"""How long the server waits for an answer; the late one takes longer."""
+
+honest = build()
+app = ClientApp()
+
+
+def changed(**more: torch.Tensor) -> Callable[[RecordDict], None]:
+    """Return a misdeed: some tensors of the change are others, or more than were asked for."""
+
+    def act(content: RecordDict) -> None:
+        change: State = unpack(content["arrays"], "change")
+        content["arrays"] = pack(change={**change, **{name.replace("__", "."): t for name, t in more.items()}})
+
+    return act
+
+
+def earlier(content: RecordDict) -> None:
+    """Answer for the round before."""
+    about = content["upload"]
+    content["upload"] = ConfigRecord({**about, "round": int(about["round"]) - 1})  # type: ignore[dict-item, arg-type]
+
+
+def late(content: RecordDict) -> None:
+    """Answer when nobody waits any more."""
+    time.sleep(LATE_S + 5)
+
+
+def garbled(content: RecordDict) -> None:
+    """Answer with something that a careless server would unpickle."""
+    content["arrays"]["change"].data = b"\x80\x04\x95 a pickle, say"  # type: ignore[index, union-attr]
+
+
+MISDEEDS: list[tuple[Callable[[RecordDict], None], str]] = [
+    (changed(fc__bias=torch.full((10,), torch.nan)), "it holds a number that is not finite."),
+    (changed(fc__bias=torch.zeros(9)), "'fc.bias' has shape (9,); (10,) was sent out."),
+    (changed(fc__bios=torch.zeros(10)), "unknown name 'fc.bios'"),
+    (changed(x=torch.zeros(2**19)), "MiB; engine.flower.most_mib = 1."),
+    (earlier, "it is for round 4; round 5 was asked."),
+    (garbled, "change is not in the format safetensors"),
+    (late, f"it did not answer within {LATE_S:g} s."),
+]
+"""What client 1 does in rounds 1, 2, ... and the reason for which it is refused."""
+
+
+@app.query()
+def introduce(message: Message, context: Context) -> Message:
+    """Say who this is."""
+    return honest(message, context)
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Train as asked; client 1 then spoils its answer."""
+    reply = honest(message, context)
+    if settings_of(context, None).client == 1:
+        MISDEEDS[int(asked(message.content)["round"]) - 1][0](reply.content)
+    return reply

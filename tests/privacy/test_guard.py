@@ -1,0 +1,185 @@
+"""What leaves a guarded client: bounded, with noise of the stated size, and nothing beside it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from motley.errors import MotleyError
+from motley.federation import Federation, Record
+from motley.privacy import Guard, PrivacySettings
+from motley.privacy.guard import clipped
+from motley.runs.checkpoint import fingerprint
+from motley.runs.play import begin, resume
+from motley.splits.part import State
+from tests.conftest import refused, tiny_config
+
+BATCH = "split.normalization_statistics=batch"
+WIDTH = ("split.name=width", "model.sizes=['resnet10']", "split.rates=[0.5,1.0]")
+CLIPPED = (BATCH, "privacy.clip=0.5", "run.tensorboard=false")
+
+
+def norm(state: State) -> float:
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in state.values()))
+
+
+def change(scale: float = 1.0) -> State:
+    numbers = torch.Generator().manual_seed(3)
+    return {"a": scale * torch.randn(200, 300, generator=numbers), "b": scale * torch.randn(50, generator=numbers)}
+
+
+def uploads(federation: Federation) -> dict[int, State]:
+    jobs = federation.jobs(federation.start(), Record(1))
+    return {answer.client: answer.change for answer in federation.engine.train(jobs, lambda client: None)}  # type: ignore[union-attr]
+
+
+# ---- clip
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6, 1e18])
+def test_the_norm_of_a_change_is_bounded_and_its_direction_kept(scale: float) -> None:
+    before, after = change(scale), clipped(change(scale), 2.0)
+    assert norm(after) <= 2.0 * (1 + 1e-6)
+    factor = min(1.0, 2.0 / norm(before))
+    for name in before:
+        torch.testing.assert_close(after[name], before[name] * factor)
+
+
+def test_a_short_change_keeps_its_bits() -> None:
+    assert fingerprint(clipped(change(1e-4), 2.0)) == fingerprint(change(1e-4))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_change_that_is_not_finite_becomes_zero(bad: float) -> None:
+    broken = {**change(), "c": torch.tensor([0.0, bad])}
+    assert norm(clipped(broken, 2.0)) == 0.0
+    assert norm(clipped({"a": torch.zeros(3)}, 2.0)) == 0.0
+
+
+# ---- noise
+
+
+@pytest.mark.parametrize("secret", [None, b"only the client knows"])
+def test_noise_has_the_stated_standard_deviation(secret: bytes | None) -> None:
+    guard = Guard(PrivacySettings(clip=0.25, noise=3.0), 1, secret)
+    drawn = [
+        guard.guarded(change(), round_number, client)["a"] - clipped(change(), 0.25)["a"]
+        for round_number in (1, 2)
+        for client in (0, 1)
+    ]
+    together = torch.stack(drawn).flatten().double() / 0.75
+    count = len(together)
+    assert abs(float(together.mean())) < 5 / math.sqrt(count)
+    assert abs(float(together.std()) - 1) < 5 / math.sqrt(2 * count)
+    assert abs(float((together.abs() < 0.6744898).double().mean()) - 0.5) < 2.5 / math.sqrt(count)
+    correlations = np.corrcoef(torch.stack([one.flatten() for one in drawn]).numpy())
+    assert np.abs(correlations - np.eye(4)).max() < 5 / math.sqrt(count / 4)
+
+
+def test_noise_is_keyed_and_with_a_secret_by_the_change_too() -> None:
+    settings = PrivacySettings(clip=1.0, noise=1.0)
+
+    def noise(guard: Guard, scale: float) -> torch.Tensor:
+        return guard.guarded(change(scale), 1, 2)["a"] - clipped(change(scale), 1.0)["a"]
+
+    plain, mine, other = Guard(settings, 1), Guard(settings, 1, b"mine"), Guard(settings, 1, b"another")
+    for guard in (plain, mine):
+        assert fingerprint(guard.guarded(change(), 1, 2)) == fingerprint(guard.guarded(change(), 1, 2))
+    torch.testing.assert_close(noise(plain, 1e-5), noise(plain, 2e-5))
+    assert (noise(mine, 1e-5) - noise(mine, 2e-5)).std() > 1, "asked twice, a node must not show its noise"
+    assert (noise(mine, 1e-5) - noise(other, 1e-5)).std() > 1
+
+
+# ---- in a federation
+
+
+@pytest.mark.parametrize("engine", ["local", "debug"])
+def test_every_upload_is_bounded_and_says_nothing_else(engine: str) -> None:
+    federation = Federation(tiny_config(*CLIPPED, f"engine.name={engine}"))
+    jobs = federation.jobs(federation.start(), Record(1))
+    for answer in federation.engine.train(jobs, lambda client: None):
+        assert norm(answer.change) <= 0.5 * (1 + 1e-6)  # type: ignore[union-attr]
+        assert (answer.samples, answer.steps, answer.message) == (1, 1, {})  # type: ignore[union-attr]
+        assert math.isnan(answer.loss)  # type: ignore[union-attr]
+
+
+def test_a_wide_bound_without_noise_changes_no_bit() -> None:
+    plain = uploads(Federation(tiny_config(BATCH)))
+    wide = uploads(Federation(tiny_config(BATCH, "privacy.clip=1e9")))
+    assert {client: fingerprint(state) for client, state in plain.items()} == {
+        client: fingerprint(state) for client, state in wide.items()
+    }
+
+
+def test_clients_side_by_side_are_guarded_too() -> None:
+    mlp = ("model.sizes=['mlp2']", "split.name=homogeneous", "privacy.clip=0.01")
+    for state in uploads(Federation(tiny_config(*mlp, "engine.stack=4"))).values():
+        assert norm(state) <= 0.01 * (1 + 1e-6)
+
+
+def test_a_resumed_run_is_guarded_with_the_same_noise(tmp_path: Path) -> None:
+    pytest.importorskip("dp_accounting")
+    settings = (*CLIPPED, "privacy.noise=0.1", "method.name=InCoAvg")
+    _, whole = begin(tiny_config(*settings), tmp_path / "whole")
+    _, half = begin(tiny_config(*settings, "training.rounds=1"), tmp_path / "half")
+    file = tmp_path / "half" / "config.toml"
+    file.write_text(file.read_text().replace("rounds = 1\n", "rounds = 3\n"))
+    _, resumed = resume(tmp_path / "half")
+    assert half.round_number == 1 and fingerprint(resumed.state) == fingerprint(whole.state)
+    assert resumed.spent == whole.spent
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize("method", ["scaffold", "fednova", "feddyn", "fedspeed", "fedin", "fedimpro", "heterofl"])
+def test_methods_that_do_more_than_average_changes(method: str) -> None:
+    split = WIDTH if method == "heterofl" else ()
+    with pytest.raises(MotleyError, match=rf"method.name = '{method}': privacy.clip = 0.5 guards changes that are"):
+        Federation(tiny_config(*CLIPPED, f"method.name={method}", *split))
+
+
+@pytest.mark.parametrize("method", ["fedprox", "moon", "InCoAvg"])
+def test_methods_that_only_average_changes(method: str) -> None:
+    Federation(tiny_config(*CLIPPED, f"method.name={method}"))
+
+
+def test_running_statistics_are_refused() -> None:
+    with pytest.raises(
+        MotleyError, match=r"split.normalization_statistics = 'per-size': privacy.clip = 1 .*Use 'batch'"
+    ):
+        Federation(tiny_config("privacy.clip=1", "split.normalization_statistics=per-size"))
+
+
+def test_exits_with_statistics_of_their_own_are_refused_too() -> None:
+    exits = ("method.name=scalefl", "split.name=grid", "model.sizes=['resnet18']", BATCH)
+    with pytest.raises(MotleyError, match=r"'batch': privacy.clip = 1 .*'exits.*\. Use models without batch norm\."):
+        Federation(tiny_config("privacy.clip=1", *exits))
+
+
+@pytest.mark.parametrize("moving", ["split.channels=rolling", "federation.assign=dynamic"])
+def test_parts_that_move_are_refused(moving: str) -> None:
+    with pytest.raises(MotleyError, match=r"privacy.clip = 0.5: what it costs is known for parts that stay"):
+        Federation(tiny_config(*CLIPPED, *WIDTH, moving))
+
+
+def test_settings_that_contradict_each_other() -> None:
+    assert "noise = 1 is in units of clip, which is 0" in refused("privacy.noise=1")
+    assert refused("privacy.clip=1", "server.weights=samples").startswith(
+        "server.weights = 'samples': with privacy.clip"
+    )
+    assert refused("privacy.clip=1", "transit.upload=fp16").startswith("transit.upload = 'fp16': what privacy.clip = 1")
+    assert "privacy.delta = 1" in refused("privacy.delta=1")
+
+
+def test_the_accountant_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("motley.privacy.accounting.find_spec", lambda name: None)
+    with pytest.raises(
+        MotleyError, match=r"privacy.noise = 1: epsilon needs an accountant: pip install 'motleyfl\[priv"
+    ):
+        Federation(tiny_config(*CLIPPED, "privacy.noise=1"))
+    Federation(tiny_config(*CLIPPED))
