@@ -9,7 +9,8 @@ from torch import Tensor
 
 from motley.data.device import DeviceData
 from motley.evaluate import EvaluationSettings, Evaluator, Score, Summary, rounds_to, summarize
-from motley.federation import Federation, Server
+from motley.federation import Federation
+from motley.round import Server
 from motley.splits.part import State
 from tests.conftest import tiny_config
 

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from motley.data import Dataset, Examples
 from motley.engine.base import Done, Engine, Job, Upload
 from motley.errors import MotleyError
-from motley.federation import Federation, Record, Server, assign_sizes, size_in_bytes
+from motley.federation import Federation, assign_sizes, size_in_bytes
+from motley.round import Record, Server
 from motley.splits.part import take
 from tests.conftest import tiny_config
 

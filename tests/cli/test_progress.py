@@ -14,7 +14,7 @@ from rich.console import Console
 from motley.cli import progress as module
 from motley.cli.progress import BARS, LiveProgress, PlainProgress, Progress, spark, watch
 from motley.evaluate import Score
-from motley.federation import Record, Server
+from motley.round import Record, Server
 from motley.runs.folder import RunFolder
 from tests.conftest import tiny_config
 

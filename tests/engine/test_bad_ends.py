@@ -9,7 +9,8 @@ import pytest
 
 from motley.data.partition import Partition
 from motley.errors import MotleyError
-from motley.federation import Federation, Server
+from motley.federation import Federation
+from motley.round import Server
 from motley.runs.checkpoint import fingerprint
 from motley.runs.metrics import to_line
 from tests.conftest import tiny_config

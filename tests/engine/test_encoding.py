@@ -11,7 +11,8 @@ import torch
 from motley.engine.base import Upload
 from motley.engine.encoding import TYPES, Encoding, decoded, encoded
 from motley.errors import MotleyError
-from motley.federation import Federation, Record
+from motley.federation import Federation
+from motley.round import Record
 from motley.runs.checkpoint import fingerprint
 from motley.runs.metrics import MetricsLog
 from motley.runs.play import begin, resume

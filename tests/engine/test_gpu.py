@@ -18,9 +18,10 @@ from motley.engine.device import set_precision
 from motley.engine.timeline import Timeline
 from motley.engine.training import OptimizerSettings, reset
 from motley.engine.weights import Weights, working_type
-from motley.federation import Federation, Server
+from motley.federation import Federation
 from motley.kernels import AVAILABLE
 from motley.models.layers import BatchNorm, Convolution, MaxPool, Stem, second_use, use_fused
+from motley.round import Server
 from tests.conftest import tiny_config
 
 if AVAILABLE:

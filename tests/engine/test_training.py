@@ -15,7 +15,8 @@ from motley.data.device import DRAWS
 from motley.data.partition import Partition
 from motley.engine.training import OptimizerSettings, Plan, TrainingSettings, make_plan
 from motley.errors import MotleyError
-from motley.federation import Federation, Record
+from motley.federation import Federation
+from motley.round import Record
 from tests.conftest import tiny_config
 
 

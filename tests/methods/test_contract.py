@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from motley.engine.base import Done, Engine, Job, Upload
 from motley.engine.learner import shapes_of
 from motley.engine.training import OptimizerSettings
-from motley.federation import Federation, Server
+from motley.federation import Federation
 from motley.methods import METHODS
+from motley.round import Server
 from motley.runs.checkpoint import fingerprint, load_checkpoint, save_checkpoint
 from tests.conftest import tiny_config
 

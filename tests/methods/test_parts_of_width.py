@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from motley.aggregate.merge import add_shares
-from motley.federation import Federation, Server
+from motley.federation import Federation
 from motley.methods import METHODS, World
 from motley.models import ImageShape
+from motley.round import Server
 from motley.runs.checkpoint import load_checkpoint, save_checkpoint
 from motley.splits.part import State, add_at, select, take
 from tests.conftest import tiny_config

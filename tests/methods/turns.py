@@ -6,7 +6,8 @@ import torch
 
 from motley.engine.base import Job
 from motley.engine.learner import Learner
-from motley.federation import Federation, Server
+from motley.federation import Federation
+from motley.round import Server
 from motley.splits.part import State
 from tests.conftest import tiny_config
 

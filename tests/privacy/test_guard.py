@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from motley.errors import MotleyError
-from motley.federation import Federation, Record
+from motley.federation import Federation
 from motley.privacy import Guard, PrivacySettings
 from motley.privacy.guard import clipped
+from motley.round import Record
 from motley.runs.checkpoint import fingerprint
 from motley.runs.play import begin, resume
 from motley.splits.part import State

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from motley.federation import Record, Server
+from motley.round import Record, Server
 from motley.runs.play import Callback
 
 _OPERATIONS = frozenset(("open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate"))

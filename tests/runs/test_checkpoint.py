@@ -21,7 +21,7 @@ from torch import Tensor
 
 import motley.runs
 from motley.errors import MotleyError
-from motley.federation import Server
+from motley.round import Server
 from motley.runs import checkpoint
 from motley.runs.checkpoint import checkpoints, fingerprint, load_checkpoint, save_checkpoint
 from tests.runs import crash

@@ -11,7 +11,7 @@ import pytest
 
 from motley.errors import MotleyError
 from motley.evaluate import Score, Summary
-from motley.federation import Record
+from motley.round import Record
 from motley.runs.metrics import MetricsLog, outcome, to_line
 
 

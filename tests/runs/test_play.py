@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from motley.evaluate import Evaluation
-from motley.federation import Federation, Record, Server
+from motley.federation import Federation
+from motley.round import Record, Server
 from motley.runs.play import Callback, play
 from tests.conftest import tiny_config
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from motley.engine.memory import MemoryStore
-from motley.federation import Server
+from motley.round import Server
 from motley.runs.checkpoint import checkpoints, fingerprint, load_checkpoint
 from motley.runs.metrics import MetricsLog
 from motley.runs.play import begin, resume

@@ -14,7 +14,8 @@ from motley.aggregate.merge import Update, merge
 from motley.analysis import ANALYSES, Findings
 from motley.analysis.cka import linear_cka
 from motley.analysis.replay import next_round, opened
-from motley.federation import Federation, Server
+from motley.federation import Federation
+from motley.round import Server
 
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from motley.data.device import DeviceData
 from motley.engine import Upload
 from motley.errors import MotleyError
-from motley.federation import Federation, Record, Server
+from motley.federation import Federation
+from motley.round import Record, Server
 from motley.runs.checkpoint import checkpoints, load_checkpoint, read_checkpoint
 from motley.runs.folder import RunFolder
 from motley.splits.part import State, take

@@ -17,7 +17,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from motley.cli.show import print_outcome
-from motley.federation import Federation, Record, Server
+from motley.federation import Federation
+from motley.round import Record, Server
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import overall
 from motley.runs.play import Callback

@@ -15,7 +15,8 @@ from rich.table import Table
 
 from motley.config import parse_overrides
 from motley.errors import MotleyError
-from motley.federation import Federation, Record, Server
+from motley.federation import Federation
+from motley.round import Record, Server
 from motley.runs.play import Callback
 from motley.studies.declaration import Study, load_study, studies
 from motley.studies.play import StudyWatcher, outstanding, play_study

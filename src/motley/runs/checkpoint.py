@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from motley.errors import MotleyError
-from motley.federation import Server
 from motley.files import flush
 from motley.privacy import Spent
+from motley.round import Server
 from motley.splits.part import State
 
 _SECTIONS = ("state", "averaged", "method", "optimizer")

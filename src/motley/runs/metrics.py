@@ -10,8 +10,8 @@ from typing import Any
 
 from motley.errors import MotleyError
 from motley.evaluate import Summary, rounds_to, summarize
-from motley.federation import Record
 from motley.files import write_atomically
+from motley.round import Record
 
 OVERALL = "mean"
 """The name of the mean over sizes, beside the sizes' own names."""

@@ -11,7 +11,8 @@ from motley.config import Config
 from motley.engine import Engine, LocalEngine
 from motley.engine.timeline import Timeline, draw
 from motley.errors import MotleyError
-from motley.federation import Federation, Record, Server
+from motley.federation import Federation
+from motley.round import Record, Server
 from motley.runs.checkpoint import load_checkpoint, save_checkpoint
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import MetricsLog, overall

@@ -13,7 +13,8 @@ from motley.config import Config
 from motley.data import load_dataset
 from motley.engine.flower.engine import FlowerEngine, Nodes
 from motley.errors import MotleyError
-from motley.federation import Federation, Server, assign_sizes
+from motley.federation import Federation, assign_sizes
+from motley.round import Server
 from motley.runs.folder import RunFolder
 from motley.runs.play import Callback, begin, resume
 from motley.settings import validate

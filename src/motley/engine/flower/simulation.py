@@ -16,7 +16,8 @@ from motley.config import Config
 from motley.engine.flower.client import build
 from motley.engine.flower.server import serve
 from motley.engine.flower.settings import NodeData, NodeSettings
-from motley.federation import Federation, Server
+from motley.federation import Federation
+from motley.round import Server
 from motley.runs.folder import RunFolder
 from motley.runs.play import Callback
 

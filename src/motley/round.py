@@ -1,0 +1,99 @@
+"""What a round starts from, and what is known of it afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from motley.aggregate.inco import Coefficients
+from motley.evaluate import Evaluation, Score
+from motley.privacy import Spent
+from motley.splits.part import State
+from motley.transfer import Later
+
+
+@dataclass(frozen=True)
+class Server:
+    """All that changes from round to round."""
+
+    round_number: int
+    """The last round that was completed; 0 before the first."""
+    state: State
+    averaged: State | None
+    method: State
+    """The method's own server state."""
+    remembered: dict[int, int]
+    """Client -> the round of its last upload that was taken."""
+    optimizer: State = field(default_factory=dict)
+    """The server optimiser's moments."""
+    spent: Spent = field(default_factory=Spent)
+    """What the rounds so far did that costs privacy."""
+
+    @property
+    def model(self) -> State:
+        """The state that is evaluated and handed out."""
+        return self.state if self.averaged is None else self.averaged
+
+
+@dataclass
+class Record:
+    """What is known of one round."""
+
+    round_number: int
+    scores: dict[str, Score] = field(default_factory=dict)
+    """Size -> score; empty where the round was not evaluated."""
+    train_loss: float = float("nan")
+    clients: list[int] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
+    repeated: list[dict[int, str]] = field(default_factory=list)
+    """The reasons of each time that the round was played but not merged: too few uploads could be taken."""
+    idle: list[int] = field(default_factory=list)
+    """Clients that had no batch to train on."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes_down: int = 0
+    bytes_up: int = 0
+    inco: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Layer -> InCo's coefficients."""
+    method: dict[str, float] = field(default_factory=dict)
+    """The method's own numbers."""
+    epsilon: dict[str, float] = field(default_factory=dict)
+    """What the run has cost in privacy so far: for who sees models, and for who sees uploads."""
+    evaluation: Evaluation | None = None
+    """Where the scores will come from, until they are settled."""
+    mixed: tuple[list[str], Later] | None = None
+    """Where InCo's coefficients will come from: layers, and a row for each."""
+    measured: tuple[list[str], Later] | None = None
+    """Where the method's numbers will come from."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether `settle` would not have to wait."""
+        later = [pending[1] for pending in (self.mixed, self.measured) if pending is not None]
+        return (self.evaluation is None or self.evaluation.ready) and all(values.ready for values in later)
+
+    def settle(self) -> None:
+        """Wait for the device, and note what it found."""
+        if self.evaluation is not None:
+            with self.timed("evaluate"):
+                self.scores = self.evaluation.scores()
+            self.evaluation = None
+        if self.mixed is not None:
+            layers, rows = self.mixed
+            self.inco = {
+                layer: dict(zip(Coefficients._fields, row, strict=True))
+                for layer, row in zip(layers, rows.read(), strict=True)
+            }
+            self.mixed = None
+        if self.measured is not None:
+            names, numbers = self.measured
+            self.method |= dict(zip(names, numbers.read(), strict=True))
+            self.measured = None
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Note how long a phase takes."""
+        begin = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
