@@ -16,7 +16,7 @@ quickstart: install
 
 # Two processes of one thread each: more threads a process fight over the cores.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations 12
 
 test-slow: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow

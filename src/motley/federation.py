@@ -148,7 +148,7 @@ class Federation:
             precision=precision,
             fused=fused,
             seed=config.seed,
-            memory=MemoryStore(memory_folder, int(config.engine.memory_gib * 2**30)),
+            memory=self._memories(memory_folder),
             elsewhere=elsewhere,
             guard=Guard(config.privacy, config.seed, secret) if config.privacy.active else None,
             encoding=config.transit.upload,
@@ -158,6 +158,13 @@ class Federation:
             if config.engine.name == "debug"
             else LocalEngine(clients, config.engine.slots, config.engine.stack)
         )
+
+    def _memories(self, folder: Path | None) -> MemoryStore:
+        """Return where what clients remember is kept: on a GPU only if all of them train on it."""
+        engine, near = self.config.engine, 0
+        if self.device.type == "cuda" and len(self.devices) == 1:
+            near = int(engine.memory_share * torch.cuda.get_device_properties(self.device).total_memory)
+        return MemoryStore(folder, int(engine.memory_gib * 2**30), near, self.device)
 
     def _within_budgets(self, data: DeviceData) -> tuple[str, ...]:
         """Return the largest size for every client that fits its budget."""

@@ -138,6 +138,15 @@ def test_dropout_in_a_stack_is_repeatable() -> None:
     assert distance(one[0].state, two[0].state) < 1e-6 and one[1] == pytest.approx(two[1], rel=1e-6)
 
 
+@pytest.mark.parametrize("method", ["scaffold", "moon"])
+def test_memories_on_the_gpu_are_what_they_are_on_the_host(method: str) -> None:
+    """With room for all of them, for some, and for none."""
+    settings = (f"method.name={method}", "training.batch_size=16", "federation.clients_per_round=6", "engine.slots=2")
+    ends = [after(4, *settings, f"engine.memory_share={share}") for share in (0.1, 1e-6, 0)]
+    for server, _ in ends[1:]:
+        assert all(torch.equal(server.state[name], tensor) for name, tensor in ends[0][0].state.items())
+
+
 def test_random_numbers_are_each_clients_own() -> None:
     """Noise that raced between streams would differ from run to run."""
     captured = ("method.name=noisy", "training.drop_last=true", "training.batch_size=16", "training.steps=4")
@@ -315,7 +324,7 @@ def test_fused_optimizers_equal_torchs(
             plain.step()
     torch.cuda.synchronize()
     for one, other, copy in zip(mine, theirs, weights.copies, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # of steps of 1e-2
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)  # of five steps of up to 1e-2
         assert copy is None or torch.equal(copy, one.detach().to(copy.dtype))
 
 

@@ -19,6 +19,7 @@ from motley.engine import memory as module
 from motley.engine.memory import MemoryStore
 from motley.errors import MotleyError
 
+CPU = torch.device("cpu")
 A_MEMORY = 2 * 3 * 4 + 8
 """Bytes of one."""
 
@@ -50,12 +51,17 @@ def test_a_memory_is_found_by_client_and_round(tmp_path: Path) -> None:
         for client, number in ((0, 1), (0, 2), (7, 1)):
             store.put(client, number, memory(10 * client + number))
         assert [value(store.get(*which)) for which in ((0, 1), (0, 2), (7, 1))] == [1, 2, 71]
-    assert filed(tmp_path) == set(), "nothing is durable before a checkpoint is made"
+    assert not any(map(filed, tmp_path.iterdir())), "nothing is durable before a checkpoint is made"
 
 
 def stores(folder: Path) -> list[MemoryStore]:
-    """Return a store of each kind: without and with a folder, with room in host memory and with none."""
-    return [MemoryStore(), MemoryStore(most=0), MemoryStore(folder), MemoryStore(folder / "none held", most=0)]
+    """Return a store of each kind: with and without a folder, and room on the device and in host memory."""
+    return [
+        MemoryStore(where and where / f"{most} {near}", most, near, CPU)
+        for where in (None, folder)
+        for most in (0, 2**20)
+        for near in (0, A_MEMORY, 2**20)
+    ]
 
 
 def test_a_memory_is_a_copy(tmp_path: Path) -> None:
@@ -114,19 +120,22 @@ def test_an_empty_memory_takes_no_room(tmp_path: Path) -> None:
 # ---- how much is held
 
 
+@pytest.mark.parametrize("near", [0, 3 * A_MEMORY])
 @pytest.mark.parametrize("folder", [True, False])
-def test_host_memory_is_bounded_and_nothing_is_lost(tmp_path: Path, folder: bool) -> None:
-    store = MemoryStore(tmp_path if folder else None, most=5 * A_MEMORY)
+def test_memory_is_bounded_and_nothing_is_lost(tmp_path: Path, folder: bool, near: int) -> None:
+    store = MemoryStore(tmp_path if folder else None, 5 * A_MEMORY, near, CPU)
     for number in range(1, 4):
         for client in range(20):
             store.put(client, number, memory(100 * number + client))
             assert store.held_bytes == sum(map(module._bytes, store._held.values())) <= 5 * A_MEMORY
+            assert store.near_bytes == sum(map(module._bytes, store._near.values())) <= near
+            assert not store._near.keys() & store._held.keys()
     for number in range(1, 4):
         assert [value(store.get(client, number)) for client in range(20)] == [100 * number + c for c in range(20)]
     store.save({client: 3 for client in range(20)})
     assert [value(store.get(client, 3)) for client in range(20)] == [300 + client for client in range(20)]
     store.forget_older({client: 3 for client in range(20)})
-    assert store.held_bytes <= 5 * A_MEMORY
+    assert store.held_bytes <= 5 * A_MEMORY and store.near_bytes <= near
     for client in range(20):
         with pytest.raises(MotleyError, match="missing"):
             store.get(client, 2)

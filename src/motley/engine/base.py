@@ -42,8 +42,12 @@ class EngineSettings(Settings):
     """
     fused: bool = True
     """On a GPU, kernels of our own for batch norm with addition and ReLU; off in the debug engine."""
+    memory_share: float = Field(default=0.125, ge=0, le=1)
+    """Share of a GPU's memory for what clients remember between rounds; what is more goes to the host. With several
+    GPUs, all of it goes there.
+    """
     memory_gib: float = Field(default=1.0, ge=0)
-    """Host memory for what clients remember between rounds; what is more lies on disk."""
+    """Host memory for what clients remember; what is more lies on disk."""
     precision: Literal["fp32", "tf32", "fp16", "bf16"] = "tf32"
     """tf32 is fp32 on a CPU. fp16 and bf16, for a GPU only, compute in 16 bits with single-precision weights behind.
     fp16 is more exact, but a gradient above 16 has no place in it: that client's upload is refused.

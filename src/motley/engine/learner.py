@@ -144,8 +144,9 @@ class Learner:
                     torch._foreach_copy_(start, values)
                     torch._foreach_copy_(live, values)
             for room, given in ((self.message, job.message), (self.memory, memory)):
-                for name, tensor in given.items():
-                    room[name].copy_(tensor, non_blocking=True)
+                for into, values in zip(by_type(room.values()), by_type(given[name] for name in room), strict=True):
+                    if into:
+                        torch._foreach_copy_(into, values, non_blocking=True)
         for optimizer in (self.optimizer, *self._optimizers.values()):
             reset(optimizer, self.training.lr(job.round_number))
         self.lr = self.optimizer.param_groups[0]["lr"]

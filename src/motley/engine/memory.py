@@ -4,10 +4,11 @@ A memory is filed under its client and the round that made it. Which round count
 (`Job.remembers`), so a round that was never completed leaves no trace: after a crash the server names the older memory,
 and the newer one is ignored or replaced.
 
-The latest memories stay in host memory up to a limit, and the others lie in one SQLite file, each as large as its
-client's own part. All that is filed between two checkpoints is one transaction: `save` ends it, and a crash takes it
-back. One file, because a thousand small ones take a second to reach the disk and this takes hundredths of one; SQLite,
-because it gives the room of deleted memories to new ones, for which a log would have to be rewritten.
+The latest memories stay on the GPU they were made on, up to a limit, so that no turn waits for a trip to the host and
+back; older ones in host memory, up to another; and the others lie in one SQLite file, each as large as its client's own
+part. All that is filed between two checkpoints is one transaction: `save` ends it, and a crash takes it back. One file,
+because a thousand small ones take a second to reach the disk and this takes hundredths of one; SQLite, because it gives
+the room of deleted memories to new ones, for which a log would have to be rewritten.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from motley.errors import MotleyError
-from motley.splits.part import State
+from motley.splits.part import State, by_type
 
 HELD = 2**30
 """Bytes of host memory for memories, where nothing else is said."""
@@ -33,40 +34,61 @@ PIECE = 2**26
 
 
 class MemoryStore:
-    """Memories by client and round: the latest in host memory, the others in a folder, or else in a temporary file."""
+    """Memories by client and round: the latest on the device they come from, where `near` bytes are given for that, and
+    in host memory (`most` bytes); the others in a folder, or else in a temporary file.
+    """
 
-    def __init__(self, folder: Path | None = None, most: int = HELD) -> None:
+    def __init__(
+        self, folder: Path | None = None, most: int = HELD, near: int = 0, device: torch.device | None = None
+    ) -> None:
         self.path = folder / "memories.sqlite" if folder else None
-        self.most = most
-        self.held_bytes = 0
+        self.most, self.near, self.device = most, near, device
+        self.held_bytes = self.near_bytes = 0
+        self._near: dict[tuple[int, int], State] = {}
+        """Client and round -> memory on the device, oldest first."""
         self._held: dict[tuple[int, int], State] = {}
-        """Client and round -> memory, oldest first."""
+        """The same in host memory."""
         self._unsaved: set[tuple[int, int]] = set()
         """Which of them are not in the file."""
         self._file: MemoryFile | None = None
         self._forgotten: Mapping[int, int] = {}
 
     def put(self, client: int, round_number: int, memory: Mapping[str, Tensor]) -> None:
-        """Keep a client's memory of a round, copied to the host; the oldest make room for it."""
+        """Keep a copy of a client's memory of a round; the oldest make room for it."""
         if not memory:
             return
-        self._drop([(client, round_number)])
-        self._held[client, round_number] = {
-            name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            for name, tensor in sorted(memory.items())
-        }
-        self._unsaved.add((client, round_number))
-        self.held_bytes += _bytes(self._held[client, round_number])
+        key = client, round_number
+        self._drop([key])
+        self._unsaved.add(key)
+        if not self.near or any(tensor.device != self.device for tensor in memory.values()):
+            self._hold(key, memory)
+            return
+        self._near[key] = _copied(memory)
+        self.near_bytes += _bytes(memory)
+        while self.near_bytes > self.near:
+            oldest = next(iter(self._near))
+            memory = self._near.pop(oldest)
+            self.near_bytes -= _bytes(memory)
+            self._hold(oldest, memory)
+
+    def _hold(self, key: tuple[int, int], memory: Mapping[str, Tensor]) -> None:
+        self._held[key] = _on_host(memory)
+        self.held_bytes += _bytes(memory)
         while self.held_bytes > self.most:
             oldest = next(iter(self._held))
             self._write(oldest)
-            self._drop([oldest])
+            self.held_bytes -= _bytes(self._held.pop(oldest))
 
     def get(self, client: int, round_number: int) -> State:
         """Return a client's memory of a round."""
-        held = self._held.get((client, round_number))
-        if held is not None:
-            return held
+        key = client, round_number
+        if key in self._near:
+            for tensor in self._near[key].values():
+                if tensor.is_cuda:  # it may have to go while this stream still reads it
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            return self._near[key]
+        if key in self._held:
+            return self._held[key]
         file = self._open(make=False)
         found = file.read(client, round_number) if file else None
         if found is None:
@@ -74,7 +96,7 @@ class MemoryStore:
         return found
 
     def save(self, rounds: Mapping[int, int]) -> None:
-        """Make the named memories (client -> round) durable; drop from host memory all that is older.
+        """Make the named memories (client -> round) durable; drop all that is older and not in the file.
 
         What an earlier process filed under the same name is replaced: the round it came from was never completed.
         """
@@ -97,18 +119,19 @@ class MemoryStore:
             self._forgotten = rounds
 
     def _drop_older(self, rounds: Mapping[int, int]) -> None:
-        self._drop([(client, made) for client, made in self._held if made < rounds.get(client, 0)])
+        self._drop([(client, made) for client, made in (*self._near, *self._held) if made < rounds.get(client, 0)])
 
     def _drop(self, keys: Iterable[tuple[int, int]]) -> None:
         for key in keys:
             self._unsaved.discard(key)
+            self.near_bytes -= _bytes(self._near.pop(key, {}))
             self.held_bytes -= _bytes(self._held.pop(key, {}))
 
     def _write(self, key: tuple[int, int]) -> None:
         if key in self._unsaved:
             file = self._open(make=True)
             assert file is not None
-            file.write(*key, self._held[key])
+            file.write(*key, self._held[key] if key in self._held else _on_host(self._near[key]))
             self._unsaved.discard(key)
 
     def _open(self, *, make: bool) -> MemoryFile | None:
@@ -185,5 +208,22 @@ class MemoryFile:
             raise MotleyError(f"{self.path or 'the temporary file of memories'} cannot be {what}: {error}.") from None
 
 
-def _bytes(memory: State) -> int:
+def _on_host(memory: Mapping[str, Tensor]) -> State:
+    return {
+        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in sorted(memory.items())
+    }
+
+
+def _copied(memory: Mapping[str, Tensor]) -> State:
+    """Return copies on the same device, made in one grouped call a type."""
+    copies = {name: torch.empty_like(tensor, requires_grad=False) for name, tensor in sorted(memory.items())}
+    with torch.no_grad():
+        for into, values in zip(by_type(copies.values()), by_type(memory[name] for name in copies), strict=True):
+            if into:
+                torch._foreach_copy_(into, values)
+    return copies
+
+
+def _bytes(memory: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in memory.values())

@@ -40,7 +40,12 @@ SCALES = {
 FEWEST_ROUNDS = 3
 STAND_IN = "cifar10"
 """In whose place a data set without a reader is put, to see whether all else could run."""
-_BESIDE: Any = {"run": True, "preset": True, "data": {"root"}, "engine": {"device", "slots", "memory_gib"}}
+_BESIDE: Any = {
+    "run": True,
+    "preset": True,
+    "data": {"root"},
+    "engine": {"device", "slots", "memory_gib", "memory_share"},
+}
 """Settings that do not make a run another run."""
 
 
