@@ -7,14 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from motley.errors import unknown
-
 
 def misfit(expected: Mapping[str, Tensor], change: Mapping[str, Tensor]) -> str | None:
     """Say why a change does not fit the part that was sent out, or None where it does."""
     for name in change:
         if name not in expected:
-            return unknown("name", name, expected)
+            return f"unknown name {name!r}: it was not sent out."
     for name, tensor in expected.items():
         if name not in change:
             return f"{name!r} is missing."

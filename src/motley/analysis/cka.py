@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -92,15 +93,28 @@ def cka(paths: Sequence[Path]) -> Findings:
 
 def _draw(newest: dict[str, dict[str, Tensor]], rows: list[tuple[Any, ...]]) -> Figure:
     columns = max(len(matrices) for matrices in newest.values())
-    figure = Figure(figsize=(3 * (columns + 1), 3 * len(newest)), layout="constrained")
-    axes = figure.subplots(len(newest), columns + 1, squeeze=False)
+    figure = Figure(figsize=(3 * (columns + 2), 3 * len(newest)), layout="constrained")
+    axes = figure.subplots(len(newest), columns + 2, squeeze=False)
     for line, (run, matrices) in zip(axes, newest.items(), strict=True):
         line[0].plot(list(matrices), [mean_off_diagonal(matrix) for matrix in matrices.values()], marker="o")
         line[0].set(title=f"{run}: mean", ylim=(0, 1.02), ylabel="CKA")
         line[0].tick_params(axis="x", rotation=30)
-        for axis, (stage, matrix) in zip(line[1:], matrices.items(), strict=False):
+        _draw_rounds(line[1], [row for row in rows if row[0] == run])
+        for axis, (stage, matrix) in zip(line[2:], matrices.items(), strict=False):
             axis.imshow(matrix, vmin=0, vmax=1, cmap="magma")
             axis.set(title=stage, xlabel="client", ylabel="client")
-        for axis in line[len(matrices) + 1 :]:
+        for axis in line[len(matrices) + 2 :]:
             axis.axis("off")
     return figure
+
+
+def _draw_rounds(axis: Axes, rows: list[tuple[Any, ...]]) -> None:
+    """Draw every stage's CKA, and the accuracy, over rounds."""
+    for stage in dict.fromkeys(row[2] for row in rows):
+        points = [(number, similar) for _, number, name, similar, _ in rows if name == stage]
+        axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=stage)
+    known = sorted({(number, accuracy) for _, number, _, _, accuracy in rows if accuracy is not None})
+    if known:
+        axis.plot(*zip(*known, strict=True), color="black", linestyle="--", label="accuracy")
+    axis.set(title="over rounds", ylim=(0, 1.02), xlabel="round")
+    axis.legend(fontsize="x-small")
