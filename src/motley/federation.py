@@ -140,24 +140,29 @@ class Federation:
         if config.engine.name.startswith("flower"):
             raise MotleyError(f"engine.name = {config.engine.name!r}: needs Flower; see docs/deploy.md.")
         self.partition = deal(config, self.dataset, partition)
+        self.engine = self._in_this_process([train, *elsewhere], fused, memory_folder, secret)
+
+    def _in_this_process(
+        self, copies: Sequence[DeviceData], fused: bool, memory_folder: Path | None, secret: bytes | None
+    ) -> Engine:
+        """Return the engine that plays all clients itself, with a copy of the examples on each device."""
+        config = self.config
         clients = Clients(
             self.method,
-            train,
+            copies[0],
             self.partition,
             config.training,
-            precision=precision,
+            precision=config.engine.precision,
             fused=fused,
             seed=config.seed,
             memory=self._memories(memory_folder),
-            elsewhere=elsewhere,
+            elsewhere=copies[1:],
             guard=Guard(config.privacy, config.seed, secret) if config.privacy.active else None,
             encoding=config.transit.upload,
         )
-        self.engine = (
-            DebugEngine(clients)
-            if config.engine.name == "debug"
-            else LocalEngine(clients, config.engine.slots, config.engine.stack)
-        )
+        if config.engine.name == "debug":
+            return DebugEngine(clients)
+        return LocalEngine(clients, config.engine.slots, config.engine.stack)
 
     def _memories(self, folder: Path | None) -> MemoryStore:
         """Return where what clients remember is kept: on a GPU only if all of them train on it."""

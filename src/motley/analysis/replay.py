@@ -21,7 +21,7 @@ from motley.engine import Upload
 from motley.errors import MotleyError
 from motley.federation import Federation
 from motley.round import Record, Server
-from motley.runs.checkpoint import checkpoints, load_checkpoint, read_checkpoint
+from motley.runs.checkpoint import checkpoints, read_checkpoint
 from motley.runs.folder import RunFolder
 from motley.splits.part import State, take
 
@@ -55,14 +55,6 @@ def opened(path: Path) -> Iterator[tuple[Federation, list[Server]]]:
         servers = [federation.to_device(read_checkpoint(checkpoint)) for checkpoint in saved]
         known = memory.exists()
         yield federation, [server if known else replace(server, remembered={}) for server in servers]
-
-
-def last_server(path: Path) -> Server:
-    """Return the server of a run's newest checkpoint."""
-    server = load_checkpoint(RunFolder.open(path).checkpoints)
-    if server is None:
-        raise MotleyError(f"{path} has no checkpoint yet.")
-    return server
 
 
 def next_round(federation: Federation, server: Server) -> list[Trained]:
