@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from motley.aggregate.merge import Merged, Update, merge
 from motley.methods.base import METHODS
 from motley.methods.fedprox import FedProx, FedProxSettings
 from motley.splits.part import State, select
+from motley.transfer import sent
 
 if TYPE_CHECKING:
     from motley.engine.learner import Learner
@@ -56,21 +58,20 @@ class FedNova(FedProx):
         return {"progress": torch.full((), made, device=learner.device)}
 
     def aggregate(self, server: State, state: State, updates: Sequence[Update]) -> Merged:
-        made = [float(update.message["progress"]) for update in updates]
-        most = max(made)
+        made = torch.stack([update.message["progress"].double().reshape(()) for update in updates])
+        most = made.max()
         normalised = {name for name in state if self._normalised(name, state)}
-        rates = [self._divided(update, a / most, normalised) for update, a in zip(updates, made, strict=True)]
-        merged = merge(state, rates)
-        counted = [update.steps for update in updates] if self.settings.mu else made
-        tau = effective(state, updates, [a / most for a in counted], normalised)
+        merged = merge(state, [self._divided(u, a, normalised) for u, a in zip(updates, made / most, strict=True)])
+        counted = sent([u.steps for u in updates], made.dtype, made.device) if self.settings.mu else made
+        tau = effective(state, updates, counted / most, normalised)
         return merged.with_change({n: c * tau[n] if n in tau else c for n, c in merged.change.items()})
 
     def _normalised(self, name: str, state: State) -> bool:
         return name in self.world.split.parameters or (self.settings.scale_buffers and state[name].is_floating_point())
 
-    def _divided(self, update: Update, a: float, names: set[str]) -> Update:
+    def _divided(self, update: Update, a: Tensor, names: set[str]) -> Update:
         own = [local for local, piece in update.part.items() if piece.name in names]
-        rates = torch._foreach_div([update.change[local] for local in own], a)
+        rates = torch._foreach_div([update.change[local] for local in own], a.float())
         return replace(update, change={**update.change, **dict(zip(own, rates, strict=True))})
 
 
@@ -86,14 +87,20 @@ def progress(steps: int, momentum: float, pull: float) -> float:
     return distance
 
 
-def effective(state: State, updates: Sequence[Update], made: Sequence[float], names: set[str]) -> State:
-    """Return the mean of `made` over owners: a number a name, or one a coordinate of names that come in pieces."""
-    pieced = {piece.name for update in updates for piece in update.part.values() if piece.index is not None}
-    number = torch.zeros((), dtype=torch.float64)
-    room = {name: state[name] if name in pieced else number for name in names}
+def effective(state: State, updates: Sequence[Update], made: Tensor, names: set[str]) -> State:
+    """Return the mean of `made` over owners: a number a name, or one a coordinate of names that come in pieces.
+
+    All on the device: a host that read `made` would wait for the round's training.
+    """
+    pieced = {piece.name for update in updates for piece in update.part.values() if piece.index is not None} & names
     counts = []
-    for update, value in zip(updates, made, strict=True):
-        part = {local: piece for local, piece in update.part.items() if piece.name in names}
-        given = {n: torch.full_like(select(room[piece.name], piece.index), value) for n, piece in part.items()}
+    for update, value in zip(updates, made.float(), strict=True):
+        part = {local: piece for local, piece in update.part.items() if piece.name in pieced}
+        given = {n: value.expand(select(state[piece.name], piece.index).shape) for n, piece in part.items()}
         counts.append(replace(update, part=part, change=given))
-    return merge(room, counts).change
+    held = [{piece.name for piece in update.part.values()} for update in updates]
+    whole = sorted(set().union(*held) & names - pieced)
+    weights = [u.weight * (name in own) for name in whole for u, own in zip(updates, held, strict=True)]
+    owned = sent(weights, made.dtype, made.device).reshape(len(whole), len(updates))
+    means = ((owned * made).sum(1) / owned.sum(1)).float()
+    return {**dict(zip(whole, means, strict=True)), **merge(state, counts).change}
