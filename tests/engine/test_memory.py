@@ -141,6 +141,30 @@ def test_memory_is_bounded_and_nothing_is_lost(tmp_path: Path, folder: bool, nea
             store.get(client, 2)
 
 
+def test_a_run_without_checkpoints_keeps_two_of_a_client(tmp_path: Path) -> None:
+    """Else a long run would fill the GPU, then the host, then the disk with what nobody will ask for."""
+    for store in stores(tmp_path):
+        for number in range(1, 20):
+            store.put(0, number, memory(number))
+            assert value(store.recall(0, number)) == number
+            assert value(store.get(0, max(1, number - 1))) == max(1, number - 1), "the round may yet be lost"
+            assert store.near_bytes + store.held_bytes <= 2 * A_MEMORY
+        store.put(0, 20, memory(20))
+        assert value(store.recall(0, 19)) == 19, "round 20 was lost"
+        with pytest.raises(MotleyError, match="after round 17 is missing"):
+            store.get(0, 17)
+
+
+def test_what_a_checkpoint_names_outlives_newer_ones(tmp_path: Path) -> None:
+    store = MemoryStore(tmp_path, near=2**20, device=CPU)
+    store.put(0, 1, memory(1))
+    store.save({0: 1})
+    for number in range(2, 6):
+        store.put(0, number, memory(number))
+        store.recall(0, number)
+    assert value(MemoryStore(tmp_path).get(0, 1)) == value(store.get(0, 1)) == 1
+
+
 def test_a_memory_that_is_put_again_counts_once(tmp_path: Path) -> None:
     for most in (2 * A_MEMORY, A_MEMORY, 0):
         store = MemoryStore(tmp_path, most)

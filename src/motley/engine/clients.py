@@ -125,7 +125,7 @@ class Clients:
         fresh = self.method.memory(job.size, job.state)
         if not fresh or job.remembers is None:
             return fresh
-        return without_residual(self.memory.get(job.client, job.remembers))
+        return without_residual(self.memory.recall(job.client, job.remembers))
 
     def seat(self, learner: Learner, job: Job, plan: Plan, memory: State) -> None:
         """Put a client into a learner."""
@@ -160,7 +160,7 @@ class Clients:
 
     def _encoded(self, job: Job, change: State) -> State:
         """Return a change as it travels; what that leaves behind is filed with what the client remembers."""
-        before = self.memory.get(job.client, job.remembers) if job.remembers is not None else {}
+        before = self.memory.recall(job.client, job.remembers) if job.remembers is not None else {}
         wire, residual = encoded(change, before, self.encoding)
         own = self.memory.get(job.client, job.round_number) if self.method.memory(job.size, job.state) else {}
         self.memory.put(job.client, job.round_number, {**own, **residual})

@@ -50,6 +50,10 @@ class MemoryStore:
         """The same in host memory."""
         self._unsaved: set[tuple[int, int]] = set()
         """Which of them are not in the file."""
+        self._spilled: set[tuple[int, int]] = set()
+        """Which are there for want of room, and in no checkpoint yet."""
+        self._rounds: dict[int, list[int]] = {}
+        """Client -> the rounds of its memories that may be on the device or in host memory."""
         self._file: MemoryFile | None = None
         self._forgotten: Mapping[int, int] = {}
 
@@ -60,6 +64,7 @@ class MemoryStore:
         key = client, round_number
         self._drop([key])
         self._unsaved.add(key)
+        self._rounds.setdefault(client, []).append(round_number)
         if not self.near or any(tensor.device != self.device for tensor in memory.values()):
             self._hold(key, memory)
             return
@@ -76,8 +81,22 @@ class MemoryStore:
         self.held_bytes += _bytes(memory)
         while self.held_bytes > self.most:
             oldest = next(iter(self._held))
-            self._write(oldest)
+            if oldest in self._unsaved:
+                self._write(oldest)
+                self._spilled.add(oldest)
             self.held_bytes -= _bytes(self._held.pop(oldest))
+
+    def recall(self, client: int, round_number: int) -> State:
+        """Return the memory that a client's turn begins with, and drop those that no server will name again.
+
+        The last one before it stays: if the round that made this memory is lost, the server names that one.
+        """
+        rounds = sorted(set(self._rounds.get(client, [])))
+        older = [number for number in rounds if number < round_number][:-1]
+        self._drop((client, number) for number in older)
+        if older:
+            self._rounds[client] = rounds[len(older) :]
+        return self.get(client, round_number)
 
     def get(self, client: int, round_number: int) -> State:
         """Return a client's memory of a round."""
@@ -106,6 +125,7 @@ class MemoryStore:
         for client, made in sorted(self._unsaved):
             if rounds.get(client) == made:
                 self._write((client, made))
+        self._spilled.clear()
         if self._file:
             self._file.commit()
 
@@ -126,13 +146,15 @@ class MemoryStore:
             self._unsaved.discard(key)
             self.near_bytes -= _bytes(self._near.pop(key, {}))
             self.held_bytes -= _bytes(self._held.pop(key, {}))
+            if key in self._spilled and self._file:
+                self._file.delete(*key)
+                self._spilled.discard(key)
 
     def _write(self, key: tuple[int, int]) -> None:
-        if key in self._unsaved:
-            file = self._open(make=True)
-            assert file is not None
-            file.write(*key, self._held[key] if key in self._held else _on_host(self._near[key]))
-            self._unsaved.discard(key)
+        file = self._open(make=True)
+        assert file is not None
+        file.write(*key, self._held[key] if key in self._held else _on_host(self._near[key]))
+        self._unsaved.discard(key)
 
     def _open(self, *, make: bool) -> MemoryFile | None:
         """Return the file, or None where there is none yet and none is to be made."""
@@ -176,6 +198,11 @@ class MemoryFile:
         with self._explained("read"):
             pieces = [piece for (piece,) in self._database.execute(query, (client, round_number))]
             return dict(sorted(load(b"".join(pieces)).items())) if pieces else None
+
+    def delete(self, client: int, round_number: int) -> None:
+        """Delete a memory."""
+        with self._changing():
+            self._database.execute("DELETE FROM memories WHERE client = ? AND round = ?", (client, round_number))
 
     def delete_older(self, rounds: Iterable[tuple[int, int]]) -> None:
         """Delete clients' memories of rounds before the given ones."""
