@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -20,7 +21,7 @@ from motley.engine.training import OptimizerSettings, reset
 from motley.engine.weights import Weights, working_type
 from motley.federation import Federation
 from motley.kernels import AVAILABLE
-from motley.models.layers import BatchNorm, Convolution, MaxPool, Stem, second_use, use_fused
+from motley.models.layers import BatchNorm, Convolution, MaxPool, Stem, apart, second_use, use_fused
 from motley.round import Server
 from tests.conftest import tiny_config
 
@@ -214,7 +215,11 @@ def test_gpu_and_cpu_start_alike() -> None:
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_norm_equals_torchs(shape: tuple[int, ...], add: bool, relu: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("first", [0, 16])
+def test_fused_norm_equals_torchs(
+    shape: tuple[int, ...], add: bool, relu: bool, dtype: torch.dtype, first: int
+) -> None:
+    """Of one batch, and of two behind each other: in one kernel, or where they are large one after the other."""
     torch.manual_seed(0)
     plain = BatchNorm(shape[1]).cuda()
     torch.nn.init.uniform_(plain.weight)
@@ -232,7 +237,8 @@ def test_fused_norm_equals_torchs(shape: tuple[int, ...], add: bool, relu: bool,
     for norm in (plain, fused):
         exact = norm.weight.dtype if dtype == torch.float32 else dtype
         inputs = [x.to(exact).detach().requires_grad_(), other.to(exact).detach().requires_grad_()]
-        y = norm(inputs[0], inputs[1] if add else None, relu)
+        with apart(norm, first, both=True) if first else nullcontext():
+            y = norm(inputs[0], inputs[1] if add else None, relu)
         (y * weight + second_use(y) * other).sum().backward()
         tracked = norm.num_batches_tracked.float()
         gradients = [i.grad for i in inputs[: 1 + add]]

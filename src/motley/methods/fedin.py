@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from motley.errors import MotleyError
 from motley.methods.base import METHODS, REPORTED, Method, MethodSettings, World
 from motley.methods.feature_pool import IN, OUT, Shapes, collect, draw, entries
 from motley.methods.fedprox import add_pull
+from motley.models.layers import apart
 from motley.models.stages import chain_of, owned, run, shape_behind
 from motley.randomness import generator, torch_seed
 from motley.splits.part import State
@@ -131,23 +132,52 @@ class FedIN(Method):
         return learner.cross_entropy(run(chain_of(learner.model)[-1:], s_out), labels)
 
     def step(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
-        joint = self.settings.step == "joint"
-        names = intermediate(learner.model)
-        inner: tuple[Tensor, ...] = ()
-        if learner.message and joint:
+        if not learner.message or self.settings.step == "separate":
+            return self._local_step(learner, images, labels)
+        if self.settings.combine == "exact":
             self._inner_backward(learner)
-            inner = torch._foreach_mul(learner.gradients_of(names), 1.0)
+            inner = torch._foreach_mul(learner.gradients_of(intermediate(learner.model)), 1.0)
+            loss = self.loss(learner, images, labels)
+            learner.backward(loss)
+            add_pull(learner, self.settings.mu)
+            local = learner.gradients_of(intermediate(learner.model))
+            torch._foreach_copy_(local, projected(inner, local))
+        else:
+            loss = self._backward_together(learner, images, labels)
+        self.descend(learner)
+        return loss.detach()
+
+    def _local_step(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
+        """Take FedProx's step, and where there are features one of L_IN after it."""
         loss = self.loss(learner, images, labels)
         learner.backward(loss)
         add_pull(learner, self.settings.mu)
-        if inner:
-            self._combine(learner.gradients_of(names), inner)
         self.descend(learner)
-        if learner.message and not joint:
+        if learner.message:
             self._inner_backward(learner)
-            learner.optimizer_of(names).step()
+            learner.optimizer_of(intermediate(learner.model)).step()
             learner.publish()
         return loss.detach()
+
+    def _backward_together(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
+        """Leave G_IN + weight G_local where both are, and G_local elsewhere; return L_local without its pull.
+
+        Batch and features go through the intermediate layers as one, each half normalised by itself. What comes back
+        from the head is weighted before it enters them, and what leaves them for the extractor is weighted back.
+        """
+        weight = self.settings.multiplier / 2 if self.settings.combine == "simplified" else 1.0
+        extractor, *between, head = chain_of(learner.model)
+        s_in = weighted(self._noisy(extractor.run(images), "forward"), 1 / weight)
+        received = self._restored(learner, learner.message[IN]).to(learner.dtype)
+        with apart(learner.model, len(images), both=self.settings.running == "both"):
+            both = run(between, torch.cat([s_in, received]))
+        s_out, answered = both.split([len(images), len(received)])
+        loss = learner.cross_entropy(head.run(weighted(self._noisy(s_out, "forward"), weight)), labels)
+        inner = self._distance(learner, answered)
+        learner.notes[IN_LOSS].add_(inner.detach())
+        learner.backward(loss + inner)
+        add_pull(learner, self.settings.mu, dict.fromkeys(intermediate(learner.model), weight))
+        return loss
 
     @torch.no_grad()
     def reply(self, learner: Learner) -> State:
@@ -181,15 +211,11 @@ class FedIN(Method):
         between = chain_of(learner.model)[1:-1]
         with learner.same_buffers() if self.settings.running == "local" else nullcontext():
             s_out = run(between, self._restored(learner, learner.message[IN]).to(learner.dtype))
-        return F.mse_loss(self._projected(learner, OUT, s_out), learner.message[OUT])
+        return self._distance(learner, s_out)
 
-    def _combine(self, local: Tensors, inner: Tensors) -> None:
-        """Put the combination of both gradients in the place of the local ones."""
-        if self.settings.combine == "exact":
-            torch._foreach_copy_(local, projected(inner, local))
-            return
-        torch._foreach_mul_(local, self.settings.multiplier / 2 if self.settings.combine == "simplified" else 1.0)
-        torch._foreach_add_(local, inner)
+    def _distance(self, learner: Learner, s_out: Tensor) -> Tensor:
+        """Return the mean squared distance to the s_out of others."""
+        return F.mse_loss(self._projected(learner, OUT, s_out), learner.message[OUT])
 
     # ---- features of one length: a fixed random projection for each shape, and back by its transpose
 
@@ -213,6 +239,23 @@ class FedIN(Method):
     def _own_shapes(self, learner: Learner) -> Shapes:
         assert learner.job is not None
         return self._shapes[learner.job.size]
+
+
+class _Weighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: float) -> Tensor:
+        ctx.weight = weight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.weight, None
+
+
+def weighted(x: Tensor, weight: float) -> Tensor:
+    """Return `x`, whose gradient is multiplied on its way back."""
+    y: Tensor = x if weight == 1 else _Weighted.apply(x, weight)
+    return y
 
 
 def intermediate(model: nn.Module) -> list[str]:

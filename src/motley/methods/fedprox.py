@@ -11,6 +11,7 @@ Over parts of unlike depth this is the InCo paper's HeteroProx; with `method.inc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,7 +44,9 @@ class FedProx(Method):
         add_pull(learner, self.settings.mu)
 
 
-def add_pull(learner: Learner, mu: float) -> None:
-    """Add the gradient of the proximal term."""
+def add_pull(learner: Learner, mu: float, weights: Mapping[str, float] | None = None) -> None:
+    """Add the gradient of the proximal term; that of some parameters with a weight."""
     offsets = torch._foreach_sub(learner.trained, learner.anchors)
+    if weights:
+        torch._foreach_mul_(offsets, [weights.get(name, 1.0) for name in learner.parameters])
     torch._foreach_add_(learner.gradients, offsets, alpha=mu)

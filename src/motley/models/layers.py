@@ -7,8 +7,14 @@ torch's own functions one after the other.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from motley.kernels import AVAILABLE
 
@@ -27,9 +33,7 @@ class BatchNorm(nn.BatchNorm2d):
         if self.fused and kernel.applies(x, self.training):
             if not self.training:
                 return kernel.scale_add_relu(x, add, self, relu)
-            y, second = kernel.norm_add_relu(x, add, self, relu)
-            y.second = second  # type: ignore[attr-defined]
-            return y
+            return _with_second(*kernel.norm_add_relu(x, add, self, relu))
         x = super().forward(x)
         if add is not None:
             x = x + add
@@ -52,6 +56,51 @@ def second_use(x: Tensor) -> Tensor:
     return second
 
 
+def _with_second(x: Tensor, second: Tensor) -> Tensor:
+    if second is not x:
+        x.second = second  # type: ignore[attr-defined]
+    return x
+
+
+@contextmanager
+def apart(model: nn.Module, first: int, *, both: bool) -> Iterator[None]:
+    """Let batch norms take a batch for two: its first examples, and the others.
+
+    The others move the running statistics before the first do, or (`both`) not at all.
+    """
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    for norm in norms:
+        norm.forward = partial(_norm_apart, norm, norm.forward, first, both)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for norm in norms:
+            del norm.forward
+
+
+def _norm_apart(
+    norm: _BatchNorm,
+    forward: Callable[..., Tensor],
+    first: int,
+    both: bool,
+    x: Tensor,
+    add: Tensor | None = None,
+    relu: bool = False,
+) -> Tensor:
+    if isinstance(norm, BatchNorm) and norm.fused and kernel.applies_apart(x, first):
+        return _with_second(*kernel.norm_add_relu(x, add, norm, relu, first, both))
+
+    def part(rows: slice) -> Tensor:
+        plain = add is None and not relu
+        return forward(x[rows]) if plain else forward(x[rows], None if add is None else add[rows], relu)
+
+    before = [] if both else [buffer.clone() for buffer in norm.buffers()]
+    others = part(slice(first, None))
+    for buffer, value in zip(norm.buffers(), before, strict=False):
+        buffer.data.copy_(value)  # behind autograd's back: what it keeps of a buffer is not what it needs
+    return torch.cat([part(slice(first)), others])
+
+
 class Convolution(nn.Conv2d):
     """A convolution within a network."""
 
@@ -69,10 +118,7 @@ class MaxPool(nn.MaxPool2d):
     def forward(self, x: Tensor) -> Tensor:
         if not (self.fused and pool.applies(x, self)):
             return super().forward(x)
-        y, second = pool.max_pool(x)
-        if second is not y:
-            y.second = second  # type: ignore[attr-defined]
-        return y
+        return _with_second(*pool.max_pool(x))
 
 
 class Stem(nn.Conv2d):
