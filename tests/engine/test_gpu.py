@@ -62,6 +62,12 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return (difference / sum(float(t.double().square().sum()) for t in b.values())) ** 0.5
 
 
+def steps_from(start: Server, end: Server) -> dict[str, torch.Tensor]:
+    """Return how far the parameters went; buffers would hide them."""
+    buffers = ("running_mean", "running_var", "num_batches_tracked")
+    return {name: end.state[name] - start.state[name] for name in start.state if not name.endswith(buffers)}
+
+
 REAL = ["fedavg", "fedprox", "scaffold", "fednova", "moon", "feddyn", "fedspeed"]
 
 
@@ -120,8 +126,28 @@ def test_the_fast_path_agrees_with_debug_step_for_step(family: str, steps: int) 
     fast, fast_loss = after(1, "engine.slots=3", *settings)
     assert fast_loss == pytest.approx(plain_loss, rel=1e-5)
     assert distance(fast.state, plain.state) < 1e-5
-    changes = [{n: s.state[n] - start.state[n] for n in start.state} for s in (fast, plain)]
-    assert distance(*changes) < 1e-2
+    assert distance(*(steps_from(start, end) for end in (fast, plain))) < 1e-2
+
+
+PULLED = {
+    "fedprox": ("method.mu=1000",),
+    "feddyn": ("method.alpha=1000",),
+    "fednova": ("method.mu=1000",),
+    "fedin": ("method.mu=1000",),
+    "fedin-exact": ("method.name=fedin", "method.combine=exact", "method.mu=1000"),
+}
+"""Methods that pull towards other weights: so strongly that a tenth of a change is lost where they do not."""
+
+
+@pytest.mark.parametrize("case", PULLED)
+def test_a_pull_in_the_fast_path_agrees_with_debug(case: str) -> None:
+    sgd = ("training.optimizer.name=sgd", "training.optimizer.lr=0.0001", "training.batch_size=64", "training.steps=5")
+    settings = (*sgd, f"method.name={case}", *PULLED[case], *FAMILIES["resnet"])
+    start, _ = after(0, *settings)
+    plain, plain_loss = after(2, "engine.name=debug", *settings)
+    fast, fast_loss = after(2, "engine.slots=3", *settings)
+    assert fast_loss == pytest.approx(plain_loss, rel=1e-4)
+    assert distance(*(steps_from(start, end) for end in (fast, plain))) < 1e-2
 
 
 def test_a_stack_agrees_with_debug() -> None:
@@ -288,6 +314,7 @@ def test_the_first_convolution_equals_torchs(shape: tuple[int, ...], dtype: torc
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("gathered", [False, True], ids=["lying", "gathered"])
+@pytest.mark.parametrize("pulled", [False, True], ids=["", "pulled"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize(
     "settings",
@@ -300,9 +327,9 @@ def test_the_first_convolution_equals_torchs(shape: tuple[int, ...], dtype: torc
     ids=["adam", "adamw", "sgd", "momentum"],
 )
 def test_fused_optimizers_equal_torchs(
-    settings: OptimizerSettings, precision: str, gathered: bool, captured: bool
+    settings: OptimizerSettings, precision: str, gathered: bool, captured: bool, pulled: bool
 ) -> None:
-    """With gradients where backward leaves them, or gathered in single precision."""
+    """With gradients where backward leaves them, or gathered in single precision; with a pull to other weights."""
     torch.manual_seed(0)
     layers = nn.Conv2d(33, 64, 3), nn.BatchNorm2d(64), nn.Conv2d(64, 71, 1), nn.Flatten(), nn.Linear(71 * 36, 10)
     model = nn.Sequential(*layers).cuda().to(memory_format=torch.channels_last)
@@ -311,6 +338,8 @@ def test_fused_optimizers_equal_torchs(
     mine = list(weights.masters.values())
     plain = settings.build(theirs, torch.device("cuda"))
     fused: Any = settings.build(mine, torch.device("cuda"), True, weights)
+    towards = [torch.randn_like(tensor) for tensor in mine]
+    strengths = [0.1 * number for number in range(len(mine))]
     images = torch.randn(8, 33, 8, 8, device="cuda", dtype=working_type(precision))
 
     def step() -> list[torch.Tensor]:
@@ -318,6 +347,8 @@ def test_fused_optimizers_equal_torchs(
         seen = [gradient.float() * weights.factor for gradient in weights.lying if gradient is not None]
         if gathered:
             weights.gather()
+        if pulled:
+            fused.pull(towards, strengths)
         fused.step()
         return seen
 
@@ -340,8 +371,8 @@ def test_fused_optimizers_equal_torchs(
                 graph.replay()
             else:
                 seen = step()
-            for tensor, gradient in zip(theirs, seen, strict=True):
-                tensor.grad = gradient.clone()
+            for tensor, gradient, goal, strength in zip(theirs, seen, towards, strengths, strict=True):
+                tensor.grad = gradient + pulled * strength * (tensor.detach() - goal)
             plain.step()
     torch.cuda.synchronize()
     for one, other, copy in zip(mine, theirs, weights.copies, strict=True):

@@ -7,7 +7,7 @@ any client of the same size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -228,6 +228,23 @@ class Learner:
         self.weights.backward(loss)
         if not self.publishes:
             self.weights.gather()
+
+    def pull(self, strength: float | Mapping[str, float], towards: Sequence[Tensor] | None = None) -> None:
+        """Add strength (theta - towards), the gradient of a proximal term; `towards` is the received part, if not told.
+
+        For the end of `correct_gradient`: where the optimiser is ours it adds this on its way, and who looks at the
+        gradients afterwards does not see it.
+        """
+        towards = list(self.anchors if towards is None else towards)
+        strengths = [strength[name] if isinstance(strength, Mapping) else strength for name in self.parameters]
+        if not any(strengths):
+            return
+        if self.publishes and not self.training.clip:
+            self.optimizer.pull(towards, strengths)  # type: ignore[attr-defined]
+            return
+        offsets = torch._foreach_sub(self.trained, towards)
+        torch._foreach_mul_(offsets, strengths)
+        torch._foreach_add_(self.gradients, offsets)
 
     def publish(self) -> None:
         """Let the model compute with `parameters` as they are now: after the last change of a step."""

@@ -3,7 +3,8 @@
 torch's grouped optimisers hand out pieces of 65,536 values, too few pieces to fill a large GPU with a small model. Here
 a table on the device says where all pieces lie, so a step is a single launch whose pieces are small. It computes what
 torch.optim's Adam, AdamW and SGD compute. With 16-bit copies of the weights it reads their gradients as backward left
-them, undoes the scale of the loss, and writes the new copies on the way: no value passes through memory twice.
+them, undoes the scale of the loss, and writes the new copies on the way: no value passes through memory twice. A pull
+towards other weights, as of a proximal term, is one more value to read.
 """
 
 from __future__ import annotations
@@ -23,19 +24,21 @@ if TYPE_CHECKING:
 
 PIECE = 4096
 """Values that a program steps."""
-FIELDS = 7
+FIELDS = 9
 """Columns of the table: where weight, first and second moment and copy lie; the number of values; where the gradient
-lies, and whether it is one in 16 bits."""
-GRADIENT = FIELDS - 2
-"""The first of the two columns that differ from step to step."""
+lies, and whether it is one in 16 bits; where that lies to which the weight is pulled, and how strongly, as a float's
+bits.
+"""
+GRADIENT, PULL = 5, 7
+"""The first columns of what differs from step to step."""
 NO_COPY = -(2**62)
 
 
 @triton.jit
 def _step(
     base, shadow, table, lr, counter, programs, factor, log_beta1, log_beta2, rest1, rest2, beta1, beta2, eps, decay,
-    ADAM: tl.constexpr, DECOUPLED: tl.constexpr, MOMENTUM: tl.constexpr, COPIES: tl.constexpr, NONE: tl.constexpr,
-    FIELDS: tl.constexpr, PIECE: tl.constexpr,
+    ADAM: tl.constexpr, DECOUPLED: tl.constexpr, MOMENTUM: tl.constexpr, PULLED: tl.constexpr, COPIES: tl.constexpr,
+    NONE: tl.constexpr, FIELDS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     row = table + tl.program_id(0) * FIELDS
     rate = tl.load(lr)
@@ -49,12 +52,12 @@ def _step(
     if count == PIECE:
         _update(
             base, shadow, row, PIECE, factor, size, shrink, root, rest1, rest2, beta1, beta2, eps, decay,
-            ADAM, DECOUPLED, MOMENTUM, COPIES, NONE, PIECE,
+            ADAM, DECOUPLED, MOMENTUM, PULLED, COPIES, NONE, PIECE,
         )  # fmt: skip
     else:
         _update(
             base, shadow, row, count, factor, size, shrink, root, rest1, rest2, beta1, beta2, eps, decay,
-            ADAM, DECOUPLED, MOMENTUM, COPIES, NONE, PIECE,
+            ADAM, DECOUPLED, MOMENTUM, PULLED, COPIES, NONE, PIECE,
         )  # fmt: skip
     if tl.atomic_add(counter + 1, 1) == programs - 1:
         tl.store(counter + 1, 0)
@@ -64,8 +67,8 @@ def _step(
 @triton.jit
 def _update(
     base, shadow, row, count, factor, size, shrink, root, rest1, rest2, beta1, beta2, eps, decay,
-    ADAM: tl.constexpr, DECOUPLED: tl.constexpr, MOMENTUM: tl.constexpr, COPIES: tl.constexpr, NONE: tl.constexpr,
-    PIECE: tl.constexpr,
+    ADAM: tl.constexpr, DECOUPLED: tl.constexpr, MOMENTUM: tl.constexpr, PULLED: tl.constexpr, COPIES: tl.constexpr,
+    NONE: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Step one piece; where `count` is known to be PIECE, the compiler drops the mask and loads widely."""
     at = tl.arange(0, PIECE)
@@ -81,6 +84,9 @@ def _update(
     else:
         g = tl.load(base + tl.multiple_of(gradient, 4) + at, mask=inside, other=0.0)
     g *= factor
+    if PULLED:
+        strength = tl.load(row + 8).to(tl.int32).to(tl.float32, bitcast=True)
+        g += strength * (w - tl.load(base + tl.multiple_of(tl.load(row + 7), 4) + at, mask=inside, other=0.0))
     if DECOUPLED:
         w *= shrink
     else:
@@ -132,6 +138,11 @@ class Fused(torch.optim.Optimizer):
         """Tables of captured steps, kept for as long as these may be replayed."""
         self._unwritten: list[tuple[Tensor, Tensor]] = []
         """Of the capture that goes on: tables, and what is to be written into them."""
+        self._pulls: tuple[Sequence[Tensor], Sequence[float]] | None = None
+
+    def pull(self, towards: Sequence[Tensor], strengths: Sequence[float]) -> None:
+        """Let the next step add strength (tensor - towards) to every gradient."""
+        self._pulls = [_aligned(one, tensor) for one, tensor in zip(towards, self.tensors, strict=True)], strengths
 
     def launch(self, factors: Sequence[float], **kind: bool) -> None:
         """Take a step with the gradients as they lie now."""
@@ -141,8 +152,9 @@ class Fused(torch.optim.Optimizer):
         _step[(len(table),)](
             self._base, self._base if self._shadow is None else self._shadow, table, self.lr, self.counter,
             len(table), factor, *factors, self.weight_decay, **kind,
-            COPIES=self._shadow is not None, NONE=NO_COPY, FIELDS=FIELDS, PIECE=PIECE,
+            PULLED=self._pulls is not None, COPIES=self._shadow is not None, NONE=NO_COPY, FIELDS=FIELDS, PIECE=PIECE,
         )  # fmt: skip
+        self._pulls = None
 
     def reserve(self, steps: int) -> None:
         """Make tables for steps that are about to be captured."""
@@ -163,6 +175,10 @@ class Fused(torch.optim.Optimizer):
         rows = self._pieces.copy()
         rows[:, GRADIENT] = np.array(starts)[self._owner] + self._first
         rows[:, GRADIENT + 1] = half[self._owner]
+        if self._pulls is not None:
+            towards, strengths = self._pulls
+            rows[:, PULL] = np.array([_distance(one, self._base) for one in towards])[self._owner] + self._first
+            rows[:, PULL + 1] = np.array(strengths, dtype=np.float32).view(np.int32)[self._owner]
         if not (self.lr.is_cuda and torch.cuda.is_current_stream_capturing()):
             return torch.from_numpy(rows).to(self.lr.device)
         table = self._reserved.pop()
@@ -179,7 +195,7 @@ class Fused(torch.optim.Optimizer):
         ]
 
     def _cut(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return for every piece its tensor, its first value in it, and its row of the table, without the gradient."""
+        """Return for every piece its tensor, its first value in it, and its row of the table as far as it stays."""
         owners, firsts, rows, start = [], [], [], 0
         size = self.moments.shape[1]
         for number, (tensor, copy) in enumerate(zip(self.tensors, self.copies, strict=True)):
@@ -190,7 +206,7 @@ class Fused(torch.optim.Optimizer):
                 count = min(PIECE, tensor.numel() - first)
                 owners.append(number)
                 firsts.append(first)
-                rows.append((_distance(tensor, self._base) + first, *moments, to, count, 0, 0))
+                rows.append((_distance(tensor, self._base) + first, *moments, to, count, 0, 0, 0, 0))
             start += _room(tensor)
         return np.array(owners), np.array(firsts), np.array(rows, dtype=np.int64)
 

@@ -50,9 +50,8 @@ class FedDyn(Method):
         return {name: torch.zeros_like(tensor) for name, tensor in received.items() if name in own}
 
     def correct_gradient(self, learner: Learner) -> None:
-        offsets = torch._foreach_sub(learner.trained, learner.anchors)
-        torch._foreach_add_(offsets, learner.in_order(learner.memory))
-        torch._foreach_add_(learner.gradients, offsets, alpha=self.settings.alpha)
+        towards = torch._foreach_sub(learner.anchors, learner.in_order(learner.memory))
+        learner.pull(self.settings.alpha, towards)
 
     def remember(self, learner: Learner) -> State:
         changes = torch._foreach_sub(learner.trained, learner.anchors)

@@ -30,7 +30,6 @@ from motley.aggregate.merge import Update
 from motley.errors import MotleyError
 from motley.methods.base import METHODS, REPORTED, Method, MethodSettings, World
 from motley.methods.feature_pool import IN, OUT, Shapes, collect, draw, entries
-from motley.methods.fedprox import add_pull
 from motley.models.layers import apart
 from motley.models.stages import chain_of, owned, run, shape_behind
 from motley.randomness import generator, torch_seed
@@ -139,7 +138,8 @@ class FedIN(Method):
             inner = torch._foreach_mul(learner.gradients_of(intermediate(learner.model)), 1.0)
             loss = self.loss(learner, images, labels)
             learner.backward(loss)
-            add_pull(learner, self.settings.mu)
+            offsets = torch._foreach_sub(learner.trained, learner.anchors)
+            torch._foreach_add_(learner.gradients, offsets, alpha=self.settings.mu)
             local = learner.gradients_of(intermediate(learner.model))
             torch._foreach_copy_(local, projected(inner, local))
         else:
@@ -151,7 +151,7 @@ class FedIN(Method):
         """Take FedProx's step, and where there are features one of L_IN after it."""
         loss = self.loss(learner, images, labels)
         learner.backward(loss)
-        add_pull(learner, self.settings.mu)
+        learner.pull(self.settings.mu)
         self.descend(learner)
         if learner.message:
             self._inner_backward(learner)
@@ -176,7 +176,8 @@ class FedIN(Method):
         inner = self._distance(learner, answered)
         learner.notes[IN_LOSS].add_(inner.detach())
         learner.backward(loss + inner)
-        add_pull(learner, self.settings.mu, dict.fromkeys(intermediate(learner.model), weight))
+        mu, inside = self.settings.mu, set(intermediate(learner.model))
+        learner.pull({name: weight * mu if name in inside else mu for name in learner.parameters})
         return loss
 
     @torch.no_grad()

@@ -11,10 +11,8 @@ Over parts of unlike depth this is the InCo paper's HeteroProx; with `method.inc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
 from pydantic import Field
 
 from motley.methods.base import METHODS, Method, MethodSettings
@@ -41,12 +39,4 @@ class FedProx(Method):
     settings: FedProxSettings
 
     def correct_gradient(self, learner: Learner) -> None:
-        add_pull(learner, self.settings.mu)
-
-
-def add_pull(learner: Learner, mu: float, weights: Mapping[str, float] | None = None) -> None:
-    """Add the gradient of the proximal term; that of some parameters with a weight."""
-    offsets = torch._foreach_sub(learner.trained, learner.anchors)
-    if weights:
-        torch._foreach_mul_(offsets, [weights.get(name, 1.0) for name in learner.parameters])
-    torch._foreach_add_(learner.gradients, offsets, alpha=mu)
+        learner.pull(self.settings.mu)
