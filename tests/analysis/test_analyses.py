@@ -11,8 +11,10 @@ import torch
 from motley.analysis import ANALYSES
 from motley.analysis.divergence import WHOLE, layer_divergence, weight_divergence
 from motley.analysis.features import features, stages
+from motley.analysis.gradient_variance import gradient_variance
 from motley.analysis.gradients import quantiles
-from motley.analysis.replay import next_round, opened
+from motley.analysis.replay import global_model, next_round, opened, own_examples
+from motley.analysis.wasserstein import stage_distances
 from motley.errors import MotleyError
 from motley.models import MODELS, ImageShape
 from motley.models.resnet import ResNetSettings
@@ -20,7 +22,10 @@ from motley.runs.checkpoint import checkpoints, read_checkpoint
 from tests.cli.conftest import call
 from tests.report.conftest import small_run
 
-WANTED = {"cka", "sizes", "coefficients", "gradients", "divergence", "embedding", "overhead", "privacy"}
+WANTED = {
+    *("cka", "coefficients", "divergence", "embedding", "gradients", "overhead", "privacy", "sizes", "variance"),
+    "wasserstein",
+}
 
 
 def state_of(run: Path) -> dict[Path, int]:
@@ -42,7 +47,7 @@ def test_each_leaves_a_table_and_pictures(run: Path, tmp_path: Path, name: str) 
     assert {row["run"] for row in rows} == {"run"}
     assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
     assert "<svg" in (tmp_path / f"{name}.svg").read_text()
-    if name in ("cka", "divergence", "gradients"):
+    if name in ("cka", "divergence", "gradients", "variance", "wasserstein"):
         assert {row["round"] for row in rows} == {"1", "2", "3"}
 
 
@@ -104,6 +109,33 @@ def test_divergence_of_parts_in_width_is_over_the_holders_of_every_channel(tmp_p
     rows = ANALYSES["divergence"]([path]).rows
     assert {row[2] for row in rows} == {WHOLE, "layers.0", "layers.1", "head"}
     assert all(0 < row[3] < 10 for row in rows)
+
+
+def test_variance_is_that_of_the_gradients_of_the_clients_own_examples(tmp_path: Path) -> None:
+    """With one size for all, by autograd on all examples of a client at once."""
+    same = ("model.sizes=['mlp2']", "split.name=homogeneous", "method.name=fedavg", "method.inco.preset=off")
+    path = small_run(tmp_path / "same", *same)
+    rows = ANALYSES["variance"]([path]).rows
+    with opened(path) as (federation, servers):
+        gradients = []
+        for client in federation.sample(servers[-1].round_number + 1):
+            model = global_model(federation, servers[-1], "mlp2").train()
+            images, labels = own_examples(federation, client)
+            assert labels.tolist() == federation.dataset.train.labels[federation.partition.of(client)].tolist()
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+            gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    newest = {row[2]: row[3] for row in rows if row[1] == servers[-1].round_number}
+    assert newest[WHOLE] == pytest.approx(gradient_variance(gradients).whole, rel=1e-4)
+    assert newest[WHOLE] == pytest.approx(sum(value for layer, value in newest.items() if layer != WHOLE))
+
+
+def test_distances_are_over_pairs_with_a_class_and_a_shape_in_common() -> None:
+    def client(value: float, label: int, width: int = 2) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        return {"one": torch.full((3, 1), value), "two": torch.full((3, width), value)}, torch.full((3,), label)
+
+    found = stage_distances([client(0, 1), client(2, 1), client(7, 0), client(4, 1, width=5)])
+    assert found["one"] == (pytest.approx((2 + 4 + 2) / 3), 3)
+    assert found["two"][1] == 1
 
 
 def test_quantiles_by_hand() -> None:

@@ -47,8 +47,10 @@ from motley.analysis import (  # noqa: E402, F401  (each registers itself)
     coefficients,
     divergence,
     embedding,
+    gradient_variance,
     gradients,
     overhead,
     privacy,
     sizes,
+    wasserstein,
 )

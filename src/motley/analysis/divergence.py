@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from motley.analysis import ANALYSES, Findings
-from motley.analysis.replay import Trained, next_round, opened
+from motley.analysis.replay import next_round, opened
 from motley.federation import Federation
 from motley.splits.part import State, add_at
 
@@ -31,14 +31,19 @@ def weight_divergence(models: Models) -> float:
 
 def layer_divergence(models: Models) -> dict[str, float]:
     """Return the same for each layer that two clients or more have, over those: weight and bias are one layer."""
-    distances: dict[str, list[float]] = {}
+    return {layer: sum(s**0.5 for s in squares) / len(squares) for layer, squares in layer_squares(models).items()}
+
+
+def layer_squares(models: Models) -> dict[str, list[float]]:
+    """Return, for each layer that two models or more have, their squared distances to its mean."""
+    found: dict[str, list[float]] = {}
     for by_name in _squared_distances(models):
         layers: dict[str, float] = {}
         for name, square in by_name.items():
             layers[_layer(name)] = layers.get(_layer(name), 0.0) + square
         for layer, square in layers.items():
-            distances.setdefault(layer, []).append(square**0.5)
-    return {layer: sum(found) / len(found) for layer, found in distances.items() if len(found) > 1}
+            found.setdefault(layer, []).append(square)
+    return {layer: squares for layer, squares in found.items() if len(squares) > 1}
 
 
 def _squared_distances(models: Models) -> list[dict[str, float]]:
@@ -55,29 +60,30 @@ def divergence(paths: Sequence[Path]) -> Findings:
         with opened(path) as (federation, servers):
             for server in servers:
                 number = server.round_number + 1
-                models = [_placed(federation, one, number) for one in next_round(federation, server)]
+                trained = next_round(federation, server)
+                models = [placed(federation, one.size, number, one.client, one.state) for one in trained]
                 layers = layer_divergence(models)
-                found = {WHOLE: weight_divergence(models), **{n: layers[n] for n in _in_order(federation, layers)}}
+                found = {WHOLE: weight_divergence(models), **{n: layers[n] for n in in_order(federation, layers)}}
                 rows += [(path.name, server.round_number, layer, value) for layer, value in found.items()]
-    return Findings(("run", "round", "layer", "divergence"), rows, _draw(rows))
+    return Findings(("run", "round", "layer", "divergence"), rows, draw(rows, "mean distance to the mean"))
 
 
-def _placed(federation: Federation, one: Trained, round_number: int) -> State:
-    """Return a client's parameters under their global names, each where it lies in the whole."""
+def placed(federation: Federation, size: str, round_number: int, client: int, values: State) -> State:
+    """Return a value for each of a client's parameters under its global name, where it lies in the whole."""
     split = federation.split
-    part, placed = split.part(one.size, round_number, one.client), {}
-    for local in sorted(split.parameters_of(one.size)):
-        piece, tensor = part[local], one.state[local]
+    part, found = split.part(size, round_number, client), {}
+    for local in sorted(split.parameters_of(size)):
+        piece, tensor = part[local], values[local]
         if piece.index is not None:
             value, held = (torch.zeros(split.frame[piece.name].shape, device=tensor.device) for _ in range(2))
             add_at(value, piece.index, tensor)
             add_at(held, piece.index, 1.0)
             tensor = value.where(held > 0, torch.nan)
-        placed[piece.name] = tensor
-    return placed
+        found[piece.name] = tensor
+    return found
 
 
-def _in_order(federation: Federation, layers: Mapping[str, float]) -> list[str]:
+def in_order(federation: Federation, layers: Mapping[str, float]) -> list[str]:
     """Return layers from the first to the last, as the size with the most of them has them."""
     split = federation.split
     sizes = sorted(split.sizes, key=lambda size: len(split.parameters_of(size)), reverse=True)
@@ -90,7 +96,8 @@ def _layer(name: str) -> str:
     return name.rpartition(".")[0] or name
 
 
-def _draw(rows: list[tuple[Any, ...]]) -> Figure:
+def draw(rows: list[tuple[Any, ...]], what: str) -> Figure:
+    """Draw (run, round, layer, value): the whole over rounds, and the newest checkpoint's layers."""
     figure = Figure(figsize=(12, 4), layout="constrained")
     over_rounds, a_layer = figure.subplots(1, 2)
     for run in dict.fromkeys(row[0] for row in rows):
@@ -98,7 +105,7 @@ def _draw(rows: list[tuple[Any, ...]]) -> Figure:
         over_rounds.plot([row[1] for row in whole], [row[3] for row in whole], marker="o", label=run)
         newest = [row for row in rows if row[:2] == whole[-1][:2] and row[2] != WHOLE]
         a_layer.plot([row[2] for row in newest], [row[3] for row in newest], ".-", label=run)
-    over_rounds.set(title="the whole model", xlabel="round", ylabel="mean distance to the mean")
+    over_rounds.set(title="the whole model", xlabel="round", ylabel=what)
     a_layer.set(title="a layer, newest checkpoint")
     a_layer.tick_params(axis="x", rotation=90, labelsize=6)
     over_rounds.legend()

@@ -1,12 +1,29 @@
-"""How unlike clients' gradients are: the inter-client gradient variance (CGV) of FedImpro's Definition 4.2."""
+"""How unlike clients' gradients are: the inter-client gradient variance (CGV) of FedImpro's Definition 4.2.
+
+The analysis looks at the clients of the round after a checkpoint before they take a step: the gradient of each on all
+its own examples, at the part it is sent. A layer's variance is over the clients that hold it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from motley.analysis import ANALYSES, Findings
+from motley.analysis.divergence import WHOLE, draw, in_order, layer_squares, placed
+from motley.analysis.replay import opened, own_examples
+from motley.engine import Job
+from motley.federation import Federation
+from motley.round import Record
+from motley.splits.part import State
+
+BATCH = 256
+"""Most examples of one pass."""
 
 
 class GradientVariance(NamedTuple):
@@ -35,3 +52,38 @@ def gradient_variance(
         rows = torch.stack([gradient[name].detach().double().flatten().cpu() for gradient in gradients])
         levels[name in high] += float(shares @ (rows - shares @ rows).square().sum(1))
     return GradientVariance(low=levels[False], high=levels[True])
+
+
+@ANALYSES.register("variance", "how unlike clients' gradients are before a turn (CGV), a layer and over rounds")
+def variance(paths: Sequence[Path]) -> Findings:
+    """Take the gradients of the clients of the round after every checkpoint that was kept."""
+    rows: list[tuple[Any, ...]] = []
+    for path in paths:
+        with opened(path) as (federation, servers):
+            for server in servers:
+                number = server.round_number + 1
+                gradients = [
+                    placed(federation, job.size, number, job.client, own_gradient(federation, job))
+                    for job in federation.jobs(server, Record(number))
+                    if len(federation.partition.of(job.client)) > 1
+                ]
+                layers = layer_variance(gradients)
+                found = {WHOLE: sum(layers.values()), **{n: layers[n] for n in in_order(federation, layers)}}
+                rows += [(path.name, server.round_number, layer, value) for layer, value in found.items()]
+    return Findings(("run", "round", "layer", "variance"), rows, draw(rows, "inter-client gradient variance"))
+
+
+def layer_variance(gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    """Return a layer's mean over its holders of |gradient_i - mean gradient|^2, where two clients or more hold it."""
+    return {layer: sum(squares) / len(squares) for layer, squares in layer_squares(gradients).items()}
+
+
+def own_gradient(federation: Federation, job: Job) -> State:
+    """Return the gradient of a client's mean loss over all its examples, at the part it is sent; in training mode."""
+    model = federation.split.build(job.size).to(federation.device)
+    model.load_state_dict(job.state)
+    images, labels = own_examples(federation, job.client)
+    passes = -(-len(images) // BATCH)
+    for some, answers in zip(images.tensor_split(passes), labels.tensor_split(passes), strict=True):
+        (F.cross_entropy(model.train()(some), answers, reduction="sum") / len(images)).backward()
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}

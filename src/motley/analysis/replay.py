@@ -90,3 +90,9 @@ def probe_images(federation: Federation, count: int) -> tuple[Tensor, Tensor]:
     """Return the first test images, transformed as for evaluation, and their labels."""
     data = DeviceData(federation.dataset.test, federation.config.data.transform, federation.device, augment=False)
     return data.batch(torch.arange(min(count, len(data)), device=federation.device))
+
+
+def own_examples(federation: Federation, client: int, most: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return a client's training images without augmentation, all or the first of them, and their labels."""
+    data = DeviceData(federation.dataset.train, federation.config.data.transform, federation.device, augment=False)
+    return data.batch(torch.from_numpy(federation.partition.of(client)[:most]).to(federation.device))

@@ -4,14 +4,30 @@
 
 W is the Wasserstein distance of order 1. For features of many dimensions it is computed sliced: the mean over random
 directions of the distance along each, which is exact in one dimension and never larger than the whole distance.
+
+The analysis looks at the clients of the round after a checkpoint, after their turn: what each stage of their models
+makes of their own examples, in pairs of clients that have a class in common and features of one shape.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
+from motley.analysis import ANALYSES, Findings
+from motley.analysis.features import features
+from motley.analysis.replay import model_of, next_round, opened, own_examples
 from motley.errors import MotleyError
+
+EXAMPLES = 200
+"""Most examples of a client that are compared."""
 
 
 def conditional_wasserstein(
@@ -50,3 +66,45 @@ def _wasserstein(one: Tensor, other: Tensor) -> Tensor:
     middles = ends - lengths / 2
     places = [(middles * len(x)).long().clamp_max(len(x) - 1) for x in (one, other)]
     return lengths @ (one[places[0]] - other[places[1]]).abs()
+
+
+@ANALYSES.register("wasserstein", "how far apart clients' features of a class are, a stage and over rounds")
+def wasserstein(paths: Sequence[Path]) -> Findings:
+    """Train the round after every checkpoint that was kept, and compare its clients' features in pairs."""
+    rows: list[tuple[Any, ...]] = []
+    for path in paths:
+        with opened(path) as (federation, servers):
+            for server in servers:
+                found = []
+                for one in next_round(federation, server):
+                    images, labels = own_examples(federation, one.client, EXAMPLES)
+                    found.append((features(model_of(federation, one.size, one.state), images), labels))
+                distances = stage_distances(found)
+                rows += [(path.name, server.round_number, stage, d, pairs) for stage, (d, pairs) in distances.items()]
+    if not rows:
+        raise MotleyError("no two clients of a round have a class and features of one shape in common.")
+    return Findings(("run", "round", "stage", "distance", "pairs"), rows, _draw(rows))
+
+
+def stage_distances(clients: Sequence[tuple[dict[str, Tensor], Tensor]]) -> dict[str, tuple[float, int]]:
+    """Return the mean conditional distance of each stage over pairs of clients, and how many pairs there are."""
+    found: dict[str, list[float]] = {}
+    for (one, labels), (other, other_labels) in combinations(clients, 2):
+        if not set(labels.tolist()) & set(other_labels.tolist()):
+            continue
+        for stage in one:
+            if stage in other and one[stage].shape[1:] == other[stage].shape[1:]:
+                distance = conditional_wasserstein(one[stage], labels, other[stage], other_labels)
+                found.setdefault(stage, []).append(distance)
+    return {stage: (mean(distances), len(distances)) for stage, distances in found.items()}
+
+
+def _draw(rows: list[tuple[Any, ...]]) -> Figure:
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axis = figure.subplots()
+    for run, stage in dict.fromkeys((row[0], row[2]) for row in rows):
+        own = [row for row in rows if (row[0], row[2]) == (run, stage)]
+        axis.plot([row[1] for row in own], [row[3] for row in own], marker="o", label=f"{run}, {stage}")
+    axis.set(title="features of a class, between clients", xlabel="round", ylabel="sliced Wasserstein distance")
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
