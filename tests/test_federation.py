@@ -26,6 +26,8 @@ Change = Callable[[Upload], Upload]
 class Tampered:
     """An engine whose uploads are changed on their way."""
 
+    trusted = True
+
     def __init__(self, engine: Engine, changes: dict[int, Change]) -> None:
         self.engine, self.changes = engine, changes
 

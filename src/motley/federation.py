@@ -11,7 +11,7 @@ the last whole round is still there to be saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from motley.aggregate.admit import blemish, misfit
 from motley.aggregate.averaging import average
-from motley.aggregate.inco import inco
+from motley.aggregate.inco import Coefficients, inco
 from motley.aggregate.merge import Merged, Update, apply
 from motley.aggregate.noise import perturbed
 from motley.aggregate.server_optim import optimize
@@ -261,10 +261,10 @@ class Federation:
         early = None if blemished.ready else self.conclude(server, self.updates(jobs, fitting), record)
         with record.timed("train"):
             updates = self.updates(jobs, self.admit(fitting, losses.read(), blemished.read(), record))
-            if self.config.engine.name.startswith("flower"):
+            if not self.engine.trusted:
                 updates = self.usable(server, updates, record)
         if len(jobs) - len(record.refused) < self.config.server.min_share * len(jobs):
-            record.evaluation = record.mixed = record.measured = None
+            record.expect_nothing()
             return None
         if early is not None and len(updates) == len(fitting):
             return early
@@ -272,6 +272,7 @@ class Federation:
 
     def conclude(self, server: Server, updates: Sequence[Update], record: Record) -> Server:
         """End a round: merge, collect where the method wants to, and begin to evaluate."""
+        record.expect_nothing()
         with record.timed("merge"):
             after = self.merge(server, updates, record)
         after = self.collect(after, record)
@@ -381,7 +382,8 @@ class Federation:
         numbers = self.method.metrics(method, updates)
         asked = {name: number for name, number in numbers.items() if isinstance(number, Tensor)}
         record.method = {name: number for name, number in numbers.items() if not isinstance(number, Tensor)}
-        record.measured = list(asked), Later(_stacked([number.float() for number in asked.values()]))
+        found = Later(_stacked([number.float() for number in asked.values()]))
+        record.awaited.append((found, lambda values: record.method.update(zip(asked, values, strict=True))))
         merged = self.method.correct(method, self.mix(merged, record))
         optimizer, merged = optimize(server.optimizer, merged, self.split.parameters, self.config.server.optimizer)
         state = apply(server.state, merged, self.split.parameters, self.config.server.step)
@@ -406,7 +408,7 @@ class Federation:
         change, coefficients = inco(merged.change, self.split.cross_layers, settings, merged.covered)
         if coefficients:
             rows = torch.stack([torch.stack(tuple(row)) for row in coefficients.values()])
-            record.mixed = list(coefficients), Later(rows)
+            record.awaited.append((Later(rows), lambda rows: record.inco.update(_by_layer(coefficients, rows))))
         return merged.with_change(change)
 
     def averaged(self, server: Server, state: State, round_number: int) -> State | None:
@@ -433,6 +435,11 @@ class Federation:
     def is_evaluated(self, round_number: int) -> bool:
         """Tell whether a round ends with an evaluation."""
         return self.method.world.is_evaluated(round_number)
+
+
+def _by_layer(layers: Iterable[str], rows: Iterable[Sequence[float]]) -> dict[str, dict[str, float]]:
+    """Return InCo's coefficients by layer and by name."""
+    return {layer: dict(zip(Coefficients._fields, row, strict=True)) for layer, row in zip(layers, rows, strict=True)}
 
 
 def _all_of(upload: Upload) -> State:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
-from motley.aggregate.inco import Coefficients
 from motley.evaluate import Evaluation, Score
 from motley.privacy import Spent
 from motley.splits.part import State
@@ -62,34 +62,27 @@ class Record:
     """What the run has cost in privacy so far: for who sees models, and for who sees uploads."""
     evaluation: Evaluation | None = None
     """Where the scores will come from, until they are settled."""
-    mixed: tuple[list[str], Later] | None = None
-    """Where InCo's coefficients will come from: layers, and a row for each."""
-    measured: tuple[list[str], Later] | None = None
-    """Where the method's numbers will come from."""
+    awaited: list[tuple[Later, Callable[[list[Any]], None]]] = field(default_factory=list)
+    """Other numbers that will come from the device, and what notes them."""
 
     @property
     def ready(self) -> bool:
         """Whether `settle` would not have to wait."""
-        later = [pending[1] for pending in (self.mixed, self.measured) if pending is not None]
-        return (self.evaluation is None or self.evaluation.ready) and all(values.ready for values in later)
+        return (self.evaluation is None or self.evaluation.ready) and all(values.ready for values, _ in self.awaited)
 
     def settle(self) -> None:
         """Wait for the device, and note what it found."""
         if self.evaluation is not None:
             with self.timed("evaluate"):
                 self.scores = self.evaluation.scores()
-            self.evaluation = None
-        if self.mixed is not None:
-            layers, rows = self.mixed
-            self.inco = {
-                layer: dict(zip(Coefficients._fields, row, strict=True))
-                for layer, row in zip(layers, rows.read(), strict=True)
-            }
-            self.mixed = None
-        if self.measured is not None:
-            names, numbers = self.measured
-            self.method |= dict(zip(names, numbers.read(), strict=True))
-            self.measured = None
+        for values, note in self.awaited:
+            note(values.read())
+        self.expect_nothing()
+
+    def expect_nothing(self) -> None:
+        """Let go of what the device is still at: the round ends otherwise, or not at all."""
+        self.evaluation = None
+        self.awaited.clear()
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from pydantic import Field
 from torch import Tensor
@@ -96,6 +96,9 @@ Done = Callable[[int], None]
 
 class Engine(Protocol):
     """Runs clients."""
+
+    trusted: ClassVar[bool]
+    """Whether clients are this process's own. Others may send anything, so what they send is tried before it counts."""
 
     def train(self, jobs: Sequence[Job], done: Done) -> Sequence[Upload | Failure]:
         """Train every job's client. A client without a single batch is left out of the answer."""

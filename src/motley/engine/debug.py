@@ -6,6 +6,7 @@ Nothing here is clever. Every faster way to run clients is tested against it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from motley.engine.base import Done, Job, Upload
 from motley.engine.clients import Clients, own_randomness
@@ -14,6 +15,8 @@ from motley.methods.base import Collection
 
 class DebugEngine:
     """Runs clients one at a time, eagerly."""
+
+    trusted: ClassVar[bool] = True
 
     def __init__(self, clients: Clients) -> None:
         self.clients = clients
