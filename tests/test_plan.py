@@ -115,6 +115,8 @@ def test_costs_by_hand() -> None:
     forward = 2 * 4 * (16 * 8 + 8 * 10)
     assert cost.flops == 2 * forward + 2 * 4 * 8 * 10  # weights' gradients as much again, and the hidden layer's input
     assert cost.traffic == 2 * 4 * cost.parameters
+    half = costs_in(tiny_config(*tiny, "transit.upload=fp16"))["mlp1"]
+    assert half.traffic == (4 + 2) * cost.parameters
     assert 2 * 4 * cost.parameters < cost.memory < 20 * 4 * cost.parameters
     adam = costs_in(tiny_config(*tiny))["mlp1"]
     assert adam.memory - cost.memory == 2 * 4 * cost.parameters

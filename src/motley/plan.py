@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from motley.engine.encoding import Encoding, encoded
 from motley.engine.training import TrainingSettings
 from motley.errors import MotleyError, unknown
 from motley.models import ImageShape
@@ -91,8 +92,8 @@ class LiveBytes(TorchDispatchMode):
         self.now -= count
 
 
-def cost_of(split: Split, size: str, shape: ImageShape, training: TrainingSettings) -> Cost:
-    """Return what a training step of a size costs."""
+def cost_of(split: Split, size: str, shape: ImageShape, training: TrainingSettings, upload: Encoding = "fp32") -> Cost:
+    """Return what a training step of a size costs, and what travels where changes go up in an encoding."""
     with torch.device("meta"):
         model = split.blueprints[size].build().train()
         images = torch.empty(training.batch_size, *shape)
@@ -105,16 +106,17 @@ def cost_of(split: Split, size: str, shape: ImageShape, training: TrainingSettin
     moments = {"adam": 2, "adamw": 2}.get(training.optimizer.name, int(training.optimizer.momentum > 0))
     fixed = 2 * whole + moments * weights + images.nbytes
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Cost(parameters, counter.get_total_flops(), activations, fixed + live.peak, 2 * whole)
+    sent, _ = encoded(model.state_dict(), {}, upload)
+    return Cost(parameters, counter.get_total_flops(), activations, fixed + live.peak, whole + _bytes(sent.values()))
 
 
 def _bytes(tensors: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def costs_of(split: Split, shape: ImageShape, training: TrainingSettings) -> dict[str, Cost]:
+def costs_of(split: Split, shape: ImageShape, training: TrainingSettings, upload: Encoding = "fp32") -> dict[str, Cost]:
     """Return the costs of every size, the largest first."""
-    costs = {size: cost_of(split, size, shape, training) for size in split.sizes}
+    costs = {size: cost_of(split, size, shape, training, upload) for size in split.sizes}
     return dict(sorted(costs.items(), key=lambda item: item[1].parameters, reverse=True))
 
 

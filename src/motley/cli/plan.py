@@ -48,7 +48,8 @@ def costs_in(config: Config, synthetic: bool = False) -> dict[str, Cost]:
     data = config.data
     known = stand_in(data.name) if synthetic else load_dataset(data.name, root=data.root_path, path=data.file_path)
     examples = DeviceData(known.train, data.transform, torch.device("cpu"), augment=False)
-    return costs_of(build_split(config, examples, known.classes), examples.shape, config.training)
+    split = build_split(config, examples, known.classes)
+    return costs_of(split, examples.shape, config.training, config.transit.upload)
 
 
 def table(rows: list[tuple[str, str, Cost | None]], config: Config, first: str) -> Table:

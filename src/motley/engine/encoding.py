@@ -24,10 +24,10 @@ RESIDUAL = "residual/"
 
 
 def encoded(change: Mapping[str, Tensor], memory: Mapping[str, Tensor], encoding: Encoding) -> tuple[State, State]:
-    """Return a change in 16 bits, and what a client has to remember for its next one. Integers stay as they are."""
+    """Return a change as it travels, and what a client has to remember for its next one. Integers stay as they are."""
     wire, residual = dict(change), {}
     for name, tensor in change.items():
-        if tensor.dtype == torch.float32:
+        if encoding != "fp32" and tensor.dtype == torch.float32:
             kept = memory.get(RESIDUAL + name)
             whole = tensor if kept is None else tensor + kept.to(tensor.device)
             wire[name] = whole.to(TYPES[encoding])
