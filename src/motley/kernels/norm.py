@@ -411,7 +411,7 @@ def norm_add_relu(
     """Return relu(batch_norm(x) + add), twice for two uses, and move the running statistics.
 
     With `first`, so many examples are one batch and those behind them another, which moves the running statistics
-    before the first one does, or (`both`) not at all.
+    before the first one does, or, without `both`, not at all.
     """
     cut = first * x.shape[2] * x.shape[3]
     result: tuple[Tensor, Tensor] = _NormAddRelu.apply(x, add, norm.weight, norm.bias, norm, relu, cut, both)

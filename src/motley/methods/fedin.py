@@ -133,17 +133,8 @@ class FedIN(Method):
     def step(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
         if not learner.message or self.settings.step == "separate":
             return self._local_step(learner, images, labels)
-        if self.settings.combine == "exact":
-            self._inner_backward(learner)
-            inner = torch._foreach_mul(learner.gradients_of(intermediate(learner.model)), 1.0)
-            loss = self.loss(learner, images, labels)
-            learner.backward(loss)
-            offsets = torch._foreach_sub(learner.trained, learner.anchors)
-            torch._foreach_add_(learner.gradients, offsets, alpha=self.settings.mu)
-            local = learner.gradients_of(intermediate(learner.model))
-            torch._foreach_copy_(local, projected(inner, local))
-        else:
-            loss = self._backward_together(learner, images, labels)
+        exact = self.settings.combine == "exact"
+        loss = (self._backward_projected if exact else self._backward_together)(learner, images, labels)
         self.descend(learner)
         return loss.detach()
 
@@ -178,6 +169,19 @@ class FedIN(Method):
         learner.backward(loss + inner)
         mu, inside = self.settings.mu, set(intermediate(learner.model))
         learner.pull({name: weight * mu if name in inside else mu for name in learner.parameters})
+        return loss
+
+    def _backward_projected(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
+        """Leave Eq. 12's gradient where both are, and G_local elsewhere: it needs them both, so there are two passes."""
+        between = intermediate(learner.model)
+        self._inner_backward(learner)
+        inner = torch._foreach_mul(learner.gradients_of(between), 1.0)
+        loss = self.loss(learner, images, labels)
+        learner.backward(loss)
+        offsets = torch._foreach_sub(learner.trained, learner.anchors)
+        torch._foreach_add_(learner.gradients, offsets, alpha=self.settings.mu)
+        local = learner.gradients_of(between)
+        torch._foreach_copy_(local, projected(inner, local))
         return loss
 
     @torch.no_grad()

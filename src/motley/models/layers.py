@@ -66,7 +66,7 @@ def _with_second(x: Tensor, second: Tensor) -> Tensor:
 def apart(model: nn.Module, first: int, *, both: bool) -> Iterator[None]:
     """Let batch norms take a batch for two: its first examples, and the others.
 
-    The others move the running statistics before the first do, or (`both`) not at all.
+    The others move the running statistics before the first do, or, without `both`, not at all.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     for norm in norms:
