@@ -172,7 +172,7 @@ class FedIN(Method):
         return loss
 
     def _backward_projected(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
-        """Leave Eq. 12's gradient where both are, and G_local elsewhere: it needs them both, so there are two passes."""
+        """Leave Eq. 12's gradient where both are, and G_local elsewhere. It needs both, so there are two passes."""
         between = intermediate(learner.model)
         self._inner_backward(learner)
         inner = torch._foreach_mul(learner.gradients_of(between), 1.0)
