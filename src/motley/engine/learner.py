@@ -243,8 +243,9 @@ class Learner:
             self.optimizer.pull(towards, strengths)  # type: ignore[attr-defined]
             return
         offsets = torch._foreach_sub(self.trained, towards)
-        torch._foreach_mul_(offsets, strengths)
-        torch._foreach_add_(self.gradients, offsets)
+        if isinstance(strength, Mapping):
+            torch._foreach_mul_(offsets, strengths)
+        torch._foreach_add_(self.gradients, offsets, alpha=1 if isinstance(strength, Mapping) else strength)
 
     def publish(self) -> None:
         """Let the model compute with `parameters` as they are now: after the last change of a step."""
