@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from motley.runs.play import begin
 from tests.flower.grid import three_nodes
 from tests.flower.malicious import LATE_S, MISDEEDS
 from tests.flower.processes import PATIENCE, Deployment
+from tests.flower.twice import TWICE
 
 WAITING = (f"engine.flower.wait_s={PATIENCE}", f"engine.flower.timeout_s={PATIENCE}", "server.min_share=0.5")
 INCO = ("method.name=InCoAvg", *WAITING)
@@ -82,3 +84,20 @@ def test_a_real_node_that_does_something_else_wrong_in_every_round(tmp_path: Pat
             assert reason in line["refused"]["1"]  # type: ignore[index]
         server = load_checkpoint(deployment.folder.run / "checkpoints")
         assert server is not None and server.remembered == {0: len(MISDEEDS), 2: len(MISDEEDS)}
+
+
+@pytest.mark.slow
+def test_only_the_first_of_a_real_nodes_two_answers_counts(tmp_path: Path) -> None:
+    """The SuperLink refuses the second one, and the run ends as if it had never come."""
+    settings, nodes = (*INCO, "training.rounds=2"), "tests.flower.twice:app"
+    with Deployment(tmp_path / "federation", three_nodes(*settings), insecure=False, nodes=nodes) as deployment:
+        deployment.serve()
+        deployment.join(0, 1, 2)
+        deployment.finish(deployment.play())
+        said = re.findall(TWICE.format(r"(\w+)", r"(\d+)", r"(\d+)"), deployment.said("node-1"))
+        refusals = [line for line in deployment.said("server").splitlines() if "Failed to store Message reply" in line]
+        assert [(first != "0", second) for _, first, second in said] == [(True, "0")] * 2
+        assert all(any(message in line for line in refusals) for message, _, _ in said)
+        assert [line["round"] for line in deployment.lines()] == [1, 2]
+        assert not any("refused" in line or "repeated" in line for line in deployment.lines())
+        assert final(deployment) == local(tmp_path / "local", *settings)
