@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from flwr.app import Context, Message, RecordDict
@@ -13,7 +14,12 @@ from motley.engine.flower.client import app
 from tests.conftest import TINY
 
 Misdeed = Callable[[Message, Message], list[Message]]
-"""From what a node was sent, and what it would answer: what it answers instead."""
+"""From what a node was sent, and what it would answer: what it answers instead.
+
+An exception among its answers is raised by who pulls them; an event keeps who pulls them waiting until it is set.
+"""
+NEVER_S = 30.0
+"""How long such a wait takes at most: a test should fail and not hang."""
 
 
 def three_nodes(*overrides: str) -> Config:
@@ -28,13 +34,19 @@ def honest(sent: Message, reply: Message) -> list[Message]:
     return [reply]
 
 
+def in_round_1(misdeed: Misdeed) -> Misdeed:
+    """Be honest later."""
+    return lambda sent, reply: misdeed(sent, reply) if sent.metadata.group_id == "1" else [reply]
+
+
 class Grid:
     """Stands in for Flower's: `nodes` are the files of connected nodes by their Flower ids."""
 
     def __init__(self, nodes: dict[int, Path]) -> None:
         self.nodes = dict(nodes)
         self.misdeeds: dict[int, Misdeed] = {}
-        """What nodes do with train messages, by their Flower ids."""
+        """What nodes do with messages of that type, by their Flower ids."""
+        self.misdeeds_with = "train"
         self.replies: dict[str, list[Message]] = {}
         self.sent = 0
         self.before: Callable[[Message], None] = lambda message: None
@@ -53,7 +65,7 @@ class Grid:
         self.replies[number] = []
         if node in self.nodes:
             context = Context(1, node, {"motley": str(self.nodes[node])}, RecordDict(), {})
-            act = self.misdeeds.get(node, honest) if message.metadata.message_type == "train" else honest
+            act = self.misdeeds.get(node, honest) if message.metadata.message_type == self.misdeeds_with else honest
             self.replies[number] = act(message, app(message, context))
         return number
 
@@ -62,7 +74,9 @@ class Grid:
         for reply in found:
             if isinstance(reply, Exception):
                 raise reply
-        return found
+            if isinstance(reply, Event):
+                reply.wait(NEVER_S)
+        return [reply for reply in found if isinstance(reply, Message)]
 
 
 def write_nodes(folder: Path, more: str = "") -> dict[int, Path]:

@@ -9,9 +9,10 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from motley.engine.flower.server import serve
 from motley.runs.checkpoint import fingerprint, load_checkpoint
 from motley.runs.play import begin
-from tests.flower.grid import three_nodes
+from tests.flower.grid import Grid, in_round_1, three_nodes
 from tests.flower.malicious import LATE_S, MISDEEDS
 from tests.flower.processes import PATIENCE, Deployment
 from tests.flower.twice import TWICE
@@ -101,3 +102,22 @@ def test_only_the_first_of_a_real_nodes_two_answers_counts(tmp_path: Path) -> No
         assert [line["round"] for line in deployment.lines()] == [1, 2]
         assert not any("refused" in line or "repeated" in line for line in deployment.lines())
         assert final(deployment) == local(tmp_path / "local", *settings)
+
+
+@pytest.mark.slow
+def test_a_real_nodes_answer_that_is_announced_and_never_sent(grid: Grid, tmp_path: Path) -> None:
+    """It holds up the round no longer than no answer at all, and the node takes part in the next one."""
+    settings = (*INCO, "training.rounds=2", f"engine.flower.timeout_s={LATE_S}")
+    nodes = "tests.flower.twice:half"
+    with Deployment(tmp_path / "federation", three_nodes(*settings), insecure=False, nodes=nodes) as deployment:
+        deployment.serve()
+        deployment.join(0, 1, 2)
+        deployment.finish(deployment.play())
+        lines = deployment.lines()
+        reason = f"it announced an answer that did not come whole within {LATE_S:g} s."
+        assert [line.get("refused") for line in lines] == [{"1": reason}, None]
+        assert lines[0]["seconds"]["train"] < LATE_S + 15  # type: ignore[index]
+        grid.misdeeds[999] = in_round_1(lambda sent, reply: [])
+        _, server = serve(grid, three_nodes(*settings, "engine.flower.timeout_s=1"), tmp_path / "silent")
+        assert server.remembered == {0: 2, 1: 2, 2: 2}
+        assert final(deployment) == fingerprint(server.state)

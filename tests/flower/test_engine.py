@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from threading import Event, Timer
 
 import numpy as np
 import pytest
@@ -22,16 +25,7 @@ from motley.runs.checkpoint import fingerprint
 from motley.runs.metrics import MetricsLog
 from motley.runs.play import begin
 from tests.conftest import tiny_config
-from tests.flower.grid import Grid, Misdeed, three_nodes, write_nodes
-
-
-@pytest.fixture
-def grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Grid:
-    monkeypatch.setattr("motley.engine.flower.engine.POLL_S", 0.01)
-    monkeypatch.setattr("flwr.supercore.task_identity.TaskIdentity._run_id", 1)
-    monkeypatch.setattr("flwr.supercore.task_identity.TaskIdentity._node_id", 1)
-    monkeypatch.setattr("flwr.supercore.task_identity.TaskIdentity._task_id", 1)
-    return Grid(write_nodes(tmp_path / "nodes"))
+from tests.flower.grid import NEVER_S, Grid, Misdeed, in_round_1, three_nodes
 
 
 def local(folder: Path, *overrides: str) -> tuple[str, str]:
@@ -194,6 +188,48 @@ def test_an_answer_that_flower_cannot_read_costs_no_other(grid: Grid, tmp_path: 
     grid.misdeeds[999] = lambda sent, reply: [ValueError("bad bytes")]  # type: ignore[list-item]
     _, server = serve(grid, three_nodes("training.rounds=1"), tmp_path / "run")
     assert sorted(server.remembered) == [0, 2]
+
+
+@pytest.fixture
+def rest() -> Iterator[Event]:
+    """The rest of an answer that was announced: it comes when this is set."""
+    event = Event()
+    yield event
+    event.set()
+
+
+def test_an_answer_that_does_not_come_whole_is_as_none(grid: Grid, tmp_path: Path, rest: Event) -> None:
+    """The others' answers do not wait for it, and nobody takes it when it comes in a later round."""
+    silent = Grid(grid.nodes)
+    silent.misdeeds[1000] = in_round_1(lambda sent, reply: [])
+    _, expected = serve(silent, three_nodes(), tmp_path / "silent")
+
+    grid.misdeeds[1000] = in_round_1(lambda sent, reply: [rest, reply])  # type: ignore[list-item]
+    grid.before = lambda message: rest.set() if message.metadata.group_id == "3" else None
+    begin = time.monotonic()
+    _, server = serve(grid, three_nodes(), tmp_path / "run")
+    assert time.monotonic() - begin < NEVER_S / 2
+    lines = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
+    reason = "it announced an answer that did not come whole within 0.05 s."
+    assert [line.get("refused") for line in lines] == [{"0": reason}, None, None]
+    assert server.remembered == {0: 3, 1: 3, 2: 3}
+    assert fingerprint(server.state) == fingerprint(expected.state)
+
+
+def test_an_answer_that_comes_whole_in_time_counts(grid: Grid, tmp_path: Path, rest: Event) -> None:
+    """It takes longer than one answer may hold up the others."""
+    grid.misdeeds[1000] = lambda sent, reply: [rest, reply]  # type: ignore[list-item]
+    Timer(1.5, rest.set).start()
+    _, server = serve(grid, three_nodes("engine.flower.timeout_s=30"), tmp_path / "run")
+    assert fingerprint(server.state) == local(tmp_path / "local")[0]
+
+
+def test_a_node_that_never_says_all_of_who_it_is(grid: Grid, tmp_path: Path, rest: Event) -> None:
+    grid.misdeeds_with, grid.misdeeds[1000] = "query", lambda sent, reply: [rest, reply]  # type: ignore[list-item]
+    begin = time.monotonic()
+    with pytest.raises(MotleyError, match=r"no node came for client 0; a run begins"):
+        serve(grid, three_nodes(), tmp_path / "run")
+    assert time.monotonic() - begin < NEVER_S / 2
 
 
 def test_a_node_that_leaves_and_comes_back_under_another_id(grid: Grid, tmp_path: Path) -> None:

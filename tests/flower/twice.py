@@ -1,10 +1,12 @@
-"""The app of a real node that answers twice: after its answer, client 1 sends another to the same message.
+"""The apps of a real node that answers twice: after its answer, client 1 sends another to the same message.
 
 Flower's client sends once what the app returns. So the app goes past it, to the SuperLink, with the node's own key.
+With the app `half`, client 1 sends nothing of the answers that it announces in round 1.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
@@ -22,14 +24,13 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from motley.engine.flower.arrays import pack, unpack
-from motley.engine.flower.client import build, settings_of
+from motley.engine.flower.client import asked, build, settings_of
 from motley.engine.flower.settings import read_node
 
 TWICE = "answered {} twice: the SuperLink wants {} objects of the first answer, {} of the second"
 """What client 1 says of every round."""
 
 honest = build()
-app = ClientApp()
 
 
 def connect(file: Path) -> FleetHttpClient:
@@ -68,14 +69,7 @@ def opposite(reply: Message, message: Message) -> Message:
     return Message(RecordDict(content), reply_to=message)
 
 
-@app.query()
-def greet(message: Message, context: Context) -> Message:
-    """Say who this is."""
-    return honest(message, context)
-
-
-@app.train()
-def train(message: Message, context: Context) -> Message:
+def train(half: bool, message: Message, context: Context) -> Message:
     """Train as asked; client 1 sends its answer and the opposite, and has Flower send the opposite once more."""
     reply = honest(message, context)
     if settings_of(context, None).client != 1:
@@ -85,5 +79,18 @@ def train(message: Message, context: Context) -> Message:
         wanted, more = announce(link, reply), announce(link, second)
         counts = len(wanted.objects_to_push), len(more.objects_to_push)
         print(TWICE.format(message.metadata.message_id, *counts), flush=True)
-        complete(link, reply, wanted)
+        if not half or asked(message.content)["round"] != 1:
+            complete(link, reply, wanted)
     return second
+
+
+def misbehaving(half: bool) -> ClientApp:
+    """Return an app of which only the training is not Motley's."""
+    client_app = ClientApp()
+    client_app.query()(honest)
+    client_app.train()(partial(train, half))
+    return client_app
+
+
+app = misbehaving(half=False)
+half = misbehaving(half=True)

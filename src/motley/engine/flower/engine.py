@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection as Some
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +19,7 @@ from flwr.serverapp import Grid
 from motley.config import Config
 from motley.data import Dataset
 from motley.engine.base import Done, Failure, Job, Upload
+from motley.engine.flower.answers import Answers
 from motley.engine.flower.arrays import pack, size_in_bytes, unpack
 from motley.errors import MotleyError
 from motley.methods.base import Collection
@@ -36,7 +37,7 @@ class Nodes:
     """The nodes that are connected, by the clients that they are."""
 
     def __init__(self, grid: Grid, config: Config, dataset: Dataset) -> None:
-        self.grid, self.settings = grid, config.engine.flower
+        self.grid, self.answers, self.settings = grid, Answers(grid), config.engine.flower
         self.shape = [*dataset.train.images.shape[1:], dataset.classes]
         self.use(config)
         self.sizes: dict[int, str] = {}
@@ -73,7 +74,7 @@ class Nodes:
         for node in new:
             (number,) = self.grid.push_messages([Message(RecordDict({"job": self.content()}), node, MessageType.QUERY)])
             self._asked[number] = node
-        for reply in pull(self.grid, list(self._asked)):
+        for reply in self.answers.pull(list(self._asked)):
             node = self._asked.pop(reply.metadata.reply_to_message_id)
             if not reply.has_error():
                 self._enter(node, reply)
@@ -102,7 +103,7 @@ class FlowerEngine:
     trusted: ClassVar[bool] = False
 
     def __init__(self, nodes: Nodes) -> None:
-        self.nodes, self.grid, self.settings = nodes, nodes.grid, nodes.settings
+        self.nodes, self.grid, self.answers, self.settings = nodes, nodes.grid, nodes.answers, nodes.settings
         self._forget: dict[int, int] = {}
 
     def train(self, jobs: Sequence[Job], done: Done) -> Sequence[Upload | Failure]:
@@ -140,15 +141,16 @@ class FlowerEngine:
         waiting = dict(zip(numbers, asked, strict=True))
         end, pause = time.monotonic() + self.settings.timeout_s, FIRST_S
         while waiting:
-            for reply in pull(self.grid, list(waiting)):
+            for reply in self.answers.pull(list(waiting)):
                 job = waiting.pop(reply.metadata.reply_to_message_id)
                 yield job, self._answer(job, reply)
             if time.monotonic() > end:
                 break
             time.sleep(min(pause, POLL_S) if waiting else 0)
             pause *= LONGER
-        for job in waiting.values():
-            yield job, Failure(job.client, f"it did not answer within {self.settings.timeout_s:g} s.")
+        for sent, job in waiting.items():
+            fault = "announced an answer that did not come whole" if self.answers.give_up(sent) else "did not answer"
+            yield job, Failure(job.client, f"it {fault} within {self.settings.timeout_s:g} s.")
 
     def _message(self, job: Job, node: int, kind: str) -> Message:
         about = self.nodes.content(
@@ -182,20 +184,6 @@ class FlowerEngine:
         samples, steps = number(about, "samples"), number(about, "steps")
         change, message = unpack(arrays, "change"), unpack(arrays, "message")
         return Upload(job.client, change, message, samples, steps, torch.tensor(float(about["loss"])))
-
-
-def pull(grid: Grid, numbers: Iterable[str]) -> Iterator[Message]:
-    """Return the answers that have come, each to one of the given messages and at most one to each.
-
-    They are asked for one by one, so that one that cannot be read costs no other.
-    """
-    for sent in numbers:
-        try:
-            replies = list(grid.pull_messages([sent]))
-        except Exception as error:
-            print(f"an answer could not be read: {error!r}", flush=True)
-            continue
-        yield from [reply for reply in replies if reply.metadata.reply_to_message_id == sent][:1]
 
 
 def number(record: Any, name: str) -> int:

@@ -1,0 +1,23 @@
+"""Nodes without processes, for all tests of Flower."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.flower.grid import Grid
+
+
+@pytest.fixture
+def grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Grid:
+    """Return a grid of three honest nodes; Flower is imported here, for there are tests that do without."""
+    from tests.flower.grid import Grid, write_nodes
+
+    monkeypatch.setattr("motley.engine.flower.engine.POLL_S", 0.01)
+    monkeypatch.setattr("flwr.supercore.task_identity.TaskIdentity._run_id", 1)
+    monkeypatch.setattr("flwr.supercore.task_identity.TaskIdentity._node_id", 1)
+    monkeypatch.setattr("flwr.supercore.task_identity.TaskIdentity._task_id", 1)
+    return Grid(write_nodes(tmp_path / "nodes"))
