@@ -69,8 +69,8 @@ def _gradient(
 
 @triton.jit
 def _batch(group, rows, cut, GROUPS: tl.constexpr):
-    """Return the first row and the number of rows of a batch."""
-    begin, count = 0, rows
+    """Return the first row and the number of rows of a batch; where there is one only, `cut` is 0."""
+    begin, count = cut, rows
     if GROUPS == 2:
         begin = group * cut
         count = cut + group * (rows - 2 * cut)
