@@ -407,8 +407,9 @@ class Federation:
             return merged
         change, coefficients = inco(merged.change, self.split.cross_layers, settings, merged.covered)
         if coefficients:
-            rows = torch.stack([torch.stack(tuple(row)) for row in coefficients.values()])
-            record.awaited.append((Later(rows), lambda rows: record.inco.update(_by_layer(coefficients, rows))))
+            layers = list(coefficients)
+            found = Later(torch.stack([torch.stack(tuple(row)) for row in coefficients.values()]))
+            record.awaited.append((found, lambda rows: record.inco.update(_by_layer(layers, rows))))
         return merged.with_change(change)
 
     def averaged(self, server: Server, state: State, round_number: int) -> State | None:

@@ -155,6 +155,22 @@ def test_a_run_without_checkpoints_keeps_two_of_a_client(tmp_path: Path) -> None
             store.get(0, 17)
 
 
+def test_a_refused_memory_does_not_take_the_place_of_the_one_before(tmp_path: Path) -> None:
+    """Round 5 was refused. When round 7 is lost after round 8 has begun, the server names round 2 again."""
+    store = MemoryStore(tmp_path, near=2**20, device=CPU)
+    store.put(0, 2, memory(2))
+    for made in (5, 7):
+        for _ in range(2):  # a turn may ask twice
+            assert value(store.recall(0, 2)) == 2
+        store.put(0, made, memory(made))
+    for _ in range(2):
+        assert value(store.recall(0, 7)) == 7
+    store.save({0: 2})
+    assert value(MemoryStore(tmp_path).get(0, 2)) == 2
+    with pytest.raises(MotleyError, match="after round 5 is missing"):
+        store.get(0, 5)
+
+
 def test_what_a_checkpoint_names_outlives_newer_ones(tmp_path: Path) -> None:
     store = MemoryStore(tmp_path, near=2**20, device=CPU)
     store.put(0, 1, memory(1))

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from motley.analysis import ANALYSES, Findings
-from motley.analysis.replay import next_round, opened
+from motley.analysis.replay import kept_rounds, next_round
 from motley.federation import Federation
 from motley.splits.part import State, add_at
 
@@ -56,15 +56,12 @@ def _squared_distances(models: Models) -> list[dict[str, float]]:
 def divergence(paths: Sequence[Path]) -> Findings:
     """Train the round after every checkpoint that was kept, and compare its clients."""
     rows: list[tuple[Any, ...]] = []
-    for path in paths:
-        with opened(path) as (federation, servers):
-            for server in servers:
-                number = server.round_number + 1
-                trained = next_round(federation, server)
-                models = [placed(federation, one.size, number, one.client, one.state) for one in trained]
-                layers = layer_divergence(models)
-                found = {WHOLE: weight_divergence(models), **{n: layers[n] for n in in_order(federation, layers)}}
-                rows += [(path.name, server.round_number, layer, value) for layer, value in found.items()]
+    for run, federation, server in kept_rounds(paths):
+        number, trained = server.round_number + 1, next_round(federation, server)
+        models = [placed(federation, one.size, number, one.client, one.state) for one in trained]
+        layers = layer_divergence(models)
+        found = {WHOLE: weight_divergence(models), **{n: layers[n] for n in in_order(federation, layers)}}
+        rows += [(run, server.round_number, layer, value) for layer, value in found.items()]
     return Findings(("run", "round", "layer", "divergence"), rows, draw(rows, "mean distance to the mean"))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from motley.analysis import ANALYSES, Findings
 from motley.analysis.divergence import WHOLE, draw, in_order, layer_squares, placed
-from motley.analysis.replay import opened, own_examples
+from motley.analysis.replay import kept_rounds, own_examples
 from motley.engine import Job
 from motley.federation import Federation
 from motley.round import Record
@@ -58,18 +58,16 @@ def gradient_variance(
 def variance(paths: Sequence[Path]) -> Findings:
     """Take the gradients of the clients of the round after every checkpoint that was kept."""
     rows: list[tuple[Any, ...]] = []
-    for path in paths:
-        with opened(path) as (federation, servers):
-            for server in servers:
-                number = server.round_number + 1
-                gradients = [
-                    placed(federation, job.size, number, job.client, own_gradient(federation, job))
-                    for job in federation.jobs(server, Record(number))
-                    if len(federation.partition.of(job.client)) > 1
-                ]
-                layers = layer_variance(gradients)
-                found = {WHOLE: sum(layers.values()), **{n: layers[n] for n in in_order(federation, layers)}}
-                rows += [(path.name, server.round_number, layer, value) for layer, value in found.items()]
+    for run, federation, server in kept_rounds(paths):
+        number = server.round_number + 1
+        gradients = [
+            placed(federation, job.size, number, job.client, own_gradient(federation, job))
+            for job in federation.jobs(server, Record(number))
+            if len(federation.partition.of(job.client)) > 1
+        ]
+        layers = layer_variance(gradients)
+        found = {WHOLE: sum(layers.values()), **{n: layers[n] for n in in_order(federation, layers)}}
+        rows += [(run, server.round_number, layer, value) for layer, value in found.items()]
     return Findings(("run", "round", "layer", "variance"), rows, draw(rows, "inter-client gradient variance"))
 
 

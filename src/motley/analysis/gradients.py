@@ -13,7 +13,7 @@ from torch import Tensor
 from motley.aggregate.merge import Update, merge
 from motley.analysis import ANALYSES, Findings
 from motley.analysis.cka import linear_cka
-from motley.analysis.replay import next_round, opened
+from motley.analysis.replay import kept_rounds, next_round
 from motley.federation import Federation
 from motley.round import Server
 
@@ -43,16 +43,14 @@ def gradients(paths: Sequence[Path]) -> Findings:
     rows: list[tuple[Any, ...]] = []
     first: dict[tuple[int, str], Tensor] = {}
     newest: dict[str, dict[str, Tensor]] = {}
-    for path in paths:
-        with opened(path) as (federation, servers):
-            for server in servers:
-                newest[path.name] = mean_change(federation, server)
-                for layer, change in newest[path.name].items():
-                    other = first.setdefault((server.round_number, layer), change)
-                    alike = other is not change and other.shape == change.shape
-                    similar = linear_cka(other.flatten(1), change.flatten(1)) if alike else None
-                    spread = float(change.double().std())
-                    rows.append((path.name, server.round_number, layer, spread, *quantiles(change), similar))
+    for run, federation, server in kept_rounds(paths):
+        newest[run] = mean_change(federation, server)
+        for layer, change in newest[run].items():
+            other = first.setdefault((server.round_number, layer), change)
+            alike = other is not change and other.shape == change.shape
+            similar = linear_cka(other.flatten(1), change.flatten(1)) if alike else None
+            spread = float(change.double().std())
+            rows.append((run, server.round_number, layer, spread, *quantiles(change), similar))
     names = tuple(f"quantile {share:g}" for share in QUANTILES)
     columns = ("run", "round", "layer", "deviation", *names, "cka with the first run")
     return Findings(columns, rows, _draw(newest, rows))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from motley.data import Examples
 from motley.data.device import DeviceData
 from motley.engine import Upload
 from motley.errors import MotleyError
@@ -57,6 +58,14 @@ def opened(path: Path) -> Iterator[tuple[Federation, list[Server]]]:
         yield federation, [server if known else replace(server, remembered={}) for server in servers]
 
 
+def kept_rounds(paths: Iterable[Path]) -> Iterator[tuple[str, Federation, Server]]:
+    """Yield every checkpoint that the runs have kept: a run's name, its federation, and the server."""
+    for path in paths:
+        with opened(path) as (federation, servers):
+            for server in servers:
+                yield path.name, federation, server
+
+
 def next_round(federation: Federation, server: Server) -> list[Trained]:
     """Train the clients of the round after a server's."""
     record = Record(server.round_number + 1)
@@ -94,5 +103,7 @@ def probe_images(federation: Federation, count: int) -> tuple[Tensor, Tensor]:
 
 def own_examples(federation: Federation, client: int, most: int | None = None) -> tuple[Tensor, Tensor]:
     """Return a client's training images without augmentation, all or the first of them, and their labels."""
-    data = DeviceData(federation.dataset.train, federation.config.data.transform, federation.device, augment=False)
-    return data.batch(torch.from_numpy(federation.partition.of(client)[:most]).to(federation.device))
+    rows, train = federation.partition.of(client)[:most], federation.dataset.train
+    own = Examples(train.images[rows], train.labels[rows])
+    data = DeviceData(own, federation.config.data.transform, federation.device, augment=False)
+    return data.batch(torch.arange(len(data), device=federation.device))

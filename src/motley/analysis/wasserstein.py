@@ -23,7 +23,7 @@ from torch import Tensor
 
 from motley.analysis import ANALYSES, Findings
 from motley.analysis.features import features
-from motley.analysis.replay import model_of, next_round, opened, own_examples
+from motley.analysis.replay import kept_rounds, model_of, next_round, own_examples
 from motley.errors import MotleyError
 
 EXAMPLES = 200
@@ -72,15 +72,13 @@ def _wasserstein(one: Tensor, other: Tensor) -> Tensor:
 def wasserstein(paths: Sequence[Path]) -> Findings:
     """Train the round after every checkpoint that was kept, and compare its clients' features in pairs."""
     rows: list[tuple[Any, ...]] = []
-    for path in paths:
-        with opened(path) as (federation, servers):
-            for server in servers:
-                found = []
-                for one in next_round(federation, server):
-                    images, labels = own_examples(federation, one.client, EXAMPLES)
-                    found.append((features(model_of(federation, one.size, one.state), images), labels))
-                distances = stage_distances(found)
-                rows += [(path.name, server.round_number, stage, d, pairs) for stage, (d, pairs) in distances.items()]
+    for run, federation, server in kept_rounds(paths):
+        found = []
+        for one in next_round(federation, server):
+            images, labels = own_examples(federation, one.client, EXAMPLES)
+            found.append((features(model_of(federation, one.size, one.state), images), labels))
+        distances = stage_distances(found)
+        rows += [(run, server.round_number, stage, d, pairs) for stage, (d, pairs) in distances.items()]
     if not rows:
         raise MotleyError("no two clients of a round have a class and features of one shape in common.")
     return Findings(("run", "round", "stage", "distance", "pairs"), rows, _draw(rows))

@@ -54,6 +54,8 @@ class MemoryStore:
         """Which are there for want of room, and in no checkpoint yet."""
         self._rounds: dict[int, list[int]] = {}
         """Client -> the rounds of its memories that may be on the device or in host memory."""
+        self._named: dict[int, tuple[int | None, int]] = {}
+        """Client -> the last two memories that the server named; the first is None where it named one only."""
         self._file: MemoryFile | None = None
         self._forgotten: Mapping[int, int] = {}
 
@@ -64,7 +66,9 @@ class MemoryStore:
         key = client, round_number
         self._drop([key])
         self._unsaved.add(key)
-        self._rounds.setdefault(client, []).append(round_number)
+        rounds = self._rounds.setdefault(client, [])
+        if round_number not in rounds:
+            rounds.append(round_number)
         if not self.near or any(tensor.device != self.device for tensor in memory.values()):
             self._hold(key, memory)
             return
@@ -89,13 +93,15 @@ class MemoryStore:
     def recall(self, client: int, round_number: int) -> State:
         """Return the memory that a client's turn begins with, and drop those that no server will name again.
 
-        The last one before it stays: if the round that made this memory is lost, the server names that one.
+        The one that the server named before stays: if the round that made this one is lost, it names that one again.
         """
-        rounds = sorted(set(self._rounds.get(client, [])))
-        older = [number for number in rounds if number < round_number][:-1]
-        self._drop((client, number) for number in older)
-        if older:
-            self._rounds[client] = rounds[len(older) :]
+        before, now = self._named.get(client, (None, None))
+        if now != round_number:
+            before = now
+            self._named[client] = before, round_number
+        kept = [number for number in self._rounds.get(client, []) if number >= round_number or number == before]
+        self._drop((client, number) for number in self._rounds.get(client, []) if number not in kept)
+        self._rounds[client] = kept
         return self.get(client, round_number)
 
     def get(self, client: int, round_number: int) -> State:
