@@ -126,7 +126,7 @@ def test_the_fast_path_agrees_with_debug_step_for_step(family: str, steps: int) 
     fast, fast_loss = after(1, "engine.slots=3", *settings)
     assert fast_loss == pytest.approx(plain_loss, rel=1e-5)
     assert distance(fast.state, plain.state) < 1e-5
-    assert distance(*(steps_from(start, end) for end in (fast, plain))) < 1e-2
+    assert distance(*(steps_from(start, end) for end in (fast, plain))) < 3e-2
 
 
 PULLED = {
@@ -337,14 +337,15 @@ def test_fused_optimizers_equal_torchs(
     weights = Weights(model, precision)
     mine = list(weights.masters.values())
     plain = settings.build(theirs, torch.device("cuda"))
-    fused: Any = settings.build(mine, torch.device("cuda"), True, weights)
+    fused: Any = settings.build(mine, torch.device("cuda"), True, weights, weights.scale)
     towards = [torch.randn_like(tensor) for tensor in mine]
     strengths = [0.1 * number for number in range(len(mine))]
     images = torch.randn(8, 33, 8, 8, device="cuda", dtype=working_type(precision))
 
     def step() -> list[torch.Tensor]:
         weights.backward(model(images).float().square().mean())
-        seen = [gradient.float() * weights.factor for gradient in weights.lying if gradient is not None]
+        factor = 1 if weights.scale is None else 1 / weights.scale.value
+        seen = [gradient.float() * factor for gradient in weights.lying if gradient is not None]
         if gathered:
             weights.gather()
         if pulled:
@@ -378,6 +379,42 @@ def test_fused_optimizers_equal_torchs(
     for one, other, copy in zip(mine, theirs, weights.copies, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # of five steps of up to 1e-2
         assert copy is None or torch.equal(copy, one.detach().to(copy.dtype))
+
+
+@pytest.mark.parametrize("gathered", [False, True], ids=["lying", "gathered"])
+@pytest.mark.parametrize("settings", [OptimizerSettings(lr=1e-2), OptimizerSettings(name="sgd", lr=1e-2, momentum=0.9)])
+def test_optimizers_leave_out_the_steps_that_torchs_leave_out(settings: OptimizerSettings, gathered: bool) -> None:
+    """With gradients that are not finite in one tensor or another, once and again."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(33, 64, 3), nn.BatchNorm2d(64), nn.Flatten(), nn.Linear(64 * 36, 10)
+    plain = nn.Sequential(*layers).cuda().to(memory_format=torch.channels_last)
+    both = [Weights(model, "fp16") for model in (deepcopy(plain), plain)]
+    masters = [list(weights.masters.values()) for weights in both]
+    optimizers = [
+        settings.build(own, torch.device("cuda"), fused, weights, weights.scale)
+        for own, fused, weights in zip(masters, (True, False), both, strict=True)
+    ]
+    scales = []
+    for step in range(120):
+        bad = step in (3, 4, 70) or 90 <= step < 110
+        numbers = torch.Generator("cuda").manual_seed(step)
+        for place in range(len(masters[0])):
+            drawn = torch.randn(masters[0][place].shape, device="cuda", generator=numbers)
+            if bad and place == step % len(masters[0]):
+                drawn[(-1,) * drawn.dim()] = (torch.inf, -torch.inf, torch.nan)[step % 3]
+            for weights, own in zip(both, masters, strict=True):
+                assert weights.scale is not None
+                copy = weights.copies[place]
+                tensor = own[place] if copy is None else copy
+                tensor.grad = torch.empty_like(tensor).copy_(drawn * weights.scale.value)
+        for weights, optimizer in zip(both, optimizers, strict=True):
+            weights.scaled = True
+            if gathered or weights is both[1]:
+                weights.gather()
+            optimizer.step()
+        scales.append([float(weights.scale.value) for weights in both if weights.scale is not None])
+    assert all(mine == theirs for mine, theirs in scales) and {64.0, 512.0, 1024.0, 4096.0} <= {one for one, _ in scales}
+    torch.testing.assert_close(masters[0], masters[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(64, 64, 16, 16), (7, 70, 9, 11)])

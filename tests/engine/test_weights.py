@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from motley.engine.weights import TYPES, Weights
+from motley.engine.training import OptimizerSettings
+from motley.engine.weights import TYPES, LossScale, Weights
 from motley.errors import MotleyError
 from motley.federation import Federation
 from motley.models import MODELS, ImageShape
 from motley.models.vit import ViTSettings
+from motley.runs.checkpoint import fingerprint
 from motley.splits.part import State
 from tests.conftest import tiny_config
 
@@ -78,6 +80,49 @@ def test_batch_norms_stay_in_single_precision() -> None:
     assert [p.dtype for p in model[1].parameters()] == [torch.float32] * 2
     assert [p.dtype for p in (*model[0].parameters(), *model[3].parameters())] == [torch.bfloat16] * 4
     assert weights.masters["1.weight"] is model[1].weight
+
+
+@pytest.mark.parametrize("settings", [OptimizerSettings(), OptimizerSettings(name="sgd", lr=1e-3, momentum=0.9)])
+def test_steps_whose_gradients_do_not_fit_are_left_out_until_they_do(settings: OptimizerSettings) -> None:
+    """A gradient of 100 fits under a scale of 512: three steps are left out, and the fourth is the first of fp32."""
+    model, plain = nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)
+    start = plain.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.copy_(start)
+    weights = Weights(model, "fp16")
+    master, scale, cpu = weights.masters["weight"], weights.scale, torch.device("cpu")
+    assert scale is not None
+    optimizer = settings.build([master], cpu, weights=weights, scale=scale)
+    theirs = settings.build(plain.parameters(), cpu)
+    for left_out in (True, True, True, False, False):
+        weights.backward(100 * model.weight.float().sum())
+        weights.gather()
+        optimizer.step()
+        weights.publish()
+        if left_out:
+            assert torch.equal(master.detach(), start)
+        else:
+            plain.weight.grad = torch.full_like(start, 100.0)
+            theirs.step()
+    assert torch.equal(master.detach(), plain.weight.detach()) and float(scale.value) == 512
+    for _ in range(4 * LossScale.PATIENCE):
+        weights.backward(0 * model.weight.float().sum())
+        weights.gather()
+        optimizer.step()
+    assert float(scale.value) == LossScale.HIGHEST
+
+
+def test_a_turn_does_not_see_the_scale_that_another_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a scale that no gradient fits under at first, one slot for all clients gives what a slot each gives."""
+    monkeypatch.setattr("motley.federation.set_precision", lambda *_: None)
+    monkeypatch.setattr(LossScale, "HIGHEST", 2.0**24)
+    ends = []
+    for slots in (1, 3):
+        federation = Federation(tiny_config("engine.precision=fp16", f"engine.slots={slots}", "training.steps=30"))
+        server, record = federation.play(federation.start())
+        assert not record.refused
+        ends.append(fingerprint(server.state))
+    assert ends[0] == ends[1] != fingerprint(federation.start().state)
 
 
 @pytest.mark.parametrize("precision", TYPES)

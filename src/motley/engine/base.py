@@ -50,7 +50,8 @@ class EngineSettings(Settings):
     """Host memory for what clients remember; what is more lies on disk."""
     precision: Literal["fp32", "tf32", "fp16", "bf16"] = "tf32"
     """tf32 is fp32 on a CPU. fp16 and bf16, for a GPU only, compute in 16 bits with single-precision weights behind.
-    fp16 is more exact, but a gradient above 16 has no place in it: that client's upload is refused.
+    fp16 is more exact and its range is narrow: a step whose gradients do not fit is left out, and the next ones are
+    computed with a smaller scale. A test loss that does not fit is recorded as null.
     """
     flower: FlowerSettings = FlowerSettings()
 

@@ -103,7 +103,7 @@ class Learner:
         self.memory: State = {}
         self.notes: State = {}
         """What a method keeps for the length of a turn; see `note`."""
-        self.optimizer = training.optimizer.build(self.parameters.values(), device, self._fused, self.weights)
+        self.optimizer = self._optimizer(self.parameters.values(), self.weights)
         self.publishes = self._fused
         """Whether the optimiser reads gradients where they lie, and its step is seen by the model without `publish`."""
         self._optimizers: dict[tuple[str, ...], torch.optim.Optimizer] = {}
@@ -119,6 +119,9 @@ class Learner:
         self.owned = np.zeros(0, dtype=np.int64)
         """The examples of the client, all of them."""
         self.generator = torch.Generator(device) if device.type == "cuda" else None
+
+    def _optimizer(self, tensors: Iterable[Tensor], weights: Weights | None = None) -> torch.optim.Optimizer:
+        return self.training.optimizer.build(tensors, self.device, self._fused, weights, self.weights.scale)
 
     # ---- a turn
 
@@ -150,6 +153,8 @@ class Learner:
         for optimizer in (self.optimizer, *self._optimizers.values()):
             reset(optimizer, self.training.lr(job.round_number))
         self.lr = self.optimizer.param_groups[0]["lr"]
+        if self.weights.scale is not None:
+            self.weights.scale.reset()
         self.batches.load(plan)
         self.round.fill_(job.round_number)
         self.samples.fill_(samples)
@@ -294,7 +299,7 @@ class Learner:
         if own not in self._optimizers:
             assert self.job is not None
             chosen = [self.parameters[name] for name in own]
-            self._optimizers[own] = self.training.optimizer.build(chosen, self.device, self._fused)
+            self._optimizers[own] = self._optimizer(chosen)
             reset(self._optimizers[own], self.training.lr(self.job.round_number))
         return self._optimizers[own]
 

@@ -16,7 +16,7 @@ from motley.settings import Settings
 from motley.splits.part import by_type
 
 if TYPE_CHECKING:
-    from motley.engine.weights import Weights
+    from motley.engine.weights import LossScale, Weights
 
 Momentum: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
@@ -44,10 +44,12 @@ class OptimizerSettings(Settings):
         device: torch.device,
         fused: bool = False,
         weights: Weights | None = None,
+        scale: LossScale | None = None,
     ) -> torch.optim.Optimizer:
         """Return the optimiser; on a GPU one that a graph can capture, with its learning rate on the device.
 
-        A fused one reads the gradients of the parameters' 16-bit copies, and writes these copies.
+        A fused one reads the gradients of the parameters' 16-bit copies, and writes these copies. With a scale of the
+        loss, steps with gradients that are not finite are left out.
         """
         cuda = device.type == "cuda"
         lr: Any = torch.tensor(self.lr, device=device) if cuda else self.lr
@@ -55,14 +57,19 @@ class OptimizerSettings(Settings):
             from motley.kernels.optimizers import FusedAdam, FusedSGD
 
             if self.name == "sgd":
-                return FusedSGD(list(parameters), lr, self.momentum, self.weight_decay, weights=weights)
+                return FusedSGD(list(parameters), lr, self.momentum, self.weight_decay, weights, scale)
             decoupled = self.name == "adamw"
-            return FusedAdam(list(parameters), lr, self.betas, self.weight_decay, decoupled=decoupled, weights=weights)
+            return FusedAdam(list(parameters), lr, self.betas, self.weight_decay, weights, scale, decoupled=decoupled)
+        optimizer: torch.optim.Optimizer
         shared = {"lr": lr, "weight_decay": self.weight_decay, "fused": True}
         if self.name == "sgd":
-            return torch.optim.SGD(parameters, momentum=self.momentum, **shared)
-        kind = torch.optim.Adam if self.name == "adam" else torch.optim.AdamW
-        return kind(parameters, betas=self.betas, capturable=cuda, **shared)
+            optimizer = torch.optim.SGD(parameters, momentum=self.momentum, **shared)
+        else:
+            kind = torch.optim.Adam if self.name == "adam" else torch.optim.AdamW
+            optimizer = kind(parameters, betas=self.betas, capturable=cuda, **shared)
+        if scale is not None:
+            scale.guard(optimizer)
+        return optimizer
 
 
 class TrainingSettings(Settings):

@@ -16,8 +16,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from motley.splits.part import State
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-SCALES = {"fp16": 2.0**12}
-"""Factors on the loss: float16 has three more bits than bfloat16 and no room for small gradients."""
 
 
 def working_type(precision: str) -> torch.dtype:
@@ -36,6 +34,48 @@ def lower(model: nn.Module, precision: str) -> dict[str, nn.Parameter]:
     return lowered
 
 
+class LossScale:
+    """The factor on the loss in fp16, and what becomes of it, all on the device.
+
+    A step with a gradient that is not finite is left out and the scale halved for the next one.
+    """
+
+    HIGHEST, LOWEST = 2.0**12, 1.0
+    """Where it begins, and where it ends: all powers of two, so that scaling changes no digit."""
+    PATIENCE = 50
+    """Steps after which a scale that was halved is doubled again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.value = torch.full((), self.HIGHEST, device=device)
+        self.good = torch.zeros((), dtype=torch.int32, device=device)
+        """Steps since the scale was last changed."""
+        self.found = torch.zeros((), device=device)
+        """Whether this step's gradients hold a number that is not finite: a one, or else a zero."""
+        self._one = torch.ones((), device=device)
+
+    def reset(self) -> None:
+        """Begin anew: a turn does not depend on the turns before it."""
+        self.value.fill_(self.HIGHEST)
+        self.good.zero_()
+        self.found.zero_()
+
+    def guard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let one of torch's fused optimisers leave such steps out; those of our own do it in their kernels."""
+        optimizer.register_step_pre_hook(self._look)
+        optimizer.register_step_post_hook(self._adjust)
+        optimizer.found_inf = self.found  # type: ignore[attr-defined]
+
+    def _look(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found, self._one)
+
+    def _adjust(self, *_: object) -> None:
+        torch._amp_update_scale_(self.value, self.good, self.found, 2.0, 0.5, self.PATIENCE)
+        self.value.clamp_(self.LOWEST, self.HIGHEST)
+        self.found.zero_()
+
+
 class Weights:
     """The parameters that are trained (`masters`), and the copies the model computes with."""
 
@@ -50,16 +90,16 @@ class Weights:
         """What the model computes with in the place of each master; None where it is the master itself."""
         self._pairs = [(self.masters[name], copy) for name, copy in copies.items()]
         self._computing: list[Tensor] = list(whole.values())
-        self._scale = SCALES.get(precision, 1.0)
-        self.factor = 1.0
-        """What a gradient, as it lies, is to be multiplied with."""
+        self.scale = LossScale(self._computing[0].device) if precision == "fp16" else None
+        self.scaled = False
+        """Whether the gradients, as they lie, are those of the scaled loss."""
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients and leave them where they come up: see `lying`."""
         for tensor in self._computing:
             tensor.grad = None
-        (loss if self._scale == 1 else loss * self._scale).backward()
-        self.factor = 1 / self._scale
+        (loss if self.scale is None else loss * self.scale.value).backward()
+        self.scaled = self.scale is not None
 
     @property
     def lying(self) -> list[Tensor | None]:
@@ -79,10 +119,10 @@ class Weights:
                 copy.grad = None
         if rooms:
             torch._foreach_copy_(rooms, gradients)
-        if self.factor != 1:
+        if self.scaled and self.scale is not None:
             own = [master.grad for master in self.masters.values() if master.grad is not None]
-            torch._foreach_mul_(own, self.factor)
-            self.factor = 1.0
+            torch._foreach_div_(own, self.scale.value)
+            self.scaled = False
 
     def publish(self) -> None:
         """Let the model compute with the masters as they are now."""

@@ -4,7 +4,8 @@ torch's grouped optimisers hand out pieces of 65,536 values, too few pieces to f
 a table on the device says where all pieces lie, so a step is a single launch whose pieces are small. It computes what
 torch.optim's Adam, AdamW and SGD compute. With 16-bit copies of the weights it reads their gradients as backward left
 them, undoes the scale of the loss, and writes the new copies on the way: no value passes through memory twice. A pull
-towards other weights, as of a proximal term, is one more value to read.
+towards other weights, as of a proximal term, is one more value to read. Only where the loss has a scale the gradients
+are looked through first: a step with one that is not finite is left out, and the scale halved (`LossScale`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from motley.engine.weights import Weights
+    from motley.engine.weights import LossScale, Weights
 
 PIECE = 4096
 """Values that a program steps."""
@@ -35,33 +36,85 @@ NO_COPY = -(2**62)
 
 
 @triton.jit
+def _look(base, shadow, table, found, COPIES: tl.constexpr, FIELDS: tl.constexpr, PIECE: tl.constexpr):
+    """Write a one where a gradient is not finite."""
+    row = table + tl.program_id(0) * FIELDS
+    count = tl.load(row + 4)
+    if count == PIECE:
+        g = _gradient(base, shadow, row, PIECE, COPIES, PIECE)
+    else:
+        g = _gradient(base, shadow, row, count, COPIES, PIECE)
+    if tl.sum(tl.where(tl.abs(g) <= 3.4e38, 0, 1)) > 0:
+        tl.store(found, 1.0)
+
+
+@triton.jit
 def _step(
-    base, shadow, table, lr, counter, programs, factor, log_beta1, log_beta2, rest1, rest2, beta1, beta2, eps, decay,
+    base, shadow, table, lr, counter, programs, scale, good, found,
+    log_beta1, log_beta2, rest1, rest2, beta1, beta2, eps, decay, highest, lowest, patience,
     ADAM: tl.constexpr, DECOUPLED: tl.constexpr, MOMENTUM: tl.constexpr, PULLED: tl.constexpr, COPIES: tl.constexpr,
-    NONE: tl.constexpr, FIELDS: tl.constexpr, PIECE: tl.constexpr,
+    SCALED: tl.constexpr, CHECKED: tl.constexpr, NONE: tl.constexpr, FIELDS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     row = table + tl.program_id(0) * FIELDS
     rate = tl.load(lr)
-    size, root = rate, 1.0
+    size, root, factor = rate, 1.0, 1.0
     if ADAM:
         number = (tl.load(counter) + 1).to(tl.float64)
         size = rate / (1.0 - tl.exp(number * log_beta1)).to(tl.float32)
         root = tl.sqrt((1.0 - tl.exp(number * log_beta2)).to(tl.float32))
+    if SCALED:
+        factor = 1.0 / tl.load(scale)
     shrink = 1.0 - rate * decay
     count = tl.load(row + 4)
+    if CHECKED:
+        count = tl.where(tl.load(found) != 0.0, 0, count)
     if count == PIECE:
         _update(
             base, shadow, row, PIECE, factor, size, shrink, root, rest1, rest2, beta1, beta2, eps, decay,
             ADAM, DECOUPLED, MOMENTUM, PULLED, COPIES, NONE, PIECE,
         )  # fmt: skip
-    else:
+    elif count > 0:
         _update(
             base, shadow, row, count, factor, size, shrink, root, rest1, rest2, beta1, beta2, eps, decay,
             ADAM, DECOUPLED, MOMENTUM, PULLED, COPIES, NONE, PIECE,
         )  # fmt: skip
+    tl.debug_barrier()  # all of this program have read what the last one changes
     if tl.atomic_add(counter + 1, 1) == programs - 1:
         tl.store(counter + 1, 0)
-        tl.store(counter, tl.load(counter) + 1)
+        taken = 1
+        if CHECKED:
+            taken = _adjust(scale, good, found, highest, lowest, patience)
+        tl.store(counter, tl.load(counter) + taken)
+
+
+@triton.jit
+def _adjust(scale, good, found, highest, lowest, patience):
+    """Halve the scale after a step that was left out, double it after some that were not; return the steps taken."""
+    passed = tl.load(found) == 0.0
+    value = tl.load(scale)
+    steps = tl.load(good) + 1
+    patient = steps == patience
+    higher = tl.where(patient, tl.minimum(value * 2.0, highest), value)
+    tl.store(scale, tl.where(passed, higher, tl.maximum(value * 0.5, lowest)))
+    tl.store(good, tl.where(passed & (steps < patience), steps, 0))
+    tl.store(found, 0.0)
+    return passed.to(tl.int32)
+
+
+@triton.jit
+def _gradient(base, shadow, row, count, COPIES: tl.constexpr, PIECE: tl.constexpr):
+    """Return a piece's gradients in single precision, wherever and however they lie."""
+    at = tl.arange(0, PIECE)
+    inside = at < count
+    gradient = tl.load(row + 5)
+    if COPIES:
+        if tl.load(row + 6) != 0:
+            g = tl.load(shadow + tl.multiple_of(gradient, 8) + at, mask=inside, other=0.0).to(tl.float32)
+        else:
+            g = tl.load(base + tl.multiple_of(gradient, 4) + at, mask=inside, other=0.0)
+    else:
+        g = tl.load(base + tl.multiple_of(gradient, 4) + at, mask=inside, other=0.0)
+    return g
 
 
 @triton.jit
@@ -75,15 +128,7 @@ def _update(
     inside = at < count
     weights = base + tl.multiple_of(tl.load(row), 4) + at
     w = tl.load(weights, mask=inside, other=0.0)
-    gradient = tl.load(row + 5)
-    if COPIES:
-        if tl.load(row + 6) != 0:
-            g = tl.load(shadow + tl.multiple_of(gradient, 8) + at, mask=inside, other=0.0).to(tl.float32)
-        else:
-            g = tl.load(base + tl.multiple_of(gradient, 4) + at, mask=inside, other=0.0)
-    else:
-        g = tl.load(base + tl.multiple_of(gradient, 4) + at, mask=inside, other=0.0)
-    g *= factor
+    g = _gradient(base, shadow, row, count, COPIES, PIECE) * factor
     if PULLED:
         strength = tl.load(row + 8).to(tl.int32).to(tl.float32, bitcast=True)
         g += strength * (w - tl.load(base + tl.multiple_of(tl.load(row + 7), 4) + at, mask=inside, other=0.0))
@@ -118,10 +163,17 @@ class Fused(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], lr: Tensor, moments: int, weight_decay: float, weights: Weights | None
+        self,
+        tensors: Sequence[Tensor],
+        lr: Tensor,
+        moments: int,
+        weight_decay: float,
+        weights: Weights | None,
+        scale: LossScale | None,
     ) -> None:
         super().__init__(tensors, {"lr": lr})
-        self.tensors, self.lr, self.weight_decay, self.weights = list(tensors), lr, weight_decay, weights
+        self.tensors, self.lr, self.weight_decay = list(tensors), lr, weight_decay
+        self.weights, self.scale = weights, scale
         self.copies = weights.copies if weights is not None else [None] * len(self.tensors)
         """For each tensor, what is to hold its values in 16 bits."""
         self._shadow = next((copy.detach() for copy in self.copies if copy is not None), None)
@@ -148,11 +200,17 @@ class Fused(torch.optim.Optimizer):
         """Take a step with the gradients as they lie now."""
         gradients = [_aligned(gradient, tensor) for gradient, tensor in zip(self._given(), self.tensors, strict=True)]
         table = self._table(gradients)
-        factor = self.weights.factor if self.weights is not None else 1.0
+        shadow, copies = (self._base, False) if self._shadow is None else (self._shadow, True)
+        scale = self.scale
+        states, limits = (self.lr, self.lr, self.lr), (1.0, 1.0, 1)
+        if scale is not None:
+            states, limits = (scale.value, scale.good, scale.found), (scale.HIGHEST, scale.LOWEST, scale.PATIENCE)
+            _look[(len(table),)](self._base, shadow, table, scale.found, COPIES=copies, FIELDS=FIELDS, PIECE=PIECE)
         _step[(len(table),)](
-            self._base, self._base if self._shadow is None else self._shadow, table, self.lr, self.counter,
-            len(table), factor, *factors, self.weight_decay, **kind,
-            PULLED=self._pulls is not None, COPIES=self._shadow is not None, NONE=NO_COPY, FIELDS=FIELDS, PIECE=PIECE,
+            self._base, shadow, table, self.lr, self.counter, len(table), *states,
+            *factors, self.weight_decay, *limits, **kind, PULLED=self._pulls is not None,
+            COPIES=copies, SCALED=self.weights is not None and self.weights.scaled, CHECKED=scale is not None,
+            NONE=NO_COPY, FIELDS=FIELDS, PIECE=PIECE,
         )  # fmt: skip
         self._pulls = None
 
@@ -220,12 +278,13 @@ class FusedAdam(Fused):
         lr: Tensor,
         betas: tuple[float, float],
         weight_decay: float,
+        weights: Weights | None = None,
+        scale: LossScale | None = None,
         *,
         decoupled: bool,
-        weights: Weights | None = None,
         eps: float = 1e-8,
     ) -> None:
-        super().__init__(tensors, lr, 2, weight_decay, weights)
+        super().__init__(tensors, lr, 2, weight_decay, weights, scale)
         self.betas, self.decoupled, self.eps = betas, decoupled, eps
 
     @torch.no_grad()
@@ -245,10 +304,10 @@ class FusedSGD(Fused):
         lr: Tensor,
         momentum: float,
         weight_decay: float,
-        *,
         weights: Weights | None = None,
+        scale: LossScale | None = None,
     ) -> None:
-        super().__init__(tensors, lr, int(momentum > 0), weight_decay, weights)
+        super().__init__(tensors, lr, int(momentum > 0), weight_decay, weights, scale)
         self.momentum = momentum
 
     @torch.no_grad()

@@ -15,6 +15,7 @@ from motley.federation import Federation
 from motley.round import Record, Server
 from motley.runs.checkpoint import load_checkpoint, save_checkpoint
 from motley.runs.folder import RunFolder
+from motley.runs.interrupt import one_interrupt
 from motley.runs.metrics import MetricsLog, overall
 
 
@@ -138,6 +139,7 @@ def tensorboard_installed() -> bool:
     return True
 
 
+@one_interrupt()
 def play(federation: Federation, server: Server, callbacks: Iterable[Callback]) -> Server:
     """Play rounds until the configured number; an interruption keeps the last whole round and is passed on.
 
