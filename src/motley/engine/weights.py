@@ -64,16 +64,22 @@ class LossScale:
         optimizer.register_step_pre_hook(self._look)
         optimizer.register_step_post_hook(self._adjust)
         optimizer.found_inf = self.found  # type: ignore[attr-defined]
+        for parameter in _parameters(optimizer):
+            if optimizer.defaults.get("momentum"):  # else a first step that is left out leaves unset memory here
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     def _look(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in _parameters(optimizer) if parameter.grad is not None]
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found, self._one)
 
     def _adjust(self, *_: object) -> None:
         torch._amp_update_scale_(self.value, self.good, self.found, 2.0, 0.5, self.PATIENCE)
         self.value.clamp_(self.LOWEST, self.HIGHEST)
         self.found.zero_()
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class Weights:
