@@ -173,6 +173,37 @@ def test_dirichlet_shares_have_the_moments_of_the_distribution() -> None:
         assert np.var(tries) == pytest.approx(4 / (25 * (5 * alpha + 1)), rel=0.15)
 
 
+@pytest.mark.parametrize(("alpha", "clients", "seed"), [(0.1, 10, 0), (0.5, 20, 1), (0.1, 20, 3)])
+def test_dirichlet_of_a_numpy_seed_is_the_benchmarks(alpha: float, clients: int, seed: int) -> None:
+    """Against its loop, written out with lists and NumPy's global state."""
+    labels = np.arange(3000) % 10
+    state = np.random.get_state()
+    np.random.seed(seed)
+    tries = 0
+    while True:
+        tries += 1
+        held: list[list[int]] = [[] for _ in range(clients)]
+        for k in range(10):
+            members = np.where(labels == k)[0]
+            np.random.shuffle(members)
+            shares = np.random.dirichlet(np.repeat(alpha, clients))
+            shares = np.array([s * (len(own) < 3000 / clients) for s, own in zip(shares, held, strict=True)])
+            ends = (np.cumsum(shares / shares.sum()) * len(members)).astype(int)[:-1]
+            for own, given in zip(held, np.split(members, ends), strict=True):
+                own.extend(given.tolist())
+        if min(map(len, held)) >= 10:
+            break
+    np.random.set_state(state)
+    assert tries > 1 or (alpha, clients) != (0.1, 20)  # the last case must begin anew
+    ours = Dirichlet(alpha=alpha, numpy_seed=seed).split(labels, clients, seed=3)
+    assert [sorted(own) for own in held] == [ours.of(client).tolist() for client in range(clients)]
+
+
+def test_a_benchmark_partition_that_cannot_be_had_is_refused_by_name() -> None:
+    with pytest.raises(MotleyError, match=r"data.partition.numpy_seed = 0: in 50 tries .* 250 has fewer than 10"):
+        Dirichlet(alpha=0.001, numpy_seed=0).split(np.arange(3000) % 10, 250, seed=0)
+
+
 def test_dirichlet_gives_nothing_more_to_clients_that_hold_their_share() -> None:
     """Whoever reaches N / clients gets nothing of later classes, so no client has more than that and one class."""
     counts = Dirichlet(alpha=0.3).split(BALANCED, 20, seed=1).label_counts(BALANCED, 10)

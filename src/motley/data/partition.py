@@ -134,10 +134,16 @@ class Dirichlet(Dealt):
     """Concentration: small is one class a client, large is iid."""
     min_size: int = Field(10, ge=1)
     """The least a client holds; N // clients where there are not enough samples for that."""
+    numpy_seed: int = Field(-1, ge=-1, lt=2**32)
+    """The benchmark's own partition, sample by sample: the one that its code, and every code that took this loop over,
+    draws after numpy.random.seed(numpy_seed), whatever the run's seed. -1: a partition of the run's seed.
+    """
 
     def _owners(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
         groups = _by_class(labels)
         minimum = min(self.min_size, len(labels) // clients)
+        if self.numpy_seed >= 0:
+            return self._benchmark(groups, clients, minimum)
         counts = self._counts([len(group) for group in groups], clients, minimum, rng)
         return _raise_smallest(_deal(groups, counts, rng), clients, minimum, rng)
 
@@ -152,6 +158,31 @@ class Dirichlet(Dealt):
             if not lacking:
                 break
         return best
+
+    def _benchmark(self, groups: list[np.ndarray], clients: int, minimum: int) -> np.ndarray:
+        """Return the owners that the benchmark draws, in its order: each class is shuffled, then shared out."""
+        draws = np.random.RandomState(self.numpy_seed)
+        samples = sum(map(len, groups))
+        owners = np.empty(samples, dtype=np.int64)
+        for _ in range(TRIES):
+            held = np.zeros(clients, dtype=np.int64)
+            for group in groups:
+                order = group.copy()
+                draws.shuffle(order)
+                shares = draws.dirichlet(np.full(clients, self.alpha)) * (held < samples / clients)
+                if not shares.sum() > 0:  # a tiny alpha, and all to a client that is full: begin anew
+                    held[:] = 0
+                    break
+                ends = (np.cumsum(shares / shares.sum()) * len(order)).astype(np.int64)[:-1]
+                counts = np.diff(ends, prepend=0, append=len(order))
+                owners[order] = np.repeat(np.arange(clients), counts)
+                held += counts
+            if held.min() >= minimum:
+                return owners
+        raise MotleyError(
+            f"data.partition.numpy_seed = {self.numpy_seed}: in {TRIES} tries some client of {clients} has fewer than "
+            f"{minimum} samples at alpha = {self.alpha}; fewer clients, a larger alpha or a smaller min_size would do."
+        )
 
     def _try(self, sizes: list[int], clients: int, rng: np.random.Generator) -> np.ndarray:
         counts = np.empty((len(sizes), clients), dtype=np.int64)
