@@ -172,7 +172,12 @@ def test_the_inco_presets_are_the_papers_setting() -> None:
     assert (config.federation.clients, config.federation.clients_per_round) == (100, 10)
     assert (config.training.rounds, config.training.epochs, config.training.batch_size) == (500, 5, 64)
     assert (config.training.optimizer.name, config.training.optimizer.lr) == ("adam", 1e-3)
-    assert config.data.partition.model_dump() == {"name": "dirichlet", "alpha": 0.5, "min_size": 10}
+    assert config.data.partition.model_dump() == {
+        "name": "dirichlet",
+        "alpha": 0.5,
+        "min_size": 10,
+        "numpy_seed": -1,
+    }
     assert config.model.sizes == ("resnet10", "resnet14", "resnet18", "resnet22", "resnet26")
     assert (config.model.resnet.stem, config.model.resnet.width) == ("imagenet", 1.0)
     assert config.method.inco == IncoSettings(preset="official")

@@ -189,8 +189,8 @@ def test_dirichlet_of_a_numpy_seed_is_the_benchmarks(alpha: float, clients: int,
             shares = np.random.dirichlet(np.repeat(alpha, clients))
             shares = np.array([s * (len(own) < 3000 / clients) for s, own in zip(shares, held, strict=True)])
             ends = (np.cumsum(shares / shares.sum()) * len(members)).astype(int)[:-1]
-            for own, given in zip(held, np.split(members, ends), strict=True):
-                own.extend(given.tolist())
+            for own, more in zip(held, np.split(members, ends), strict=True):
+                own.extend(more.tolist())
         if min(map(len, held)) >= 10:
             break
     np.random.set_state(state)
