@@ -54,9 +54,11 @@ def evaluator(federation: Federation, batch_size: int) -> Evaluator:
     return fresh(federation, EvaluationSettings(batch_size=batch_size))
 
 
-def fresh(federation: Federation, settings: EvaluationSettings, classes: int = 10) -> Evaluator:
+def fresh(
+    federation: Federation, settings: EvaluationSettings, classes: int = 10, precision: str = "fp32"
+) -> Evaluator:
     data = DeviceData(federation.dataset.test, federation.config.data.transform, federation.device, augment=False)
-    return Evaluator(federation.split, data, classes, settings, "fp32")
+    return Evaluator(federation.split, data, classes, settings, precision)
 
 
 def test_every_size_equals_a_plain_loop(federation: Federation, trained: Server) -> None:
@@ -103,6 +105,14 @@ def test_each_size_uses_statistics_of_its_own(federation: Federation, trained: S
     assert after["resnet10"].loss != before["resnet10"].loss
     assert after["resnet14"] == before["resnet14"]
     assert after["resnet18"] == before["resnet18"]
+
+
+def test_large_activations_are_evaluated_where_training_is_in_fp16(federation: Federation, trained: Server) -> None:
+    state = {name: tensor * 1e6 if name == "bn1.weight" else tensor for name, tensor in trained.state.items()}
+    wanted = evaluator(federation, 100)(state)
+    found = fresh(federation, EvaluationSettings(), precision="fp16")(state)
+    for size, score in found.items():
+        assert score.loss > 1e4 and score.loss == pytest.approx(wanted[size].loss, rel=0.02)
 
 
 def test_evaluating_changes_nothing(federation: Federation, trained: Server) -> None:

@@ -43,6 +43,10 @@ class Score:
     class_accuracy: tuple[float, ...]
 
 
+IN_THE_PLACE_OF = {"fp16": "bf16"}
+"""Precisions that evaluation does not use. No batch normalises itself there: where sizes share statistics, activations
+may be larger than float16 allows.
+"""
 PREPARED_BYTES = 2**28
 """Most memory for test images that are made once and kept."""
 
@@ -59,6 +63,7 @@ class Evaluator:
         precision: str,
         fused: bool = False,
     ) -> None:
+        precision = IN_THE_PLACE_OF.get(precision, precision)
         batches = TestBatches(data, settings.batch_size, working_type(precision))
         self._seen: list[int] = torch.bincount(data.labels, minlength=classes).tolist()
         self._sizes = {size: _Size(split, size, batches, classes, precision, fused) for size in split.sizes}

@@ -51,7 +51,7 @@ class EngineSettings(Settings):
     precision: Literal["fp32", "tf32", "fp16", "bf16"] = "tf32"
     """tf32 is fp32 on a CPU. fp16 and bf16, for a GPU only, compute in 16 bits with single-precision weights behind.
     fp16 is more exact and its range is narrow: a step whose gradients do not fit is left out, and the next ones are
-    computed with a smaller scale. A test loss that does not fit is recorded as null.
+    computed with a smaller scale; evaluation is in bf16.
     """
     flower: FlowerSettings = FlowerSettings()
 
