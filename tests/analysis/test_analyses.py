@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from motley.analysis import ANALYSES
-from motley.analysis.divergence import WHOLE, layer_divergence, weight_divergence
+from motley.analysis.divergence import HIGH, LOW, WHOLE, layer_divergence, weight_divergence
 from motley.analysis.features import features, stages
 from motley.analysis.gradient_variance import gradient_variance
 from motley.analysis.gradients import quantiles
@@ -125,8 +125,11 @@ def test_variance_is_that_of_the_gradients_of_the_clients_own_examples(tmp_path:
             torch.nn.functional.cross_entropy(model(images), labels).backward()
             gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     newest = {row[2]: row[3] for row in rows if row[1] == servers[-1].round_number}
-    assert newest[WHOLE] == pytest.approx(gradient_variance(gradients).whole, rel=1e-4)
-    assert newest[WHOLE] == pytest.approx(sum(value for layer, value in newest.items() if layer != WHOLE))
+    wanted = gradient_variance(gradients)
+    assert {layer: newest[layer] for layer in wanted} == pytest.approx(wanted, rel=1e-4)
+    assert newest[WHOLE] == pytest.approx(sum(wanted.values()), rel=1e-4)
+    assert newest[LOW] == pytest.approx(wanted["layers.0"], rel=1e-4)  # the middle of mlp2
+    assert newest[HIGH] == pytest.approx(wanted["layers.1"] + wanted["head"], rel=1e-4)
 
 
 def test_distances_are_over_pairs_with_a_class_and_a_shape_in_common() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ Models = Sequence[Mapping[str, Tensor]]
 """Parameters of clients' models under their global names. A model need not have all of them, nor all of one: what it
 does not hold of a tensor is NaN there.
 """
-WHOLE = "all"
-"""What the whole model is called among layers."""
+WHOLE, LOW, HIGH = "all", "low level", "high level"
+"""What the whole model and its two levels are called among layers."""
 
 
 def weight_divergence(models: Models) -> float:
@@ -40,7 +41,7 @@ def layer_squares(models: Models) -> dict[str, list[float]]:
     for by_name in _squared_distances(models):
         layers: dict[str, float] = {}
         for name, square in by_name.items():
-            layers[_layer(name)] = layers.get(_layer(name), 0.0) + square
+            layers[layer_of(name)] = layers.get(layer_of(name), 0.0) + square
         for layer, square in layers.items():
             found.setdefault(layer, []).append(square)
     return {layer: squares for layer, squares in found.items() if len(squares) > 1}
@@ -86,22 +87,27 @@ def in_order(federation: Federation, layers: Mapping[str, float]) -> list[str]:
     sizes = sorted(split.sizes, key=lambda size: len(split.parameters_of(size)), reverse=True)
     parts = [(split.part(size), split.blueprints[size].module) for size in sizes]
     names = [part[local].name for part, module in parts for local, _ in module.named_parameters()]
-    return [layer for layer in dict.fromkeys(_layer(name) for name in names) if layer in layers]
+    return [layer for layer in dict.fromkeys(layer_of(name) for name in names) if layer in layers]
 
 
-def _layer(name: str) -> str:
+def layer_of(name: str) -> str:
+    """Return the layer that a parameter belongs to."""
     return name.rpartition(".")[0] or name
 
 
 def draw(rows: list[tuple[Any, ...]], what: str) -> Figure:
-    """Draw (run, round, layer, value): the whole over rounds, and the newest checkpoint's layers."""
+    """Draw (run, round, layer, value): the whole and its levels over rounds, and the newest checkpoint's layers."""
     figure = Figure(figsize=(12, 4), layout="constrained")
     over_rounds, a_layer = figure.subplots(1, 2)
-    for run in dict.fromkeys(row[0] for row in rows):
-        whole = [row for row in rows if row[0] == run and row[2] == WHOLE]
-        over_rounds.plot([row[1] for row in whole], [row[3] for row in whole], marker="o", label=run)
-        newest = [row for row in rows if row[:2] == whole[-1][:2] and row[2] != WHOLE]
-        a_layer.plot([row[2] for row in newest], [row[3] for row in newest], ".-", label=run)
+    for run, color in zip(dict.fromkeys(row[0] for row in rows), cycle(f"C{number}" for number in range(10))):
+        for part, style in ((WHOLE, "o-"), (LOW, ":"), (HIGH, "--")):
+            some = [row for row in rows if row[0] == run and row[2] == part]
+            if some:
+                label = run if part == WHOLE else f"{run}, {part}"
+                over_rounds.plot([row[1] for row in some], [row[3] for row in some], style, color=color, label=label)
+        last = max(row[1] for row in rows if row[0] == run)
+        newest = [row for row in rows if row[:2] == (run, last) and row[2] not in (WHOLE, LOW, HIGH)]
+        a_layer.plot([row[2] for row in newest], [row[3] for row in newest], ".-", color=color, label=run)
     over_rounds.set(title="the whole model", xlabel="round", ylabel=what)
     a_layer.set(title="a layer, newest checkpoint")
     a_layer.tick_params(axis="x", rotation=90, labelsize=6)

@@ -1,24 +1,28 @@
 """How unlike clients' gradients are: the inter-client gradient variance (CGV) of FedImpro's Definition 4.2.
 
 The analysis looks at the clients of the round after a checkpoint before they take a step: the gradient of each on all
-its own examples, at the part it is sent. A layer's variance is over the clients that hold it.
+its own examples, at the part it is sent. A layer's variance is over the clients that hold it. Theorem 4.2 is about the
+high level of a model, so the sums over both levels are told, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from motley.analysis import ANALYSES, Findings
-from motley.analysis.divergence import WHOLE, draw, in_order, layer_squares, placed
+from motley.analysis.divergence import HIGH, LOW, WHOLE, draw, in_order, layer_of, layer_squares, placed
 from motley.analysis.replay import kept_rounds, own_examples
 from motley.engine import Job
+from motley.errors import MotleyError
 from motley.federation import Federation
+from motley.methods.levels import Levels
+from motley.models.stages import chain_of, owned
 from motley.round import Record
 from motley.splits.part import State
 
@@ -26,32 +30,9 @@ BATCH = 256
 """Most examples of one pass."""
 
 
-class GradientVariance(NamedTuple):
-    """The mean over clients of |gradient_i - mean gradient|^2, of the two levels of a model (Eq. 3)."""
-
-    low: float
-    high: float
-
-    @property
-    def whole(self) -> float:
-        """That of all parameters together."""
-        return self.low + self.high
-
-
-def gradient_variance(
-    gradients: Sequence[Mapping[str, Tensor]], high: Collection[str] = (), weights: Sequence[float] = ()
-) -> GradientVariance:
-    """Return how clients' gradients vary, with the names in `high` apart from the others.
-
-    `weights` are the clients' shares in both means; none: all count the same.
-    """
-    given = torch.tensor(weights or [1.0] * len(gradients), dtype=torch.float64)
-    shares = given / given.sum()
-    levels = {True: 0.0, False: 0.0}
-    for name in gradients[0]:
-        rows = torch.stack([gradient[name].detach().double().flatten().cpu() for gradient in gradients])
-        levels[name in high] += float(shares @ (rows - shares @ rows).square().sum(1))
-    return GradientVariance(low=levels[False], high=levels[True])
+def gradient_variance(gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    """Return a layer's mean over its holders of |gradient_i - mean gradient|^2, where two clients or more hold it."""
+    return {layer: sum(squares) / len(squares) for layer, squares in layer_squares(gradients).items()}
 
 
 @ANALYSES.register("variance", "how unlike clients' gradients are before a turn (CGV), a layer and over rounds")
@@ -65,15 +46,28 @@ def variance(paths: Sequence[Path]) -> Findings:
             for job in federation.jobs(server, Record(number))
             if len(federation.partition.of(job.client)) > 1
         ]
-        layers = layer_variance(gradients)
-        found = {WHOLE: sum(layers.values()), **{n: layers[n] for n in in_order(federation, layers)}}
+        layers = gradient_variance(gradients)
+        found = {WHOLE: sum(layers.values()), **_levels(federation, layers)}
+        found.update((layer, layers[layer]) for layer in in_order(federation, layers))
         rows += [(run, server.round_number, layer, value) for layer, value in found.items()]
     return Findings(("run", "round", "layer", "variance"), rows, draw(rows, "inter-client gradient variance"))
 
 
-def layer_variance(gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """Return a layer's mean over its holders of |gradient_i - mean gradient|^2, where two clients or more hold it."""
-    return {layer: sum(squares) / len(squares) for layer, squares in layer_squares(gradients).items()}
+def _levels(federation: Federation, layers: Mapping[str, float]) -> dict[str, float]:
+    """Return the sums over the low and the high level: cut as the run's method cuts them, or else in the middle."""
+    split = federation.split
+    try:
+        levels = Levels(federation.method.world, getattr(federation.config.method, "cut", ""))
+    except MotleyError:  # a model that is no chain of stages has no levels
+        return {}
+    high = set()
+    for size, blueprint in split.blueprints.items():
+        part, (_, above) = split.part(size), levels.of(chain_of(blueprint.module), size)
+        high |= {layer_of(part[local].name) for local in owned(blueprint.module, above)}
+    return {
+        LOW: sum(value for layer, value in layers.items() if layer not in high),
+        HIGH: sum(value for layer, value in layers.items() if layer in high),
+    }
 
 
 def own_gradient(federation: Federation, job: Job) -> State:
