@@ -212,17 +212,22 @@ def test_ctrl_c_saves_and_tells_how_to_resume_and_the_result_is_the_same(motley:
     assert motley("show", run, "--fingerprint").out == motley("show", whole, "--fingerprint").out
 
 
-@pytest.mark.parametrize("gap", [0.0, 0.001, 0.005])
-def test_a_second_ctrl_c_does_not_break_what_the_first_one_saves(tmp_path: Path, gap: float) -> None:
+@pytest.mark.parametrize(
+    ("kind", "gap"), [(signal.SIGINT, 0.0), (signal.SIGINT, 0.001), (signal.SIGINT, 0.005), (signal.SIGTERM, 0.001)]
+)
+def test_a_second_signal_does_not_break_what_the_first_one_saves(
+    tmp_path: Path, kind: signal.Signals, gap: float
+) -> None:
     arguments = overrides(*SMALL, "training.rounds=500", "run.checkpoint_every=500")
     process = child("run", *arguments, "--out", tmp_path / "run", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     while not process.stdout.readline().startswith("round 2/500"):
         assert process.poll() is None, process.communicate()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(kind)
     time.sleep(gap)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.send_signal(kind)
+    out, _ = process.communicate(timeout=60)
+    assert "To go on: motley resume" in out
     written = len((tmp_path / "run/metrics.jsonl").read_text().splitlines())
     saved = [path.name for path in (tmp_path / "run/checkpoints").iterdir()]
     assert saved in ([f"round-{written:06d}"], [f"round-{written - 1:06d}"])  # its last line may be of a broken round
