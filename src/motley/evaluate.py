@@ -44,8 +44,8 @@ class Score:
 
 
 IN_THE_PLACE_OF = {"fp16": "bf16"}
-"""Precisions that evaluation does not use. No batch normalises itself there: where sizes share statistics, activations
-may be larger than float16 allows.
+"""Precisions that evaluation does not use. No batch normalises itself there: with statistics averaged over unlike
+clients, activations may be larger than float16 allows.
 """
 PREPARED_BYTES = 2**28
 """Most memory for test images that are made once and kept."""

@@ -77,6 +77,12 @@ class Deployment:
         for client in clients:
             self.start(f"node-{client}", "node", self.folder.nodes / f"node-{client}")
 
+    def run(self) -> None:
+        """Start the server and three nodes, and play to the end."""
+        self.serve()
+        self.join(0, 1, 2)
+        self.finish(self.play())
+
     def play(self) -> subprocess.Popen[bytes]:
         """Begin the run, or go on with it."""
         return self.start("run", "run", self.folder.path)

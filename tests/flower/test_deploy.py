@@ -81,9 +81,7 @@ def test_a_real_node_that_does_something_else_wrong_in_every_round(tmp_path: Pat
     settings = (*INCO, f"training.rounds={len(MISDEEDS)}", *limits)
     nodes = "tests.flower.malicious:app"
     with Deployment(tmp_path / "federation", three_nodes(*settings), insecure=True, nodes=nodes) as deployment:
-        deployment.serve()
-        deployment.join(0, 1, 2)
-        deployment.finish(deployment.play())
+        deployment.run()
         lines = deployment.lines()
         assert [list(line["refused"]) for line in lines] == [["1"]] * len(MISDEEDS)  # type: ignore[call-overload]
         for line, (_, reason) in zip(lines, MISDEEDS, strict=True):
@@ -97,9 +95,7 @@ def test_only_the_first_of_a_real_nodes_two_answers_counts(tmp_path: Path) -> No
     """The SuperLink refuses the second one, and the run ends as if it had never come."""
     settings, nodes = (*INCO, "training.rounds=2"), "tests.flower.twice:app"
     with Deployment(tmp_path / "federation", three_nodes(*settings), insecure=False, nodes=nodes) as deployment:
-        deployment.serve()
-        deployment.join(0, 1, 2)
-        deployment.finish(deployment.play())
+        deployment.run()
         said = re.findall(TWICE.format(r"(\w+)", r"(\d+)", r"(\d+)"), deployment.said("node-1"))
         refusals = [line for line in deployment.said("server").splitlines() if "Failed to store Message reply" in line]
         assert [(first != "0", second) for _, first, second in said] == [(True, "0")] * 2
@@ -115,9 +111,7 @@ def test_a_real_nodes_answer_that_is_announced_and_never_sent(grid: Grid, tmp_pa
     settings = (*INCO, "training.rounds=2", f"engine.flower.timeout_s={LATE_S}")
     nodes = "tests.flower.twice:half"
     with Deployment(tmp_path / "federation", three_nodes(*settings), insecure=False, nodes=nodes) as deployment:
-        deployment.serve()
-        deployment.join(0, 1, 2)
-        deployment.finish(deployment.play())
+        deployment.run()
         lines = deployment.lines()
         reason = f"it announced an answer that did not come whole within {LATE_S:g} s."
         assert [line.get("refused") for line in lines] == [{"1": reason}, None]
