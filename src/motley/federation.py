@@ -11,7 +11,6 @@ the last whole round is still there to be saved.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -324,8 +323,8 @@ class Federation:
         """Return the uploads of which every number is finite; refuse the others."""
         taken, kept = [], []
         for upload, loss, bad in zip(fitting, losses, blemished, strict=True):
-            if bad or not math.isfinite(loss):
-                record.refused[upload.client] = f"{'it holds a number that' if bad else 'its loss'} is not finite."
+            if bad:
+                record.refused[upload.client] = "it holds a number that is not finite."
             else:
                 taken.append(upload)
                 kept.append(loss)
