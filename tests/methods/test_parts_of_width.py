@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from motley.aggregate.merge import add_shares
+from motley.engine.clients import COLLECTED
 from motley.federation import Federation
 from motley.methods import METHODS, World
 from motley.models import ImageShape
@@ -244,8 +245,9 @@ def test_classifier_rows_are_the_mean_over_clients_that_have_the_label() -> None
     assert torch.equal(end.state["fc.bias"][missing], server.state["fc.bias"][missing])
 
 
-def test_the_pass_leaves_each_size_with_the_statistics_of_its_clients_examples() -> None:
-    own = ("split.normalization_statistics=per-size", "evaluation.every=2", "training.batch_size=2000")
+@pytest.mark.parametrize("batch_size", [4, 2000], ids=["batches", "one-batch"])
+def test_the_pass_leaves_each_size_with_the_statistics_of_its_clients_examples(batch_size: int) -> None:
+    own = ("split.normalization_statistics=per-size", "evaluation.every=2", f"training.batch_size={batch_size}")
     federation = federation_of(*WIDTH, "method.name=heterofl", *own, "server.average=0.5")
     first, record = federation.play(federation.start())
     assert not record.scores and "collect" not in record.seconds
@@ -256,13 +258,18 @@ def test_the_pass_leaves_each_size_with_the_statistics_of_its_clients_examples()
     model = federation.split.build(size)
     model.load_state_dict(take(end.averaged, federation.split.part(size)))
     data = federation.engine.clients.data  # type: ignore[attr-defined]
-    means, counts = [], []
+    means, variances, counts = [], [], []
     for client in [c for c, own_size in enumerate(federation.sizes) if own_size == size]:
         images, _ = data.batch(torch.from_numpy(federation.partition.of(client)))
-        means.append(model.conv1(images).mean((0, 2, 3)) * len(images))  # type: ignore[operator]
+        maps = model.conv1(images)  # type: ignore[operator]
+        means.append(maps.mean((0, 2, 3)) * len(images))
+        variances.append(maps.var((0, 2, 3)) * len(images))
         counts.append(len(images))
-    expected = (torch.stack(means).sum(0) / sum(counts)).detach()
-    torch.testing.assert_close(end.averaged[f"{size}/bn1.running_mean"], expected, rtol=1e-4, atol=1e-5)
+    mean, variance = ((torch.stack(values).sum(0) / sum(counts)).detach() for values in (means, variances))
+    assert (max(counts) > COLLECTED * batch_size) == (batch_size == 4)
+    torch.testing.assert_close(end.averaged[f"{size}/bn1.running_mean"], mean, rtol=1e-4, atol=1e-5)
+    if batch_size == 2000:
+        torch.testing.assert_close(end.averaged[f"{size}/bn1.running_var"], variance, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", ["HeteroFL", "FjORD", "ScaleFL", "DepthFL"])

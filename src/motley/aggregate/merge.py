@@ -17,7 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from motley.splits.part import Part, State, add_at, select
+from motley.splits.part import Part, Piece, State, add_at, is_view, open_grid, select
 from motley.transfer import sent
 
 
@@ -50,12 +50,12 @@ class Merged:
 def merge(state: Mapping[str, Tensor], updates: Iterable[Update]) -> Merged:
     """Return the weighted mean change of every coordinate over its owners; names without an owner are absent.
 
-    Whole tensors have one weight a name and are added a client at a time in one grouped call; pieces carry a weight a
-    coordinate; integers are few, and are summed in double precision.
+    Whole tensors have one weight a name and are added a client at a time in one grouped call, and so are slices;
+    pieces carry a weight a coordinate; integers are few, and are summed in double precision.
     """
     totals: State = {}
     whole: dict[str, float] = {}
-    pieces: State = {}
+    pieces = _Pieces(state, totals)
     integers: dict[str, list[tuple[Tensor, float]]] = {}
     for update in sorted(updates, key=lambda update: update.client):
         if not update.weight > 0:
@@ -75,19 +75,69 @@ def merge(state: Mapping[str, Tensor], updates: Iterable[Update]) -> Merged:
                 else:
                     fresh[name] = value
             else:
-                if name not in totals:
-                    totals[name] = torch.zeros_like(state[name])
-                if name not in pieces:
-                    pieces[name] = torch.zeros_like(totals[name])
-                add_at(totals[name], index, value * update.weight)
-                add_at(pieces[name], index, update.weight)
+                pieces.add(piece, value, update.weight)
+        pieces.flush(update.weight)
         if into:
             torch._foreach_add_(into, values, alpha=update.weight)
         if fresh:
             totals.update(zip(fresh, torch._foreach_mul(list(fresh.values()), update.weight), strict=True))
-    covered = _divide(totals, whole, pieces)
+    covered = _divide(totals, whole, pieces.weights())
     means = _integer_means(integers)
     return Merged({**totals, **means}, {**covered, **dict.fromkeys(means)})
+
+
+class _Pieces:
+    """Adds pieces to the totals, and keeps their weights.
+
+    A federation in width has hundreds of pieces a client. So where a piece lies is found once, not once a client; a
+    client's slices are added in one call; and weights are added up a piece before they are spread out.
+    """
+
+    def __init__(self, state: Mapping[str, Tensor], totals: State) -> None:
+        self._state, self._totals = state, totals
+        self._weight: dict[int, float] = {}
+        self._pieces: dict[int, Piece] = {}
+        self._views: dict[int, Tensor] = {}
+        self._grids: dict[int, tuple[Tensor, ...]] = {}
+        self._into: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def add(self, piece: Piece, value: Tensor, weight: float) -> None:
+        """Add a client's value: slices with its other ones, at `flush`."""
+        key = id(piece)
+        if key not in self._pieces:
+            self._meet(piece)
+        self._weight[key] += weight
+        if key in self._views:
+            self._into.append(self._views[key])
+            self._values.append(value)
+        else:
+            self._totals[piece.name][self._grids[key]] += value * weight
+
+    def _meet(self, piece: Piece) -> None:
+        """Find where a piece lies. It is kept, so that no other one can have its number."""
+        key, total = id(piece), self._totals.setdefault(piece.name, torch.zeros_like(self._state[piece.name]))
+        self._pieces[key], self._weight[key] = piece, 0.0
+        assert piece.index is not None
+        if is_view(piece.index):
+            self._views[key] = total[piece.index]
+        else:
+            self._grids[key] = open_grid(total, piece.index)
+
+    def flush(self, weight: float) -> None:
+        """Add the slices of one client, which has this weight."""
+        if self._into:
+            torch._foreach_add_(self._into, self._values, alpha=weight)
+        self._into, self._values = [], []
+
+    def weights(self) -> State:
+        """Return what every coordinate's owners weigh together."""
+        names = {piece.name for piece in self._pieces.values()}
+        weights = {name: torch.zeros_like(total) for name, total in self._totals.items() if name in names}
+        for key, piece in self._pieces.items():
+            where = piece.index if key in self._views else self._grids[key]
+            weights[piece.name][where] += self._weight[key]
+        return weights
 
 
 def _divide(totals: State, whole: dict[str, float], pieces: State) -> dict[str, Tensor | None]:

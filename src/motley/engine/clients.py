@@ -23,6 +23,9 @@ from motley.methods.base import Collection, Method
 from motley.privacy.guard import Guard
 from motley.splits.part import State
 
+COLLECTED = 8
+"""Batches of training that one of a collection is as long as: without gradients, maps need not be kept."""
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -168,7 +171,8 @@ class Clients:
 
     def collect(self, learner: Learner, job: Job) -> Collection:
         """Ask one client for the method's collection, over all of its examples."""
-        whole = self.training.model_copy(update={"epochs": 1.0, "steps": 0, "drop_last": False})
+        once = {"epochs": 1.0, "steps": 0, "drop_last": False, "batch_size": COLLECTED * self.training.batch_size}
+        whole = self.training.model_copy(update=once)
         plan = make_plan(
             whole,
             self.partition.of(job.client),

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 CLASSIFIERS = ("fc", "head", "classify")
 """What the layer is called, in any family, that puts out an answer a class."""
+
+
+KEYS = ("mean", "var")
+"""The statistics of a batch norm."""
 
 
 class HeteroFLSettings(MethodSettings):
@@ -98,28 +102,27 @@ class HeteroFL(Method):
         return any(name.endswith("running_mean") for name in self.world.split.frame)
 
     def collect(self, learner: Learner, batches: Iterable[tuple[Tensor, Tensor]]) -> State:
-        """Return the mean over batches, by their number of examples, of every batch norm's mean and variance."""
-        sums: State = {}
+        """Return the mean over batches, by their number of examples, of every batch norm's mean and variance.
+
+        The norms keep it themselves: their running statistics go so far towards a batch as its share of those seen.
+        """
+        norms = {name: module for name, module in learner.model.named_modules() if isinstance(module, nn.BatchNorm2d)}
+        usual = {name: norm.momentum for name, norm in norms.items()}
+        kept = {
+            f"{name}.running_{key}": getattr(norm, f"running_{key}") for name, norm in norms.items() for key in KEYS
+        }
         seen = 0
-
-        def note(name: str, x: Tensor, weight: int) -> None:
-            for key, value in (("mean", x.mean((0, 2, 3))), ("var", x.var((0, 2, 3)))):
-                place = f"{name}.running_{key}"
-                sums[place] = sums.get(place, torch.zeros_like(value)) + weight * value
-
-        def hook(name: str) -> Any:
-            return lambda module, inputs: note(name, inputs[0].float(), len(inputs[0]))
-
-        norms = {name: m for name, m in learner.model.named_modules() if isinstance(m, nn.BatchNorm2d)}
-        hooks = [module.register_forward_pre_hook(hook(name)) for name, module in norms.items()]
         with torch.no_grad():
+            torch._foreach_zero_(list(kept.values()))
             for images, _ in batches:
                 if len(images) > 1:
                     seen += len(images)
+                    for norm in norms.values():
+                        norm.momentum = len(images) / seen
                     learner.model(images)
-        for handle in hooks:
-            handle.remove()
-        return {name: value / seen for name, value in sums.items()}
+        for name, norm in norms.items():
+            norm.momentum = usual[name]
+        return {name: value.clone() for name, value in kept.items()} if seen else {}
 
     def use(self, server: State, state: State, collections: Sequence[Collection]) -> tuple[State, State]:
         updates = [self._statistics(state, collection) for collection in collections if collection.values]

@@ -48,6 +48,8 @@ def select(tensor: Tensor, index: Index | None) -> Tensor:
     """Return the block of `tensor` that `index` names: the outer product of its dimensions' choices."""
     if index is None:
         return tensor
+    if is_view(index):
+        return tensor[index]
     for dim, chosen in enumerate(index):
         if isinstance(chosen, slice):
             tensor = tensor[(slice(None),) * dim + (chosen,)]
@@ -56,11 +58,21 @@ def select(tensor: Tensor, index: Index | None) -> Tensor:
     return tensor
 
 
+def is_view(index: Index) -> bool:
+    """Tell whether the block that an index names is a view: slices alone."""
+    return all(isinstance(chosen, slice) for chosen in index)
+
+
 def add_at(tensor: Tensor, index: Index | None, value: Tensor | float) -> None:
     """Add `value` to the block of `tensor` that `index` names, in place: the counterpart of `select`."""
-    if index is None or all(isinstance(chosen, slice) for chosen in index):
+    if index is None or is_view(index):
         select(tensor, index).add_(value)
         return
+    tensor[open_grid(tensor, index)] += value
+
+
+def open_grid(tensor: Tensor, index: Index) -> tuple[Tensor, ...]:
+    """Return an index as vectors on the tensor's device that name the same block together."""
     positions = [
         torch.arange(tensor.shape[dim], device=tensor.device)[chosen]
         if isinstance(chosen, slice)
@@ -68,5 +80,4 @@ def add_at(tensor: Tensor, index: Index | None, value: Tensor | float) -> None:
         for dim, chosen in enumerate(index)
     ]
     last = tensor.dim() - 1
-    open_grid = tuple(where.view(-1, *(1,) * (last - dim)) for dim, where in enumerate(positions))
-    tensor[open_grid] += value
+    return tuple(where.view(-1, *(1,) * (last - dim)) for dim, where in enumerate(positions))
