@@ -27,6 +27,7 @@ from tests.conftest import tiny_config
 
 if AVAILABLE:
     from motley.kernels import convolve, loss
+    from motley.kernels import norm as norm_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 EXACT = ("engine.device=cuda", "engine.precision=fp32", "data.transform.crop_padding=1", "data.transform.flip=true")
@@ -276,6 +277,21 @@ def test_fused_norm_equals_torchs(
     for mine, theirs in zip(results[1], results[0], strict=True):
         assert mine is not None and theirs is not None and mine.dtype in (dtype, torch.float32)
         assert float((mine.double() - theirs.double()).norm() / theirs.double().norm()) < limit
+
+
+def test_another_length_compiles_no_kernel_anew() -> None:
+    """The last batch of every client has a length of its own."""
+
+    def step(length: int) -> int:
+        x = torch.randn(length, 64, 16, 16, device="cuda").to(memory_format=torch.channels_last).requires_grad_()
+        norm_kernels.norm_add_relu(x, None, norm, True)[0].sum().backward()
+        torch.cuda.synchronize()
+        kernels = [norm_kernels._block_moments, norm_kernels._apply_forward, norm_kernels._apply_backward]
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+    norm = BatchNorm(64).cuda()
+    first = step(128)
+    assert first and [step(length) for length in (127, 101, 64, 33)] == [first] * 4
 
 
 def test_evaluation_is_captured_and_right() -> None:

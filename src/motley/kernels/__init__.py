@@ -7,12 +7,7 @@ from importlib.util import find_spec
 
 AVAILABLE = find_spec("triton") is not None
 
-
-def rounded_up(count: int, bits: int) -> int:
-    """Return a number of this many binary digits, and zeros behind them, that is no smaller.
-
-    How often a loop turns is compiled into a kernel, which makes it fast. But the last batch of every client has a
-    length of its own: with all counts allowed, kernels would be compiled for every client.
-    """
-    unit = 1 << max(count.bit_length() - bits, 0)
-    return -(-count // unit) * unit
+LENGTHS = ("rows", "cut", "span", "blocks", "count")
+"""Arguments that depend on how long a batch is. The last batch of every client has a length of its own, so they are
+told when a kernel runs and nothing of them is compiled in: compiling a network's kernels once more takes seconds.
+"""

@@ -9,11 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from motley.kernels import LENGTHS
+
 MOST = 2**14
 """Answers times classes, each rounded up to a power of two."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _cross_entropy(answers, labels, loss, gradient, count, classes, ROWS: tl.constexpr, CLASSES: tl.constexpr):
     row, column = tl.arange(0, ROWS), tl.arange(0, CLASSES)
     inside = (row < count)[:, None] & (column < classes)[None, :]

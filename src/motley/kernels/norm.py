@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from motley.kernels import rounded_up
+from motley.kernels import LENGTHS
 
 FEW_ROWS = 1024
 """Most rows that one program holds."""
@@ -77,7 +77,7 @@ def _batch(group, rows, cut, GROUPS: tl.constexpr):
     return begin, count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _forward(
     x, add, weight, bias, y, mean, rstd, running_mean, running_var, tracked,
     rows, cut, channels, eps, momentum,
@@ -118,7 +118,7 @@ def _forward(
         tl.store(tracked, tl.load(tracked) + MOVES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _backward(
     dy, twin, x, y, weight, bias, mean, rstd, dx, dadd, dweight, dbias,
     rows, cut, channels,
@@ -152,17 +152,17 @@ def _backward(
     tl.store(dweight + channel, all_gx, mask=known)
 
 
-@triton.jit
-def _block_moments(x, sums, rows, channels, SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Leave the sums of a block of SPAN rows in sums[block, 0 and 1, channel]."""
+@triton.jit(do_not_specialize=LENGTHS)
+def _block_moments(x, sums, rows, span, channels, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
+    """Leave the sums of a block of `span` rows in sums[block, 0 and 1, channel]."""
     block = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     known = channel < channels
     first = tl.load(x + channel, mask=known, other=0.0).to(tl.float32)
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
     squares = tl.zeros((ROWS, CHANNELS), tl.float32)
-    for start in range(0, SPAN, ROWS):
-        row = block * SPAN + start + tl.arange(0, ROWS)
+    for start in range(0, span, ROWS):
+        row = block * span + start + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & known[None, :]
         at = row.to(tl.int64)[:, None] * channels + channel[None, :]
         off = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - first[None, :]
@@ -174,11 +174,11 @@ def _block_moments(x, sums, rows, channels, SPAN: tl.constexpr, ROWS: tl.constex
     tl.store(into + channels, tl.sum(squares, 0), mask=known)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _block_gradients(
-    dy, twin, x, y, weight, bias, mean, rstd, sums, rows, channels,
+    dy, twin, x, y, weight, bias, mean, rstd, sums, rows, span, channels,
     TWIN: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr,
-    SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -189,8 +189,8 @@ def _block_gradients(
     b = tl.load(bias + channel, mask=known, other=0.0)
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
     products = tl.zeros((ROWS, CHANNELS), tl.float32)
-    for start in range(0, SPAN, ROWS):
-        row = block * SPAN + start + tl.arange(0, ROWS)
+    for start in range(0, span, ROWS):
+        row = block * span + start + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & known[None, :]
         at = row.to(tl.int64)[:, None] * channels + channel[None, :]
         off = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - m[None, :]
@@ -213,12 +213,12 @@ def _all_blocks(sums, channel, known, channels, blocks, BLOCKS: tl.constexpr):
     return tl.reduce((first, second), 0, _pairs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _apply_forward(
     x, add, weight, bias, y, mean, rstd, running_mean, running_var, tracked, sums,
-    rows, channels, blocks, eps, momentum,
+    rows, span, blocks, channels, eps, momentum,
     ADD: tl.constexpr, RELU: tl.constexpr,
-    SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     known = channel < channels
@@ -227,8 +227,8 @@ def _apply_forward(
     m, variance, r = _moments(first, total, squares, rows, eps)
     scale = r * tl.load(weight + channel, mask=known, other=0.0)
     shift = tl.load(bias + channel, mask=known, other=0.0)
-    for start in range(0, SPAN, ROWS):
-        row = tl.program_id(0) * SPAN + start + tl.arange(0, ROWS)
+    for start in range(0, span, ROWS):
+        row = tl.program_id(0) * span + start + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & known[None, :]
         at = row.to(tl.int64)[:, None] * channels + channel[None, :]
         values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -250,12 +250,12 @@ def _apply_forward(
             tl.store(tracked, tl.load(tracked) + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _apply_backward(
     dy, twin, x, y, weight, bias, mean, rstd, dx, dadd, dweight, dbias, sums,
-    rows, channels, blocks,
+    rows, span, blocks, channels,
     TWIN: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr,
-    SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     known = channel < channels
@@ -264,8 +264,8 @@ def _apply_backward(
     r = tl.load(rstd + channel, mask=known, other=0.0)
     w = tl.load(weight + channel, mask=known, other=0.0)
     b = tl.load(bias + channel, mask=known, other=0.0)
-    for start in range(0, SPAN, ROWS):
-        row = tl.program_id(0) * SPAN + start + tl.arange(0, ROWS)
+    for start in range(0, span, ROWS):
+        row = tl.program_id(0) * span + start + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & known[None, :]
         at = row.to(tl.int64)[:, None] * channels + channel[None, :]
         off = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - m[None, :]
@@ -318,18 +318,21 @@ def few(rows: int, channels: int) -> dict[str, int]:
     return {"ROWS": height, "CHANNELS": width, "num_warps": max(1, min(height * width // 256, 8))}
 
 
-def many(rows: int, channels: int) -> tuple[dict[str, int], int, int]:
-    """Return the tile of programs that go through many rows, and how many rows each goes through in both kernels."""
+def many(rows: int, channels: int) -> tuple[dict[str, int], int, int, int]:
+    """Return the tile of programs that go through many rows, how many rows each goes through in both kernels, and the
+    power of two that the first kernel's programs are no more than.
+    """
     width = min(triton.next_power_of_2(channels), 64)
     values, summing, applying = (2048, 64, 128) if rows * channels <= 2**21 else (4096, 128, 256)
     height, sides = values // width, triton.cdiv(channels, width)
-    tile = {"ROWS": height, "CHANNELS": width, "num_warps": 8}
-    return tile, _span(rows, height, summing // sides), _span(rows, height, applying // sides)
+    summed, applied = (_span(rows, height, max(programs // sides, 1)) for programs in (summing, applying))
+    most = triton.next_power_of_2(max(summing // sides, 1))
+    return {"ROWS": height, "CHANNELS": width, "num_warps": 8}, summed, applied, most
 
 
 def _span(rows: int, height: int, programs: int) -> int:
-    """Return how many rows a program goes through: whole tiles."""
-    return rounded_up(triton.cdiv(triton.cdiv(rows, max(programs, 1)), height), 2) * height
+    """Return how many rows a program goes through, so that there are no more programs: whole tiles."""
+    return triton.cdiv(triton.cdiv(rows, programs), height) * height
 
 
 class _NormAddRelu(torch.autograd.Function):
@@ -366,13 +369,13 @@ class _NormAddRelu(torch.autograd.Function):
                 GROUPS=groups, MOVES=groups if both else 1, **kind, **tile,
             )  # fmt: skip
         else:
-            tile, summed, applied = many(rows, channels)
+            tile, summed, applied, most = many(rows, channels)
             blocks, sides = triton.cdiv(rows, summed), triton.cdiv(channels, tile["CHANNELS"])
             sums = weight.new_empty((blocks, 2, channels))
-            _block_moments[blocks, sides](x, sums, rows, channels, SPAN=summed, **tile)
+            _block_moments[blocks, sides](x, sums, rows, summed, channels, **tile)
             _apply_forward[triton.cdiv(rows, applied), sides](
-                *tensors, sums, rows, channels, blocks, norm.eps, norm.momentum,
-                SPAN=applied, BLOCKS=triton.next_power_of_2(blocks), **kind, **tile,
+                *tensors, sums, rows, applied, blocks, channels, norm.eps, norm.momentum,
+                BLOCKS=most, **kind, **tile,
             )  # fmt: skip
         ctx.save_for_backward(x, y, weight, bias, mean, rstd)
         ctx.add, ctx.relu, ctx.cut = add is not None, relu, cut
@@ -394,13 +397,12 @@ class _NormAddRelu(torch.autograd.Function):
             grid: tuple[int, ...] = (triton.cdiv(channels, tile["CHANNELS"]),)
             _backward[grid](*entered, *left, rows, cut, channels, GROUPS=len(mean), **kind, **tile)
         else:
-            tile, summed, applied = many(rows, channels)
+            tile, summed, applied, most = many(rows, channels)
             blocks, sides = triton.cdiv(rows, summed), triton.cdiv(channels, tile["CHANNELS"])
             sums = weight.new_empty((blocks, 2, channels))
-            _block_gradients[blocks, sides](*entered, sums, rows, channels, SPAN=summed, **kind, **tile)
+            _block_gradients[blocks, sides](*entered, sums, rows, summed, channels, **kind, **tile)
             _apply_backward[triton.cdiv(rows, applied), sides](
-                *entered, *left, sums, rows, channels, blocks,
-                SPAN=applied, BLOCKS=triton.next_power_of_2(blocks), **kind, **tile,
+                *entered, *left, sums, rows, applied, blocks, channels, BLOCKS=most, **kind, **tile,
             )  # fmt: skip
         return dx, dadd if ctx.add else None, dweight, dbias, None, None, None, None
 

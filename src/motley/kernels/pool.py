@@ -12,11 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from motley.kernels import LENGTHS
+
 TILE = 2048
 """Values that a program makes."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _forward(
     x, y, where, rows, height, width, P, Q, channels,
     KEEP: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
@@ -41,7 +43,7 @@ def _forward(
         tl.store(where + at, tap, mask=known)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _backward(
     dy, twin, where, dx, rows, height, width, P, Q, channels,
     TWIN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from motley.kernels import rounded_up
+from motley.kernels import LENGTHS
 
 MOST_INNER = 64
 """Most values in a row of taps."""
@@ -35,7 +35,7 @@ def _taps(x, p, rows, r, P, Q, H, LINE, STRIDE, PAD, CHANNELS, TAPS, j):
     return tl.load(x + (n * H + i)[:, None] * LINE + column, mask=met, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _forward(
     x, weight, y, rows, outputs, P, Q, H, LINE, STRIDE, PAD, CHANNELS, TAPS,
     HEIGHT: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PRECISION: tl.constexpr,
@@ -53,10 +53,10 @@ def _forward(
     tl.store(y + p.to(tl.int64)[:, None] * outputs + k[None, :], total.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _gradient(
-    x, dy, sums, rows, outputs, P, Q, H, LINE, STRIDE, PAD, CHANNELS, TAPS,
-    HEIGHT: tl.constexpr, SPAN: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    x, dy, sums, span, rows, outputs, P, Q, H, LINE, STRIDE, PAD, CHANNELS, TAPS,
+    HEIGHT: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Leave the gradient of a row of taps, summed over a block of positions, in sums[block, output, row, tap]."""
@@ -64,8 +64,8 @@ def _gradient(
     k = tl.program_id(2) * OUTPUTS + tl.arange(0, OUTPUTS)
     j = tl.arange(0, INNER)
     total = tl.zeros((OUTPUTS, INNER), tl.float32)
-    for start in range(0, SPAN, ROWS):
-        p = block * SPAN + start + tl.arange(0, ROWS)
+    for start in range(0, span, ROWS):
+        p = block * span + start + tl.arange(0, ROWS)
         met = _taps(x, p, rows, r, P, Q, H, LINE, STRIDE, PAD, CHANNELS, TAPS, j)
         inside = (p < rows)[:, None] & (k < outputs)[None, :]
         g = tl.load(dy + p[:, None] * outputs + k[None, :], mask=inside, other=0.0)
@@ -104,11 +104,11 @@ class _Stem(torch.autograd.Function):
         outputs, channels, height, width = weight.shape
         dy = gradients[0].contiguous(memory_format=torch.channels_last)
         rows = ctx.shape[0]
-        span = rounded_up(triton.cdiv(rows, BLOCKS * ROWS), 2) * ROWS
+        span = triton.cdiv(rows, BLOCKS * ROWS) * ROWS
         blocks = triton.cdiv(rows, span)
         sums = torch.empty((blocks, outputs, height, width, channels), device=x.device)
         _gradient[blocks, height, triton.cdiv(outputs, OUTPUTS)](
-            x, dy, sums, *ctx.shape, **ctx.kind, SPAN=span, ROWS=ROWS, num_warps=4
+            x, dy, sums, span, *ctx.shape, **ctx.kind, ROWS=ROWS, num_warps=4
         )
         return None, sums.sum(0).to(weight.dtype).permute(0, 3, 1, 2), None, None
 
