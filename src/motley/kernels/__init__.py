@@ -8,6 +8,13 @@ from importlib.util import find_spec
 AVAILABLE = find_spec("triton") is not None
 
 LENGTHS = ("rows", "cut", "span", "blocks", "count")
-"""Arguments that depend on how long a batch is. The last batch of every client has a length of its own, so they are
-told when a kernel runs and nothing of them is compiled in: compiling a network's kernels once more takes seconds.
-"""
+"""Arguments that depend on how long a batch is: kernels are not compiled anew for their values."""
+
+
+def compiled_in(length: int, count: int) -> int:
+    """Return a number that comes from a batch's length if it is to be compiled into a kernel, or else 0.
+
+    How often a loop turns is worth a few percent if the compiler knows it, and compiling a network's kernels once more
+    takes seconds. The last batch of every client has a length of its own; the others mostly have a power of two.
+    """
+    return count if length >= 16 and length.bit_count() == 1 else 0

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from motley.kernels import LENGTHS
+from motley.kernels import LENGTHS, compiled_in
 
 MOST_ROWS, MOST_ROWS_OF_1X1 = 256, 4096
 """Output positions of a batch up to which this is used: more for a single tap."""
@@ -25,14 +25,15 @@ TILE = {"OUTPUTS": 64, "INPUTS": 32, "ROWS": 64, "num_warps": 4, "num_stages": 4
 @triton.jit(do_not_specialize=LENGTHS)
 def _gradient(
     x, dy, dweight, rows, height, width, P, Q, inputs, outputs, ACROSS, TAPS, stride, padding,
-    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr,
+    SPAN: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     sides = tl.cdiv(inputs, INPUTS)
     tap = tl.program_id(0) // sides
     c = tl.program_id(0) % sides * INPUTS + tl.arange(0, INPUTS)
     k = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     total = tl.zeros((OUTPUTS, INPUTS), tl.float32)
-    for start in range(0, rows, ROWS):
+    length = SPAN if SPAN > 0 else rows
+    for start in range(0, length, ROWS):
         p = start + tl.arange(0, ROWS)
         i = p // Q % P * stride + tap // ACROSS - padding
         j = p % Q * stride + tap % ACROSS - padding
@@ -62,7 +63,7 @@ class _Convolve(torch.autograd.Function):
         grid = taps * across * triton.cdiv(inputs, TILE["INPUTS"]), triton.cdiv(outputs, TILE["OUTPUTS"])
         _gradient[grid](
             x, dy, dweight, rows, *x.shape[2:], *dy.shape[2:], inputs, outputs, across, taps * across,
-            ctx.stride, ctx.padding, **TILE,
+            ctx.stride, ctx.padding, SPAN=compiled_in(len(x), rows), **TILE,
         )  # fmt: skip
         sides = [ctx.stride] * 2, [ctx.padding] * 2, [1, 1]
         dx, _, _ = torch.ops.aten.convolution_backward(

@@ -18,14 +18,14 @@ then arrive here apart and are added on the way.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from motley.kernels import LENGTHS
+from motley.kernels import LENGTHS, compiled_in
 
 FEW_ROWS = 1024
 """Most rows that one program holds."""
@@ -153,16 +153,19 @@ def _backward(
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def _block_moments(x, sums, rows, span, channels, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Leave the sums of a block of `span` rows in sums[block, 0 and 1, channel]."""
+def _block_moments(
+    x, sums, rows, span, channels, SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr
+):  # fmt: skip
+    """Leave the sums of a block of rows in sums[block, 0 and 1, channel]."""
     block = tl.program_id(0)
+    length = SPAN if SPAN > 0 else span
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     known = channel < channels
     first = tl.load(x + channel, mask=known, other=0.0).to(tl.float32)
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
     squares = tl.zeros((ROWS, CHANNELS), tl.float32)
-    for start in range(0, span, ROWS):
-        row = block * span + start + tl.arange(0, ROWS)
+    for start in range(0, length, ROWS):
+        row = block * length + start + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & known[None, :]
         at = row.to(tl.int64)[:, None] * channels + channel[None, :]
         off = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - first[None, :]
@@ -178,9 +181,10 @@ def _block_moments(x, sums, rows, span, channels, ROWS: tl.constexpr, CHANNELS: 
 def _block_gradients(
     dy, twin, x, y, weight, bias, mean, rstd, sums, rows, span, channels,
     TWIN: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
+    length = SPAN if SPAN > 0 else span
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     known = channel < channels
     m = tl.load(mean + channel, mask=known, other=0.0)
@@ -189,8 +193,8 @@ def _block_gradients(
     b = tl.load(bias + channel, mask=known, other=0.0)
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
     products = tl.zeros((ROWS, CHANNELS), tl.float32)
-    for start in range(0, span, ROWS):
-        row = block * span + start + tl.arange(0, ROWS)
+    for start in range(0, length, ROWS):
+        row = block * length + start + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & known[None, :]
         at = row.to(tl.int64)[:, None] * channels + channel[None, :]
         off = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - m[None, :]
@@ -218,8 +222,9 @@ def _apply_forward(
     x, add, weight, bias, y, mean, rstd, running_mean, running_var, tracked, sums,
     rows, span, blocks, channels, eps, momentum,
     ADD: tl.constexpr, RELU: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCKS: tl.constexpr,
+    SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
+    length = SPAN if SPAN > 0 else span
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     known = channel < channels
     first = tl.load(x + channel, mask=known, other=0.0).to(tl.float32)
@@ -227,8 +232,8 @@ def _apply_forward(
     m, variance, r = _moments(first, total, squares, rows, eps)
     scale = r * tl.load(weight + channel, mask=known, other=0.0)
     shift = tl.load(bias + channel, mask=known, other=0.0)
-    for start in range(0, span, ROWS):
-        row = tl.program_id(0) * span + start + tl.arange(0, ROWS)
+    for start in range(0, length, ROWS):
+        row = tl.program_id(0) * length + start + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & known[None, :]
         at = row.to(tl.int64)[:, None] * channels + channel[None, :]
         values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -255,8 +260,9 @@ def _apply_backward(
     dy, twin, x, y, weight, bias, mean, rstd, dx, dadd, dweight, dbias, sums,
     rows, span, blocks, channels,
     TWIN: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCKS: tl.constexpr,
+    SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
+    length = SPAN if SPAN > 0 else span
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     known = channel < channels
     sum_g, sum_gx = _all_blocks(sums, channel, known, channels, blocks, BLOCKS)
@@ -264,8 +270,8 @@ def _apply_backward(
     r = tl.load(rstd + channel, mask=known, other=0.0)
     w = tl.load(weight + channel, mask=known, other=0.0)
     b = tl.load(bias + channel, mask=known, other=0.0)
-    for start in range(0, span, ROWS):
-        row = tl.program_id(0) * span + start + tl.arange(0, ROWS)
+    for start in range(0, length, ROWS):
+        row = tl.program_id(0) * length + start + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & known[None, :]
         at = row.to(tl.int64)[:, None] * channels + channel[None, :]
         off = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - m[None, :]
@@ -318,16 +324,33 @@ def few(rows: int, channels: int) -> dict[str, int]:
     return {"ROWS": height, "CHANNELS": width, "num_warps": max(1, min(height * width // 256, 8))}
 
 
-def many(rows: int, channels: int) -> tuple[dict[str, int], int, int, int]:
-    """Return the tile of programs that go through many rows, how many rows each goes through in both kernels, and the
-    power of two that the first kernel's programs are no more than.
-    """
+class Tall(NamedTuple):
+    """How programs go through a map of many rows."""
+
+    tile: dict[str, int]
+    blocks: int
+    """Programs along the rows in the kernel that sums."""
+    sides: int
+    """Programs along the channels."""
+    summed: int
+    """Rows of a program in the kernel that sums."""
+    applied: int
+    """Rows of a program in the kernel that applies."""
+    most: int
+    """A power of two that `blocks` is not above."""
+
+
+def many(x: Tensor) -> Tall:
+    """Return how programs go through a map."""
+    channels = x.shape[1]
+    rows = x.numel() // channels
     width = min(triton.next_power_of_2(channels), 64)
     values, summing, applying = (2048, 64, 128) if rows * channels <= 2**21 else (4096, 128, 256)
     height, sides = values // width, triton.cdiv(channels, width)
     summed, applied = (_span(rows, height, max(programs // sides, 1)) for programs in (summing, applying))
-    most = triton.next_power_of_2(max(summing // sides, 1))
-    return {"ROWS": height, "CHANNELS": width, "num_warps": 8}, summed, applied, most
+    blocks = triton.cdiv(rows, summed)
+    most = triton.next_power_of_2(compiled_in(len(x), blocks) or max(summing // sides, 1))
+    return Tall({"ROWS": height, "CHANNELS": width, "num_warps": 8}, blocks, sides, summed, applied, most)
 
 
 def _span(rows: int, height: int, programs: int) -> int:
@@ -369,13 +392,14 @@ class _NormAddRelu(torch.autograd.Function):
                 GROUPS=groups, MOVES=groups if both else 1, **kind, **tile,
             )  # fmt: skip
         else:
-            tile, summed, applied, most = many(rows, channels)
-            blocks, sides = triton.cdiv(rows, summed), triton.cdiv(channels, tile["CHANNELS"])
-            sums = weight.new_empty((blocks, 2, channels))
-            _block_moments[blocks, sides](x, sums, rows, summed, channels, **tile)
-            _apply_forward[triton.cdiv(rows, applied), sides](
-                *tensors, sums, rows, applied, blocks, channels, norm.eps, norm.momentum,
-                BLOCKS=most, **kind, **tile,
+            tall = many(x)
+            sums = weight.new_empty((tall.blocks, 2, channels))
+            _block_moments[tall.blocks, tall.sides](
+                x, sums, rows, tall.summed, channels, SPAN=compiled_in(len(x), tall.summed), **tall.tile
+            )
+            _apply_forward[triton.cdiv(rows, tall.applied), tall.sides](
+                *tensors, sums, rows, tall.applied, tall.blocks, channels, norm.eps, norm.momentum,
+                SPAN=compiled_in(len(x), tall.applied), BLOCKS=tall.most, **kind, **tall.tile,
             )  # fmt: skip
         ctx.save_for_backward(x, y, weight, bias, mean, rstd)
         ctx.add, ctx.relu, ctx.cut = add is not None, relu, cut
@@ -397,12 +421,15 @@ class _NormAddRelu(torch.autograd.Function):
             grid: tuple[int, ...] = (triton.cdiv(channels, tile["CHANNELS"]),)
             _backward[grid](*entered, *left, rows, cut, channels, GROUPS=len(mean), **kind, **tile)
         else:
-            tile, summed, applied, most = many(rows, channels)
-            blocks, sides = triton.cdiv(rows, summed), triton.cdiv(channels, tile["CHANNELS"])
-            sums = weight.new_empty((blocks, 2, channels))
-            _block_gradients[blocks, sides](*entered, sums, rows, summed, channels, **kind, **tile)
-            _apply_backward[triton.cdiv(rows, applied), sides](
-                *entered, *left, sums, rows, applied, blocks, channels, BLOCKS=most, **kind, **tile,
+            tall = many(x)
+            sums = weight.new_empty((tall.blocks, 2, channels))
+            _block_gradients[tall.blocks, tall.sides](
+                *entered, sums, rows, tall.summed, channels,
+                SPAN=compiled_in(len(x), tall.summed), **kind, **tall.tile,
+            )  # fmt: skip
+            _apply_backward[triton.cdiv(rows, tall.applied), tall.sides](
+                *entered, *left, sums, rows, tall.applied, tall.blocks, channels,
+                SPAN=compiled_in(len(x), tall.applied), BLOCKS=tall.most, **kind, **tall.tile,
             )  # fmt: skip
         return dx, dadd if ctx.add else None, dweight, dbias, None, None, None, None
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from motley.kernels import LENGTHS
+from motley.kernels import LENGTHS, compiled_in
 
 MOST_INNER = 64
 """Most values in a row of taps."""
@@ -56,7 +56,7 @@ def _forward(
 @triton.jit(do_not_specialize=LENGTHS)
 def _gradient(
     x, dy, sums, span, rows, outputs, P, Q, H, LINE, STRIDE, PAD, CHANNELS, TAPS,
-    HEIGHT: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    HEIGHT: tl.constexpr, SPAN: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Leave the gradient of a row of taps, summed over a block of positions, in sums[block, output, row, tap]."""
@@ -64,8 +64,9 @@ def _gradient(
     k = tl.program_id(2) * OUTPUTS + tl.arange(0, OUTPUTS)
     j = tl.arange(0, INNER)
     total = tl.zeros((OUTPUTS, INNER), tl.float32)
-    for start in range(0, span, ROWS):
-        p = block * span + start + tl.arange(0, ROWS)
+    length = SPAN if SPAN > 0 else span
+    for start in range(0, length, ROWS):
+        p = block * length + start + tl.arange(0, ROWS)
         met = _taps(x, p, rows, r, P, Q, H, LINE, STRIDE, PAD, CHANNELS, TAPS, j)
         inside = (p < rows)[:, None] & (k < outputs)[None, :]
         g = tl.load(dy + p[:, None] * outputs + k[None, :], mask=inside, other=0.0)
@@ -108,7 +109,7 @@ class _Stem(torch.autograd.Function):
         blocks = triton.cdiv(rows, span)
         sums = torch.empty((blocks, outputs, height, width, channels), device=x.device)
         _gradient[blocks, height, triton.cdiv(outputs, OUTPUTS)](
-            x, dy, sums, span, *ctx.shape, **ctx.kind, ROWS=ROWS, num_warps=4
+            x, dy, sums, span, *ctx.shape, SPAN=compiled_in(len(x), span), **ctx.kind, ROWS=ROWS, num_warps=4
         )
         return None, sums.sum(0).to(weight.dtype).permute(0, 3, 1, 2), None, None
 
