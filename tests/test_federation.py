@@ -75,6 +75,17 @@ def test_a_message_that_is_not_finite_is_refused() -> None:
     assert all(tensor.isfinite().all() for tensor in after.method.values())
 
 
+def test_a_loss_that_is_not_finite_is_refused() -> None:
+    """In fp16 a client whose every step was left out sends no change, and this."""
+    federation = Federation(tiny_config("federation.clients_per_round=6"))
+    federation.engine = Tampered(  # type: ignore[assignment]
+        federation.engine, {2: lambda u: replace(u, loss=torch.tensor(torch.nan))}
+    )
+    after, record = federation.play(federation.start())
+    assert record.refused == {2: "its loss is not finite."} and record.train_loss > 0
+    assert 2 not in after.remembered
+
+
 def test_a_merge_queued_before_the_verdict_is_made_again_without_what_was_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,6 +11,7 @@ the last whole round is still there to be saved.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -320,11 +321,14 @@ class Federation:
     def admit(
         self, fitting: Sequence[Upload], losses: Sequence[float], blemished: Sequence[float], record: Record
     ) -> list[Upload]:
-        """Return the uploads of which every number is finite; refuse the others."""
+        """Return the uploads of which every number is finite; refuse the others. Guarded ones come without a loss."""
         taken, kept = [], []
+        told = not self.config.privacy.active
         for upload, loss, bad in zip(fitting, losses, blemished, strict=True):
             if bad:
                 record.refused[upload.client] = "it holds a number that is not finite."
+            elif told and not math.isfinite(loss):
+                record.refused[upload.client] = "its loss is not finite."
             else:
                 taken.append(upload)
                 kept.append(loss)

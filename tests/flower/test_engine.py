@@ -132,6 +132,7 @@ MISDEEDS: dict[str, tuple[Misdeed, str]] = {
     "is silent": (lambda sent, reply: [], "it did not answer within 0.05 s."),
     "fails": (lambda sent, reply: [Message(Error(2, "a\nb: c"), reply_to=sent)], "its node failed: b: c"),
     "sends NaN": (with_change({"fc.bias": torch.full((10,), torch.nan)}), "it holds a number that is not finite."),
+    "has no loss": (saying(loss=torch.nan), "its loss is not finite."),
     "sends another shape": (with_change({"fc.bias": torch.zeros(9)}), "'fc.bias' has shape (9,); (10,) was sent out."),
     "sends another type": (with_change({"fc.bias": torch.zeros(10).double()}), "'fc.bias' is torch.float64"),
     "sends an unknown name": (with_change({"fc.bios": torch.zeros(10)}), "unknown name 'fc.bios'"),
