@@ -138,6 +138,16 @@ def test_sampling_is_fair_keyed_and_without_repeats() -> None:
     assert rounds[:50] != [Federation(tiny_config("seed=9")).sample(number) for number in range(1, 51)]
 
 
+def test_sampling_by_the_round_is_fedmls() -> None:
+    """The expected ids are what numpy.random.seed(0), (1) and (2) with choice(range(10), 5, replace=False) draw."""
+    asked = ("federation.sampling=round", "federation.clients=10", "federation.clients_per_round=5")
+    for seed in (0, 9):
+        federation = Federation(tiny_config(*asked, f"seed={seed}"))
+        drawn = [federation.sample(number) for number in (1, 2, 3)]
+        assert drawn == [[1, 2, 4, 8, 9], [0, 2, 4, 6, 9], [0, 1, 4, 5, 7]]
+    assert federation.sample(1, attempt=1) != federation.sample(1)
+
+
 def test_sizes_are_assigned_as_asked() -> None:
     def sizes(*overrides: str) -> list[str]:
         return [size.removeprefix("resnet") for size in assign_sizes(tiny_config(*overrides))]

@@ -71,6 +71,10 @@ class FederationSettings(Settings):
 
     clients: int = Field(default=20, ge=1)
     clients_per_round: int = Field(default=5, ge=1)
+    sampling: Literal["seed", "round"] = "seed"
+    """What a round's clients are drawn by: the run's seed, or the round's number alone, after numpy.random.seed(number
+    - 1), so that they are the same in all runs (FedML and what is built on it, such as FedImpro's code).
+    """
     assign: Literal["blocks", "alternate", "random", "dynamic", "budget"] = "blocks"
     """How client ids get their sizes: a block a size (as the InCo authors do), in turns, drawn, drawn anew for all
     clients every round (HeteroFL's "dynamic"), or the largest that fits each client's line in `budgets`.
@@ -196,6 +200,11 @@ class Config(Settings):
             raise MotleyError(
                 f"server.weights = {self.server.weights!r}: with privacy.clip = {self.privacy.clip:g} clients do not "
                 "say how many examples they have. Use server.weights = 'uniform'."
+            )
+        if self.privacy.active and federation.sampling == "round":
+            raise MotleyError(
+                f"federation.sampling = 'round': privacy.clip = {self.privacy.clip:g} counts on nobody knowing who "
+                "takes part in a round. Use federation.sampling = 'seed'."
             )
         if self.privacy.active and self.transit.upload != "fp32":
             raise MotleyError(

@@ -286,7 +286,11 @@ class Federation:
         """Return the clients of a round, in the order of their ids."""
         federation = self.config.federation
         again = (attempt,) if attempt else ()
-        numbers = generator(self.config.seed, "clients", round_number, *again)
+        numbers: np.random.Generator | np.random.RandomState
+        if federation.sampling == "round" and not attempt:
+            numbers = np.random.RandomState(round_number - 1)
+        else:
+            numbers = generator(self.config.seed, "clients", round_number, *again)
         return sorted(numbers.choice(federation.clients, federation.clients_per_round, replace=False).tolist())
 
     def jobs(self, server: Server, record: Record, attempt: int = 0) -> list[Job]:

@@ -173,6 +173,9 @@ def test_settings_that_contradict_each_other() -> None:
     assert refused("privacy.clip=1", "server.weights=samples").startswith(
         "server.weights = 'samples': with privacy.clip"
     )
+    assert refused("privacy.clip=1", "federation.sampling=round").startswith(
+        "federation.sampling = 'round': privacy.clip = 1 counts on nobody knowing"
+    )
     assert refused("privacy.clip=1", "transit.upload=fp16").startswith("transit.upload = 'fp16': what privacy.clip = 1")
     assert "privacy.delta = 1" in refused("privacy.delta=1")
 
