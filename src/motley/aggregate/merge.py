@@ -17,7 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from motley.splits.part import Part, Piece, State, add_at, is_view, open_grid, select
+from motley.splits.part import Index, Part, Piece, State, add_at, is_view, open_grid, select
 from motley.transfer import sent
 
 
@@ -86,6 +86,16 @@ def merge(state: Mapping[str, Tensor], updates: Iterable[Update]) -> Merged:
     return Merged({**totals, **means}, {**covered, **dict.fromkeys(means)})
 
 
+@dataclass
+class _Place:
+    """Where a piece lies in its tensor, as a view's index or as vectors on the device, and what its owners weigh."""
+
+    piece: Piece
+    where: Index
+    view: Tensor | None
+    weight: float = 0.0
+
+
 class _Pieces:
     """Adds pieces to the totals, and keeps their weights.
 
@@ -95,34 +105,32 @@ class _Pieces:
 
     def __init__(self, state: Mapping[str, Tensor], totals: State) -> None:
         self._state, self._totals = state, totals
-        self._weight: dict[int, float] = {}
-        self._pieces: dict[int, Piece] = {}
-        self._views: dict[int, Tensor] = {}
-        self._grids: dict[int, tuple[Tensor, ...]] = {}
+        self._places: dict[int, _Place] = {}
         self._into: list[Tensor] = []
         self._values: list[Tensor] = []
 
     def add(self, piece: Piece, value: Tensor, weight: float) -> None:
         """Add a client's value: slices with its other ones, at `flush`."""
-        key = id(piece)
-        if key not in self._pieces:
-            self._meet(piece)
-        self._weight[key] += weight
-        if key in self._views:
-            self._into.append(self._views[key])
+        place = self._places.get(id(piece)) or self._found(piece)
+        place.weight += weight
+        if place.view is not None:
+            self._into.append(place.view)
             self._values.append(value)
         else:
-            self._totals[piece.name][self._grids[key]] += value * weight
+            self._totals[piece.name][place.where] += value * weight
 
-    def _meet(self, piece: Piece) -> None:
-        """Find where a piece lies. It is kept, so that no other one can have its number."""
-        key, total = id(piece), self._totals.setdefault(piece.name, torch.zeros_like(self._state[piece.name]))
-        self._pieces[key], self._weight[key] = piece, 0.0
+    def _found(self, piece: Piece) -> _Place:
+        """Return a new piece's place, which keeps it, so that no other one can have its number."""
         assert piece.index is not None
+        if piece.name not in self._totals:
+            self._totals[piece.name] = torch.zeros_like(self._state[piece.name])
+        total = self._totals[piece.name]
         if is_view(piece.index):
-            self._views[key] = total[piece.index]
+            place = _Place(piece, piece.index, total[piece.index])
         else:
-            self._grids[key] = open_grid(total, piece.index)
+            place = _Place(piece, open_grid(total, piece.index), None)
+        self._places[id(piece)] = place
+        return place
 
     def flush(self, weight: float) -> None:
         """Add the slices of one client, which has this weight."""
@@ -132,11 +140,12 @@ class _Pieces:
 
     def weights(self) -> State:
         """Return what every coordinate's owners weigh together."""
-        names = {piece.name for piece in self._pieces.values()}
-        weights = {name: torch.zeros_like(total) for name, total in self._totals.items() if name in names}
-        for key, piece in self._pieces.items():
-            where = piece.index if key in self._views else self._grids[key]
-            weights[piece.name][where] += self._weight[key]
+        weights: State = {}
+        for place in self._places.values():
+            name = place.piece.name
+            if name not in weights:
+                weights[name] = torch.zeros_like(self._totals[name])
+            weights[name][place.where] += place.weight
         return weights
 
 
