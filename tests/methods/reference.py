@@ -58,13 +58,18 @@ class Reference:
         pairs = zip(model.parameters(), self.model.parameters(), strict=True)
         return torch.stack([(p - w.detach()).square().sum() for p, w in pairs]).sum()
 
+    def distances(self, model: nn.Module) -> Tensor:
+        pairs = zip(model.parameters(), self.model.parameters(), strict=True)
+        return torch.stack([(p - w.detach()).norm() for p, w in pairs]).sum()
+
 
 def inner(vector: Vector, model: nn.Module) -> Tensor:
     return torch.stack([(v * p).sum() for v, p in zip(vector, model.parameters(), strict=True)]).sum()
 
 
-def fedprox(fl: Reference, turns: dict[int, list[Batch]], mu: float) -> None:
-    models = [fl.trained(batches, lambda m, _: mu / 2 * fl.squared_distance(m)) for batches in turns.values()]
+def fedprox(fl: Reference, turns: dict[int, list[Batch]], mu: float, norms: bool = False) -> None:
+    distance = fl.distances if norms else fl.squared_distance
+    models = [fl.trained(batches, lambda m, _: mu / 2 * distance(m)) for batches in turns.values()]
     fl.become(fl.mean(models))
 
 

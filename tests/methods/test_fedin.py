@@ -58,12 +58,14 @@ def test_the_exact_combination_is_the_nearest_that_does_not_point_against_the_lo
 def reference(model: Any, batches: list[tuple[Tensor, Tensor]], s_in: Tensor, s_out: Tensor, rule: str) -> nn.Module:
     """One client's turn as the paper writes it, with autograd and plain gradient descent."""
     lr, mu = 0.05, 0.7
+    rule, _, norms = rule.partition(" by ")
     start = copy.deepcopy(model)
     inside = set(intermediate(model))
     for images, labels in batches:
         chain = chain_of(model)
         loss = nn.functional.cross_entropy(model(images), labels)
-        distance = sum((p - q).square().sum() for p, q in zip(model.parameters(), start.parameters(), strict=True))
+        away = [p - q for p, q in zip(model.parameters(), start.parameters(), strict=True)]
+        distance = sum(offset.norm() if norms else offset.square().sum() for offset in away)
         local = torch.autograd.grad(loss + mu / 2 * distance, list(model.parameters()))
         guess = nn.functional.mse_loss(run(chain[1:-1], s_in), s_out)
         inner = torch.autograd.grad(guess, list(model.parameters()), allow_unused=True)
@@ -94,6 +96,8 @@ RULES = {
     "sum": ("method.combine=sum",),
     "exact": ("method.combine=exact",),
     "separate": ("method.step=separate",),
+    "simplified by norms": ("method.proximal=norms",),
+    "exact by norms": ("method.combine=exact", "method.proximal=norms"),
 }
 
 
@@ -156,7 +160,7 @@ def test_whose_passes_move_running_statistics(running: str) -> None:
 # ---- the same as other methods
 
 
-@pytest.mark.parametrize("overrides", [(), SGD], ids=["adam", "sgd"])
+@pytest.mark.parametrize("overrides", [(), SGD, (*SGD, "method.proximal=norms")], ids=["adam", "sgd", "norms"])
 def test_without_features_it_is_fedprox_bit_for_bit(overrides: tuple[str, ...]) -> None:
     _, plain = after(2, *overrides, name="fedprox")
     federation, without = after(2, *overrides, "method.samples=0")

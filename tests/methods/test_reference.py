@@ -20,6 +20,7 @@ ADAM = {"name": "adam", "lr": 0.002}
 CASES: dict[str, tuple[Callable[..., None], str, dict[str, Any]]] = {
     "fedprox, sgd": (partial(reference.fedprox, mu=0.7), "fedprox, mu=0.7", SGD),
     "fedprox, adam": (partial(reference.fedprox, mu=0.7), "fedprox, mu=0.7", ADAM),
+    "fedprox, norms": (partial(reference.fedprox, mu=0.7, norms=True), "fedprox, mu=0.7, proximal=norms", SGD),
     "scaffold, sgd, in the gradient": (partial(reference.scaffold, gradient=True), "scaffold", SGD),
     "scaffold, momentum": (partial(reference.scaffold, gradient=False), "scaffold", MOMENTUM),
     "scaffold, adam": (partial(reference.scaffold, gradient=False), "scaffold", ADAM),

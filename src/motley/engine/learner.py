@@ -234,23 +234,37 @@ class Learner:
         if not self.publishes:
             self.weights.gather()
 
-    def pull(self, strength: float | Mapping[str, float], towards: Sequence[Tensor] | None = None) -> None:
-        """Add strength (theta - towards), the gradient of a proximal term; `towards` is the received part, if not told.
+    def pull(
+        self, strength: float | Mapping[str, float], towards: Sequence[Tensor] | None = None, *, by_norms: bool = False
+    ) -> None:
+        """Add strength times `offsets`, the gradient of a proximal term.
 
-        For the end of `correct_gradient`: where the optimiser is ours it adds this on its way, and who looks at the
-        gradients afterwards does not see it.
+        For the end of `correct_gradient`: where the optimiser is ours it adds theta - towards on its way, and who looks
+        at the gradients afterwards does not see it.
         """
-        towards = list(self.anchors if towards is None else towards)
         strengths = [strength[name] if isinstance(strength, Mapping) else strength for name in self.parameters]
         if not any(strengths):
             return
-        if self.publishes and not self.training.clip:
+        if self.publishes and not self.training.clip and not by_norms:
+            towards = list(self.anchors if towards is None else towards)
             self.optimizer.pull(towards, strengths)  # type: ignore[attr-defined]
             return
-        offsets = torch._foreach_sub(self.trained, towards)
+        offsets = self.offsets(towards, by_norms=by_norms)
         if isinstance(strength, Mapping):
             torch._foreach_mul_(offsets, strengths)
         torch._foreach_add_(self.gradients, offsets, alpha=1 if isinstance(strength, Mapping) else strength)
+
+    def offsets(self, towards: Sequence[Tensor] | None = None, *, by_norms: bool = False) -> list[Tensor]:
+        """Return theta - towards, the gradient of half its square; by norms, that of half of every tensor's norm of it.
+
+        `towards` is the received part, if not told.
+        """
+        offsets = list(torch._foreach_sub(self.trained, list(self.anchors if towards is None else towards)))
+        if by_norms:
+            norms = torch._foreach_norm(offsets)
+            torch._foreach_clamp_min_(norms, torch.finfo(offsets[0].dtype).tiny)  # where a turn begins it is zero
+            torch._foreach_div_(offsets, torch._foreach_mul(norms, 2.0))
+        return offsets
 
     def publish(self) -> None:
         """Let the model compute with `parameters` as they are now: after the last change of a step."""

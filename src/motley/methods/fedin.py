@@ -30,6 +30,7 @@ from motley.aggregate.merge import Update
 from motley.errors import MotleyError
 from motley.methods.base import METHODS, REPORTED, Method, MethodSettings, World
 from motley.methods.feature_pool import IN, OUT, Shapes, collect, draw, entries
+from motley.methods.fedprox import Proximal
 from motley.models.layers import apart
 from motley.models.stages import chain_of, owned, run, shape_behind
 from motley.randomness import generator, torch_seed
@@ -50,6 +51,8 @@ class FedInSettings(MethodSettings):
     name: str = "fedin"
     mu: float = Field(default=0.1, ge=0)
     """Strength of the proximal term; the paper writes mu / 2 = 0.05. 0 is its ablation "w/o Prox"."""
+    proximal: Proximal = "squared"
+    """Which term, as for FedProx."""
     combine: Literal["simplified", "exact", "sum"] = "simplified"
     """simplified: G_IN + multiplier / 2 G_local (Eq. 13). exact: G_IN without what points against G_local (Eq. 12), and
     nothing of G_local itself. sum: G_IN + G_local, the ablation "w/o Opt".
@@ -130,6 +133,11 @@ class FedIN(Method):
         _, s_out = self._features(learner, images)
         return learner.cross_entropy(run(chain_of(learner.model)[-1:], s_out), labels)
 
+    @property
+    def by_norms(self) -> bool:
+        """Whether the proximal term is a sum of norms."""
+        return self.settings.proximal == "norms"
+
     def step(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
         if not learner.message or self.settings.step == "separate":
             return self._local_step(learner, images, labels)
@@ -142,7 +150,7 @@ class FedIN(Method):
         """Take FedProx's step, and where there are features one of L_IN after it."""
         loss = self.loss(learner, images, labels)
         learner.backward(loss)
-        learner.pull(self.settings.mu)
+        learner.pull(self.settings.mu, by_norms=self.by_norms)
         self.descend(learner)
         if learner.message:
             self._inner_backward(learner)
@@ -168,7 +176,8 @@ class FedIN(Method):
         learner.notes[IN_LOSS].add_(inner.detach())
         learner.backward(loss + inner)
         mu, inside = self.settings.mu, set(intermediate(learner.model))
-        learner.pull({name: weight * mu if name in inside else mu for name in learner.parameters})
+        strengths = {name: weight * mu if name in inside else mu for name in learner.parameters}
+        learner.pull(strengths, by_norms=self.by_norms)
         return loss
 
     def _backward_projected(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
@@ -178,7 +187,7 @@ class FedIN(Method):
         inner = torch._foreach_mul(learner.gradients_of(between), 1.0)
         loss = self.loss(learner, images, labels)
         learner.backward(loss)
-        offsets = torch._foreach_sub(learner.trained, learner.anchors)
+        offsets = learner.offsets(by_norms=self.by_norms)
         torch._foreach_add_(learner.gradients, offsets, alpha=self.settings.mu)
         local = learner.gradients_of(between)
         torch._foreach_copy_(local, projected(inner, local))

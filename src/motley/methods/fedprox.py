@@ -11,7 +11,7 @@ Over parts of unlike depth this is the InCo paper's HeteroProx; with `method.inc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -19,6 +19,12 @@ from motley.methods.base import METHODS, Method, MethodSettings
 
 if TYPE_CHECKING:
     from motley.engine.learner import Learner
+
+
+Proximal: TypeAlias = Literal["squared", "norms"]
+"""The term: mu / 2 |theta - w|^2, or, as in much public code, mu / 2 times the sum of every tensor's |theta - w|, whose
+pull does not grow with the distance.
+"""
 
 
 class FedProxSettings(MethodSettings):
@@ -29,6 +35,7 @@ class FedProxSettings(MethodSettings):
     """Strength of the pull. 0.1 is what the InCo and FedIN papers use (they write mu/2 = 0.05); the authors of FedProx
     choose among 0.001, 0.01, 0.1, 0.5 and 1. With Adam the pull is rescaled with the gradient.
     """
+    proximal: Proximal = "squared"
 
 
 @METHODS.register("fedprox", "FedAvg with a proximal term, mu / 2 |theta - w|^2", paper="Li et al., MLSys 2020")
@@ -39,4 +46,4 @@ class FedProx(Method):
     settings: FedProxSettings
 
     def correct_gradient(self, learner: Learner) -> None:
-        learner.pull(self.settings.mu)
+        learner.pull(self.settings.mu, by_norms=self.settings.proximal == "norms")
