@@ -28,7 +28,7 @@ pull does not grow with the distance.
 
 
 class FedProxSettings(MethodSettings):
-    """FedProx's own setting."""
+    """FedProx's own settings."""
 
     name: str = "fedprox"
     mu: float = Field(default=0.1, ge=0)
@@ -36,6 +36,7 @@ class FedProxSettings(MethodSettings):
     choose among 0.001, 0.01, 0.1, 0.5 and 1. With Adam the pull is rescaled with the gradient.
     """
     proximal: Proximal = "squared"
+    """Which term."""
 
 
 @METHODS.register("fedprox", "FedAvg with a proximal term, mu / 2 |theta - w|^2", paper="Li et al., MLSys 2020")

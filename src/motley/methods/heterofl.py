@@ -35,10 +35,6 @@ CLASSIFIERS = ("fc", "head", "classify")
 """What the layer is called, in any family, that puts out an answer a class."""
 
 
-KEYS = ("mean", "var")
-"""The statistics of a batch norm."""
-
-
 class HeteroFLSettings(MethodSettings):
     """HeteroFL's own settings."""
 
@@ -107,22 +103,23 @@ class HeteroFL(Method):
         The norms keep it themselves: their running statistics go so far towards a batch as its share of those seen.
         """
         norms = {name: module for name, module in learner.model.named_modules() if isinstance(module, nn.BatchNorm2d)}
-        usual = {name: norm.momentum for name, norm in norms.items()}
-        kept = {
-            f"{name}.running_{key}": getattr(norm, f"running_{key}") for name, norm in norms.items() for key in KEYS
-        }
+        momenta = [norm.momentum for norm in norms.values()]
+        kept = {f"{name}.{key}": tensor for name, norm in norms.items() for key, tensor in norm.named_buffers()}
+        kept = {name: tensor for name, tensor in kept.items() if tensor.is_floating_point()}
         seen = 0
-        with torch.no_grad():
-            torch._foreach_zero_(list(kept.values()))
-            for images, _ in batches:
-                if len(images) > 1:
-                    seen += len(images)
-                    for norm in norms.values():
-                        norm.momentum = len(images) / seen
-                    learner.model(images)
-        for name, norm in norms.items():
-            norm.momentum = usual[name]
-        return {name: value.clone() for name, value in kept.items()} if seen else {}
+        try:
+            with torch.no_grad():
+                torch._foreach_zero_(list(kept.values()))
+                for images, _ in batches:
+                    if len(images) > 1:
+                        seen += len(images)
+                        for norm in norms.values():
+                            norm.momentum = len(images) / seen
+                        learner.model(images)
+        finally:
+            for norm, momentum in zip(norms.values(), momenta, strict=True):
+                norm.momentum = momentum
+        return {name: tensor.clone() for name, tensor in kept.items()} if seen else {}
 
     def use(self, server: State, state: State, collections: Sequence[Collection]) -> tuple[State, State]:
         updates = [self._statistics(state, collection) for collection in collections if collection.values]

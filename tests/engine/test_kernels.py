@@ -1,0 +1,299 @@
+"""The kernels of our own, each against torch's own operations: on a GPU."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from motley.data import Examples
+from motley.data.device import DRAWS, DeviceData
+from motley.data.transforms import TransformSettings
+from motley.engine.device import set_precision
+from motley.engine.training import OptimizerSettings, reset
+from motley.engine.weights import Weights, working_type
+from motley.kernels import AVAILABLE
+from motley.models.layers import BatchNorm, Convolution, MaxPool, Stem, apart, second_use, use_fused
+
+if AVAILABLE:
+    from motley.kernels import convolve, loss
+    from motley.kernels import norm as norm_kernels
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch's own operations give the same bits every time."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
+@pytest.mark.parametrize(
+    "shape", [(64, 64, 16, 16), (64, 64, 8, 8), (64, 256, 2, 2), (64, 512, 1, 1), (37, 24, 5, 3), (128, 64, 32, 32)]
+)
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [0, 16])
+def test_fused_norm_equals_torchs(
+    shape: tuple[int, ...], add: bool, relu: bool, dtype: torch.dtype, first: int
+) -> None:
+    """Of one batch, and of two behind each other: in one kernel, or where they are large one after the other."""
+    torch.manual_seed(0)
+    plain = BatchNorm(shape[1]).cuda()
+    torch.nn.init.uniform_(plain.weight)
+    torch.nn.init.uniform_(plain.bias)
+    fused = deepcopy(plain)
+    use_fused(fused)
+
+    def drawn() -> torch.Tensor:
+        return (torch.randn(shape, device="cuda") * 2 + 1).to(dtype=dtype, memory_format=torch.channels_last)
+
+    x, other, weight = drawn(), drawn(), drawn()
+    results = []
+    if dtype == torch.float32:
+        plain = plain.double()
+    for norm in (plain, fused):
+        exact = norm.weight.dtype if dtype == torch.float32 else dtype
+        inputs = [x.to(exact).detach().requires_grad_(), other.to(exact).detach().requires_grad_()]
+        with apart(norm, first, both=True) if first else nullcontext():
+            y = norm(inputs[0], inputs[1] if add else None, relu)
+        (y * weight + second_use(y) * other).sum().backward()
+        tracked = norm.num_batches_tracked.float()
+        gradients = [i.grad for i in inputs[: 1 + add]]
+        results.append(
+            [y.detach(), norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var, tracked, *gradients]
+        )
+    exact_limit = 1e-5 if shape[0] * shape[2] * shape[3] < 2**16 else 1e-4  # a mean's last bit, summed over all rows
+    limit = exact_limit if dtype == torch.float32 else 6e-2  # torch rounds before it adds: some signs differ
+    for mine, theirs in zip(results[1], results[0], strict=True):
+        assert mine is not None and theirs is not None and mine.dtype in (dtype, torch.float32)
+        assert float((mine.double() - theirs.double()).norm() / theirs.double().norm()) < limit
+
+
+def test_another_length_compiles_no_kernel_anew() -> None:
+    """The last batch of every client has a length of its own; powers of two may be compiled for."""
+
+    def step(length: int) -> int:
+        x = torch.randn(length, 64, 16, 16, device="cuda").to(memory_format=torch.channels_last).requires_grad_()
+        norm_kernels.norm_add_relu(x, None, norm, True)[0].sum().backward()
+        torch.cuda.synchronize()
+        kernels = [norm_kernels._block_moments, norm_kernels._apply_forward, norm_kernels._apply_backward]
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+    norm = BatchNorm(64).cuda()
+    first = step(127)
+    assert first and [step(length) for length in (120, 101, 65, 33)] == [first] * 4
+    assert step(128) > first
+
+
+@pytest.mark.parametrize("shape", [(64, 3, 32, 7, 2), (50, 1, 28, 7, 2), (64, 3, 32, 3, 1)])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_the_first_convolution_equals_torchs(shape: tuple[int, ...], dtype: torch.dtype, limit: float) -> None:
+    torch.manual_seed(0)
+    set_precision("fp32", torch.device("cuda"))
+    count, channels, side, kernel, stride = shape
+    plain = Stem(channels, 64, kernel, stride=stride, padding=kernel // 2, bias=False).to("cuda", dtype)
+    plain = plain.to(memory_format=torch.channels_last)
+    fused = deepcopy(plain)
+    use_fused(fused)
+    x = torch.randn(count, channels, side, side, device="cuda", dtype=dtype).to(memory_format=torch.channels_last)
+    wanted, given = plain(x), fused(x)
+    g = torch.randn_like(wanted)
+    wanted.backward(g)
+    given.backward(g)
+    assert given.stride() == wanted.stride() and given.dtype == dtype
+    for mine, theirs in ((given, wanted), (fused.weight.grad, plain.weight.grad)):
+        assert mine is not None and theirs is not None
+        assert float((mine.float() - theirs.float()).norm() / theirs.float().norm()) < limit
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("gathered", [False, True], ids=["lying", "gathered"])
+@pytest.mark.parametrize("pulled", [False, True], ids=["", "pulled"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        OptimizerSettings(name="adam", lr=1e-2, weight_decay=0.1),
+        OptimizerSettings(name="adamw", lr=1e-2, weight_decay=0.1),
+        OptimizerSettings(name="sgd", lr=1e-2),
+        OptimizerSettings(name="sgd", lr=1e-2, momentum=0.9, weight_decay=0.1),
+    ],
+    ids=["adam", "adamw", "sgd", "momentum"],
+)
+def test_fused_optimizers_equal_torchs(
+    settings: OptimizerSettings, precision: str, gathered: bool, captured: bool, pulled: bool
+) -> None:
+    """With gradients where backward leaves them, or gathered in single precision; with a pull to other weights."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(33, 64, 3), nn.BatchNorm2d(64), nn.Conv2d(64, 71, 1), nn.Flatten(), nn.Linear(71 * 36, 10)
+    model = nn.Sequential(*layers).cuda().to(memory_format=torch.channels_last)
+    theirs = list(deepcopy(model).parameters())
+    weights = Weights(model, precision)
+    mine = list(weights.masters.values())
+    plain = settings.build(theirs, torch.device("cuda"))
+    fused: Any = settings.build(mine, torch.device("cuda"), True, weights, weights.scale)
+    towards = [torch.randn_like(tensor) for tensor in mine]
+    strengths = [0.1 * number for number in range(len(mine))]
+    images = torch.randn(8, 33, 8, 8, device="cuda", dtype=working_type(precision))
+
+    def step() -> list[torch.Tensor]:
+        weights.backward(model(images).float().square().mean())
+        factor = 1 if weights.scale is None else 1 / weights.scale.value
+        seen = [gradient.float() * factor for gradient in weights.lying if gradient is not None]
+        if gathered:
+            weights.gather()
+        if pulled:
+            fused.pull(towards, strengths)
+        fused.step()
+        return seen
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        before = [tensor.detach().clone() for tensor in mine]
+        step()  # warms up
+        with torch.no_grad():
+            torch._foreach_copy_(mine, before)
+        reset(fused, settings.lr)
+        weights.publish()
+        graph = torch.cuda.CUDAGraph()
+        if captured:
+            fused.reserve(1)
+            with torch.cuda.graph(graph, stream=stream):
+                seen = step()
+            fused.settle()
+        for _ in range(5):
+            if captured:
+                graph.replay()
+            else:
+                seen = step()
+            for tensor, gradient, goal, strength in zip(theirs, seen, towards, strengths, strict=True):
+                tensor.grad = gradient + pulled * strength * (tensor.detach() - goal)
+            plain.step()
+    torch.cuda.synchronize()
+    for one, other, copy in zip(mine, theirs, weights.copies, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # of five steps of up to 1e-2
+        assert copy is None or torch.equal(copy, one.detach().to(copy.dtype))
+
+
+@pytest.mark.parametrize("gathered", [False, True], ids=["lying", "gathered"])
+@pytest.mark.parametrize("settings", [OptimizerSettings(lr=1e-2), OptimizerSettings(name="sgd", lr=1e-2, momentum=0.9)])
+def test_optimizers_leave_out_the_steps_that_torchs_leave_out(settings: OptimizerSettings, gathered: bool) -> None:
+    """With gradients that are not finite in one tensor or another, once and again."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(33, 64, 3), nn.BatchNorm2d(64), nn.Flatten(), nn.Linear(64 * 36, 10)
+    plain = nn.Sequential(*layers).cuda().to(memory_format=torch.channels_last)
+    both = [Weights(model, "fp16") for model in (deepcopy(plain), plain)]
+    masters = [list(weights.masters.values()) for weights in both]
+    optimizers = [
+        settings.build(own, torch.device("cuda"), fused, weights, weights.scale)
+        for own, fused, weights in zip(masters, (True, False), both, strict=True)
+    ]
+    scales = []
+    for step in range(120):
+        bad = step in (3, 4, 70) or 90 <= step < 110
+        numbers = torch.Generator("cuda").manual_seed(step)
+        for place in range(len(masters[0])):
+            drawn = torch.randn(masters[0][place].shape, device="cuda", generator=numbers)
+            if bad and place == step % len(masters[0]):
+                drawn[(-1,) * drawn.dim()] = (torch.inf, -torch.inf, torch.nan)[step % 3]
+            for weights, own in zip(both, masters, strict=True):
+                assert weights.scale is not None
+                copy = weights.copies[place]
+                tensor = own[place] if copy is None else copy
+                tensor.grad = torch.empty_like(tensor).copy_(drawn * weights.scale.value)
+        for weights, optimizer in zip(both, optimizers, strict=True):
+            weights.scaled = True
+            if gathered or weights is both[1]:
+                weights.gather()
+            optimizer.step()
+        scales.append([float(weights.scale.value) for weights in both if weights.scale is not None])
+    assert all(mine == theirs for mine, theirs in scales)
+    assert {64.0, 512.0, 1024.0, 4096.0} <= {mine for mine, _ in scales}
+    torch.testing.assert_close(masters[0], masters[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(64, 64, 16, 16), (7, 70, 9, 11)])
+def test_max_pooling_equals_torchs(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape, device="cuda").relu().to(memory_format=torch.channels_last)
+    plain, fused = nn.MaxPool2d(3, 2, 1), MaxPool(3, 2, 1)
+    use_fused(fused)
+    inputs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
+    wanted, given = plain(inputs[0]), fused(inputs[1])
+    weight, other = torch.randn_like(wanted), torch.randn_like(wanted)
+    (wanted * weight + wanted * other).sum().backward()
+    (given * weight + second_use(given) * other).sum().backward()
+    assert second_use(given) is not given and torch.equal(given, wanted)
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+    with torch.no_grad():
+        assert torch.equal(fused(x), wanted)
+
+
+@pytest.mark.parametrize(
+    "shape", [(64, 128, 256, 4, 2, 3), (64, 256, 256, 2, 1, 3), (64, 256, 512, 2, 2, 2), (9, 64, 128, 8, 2, 1)]
+)
+def test_a_convolutions_weight_gradient_equals_torchs(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    count, inputs, outputs, side, stride, kernel = shape
+    padding = 1 if kernel == 3 else 0
+    plain = Convolution(inputs, outputs, kernel, stride=stride, padding=padding, bias=False)
+    plain = plain.to("cuda", torch.bfloat16).to(memory_format=torch.channels_last)
+    fused = deepcopy(plain)
+    use_fused(fused)
+    x = torch.randn(count, inputs, side, side, device="cuda", dtype=torch.bfloat16).to(
+        memory_format=torch.channels_last
+    )
+    assert convolve.applies(x, fused)
+    ins = [x.clone().requires_grad_(), x.clone().requires_grad_()]
+    wanted, given = plain(ins[0]), fused(ins[1])
+    g = torch.randn_like(wanted)
+    wanted.backward(g)
+    given.backward(g)
+    pairs = ((given, wanted), (fused.weight.grad, plain.weight.grad), (ins[1].grad, ins[0].grad))
+    assert all(float((a.float() - b.float()).norm() / b.float().norm()) < 1e-2 for a, b in pairs)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cross_entropy_equals_torchs(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    answers = torch.randn(50, 10, device="cuda", dtype=dtype) * 5
+    labels = torch.randint(0, 10, (50,), device="cuda")
+    mine, theirs = answers.clone().requires_grad_(), answers.clone().requires_grad_()
+    given, wanted = loss.cross_entropy(mine, labels), F.cross_entropy(theirs.float(), labels)
+    (3 * given).backward()
+    (3 * wanted).backward()
+    torch.testing.assert_close(given, wanted)
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", [{}, {"crop_padding": 4, "flip": True, "cutout": 16}, {"cutout": 5}])
+def test_augmentation_equals_the_plain_one(change: dict[str, Any]) -> None:
+    numbers = np.random.default_rng(0)
+    images = numbers.integers(0, 256, (50, 32, 32, 3), dtype=np.uint8)
+    transform = TransformSettings(mean=(0.4,) * 3, std=(0.2,) * 3, **{"flip": True, **change})
+    data = DeviceData(Examples(images, np.zeros(50, dtype=np.int64)), transform, torch.device("cuda"), augment=True)
+    rows = torch.from_numpy(numbers.integers(0, 50, 70)).cuda()
+    draws = torch.from_numpy(numbers.random((70, DRAWS), dtype=np.float32)).cuda()
+    into = torch.zeros(70, 32, 32, 3, device="cuda")
+    data.fill(into, rows, draws)
+    torch.testing.assert_close(into.permute(0, 3, 1, 2), data.batch(rows, draws)[0])
+
+
+def test_bf16_results_are_rounded_to_the_nearest() -> None:
+    """Cut off instead, every value would shrink by a fifth of a percent on average."""
+    torch.manual_seed(0)
+    norm = BatchNorm(64).cuda()
+    exact = deepcopy(norm).double()
+    use_fused(norm)
+    for shape in ((64, 64, 1, 1), (64, 64, 16, 16)):
+        x = torch.randn(shape, device="cuda").bfloat16().to(memory_format=torch.channels_last)
+        given, wanted = norm(x).double(), exact(x.double())
+        assert abs(float(((given - wanted) * wanted.sign()).sum() / wanted.abs().sum())) < 2e-4
