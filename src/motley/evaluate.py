@@ -66,15 +66,20 @@ class Evaluator:
         precision = IN_THE_PLACE_OF.get(precision, precision)
         batches = TestBatches(data, settings.batch_size, working_type(precision))
         self._seen: list[int] = torch.bincount(data.labels, minlength=classes).tolist()
+        self._split = split
         self._sizes = {size: _Size(split, size, batches, classes, precision, fused) for size in split.sizes}
 
-    def __call__(self, state: Mapping[str, Tensor]) -> dict[str, Score]:
-        """Return every size's score with its part of a state."""
-        return self.start(state).scores()
+    def __call__(self, state: Mapping[str, Tensor], round_number: int = 0) -> dict[str, Score]:
+        """Return every size's score with its part of the state after a round."""
+        return self.start(state, round_number).scores()
 
-    def start(self, state: Mapping[str, Tensor]) -> Evaluation:
+    def start(self, state: Mapping[str, Tensor], round_number: int) -> Evaluation:
         """Begin to evaluate every size. On a GPU the host goes on, and the state may be dropped or trained from."""
-        return Evaluation({name: size.start(state) for name, size in self._sizes.items()}, self._seen)
+        counts = {
+            name: size.start(take(state, self._split.evaluated(name, round_number)))
+            for name, size in self._sizes.items()
+        }
+        return Evaluation(counts, self._seen)
 
 
 class Evaluation:
@@ -125,7 +130,6 @@ class _Size:
         self, split: Split, size: str, batches: TestBatches, classes: int, precision: str, fused: bool
     ) -> None:
         self.batches, self.device = batches, batches.data.device
-        self.part = split.part(size)
         self.model = place(split.build(size), self.device).eval()
         lower(self.model, precision)
         if fused and self.device.type == "cuda":
@@ -137,9 +141,8 @@ class _Size:
         self._counts = torch.zeros(classes + 1, dtype=torch.float64, device=self.device)
         """Right answers a class, and the summed loss."""
 
-    def start(self, state: Mapping[str, Tensor]) -> Later:
-        """Evaluate a state without waiting for the device."""
-        own = take(state, self.part)
+    def start(self, own: State) -> Later:
+        """Evaluate a client's state without waiting for the device."""
         if self.stream is None:
             self._copy(own)
             self._count()

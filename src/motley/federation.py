@@ -40,6 +40,7 @@ from motley.engine.memory import MemoryStore
 from motley.errors import MotleyError
 from motley.evaluate import Evaluator
 from motley.methods import METHODS, Method, World
+from motley.methods.base import Collection
 from motley.models import MODELS
 from motley.models.projection import with_projection
 from motley.plan import assigned, costs_of, read_budgets
@@ -217,13 +218,13 @@ class Federation:
 
     def to_device(self, server: Server) -> Server:
         """Return a server whose tensors are on the federation's device."""
+        averaged = self.here(server.averaged) if server.averaged is not None else None
+        method, optimizer = self.here(server.method), self.here(server.optimizer)
+        return replace(server, state=self.here(server.state), averaged=averaged, method=method, optimizer=optimizer)
 
-        def moved(state: State) -> State:
-            return {name: on_device(tensor, self.device) for name, tensor in state.items()}
-
-        averaged = moved(server.averaged) if server.averaged is not None else None
-        method, optimizer = moved(server.method), moved(server.optimizer)
-        return replace(server, state=moved(server.state), averaged=averaged, method=method, optimizer=optimizer)
+    def here(self, state: State) -> State:
+        """Return tensors on the server's device."""
+        return {name: on_device(tensor, self.device) for name, tensor in state.items()}
 
     def play(self, server: Server, done: Callable[[int], None] = lambda client: None) -> tuple[Server, Record]:
         """Play one round and return the server after it, and the round's record with all scores."""
@@ -252,14 +253,16 @@ class Federation:
         """Play a round once; None where too few uploads can be taken.
 
         While a GPU is still training, nobody knows whether all that it will upload is finite. So the round's end is
-        queued behind the training as if it were, and made again without those uploads that turn out not to be.
+        queued behind the training as if it were, and made again without those uploads that turn out not to be. Nodes
+        are not asked for a collection twice.
         """
         with record.timed("train"):
             jobs = self.jobs(server, record, number)
             fitting = self.fitting(jobs, self.engine.train(jobs, done), record)
             losses = Later(_stacked([upload.loss for upload in fitting]))
             blemished = Later(_stacked([blemish(_all_of(upload)) for upload in fitting]))
-        early = None if blemished.ready else self.conclude(server, self.updates(jobs, fitting), record)
+        queued = self.engine.trusted and not blemished.ready
+        early = self.conclude(server, self.updates(jobs, fitting), record) if queued else None
         with record.timed("train"):
             updates = self.updates(jobs, self.admit(fitting, losses.read(), blemished.read(), record))
             if not self.engine.trusted:
@@ -279,7 +282,7 @@ class Federation:
         after = self.collect(after, record)
         if self.is_evaluated(record.round_number):
             with record.timed("evaluate"):
-                record.evaluation = self.evaluate.start(after.model)
+                record.evaluation = self.evaluate.start(after.model, after.round_number)
         return after
 
     def sample(self, round_number: int, attempt: int = 0) -> list[int]:
@@ -341,8 +344,12 @@ class Federation:
         return taken
 
     def decoded(self, job: Job, upload: Upload) -> Upload:
-        """Return an upload with its change as the server computes with it."""
-        return replace(upload, change=decoded(upload.change, job.state, self.config.transit.upload))
+        """Return an upload with its change as the server computes with it, and where it does."""
+        change = decoded(upload.change, job.state, self.config.transit.upload)
+        if self.engine.trusted:
+            return replace(upload, change=change)
+        loss = upload.loss.to(self.device)
+        return replace(upload, change=self.here(change), message=self.here(upload.message), loss=loss)
 
     def usable(self, server: Server, updates: Sequence[Update], record: Record) -> list[Update]:
         """Return the updates whose messages the method can use. Nodes may send anything, so each is tried alone."""
@@ -432,14 +439,31 @@ class Federation:
             return server
         with record.timed("collect"):
             jobs = [self.job(server, record.round_number, client) for client in clients]
-            jobs = [replace(job, state=take(server.model, self.split.part(job.size))) for job in jobs]
-            collections = self.engine.collect(jobs)
+            parts = [self.split.evaluated(job.size, job.round_number) for job in jobs]
+            jobs = [replace(job, state=take(server.model, part)) for job, part in zip(jobs, parts, strict=True)]
+            collections = self.collected(server, self.engine.collect(jobs), record)
             if not collections:
                 return server
             method, model = self.method.use(server.method, server.model, collections)
         if server.averaged is None:
             return replace(server, method=method, state=model)
         return replace(server, method=method, averaged=model)
+
+    def collected(self, server: Server, collections: Sequence[Collection], record: Record) -> Sequence[Collection]:
+        """Return the collections that the method can use; nodes may send anything."""
+        if self.engine.trusted:
+            return collections
+        usable = []
+        for answer in collections:
+            one = replace(answer, values=self.here(answer.values))
+            try:
+                if one.values and blemish(one.values):
+                    raise ValueError("it holds a number that is not finite")
+                self.method.use(server.method, server.model, [one])
+                usable.append(one)
+            except Exception as error:
+                record.refused[one.client] = f"the method cannot use its collection: {error!r}"
+        return usable
 
     def is_evaluated(self, round_number: int) -> bool:
         """Tell whether a round ends with an evaluation."""

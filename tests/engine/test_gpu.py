@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from motley.engine import Job, LocalEngine, Upload
+from motley.engine.base import Done
 from motley.engine.timeline import Timeline
 from motley.federation import Federation
+from motley.methods.base import Collection
 from motley.round import Server
+from motley.splits.part import State
 from tests.conftest import tiny_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -212,6 +218,35 @@ def test_two_devices_agree_with_one(method: str, numbers: tuple[int, ...], monke
     assert {slot.device for slot in federation.engine.pool} == set(devices)  # type: ignore[attr-defined]
     assert {span.device for span in timeline.spans()} == {0, 1}
     assert all(torch.equal(torch.cuda.get_rng_state(d), g) for d, g in zip(devices, generators, strict=True))
+
+
+class Nodes(LocalEngine):
+    """Clients whose answers come over a network: none of their tensors is on the server's device."""
+
+    trusted = False
+
+    def train(self, jobs: Sequence[Job], done: Done) -> list[Upload]:
+        def there(state: State) -> State:
+            return {name: tensor.cpu() for name, tensor in state.items()}
+
+        uploads = super().train(jobs, done)
+        return [replace(u, change=there(u.change), message=there(u.message), loss=u.loss.cpu()) for u in uploads]
+
+    def collect(self, jobs: Sequence[Job]) -> list[Collection]:
+        return [replace(c, values={n: v.cpu() for n, v in c.values.items()}) for c in super().collect(jobs)]
+
+
+@pytest.mark.parametrize("method", ["InCoAvg", "scaffold", "fednova", "heterofl"])
+def test_answers_of_nodes_are_brought_to_the_servers_gpu(method: str) -> None:
+    config = tiny_config(*EXACT, f"method.name={method}", "evaluation.every=1")
+    ends = []
+    for engine in (LocalEngine, Nodes):
+        federation = Federation(config)
+        federation.engine = engine(federation.engine.clients, 1)  # type: ignore[attr-defined]
+        server, record = federation.play(federation.start())
+        assert not record.refused
+        ends.append({**server.state, **server.method})
+    assert distance(*ends) < 1e-5
 
 
 def test_gpu_and_cpu_start_alike() -> None:

@@ -220,6 +220,27 @@ def test_optimizers_leave_out_the_steps_that_torchs_leave_out(settings: Optimize
     torch.testing.assert_close(masters[0], masters[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_pass_leaves_no_memory_behind(backward: bool) -> None:
+    """What a layer puts out for two uses must not keep itself alive: not even Python's collector would find it."""
+    layers = nn.Sequential(MaxPool(3, 2, 1), BatchNorm(64)).cuda()
+    use_fused(layers)
+    layers[1].weight.grad, layers[1].bias.grad = torch.zeros(2, 64, device="cuda").unbind()
+    x = torch.randn(8, 64, 16, 16, device="cuda").to(memory_format=torch.channels_last)
+
+    def once() -> None:
+        with torch.set_grad_enabled(backward):
+            pooled = layers[0](x.detach().requires_grad_(backward))
+            y = layers[1](pooled, add=second_use(pooled), relu=True)
+            if backward:
+                (y * second_use(y)).sum().backward()
+
+    once()
+    before = torch.cuda.memory_allocated()
+    once()
+    assert torch.cuda.memory_allocated() == before
+
+
 @pytest.mark.parametrize("shape", [(64, 64, 16, 16), (7, 70, 9, 11)])
 def test_max_pooling_equals_torchs(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)

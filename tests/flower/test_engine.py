@@ -36,7 +36,7 @@ def local(folder: Path, *overrides: str) -> tuple[str, str]:
 # ---- the same numbers
 
 
-@pytest.mark.parametrize("method", ["fedavg", "scaffold", "moon"])
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "moon", "heterofl"])
 def test_nodes_end_where_slots_end(grid: Grid, tmp_path: Path, method: str) -> None:
     settings = (f"method.name={method}", "method.inco.preset=official", "server.average=0.5")
     _, server = serve(grid, three_nodes(*settings), tmp_path / "run")
@@ -174,6 +174,25 @@ def test_a_message_that_the_method_cannot_use(
     (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
     assert list(line["refused"]) == ["1"] and reason in line["refused"]["1"]
     assert sorted(server.remembered) == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"bn1.running_mean": torch.zeros(3)}, "RuntimeError"),
+        ({"fc.bios": torch.zeros(10)}, "KeyError('fc.bios')"),
+        ({"bn1.running_var": torch.full((4,), torch.inf)}, "it holds a number that is not finite"),
+    ],
+)
+def test_a_collection_that_the_method_cannot_use(
+    grid: Grid, tmp_path: Path, values: dict[str, torch.Tensor], reason: str
+) -> None:
+    grid.misdeeds_with = "train.collect"
+    grid.misdeeds[999] = lambda sent, reply: [answered(reply, message=values)]
+    _, server = serve(grid, three_nodes("training.rounds=1", "method.name=heterofl"), tmp_path / "run")
+    (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
+    assert list(line["refused"]) == ["1"] and reason in line["refused"]["1"]
+    assert sorted(server.remembered) == [0, 1, 2] and all(t.isfinite().all() for t in server.state.values())
 
 
 def test_only_the_first_of_two_answers_counts(grid: Grid, tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from motley.analysis.replay import global_model
 from motley.config import load_config
+from motley.data.device import DeviceData
 from motley.errors import MotleyError
 from motley.federation import Federation, assign_sizes
 from motley.models.channels import CLASSES, Axis, axes, positions
@@ -180,6 +182,29 @@ def test_the_first_rolling_window_has_the_leading_channels_and_the_next_begins_o
         assert rolling.part(size, 1) == leading.part(size, 1) == rolling.part(size)
     second = rolling.part("resnet18-w0.5", 2, 4)["layer1.0.conv1.weight"].index
     assert second is not None and second[:2] == (slice(1, 3), slice(1, 3))
+
+
+@pytest.mark.parametrize(("rule", "window"), [("rolling", 3), ("leading", 0), ("random", 0)])
+def test_a_narrow_size_is_evaluated_as_the_rounds_clients_held_it(rule: str, window: int) -> None:
+    """Channels of a rolling window were trained together; the leading ones of all layers were not."""
+    federation = federation_of(*MODELS["basic"], f"split.channels={rule}", "training.steps=1", "evaluation.every=3")
+    server = federation.start()
+    for _ in range(3):
+        server, record = federation.play(server)
+    scores = {number: federation.evaluate(server.model, number) for number in (0, 3)}
+    assert record.scores == scores[3]
+    size = "resnet18-w0.5"
+    model = federation.split.build(size)
+    model.load_state_dict(take(server.model, federation.split.part(size, window)))
+    test = DeviceData(federation.dataset.test, federation.config.data.transform, federation.device, augment=False)
+    seen, labels = test.batch(torch.arange(len(test)))
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(model.eval()(seen), labels)
+    assert scores[3][size].loss == pytest.approx(float(loss), rel=1e-5)
+    assert (scores[3] == scores[0]) == (rule != "rolling")
+    assert scores[3]["resnet18-w1"] == scores[0]["resnet18-w1"]
+    handed_out = global_model(federation, server, size).state_dict()
+    assert all(torch.equal(tensor, handed_out[name]) for name, tensor in model.state_dict().items())
 
 
 def test_random_channels_are_drawn_for_each_client_and_round_and_again_the_same() -> None:

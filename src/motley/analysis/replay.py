@@ -92,7 +92,7 @@ def model_of(federation: Federation, size: str, state: Mapping[str, Tensor]) -> 
 
 def global_model(federation: Federation, server: Server, size: str) -> nn.Module:
     """Return a size's model as the server hands it out."""
-    return model_of(federation, size, take(server.model, federation.split.part(size)))
+    return model_of(federation, size, take(server.model, federation.split.evaluated(size, server.round_number)))
 
 
 def probe_images(federation: Federation, count: int) -> tuple[Tensor, Tensor]:

@@ -185,7 +185,7 @@ class Clients:
         self.seat(learner, job, NO_STEPS, self.recall(job))
         learner.seed_step()
         values = self.method.collect(learner, learner.examples(plan))
-        return Collection(job.client, self.samples(job.client), values, job.size)
+        return Collection(job.client, self.samples(job.client), values, job.size, job.round_number)
 
 
 @contextmanager

@@ -5,6 +5,8 @@ Triton comes with torch's CUDA builds only. Each kernel has a plain counterpart,
 
 from importlib.util import find_spec
 
+from torch import Tensor
+
 AVAILABLE = find_spec("triton") is not None
 
 LENGTHS = ("rows", "cut", "span", "blocks", "count")
@@ -18,3 +20,11 @@ def compiled_in(length: int, count: int) -> int:
     takes seconds. The last batch of every client has a length of its own; the others mostly have a power of two.
     """
     return count if length >= 16 and length.bit_count() == 1 else 0
+
+
+def twin(y: Tensor) -> Tensor:
+    """Return an output of an autograd function once more, for a second gradient.
+
+    No view: that would hold `y`, which holds its twin (`layers.second_use`), and neither would ever be freed.
+    """
+    return y.data

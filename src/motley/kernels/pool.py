@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from motley.kernels import LENGTHS
+from motley.kernels import LENGTHS, twin
 
 TILE = 2048
 """Values that a program makes."""
@@ -91,7 +91,7 @@ class _MaxPool(torch.autograd.Function):
         y, where = _pooled(x, keep=True)
         ctx.save_for_backward(where)
         ctx.shape = x.shape
-        return y, y.view_as(y)
+        return y, twin(y)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Tensor:

@@ -90,6 +90,7 @@ class Collection:
     samples: int
     values: State = field(default_factory=dict)
     size: str = ""
+    round_number: int = 0
 
 
 class Method:

@@ -126,7 +126,7 @@ class HeteroFL(Method):
         return server, apply(state, merge(state, updates), ())
 
     def _statistics(self, state: State, collection: Collection) -> Update:
-        whole = self.world.split.part(collection.size)
+        whole = self.world.split.evaluated(collection.size, collection.round_number)
         part = {name: whole[name] for name in collection.values}
         before = take(state, part)
         change = {name: value - before[name] for name, value in collection.values.items()}

@@ -112,6 +112,10 @@ class Split(ABC):
         """Return what a client of a size holds in a round; a split that moves with round or client overrides it."""
         return self._parts[size]
 
+    def evaluated(self, size: str, round_number: int) -> Part:
+        """Return what of the global state is evaluated as a size after a round."""
+        return self.part(size)
+
     @cached_property
     def _parts(self) -> dict[str, Part]:
         return {

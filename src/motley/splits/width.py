@@ -7,8 +7,9 @@ Which share is a rule, the same for all clients of a round:
   leading channels, and streams of one width move together;
 - random (Federated Dropout): channels drawn for each client and round.
 
-A stream keeps one choice wherever it is written, read or added up, so a narrow model is a model. Evaluation, which
-belongs to no round, is of the leading channels.
+A stream keeps one choice wherever it is written, read or added up, so a narrow model is a model. Evaluation is of the
+leading channels, or of the window that the round's clients held: channels of different layers that were never trained
+together are no model.
 """
 
 from __future__ import annotations
@@ -143,6 +144,9 @@ class Width(Split):
         if rule == "leading" or round_number == 0 or self.rates[size] == 1:
             return self._part(size, 0, 0)
         return self._part(size, round_number, client if rule == "random" else 0)
+
+    def evaluated(self, size: str, round_number: int) -> Part:
+        return self.part(size, round_number if self.settings.channels == "rolling" else 0)
 
     @lru_cache(maxsize=256)  # noqa: B019  (a split lives as long as its federation)
     def _part(self, size: str, round_number: int, client: int) -> Part:

@@ -119,9 +119,12 @@ class FlowerEngine:
 
     def collect(self, jobs: Sequence[Job]) -> list[Collection]:
         """Ask every job's client for the method's collection; who does not answer is left out."""
-        answers = [answer for _, answer in self._ask(jobs, COLLECT) if isinstance(answer, Upload) and answer.samples]
-        answers.sort(key=lambda answer: answer.client)
-        return [Collection(answer.client, answer.samples, answer.message) for answer in answers]
+        collections = [
+            Collection(job.client, answer.samples, answer.message, job.size, job.round_number)
+            for job, answer in self._ask(jobs, COLLECT)
+            if isinstance(answer, Upload) and answer.samples
+        ]
+        return sorted(collections, key=lambda collection: collection.client)
 
     def save_memory(self, rounds: dict[int, int]) -> None:
         """Nothing is left to do: a node writes its memory before it answers."""
