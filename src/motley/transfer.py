@@ -34,6 +34,12 @@ class Later:
 
 
 def sent(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers on a device. From ordinary memory, a GPU would let the host wait for all that is queued before."""
-    made = torch.tensor(values, dtype=dtype)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+    """Return numbers on a device."""
+    return queued(torch.tensor(values, dtype=dtype), device)
+
+
+def queued(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a small tensor on a device. From ordinary memory, the host would wait for all that a GPU has to do."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

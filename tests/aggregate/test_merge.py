@@ -87,9 +87,11 @@ def slow_merge(state: State, updates: list[Update]) -> dict[str, dict[tuple[int,
             axes = positions(tuple(state[piece.name].shape), piece.index)
             for place in itertools.product(*(range(len(axis)) for axis in axes)):
                 there = tuple(axis[k] for axis, k in zip(axes, place, strict=True))
-                total, weight = sums.setdefault(piece.name, {}).get(there, (0.0, 0.0))
-                value = update.change[local][place].item()
-                sums[piece.name][there] = total + update.weight * value, weight + update.weight
+                held = sums.setdefault(piece.name, {})
+                own = update.weight * (update.rows[local][place[0]].item() if local in update.rows else 1.0)
+                if own:
+                    total, weight = held.get(there, (0.0, 0.0))
+                    held[there] = total + own * update.change[local][place].item(), weight + own
     return {name: {at: total / weight for at, (total, weight) in held.items()} for name, held in sums.items()}
 
 
@@ -103,13 +105,21 @@ def changes(state: State, part: Part, seed: int) -> State:
     }
 
 
+def counting(length: int) -> st.SearchStrategy[Tensor]:
+    """Which rows of a tensor count."""
+    return st.lists(st.sampled_from([0.0, 1.0]), min_size=length, max_size=length).map(torch.tensor)
+
+
 @st.composite
 def rounds(draw: st.DrawFn) -> tuple[State, list[Update]]:
     state = global_state(draw(st.integers(0, 1000)))
     updates = []
     for client, part in enumerate(draw(st.lists(parts(), max_size=5))):
         weight = draw(st.sampled_from([1.0, 0.5, 37.0, 512.0]))
-        updates.append(Update(client, part, changes(state, part, draw(st.integers(0, 1000))), weight))
+        change = changes(state, part, draw(st.integers(0, 1000)))
+        some = draw(st.sets(st.sampled_from(sorted(part.keys() - {"count"}))))
+        rows = {local: draw(counting(len(change[local]))) for local in sorted(some)}
+        updates.append(Update(client, part, change, weight, rows=rows))
     return state, updates
 
 
@@ -235,7 +245,7 @@ def test_shares_are_over_all_owners_and_only_of_names_that_are_kept() -> None:
         Update(0, whole, {"w": torch.tensor([8.0, 4.0]), "p": torch.tensor([3.0, 6.0]), "b": torch.ones(1)}),
     ]
     owners = {"whole": 4, "pieces": 10}
-    after = add_shares(kept, updates, lambda update: update.change, owners.__getitem__)
+    after = add_shares(kept, updates, lambda update: update.change, lambda name, _: owners[name])
     assert {name: tensor.tolist() for name, tensor in after.items()} == {
         "whole": [4.0, 2.0],
         "pieces": pytest.approx([0.5, 0.6, 0.1]),

@@ -165,7 +165,7 @@ def test_memories_on_the_gpu_are_what_they_are_on_the_host(method: str) -> None:
     assert all(distance(server.state, ends[0][0].state) < 1e-5 for server, _ in ends[1:])
 
 
-@pytest.mark.parametrize("method", [*REAL, "InCoAvg", "InCoNova", "fedin", "fedimpro", "InclusiveFL"])
+@pytest.mark.parametrize("method", [*REAL, "InCoAvg", "InCoNova", *WITH_MORE])
 def test_no_merge_waits_for_the_device(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     merge = Federation.merge
 
@@ -177,7 +177,8 @@ def test_no_merge_waits_for_the_device(method: str, monkeypatch: pytest.MonkeyPa
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(Federation, "merge", watched)
-    after(3, f"method.name={method}", "training.batch_size=16", "training.steps=2")
+    settings = (f"method.name={method}", *WITH_MORE.get(method, ()))
+    after(3, *settings, "training.batch_size=16", "training.steps=2")
 
 
 def test_random_numbers_are_each_clients_own() -> None:

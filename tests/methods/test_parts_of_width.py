@@ -198,7 +198,7 @@ def test_shares_of_pieces_by_hand() -> None:
         Update(1, {"a": Piece("w", (slice(0, 1),))}, {"a": torch.tensor([6.0])}),
     ]
     owners = {"w": torch.tensor([3.0, 1.0])}
-    total = add_shares({"w": torch.zeros(2)}, updates, lambda update: update.change, owners.__getitem__)
+    total = add_shares({"w": torch.zeros(2)}, updates, lambda update: update.change, lambda name, _: owners[name])
     assert total["w"].tolist() == [3.0, 3.0]
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -30,6 +29,8 @@ class Update:
     change: Mapping[str, Tensor]
     weight: float = 1.0
     size: str = ""
+    rows: Mapping[str, Tensor] = field(default_factory=dict)
+    """For some of its tensors, a factor a row on the client's weight, on the device: 0 where a row does not count."""
     message: State = field(default_factory=dict)
     samples: int = 0
     steps: int = 0
@@ -51,7 +52,8 @@ def merge(state: Mapping[str, Tensor], updates: Iterable[Update]) -> Merged:
     """Return the weighted mean change of every coordinate over its owners; names without an owner are absent.
 
     Whole tensors have one weight a name and are added a client at a time in one grouped call, and so are slices;
-    pieces carry a weight a coordinate; integers are few, and are summed in double precision.
+    pieces, and tensors of which not all rows count, carry a weight a coordinate; integers are few, and are summed in
+    double precision.
     """
     totals: State = {}
     whole: dict[str, float] = {}
@@ -67,7 +69,9 @@ def merge(state: Mapping[str, Tensor], updates: Iterable[Update]) -> Merged:
             if index is None and not value.is_floating_point():
                 integers.setdefault(name, []).append((value, update.weight))
                 continue
-            if index is None:
+            if local in update.rows:
+                pieces.add_rows(piece, value, update.weight * update.rows[local])
+            elif index is None:
                 whole[name] = whole.get(name, 0.0) + update.weight
                 if name in totals:
                     into.append(totals[name])
@@ -108,6 +112,7 @@ class _Pieces:
         self._places: dict[int, _Place] = {}
         self._into: list[Tensor] = []
         self._values: list[Tensor] = []
+        self._rows: list[tuple[_Place, Tensor]] = []
 
     def add(self, piece: Piece, value: Tensor, weight: float) -> None:
         """Add a client's value: slices with its other ones, at `flush`."""
@@ -119,16 +124,20 @@ class _Pieces:
         else:
             self._totals[piece.name][place.where] += value * weight
 
+    def add_rows(self, piece: Piece, value: Tensor, weights: Tensor) -> None:
+        """Add a client's value whose every row has a weight of its own."""
+        place = self._places.get(id(piece)) or self._found(piece)
+        weights = weights.view(-1, *(1,) * (value.dim() - 1))
+        self._totals[piece.name][place.where] += value * weights
+        self._rows.append((place, weights))
+
     def _found(self, piece: Piece) -> _Place:
         """Return a new piece's place, which keeps it, so that no other one can have its number."""
-        assert piece.index is not None
         if piece.name not in self._totals:
             self._totals[piece.name] = torch.zeros_like(self._state[piece.name])
         total = self._totals[piece.name]
-        if is_view(piece.index):
-            place = _Place(piece, piece.index, total[piece.index])
-        else:
-            place = _Place(piece, open_grid(total, piece.index), None)
+        index = piece.index if piece.index is not None else (slice(None),) * total.dim()
+        place = _Place(piece, index, total[index]) if is_view(index) else _Place(piece, open_grid(total, index), None)
         self._places[id(piece)] = place
         return place
 
@@ -146,6 +155,8 @@ class _Pieces:
             if name not in weights:
                 weights[name] = torch.zeros_like(self._totals[name])
             weights[name][place.where] += place.weight
+        for place, own in self._rows:
+            weights[place.piece.name][place.where] += own
         return weights
 
 
@@ -193,7 +204,7 @@ def add_shares(
     state: Mapping[str, Tensor],
     updates: Iterable[Update],
     values: Callable[[Update], Mapping[str, Tensor]],
-    owners: Callable[[str], int | Tensor],
+    owners: Callable[[str, torch.device], int | Tensor],
 ) -> State:
     """Return `state` plus the clients' values, each divided by the number of all its owners, present or not.
 
@@ -201,19 +212,13 @@ def add_shares(
     variates, dual variables. Values of names that are not in `state` are left out.
     """
     after = {name: tensor.clone() for name, tensor in state.items()}
-
-    @cache
-    def owners_of(name: str) -> int | Tensor:
-        count = owners(name)
-        return count.to(after[name].device) if isinstance(count, Tensor) else count
-
     for update in sorted(updates, key=lambda update: update.client):
         into, given, counts = [], [], []
         for local, value in values(update).items():
             name, index = update.part[local].name, update.part[local].index
             if name not in after:
                 continue
-            count = owners_of(name)
+            count = owners(name, after[name].device)
             if isinstance(count, Tensor):
                 add_at(after[name], index, value / select(count, index))
             elif index is not None:

@@ -63,9 +63,15 @@ class World:
         """Tell whether a round ends with an evaluation."""
         return round_number % self.every == 0 or round_number == self.rounds
 
-    def owners(self, name: str) -> int | Tensor:
-        """Return how many of all clients hold a global name; where some hold pieces of it, a count a coordinate."""
-        return self._owners[name]
+    def owners(self, name: str, device: torch.device | str = "cpu") -> int | Tensor:
+        """Return how many of all clients hold a global name; where some hold pieces of it, a count a coordinate.
+
+        Such counts stay on the device that they were last asked for on.
+        """
+        count = self._owners[name]
+        if isinstance(count, Tensor):
+            count = self._owners[name] = count.to(device)
+        return count
 
     @cached_property
     def _owners(self) -> dict[str, int | Tensor]:

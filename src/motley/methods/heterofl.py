@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from motley.aggregate.merge import Merged, Update, apply, merge
 from motley.methods.base import METHODS, Collection, Method, MethodSettings
-from motley.splits.part import Piece, State, take
+from motley.splits.part import State, take
 
 if TYPE_CHECKING:
     from motley.engine.learner import Learner
@@ -68,24 +68,17 @@ class HeteroFL(Method):
 
     def aggregate(self, server: State, state: State, updates: Sequence[Update]) -> Merged:
         if self.settings.classifier_rows == "holders":
-            held = torch.stack([update.message["held"] for update in updates]).cpu() > 0
-            updates = [self._own_rows(update, rows) for update, rows in zip(updates, held, strict=True)]
+            updates = [self._own_rows(update) for update in updates]
         return merge(state, updates)
 
-    def _own_rows(self, update: Update, held: Tensor) -> Update:
-        """Return an update without the rows of classes that its client does not have."""
-        if held.all():
-            return update
-        rows, part, change = held.nonzero().flatten(), dict(update.part), dict(update.change)
-        for name in self._classifier(update.size):
-            tensor, index = change[name], part[name].index or (slice(None),) * change[name].dim()
-            part[name] = Piece(part[name].name, (rows, *index[1:]))
-            change[name] = tensor.index_select(0, rows.to(tensor.device))
-        return replace(update, part=part, change=change)
+    def _own_rows(self, update: Update) -> Update:
+        """Return an update in which the rows of classes that its client does not have do not count."""
+        held = (update.message["held"] > 0).float()
+        return replace(update, rows=dict.fromkeys(self._classifier(update.size), held))
 
     def _classifier(self, size: str) -> list[str]:
         names = self.world.split.parameters_of(size)
-        return sorted(name for name in names if name.rpartition(".")[0].rpartition(".")[2] in CLASSIFIERS)
+        return [name for name in names if name.rpartition(".")[0].rpartition(".")[2] in CLASSIFIERS]
 
     # ---- statistics for evaluation
 

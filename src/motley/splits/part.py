@@ -15,6 +15,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from motley.transfer import queued
+
 State: TypeAlias = dict[str, Tensor]
 Index: TypeAlias = tuple[slice | Tensor, ...]
 
@@ -54,7 +56,7 @@ def select(tensor: Tensor, index: Index | None) -> Tensor:
         if isinstance(chosen, slice):
             tensor = tensor[(slice(None),) * dim + (chosen,)]
         else:
-            tensor = tensor.index_select(dim, chosen.to(tensor.device))
+            tensor = tensor.index_select(dim, queued(chosen, tensor.device))
     return tensor
 
 
@@ -76,7 +78,7 @@ def open_grid(tensor: Tensor, index: Index) -> tuple[Tensor, ...]:
     positions = [
         torch.arange(tensor.shape[dim], device=tensor.device)[chosen]
         if isinstance(chosen, slice)
-        else chosen.to(tensor.device)
+        else queued(chosen, tensor.device)
         for dim, chosen in enumerate(index)
     ]
     last = tensor.dim() - 1
