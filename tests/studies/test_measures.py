@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from motley.studies.measures import Measure
+from motley.studies.measures import Measure, whole_model
 from tests.conftest import tiny_config
 
 LINES: list[dict[str, Any]] = [
@@ -36,6 +36,28 @@ LINES: list[dict[str, Any]] = [
 def test_measures(name: str, target: float | None, number: float | None) -> None:
     found = Measure.checked(name).of(LINES, tiny_config("evaluation.last_k=2"), target)
     assert found == (pytest.approx(number) if number is not None else None)
+
+
+@pytest.mark.parametrize(("name", "number"), [("last", 30.0), ("rounds-to", 2)])
+def test_the_whole_model_instead_of_the_mean_of_all_sizes(name: str, number: float) -> None:
+    lines = [{**line, "accuracy": {"resnet10-w1": line["accuracy"]["mean"] - 0.1, "mean": 0.9}} for line in LINES]
+    config = tiny_config("split.name=width", "split.rates=[0.5,1]", "model.sizes=['resnet10']")
+    assert Measure(name).of(lines, config, 50.0, whole=True) == pytest.approx(number)
+    assert Measure(name).of(lines, config, 50.0) == (90.0 if name == "last" else 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "size"),
+    [
+        (("split.name=width", "split.rates=[0.5,1]", "model.sizes=['mlp2']"), "mlp2-w1"),
+        (("split.name=width", "split.rates=[0.5]", "model.sizes=['mlp2']"), None),
+        (("split.name=grid", "split.cuts=[2,4]", "split.rates=[1,1]", "model.sizes=['resnet10']"), "resnet10-e2"),
+        (("model.sizes=['mlp1','mlp2']",), None),
+        (("model.sizes=['mlp2']",), "mlp2"),
+    ],
+)
+def test_which_size_is_the_whole_model(overrides: tuple[str, ...], size: str | None) -> None:
+    assert whole_model(tiny_config(*overrides)) == size
 
 
 def test_units() -> None:

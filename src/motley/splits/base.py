@@ -37,6 +37,10 @@ class SplitSettings(Settings):
         """Return the names of the sizes that the split makes of these architectures."""
         return architectures
 
+    def whole(self, architectures: tuple[str, ...]) -> str | None:
+        """Return the size that is the whole global model, where there is one."""
+        return architectures[0] if len(architectures) == 1 else None
+
 
 @dataclass(frozen=True)
 class Blueprint:

@@ -61,6 +61,11 @@ class WidthSettings(SplitSettings):
         """Return a name for every rate."""
         return tuple(f"{architectures[0]}-w{rate:g}" for rate in self.rates)
 
+    def whole(self, architectures: tuple[str, ...]) -> str | None:
+        """Return the size of rate 1, the deepest of them."""
+        found = [size for size, rate in zip(self.sizes(architectures), self.rates, strict=True) if rate == 1]
+        return found[-1] if found else None
+
 
 @SPLITS.register(
     "width",

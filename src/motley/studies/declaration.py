@@ -57,6 +57,8 @@ class MethodRow(Settings):
     """Its settings; where they choose no method, the method is the one that is called `name`."""
     against: str = ""
     """The line it is compared with, seed by seed."""
+    whole: bool = False
+    """Its numbers are those of the whole model, not of the mean over all sizes."""
     missing: str = ""
     """Why the line cannot run, where the settings that it stands for do not exist; empty: it can."""
     paper: dict[str, Numbers] = Field(default_factory=dict)

@@ -40,15 +40,23 @@ class Measure(str):
         """What its numbers count."""
         return "rounds" if self == ROUNDS else "%"
 
-    def of(self, lines: list[dict[str, Any]], config: Config, target: float | None) -> float | None:
-        """Return the number of a run; None where the run has none."""
+    def of(
+        self, lines: list[dict[str, Any]], config: Config, target: float | None, whole: bool = False
+    ) -> float | None:
+        """Return the number of a run, of all its sizes or of the whole model; None where the run has none."""
+        size = whole_model(config) if whole else OVERALL
         if self in ACCURACIES:
-            summary = outcome(lines, config.evaluation.last_k, ()).accuracy.get(OVERALL)
+            summary = outcome(lines, config.evaluation.last_k, ()).accuracy.get(size or "")
             return 100 * getattr(summary, ACCURACIES[self]) if summary else None
         if self == ROUNDS:
             evaluated = [line for line in lines if "accuracy" in line] if target is not None else []
-            accuracies = [100 * line["accuracy"][OVERALL] for line in evaluated]
+            accuracies = [100 * line["accuracy"][size] for line in evaluated]
             return rounds_to(target or 0.0, [line["round"] for line in evaluated], accuracies)
         layer = self.partition(":")[2]
         shares = [line["inco"][layer]["positive"] for line in lines if layer in line.get("inco", {})]
         return 100 * sum(shares) / len(shares) if shares else None
+
+
+def whole_model(config: Config) -> str | None:
+    """Return the name of the size that is the whole model of a run."""
+    return config.split.whole(config.model.sizes)

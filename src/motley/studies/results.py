@@ -72,7 +72,7 @@ def _read(cell: Cell, out: Path) -> Result:
     for run in cell.runs:
         if finished(out, run):
             path = run_path(out, run)
-            value = cell.measure.of(MetricsLog(path / "metrics.jsonl").read(), run.config, cell.target)
+            value = cell.measure.of(MetricsLog(path / "metrics.jsonl").read(), run.config, cell.target, cell.whole)
             runs[run.seed] = f"../runs/{run.key}"
             if value is None:
                 unreached += 1
@@ -99,7 +99,7 @@ def lines(result: Result) -> tuple[str, ...]:
     if result.comparison and result.comparison.inside_noise is not None:
         compared += " (inside the noise)" if result.comparison.inside_noise else " (beyond it)"
     return (
-        cell.method,
+        cell.method + (", whole model" if cell.whole else ""),
         result.shown,
         str(cell.paper or ""),
         str(result.difference or ""),
@@ -177,7 +177,7 @@ def _csv(results: Sequence[Result]) -> str:
             "method": cell.method,
             "data": cell.data,
             "case": cell.case,
-            "measure": cell.measure,
+            "measure": cell.measure + (" of the whole model" if cell.whole else ""),
             "seeds": len(result.values),
             "missing": " ".join(lack.reason for lack in cell.missing),
         }

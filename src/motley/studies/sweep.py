@@ -18,7 +18,7 @@ from motley.errors import MotleyError, unknown
 from motley.methods import METHODS
 from motley.methods.names import NAMES
 from motley.studies.declaration import Case, DataColumn, MethodRow, Number, Study
-from motley.studies.measures import Measure
+from motley.studies.measures import Measure, whole_model
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ class Cell:
     against: str
     paper: Number | None
     target: float | None
+    whole: bool = False
+    """Whether its numbers are those of the whole model."""
     runs: tuple[Planned, ...] = field(default=())
     missing: tuple[Lack, ...] = ()
     """Why it cannot run here; empty where it can."""
@@ -148,6 +150,8 @@ def _cell(
         try:
             runs = tuple(_planned(study, share, seed, row, column, case, overrides) for seed in seeds)
             missing += _missing_needs(study, column, runs[0].config)
+            if row.whole and not whole_model(runs[0].config):
+                missing.append(Lack(row.name, "no size is the whole model."))
         except MotleyError as error:
             missing.append(Lack(row.name, str(error).splitlines()[0]))
     missing += _missing_data(column.name, overrides)
@@ -159,6 +163,7 @@ def _cell(
         row.against,
         paper[number] if paper else None,
         targets[number] if targets else None,
+        row.whole,
         () if missing else runs,
         tuple(missing),
     )
