@@ -462,7 +462,7 @@ class Federation:
                 self.method.use(server.method, server.model, [one])
                 usable.append(one)
             except Exception as error:
-                record.refused[one.client] = f"the method cannot use its collection: {error!r}"
+                record.refused.setdefault(one.client, f"the method cannot use its collection: {error!r}")
         return usable
 
     def is_evaluated(self, round_number: int) -> bool:
