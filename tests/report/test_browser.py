@@ -30,7 +30,7 @@ window.addEventListener("unhandledrejection", (event) => told.errors.push(String
 document.addEventListener("securitypolicyviolation", (event) => told.violations.push(event.blockedURI));
 const loud = console.error;
 console.error = (...words) => { told.errors.push(words.join(" ")); loud(...words); };
-const later = (test, then, tries = 100) =>
+const later = (test, then, tries = 1000) =>
   test() || !tries ? then() : setTimeout(() => later(test, then, tries - 1), 50);
 const tell = () => {
   told.requests = performance.getEntriesByType("resource").map((entry) => entry.name);
@@ -79,7 +79,7 @@ def probed(page: str, probe: str) -> str:
 def visit(address: str, folder: Path, width: int = 1200) -> dict[str, Any]:
     """Open an address and return what the probe in its page wrote down."""
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
-    command += [f"--window-size={width},2000", "--virtual-time-budget=20000", "--dump-dom", address]
+    command += [f"--window-size={width},2000", "--virtual-time-budget=120000", "--dump-dom", address]
     dump = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     found = re.search(r'data-told="([^"]*)"', dump)
     assert found, dump[-2000:]
