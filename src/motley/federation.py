@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from motley.aggregate.admit import blemish, misfit
+from motley.aggregate.admit import blemish, misfit, unusable
 from motley.aggregate.averaging import average
 from motley.aggregate.inco import Coefficients, inco
 from motley.aggregate.merge import Merged, Update, apply
@@ -280,7 +280,7 @@ class Federation:
         with record.timed("merge"):
             after = self.merge(server, updates, record)
         after = self.collect(after, record)
-        if self.is_evaluated(record.round_number):
+        if self.method.world.is_evaluated(record.round_number):
             with record.timed("evaluate"):
                 record.evaluation = self.evaluate.start(after.model, after.round_number)
         return after
@@ -353,16 +353,18 @@ class Federation:
 
     def usable(self, server: Server, updates: Sequence[Update], record: Record) -> list[Update]:
         """Return the updates whose messages the method can use. Nodes may send anything, so each is tried alone."""
-        for update in updates:
+
+        def use(update: Update) -> None:
             held = {local: server.state[piece.name] for local, piece in update.part.items() if piece.index is None}
-            try:
-                for name in update.message.keys() & held.keys():
-                    if update.message[name].shape != held[name].shape:
-                        raise ValueError(f"{name!r} has shape {tuple(update.message[name].shape)}")
-                self.method.aggregate(server.method, server.state, [update])
-                self.method.learn(server.method, server.state, [update])
-            except Exception as error:
-                record.refused[update.client] = f"the method cannot use its message: {error!r}"
+            for name in update.message.keys() & held.keys():
+                if update.message[name].shape != held[name].shape:
+                    raise ValueError(f"{name!r} has shape {tuple(update.message[name].shape)}")
+            self.method.aggregate(server.method, server.state, [update])
+            self.method.learn(server.method, server.state, [update])
+
+        for update in updates:
+            if reason := unusable("message", partial(use, update)):
+                record.refused[update.client] = reason
         return [update for update in updates if update.client not in record.refused]
 
     def updates(self, jobs: Sequence[Job], uploads: Sequence[Upload]) -> list[Update]:
@@ -453,21 +455,16 @@ class Federation:
         """Return the collections that the method can use; nodes may send anything."""
         if self.engine.trusted:
             return collections
-        usable = []
-        for answer in collections:
-            one = replace(answer, values=self.here(answer.values))
-            try:
-                if one.values and blemish(one.values):
-                    raise ValueError("it holds a number that is not finite")
-                self.method.use(server.method, server.model, [one])
-                usable.append(one)
-            except Exception as error:
-                record.refused.setdefault(one.client, f"the method cannot use its collection: {error!r}")
-        return usable
 
-    def is_evaluated(self, round_number: int) -> bool:
-        """Tell whether a round ends with an evaluation."""
-        return self.method.world.is_evaluated(round_number)
+        def use(one: Collection) -> None:
+            if one.values and blemish(one.values):
+                raise ValueError("it holds a number that is not finite")
+            self.method.use(server.method, server.model, [one])
+
+        here = [replace(one, values=self.here(one.values)) for one in collections]
+        reasons = {one.client: unusable("collection", partial(use, one)) for one in here}
+        record.refused = {**{client: why for client, why in reasons.items() if why}, **record.refused}
+        return [one for one in here if not reasons[one.client]]
 
 
 def _by_layer(layers: Iterable[str], rows: Iterable[Sequence[float]]) -> dict[str, dict[str, float]]:

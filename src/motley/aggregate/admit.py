@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -33,3 +33,12 @@ def blemish(change: Mapping[str, Tensor]) -> Tensor:
         # torch's grouped check for such numbers also scales: by one
         torch._amp_foreach_non_finite_check_and_unscale_(alike, found, torch.ones((), device=device))
     return found
+
+
+def unusable(what: str, use: Callable[[], object]) -> str | None:
+    """Say why a method cannot use what a client sent it, by trying; or None where it can."""
+    try:
+        use()
+    except Exception as error:
+        return f"the method cannot use its {what}: {error!r}"
+    return None

@@ -116,7 +116,7 @@ class _Pieces:
 
     def add(self, piece: Piece, value: Tensor, weight: float) -> None:
         """Add a client's value: slices with its other ones, at `flush`."""
-        place = self._places.get(id(piece)) or self._found(piece)
+        place = self._place(piece)
         place.weight += weight
         if place.view is not None:
             self._into.append(place.view)
@@ -126,13 +126,15 @@ class _Pieces:
 
     def add_rows(self, piece: Piece, value: Tensor, weights: Tensor) -> None:
         """Add a client's value whose every row has a weight of its own."""
-        place = self._places.get(id(piece)) or self._found(piece)
+        place = self._place(piece)
         weights = weights.view(-1, *(1,) * (value.dim() - 1))
         self._totals[piece.name][place.where] += value * weights
         self._rows.append((place, weights))
 
-    def _found(self, piece: Piece) -> _Place:
-        """Return a new piece's place, which keeps it, so that no other one can have its number."""
+    def _place(self, piece: Piece) -> _Place:
+        """Return a piece's place, which keeps it, so that no other one can have its number."""
+        if found := self._places.get(id(piece)):
+            return found
         if piece.name not in self._totals:
             self._totals[piece.name] = torch.zeros_like(self._state[piece.name])
         total = self._totals[piece.name]
