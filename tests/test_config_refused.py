@@ -82,7 +82,8 @@ def test_every_problem_is_named_at_once() -> None:
         ("seed=-1", "seed = -1: should be greater than or equal to 0."),
         ("server.average=1", "server.average = 1: should be less than 1."),
         ("federation.shares=[inf, 1, 1, 1, 1]", "federation.shares.0 = inf: should be a finite number."),
-        ("model.sizes=resnet10", "model.sizes = 'resnet10': should be a list."),
+        ("model.sizes=7", "model.sizes = 7: should be a list."),
+        ("model.sizes=resnet1", "model.sizes = 'resnet1': unknown model 'resnet1'. Did you mean 'resnet1"),
         ("model.sizes=[]", "at least one size is needed."),
         ("model.sizes=['resnet10', 'resnet10']", "a size is named twice."),
         ("model.sizes=['resnet12']", "unknown model 'resnet12'. Did you mean 'resnet1"),
@@ -220,7 +221,7 @@ def test_malformed_toml_is_refused_with_its_place(tmp_path: Path, text: str) -> 
 def test_a_file_is_read_as_utf_8_whatever_the_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = written(tmp_path, '[data]\nname = "npz"\npath = "größe.npz"\n')
     monkeypatch.setattr("io.text_encoding", lambda encoding, stacklevel=2: encoding or "latin-1")
-    assert load_config(file).data.path == str(Path.cwd() / "größe.npz")
+    assert load_config(file).data.path == str(tmp_path / "größe.npz")
 
 
 def test_a_run_can_be_resumed_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

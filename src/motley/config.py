@@ -1,11 +1,12 @@
 """One TOML file is one run: the whole configuration, typed, checked, and resolved before anything starts.
 
-The settings classes live beside what they configure; this page puts them together, fills in presets and overrides, and
-refuses what cannot work.
+Each settings class is defined beside the code it configures. This module puts them together, fills in presets and
+overrides, and rejects combinations that cannot work.
 """
 
 from __future__ import annotations
 
+import copy
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from importlib import resources
@@ -219,8 +220,12 @@ class Config(Settings):
 
 
 def load_config(file: Path | None = None, *, preset: str = "", overrides: Iterable[str] = ()) -> Config:
-    """Read a run's configuration: a preset, then a TOML file on top, then `a.b=c` overrides."""
-    given = read_toml(file) if file else {}
+    """Read a run's configuration: a preset, then a TOML file on top, then `a.b=c` overrides.
+
+    Relative paths in the file start from the file's folder, those in overrides from the working folder. The result has
+    absolute paths only, so that a run can be resumed from any folder.
+    """
+    given = absolute_paths(read_toml(file), file.parent) if file else {}
     chosen = parse_overrides(overrides)
     preset = str(chosen.get("preset") or preset or given.get("preset") or ("" if file else DEFAULT_PRESET))
     return resolve(preset, [given, chosen])
@@ -231,7 +236,7 @@ def resolve(preset: str, layers: Iterable[Table]) -> Config:
     values: dict[str, Any] = {}
     for layer in (_preset_values(preset) if preset else {}, *layers):
         values = _overlay(values, spelled_out(layer, values))
-    return validate(Config, _with_whole_paths({**values, "preset": preset}))
+    return validate(Config, absolute_paths({**values, "preset": preset}, Path()))
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
@@ -270,6 +275,7 @@ def read_toml(file: Path) -> dict[str, Any]:
         raise MotleyError(f"{file}: is not valid TOML: {error}.") from None
 
 
+#: The settings that name a file or a folder.
 _PATHS = (
     ("data", "path"),
     ("data", "root"),
@@ -279,28 +285,37 @@ _PATHS = (
 )
 
 
-def _with_whole_paths(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values whose files are named from the root, so that a run can be resumed from another folder."""
+def absolute_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a layer of settings in which relative paths, taken to start from `folder`, have become absolute."""
+    result = copy.deepcopy(dict(values))
     for *tables, name in _PATHS:
-        table: Any = values
+        table: Any = result
         for step in tables:
             table = table.get(step) if isinstance(table, dict) else None
         if isinstance(table, dict) and isinstance(table.get(name), str) and table[name]:
-            table[name] = str(Path(table[name]).expanduser().absolute())
-    return values
+            table[name] = str((folder / Path(table[name]).expanduser()).absolute())
+    return result
 
 
 def _parse_override(text: str) -> dict[str, Any]:
     name, equals, value = (piece.strip() for piece in text.partition("="))
     if not equals or not all(name.split(".")):
         raise MotleyError(f"--set {text!r}: write it as table.key=value, for example training.rounds=20.")
-    try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        parsed = value
+    parsed = _parse_value(value)
     for step in reversed(name.split(".")):
         parsed = {step: parsed}
     return parsed
+
+
+def _parse_value(text: str) -> Any:
+    """Return a value as TOML has it. Quotes may be missing, since a shell removes them: word, or [word, word]."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        inside = text[1:-1]
+        if text.startswith("[") and text.endswith("]") and not set(inside) & set("[]{}"):
+            return [_parse_value(item.strip()) for item in inside.split(",") if item.strip()]
+        return text
 
 
 _CHOOSERS = {

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -490,7 +491,7 @@ def with_weights(state: State, file: Path) -> State:
     """Return a state in which the tensors of a file replace those of the same name and shape."""
     try:
         weights = load_file(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise MotleyError(f"model.weights = {str(file)!r}: cannot be read: {error}.") from None
     fitting = {n: t for n, t in weights.items() if n in state and state[n].shape == t.shape}
     if not fitting:

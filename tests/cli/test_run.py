@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -32,6 +33,12 @@ def snapshot(folder: Path) -> dict[Path, tuple[int, bytes]]:
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
+def kept(path: Path | str) -> str:
+    """Return the end of a run's output: where it is, and what to do with it."""
+    name = shlex.quote(str(path))
+    return f"kept in {path}\nnext: motley show {name}, motley report {name}, motley analyze sizes {name}\n"
+
+
 def child(*arguments: object, **options: object) -> subprocess.Popen[str]:
     """Start the command line as a process of its own, in which Ctrl-C works however pytest was started."""
     return subprocess.Popen(
@@ -55,8 +62,8 @@ def test_a_run_that_is_not_in_a_terminal_prints_a_line_a_round_and_ends_with_the
     assert lines[0] == "3 rounds on cpu"
     rounds = [ROUND.fullmatch(line) for line in lines[1:4]]
     assert [found and found[1] for found in rounds] == ["1", "2", "3"]
-    assert "\n".join(lines[4:-1]) + "\n" == motley("show", tiny_run.path).out
-    assert lines[-1] == f"kept in {tiny_run.path}"
+    assert "\n".join(lines[4:-2]) + "\n" == motley("show", tiny_run.path).out
+    assert "\n".join(lines[-2:]) + "\n" == kept(tiny_run.path)
     assert "\x1b" not in out
 
 
@@ -92,11 +99,11 @@ def test_a_finished_run_resumed_prints_its_table_and_changes_no_result(motley: C
     one = ("training.rounds=1", *SMALL)
     run = tmp_path / "my [red]run[/red] \\[1]"
     first = motley("run", *overrides(*one), "--out", run)
-    assert first.code == 0 and first.out.endswith(f"kept in {run}\n")
+    assert first.code == 0 and first.out.endswith(kept(run))
     metrics, mark = (run / "metrics.jsonl").read_text(), motley("show", run, "--fingerprint").out
     again = motley("resume", run)
     finished = "This run is already finished.\n"
-    assert again == (0, f"{finished}{motley('show', run).out}kept in {run}\n", "")
+    assert again == (0, f"{finished}{motley('show', run).out}{kept(run)}", "")
     assert (run / "metrics.jsonl").read_text() == metrics
     assert motley("show", run, "--fingerprint").out == mark
 
@@ -106,7 +113,7 @@ def test_runs_without_a_name_take_the_next_free_folder(motley: Command, tmp_path
     (tmp_path / "runs" / "quickstart-2").mkdir(parents=True)
     for expected in ("quickstart-1", "quickstart-3"):
         answer = motley("run", *small)
-        assert answer.out.endswith(f"kept in runs/{expected}\n")
+        assert answer.out.endswith(kept(f"runs/{expected}"))
         assert (tmp_path / "runs" / expected / "metrics.jsonl").exists()
 
 
@@ -114,7 +121,7 @@ def test_a_run_from_a_file_is_named_after_its_data_and_method(motley: Command, t
     config = load_config(overrides=[*TINY, "training.rounds=1", *SMALL])
     (tmp_path / "mine.toml").write_text(config.to_toml().replace('preset = "quickstart"', 'preset = ""'))
     answer = motley("run", "mine.toml", "--set", "seed=3")
-    assert answer.out.endswith("kept in runs/digits-fedavg-1\n")
+    assert answer.out.endswith(kept("runs/digits-fedavg-1"))
     assert read_resolved(tmp_path / "runs" / "digits-fedavg-1" / "config.toml") == config.model_copy(
         update={"preset": "", "seed": 3}
     )
@@ -198,15 +205,15 @@ def test_ctrl_c_saves_and_tells_how_to_resume_and_the_result_is_the_same(motley:
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "")
     stopped = re.fullmatch(
-        rf"Stopped after round (\d+)\. To go on: motley resume '{re.escape(str(run))}'", out.splitlines()[-1]
+        rf"Stopped after round (\d+)\. To continue: motley resume '{re.escape(str(run))}'", out.splitlines()[-1]
     )
     assert stopped and 1 <= int(stopped[1]) < 12
     resumed = motley("resume", run)
     assert resumed.code == 0
-    assert resumed.out.startswith(f"12 rounds on cpu, going on after round {stopped[1]}\n")
+    assert resumed.out.startswith(f"12 rounds on cpu, continuing after round {stopped[1]}\n")
     metrics = (run / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(text)["round"] for text in metrics] == list(range(1, 13))
-    assert "round 12 of 12" in resumed.out and resumed.out.endswith(f"kept in {run}\n")
+    assert "round 12 of 12" in resumed.out and resumed.out.endswith(kept(run))
     whole = tmp_path / "undisturbed"
     assert motley("run", *arguments, "--out", whole).code == 0
     assert motley("show", run, "--fingerprint").out == motley("show", whole, "--fingerprint").out
@@ -227,7 +234,7 @@ def test_a_second_signal_does_not_break_what_the_first_one_saves(
     time.sleep(gap)
     process.send_signal(kind)
     out, _ = process.communicate(timeout=60)
-    assert "To go on: motley resume" in out
+    assert "To continue: motley resume" in out
     written = len((tmp_path / "run/metrics.jsonl").read_text().splitlines())
     saved = [path.name for path in (tmp_path / "run/checkpoints").iterdir()]
     assert saved in ([f"round-{written:06d}"], [f"round-{written - 1:06d}"])  # its last line may be of a broken round
@@ -251,6 +258,6 @@ def test_a_terminal_gets_the_live_display_and_at_the_end_the_table(tmp_path: Pat
     assert process.wait(timeout=60) == 0
     text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", shown.decode())
     assert b"\x1b[?25l" in shown and shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
-    assert re.search(r"round [123]/3 .* client [0-2]/2 +(\d\.\d\d s a round +)?(\?|\d+:\d\d) left", text)
-    assert "train loss" in text and "mean of last 5" in text and "kept in " in text
+    assert re.search(r"round [123]/3 .* client [0-2]/2 +(\d\.\d\d s per round +)?(\?|~?\d+:\d\d) left", text)
+    assert "train loss" in text and "mean of last 3" in text and "kept in " in text
     assert not re.search(r"round 1/3  resnet10", text)

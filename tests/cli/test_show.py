@@ -64,7 +64,7 @@ def test_the_numbers_are_those_of_the_metrics(motley: Command, tiny_run: TinyRun
     down, up = (sum(values["bytes"][way] for values in lines) / 1e6 for way in ("down", "up"))
     assert f"communication: {down:.1f} MB down, {up:.1f} MB up" in answer.out
     seconds = sum(sum(values["seconds"].values()) for values in lines)
-    found = re.search(r"time: ([\d.]+) s, ([\d.]+) s a round", answer.out)
+    found = re.search(r"time: ([\d.]+) s, ([\d.]+) s per round", answer.out)
     assert found and float(found[1]) == pytest.approx(seconds, abs=0.06)
     assert float(found[2]) == pytest.approx(seconds / 3, abs=0.006)
     assert "1.0% mean accuracy: first reached in round 1" in answer.out
@@ -88,7 +88,7 @@ def test_last_best_and_mean_are_over_the_evaluated_rounds(motley: Command, run_o
     assert "round 5 of 50" in answer.out
     assert "60.0% mean accuracy: first reached in round 3" in answer.out
     assert "communication: 10.0 MB down, 2.5 MB up" in answer.out
-    assert "time: 8.5 s, 1.70 s a round (train 7.0 s, merge 1.0 s, collect 0.5 s)" in answer.out
+    assert "time: 8.5 s, 1.70 s per round (train 7.0 s, merge 1.0 s, collect 0.5 s)" in answer.out
 
 
 def test_what_the_method_reports_of_itself_is_shown_as_it_was_last(motley: Command, run_of: Any) -> None:
@@ -106,7 +106,8 @@ def test_a_line_that_a_kill_cut_short_does_not_count(motley: Command, run_of: An
 def test_metrics_that_are_broken_in_the_middle_are_named(motley: Command, run_of: Any) -> None:
     run = run_of([line(1)], end="broken\n" + json.dumps(line(2)) + "\n")
     answer = motley("show", run)
-    assert (answer.code, answer.out) == (2, "") and "metrics.jsonl, line 2: is not JSON" in answer.err
+    assert (answer.code, answer.out) == (2, "")
+    assert "metrics.jsonl, line 2: is not the metrics of a round: it is not JSON" in answer.err
 
 
 def test_a_run_without_a_finished_round_says_so(motley: Command, run_of: Any) -> None:

@@ -105,6 +105,9 @@ class Method:
     Settings: ClassVar[type[MethodSettings]] = MethodSettings
     exchanges_weights: ClassVar[bool] = True
     """False for methods that send logits, prototypes or features only; InCo has nothing to act on there."""
+    #: True for methods whose training depends on `World.rounds`: a run that is extended later then differs from one
+    #: that had all its rounds from the start.
+    uses_total_rounds: ClassVar[bool] = False
 
     def __init__(self, settings: MethodSettings, world: World) -> None:
         self.settings = settings

@@ -44,6 +44,7 @@ class ScaleFL(Method):
     """FedAvg, and this loss."""
 
     Settings = ScaleFLSettings
+    uses_total_rounds = True  # `begin` is a fraction of them
     settings: ScaleFLSettings
 
     def loss(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:

@@ -28,8 +28,7 @@ class Run:
     def read(cls, path: Path) -> Run:
         """Read a run's folder."""
         folder = RunFolder.open(path)
-        environment = json.loads(folder.environment.read_text()) if folder.environment.exists() else {}
-        return cls(path, folder.read_config(), MetricsLog(folder.metrics).read(), environment)
+        return cls(path, folder.read_config(), MetricsLog(folder.metrics).read(), folder.read_environment())
 
     @property
     def evaluated(self) -> list[dict[str, Any]]:
