@@ -115,3 +115,14 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         return
     for inner in get_args(annotation):
         yield from _models_in(inner)
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a nested table as one with dotted names."""
+    result: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            result.update(flat(value, f"{prefix}{name}."))
+        else:
+            result[f"{prefix}{name}"] = value
+    return result

@@ -33,9 +33,13 @@ REPORTED = "reported/"
 
 
 class MethodSettings(Settings):
-    """Which method, and InCo on top of it. A method with settings of its own derives its class from this one."""
+    """The method, and InCo on top of it.
+
+    A method with settings of its own derives its class from this one.
+    """
 
     name: str = "fedavg"
+    """The method (`motley list methods`). The papers' names, such as InCoProx, are accepted too."""
     inco: IncoSettings = IncoSettings()
 
 

@@ -23,6 +23,7 @@ from motley.errors import MotleyError
 from motley.files import flush
 from motley.privacy import Spent
 from motley.round import Server
+from motley.settings import flat
 from motley.splits.part import State
 
 #: The attributes of a server that hold tensors. Empty ones are not written.
@@ -117,20 +118,9 @@ def changed_settings(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]
     saved = numbers.get("config") if isinstance(numbers, dict) else None
     if not isinstance(saved, dict):
         return {}
-    before, now = _flat(saved), _flat(config.model_dump(mode="json"))
+    before, now = flat(saved), flat(config.model_dump(mode="json"))
     names = sorted({*before, *now})
     return {name: (before.get(name), now.get(name)) for name in names if before.get(name) != now.get(name)}
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested table as one with dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            flat.update(_flat(value, f"{prefix}{name}."))
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
 
 
 def read_checkpoint(checkpoint: Path) -> Server:

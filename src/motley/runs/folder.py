@@ -110,6 +110,17 @@ class RunFolder:
             raise MotleyError(f"{self.environment}: is damaged: it holds no table. The run can do without it.")
         return found
 
+    def is_locked(self) -> bool:
+        """Tell whether a process holds the run at this moment."""
+        if fcntl is None or not self.lock.exists():
+            return False
+        with self.lock.open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return True
+        return False
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the run for this process; the lock ends with the process, however it ends."""

@@ -24,13 +24,14 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class SplitSettings(Settings):
-    """Which split, and whether normalisation statistics are shared between sizes."""
+    """How the sizes share the global state."""
 
     name: str = "depth"
+    """How sizes share the global state (`motley list splits`)."""
     normalization_statistics: Literal["shared", "per-size", "batch"] = "shared"
-    """Shared: averaged over all sizes, as in the papers. Per-size: weights are shared, running statistics are not.
-    Batch: none are kept, and test batches are normalised by their own (FedRolex, ScaleFL): accuracy then depends on
-    evaluation.batch_size.
+    """shared: running statistics are averaged over all sizes, as in the papers. per-size: weights are shared and
+    running statistics are not. batch: there are none, and test batches are normalised by their own statistics
+    (FedRolex, ScaleFL), so that accuracy depends on evaluation.batch_size.
     """
 
     def sizes(self, architectures: tuple[str, ...]) -> tuple[str, ...]:
