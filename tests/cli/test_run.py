@@ -1,4 +1,4 @@
-"""`motley run` and `motley resume`: a folder, a table, one-line errors, and Ctrl-C."""
+"""`motley run` and `motley resume`: a folder, a table, one-line errors, and interruptions."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import json
 import os
 import pty
 import re
+import select
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import motley as package
 from motley.config import load_config, read_resolved
+from motley.runs.interrupt import one_interrupt
 from tests.cli.conftest import Command, TinyRun, overrides
 from tests.conftest import TINY, tiny_config
 
@@ -220,7 +223,14 @@ def test_ctrl_c_saves_and_tells_how_to_resume_and_the_result_is_the_same(motley:
 
 
 @pytest.mark.parametrize(
-    ("kind", "gap"), [(signal.SIGINT, 0.0), (signal.SIGINT, 0.001), (signal.SIGINT, 0.005), (signal.SIGTERM, 0.001)]
+    ("kind", "gap"),
+    [
+        (signal.SIGINT, 0.0),
+        (signal.SIGINT, 0.001),
+        (signal.SIGINT, 0.005),
+        (signal.SIGTERM, 0.001),
+        (signal.SIGHUP, 0.001),
+    ],
 )
 def test_a_second_signal_does_not_break_what_the_first_one_saves(
     tmp_path: Path, kind: signal.Signals, gap: float
@@ -238,6 +248,41 @@ def test_a_second_signal_does_not_break_what_the_first_one_saves(
     written = len((tmp_path / "run/metrics.jsonl").read_text().splitlines())
     saved = [path.name for path in (tmp_path / "run/checkpoints").iterdir()]
     assert saved in ([f"round-{written:06d}"], [f"round-{written - 1:06d}"])  # its last line may be of a broken round
+
+
+def test_a_terminal_that_is_closed_costs_no_round(tmp_path: Path) -> None:
+    """What happens when a connection drops: SIGHUP, and a display that can no longer be written."""
+    ours, theirs = pty.openpty()
+    arguments = overrides(*SMALL, "training.rounds=500", "run.checkpoint_every=500")
+    run = tmp_path / "run"
+    with (tmp_path / "err.txt").open("w") as errors:
+        process = child("run", *arguments, "--out", run, stdin=theirs, stdout=theirs, stderr=errors)
+    os.close(theirs)
+    metrics = run / "metrics.jsonl"
+    began = time.monotonic()
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 2:
+        assert process.poll() is None and time.monotonic() - began < 60
+        select.select([ours], [], [], 0.05)
+        with suppress(OSError):
+            os.read(ours, 65536)
+    os.close(ours)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=60) == 130, (tmp_path / "err.txt").read_text()
+    (saved,) = (run / "checkpoints").iterdir()
+    written = len(metrics.read_text().splitlines())
+    assert saved.name in (f"round-{written:06d}", f"round-{written - 1:06d}")
+    assert "Traceback" not in (tmp_path / "err.txt").read_text()
+
+
+def test_nohup_keeps_its_meaning(tmp_path: Path) -> None:
+    with one_interrupt():
+        assert signal.getsignal(signal.SIGHUP) not in (signal.SIG_DFL, signal.SIG_IGN)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with one_interrupt():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_terminal_gets_the_live_display_and_at_the_end_the_table(tmp_path: Path) -> None:

@@ -171,3 +171,49 @@ def test_showing_changes_nothing(motley: Command, tiny_run: TinyRun) -> None:
     motley("show", tiny_run.path)
     motley("show", tiny_run.path, "--fingerprint")
     assert snapshot() == before
+
+
+# --- several runs, and JSON
+
+
+def test_several_runs_are_shown_side_by_side(motley: Command, tiny_run: TinyRun, run_of: Any) -> None:
+    other = run_of([line(1, {"resnet10": 0.25, "vgg9": 0.75, "mean": 0.5})], "training.rounds=50", "seed=7")
+    answer = motley("show", tiny_run.path, other)
+    assert (answer.code, answer.err) == (0, "")
+    rows = table(answer.out)
+    lines = [json.loads(text) for text in (tiny_run.path / "metrics.jsonl").read_text().splitlines()]
+    assert rows["data"] == ["digits", "digits"] and rows["inco"] == ["official", ""] and rows["seed"] == ["1", "7"]
+    assert rows["round"] == ["3 of 3", "1 of 50"]
+    assert rows["last accuracy, resnet10"] == [percent(lines[2]["accuracy"]["resnet10"]), "25.00%"]
+    assert rows["last accuracy, vgg9"] == ["", "75.00%"] and rows["best accuracy, mean"][1] == "50.00%"
+    assert rows["MB down"][1] == "2.0" and rows["seconds"][1] == "1.2"
+
+
+def test_json_has_one_object_per_run(motley: Command, tiny_run: TinyRun, run_of: Any) -> None:
+    (one,) = json.loads(motley("show", tiny_run.path, "--json").out)
+    lines = [json.loads(text) for text in (tiny_run.path / "metrics.jsonl").read_text().splitlines()]
+    mean = [values["accuracy"]["mean"] for values in lines]
+    assert (one["run"], one["data"], one["method"], one["inco"]) == (str(tiny_run.path), "digits", "fedavg", "official")
+    assert (one["round"], one["rounds"], one["finished"]) == (3, 3, True)
+    assert one["accuracy"]["mean"] == {
+        "last": mean[2],
+        "best": max(mean),
+        "best_round": 1 + mean.index(max(mean)),
+        "mean_of_last": pytest.approx((mean[1] + mean[2]) / 2),
+    }
+    assert one["rounds_to"] == {"0.01": 1, "1.0": None}
+    assert one["fingerprint"] + "\n" == motley("show", tiny_run.path, "--fingerprint").out
+    empty = run_of([])
+    first, second = json.loads(motley("show", tiny_run.path, empty, "--json").out)
+    assert first == one
+    assert (second["round"], second["finished"], second["accuracy"], second["fingerprint"]) == (0, False, {}, None)
+
+
+def test_fingerprints_of_several_runs_are_named(motley: Command, tiny_run: TinyRun) -> None:
+    (mark,) = motley("show", tiny_run.path, "--fingerprint").out.splitlines()
+    assert motley("show", tiny_run.path, tiny_run.path, "--fingerprint").out == 2 * f"{mark}  {tiny_run.path}\n"
+
+
+def test_the_mean_of_the_last_rounds_says_how_many_there_are(motley: Command, run_of: Any) -> None:
+    lines = [line(number, {"resnet10": 0.5, "mean": 0.5}) for number in (1, 2, 3)]
+    assert "mean of last 3" in motley("show", run_of(lines, "evaluation.last_k=5")).out

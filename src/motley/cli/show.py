@@ -123,10 +123,9 @@ def side_by_side(folders: Sequence[RunFolder]) -> Table:
     sizes: list[str] = []
     for run in plain:
         sizes += [size for size in run["accuracy"] if size not in sizes and size != OVERALL]
-    table = Table("", *(Text(str(folder.path)) for folder in folders))
-    for column in table.columns[1:]:
-        column.justify = "right"
-        column.overflow = "fold"
+    table = Table("")
+    for folder in folders:
+        table.add_column(Text(str(folder.path)), justify="right", overflow="fold")
     for name in ("data", "method", "inco", "split", "preset", "seed"):
         values = [str(run[name] or "") for run in plain]
         if any(values):

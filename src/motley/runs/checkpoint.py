@@ -46,7 +46,7 @@ def save_checkpoint(folder: Path, server: Server, keep: int, config: Config | No
         shutil.rmtree(unfinished, ignore_errors=True)  # on a full disk, it would be in the way of everything else
         raise MotleyError(
             f"{folder}: the checkpoint of round {server.round_number} cannot be written: {error}. "
-            "Checkpoints before it are complete."
+            "Earlier checkpoints are complete."
         ) from None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,12 @@ def play(federation: Federation, server: Server, callbacks: Iterable[Callback]) 
         for callback in callbacks:
             callback.on_client(client)
 
+    def finish() -> None:
+        try:
+            show()
+        finally:
+            _stop(callbacks, server)
+
     for callback in callbacks:
         callback.on_start(federation, server)
     last = server
@@ -176,11 +182,14 @@ def play(federation: Federation, server: Server, callbacks: Iterable[Callback]) 
             unseen.append((last, record))
             if record.ready:
                 show()
-    finally:
-        try:
-            show()
-        finally:
-            _stop(callbacks, server)
+    except Exception:
+        with suppress(Exception):  # a full disk makes both a round and its end fail: the first failure is reported
+            finish()
+        raise
+    except BaseException:  # an interruption: if its checkpoint cannot be saved, that must be reported
+        finish()
+        raise
+    finish()
     return server
 
 
