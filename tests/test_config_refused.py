@@ -156,10 +156,10 @@ def test_fewer_clients_than_sizes_are_refused() -> None:
 @pytest.mark.parametrize(
     ("shares", "said"),
     [
-        ("[1, 1]", "federation.shares = [1.0, 1.0]: 5 shares are needed, one a size."),
+        ("[1, 1]", "federation.shares = [1.0, 1.0]: 5 shares are needed, one per size."),
         ("[1, 1, 1, 1, 1, 1]", "5 shares are needed"),
         ("[1, 1, -1, 1, 1]", "must not be negative"),
-        ("[0, 0, 0, 0, 0]", "federation.shares = [0.0, 0.0, 0.0, 0.0, 0.0]"),
+        ("[0, 0, 0, 0, 0]", "federation.shares = [0.0, 0.0, 0.0, 0.0, 0.0]: at least one share must be above 0."),
     ],
 )
 def test_shares_that_do_not_fit_the_sizes_are_refused(shares: str, said: str) -> None:

@@ -193,15 +193,21 @@ class Config(Settings):
             raise MotleyError(f"federation.clients = {federation.clients}: fewer than the {len(sizes)} sizes.")
         if federation.shares and len(federation.shares) != len(sizes):
             raise MotleyError(
-                f"federation.shares = {list(federation.shares)}: {len(sizes)} shares are needed, one a size."
+                f"federation.shares = {list(federation.shares)}: {len(sizes)} shares are needed, one per size."
             )
-        if (federation.assign == "budget") != bool(federation.budgets):
+        if federation.assign == "budget" and not federation.budgets:
             raise MotleyError(
-                f"federation.budgets = {federation.budgets!r}: a file is given if and only if federation.assign = "
-                f"'budget'; it is {federation.assign!r}."
+                "federation.assign = 'budget': needs federation.budgets, a CSV file with one line per client."
             )
-        if federation.shares and not (min(federation.shares) >= 0 and sum(federation.shares) > 0):
+        if federation.budgets and federation.assign != "budget":
+            raise MotleyError(
+                f"federation.budgets = {federation.budgets!r}: is only used with federation.assign = 'budget'; it is "
+                f"{federation.assign!r}."
+            )
+        if federation.shares and min(federation.shares) < 0:
             raise MotleyError(f"federation.shares = {list(federation.shares)}: shares must not be negative.")
+        if federation.shares and sum(federation.shares) == 0:
+            raise MotleyError(f"federation.shares = {list(federation.shares)}: at least one share must be above 0.")
         if federation.sizes and len(federation.sizes) != federation.clients:
             raise MotleyError(
                 f"federation.sizes has {len(federation.sizes)} sizes; federation.clients = {federation.clients}."

@@ -59,6 +59,7 @@ def assert_message(answer: Answer, *parts: str, code: int = 2) -> None:
         (sqlite3.DatabaseError("database disk image is malformed"), "memories.sqlite"),
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "a file cannot be read or written: "),
         (json.JSONDecodeError("Expecting value", "", 0), "a file cannot be read or written: JSONDecodeError"),
+        (ValueError("embedded null byte"), "a path contains a null character."),
         (EOFError("No data left in file"), "a file cannot be read or written: EOFError: No data left in file."),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",

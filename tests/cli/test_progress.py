@@ -89,6 +89,20 @@ def test_the_first_round_shows_the_round_its_clients_and_the_device(live: LivePr
     assert below.strip() == "training on cpu, no accuracy yet ..."
 
 
+def test_a_first_round_that_takes_long_is_announced_with_an_estimate(clock: Any) -> None:
+    display = PlainProgress(console())
+    start(display, rounds=10)
+    for _ in range(3):
+        clock.now += 6
+        display.on_client(0)
+    play(display, 1, {"resnet10": 0.5})
+    clock.now += 100
+    display.on_client(0)
+    first, estimate, done = display.console.export_text().splitlines()
+    assert (first, estimate) == ("10 rounds on cpu", "client 2/4  ~0:24 per round  left ~4:00")
+    assert done.startswith("round 1/10 "), "only once, and only before the first round is over"
+
+
 def test_a_round_shows_accuracy_a_size_seconds_a_round_and_time_left(live: LiveProgress, clock: Any) -> None:
     start(live)
     clock.now += 2

@@ -178,6 +178,26 @@ def test_the_version_is_printed(motley: Command) -> None:
     assert motley("--version") == (0, f"{package.__version__}\n", "")
 
 
+@pytest.mark.parametrize(
+    "arguments", [("run",), ("resume",), ("show",), ("list",), ("study",), ("report",), ("plan",), ("deploy", "init")]
+)
+def test_help_describes_every_argument(motley: Command, arguments: tuple[str, ...]) -> None:
+    out = motley(*arguments, "--help").out
+    _, _, panel = out.partition("Arguments")
+    panel, _, _ = panel.partition("Options")
+    rows = [line for line in panel.splitlines() if re.match(r"│ [* ] +[a-z]", line)]
+    assert rows
+    for row in rows:
+        assert re.search(r"  [A-Z][a-z]*\b[ ,:(]", row), f"no description: {row}"
+
+
+def test_commands_that_draw_nothing_import_no_library_for_drawing_or_statistics() -> None:
+    """They take half a second each, for every command."""
+    code = "import sys, motley.cli; print([name for name in ('matplotlib', 'scipy', 'plotly') if name in sys.modules])"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"
+
+
 def test_help_names_every_command(motley: Command) -> None:
     answer = motley("--help")
     assert answer.code == 0

@@ -89,6 +89,8 @@ def explain(error: Exception) -> str | None:
         return _os_error(error)
     if isinstance(error, sqlite3.Error):
         return f"the clients' state (clients/memories.sqlite in the run's folder) cannot be used: {_first_line(error)}"
+    if isinstance(error, ValueError) and "embedded null" in str(error):
+        return "a path contains a null character."
     if isinstance(error, DAMAGED):
         return f"a file cannot be read or written: {type(error).__name__}: {_first_line(error)}"
     return None

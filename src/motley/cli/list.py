@@ -154,7 +154,14 @@ def _list_runs(folder: Path) -> None:
     if not runs:
         Console().print(f"There are no runs in {folder}.", highlight=False, markup=False, soft_wrap=True)
         return
-    table = _table("run", "data", "method", "preset", "round", "last", "best", "began", "state")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("run", style="bold", overflow="fold", min_width=10)
+    for name in ("data", "method", "preset"):
+        table.add_column(name, overflow="fold")
+    for name in ("round", "last", "best"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("began", min_width=10)
+    table.add_column("state", overflow="fold", min_width=8)
     for run in runs:
         cells = (run.path, run.data, run.method, run.preset, run.round, run.last, run.best, run.began, run.state)
         table.add_row(*(Text(str(cell)) for cell in cells))

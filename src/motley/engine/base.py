@@ -38,7 +38,7 @@ class EngineSettings(Settings):
     """Clients of the same size that train in one batched step, for small models without batch norm (on a CPU, also
     without convolutions). Changes the last bits of results, and the random numbers of dropout.
     """
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads of torch. Other values change the last bits of results. More than one thread is slow beside other
     busy processes; for large models on an idle machine, use the number of cores.
     """

@@ -80,7 +80,8 @@ class RunFolder:
 
     def _taken(self) -> MotleyError:
         known = f" To continue it: motley resume {self.path}" if self.config.exists() else ""
-        return MotleyError(f"{self.path} already exists and is not empty; a run needs a folder of its own.{known}")
+        what = "is not empty" if self.path.is_dir() else "is a file"
+        return MotleyError(f"{self.path} already exists and {what}; a run needs a folder of its own.{known}")
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
