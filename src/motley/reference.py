@@ -88,7 +88,8 @@ def _choices(prefix: str, chooser: str, classes: Iterable[tuple[str, type[BaseMo
     for name, cls in classes:
         base = _base(cls)
         if len(cls.__bases__) > 1:  # FedImpro on top of another method: no need to repeat what both have
-            both = " and ".join(f"`{parent.model_fields['name'].default}`" for parent in cls.__bases__)
+            parents = [parent for parent in cls.__bases__ if issubclass(parent, BaseModel)]
+            both = " and ".join(f"`{parent.model_fields['name'].default}`" for parent in parents)
             combined.append(Section(f'[{prefix}], if {chooser} = "{name}"', f"The settings of {both}.", ()))
             continue
         own = []

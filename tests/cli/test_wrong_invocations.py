@@ -215,6 +215,7 @@ def test_a_wrong_invocation_is_one_message(
     message = " ".join(err.replace("│", " ").split())
     assert code == 2, (out, err)
     assert said in message, message
+    assert message.count("Did you mean") <= 1
     assert "Traceback" not in out + err and "bug in Motley" not in err
     assert contents(place) == before, "nothing is written"
 

@@ -36,9 +36,9 @@ def bench(
     if json_ is None:
         console.print(table([measure(config, setting, rounds, warm_up, dataset)]))
         return
-    with output_file(json_) as file:
+    with output_file(json_) as written:
         timing = measure(config, setting, rounds, warm_up, dataset)
-        file.write(to_json([timing]))
+        written.write(to_json([timing]))
     Console(stderr=is_stream(json_)).print(table([timing]))
 
 

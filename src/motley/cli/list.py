@@ -71,13 +71,14 @@ def _registry(kind: Kind) -> Registry:
         from motley.analysis import ANALYSES  # matplotlib, which other commands do not need, takes half a second
 
         return ANALYSES
-    return {
+    registries: dict[Kind, Registry] = {
         Kind.methods: METHODS,
         Kind.models: MODELS,
         Kind.datasets: DATASETS,
         Kind.partitions: PARTITIONS,
         Kind.splits: SPLITS,
-    }[kind]
+    }
+    return registries[kind]
 
 
 def _list_presets() -> None:
