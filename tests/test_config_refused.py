@@ -79,6 +79,7 @@ def test_every_problem_is_named_at_once() -> None:
         ("training.optimizer.name=adan", "training.optimizer.name = 'adan': should be 'adam', 'adamw' or 'sgd'."),
         ("data.transform.flip=maybe", "data.transform.flip = 'maybe': should be a valid boolean"),
         ("data.path=7", "data.path = 7: should be a valid string."),
+        ("seed=9223372036854775808", "seed = 9223372036854775808: should be below 2^63."),
         ("seed=-1", "seed = -1: should be greater than or equal to 0."),
         ("server.average=1", "server.average = 1: should be less than 1."),
         ("federation.shares=[inf, 1, 1, 1, 1]", "federation.shares.0 = inf: should be a finite number."),

@@ -54,6 +54,14 @@ class Settings(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
+    def _integers_fit_into_64_bits(cls, value: Any) -> Any:
+        """Reject integers that neither TOML nor torch can hold."""
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise ValueError("should be below 2^63")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
     def _one_value_is_a_list(cls, value: Any, info: ValidationInfo) -> Any:
         """Accept one word for a list of words, also with commas between several: resnet10,resnet14."""
         annotation = cls.model_fields[info.field_name or ""].annotation

@@ -59,6 +59,8 @@ def assert_message(answer: Answer, *parts: str, code: int = 2) -> None:
         (sqlite3.DatabaseError("database disk image is malformed"), "memories.sqlite"),
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "a file cannot be read or written: "),
         (json.JSONDecodeError("Expecting value", "", 0), "a file cannot be read or written: JSONDecodeError"),
+        (OverflowError("int too large"), "a number in the configuration is too large to compute with: int too large."),
+        (TypeError("zeros(): Overflow when unpacking long long"), "a number in the configuration is too large"),
         (ValueError("embedded null byte"), "a path contains a null character."),
         (EOFError("No data left in file"), "a file cannot be read or written: EOFError: No data left in file."),
     ],
@@ -338,11 +340,14 @@ def test_a_damaged_checkpoint_is_named(motley: Command, damaged: Path, name: str
         "federation.clients=1000000000000",
         "model.resnet.width=1e9",
         "data.transform.resize=1000000",
+        "model.resnet.width=1e300",
+        "server.step=1e300",
+        "engine.memory_gib=1e300",
     ],
 )
-def test_what_no_memory_can_hold_is_a_message(motley: Command, tmp_path: Path, override: str) -> None:
-    answer = motley("run", *overrides(*SMALL, override), "--out", tmp_path / "run")
-    assert_message(answer, "memory" if "clients" not in override else "")
+def test_a_value_that_no_machine_can_handle_is_a_message(motley: Command, tmp_path: Path, override: str) -> None:
+    answer = motley("run", *overrides(*SMALL, "training.rounds=1", override), "--out", tmp_path / "run")
+    assert_message(answer, "too large to compute with" if "1e300" in override else "there is not enough memory")
 
 
 def test_a_file_of_weights_that_is_none_is_named_and_leaves_no_folder(motley: Command, tmp_path: Path) -> None:

@@ -29,24 +29,26 @@ from safetensors import SafetensorError
 
 from motley.errors import MotleyError
 
-DEBUG = "MOTLEY_DEBUG"
 #: With this environment variable set, every failure also prints its traceback.
+DEBUG = "MOTLEY_DEBUG"
 
+#: Parts of RuntimeErrors' messages, in lower case, by which torch says that something is too large.
 OUT_OF_MEMORY = (
     "can't allocate memory",  # torch on a CPU
     "not enough memory",  # torch on a CPU, other systems
     "out of memory",  # CUDA
     "cublas_status_alloc_failed",
     "storage size calculation overflowed",  # torch: the number of bytes does not fit into 64 bits
-    "invalid argument: numel",
-    "numel: integer multiplication overflow",
     "integer multiplication overflow",
 )
-#: Parts of RuntimeErrors' messages, in lower case, by which torch says that something is too large.
 
-CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+#: Parts of messages, in lower case, by which torch says that it cannot compute with a number.
+TOO_LARGE = ("overflow when unpacking", "without overflow")
+
 #: Errors of writing; Python does not say to which file, only that of opening one does.
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
+#: Exceptions that readers of files raise when the content is not what it should be.
 DAMAGED = (
     SafetensorError,
     UnicodeDecodeError,
@@ -60,7 +62,6 @@ DAMAGED = (
     csv.Error,
     EOFError,
 )
-#: Exceptions that readers of files raise when the content is not what it should be.
 
 
 def handle(error: Exception) -> int:
@@ -85,6 +86,8 @@ def explain(error: Exception) -> str | None:
             f"there is not enough memory: {_first_line(error)} Smaller values of training.batch_size, "
             "federation.clients, data.transform.resize or the model's width need less."
         )
+    if isinstance(error, OverflowError) or any(part in str(error).lower() for part in TOO_LARGE):
+        return f"a number in the configuration is too large to compute with: {_first_line(error)}"
     if isinstance(error, OSError):
         return _os_error(error)
     if isinstance(error, sqlite3.Error):
