@@ -18,8 +18,8 @@ def bench(
     preset: str = typer.Option("", help="Start from a named preset (motley list presets)."),
     set_: list[str] = typer.Option([], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting; repeatable."),
     rounds: int = typer.Option(20, min=1, help="Rounds that are measured."),
-    warm_up: int = typer.Option(5, min=0, help="Rounds before that, which are not."),
-    synthetic: bool = typer.Option(False, help="Random images in place of the data set's files."),
+    warm_up: int = typer.Option(5, min=0, help="Warm-up rounds before them, which are not measured."),
+    synthetic: bool = typer.Option(False, help="Use random images instead of the data set's files."),
     json_: Path | None = typer.Option(None, "--json", help="Write the numbers to a file."),
     compare: list[Path] = typer.Option([], help="Compare two such files instead: --compare OLD --compare NEW."),
 ) -> None:
