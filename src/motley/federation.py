@@ -134,8 +134,8 @@ class Federation:
         refuse_leaks(config, self.split, self.method)
         counted = config.privacy.active and secret is None
         self.accountant = Accountant(config.privacy, self.split, self.sizes) if counted else None
-        precision, fused = config.engine.precision, config.engine.fused and config.engine.name != "debug"
-        self.evaluate = Evaluator(self.split, test, self.dataset.classes, config.evaluation, precision, fused)
+        fused = config.engine.fused and config.engine.name != "debug"
+        self.evaluate = Evaluator(self.split, test, self.dataset.classes, config.evaluation, fused)
         if engine is not None:
             self.engine: Engine = engine(self)
             return
