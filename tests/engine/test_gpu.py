@@ -295,7 +295,7 @@ def test_tf32_evaluation_is_close_to_fp32() -> None:
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_statistics_are_collected_in_single_precision(precision: str) -> None:
     """HeteroFL's pass over clients gives the statistics of the weights that are evaluated, not of rounded ones."""
-    settings = ("engine.device=cuda", "method.name=heterofl", *WIDTHS, "evaluation.every=1")
+    settings = ("engine.device=cuda", "method.name=HeteroFL", *WIDTHS, "evaluation.every=1")
     servers = {}
     for name in ("tf32", precision):
         federation = Federation(tiny_config(*settings, f"engine.precision={name}"))
