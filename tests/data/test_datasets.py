@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from motley.data.dataset import DATASETS, Dataset, Examples, data_root, load_dataset
+from motley.data.datasets import fashion_mnist
 from motley.data.datasets.cifar10 import FOLDER, TEST_FILE, TRAIN_FILES, read_batch
 from motley.data.datasets.fashion_mnist import FILES, read_idx
 from motley.errors import MotleyError
@@ -179,6 +180,19 @@ def test_a_damaged_gzip_file_is_named(damage: Callable[[bytes], bytes], tmp_path
     with pytest.raises(MotleyError, match="truncated or damaged") as caught:
         read_idx(path, 3)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("ending", [".gz", ""])
+def test_a_file_that_unpacks_to_too_much_is_refused(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = idx(np.zeros((100, 20, 20), np.uint8))
+    path = tmp_path / f"some-images{ending}"
+    path.write_bytes(gzip.compress(content) if ending else content)
+    assert read_idx(path, 3).shape == (100, 20, 20)
+    monkeypatch.setattr(fashion_mnist, "MAX_BYTES", 40_000)
+    with pytest.raises(MotleyError, match="holds more than 40,000 bytes"):
+        read_idx(path, 3)
 
 
 def test_real_fashion_mnist(shared_data: Path) -> None:
