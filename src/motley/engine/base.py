@@ -36,9 +36,9 @@ class EngineSettings(Settings):
     """Clients of a size that train side by side in one step, for small models without batch norm; on a CPU, without
     convolutions too. Changes the last bits, and which numbers dropout draws.
     """
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads of torch. Another number changes the last bits of results, and more than one is slow beside other
-    busy processes; for large models on an idle machine, the number of cores.
+    busy processes; for large models on an idle machine, the number of cores. At most 1024.
     """
     fused: bool = True
     """On a GPU, kernels of our own for batch norm with addition and ReLU; off in the debug engine."""
