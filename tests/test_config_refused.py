@@ -79,6 +79,7 @@ def test_every_problem_is_named_at_once() -> None:
         ("training.optimizer.name=adan", "training.optimizer.name = 'adan': should be 'adam', 'adamw' or 'sgd'."),
         ("data.transform.flip=maybe", "data.transform.flip = 'maybe': should be a valid boolean"),
         ("data.path=7", "data.path = 7: should be a valid string."),
+        ("engine.threads=100000", "engine.threads = 100000: should be less than or equal to 1024."),
         ("seed=-1", "seed = -1: should be greater than or equal to 0."),
         ("server.average=1", "server.average = 1: should be less than 1."),
         ("federation.shares=[inf, 1, 1, 1, 1]", "federation.shares.0 = inf: should be a finite number."),
@@ -158,7 +159,7 @@ def test_fewer_clients_than_sizes_are_refused() -> None:
         ("[1, 1]", "federation.shares = [1.0, 1.0]: 5 shares are needed, one a size."),
         ("[1, 1, 1, 1, 1, 1]", "5 shares are needed"),
         ("[1, 1, -1, 1, 1]", "must not be negative"),
-        ("[0, 0, 0, 0, 0]", "federation.shares = [0.0, 0.0, 0.0, 0.0, 0.0]"),
+        ("[0, 0, 0, 0, 0]", "federation.shares = [0.0, 0.0, 0.0, 0.0, 0.0]: at least one share must be positive."),
     ],
 )
 def test_shares_that_do_not_fit_the_sizes_are_refused(shares: str, said: str) -> None:

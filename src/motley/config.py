@@ -183,8 +183,10 @@ class Config(Settings):
                 f"federation.budgets = {federation.budgets!r}: a file is given if and only if federation.assign = "
                 f"'budget'; it is {federation.assign!r}."
             )
-        if federation.shares and not (min(federation.shares) >= 0 and sum(federation.shares) > 0):
+        if federation.shares and min(federation.shares) < 0:
             raise MotleyError(f"federation.shares = {list(federation.shares)}: shares must not be negative.")
+        if federation.shares and not sum(federation.shares) > 0:
+            raise MotleyError(f"federation.shares = {list(federation.shares)}: at least one share must be positive.")
         if federation.sizes and len(federation.sizes) != federation.clients:
             raise MotleyError(
                 f"federation.sizes has {len(federation.sizes)} sizes; federation.clients = {federation.clients}."
