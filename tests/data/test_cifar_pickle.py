@@ -66,6 +66,13 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytes
         cifar10.read_batch(path)
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MotleyError, match=r"absent cannot be read: .*No such file"):
+        read_pickled_batch(tmp_path / "absent", LIMIT)
+    with pytest.raises(MotleyError, match=r"cannot be read: .*directory"):
+        read_pickled_batch(tmp_path, LIMIT)
+
+
 # --- attacks
 
 ATTACKS: dict[str, bytes] = {

@@ -199,6 +199,12 @@ def test_a_file_that_unpacks_to_too_much_is_refused(
         read_idx(path, 3)
 
 
+def test_an_idx_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for name in ("absent", "absent.gz"):
+        with pytest.raises(MotleyError, match=f"{name} cannot be read: .*No such file"):
+            read_idx(tmp_path / name, 3)
+
+
 def test_real_fashion_mnist(shared_data: Path) -> None:
     data = load_dataset("fashion-mnist", root=shared_data)
     assert (len(data.train), len(data.test)) == (60_000, 10_000)

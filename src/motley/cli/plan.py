@@ -64,8 +64,8 @@ def _dataset_of(config: Config) -> Dataset:
         if config.data.name not in SHAPES:
             raise
         raise MotleyError(
-            f"{error}\nA plan needs the shape of the images only: --synthetic uses random images of "
-            f"{config.data.name!r}'s shape instead of its files."
+            f"{error}\nA plan needs the shape of the images only: --synthetic uses random images of that shape "
+            "instead of the files."
         ) from None
 
 

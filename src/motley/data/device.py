@@ -45,7 +45,8 @@ class DeviceData:
             transform.crop_padding > 0 or transform.flip or transform.cutout > 0 or transform.resized_crop
         )
         pad = transform.crop_padding if self.random else 0
-        with allocating(f"data.transform.crop_padding = {pad}: {len(images)} images of the data set"):
+        padded = f", padded by data.transform.crop_padding = {pad}" if pad else ""
+        with allocating(f"the {len(images)} images of the data set{padded}"):
             self.images = (F.pad(images, (0, 0, pad, pad, pad, pad)) if pad else images).to(device)
         self._unpadded = self.images[:, pad : pad + self.height, pad : pad + self.width]
         self.labels = torch.from_numpy(examples.labels).to(device)

@@ -36,11 +36,15 @@ def read_pickled_batch(path: Path, max_bytes: int) -> dict[str, Any]:
 
     Keys are text, however the file spells them. Files larger than `max_bytes` are rejected unread.
     """
-    size = path.stat().st_size
-    if size > max_bytes:
-        raise MotleyError(f"{path} has {size:,} bytes; a batch of this data set has at most {max_bytes:,}.")
     try:
-        batch = _Interpreter(path.read_bytes()).run()
+        size = path.stat().st_size
+        if size > max_bytes:
+            raise MotleyError(f"{path} has {size:,} bytes; a batch of this data set has at most {max_bytes:,}.")
+        raw = path.read_bytes()
+    except OSError as error:
+        raise MotleyError(f"{path} cannot be read: {error}.") from None
+    try:
+        batch = _Interpreter(raw).run()
     except _RefusedError as error:
         raise MotleyError(f"{path}: refused to load {error}. Nothing was run; do not trust this file.") from None
     except _DamagedError as error:

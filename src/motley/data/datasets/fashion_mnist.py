@@ -62,6 +62,8 @@ def _contents(path: Path) -> bytes:
             raw = file.read(MAX_BYTES + 1)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise MotleyError(f"{path} is truncated or damaged: {error}.") from error
+    except OSError as error:
+        raise MotleyError(f"{path} cannot be read: {error}.") from None
     if len(raw) > MAX_BYTES:
         raise MotleyError(f"{path} holds more than {MAX_BYTES:,} bytes, which no file of Fashion-MNIST does.")
     return raw
