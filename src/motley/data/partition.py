@@ -412,7 +412,7 @@ def _read_lists(path: Path) -> list[Any]:
             with np.load(path, allow_pickle=False) as archive:
                 # savez names arrays that were given no name arr_0, arr_1, ...
                 content = {name.removeprefix("arr_"): archive[name] for name in archive.files}
-    except (ValueError, TypeError, EOFError, OSError, RecursionError, zipfile.BadZipFile, zlib.error) as error:
+    except (ValueError, TypeError, EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise MotleyError(f"partition file {path} cannot be read: {error}") from error
     if isinstance(content, Mapping):
         content = _in_order(content, path)

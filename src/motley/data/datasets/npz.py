@@ -54,7 +54,8 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
                 holds = ", ".join(archive.files) or "nothing"
                 raise MotleyError(f"{path} lacks {', '.join(missing)}. It holds: {holds}. {REMEDY}")
             return {key: _read_array(archive, key, path) for key in KEYS}
-    except (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
+    except (ValueError, EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        # zipfile raises RuntimeError for encrypted members and for unknown kinds of compression.
         raise MotleyError(f"{path} is truncated or damaged: {error}") from error
 
 
