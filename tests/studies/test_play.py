@@ -47,7 +47,7 @@ def test_a_study_ends_with_a_table(sweep: Path, tmp_path: Path) -> None:
     by_method = {result.cell.method: result for result in results}
     assert by_method["HeteroAvg"].ours is not None
     assert by_method["HeteroAvg"].ours.count == 2
-    assert by_method["HeteroAvg"].verdict in ("inside the noise", "outside the noise")
+    assert by_method["HeteroAvg"].verdict in ("within the noise", "beyond the noise")
     assert by_method["InCoAvg"].comparison is not None
     assert by_method["InCoAvg"].comparison.half_width is not None
     assert by_method["FedIN"].shown == "missing"

@@ -1,4 +1,4 @@
-"""`motley study`: a paper's table, or a sweep of the user's own."""
+"""`motley study`: a demonstration, a paper's table, or a study of the user's own."""
 
 from __future__ import annotations
 
@@ -24,26 +24,34 @@ from motley.studies.results import COLUMNS, Result, collect, columns, lines, mis
 from motley.studies.sweep import SCALES, Cell, Planned, plan
 
 _SCALES = "; ".join(f"{name}: {meaning.summary}" for name, meaning in SCALES.items())
+_FIRST = "demo"
 
 
 def study(
-    name: str = typer.Argument("", help="A study (motley study --list), or your own sweep: a .toml file."),
-    list_: bool = typer.Option(False, "--list", help="List the studies and leave."),
-    scale: str = typer.Option("quick", help=f"{_SCALES}."),
+    name: str = typer.Argument("", help="A study (motley study --list), or a .toml file of your own."),
+    list_: bool = typer.Option(False, "--list", help="List the studies and exit."),
+    scale: str = typer.Option(
+        "", help=f"{_SCALES}. Default: full for a file of your own and for the demo, quick for the papers' tables."
+    ),
     data: list[str] = typer.Option([], help="Only this data set; repeatable."),
     case: list[str] = typer.Option([], help="Only this case, such as 'alpha 0.5'; repeatable."),
     method: list[str] = typer.Option([], help="Only this line of the table; repeatable."),
-    seeds: int = typer.Option(0, min=0, help="At most so many seeds; 0: as many as the scale says."),
+    seeds: int = typer.Option(0, min=0, help="At most this many seeds; 0: as many as the scale says."),
     set_: list[str] = typer.Option([], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting of every run."),
-    plan_only: bool = typer.Option(False, "--plan", help="Say what would run and what is missing, and leave."),
-    out: Path = typer.Option(Path("runs/studies"), help="Where runs and tables are kept; studies share their runs."),
+    plan_only: bool = typer.Option(False, "--plan", help="Say what would run and what is missing, and exit."),
+    out: Path = typer.Option(Path("runs/studies"), help="Folder of the runs and tables; studies share their runs."),
 ) -> None:
-    """Reproduce a paper's table or figure: run what is not finished yet, and print the paper's numbers beside ours."""
+    """Compare methods over data sets and seeds: the demo, a paper's table, or a file of your own.
+
+    Only runs that are not finished yet are run.
+    """
     console = Console()
     if list_ or not name:
         console.print(_list())
+        console.print(f"\nStart here: motley study {_FIRST}  (two minutes, no data needed)", highlight=False)
         return
     chosen = load_study(name)
+    scale = scale or chosen.scale
     cells = plan(chosen, scale, data=data, cases=case, methods=method, seeds=seeds, overrides=parse_overrides(set_))
     todo = outstanding(cells, out)
     _announce(console, chosen, scale, cells, todo)
@@ -56,7 +64,7 @@ def study(
             play_study(todo, out, watcher)
     except KeyboardInterrupt:
         again = shlex.join(["motley", *sys.argv[1:]])
-        console.print(f"\nStopped. To go on, the same again: {again}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"\nStopped. The same command continues: {again}", highlight=False, markup=False, soft_wrap=True)
         raise SystemExit(130) from None
     finally:
         results = collect(cells, out)
@@ -93,10 +101,16 @@ def _announce(
         highlight=False,
         soft_wrap=True,
     )
+    if scale != "full":
+        console.print(
+            f"This is a shortened study: expect other numbers than at --scale full ({SCALES['full'].summary}).",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 class _Watcher(StudyWatcher, Callback):
-    """Progress over the whole study, counted in rounds: a line a run, and a bar where the terminal can redraw."""
+    """Progress over the whole study, counted in rounds: one line per run, and a bar if the terminal can redraw it."""
 
     def __init__(self, console: Console, todo: Sequence[tuple[Cell, Planned]]) -> None:
         self.console, self.runs, self.number = console, len(todo), 0
@@ -149,7 +163,7 @@ class _Watcher(StudyWatcher, Callback):
 
 
 def _print_results(console: Console, results: Sequence[Result]) -> None:
-    """Print a table a column of the study, without what is missing and without headings that nothing stands under."""
+    """Print one table per column of the study, without lines that are missing and without empty columns."""
     for title, members in columns(results):
         rows = [lines(result) for result in members if not result.cell.missing]
         used = [number for number in range(len(COLUMNS)) if any(row[number] for row in rows)]

@@ -1,4 +1,4 @@
-"""What a study's runs came to: ours beside the paper's, and what the difference is worth."""
+"""The results of a study: our numbers beside the paper's, and whether the differences are more than noise."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Result:
     """One cell of the table."""
 
     cell: Cell
+    #: Seed -> the number of its finished run.
     values: dict[int, float]
-    """Seed -> the number of its finished run."""
+    #: Seed -> the folder of its finished run.
     runs: dict[int, str]
-    """Seed -> the folder of its finished run."""
+    #: Finished runs without a number, because the target was never reached.
     unreached: int = 0
-    """Finished runs that have no such number: the target was never reached."""
+    #: The paired difference to the line that this one is compared with.
     comparison: Difference | None = None
-    """With the line that the method is compared with."""
 
     @property
     def ours(self) -> Spread | None:
@@ -47,7 +47,7 @@ class Result:
 
     @property
     def shown(self) -> str:
-        """Ours in words."""
+        """Our number as text, or why there is none."""
         if self.cell.missing:
             return "missing"
         if self.ours is None:
@@ -57,8 +57,7 @@ class Result:
     @property
     def verdict(self) -> str:
         """Whether the difference to the paper is more than noise."""
-        inside = self.difference.inside_noise if self.difference else None
-        return "" if inside is None else "inside the noise" if inside else "outside the noise"
+        return self.difference.verdict if self.difference else ""
 
 
 def collect(cells: Sequence[Cell], out: Path) -> list[Result]:
@@ -72,7 +71,9 @@ def _read(cell: Cell, out: Path) -> Result:
     for run in cell.runs:
         if finished(out, run):
             path = run_path(out, run)
-            value = cell.measure.of(MetricsLog(path / "metrics.jsonl").read(), run.config, cell.target, cell.whole)
+            value = cell.measure.of(
+                MetricsLog(path / "metrics.jsonl").read(), run.config, cell.target, cell.whole, cell.size
+            )
             runs[run.seed] = f"../runs/{run.key}"
             if value is None:
                 unreached += 1
@@ -89,17 +90,19 @@ def _compared(result: Result, other: Result | None) -> Result:
     return Result(result.cell, result.values, result.runs, result.unreached, difference)
 
 
-COLUMNS = ("method", "ours", "paper", "ours - paper", "", "compared with")
+COLUMNS = ("method", "ours", "paper", "ours - paper", "verdict", "compared with")
 
 
 def lines(result: Result) -> tuple[str, ...]:
     """Return a cell as a line under `COLUMNS`."""
     cell = result.cell
-    compared = f"{cell.against}: {result.comparison}" if result.comparison else ""
-    if result.comparison and result.comparison.inside_noise is not None:
-        compared += " (inside the noise)" if result.comparison.inside_noise else " (beyond it)"
+    compared = ""
+    if result.comparison:
+        compared = f"{cell.against}: {result.comparison}"
+        if result.comparison.verdict:
+            compared += f" ({result.comparison.verdict})"
     return (
-        cell.method + (", whole model" if cell.whole else ""),
+        cell.method + cell.which_model,
         result.shown,
         str(cell.paper or ""),
         str(result.difference or ""),
@@ -109,7 +112,7 @@ def lines(result: Result) -> tuple[str, ...]:
 
 
 def columns(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
-    """Return the results column by column, each with its title."""
+    """Return the results of each column with the column's title."""
     for _, group in groupby(results, key=lambda result: result.cell.column):
         members = list(group)
         cell = members[0].cell
@@ -118,7 +121,7 @@ def columns(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
 
 
 def missing(cells: Sequence[Cell]) -> dict[str, list[str]]:
-    """Return every reason why something cannot run, and what it holds for."""
+    """Return every reason why something cannot run, and the names of the lines and data sets that it concerns."""
     reasons: dict[str, dict[str, None]] = {}
     for cell in cells:
         for lack in cell.missing:
@@ -153,12 +156,15 @@ def _plain(study: Study, scale: str, cells: Sequence[Cell], results: Sequence[Re
 
 
 def read_saved(folder: Path) -> dict[str, Any]:
-    """Return what `save` wrote about a study."""
+    """Return the description of a study that `save` wrote."""
     file = folder / "study.json"
     try:
-        return json.loads(file.read_text())
+        saved = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise MotleyError(f"{file} cannot be read: {error}.") from None
+    if not isinstance(saved, dict) or not isinstance(saved.get("cells"), list):
+        raise MotleyError(f"{file} is not the description of a study. Run the study again: that writes it anew.")
+    return saved
 
 
 CSV = (
@@ -177,7 +183,7 @@ def _csv(results: Sequence[Result]) -> str:
             "method": cell.method,
             "data": cell.data,
             "case": cell.case,
-            "measure": cell.measure + (" of the whole model" if cell.whole else ""),
+            "measure": cell.measure + cell.which_model,
             "seeds": len(result.values),
             "missing": " ".join(lack.reason for lack in cell.missing),
         }
