@@ -10,7 +10,12 @@ import pytest
 from motley.errors import MotleyError
 from motley.report.material import gather
 from motley.report.tables import costs, environments, final
+from motley.studies.declaration import load_study
+from motley.studies.play import StudyWatcher, outstanding, play_study
+from motley.studies.results import collect, save
+from motley.studies.sweep import plan
 from tests.report.conftest import small_run
+from tests.studies.conftest import SWEEP
 
 
 def test_seeds_of_one_method_are_one_series(runs: list[Path]) -> None:
@@ -50,7 +55,7 @@ def test_tables(runs: list[Path]) -> None:
     rows = final(panel)
     assert rows[0] == ["", "seeds", "mean of last k", "last", "best", "mlp1", "mlp2", "mlp3"]
     assert "±" in rows[1][2]
-    assert "one seed" in rows[2][2]
+    assert rows[2][1] == "1 seed" and "±" not in rows[2][2]
     assert costs(panel)[0][1].startswith("rounds to ")
     assert [row[2] for row in environments(list(panel.series.values()))[1:]] == ["1", "2", "1"]
 
@@ -63,7 +68,7 @@ def test_two_runs_of_one_seed_are_one_seed(runs: list[Path], tmp_path: Path) -> 
     assert series.count == "1 seed, 2 runs"
     row = final(panel)[1]
     assert row[1] == "1 seed, 2 runs"
-    assert all("one seed" in cell for cell in row[2:])
+    assert not any("±" in cell for cell in row)
     assert "one, again are 2 runs with the same settings and the same seed (1)" in series.repeats[0]
     assert all(len(values) == 1 for values in series.curve("mean")[1])
 
@@ -122,3 +127,18 @@ def test_a_damaged_study_is_refused_by_name(study: Path, tmp_path: Path, text: s
     (tmp_path / "study.json").write_text(text)
     with pytest.raises(MotleyError, match=r"study\.json"):
         gather([tmp_path])
+
+
+def test_a_line_about_one_size_shows_that_size(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(SWEEP.replace('name = "InCoAvg"\nagainst', 'name = "its largest"\nsize = "mlp3"\nagainst'))
+    file.write_text(file.read_text().replace('against = "HeteroAvg"', 'set.method.name = "HeteroAvg"'))
+    cells = plan(load_study(str(file)), "full", seeds=1)
+    play_study(outstanding(cells, tmp_path), tmp_path, StudyWatcher())
+    folder = save(load_study(str(file)), "full", cells, collect(cells, tmp_path), tmp_path)
+    (panel,) = gather([folder]).panels.values()
+    assert len({run.path.resolve() for run in panel.runs()}) == 1
+    assert list(panel.distinct) == ["HeteroAvg"]
+    rows = final(panel)
+    assert rows[2][2] == rows[1][rows[0].index("mlp3")] == rows[2][rows[0].index("mlp3")]
+    assert panel.series["its largest"].curve("mean") == panel.series["HeteroAvg"].curve("mlp3")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import typer
@@ -20,7 +20,7 @@ from motley.round import Record, Server
 from motley.runs.play import Callback
 from motley.studies.declaration import Study, load_study, studies
 from motley.studies.play import StudyWatcher, outstanding, play_study
-from motley.studies.results import COLUMNS, Result, collect, columns, lines, missing, save
+from motley.studies.results import COLUMNS, Result, collect, columns, lines, missing, results_folder, save
 from motley.studies.sweep import SCALES, Cell, Planned, plan
 
 _SCALES = "; ".join(f"{name}: {meaning.summary}" for name, meaning in SCALES.items())
@@ -59,18 +59,24 @@ def study(
         return
     if not any(cell.runs for cell in cells):
         raise MotleyError(f"study {chosen.name!r}: nothing of it can run here (see what is missing above).")
+
+    def save_results() -> list[Result]:
+        results = collect(cells, out)
+        save(chosen, scale, cells, results, out)
+        return results
+
     try:
-        with _Watcher(console, todo) as watcher:
+        save_results()
+        with _Watcher(console, todo, save_results) as watcher:
             play_study(todo, out, watcher)
     except KeyboardInterrupt:
         again = shlex.join(["motley", *sys.argv[1:]])
         console.print(f"\nStopped. The same command continues: {again}", highlight=False, markup=False, soft_wrap=True)
         raise SystemExit(130) from None
-    finally:
-        results = collect(cells, out)
-        folder = save(chosen, scale, cells, results, out)
-    _print_results(console, results)
+    _print_results(console, save_results())
+    folder = results_folder(chosen, scale, out)
     console.print(f"kept in {folder}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"as a page: motley report {folder}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _list() -> Table:
@@ -78,7 +84,10 @@ def _list() -> Table:
     table.add_column("study", style="bold", no_wrap=True)
     table.add_column("what it is")
     table.add_column("cells x seeds", justify="right")
-    for name, declared in studies().items():
+    declared_studies = studies()
+    names = [_FIRST, *(name for name in declared_studies if name != _FIRST)]
+    for name in names:
+        declared = declared_studies[name]
         columns_ = [column for column in declared.data if not column.asked]
         count = len(declared.methods) * len(columns_) * len(declared.cases) * len(declared.seeds)
         table.add_row(name, declared.summary, str(count))
@@ -112,8 +121,11 @@ def _announce(
 class _Watcher(StudyWatcher, Callback):
     """Progress over the whole study, counted in rounds: one line per run, and a bar if the terminal can redraw it."""
 
-    def __init__(self, console: Console, todo: Sequence[tuple[Cell, Planned]]) -> None:
+    def __init__(
+        self, console: Console, todo: Sequence[tuple[Cell, Planned]], save_results: Callable[[], object]
+    ) -> None:
         self.console, self.runs, self.number = console, len(todo), 0
+        self.save_results = save_results
         self.left = sum(run.config.training.rounds for _, run in todo)
         self.played, self.began = 0, time.perf_counter()
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]} left"))
@@ -140,6 +152,10 @@ class _Watcher(StudyWatcher, Callback):
         self.rounds_of_run = run.config.training.rounds
         self.bar.update(self.task, description=f"{where}: {cell.method}")
         return [self]
+
+    def on_finished(self, cell: Cell, run: Planned) -> None:
+        # So that `motley watch` and `motley report` show the study while it runs, and nothing is lost if it is stopped.
+        self.save_results()
 
     def on_failure(self, cell: Cell, run: Planned, reason: str) -> None:
         self.left -= self.rounds_of_run

@@ -37,12 +37,19 @@ def style(number: int) -> dict[str, Any]:
 def accuracy(panel: Panel, size: str, labels: Sequence[str]) -> go.Figure:
     """Draw accuracy over rounds: the mean over seeds, with a band of one deviation if there are several seeds."""
     figure = go.Figure()
-    for label, series in panel.series.items():
-        if any(size in line["accuracy"] for run in series.runs for line in run.evaluated):
+    shown = panel.series if size == "mean" else panel.distinct
+    for label, series in shown.items():
+        if any(series.key(size) in line["accuracy"] for run in series.runs for line in run.evaluated):
             _curve(figure, series, size, style(labels.index(label)), label, group=label)
-    title = "mean over sizes" if size == "mean" else size
-    _over_rounds(figure, panel, f"accuracy, {title}", "accuracy, %")
+    title = _mean_title(panel) if size == "mean" else f"accuracy, {size}"
+    _over_rounds(figure, panel, title, "accuracy, %")
     return figure
+
+
+def _mean_title(panel: Panel) -> str:
+    if all(series.headline == "mean" for series in panel.series.values()):
+        return "accuracy, mean over sizes"
+    return "accuracy, mean over sizes or of the size that a line is about"
 
 
 def sizes(panel: Panel, series: Series) -> go.Figure:
@@ -124,13 +131,13 @@ def _accuracy_against(
     panel: Panel, labels: Sequence[str], cost: Callable[[dict[str, Any]], float], title: str, unit: str
 ) -> go.Figure:
     figure = go.Figure()
-    for label, series in panel.series.items():
+    for label, series in panel.distinct.items():
         spent, xs, ys = 0.0, [], []
         for line in series.runs[0].lines:
             spent += cost(line)
-            if "accuracy" in line:
+            if series.headline in line.get("accuracy", {}):
                 xs.append(round(spent, 3))
-                ys.append(round(100 * line["accuracy"]["mean"], 2))
+                ys.append(round(100 * line["accuracy"][series.headline], 2))
         _add_line(figure, xs, ys, style(labels.index(label)), label, label)
     figure.update_layout(title=title, xaxis_title=unit, yaxis_title="accuracy, %")
     return figure
@@ -139,7 +146,7 @@ def _accuracy_against(
 def losses(panel: Panel, labels: Sequence[str]) -> list[go.Figure]:
     """Draw the test loss (mean over sizes) and the clients' training loss, for the first seed of every series."""
     test, train = go.Figure(), go.Figure()
-    for label, series in panel.series.items():
+    for label, series in panel.distinct.items():
         line_style = style(labels.index(label))
         lines = series.runs[0].lines
         evaluated = [line for line in lines if line.get("loss")]
@@ -165,12 +172,12 @@ def classes(panel: Panel) -> go.Figure | None:
     For the first seed. None if no run has them.
     """
     rows: dict[str, list[float | None]] = {}
-    for label, series in panel.series.items():
+    for label, series in panel.distinct.items():
         lines = [line for line in series.runs[0].evaluated if line.get("class_accuracy")]
         if not lines:
             continue
         by_size: dict[str, list[float | None]] = lines[-1]["class_accuracy"]
-        if len(panel.series) == 1:
+        if len(panel.distinct) == 1:
             for size, accuracies in by_size.items():
                 rows[size] = [_percent(value) for value in accuracies]
         else:
@@ -181,7 +188,7 @@ def classes(panel: Panel) -> go.Figure | None:
     heat = go.Heatmap(z=[rows[name] for name in names], y=names, zmin=0, zmax=100, colorscale="Viridis")
     heat.update(colorbar={"title": "%"}, hovertemplate="%{y}, class %{x}: %{z:.1f} %<extra></extra>")
     figure = go.Figure(heat)
-    of = "every size" if len(panel.series) == 1 else "mean over sizes"
+    of = "every size" if len(panel.distinct) == 1 else "mean over sizes"
     figure.update_layout(title=f"accuracy of every class, last round, {of}", xaxis_title="class")
     figure.update_xaxes(dtick=1 if len(rows[names[0]]) <= 2 * EVERY_ROUND_TICKED else None)
     return figure
@@ -208,7 +215,7 @@ def coefficients(panel: Panel, series: Series, name: str) -> go.Figure | None:
 def own_numbers(panel: Panel, labels: Sequence[str]) -> list[go.Figure]:
     """Draw the numbers that methods report themselves, one figure per number, for the first seed of every series."""
     drawn: dict[str, go.Figure] = {}
-    for label, series in panel.series.items():
+    for label, series in panel.distinct.items():
         lines = [line for line in series.runs[0].lines if line.get("method")]
         for name in dict.fromkeys(name for line in lines for name in line["method"]):
             rows = [line for line in lines if name in line["method"]]

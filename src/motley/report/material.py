@@ -70,6 +70,8 @@ class Series:
 
     label: str
     runs: list[Run] = field(default_factory=list)
+    #: The accuracy that this line stands for: the mean over sizes, or one size if a study says so.
+    headline: str = "mean"
 
     @property
     def by_seed(self) -> dict[int, list[Run]]:
@@ -99,8 +101,13 @@ class Series:
                 )
         return sentences
 
+    def key(self, size: str) -> str:
+        """Return the name under which metrics have an accuracy; "mean" is replaced by this line's headline."""
+        return self.headline if size == "mean" else size
+
     def curve(self, size: str) -> tuple[list[int], list[list[float]]]:
         """Return the rounds that all runs have evaluated, and for each round one accuracy in percent per seed."""
+        size = self.key(size)
         curves: dict[int, list[dict[int, float]]] = {}
         for seed, runs in self.by_seed.items():
             for run in runs:
@@ -124,11 +131,23 @@ class Panel:
     title: str
     series: dict[str, Series] = field(default_factory=dict)
 
-    def add(self, label: str, run: Run) -> None:
+    def add(self, label: str, run: Run, headline: str = "mean") -> None:
         """Add a run to its series. The same folder given twice is one run."""
-        series = self.series.setdefault(label, Series(label))
+        series = self.series.setdefault(label, Series(label, headline=headline))
         if all(run.path.resolve() != other.path.resolve() for other in series.runs):
             series.runs.append(run)
+
+    @property
+    def distinct(self) -> dict[str, Series]:
+        """The series without those that show another size of runs that an earlier series has."""
+        found: dict[str, Series] = {}
+        seen = set()
+        for label, series in self.series.items():
+            folders = frozenset(run.path.resolve() for run in series.runs)
+            if folders not in seen:
+                found[label] = series
+            seen.add(folders)
+        return found
 
     @property
     def sizes(self) -> list[str]:
@@ -191,7 +210,8 @@ def _add_study(material: Material, folder: Path, saved: dict[str, Any], prefix: 
     for cell in saved["cells"]:
         for path in cell["runs"].values():
             if (folder / path / "config.toml").exists():
-                _panel(material, prefix + cell["column"]).add(cell["method"], Run.read(folder / path))
+                panel = _panel(material, prefix + cell["column"])
+                panel.add(cell["method"], Run.read(folder / path), cell.get("shows", "mean"))
 
 
 def _panel(material: Material, title: str) -> Panel:

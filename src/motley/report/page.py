@@ -83,8 +83,8 @@ def _progress(material: Material) -> Iterator[str]:
     """Say how far a live run is. A study says how many of its runs are finished."""
     runs = material.runs
     if material.studies:
-        done = sum(run.rounds_done >= run.config.training.rounds for run in runs)
-        yield f'<p class="progress">{done} runs finished</p>'
+        planned = sum(study.get("planned_runs", 0) for study in material.studies)
+        yield f'<p class="progress">{len(runs)} of {planned} runs finished</p>'
     elif len(runs) == 1:
         yield f'<p class="progress">{escape(progress(runs[0]))}</p>'
 
@@ -151,7 +151,7 @@ def _panel(panel: Panel, labels: list[str]) -> Iterator[str]:
     drawn = _accuracies(panel, labels)
     drawn += [figures.traffic(panel, labels), figures.time(panel, labels), *figures.losses(panel, labels)]
     drawn.append(figures.classes(panel))
-    for series in panel.series.values():
+    for series in panel.distinct.values():
         drawn += [figures.coefficients(panel, series, name) for name in figures.COEFFICIENTS]
     drawn += figures.own_numbers(panel, labels)
     partition_missing = ""

@@ -32,6 +32,7 @@ def final(panel: Panel) -> Rows:
 
 def _over_seeds(series: Series, size: str, number: Callable[[Summary], float]) -> str:
     """Return the mean and deviation over distinct seeds. Several runs of one seed contribute their mean, once."""
+    size = series.key(size)
     per_seed = []
     for runs in series.by_seed.values():
         values = []
@@ -41,7 +42,11 @@ def _over_seeds(series: Series, size: str, number: Callable[[Summary], float]) -
                 values.append(100 * number(accuracy[size]))
         if values:
             per_seed.append(fmean(values))
-    return str(spread(per_seed) or "")
+    found = spread(per_seed)
+    if found is None:
+        return ""
+    # The column of seeds says how many there are, so that "(one seed)" need not be in every cell.
+    return f"{found.mean:.1f}" if found.std is None else str(found)
 
 
 def targets(panel: Panel) -> tuple[float, ...]:
@@ -56,16 +61,21 @@ def costs(panel: Panel) -> Rows:
     """Return rounds to targets, traffic and time of every series."""
     wanted = targets(panel)
     rows = [["", *(f"rounds to {target:.0%}" for target in wanted), "MB down", "MB up", "seconds", "seconds per round"]]
-    for series in panel.series.values():
+    for series in panel.distinct.values():
         outcomes = [run.outcome(wanted) for run in series.runs if run.lines]
         if not outcomes:
             continue
         count = len(outcomes)
+        reached = []
+        for target in wanted:
+            # Targets are about the mean over sizes, which is not what a line about one size shows.
+            mean = series.headline == "mean"
+            reached.append(_rounds([found.rounds_to[target] for found in outcomes]) if mean else "-")
         seconds = sum(sum(found.seconds.values()) for found in outcomes) / count
         rows.append(
             [
                 series.label,
-                *(_rounds([found.rounds_to[target] for found in outcomes]) for target in wanted),
+                *reached,
                 f"{sum(found.bytes_down for found in outcomes) / count / 1e6:,.1f}",
                 f"{sum(found.bytes_up for found in outcomes) / count / 1e6:,.1f}",
                 f"{seconds:,.1f}",

@@ -13,8 +13,9 @@ from typing import Any
 
 from motley.errors import MotleyError
 from motley.files import write_atomically
-from motley.runs.metrics import MetricsLog
+from motley.runs.metrics import OVERALL, MetricsLog
 from motley.studies.declaration import Study
+from motley.studies.measures import whole_model
 from motley.studies.play import finished, run_path
 from motley.studies.statistics import Difference, Spread, against_paper, paired, spread
 from motley.studies.sweep import SCALES, Cell
@@ -129,9 +130,14 @@ def missing(cells: Sequence[Cell]) -> dict[str, list[str]]:
     return {reason: list(names) for reason, names in reasons.items()}
 
 
+def results_folder(study: Study, scale: str, out: Path) -> Path:
+    """Return the folder of a study's results at a scale."""
+    return out / f"{study.name}-{scale}"
+
+
 def save(study: Study, scale: str, cells: Sequence[Cell], results: Sequence[Result], out: Path) -> Path:
     """Write the study's folder and return it."""
-    folder = out / f"{study.name}-{scale}"
+    folder = results_folder(study, scale, out)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "study.json", json.dumps(_plain(study, scale, cells, results), indent=1).encode())
     write_atomically(folder / "table.csv", _csv(results).encode())
@@ -146,13 +152,28 @@ def _plain(study: Study, scale: str, cells: Sequence[Cell], results: Sequence[Re
             "method": result.cell.method,
             "column": title,
             "runs": result.runs,
+            "shows": _size_shown(result.cell),
             "line": lines(result),
             "missing": [lack.reason for lack in result.cell.missing],
         }
         for title, members in columns(results)
         for result in members
     ]
-    return {**about, "scale": scale, "scale_means": SCALES[scale].summary, "cells": rows, "missing": missing(cells)}
+    return {
+        **about,
+        "scale": scale,
+        "scale_means": SCALES[scale].summary,
+        "planned_runs": len({run.key for cell in cells for run in cell.runs}),
+        "cells": rows,
+        "missing": missing(cells),
+    }
+
+
+def _size_shown(cell: Cell) -> str:
+    """Return the name of the accuracy in a run's metrics that a cell shows."""
+    if cell.whole and cell.runs:
+        return whole_model(cell.runs[0].config) or OVERALL
+    return cell.size or OVERALL
 
 
 def read_saved(folder: Path) -> dict[str, Any]:

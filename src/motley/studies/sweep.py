@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from motley.config import Config, Table, resolve
 from motley.data import DATASETS, load_dataset
 from motley.data.dataset import data_root
+from motley.data.settings import DataSettings
 from motley.errors import MotleyError, unknown
 from motley.methods import METHODS
 from motley.methods.names import NAMES
@@ -227,13 +228,12 @@ def _missing_data(study: Study, column: DataColumn, case: Case, overrides: Table
     if column.reader not in DATASETS:
         yield Lack(column.name, "there is no reader for this data set (motley list datasets).")
         return
-    try:
-        layers = [*_data_layers(study, column), case.set, overrides]
-        data = resolve(column.preset or study.preset, layers).data
-    except MotleyError as error:
-        yield Lack(column.name, str(error).splitlines()[0])
-        return
-    if reason := _unreadable(data.name, data.root_path or data_root(), data.file_path):
+    # Only the files matter here. A whole configuration cannot be resolved without a method's settings.
+    files: dict[str, Any] = {"root": "", "path": ""}
+    for layer in (*_data_layers(study, column), case.set, overrides):
+        files |= {key: value for key, value in layer.get("data", {}).items() if key in files}
+    data = DataSettings.model_construct(**files)
+    if reason := _unreadable(column.reader, data.root_path or data_root(), data.file_path):
         yield Lack(column.name, reason)
 
 
