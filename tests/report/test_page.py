@@ -143,3 +143,9 @@ def test_times_left(seconds: float, text: str) -> None:
     from motley.report.page import _duration
 
     assert _duration(seconds) == text
+
+
+def test_a_live_page_of_a_study_counts_its_runs(study: Path) -> None:
+    from motley.report.page import render
+
+    assert "4 of 4 runs finished" in render(gather([study]), "now", live=True)

@@ -20,7 +20,7 @@ from motley.round import Record, Server
 from motley.runs.play import Callback
 from motley.studies.declaration import Study, load_study, studies
 from motley.studies.play import StudyWatcher, outstanding, play_study
-from motley.studies.results import COLUMNS, Result, collect, columns, lines, missing, results_folder, save
+from motley.studies.results import COLUMNS, Result, collect, columns, lines, missing, results_folder, save, used_columns
 from motley.studies.sweep import SCALES, Cell, Planned, plan
 
 _SCALES = "; ".join(f"{name}: {meaning.summary}" for name, meaning in SCALES.items())
@@ -182,7 +182,7 @@ def _print_results(console: Console, results: Sequence[Result]) -> None:
     """Print one table per column of the study, without lines that are missing and without empty columns."""
     for title, members in columns(results):
         rows = [lines(result) for result in members if not result.cell.missing]
-        used = [number for number in range(len(COLUMNS)) if any(row[number] for row in rows)]
+        used = used_columns(rows)
         table = Table(*(COLUMNS[number] for number in used), title=title, title_justify="left", title_style="bold")
         for row in rows:
             table.add_row(*(row[number] for number in used))

@@ -112,6 +112,11 @@ def lines(result: Result) -> tuple[str, ...]:
     )
 
 
+def used_columns(rows: Sequence[Sequence[str]]) -> list[int]:
+    """Return the numbers of the columns that are not empty in all rows."""
+    return [number for number in range(len(COLUMNS)) if any(row[number] for row in rows)]
+
+
 def columns(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
     """Return the results of each column with the column's title."""
     for _, group in groupby(results, key=lambda result: result.cell.column):
@@ -223,8 +228,16 @@ def _csv(results: Sequence[Result]) -> str:
 def _markdown(study: Study, scale: str, cells: Sequence[Cell], results: Sequence[Result]) -> str:
     text = [f"# {study.name}: {study.summary}", "", f"Scale {scale}: {SCALES[scale].summary}. {study.note}".strip()]
     for title, members in columns(results):
-        text += ["", f"## {title}", "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
-        text += [f"| {' | '.join(lines(result))} |" for result in members]
+        rows = [lines(result) for result in members]
+        used = used_columns(rows)
+        text += [
+            "",
+            f"## {title}",
+            "",
+            f"| {' | '.join(COLUMNS[number] for number in used)} |",
+            "|" + "---|" * len(used),
+        ]
+        text += [f"| {' | '.join(row[number] for number in used)} |" for row in rows]
     lacking = missing(cells)
     if lacking:
         text += ["", "Missing:", "", *(f"- {', '.join(names)}: {reason}" for reason, names in lacking.items())]
