@@ -41,8 +41,9 @@ TOGGLE = """
 window.addEventListener("load", () => {
   const first = document.querySelector(".plot");
   const lines = () => first.querySelectorAll(".scatterlayer .js-line").length;
-  later(lines, () => {
-    told.drawn = [...document.querySelectorAll(".plot")].filter((plot) => plot.data).length;
+  const drawn = () => [...document.querySelectorAll(".plot")].filter((plot) => plot.data).length;
+  later(() => lines() && drawn() >= 2, () => {
+    told.drawn = drawn();
     told.before = lines();
     document.querySelector("#series input").click();
     later(() => lines() < told.before, () => {
