@@ -70,7 +70,9 @@ def _body(material: Material, live: bool) -> Iterator[str]:
     if len(material.labels) > 1:
         yield f'<nav id="series" aria-label="Show or hide">{_chips(material.labels)}</nav>'
     if material.differences:
-        yield f"<details><summary>Settings that differ</summary>{_table(material.differences)}</details>"
+        # Names of settings may break after a dot only.
+        table = _table([[row[0].replace(".", ".\u200b"), *row[1:]] for row in material.differences])
+        yield f"<details><summary>Settings that differ</summary>{table}</details>"
     for number, panel in enumerate(material.panels.values()):
         yield f'<details class="panel"{" open" if number == 0 else ""}><summary>{escape(panel.title)}</summary>'
         yield from _panel(panel, material.labels)
