@@ -92,3 +92,13 @@ def test_paths_start_from_the_folder_of_the_study(tmp_path: Path) -> None:
 def test_tables_of_settings_are_tables(tmp_path: Path) -> None:
     said = refusal(tmp_path / "mine.toml", SWEEP.replace("seeds = [1, 2]", "set.data = 3"))
     assert "data should be a table" in said
+
+
+def test_the_example_of_the_documentation_can_be_planned(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "studies.md").read_text(encoding="utf-8")
+    (tmp_path / "mine.toml").write_text(page.split("```toml\n")[1].split("```")[0])
+    cells = plan(load_study(str(tmp_path / "mine.toml")), "full", data=["hospital A", "hospital B"])
+    reasons = sorted({lack.reason for cell in cells for lack in cell.missing})
+    assert len(reasons) == 2  # nothing but the two files is missing
+    for reason, name in zip(reasons, ("a.npz", "b.npz"), strict=True):
+        assert str(tmp_path / "data" / name) in reason
