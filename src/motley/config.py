@@ -189,8 +189,8 @@ class Config(Settings):
             raise MotleyError(
                 f"federation.sizes has {len(federation.sizes)} sizes; federation.clients = {federation.clients}."
             )
-        if odd := sorted(set(federation.sizes) - set(self.model.sizes)):
-            raise MotleyError(f"federation.sizes: {unknown('size', odd[0], self.model.sizes)}")
+        if odd := sorted(set(federation.sizes) - set(sizes)):
+            raise MotleyError(f"federation.sizes: {unknown('size', odd[0], sizes)}")
         if method.inco.active and not METHODS[method.name].exchanges_weights:
             raise MotleyError(
                 f"method.inco.preset = {method.inco.preset!r}: {method.name!r} exchanges no weights, so there is no "
@@ -270,18 +270,21 @@ def read_toml(file: Path) -> dict[str, Any]:
         raise MotleyError(f"{file}: is not valid TOML: {error}.") from None
 
 
-_PATHS = (
+PATHS = (
     ("data", "path"),
     ("data", "root"),
     ("data", "partition", "path"),
     ("model", "weights"),
     ("federation", "budgets"),
 )
+"""Every setting that names a file or folder. Flower nodes take none of these from a server, so a new one belongs here:
+tests/flower/test_paths.py fails otherwise.
+"""
 
 
 def _with_whole_paths(values: dict[str, Any]) -> dict[str, Any]:
     """Return values whose files are named from the root, so that a run can be resumed from another folder."""
-    for *tables, name in _PATHS:
+    for *tables, name in PATHS:
         table: Any = values
         for step in tables:
             table = table.get(step) if isinstance(table, dict) else None

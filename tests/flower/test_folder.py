@@ -83,7 +83,12 @@ def test_settings_that_are_refused(values: dict[str, object], said: str) -> None
     [
         ("size = 'resnet10'", "client: is required and was not given"),
         ("client = -1", "client = -1: should be greater than or equal to 0"),
-        ("client = 0\nsize = 'a'\nbudget_mib = 2", "size = 'a' and budget_mib = 2: give one of the two"),
+        ("client = 0\nsize = 'a'\n[budget]\ngflops = 2", "size = 'a' and [budget]: give one of the two"),
+        (
+            "client = 0\nbudget_mib = 2",
+            "budget_mib = 2: this key (the weights alone, in MiB) is gone. Use",
+        ),
+        ("client = 0\n[budget]\nmemory_mb = 0", "budget.memory_mb = 0: should be greater than 0"),
         ("client = 0\nsise = 'a'", "unknown key 'sise'. Did you mean 'size'?"),
         ("client = ", "cannot be read"),
     ],

@@ -20,6 +20,7 @@ import tomli_w
 from pydantic import Field, model_validator
 
 from motley.config import Config, read_resolved
+from motley.data.partition import FromFile
 from motley.deploy.keys import write_certificates, write_node_key
 from motley.engine.flower.settings import NodeSettings
 from motley.errors import MotleyError
@@ -130,6 +131,8 @@ def create(path: Path, config: Config, settings: DeploySettings) -> DeployFolder
         tomli_w.dumps({"superlink": {"default": LINK, LINK: {**link, **guard}}}), encoding="utf-8"
     )
     for client, size in enumerate(assign_sizes(config)):
+        if config.federation.assign == "budget":
+            size = ""  # the server assigns sizes by its budgets.csv when the run begins
         _write_node(folder, settings, config, client, size)
     return folder
 
@@ -138,9 +141,11 @@ def _write_node(folder: DeployFolder, settings: DeploySettings, config: Config, 
     place = folder.nodes / f"node-{client}"
     place.mkdir(parents=True)
     data = {"name": config.data.name, "path": config.data.path, "root": config.data.root, "dealt": True}
+    if isinstance(config.data.partition, FromFile):
+        data["partition"] = str(config.data.partition.path)
     node = {"client": client, "size": size, "superlink": settings.address, "insecure": settings.insecure}
     about = {**node, "memory": "memory", "data": data, "privacy": config.privacy.model_dump()}
-    values = validate(NodeSettings, about).model_dump()
+    values = validate(NodeSettings, about).model_dump(exclude_none=True)
     (place / "node.toml").write_text(tomli_w.dumps(values), encoding="utf-8")
     if not settings.insecure:
         write_node_key(place)
