@@ -21,8 +21,11 @@ FOLDER = typer.Argument(..., metavar="DIR", help="The folder that `motley deploy
 
 
 def _needs_flower(extra: str = "flower") -> None:
-    if find_spec("flwr") is None or (extra == "simulation" and find_spec("ray") is None):
-        raise MotleyError(f"Flower is not installed: pip install 'motleyfl[{extra}]'")
+    install = f"In Motley's checkout: pip install -c constraints.txt -e '.[{extra}]'"
+    if find_spec("flwr") is None:
+        raise MotleyError(f"Flower is not installed. {install}")
+    if extra == "simulation" and find_spec("ray") is None:
+        raise MotleyError(f"Ray is not installed, which Flower's simulation runs on. {install}")
 
 
 def simulation() -> Callable[..., Any]:
@@ -74,14 +77,14 @@ def server(path: Path = FOLDER) -> None:
 @deploy.command()
 def node(
     path: Path = typer.Argument(..., metavar="NODE", help="The node's folder, with its node.toml."),
-    patience: float = typer.Option(120.0, help="Seconds for which a node that is refused tries again."),
+    patience: float = typer.Option(120.0, help="Seconds for which a node that the server refuses tries again."),
 ) -> None:
     """Be a node: Flower's SuperNode, with the folder's key and data. Ctrl-C ends it."""
     _needs_flower()
-    from motley.deploy.commands import be_node
+    from motley.deploy.node import be_node
 
     with _stopped_by_signals():
-        raise typer.Exit(be_node(path / "node.toml", patience))
+        be_node(path / "node.toml", patience)
 
 
 @contextmanager

@@ -24,8 +24,8 @@ from motley.deploy.folder import LINK, DeployFolder
 from motley.engine.flower.settings import read_node
 from motley.errors import MotleyError
 
-START_S, STOP_S, AGAIN_S = 60.0, 10.0, 5.0
-"""How long a server may take to start, and a process to stop; how long a node waits before it tries again."""
+START_S, STOP_S = 60.0, 10.0
+"""How long a server may take to start, and a process to stop."""
 FAILED = 1
 """What Flower's commands return for every kind of failure."""
 
@@ -56,8 +56,6 @@ def server_command(folder: DeployFolder) -> list[str]:
 def node_command(file: Path) -> list[str]:
     """Return the command of the node whose settings are in a file; key and ca.crt lie beside it."""
     node, here = read_node(file), file.absolute().parent
-    if not node.superlink:
-        raise MotleyError(f"{file}: superlink is not set; it should be the server's host:port.")
     command = ["flower-supernode", "--superlink", node.superlink, "--port", str(free_port())]
     command += ["--node-config", f"motley={json.dumps(str(file.absolute()))}"]
     if node.insecure:
@@ -73,9 +71,10 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(command: list[str], home: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command until the block ends, however it ends."""
-    process = subprocess.Popen(command, env=environment(home))
+def running(command: list[str], home: Path, output: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command until the block ends, however it ends; `output` is where it prints to, as for Popen."""
+    errors = subprocess.STDOUT if output is not None else None
+    process = subprocess.Popen(command, env=environment(home), stdout=output, stderr=errors)
     try:
         yield process
     finally:
@@ -97,25 +96,6 @@ def serve(folder: DeployFolder) -> int:
             register(folder, key)
         print(f"serving at {folder.read_settings().address}, {len(folder.public_keys())} nodes registered", flush=True)
         return process.wait()
-
-
-def be_node(file: Path, patience: float) -> int:
-    """Run a node; return how it ended.
-
-    A server that does not know its key refuses it, and so does one that has not yet noticed that the node was killed:
-    it is asked again for as long as patience lasts.
-    """
-    end = time.monotonic() + patience
-    while True:
-        began = time.monotonic()
-        with running(node_command(file), file.absolute().parent / "flower") as process:
-            code = process.wait()
-        if time.monotonic() - began > patience:
-            end = time.monotonic() + patience
-        if code != FAILED or time.monotonic() > end:
-            return code
-        print(f"this node was refused or failed; trying again in {AGAIN_S:g} s", flush=True)
-        time.sleep(AGAIN_S)
 
 
 def wait_for(folder: DeployFolder, process: subprocess.Popen[bytes]) -> None:
