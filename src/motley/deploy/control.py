@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from flwr.cli.build import build_fab_from_disk
 from flwr.common.serde import fab_to_proto, user_config_to_proto
@@ -73,7 +75,7 @@ class Control:
         with self._explained():
             self._client.UnregisterNode(UnregisterNodeRequest(node_id=node))
 
-    def start(self, app: Path, values: dict[str, str]) -> int:
+    def start(self, app: Path, values: dict[str, bool | float | int | str]) -> int:
         """Start a run of an app with these settings; return its number."""
         content = build_fab_from_disk(app)
         fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
@@ -116,7 +118,9 @@ class NoServerError(MotleyError):
 def read_public_key(file: Path) -> bytes:
     """Return a node's public key as Flower's API wants it."""
     try:
-        key: bytes = public_key_to_bytes(load_ssh_public_key(file.read_bytes()))
-    except (OSError, ValueError) as error:
+        key = load_ssh_public_key(file.read_bytes())
+    except (OSError, ValueError, UnsupportedAlgorithm) as error:
         raise MotleyError(f"{file}: is not a public key: {error}") from None
-    return key
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise MotleyError(f"{file}: is not a public key on an elliptic curve, as `motley deploy init` makes them.")
+    return public_key_to_bytes(key)

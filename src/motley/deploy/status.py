@@ -20,10 +20,12 @@ STATES = {"registered": "never connected", "online": "online", "offline": "offli
 
 
 def nodes_of_clients(folder: DeployFolder, nodes: Sequence[Any]) -> dict[int, Any]:
-    """Return Flower's NodeInfo of each client. A node is known by its key, whose client is in the folder."""
+    """Return Flower's NodeInfo of each client. A node is known by its key, and that is in the folder node-CLIENT."""
     clients = {}
     for file in folder.public_keys():
-        clients[read_public_key(file)] = read_node(file.parent / "node.toml").client
+        number = file.parent.name.removeprefix("node-")
+        if number.isdecimal():
+            clients[read_public_key(file)] = int(number)
     return {clients[node.public_key]: node for node in nodes if node.public_key in clients}
 
 

@@ -29,7 +29,7 @@ from motley.deploy.folder import DeployFolder
 from motley.deploy.gate import NODE_PATHS, SELF_REGISTRATION_PATHS, FleetGate
 
 
-class TokenPlugin(NoOpControlAuthnPlugin):  # type: ignore[misc]
+class TokenPlugin(NoOpControlAuthnPlugin):
     """Lets callers of the Control API in who know the token: those who can read the deployment's secrets."""
 
     def __init__(self, token: str) -> None:
@@ -40,7 +40,7 @@ class TokenPlugin(NoOpControlAuthnPlugin):  # type: ignore[misc]
         """Compare the bearer token of a request with the only one there is."""
         for _, given in metadata:
             if hmac.compare_digest(str(given).encode(), self.token.encode()):
-                return super().validate_tokens_in_metadata(metadata)  # type: ignore[no-any-return]
+                return super().validate_tokens_in_metadata(metadata)
         return False, None
 
 
@@ -86,7 +86,7 @@ def main(path: str, public_socket: str, private_socket: str) -> None:
     gate = FleetGate(create_app(config, SuperLinkLifespan), (host, port), allowed)
     server = uvicorn.Server(
         uvicorn.Config(
-            gate,  # type: ignore[arg-type]
+            gate,
             ws="none",
             proxy_headers=False,
             server_header=False,
