@@ -22,7 +22,10 @@ from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, 
 
 
 def main(address: str, reference: str) -> None:
-    """Fetch the message, run the app on it, and hand its answer to the SuperNode."""
+    """Fetch the message, run the app on it, and hand its answer to the SuperNode.
+
+    If the process ends before that, the SuperNode notices that its heartbeat stops, and answers with an error.
+    """
     token = sys.stdin.readline().strip()
     client = RuntimeHttpClient.from_server_address(
         address,

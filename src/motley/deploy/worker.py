@@ -20,6 +20,7 @@ from flwr.supercore.constant import TaskType
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor, SuperExecAuthHttpInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 
+from motley.errors import MotleyError
 from motley.files import write_secret
 
 CLIENT_APP = "motley.engine.flower.client:app"
@@ -59,6 +60,8 @@ def next_task(client: RuntimeHttpClient) -> str:
         answer = client.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP]))
     except httpx.TransportError:
         return ""
+    except httpx.HTTPStatusError as error:
+        raise MotleyError(f"the SuperNode of this node refused to hand out messages: {error}") from None
     return str(answer.token) if answer.HasField("task") else ""
 
 
