@@ -65,7 +65,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_what_is_wrong_is_said_before_anything_starts(
     place: Path, monkeypatch: pytest.MonkeyPatch, breaking: Callable[[Path], object], said: str
 ) -> None:
-    monkeypatch.setattr("motley.deploy.node.run_supernode", lambda file: pytest.fail("it was started"))
+    monkeypatch.setattr("motley.deploy.node.run_supernode", lambda *_: pytest.fail("it was started"))
     breaking(place)
     code, _, err = call("deploy", "node", place)
     assert code == 2 and said in err and err.startswith("motley: ") and "Traceback" not in err

@@ -23,7 +23,8 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
-from motley.deploy.commands import FAILED, node_command, running
+from motley.deploy.commands import FAILED, environment, free_port, node_command, running
+from motley.deploy.worker import CLIENT_APP, TaskSource, run_tasks
 from motley.engine.device import choose_devices
 from motley.engine.flower.client import read_data
 from motley.engine.flower.settings import NodeSettings, read_node
@@ -49,7 +50,7 @@ NO_CONNECTION = "305"
 """Flower's exit code for a node without a connection: of all its codes the only one that another try may change."""
 
 
-def be_node(file: Path, patience: float) -> NoReturn:
+def be_node(file: Path, patience: float, app: str = CLIENT_APP) -> NoReturn:
     """Run a node until it is stopped, or has ended for a reason that another try would not change.
 
     A server refuses a key that it does not know (yet), and one whose node it has not yet noticed to be gone, which
@@ -61,7 +62,7 @@ def be_node(file: Path, patience: float) -> NoReturn:
         end = time.monotonic() + patience
         while True:
             began = time.monotonic()
-            code, said = run_supernode(file)
+            code, said = run_supernode(file, app)
             if time.monotonic() - began > patience:
                 end = time.monotonic() + patience
             reason, can_heal = why_ended(node, file, code, said)
@@ -157,16 +158,20 @@ def only_one(lock: Path) -> Iterator[None]:
 # ---- while it runs
 
 
-def run_supernode(file: Path) -> tuple[int, str]:
-    """Run Flower's SuperNode to its end, with its output on this terminal; return its status and its last words."""
+def run_supernode(file: Path, app: str) -> tuple[int, str]:
+    """Run Flower's SuperNode to its end, and `app` on its messages; return its status and its last lines.
+
+    Its output is on this terminal, and so is that of the app.
+    """
     home = file.absolute().parent / "flower"
-    with running(node_command(file), home, output=subprocess.PIPE) as process:
+    tasks = TaskSource(home, free_port())
+    with running(node_command(file, tasks), home, output=subprocess.PIPE) as process:
         assert process.stdout is not None
         said: deque[str] = deque(maxlen=TAIL)
         echo = Thread(target=pass_on, args=(process.stdout, said), daemon=True)
         echo.start()
-        code = process.wait()
-        echo.join(1.0)  # Flower's other processes keep the pipe open for longer
+        code = run_tasks(process, tasks, app, environment(home))
+        echo.join(1.0)
     return code, "".join(said)
 
 

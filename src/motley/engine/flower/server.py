@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -32,9 +33,15 @@ def main(grid: Grid, context: Context) -> None:
 
     path = Path(str(context.run_config["out"]))
     begun = RunFolder(path).config.exists()
-    config = None if begun else validate(Config, tomllib.loads(str(context.run_config["config"])))
-    with watch(path) as progress:
-        serve(grid, config, path, [progress])
+    try:
+        config = None if begun else validate(Config, tomllib.loads(str(context.run_config["config"])))
+        with watch(path) as progress:
+            serve(grid, config, path, [progress])
+    except MotleyError:
+        # The run's status keeps the message, and `motley deploy run` prints it. Flower would log it with a traceback
+        # and call it unhandled.
+        logging.getLogger("flwr").setLevel(logging.CRITICAL)
+        raise
 
 
 def serve(grid: Grid, new: Config | None, path: Path, watchers: Iterable[Callback] = ()) -> tuple[Federation, Server]:
