@@ -70,6 +70,15 @@ def test_a_nodes_size_and_budget_decide_what_it_trains(grid: Grid, tmp_path: Pat
     assert federation.sizes == ("resnet18", "resnet14", "resnet18")
 
 
+def test_nodes_may_choose_among_the_widths_of_a_model(grid: Grid, tmp_path: Path) -> None:
+    sizes = ("resnet18-w1", "resnet18-w0.5", "resnet18-w0.25")
+    for file, size in zip(sorted(grid.nodes.values()), sizes, strict=True):
+        file.write_text(re.sub(r'size = "\w+"', f'size = "{size}"', file.read_text()))
+    width = ("model.sizes=['resnet18']", "split.name=width", "split.rates=[0.25,0.5,1.0]", "training.rounds=1")
+    federation, _ = serve(grid, three_nodes(*width), tmp_path / "run")
+    assert federation.sizes == sizes
+
+
 def set_budget(file: Path, limits: str) -> None:
     """Give a node limits in place of its size."""
     text = re.sub(r'size = "\w+"\n', "", file.read_text())

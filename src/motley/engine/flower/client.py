@@ -37,6 +37,7 @@ Work = Callable[[NodeSettings, RecordDict], RecordDict]
 
 UNKNOWN_ERROR = 0
 """Flower's code for an error of an app."""
+LOG = "node.log"
 
 
 class NodeApp(ClientApp):
@@ -61,10 +62,8 @@ class NodeApp(ClientApp):
         """Return the file for the texts of failures: beside node.toml, or beside the simulated clients' states."""
         if self.simulated is not None:
             return Path(self.simulated.memory) / LOG
-        return Path(str(context.node_config.get("motley", ""))).parent / LOG
-
-
-LOG = "node.log"
+        file = context.node_config.get("motley")
+        return Path(str(file)).parent / LOG if file else None
 
 
 def build(simulated: NodeSettings | None = None) -> ClientApp:
@@ -105,7 +104,7 @@ def introduce(node: NodeSettings, content: RecordDict) -> RecordDict:
 
 
 def train(node: NodeSettings, content: RecordDict) -> RecordDict:
-    """Do a job. What the client remembers is on the disk before its answer leaves."""
+    """Do a job. The client's state is on the disk before its answer leaves."""
     about, job = asked(content), read_job(node, content)
     federation = federation_of(node, about)
     uploads = federation.engine.train([job], lambda client: None)
@@ -211,7 +210,7 @@ def _federation(settings: str, text: str, shape: tuple[int, ...]) -> Federation:
 
 
 def own_secret(folder: Path) -> bytes:
-    """Return what keys this node's noise: drawn once, and known to nobody else."""
+    """Return the key of this node's noise: drawn once, and known to nobody else."""
     file, unfinished = folder / "secret", folder / "secret.unfinished"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
