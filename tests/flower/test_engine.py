@@ -321,6 +321,18 @@ def test_a_node_that_never_says_all_of_who_it_is(grid: Grid, tmp_path: Path, res
     assert time.monotonic() - begin < NEVER_S / 2
 
 
+def test_a_node_that_flower_could_not_ask_is_asked_again(grid: Grid, tmp_path: Path) -> None:
+    """A busy machine that takes too long to start the app is no reason to do without a node."""
+    failures = [Error(6, "ClientApp stopped responding."), Error(6, "ClientApp stopped responding.")]
+
+    def fail_twice(sent: Message, reply: Message) -> list[Message]:
+        return [Message(failures.pop(), reply_to=sent)] if failures else [reply]
+
+    grid.misdeeds_with, grid.misdeeds[1000] = "query", fail_twice
+    _, server = serve(grid, three_nodes("training.rounds=1", "engine.flower.wait_s=5"), tmp_path / "run")
+    assert server.remembered == {0: 1, 1: 1, 2: 1} and not failures
+
+
 def test_a_node_that_leaves_and_comes_back_under_another_id(grid: Grid, tmp_path: Path) -> None:
     def leave_and_return(message: Message) -> None:
         if message.metadata.group_id == "2" and 999 in grid.nodes:

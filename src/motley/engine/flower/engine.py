@@ -21,7 +21,7 @@ from motley.data import Dataset
 from motley.engine.base import Done, Failure, Job, Upload
 from motley.engine.flower.answers import Answers
 from motley.engine.flower.arrays import pack, size_in_bytes, unpack
-from motley.engine.flower.failures import told
+from motley.engine.flower.failures import is_nodes_own, told
 from motley.engine.flower.run_config import to_text
 from motley.errors import MotleyError
 from motley.methods.base import Collection
@@ -80,8 +80,12 @@ class Nodes:
             node = self._asked.pop(reply.metadata.reply_to_message_id)
             if not reply.has_error():
                 self._enter(node, reply)
-            else:
+            elif is_nodes_own(reply.error.reason):
                 print(f"node {node} is left out: it {told(reply.error.reason)}", flush=True)
+            else:
+                # Flower's own error, for example that a busy machine took too long to start the app.
+                print(f"node {node} is asked again: it {told(reply.error.reason)}", flush=True)
+                self._met.discard(node)
 
     def _enter(self, node: int, reply: Message) -> None:
         try:

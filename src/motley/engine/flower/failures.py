@@ -95,6 +95,11 @@ def _append(log: Path, text: str) -> None:
         file.write(text)
 
 
+def is_nodes_own(reason: str | None) -> bool:
+    """Tell whether an error came from a Motley node, and not from Flower on the way."""
+    return _REASON.fullmatch(reason or "") is not None
+
+
 def told(reason: str | None) -> str:
     """Return how the server words the reason in a node's or Flower's error, which may be anything."""
     match = _REASON.fullmatch(reason or "")
