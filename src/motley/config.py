@@ -270,21 +270,18 @@ def read_toml(file: Path) -> dict[str, Any]:
         raise MotleyError(f"{file}: is not valid TOML: {error}.") from None
 
 
-PATHS = (
+_PATHS = (
     ("data", "path"),
     ("data", "root"),
     ("data", "partition", "path"),
     ("model", "weights"),
     ("federation", "budgets"),
 )
-"""Every setting that names a file or folder. Flower nodes take none of these from a server, so a new one belongs here:
-tests/flower/test_paths.py fails otherwise.
-"""
 
 
 def _with_whole_paths(values: dict[str, Any]) -> dict[str, Any]:
     """Return values whose files are named from the root, so that a run can be resumed from another folder."""
-    for *tables, name in PATHS:
+    for *tables, name in _PATHS:
         table: Any = values
         for step in tables:
             table = table.get(step) if isinstance(table, dict) else None
@@ -363,3 +360,8 @@ def _overlay(
 def read_resolved(file: Path) -> Config:
     """Read a configuration that was saved with a run: complete, so that nothing is filled in."""
     return validate(Config, read_toml(file))
+
+
+def path_settings() -> tuple[tuple[str, ...], ...]:
+    """Return the keys of all settings that name a file or a folder. A Flower node takes none of them from a server."""
+    return _PATHS

@@ -16,13 +16,14 @@ pytest.importorskip("flwr")
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from motley.config import PATHS, Config
+from motley.config import Config, path_settings
 from motley.data import PARTITIONS
 from motley.engine.flower.arrays import pack
 from motley.engine.flower.client import app
-from motley.engine.flower.failures import LOG_BYTES, keep_text, told
+from motley.engine.flower.failures import LOG_BYTES, failing_as, keep_text, kind_of, told
 from motley.engine.flower.run_config import from_text, to_text
 from motley.engine.flower.settings import NodeSettings
+from motley.errors import MotleyError
 from motley.federation import Federation
 from motley.methods import METHODS
 from motley.splits import SPLITS
@@ -43,7 +44,7 @@ NAMES = {
     "method.teacher",
     "engine.device",
 }
-"""Settings of free text that name no file. A new one belongs here, or, if it names a file, in motley.config.PATHS."""
+"""Settings of free text that name no file. A new one belongs here, or in motley.config._PATHS if it names a file."""
 
 
 def free_texts(settings: type[BaseModel], where: str = "") -> Iterator[str]:
@@ -67,7 +68,7 @@ def plain_types(annotation: Any) -> Iterator[type]:
 
 
 def test_every_setting_that_could_name_a_file_is_sorted_into_paths_and_names() -> None:
-    """A new setting that names a file must be in PATHS, or else nodes would take it from a server."""
+    """A new setting that names a file must be in motley.config._PATHS, or else nodes would take it from a server."""
     found = set(free_texts(Config))
     for entry in METHODS:
         found |= set(free_texts(entry.item.Settings, "method."))
@@ -75,7 +76,7 @@ def test_every_setting_that_could_name_a_file_is_sorted_into_paths_and_names() -
         found |= set(free_texts(entry.item.Settings, "split."))
     for entry in PARTITIONS:
         found |= set(free_texts(entry.item, "data.partition."))
-    paths = {".".join(path) for path in PATHS}
+    paths = {".".join(path) for path in path_settings()}
     assert found == paths | NAMES
 
 
@@ -260,14 +261,6 @@ BAD_MESSAGES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"job": ConfigRecord(JOB), "arrays": pack(state={"a": torch.zeros(1)})},  # type: ignore[arg-type]
         "training",
     ),
-    "too much": (
-        "train",
-        {
-            "job": ConfigRecord({**JOB, "config": three_nodes("training.batch_size=1000000000000").to_toml()}),  # type: ignore[dict-item]
-            "arrays": pack(state={"a": torch.zeros(1)}),
-        },
-        "out-of-memory",
-    ),
     "no such app": ("evaluate", {}, "training"),
 }
 
@@ -286,6 +279,19 @@ def test_the_server_words_what_a_node_says_and_believes_nothing() -> None:
     assert told("\x1b[2Jgone\x07") == "failed: [2Jgone"
     assert told(None) == "failed: no reason was given" == told(" \n ")
     assert len(told("x" * 10**6)) < 600
+
+
+@pytest.mark.parametrize("allocate", [torch.empty, np.empty])
+def test_too_little_memory_is_a_kind_of_its_own(allocate: Callable[[int], object]) -> None:
+    """Also if somebody has made a message of it, or it came up while data were read."""
+    with pytest.raises((MemoryError, RuntimeError)) as raised:
+        allocate(10**16)
+    assert kind_of(raised.value) == "out-of-memory"
+    message = MotleyError("the model is too large.")
+    message.__cause__ = raised.value
+    with pytest.raises(MotleyError) as kept, failing_as("data"):
+        raise message
+    assert kind_of(kept.value) == "out-of-memory"
 
 
 def test_a_log_does_not_grow_for_ever(tmp_path: Path) -> None:

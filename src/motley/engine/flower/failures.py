@@ -54,11 +54,18 @@ def failing_as(kind: Kind) -> Iterator[None]:
         raise NodeError(kind) from error
 
 
-def ran_out_of_memory(error: BaseException) -> bool:
-    """Tell whether memory ran out, on a GPU or in the host, where torch raises a plain RuntimeError."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+def ran_out_of_memory(error: BaseException | None) -> bool:
+    """Tell whether memory ran out, on a GPU or in the host, where torch raises a plain RuntimeError.
+
+    The exception may have been raised from the one that says so.
+    """
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return True
+        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+            return True
+        error = error.__cause__
+    return False
 
 
 def kind_of(error: Exception) -> Kind:
