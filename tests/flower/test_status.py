@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +19,7 @@ from flwr.proto.run_pb2 import Run, RunStatus
 from rich.console import Console
 
 from motley.deploy.commands import describe_missing, register_nodes, wait_for_nodes
-from motley.deploy.control import Control, read_public_key
+from motley.deploy.control import EXCLUDED, Control, read_public_key
 from motley.deploy.folder import DeployFolder, DeploySettings, create
 from motley.deploy.keys import write_node_key
 from motley.deploy.status import node_table, run_lines
@@ -36,13 +37,18 @@ class Registry:
         self.listed = list(nodes)
 
     def nodes(self) -> list[NodeInfo]:
+        return [node for node in self.all_nodes() if node.status != EXCLUDED]
+
+    def all_nodes(self) -> list[NodeInfo]:
         return list(ListNodesResponse(nodes_info=self.listed).nodes_info)
 
     def register(self, key: bytes, name: str) -> None:
         self.listed.append(NodeInfo(node_id=len(self.listed) + 1, public_key=key, name=name, status="registered"))
 
     def unregister(self, number: int) -> None:
-        self.listed = [node for node in self.listed if node.node_id != number]
+        for node in self.listed:
+            if node.node_id == number:
+                node.status = EXCLUDED
 
 
 def control(*nodes: NodeInfo) -> Control:
@@ -139,6 +145,12 @@ def test_exactly_the_keys_in_the_folder_are_admitted(folder: DeployFolder, tmp_p
     registry = control(stranger, node(folder, 0, "offline"))
     register_nodes(folder, registry)
     assert [info.name for info in registry.nodes()] == ["node-0", "node-1", "node-2"]
+    shutil.move(folder.nodes / "node-1", tmp_path / "elsewhere")
+    register_nodes(folder, registry)
+    assert [info.name for info in registry.nodes()] == ["node-0", "node-2"]
+    shutil.move(tmp_path / "elsewhere", folder.nodes / "node-1")
+    with pytest.raises(MotleyError, match=r"node-1: this node was excluded before. .* delete .*state\.db\*"):
+        register_nodes(folder, registry)
 
 
 @pytest.fixture

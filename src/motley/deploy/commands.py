@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from motley.config import Config
-from motley.deploy.control import Control, NoServerError, read_public_key
+from motley.deploy.control import EXCLUDED, Control, NoServerError, read_public_key
 from motley.deploy.folder import DeployFolder, DeploySettings
 from motley.deploy.status import missing_clients, nodes_of_clients
 from motley.deploy.worker import TaskSource
@@ -149,13 +149,20 @@ def register_nodes(folder: DeployFolder, control: Control) -> None:
     if folder.read_settings().insecure:
         return
     wanted = {read_public_key(file): file.parent.name for file in folder.public_keys()}
-    known = {bytes(node.public_key): node.node_id for node in control.nodes()}
-    for key, number in known.items():
-        if key not in wanted:
-            control.unregister(number)
+    known = {bytes(node.public_key): node for node in control.all_nodes()}
+    for key, node in known.items():
+        if key not in wanted and node.status != EXCLUDED:
+            control.unregister(node.node_id)
+            print(f"node {node.name or node.node_id} is no longer admitted: its key.pub is not under {folder.nodes}")
     for key, name in wanted.items():
         if key not in known:
             control.register(key, name)
+        elif known[key].status == EXCLUDED:
+            # Flower keeps the keys of nodes that it no longer admits, and never takes one a second time.
+            raise MotleyError(
+                f"{folder.nodes / name}: this node was excluded before. To admit it again, delete "
+                f"{folder.flower / 'state.db'}* (Flower's list of nodes and runs; checkpoints are not in it)."
+            )
 
 
 # ---- a node

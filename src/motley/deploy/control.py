@@ -31,6 +31,9 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from motley.deploy.folder import DeployFolder
 from motley.errors import MotleyError
 
+#: What Flower calls the state of a node that is no longer admitted.
+EXCLUDED = "unregistered"
+
 
 class BearerToken:
     """Adds the token to every request."""
@@ -61,9 +64,12 @@ class Control:
 
     def nodes(self) -> list[Any]:
         """Return the registered nodes, as Flower's NodeInfo."""
+        return [node for node in self.all_nodes() if node.status != EXCLUDED]
+
+    def all_nodes(self) -> list[Any]:
+        """Return the registered nodes and those that are no longer admitted."""
         with self._explained():
-            found = self._client.ListNodes(ListNodesRequest()).nodes_info
-        return [node for node in found if node.status != "unregistered"]
+            return list(self._client.ListNodes(ListNodesRequest()).nodes_info)
 
     def register(self, key: bytes, name: str) -> None:
         """Admit the node with a public key."""

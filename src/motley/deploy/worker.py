@@ -3,7 +3,7 @@
 Flower's SuperNode would install the app that comes with a message, and run that: a server, or anybody who has taken one
 over, would run any code at every node. Flower can check the signatures of apps (`--trusted-entities`), but it signs
 only apps from its own hub. So Motley starts the SuperNode without the part that runs apps, and does that part itself:
-it runs its own client app, and neither unpacks nor imports the app that the server sent.
+it runs its own client app, and neither installs nor imports the app that the server sent.
 """
 
 from __future__ import annotations
