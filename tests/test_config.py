@@ -345,7 +345,10 @@ def test_what_the_user_gives_lies_over_the_transform_preset() -> None:
 
 def test_a_transform_preset_of_other_data_sets_is_refused() -> None:
     message = refused("data.transform.preset=inco")
-    assert message == "data.transform.preset = 'inco': is defined for cifar10, fashion-mnist, not for 'digits'."
+    assert message == (
+        "data.transform.preset = 'inco': is defined for cifar10, fashion-mnist, not for 'digits'. "
+        "Use data.transform.preset = 'plain', which is defined for every data set."
+    )
 
 
 @pytest.mark.parametrize(

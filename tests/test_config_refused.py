@@ -80,6 +80,7 @@ def test_every_problem_is_named_at_once() -> None:
         ("data.transform.flip=maybe", "data.transform.flip = 'maybe': should be a valid boolean"),
         ("data.path=7", "data.path = 7: should be a valid string."),
         ("seed=9223372036854775808", "seed = 9223372036854775808: should be below 2^63."),
+        ("engine.threads=100000", "engine.threads = 100000: should be less than or equal to 1024."),
         ("seed=-1", "seed = -1: should be greater than or equal to 0."),
         ("server.average=1", "server.average = 1: should be less than 1."),
         ("federation.shares=[inf, 1, 1, 1, 1]", "federation.shares.0 = inf: should be a finite number."),

@@ -13,6 +13,7 @@ from motley.federation import Federation
 from motley.round import Server
 from motley.splits.part import State
 from tests.conftest import tiny_config
+from tests.states import with_large_means
 
 STATISTICS = ("running_mean", "running_var")
 
@@ -54,11 +55,9 @@ def evaluator(federation: Federation, batch_size: int) -> Evaluator:
     return fresh(federation, EvaluationSettings(batch_size=batch_size))
 
 
-def fresh(
-    federation: Federation, settings: EvaluationSettings, classes: int = 10, precision: str = "fp32"
-) -> Evaluator:
+def fresh(federation: Federation, settings: EvaluationSettings, classes: int = 10) -> Evaluator:
     data = DeviceData(federation.dataset.test, federation.config.data.transform, federation.device, augment=False)
-    return Evaluator(federation.split, data, classes, settings, precision)
+    return Evaluator(federation.split, data, classes, settings)
 
 
 def test_every_size_equals_a_plain_loop(federation: Federation, trained: Server) -> None:
@@ -107,12 +106,36 @@ def test_each_size_uses_statistics_of_its_own(federation: Federation, trained: S
     assert after["resnet18"] == before["resnet18"]
 
 
-def test_large_activations_are_evaluated_where_training_is_in_fp16(federation: Federation, trained: Server) -> None:
-    state = {name: tensor * 1e6 if name == "bn1.weight" else tensor for name, tensor in trained.state.items()}
-    wanted = evaluator(federation, 100)(state)
-    found = fresh(federation, EvaluationSettings(), precision="fp16")(state)
-    for size, score in found.items():
-        assert score.loss > 1e4 and score.loss == pytest.approx(wanted[size].loss, rel=0.02)
+@pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
+def test_evaluation_is_in_single_precision_whatever_the_training_precision(
+    precision: str, trained: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With channels whose mean is many times their standard deviation, as long training makes them."""
+    # fp16 and bf16 training is refused on a CPU, but evaluation does not depend on the device.
+    monkeypatch.setattr("motley.federation.set_precision", lambda precision, device: None)
+    state = with_large_means(trained.state)
+    expected = federation_of("fp32").evaluate(state)
+    scores = federation_of(precision).evaluate(state)
+    assert scores == expected
+
+
+def federation_of(precision: str) -> Federation:
+    """Build the federation of these tests for a training precision."""
+    overrides = ("split.normalization_statistics=per-size", "data.transform.crop_padding=1")
+    return Federation(tiny_config(*overrides, f"engine.precision={precision}"))
+
+
+def test_rounding_weights_to_16_bits_would_spoil_the_state_of_this_test(
+    federation: Federation, trained: Server
+) -> None:
+    """Without this, the test above could pass with evaluation in 16 bits."""
+    state = with_large_means(trained.state)
+    scores = federation.evaluate(state)
+    state["layer1.0.conv1.weight"] = state["layer1.0.conv1.weight"].bfloat16().float()
+    differences = []
+    for size, rounded in federation.evaluate(state).items():
+        differences.append(abs(rounded.loss - scores[size].loss))
+    assert max(differences) > 0.2
 
 
 def test_evaluating_changes_nothing(federation: Federation, trained: Server) -> None:
@@ -127,7 +150,7 @@ def test_a_class_that_no_test_image_has_counts_nowhere(federation: Federation, t
     wider = fresh(federation, EvaluationSettings(), classes=12)
     for size, score in wider(trained.state).items():
         assert len(score.class_accuracy) == 12
-        assert score.class_accuracy[10:] == (0.0, 0.0)
+        assert score.class_accuracy[10:] == (None, None)
         assert score.accuracy == federation.evaluate(trained.state)[size].accuracy
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
-from motley.cli.plan import costs_in
+from motley.cli.plan import costs_in, table
 from motley.errors import MotleyError
 from motley.federation import Federation
-from motley.plan import Budget, assigned, cost_of, largest_fitting, read_budgets
+from motley.plan import Budget, Cost, assigned, cost_of, largest_fitting, read_budgets
 from tests.cli.conftest import call, overrides
 from tests.conftest import refused, tiny_config
 
@@ -141,7 +143,9 @@ def test_a_federation_deals_sizes_by_budget(tmp_path: Path) -> None:
     assert federation.sizes == (*costs, "resnet18-w1", "resnet18-w1")
     _, record = federation.play(federation.start())
     assert not record.refused
-    with pytest.raises(MotleyError, match=r"client 6 is missing; federation\.clients = 7 needs a line for each"):
+    with pytest.raises(
+        MotleyError, match=r"client 6 is missing; federation\.clients = 7 needs one line per client, 0 to 6"
+    ):
         Federation(tiny_config(*WIDTH, *given, "federation.clients=7"))
     with pytest.raises(MotleyError, match="no size fits client 1"):
         assigned(costs, [Budget("0"), Budget("1", parameters=1)], 2)
@@ -154,6 +158,9 @@ def test_a_federation_deals_sizes_by_budget(tmp_path: Path) -> None:
         ("client,gflops", "0,many", "line 2: gflops = 'many': should be a number above 0, or empty."),
         ("client,gflops", "0,-1", "line 2: gflops = '-1': should be a number above 0"),
         ("gflops", "3", "needs a column 'client'"),
+        ("client,gflops", "0,1,2", "line 2: has more cells than there are columns."),
+        ("gflops,client", "3", "line 2: client is empty"),
+        ("client,gflops,gflops", "0,1,2", "column 'gflops' occurs twice."),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, header: str, line: str, said: str) -> None:
@@ -161,6 +168,68 @@ def test_a_wrong_line_is_named(tmp_path: Path, header: str, line: str, said: str
         read_budgets(fleet(tmp_path, [line], header))
     assert said in str(raised.value) and "budgets.csv" in str(raised.value)
     assert "federation.assign = 'budget': needs federation.budgets" in refused("federation.assign=budget")
+
+
+def test_a_client_that_is_listed_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+    file = fleet(tmp_path, ["phone,100", "", "watch,1", "phone ,1000"], "client,memory_mb")
+    with pytest.raises(MotleyError, match=r"budgets\.csv: client 'phone' is listed twice, in lines 2 and 5\."):
+        read_budgets(file)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_column(tmp_path: Path) -> None:
+    file = tmp_path / "budgets.csv"
+    file.write_bytes("client,parameters\r\nTelefon-ä,5\r\n".encode("utf-8-sig"))
+    assert read_budgets(file) == [Budget("Telefon-ä", parameters=5.0)]
+
+
+def test_names_are_clients_in_the_order_of_their_lines(tmp_path: Path) -> None:
+    costs = costs_in(tiny_config(*WIDTH))
+    largest, smallest = next(iter(costs)), list(costs)[-1]
+    least = costs[smallest].parameters
+    lines = ["laptop,", f"watch,{least}", f"7,{least}", "board,", "phone,", "desk,"]
+    file = fleet(tmp_path, lines, "client,parameters")
+    given = (f"federation.budgets={file}", "federation.assign=budget")
+    federation = Federation(tiny_config(*WIDTH, *given))
+    assert federation.sizes == (largest, smallest, smallest, largest, largest, largest)
+    with pytest.raises(MotleyError, match=r"it has 6 lines; federation\.clients = 7 needs one line per client\."):
+        Federation(tiny_config(*WIDTH, *given, "federation.clients=7"))
+    with pytest.raises(MotleyError, match=r"no size fits client 1 \('watch'\)\."):
+        assigned(costs, [Budget("phone"), Budget("watch", parameters=1)], 2)
+
+
+def test_numbers_are_clients_in_any_order() -> None:
+    costs = costs_in(tiny_config(*WIDTH))
+    largest, smallest = next(iter(costs)), list(costs)[-1]
+    small = costs[smallest].parameters
+    assert assigned(costs, [Budget("1"), Budget("0", parameters=small)], 2) == (smallest, largest)
+    with pytest.raises(
+        MotleyError, match=r"it has 3 lines; federation\.clients = 2 needs one line per client, 0 to 1\."
+    ):
+        assigned(costs, [Budget("0"), Budget("1"), Budget("2")], 2)
+    with pytest.raises(MotleyError, match=r"client 2 is missing; federation\.clients = 1000000000000 needs"):
+        assigned(costs, [Budget("0"), Budget("1")], 10**12)
+
+
+@pytest.mark.parametrize("first", ["client", "size"])
+def test_no_number_is_cut_at_80_columns(first: str) -> None:
+    wide = Cost(117_452_362, int(123.4e9), int(5_836.2e6), int(13_378.2e6), int(1_139.73e6))
+    rows = [("watch-of-a-long-name", "resnet26-w0.125", wide), ("laptop", "none fits", None)]
+    console = Console(width=80, file=StringIO())
+    with console.capture() as captured:
+        console.print(table(rows, tiny_config(), first))
+    out = captured.get()
+    for number in ("117,452,362", "123", "5,836.2", "13,378.2", "1,139.73"):
+        assert number in out
+    assert "\u2026" not in out and max(map(len, out.splitlines())) <= 80
+
+
+def test_a_missing_data_set_is_told_with_the_way_to_do_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTLEY_DATA", str(tmp_path))
+    answer = call("plan", "--preset", "pfl-cifar10")
+    assert answer.code == 2 and "Looked in:" in answer.err and "--synthetic" in answer.err
+    assert call("plan", "--preset", "pfl-cifar10", "--synthetic").code == 0
+    absent = call("plan", *overrides("data.name=npz", "data.path=absent.npz"))
+    assert absent.code == 2 and "--synthetic" not in absent.err
 
 
 def test_the_command_prints_a_line_a_client_and_how_many_got_what(tmp_path: Path) -> None:
@@ -173,7 +242,7 @@ def test_the_command_prints_a_line_a_client_and_how_many_got_what(tmp_path: Path
     costs = costs_in(tiny_config(*WIDTH))
     assert f"{costs['resnet18-w1'].parameters:,}" in rows["desk"]
     sizes = call("plan", *overrides(*WIDTH)).out
-    assert all(size in sizes for size in costs) and "GFLOPs a step" in sizes
+    assert all(size in sizes for size in costs) and "GFLOPs" in sizes and "batch of 32" in sizes
 
 
 def test_planning_allocates_nothing() -> None:

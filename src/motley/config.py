@@ -212,8 +212,8 @@ class Config(Settings):
             raise MotleyError(
                 f"federation.sizes has {len(federation.sizes)} sizes; federation.clients = {federation.clients}."
             )
-        if odd := sorted(set(federation.sizes) - set(self.model.sizes)):
-            raise MotleyError(f"federation.sizes: {unknown('size', odd[0], self.model.sizes)}")
+        if odd := sorted(set(federation.sizes) - set(sizes)):
+            raise MotleyError(f"federation.sizes: {unknown('size', odd[0], sizes)}")
         if method.inco.active and not METHODS[method.name].exchanges_weights:
             raise MotleyError(
                 f"method.inco.preset = {method.inco.preset!r}: {method.name!r} exchanges no weights, so there is no "
@@ -397,3 +397,8 @@ def _overlay(
 def read_resolved(file: Path) -> Config:
     """Read a configuration that was saved with a run: complete, so that nothing is filled in."""
     return validate(Config, read_toml(file))
+
+
+def path_settings() -> tuple[tuple[str, ...], ...]:
+    """Return the keys of all settings that name a file or a folder. A Flower node takes none of them from a server."""
+    return _PATHS

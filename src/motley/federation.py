@@ -40,6 +40,7 @@ from motley.engine.encoding import decoded
 from motley.engine.memory import MemoryStore
 from motley.errors import MotleyError
 from motley.evaluate import Evaluator
+from motley.limits import allocating, check_fits
 from motley.methods import METHODS, Method, World
 from motley.methods.base import Collection
 from motley.models import MODELS
@@ -49,6 +50,7 @@ from motley.privacy import Accountant, Guard, Spent, refuse_leaks
 from motley.randomness import generator, key
 from motley.round import Record, Server
 from motley.splits import SPLITS, Split
+from motley.splits.check import check_outputs
 from motley.splits.part import State, take
 from motley.transfer import Later
 
@@ -60,14 +62,16 @@ def assign_sizes(config: Config, round_number: int = 0) -> tuple[str, ...]:
         return config.federation.sizes
     shares = np.array(config.federation.shares or (1.0,) * len(sizes))
     ends = np.rint(np.cumsum(shares) / shares.sum() * clients).astype(int)
-    blocks = np.repeat(np.arange(len(sizes)), np.diff(ends, prepend=0))
-    if config.federation.assign in ("random", "dynamic"):
-        which = (round_number,) if config.federation.assign == "dynamic" else ()
-        blocks = generator(config.seed, "sizes", *which).permutation(blocks)
-    elif config.federation.assign == "alternate":
-        place = np.concatenate([np.linspace(0, 1, count, endpoint=False) for count in np.bincount(blocks) if count])
-        blocks = blocks[np.argsort(place, kind="stable")]
-    return tuple(sizes[block] for block in blocks)
+    with allocating(f"federation.clients = {clients}: a size for each of them"):
+        blocks = np.repeat(np.arange(len(sizes)), np.diff(ends, prepend=0))
+        if config.federation.assign in ("random", "dynamic"):
+            which = (round_number,) if config.federation.assign == "dynamic" else ()
+            blocks = generator(config.seed, "sizes", *which).permutation(blocks)
+        elif config.federation.assign == "alternate":
+            counts = [count for count in np.bincount(blocks) if count]
+            place = np.concatenate([np.linspace(0, 1, count, endpoint=False) for count in counts])
+            blocks = blocks[np.argsort(place, kind="stable")]
+        return tuple(sizes[block] for block in blocks)
 
 
 def deal(config: Config, dataset: Dataset, own: Partition | None = None) -> Partition:
@@ -75,11 +79,45 @@ def deal(config: Config, dataset: Dataset, own: Partition | None = None) -> Part
     labels, clients = dataset.train.labels, config.federation.clients
     if own is None:
         return config.data.partition.split(labels, clients, config.seed)
+    if not isinstance(own, Partition):
+        raise MotleyError(
+            f"partition: a motley.data.Partition is expected, not a {_type_name(own)}. Partition.from_owners(owners, "
+            "clients) makes one from the client of each sample; data.partition.name = 'file' reads index lists."
+        )
     if len(own) != clients:
         raise MotleyError(f"the partition is of {len(own)} clients; federation.clients = {clients}.")
     if len(own.indices) and not 0 <= own.indices.min() <= own.indices.max() < len(labels):
         raise MotleyError(f"the partition names samples that are not in 0..{len(labels) - 1}.")
     return own
+
+
+def load_dataset_of(config: Config) -> Dataset:
+    """Load the data set of a configuration."""
+    return load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
+
+
+def checked_dataset(dataset: Any) -> Dataset:
+    """Return the caller's data set, if it is one of Motley's; those of other libraries are told from it by type."""
+    if isinstance(dataset, Dataset):
+        return dataset
+    raise MotleyError(
+        f"dataset: a motley.data.Dataset is expected, not a {_type_name(dataset)}. Make one of arrays: "
+        "Dataset(name, Examples(images, labels), Examples(test_images, test_labels), classes), with images in uint8 of "
+        "shape (N, height, width, channels) and labels in int64 of shape (N,)."
+    )
+
+
+def _type_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def check_weights_fit(split: Split, device: torch.device) -> None:
+    """Refuse a size if the global state, a client's model and its gradients are larger than all the memory."""
+    for size, blueprint in split.blueprints.items():
+        weights = size_in_bytes(blueprint.module.state_dict())
+        check_fits(
+            f"model.sizes: three copies of the weights of {size!r} (state, model, gradients)", 3 * weights, device
+        )
 
 
 def build_split(config: Config, data: DeviceData, classes: int) -> Split:
@@ -115,11 +153,21 @@ class Federation:
         """Where clients train; the first is the home device, where everything else is."""
         set_precision(config.engine.precision, self.device)
         torch.set_num_threads(config.engine.threads)
-        self.dataset = dataset or load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
+        self.dataset = load_dataset_of(config) if dataset is None else checked_dataset(dataset)
+        self.dataset.check_inferred_classes()
         transform = config.data.transform
         train, *elsewhere = (DeviceData(self.dataset.train, transform, device, augment=True) for device in self.devices)
         test = DeviceData(self.dataset.test, transform, self.device, augment=False)
+        train.check_batch_fits("training.batch_size", config.training.batch_size)
+        test.check_batch_fits("evaluation.batch_size", min(config.evaluation.batch_size, len(test)))
         self.split = build_split(config, train, self.dataset.classes)
+        check_weights_fit(self.split, self.device)
+        check_outputs(self.split, train.shape, self.dataset.classes)
+        if engine is None:
+            if config.engine.name.startswith("flower"):
+                raise MotleyError(f"engine.name = {config.engine.name!r}: needs Flower; see docs/deploy.md.")
+            # Before sizes are assigned: a partition knows how many clients the data set is enough for.
+            self.partition = deal(config, self.dataset, partition)
         if config.method.inco.active and not self.split.cross_layers:
             raise MotleyError(
                 f"method.inco.preset = {config.method.inco.preset!r}: {', '.join(config.model.sizes)} have no layers "
@@ -135,14 +183,11 @@ class Federation:
         refuse_leaks(config, self.split, self.method)
         counted = config.privacy.active and secret is None
         self.accountant = Accountant(config.privacy, self.split, self.sizes) if counted else None
-        precision, fused = config.engine.precision, config.engine.fused and config.engine.name != "debug"
-        self.evaluate = Evaluator(self.split, test, self.dataset.classes, config.evaluation, precision, fused)
+        fused = config.engine.fused and config.engine.name != "debug"
+        self.evaluate = Evaluator(self.split, test, self.dataset.classes, config.evaluation, fused)
         if engine is not None:
             self.engine: Engine = engine(self)
             return
-        if config.engine.name.startswith("flower"):
-            raise MotleyError(f"engine.name = {config.engine.name!r}: needs Flower; see docs/deploy.md.")
-        self.partition = deal(config, self.dataset, partition)
         self.engine = self._in_this_process([train, *elsewhere], fused, memory_folder, secret)
 
     def _in_this_process(
@@ -259,7 +304,9 @@ class Federation:
         """
         with record.timed("train"):
             jobs = self.jobs(server, record, number)
-            fitting = self.fitting(jobs, self.engine.train(jobs, done), record)
+            with allocating(f"round {record.round_number}: training with batches of {self.config.training.batch_size}"):
+                answers = self.engine.train(jobs, done)
+            fitting = self.fitting(jobs, answers, record)
             losses = Later(_stacked([upload.loss for upload in fitting]))
             blemished = Later(_stacked([blemish(_all_of(upload)) for upload in fitting]))
         queued = self.engine.trusted and not blemished.ready
@@ -491,7 +538,9 @@ def with_weights(state: State, file: Path) -> State:
     """Return a state in which the tensors of a file replace those of the same name and shape."""
     try:
         weights = load_file(file)
-    except (OSError, ValueError, SafetensorError) as error:
+    except SafetensorError as error:
+        raise MotleyError(f"model.weights = {str(file)!r}: is not a safetensors file: {error}.") from None
+    except (OSError, ValueError) as error:
         raise MotleyError(f"model.weights = {str(file)!r}: cannot be read: {error}.") from None
     fitting = {n: t for n, t in weights.items() if n in state and state[n].shape == t.shape}
     if not fitting:

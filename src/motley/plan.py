@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from motley.engine.encoding import Encoding, encoded
 from motley.engine.training import TrainingSettings
 from motley.errors import MotleyError, unknown
+from motley.limits import allocating, is_out_of_memory
 from motley.models import ImageShape
 from motley.splits import Split
 
@@ -93,12 +94,13 @@ class LiveBytes(TorchDispatchMode):
 
 
 def cost_of(split: Split, size: str, shape: ImageShape, training: TrainingSettings, upload: Encoding = "fp32") -> Cost:
-    """Return what a training step of a size costs, and what travels where changes go up in an encoding."""
-    with torch.device("meta"):
+    """Return the cost of a training step of a size, and its traffic if deltas are uploaded in an encoding."""
+    what = f"{size!r} with training.batch_size = {training.batch_size}"
+    with torch.device("meta"), allocating(what):
         model = split.blueprints[size].build().train()
         images = torch.empty(training.batch_size, *shape)
         with LiveBytes([*model.parameters(), *model.buffers()]) as live, FlopCounterMode(display=False) as counter:
-            loss = model(images).square().mean()
+            loss = _outputs(model, images, size).square().mean()
             activations = live.now
             loss.backward()
     weights = _bytes(model.parameters())
@@ -108,6 +110,24 @@ def cost_of(split: Split, size: str, shape: ImageShape, training: TrainingSettin
     parameters = sum(parameter.numel() for parameter in model.parameters())
     sent, _ = encoded(model.state_dict(), {}, upload)
     return Cost(parameters, counter.get_total_flops(), activations, fixed + live.peak, whole + _bytes(sent.values()))
+
+
+def _outputs(model: torch.nn.Module, images: Tensor, size: str) -> Tensor:
+    """Return a model's outputs on images without values; users' models can return or raise anything."""
+    try:
+        outputs = model(images)
+    except (MotleyError, MemoryError):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise MotleyError(
+            f"model.sizes: {size!r} cannot be counted with a batch of shape {tuple(images.shape)} on torch's meta "
+            f"device, where tensors have no values: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(outputs, Tensor):
+        raise MotleyError(f"model.sizes: {size!r} returns a {type(outputs).__name__}, not a tensor of logits.")
+    return outputs
 
 
 def _bytes(tensors: Any) -> int:
@@ -126,52 +146,92 @@ def largest_fitting(costs: Mapping[str, Cost], budget: Budget) -> str | None:
 
 
 def read_budgets(file: Path) -> list[Budget]:
-    """Read a budget a line: a column `client`, and any of memory_mb, parameters, gflops. Empty: no limit."""
+    """Read one budget per line: a column `client`, and any of memory_mb, parameters, gflops. Empty: no limit."""
+    budgets = []
+    line_of: dict[str, int] = {}
+    for line, row in _read_rows(file):
+        budget = _budget(file, line, row)
+        if budget.client in line_of:
+            first = line_of[budget.client]
+            raise MotleyError(f"{file}: client {budget.client!r} is listed twice, in lines {first} and {line}.")
+        line_of[budget.client] = line
+        budgets.append(budget)
+    return budgets
+
+
+def _read_rows(file: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Return the rows of a budgets file, each with the number of its line, once its columns have been checked."""
     try:
-        with file.open(newline="", encoding="utf-8") as lines:
+        # utf-8-sig: spreadsheets begin a file with a byte order mark, which would become part of the first column.
+        with file.open(newline="", encoding="utf-8-sig") as lines:
             reader = csv.DictReader(lines)
-            rows, columns = list(reader), reader.fieldnames or []
-    except (OSError, UnicodeDecodeError) as error:
+            rows = [(reader.line_num, row) for row in reader]
+            columns = reader.fieldnames or []
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise MotleyError(f"{file}: cannot be read: {error}.") from None
     allowed = [field.name for field in fields(Budget)]
     for column in columns:
         if column not in allowed:
             raise MotleyError(f"{file}: {unknown('column', column, allowed)}")
+        if columns.count(column) > 1:
+            raise MotleyError(f"{file}: column {column!r} occurs twice.")
     if "client" not in columns or not rows:
         has = ", ".join(columns) or "none"
-        raise MotleyError(f"{file}: needs a column 'client' and a line for each; its columns are: {has}.")
-    return [_budget(file, number, row) for number, row in enumerate(rows, 2)]
+        raise MotleyError(f"{file}: needs a column 'client' and one line per client; its columns are: {has}.")
+    return rows
 
 
-def _budget(file: Path, line: int, row: Mapping[str, Any]) -> Budget:
+def _budget(file: Path, line: int, row: Mapping[Any, Any]) -> Budget:
+    if None in row:  # csv's name for cells beyond the last column
+        raise MotleyError(f"{file}, line {line}: has more cells than there are columns.")
+    client = (row["client"] or "").strip()
+    if not client:
+        raise MotleyError(f"{file}, line {line}: client is empty; every line needs a number or a name.")
     limits: dict[str, float] = {}
     for column, text in row.items():
         if column == "client" or not (text or "").strip():
             continue
         try:
             limits[column] = float(text)
-        except (TypeError, ValueError):
+        except ValueError:
             limits[column] = -1.0
         if not 0 < limits[column] < float("inf"):
             raise MotleyError(f"{file}, line {line}: {column} = {text!r}: should be a number above 0, or empty.")
-    return Budget(str(row["client"]).strip(), **limits)
+    return Budget(client, **limits)
 
 
 def assigned(costs: Mapping[str, Cost], budgets: Sequence[Budget], clients: int) -> tuple[str, ...]:
-    """Return the size of every client, by id, from budgets whose clients are 0, 1, 2, and so on."""
-    by_client = {budget.client: budget for budget in budgets}
-    wanted = [str(client) for client in range(clients)]
-    missing = next((client for client in wanted if client not in by_client), None)
-    if missing is not None or len(budgets) != clients:
-        what = f"client {missing} is missing" if missing is not None else f"it has {len(budgets)} lines"
-        raise MotleyError(
-            f"federation.budgets: {what}; federation.clients = {clients} needs a line for each of 0 to {clients - 1}."
-        )
-    sizes = {client: largest_fitting(costs, by_client[client]) for client in wanted}
-    for client, size in sizes.items():
+    """Return the size of every client, by id: the largest one within its budget."""
+    sizes = []
+    for client, budget in enumerate(_by_id(budgets, clients)):
+        size = largest_fitting(costs, budget)
         if size is None:
+            name = "" if budget.client == str(client) else f" ({budget.client!r})"
             raise MotleyError(
-                f"federation.budgets: no size fits client {client}. `motley plan` shows what each size takes; add a "
-                "smaller one, or leave the client out."
+                f"federation.budgets: no size fits client {client}{name}. `motley plan` shows what each size takes; "
+                "add a smaller one, or leave the client out."
             )
-    return tuple(size for size in sizes.values() if size is not None)
+        sizes.append(size)
+    return tuple(sizes)
+
+
+def _by_id(budgets: Sequence[Budget], clients: int) -> list[Budget]:
+    """Return the budgets in the order of client ids.
+
+    If all clients are whole numbers, these are their ids, and the lines may come in any order. Otherwise they are
+    names, which get the ids 0, 1, 2, ... in the order of their lines.
+    """
+    wanted = f"federation.clients = {clients} needs one line per client"
+    if not all(budget.client.isdecimal() for budget in budgets):
+        if len(budgets) != clients:
+            raise MotleyError(f"federation.budgets: it has {len(budgets)} lines; {wanted}.")
+        return list(budgets)
+    by_client = {budget.client: budget for budget in budgets}
+    ordered = []
+    for client in range(clients):
+        if str(client) not in by_client:
+            raise MotleyError(f"federation.budgets: client {client} is missing; {wanted}, 0 to {clients - 1}.")
+        ordered.append(by_client[str(client)])
+    if len(budgets) != clients:
+        raise MotleyError(f"federation.budgets: it has {len(budgets)} lines; {wanted}, 0 to {clients - 1}.")
+    return ordered

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from motley.cli.plan import costs_in
 from motley.data.dataset import DATASETS, Dataset, Examples, data_root, load_dataset
+from motley.data.datasets import fashion_mnist
 from motley.data.datasets.cifar10 import FOLDER, TEST_FILE, TRAIN_FILES, read_batch
 from motley.data.datasets.fashion_mnist import FILES, read_idx
 from motley.errors import MotleyError
+from motley.federation import Federation
 from motley.models import ImageShape
+from tests.conftest import tiny_config
 
 RNG = np.random.default_rng(0)
 
@@ -179,6 +184,25 @@ def test_a_damaged_gzip_file_is_named(damage: Callable[[bytes], bytes], tmp_path
     with pytest.raises(MotleyError, match="truncated or damaged") as caught:
         read_idx(path, 3)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("ending", [".gz", ""])
+def test_a_file_that_unpacks_to_too_much_is_refused(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = idx(np.zeros((100, 20, 20), np.uint8))
+    path = tmp_path / f"some-images{ending}"
+    path.write_bytes(gzip.compress(content) if ending else content)
+    assert read_idx(path, 3).shape == (100, 20, 20)
+    monkeypatch.setattr(fashion_mnist, "MAX_BYTES", 40_000)
+    with pytest.raises(MotleyError, match="holds more than 40,000 bytes"):
+        read_idx(path, 3)
+
+
+def test_an_idx_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for name in ("absent", "absent.gz"):
+        with pytest.raises(MotleyError, match=f"{name} cannot be read: .*No such file"):
+            read_idx(tmp_path / name, 3)
 
 
 def test_real_fashion_mnist(shared_data: Path) -> None:
@@ -342,6 +366,49 @@ def test_npz_scales_floats_between_zero_and_one(tmp_path: Path) -> None:
     assert np.array_equal(load_dataset("npz", path=path).train.images[..., 0], x)
 
 
+def ragged() -> np.ndarray:
+    """Return images of unlike sizes, as NumPy stores them."""
+    array = np.empty(9, dtype=object)
+    for place in range(9):
+        array[place] = images(1, 4 + place, 5)[0]
+    return array
+
+
+def test_floats_are_rounded_to_8_bits(tmp_path: Path) -> None:
+    """As the README says; whoever needs more than 256 grey levels has to know."""
+    x = np.full((9, 6, 5), 0.5012, np.float32)
+    data = load_dataset("npz", path=save(tmp_path / "mine.npz", x_train=x))
+    assert (data.train.images == 128).all()
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert "rounded to 8 bits" in readme
+
+
+@pytest.mark.parametrize(
+    ("y_train", "message"),
+    [
+        (labels(9, 3) + 1, r"data set 'npz': labels 1\.\.3: class 0 has no example\. .* subtract 1 from all labels\."),
+        (labels(9, 3) * 500_000, r"labels 0\.\.1000000 make 1,000,001 classes, and 999,998 of them have no example\."),
+        (labels(9, 2) * 10**15, r"labels 0\.\.1000000000000000 make"),
+    ],
+)
+def test_labels_that_are_no_class_numbers_are_refused(y_train: np.ndarray, message: str, tmp_path: Path) -> None:
+    path = save(tmp_path / "mine.npz", y_train=y_train, y_test=y_train[:4])
+    with pytest.raises(MotleyError, match=message):
+        Federation(tiny_config("data.name=npz", f"data.path={path}"))
+    with pytest.raises(MotleyError, match=message):
+        costs_in(tiny_config("data.name=npz", f"data.path={path}"))
+    load_dataset("npz", path=path)  # a node may hold a few classes of the federation's
+
+
+def test_a_gap_between_labels_is_allowed(tmp_path: Path) -> None:
+    path = save(tmp_path / "mine.npz", y_train=np.array([0, 1, 3] * 3), y_test=np.array([0, 1, 3, 1]))
+    data = load_dataset("npz", path=path)
+    data.check_inferred_classes()
+    assert data.classes == 4
+    part = Examples(images(2, 4, 4, 1), np.array([7, 8]))
+    Dataset("mine", part, part, 10).check_inferred_classes()  # the caller has said how many classes there are
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -350,7 +417,11 @@ def test_npz_scales_floats_between_zero_and_one(tmp_path: Path) -> None:
         ({"x_train": np.full((9, 6, 5), np.nan)}, r"must lie in \[0, 1\]"),
         ({"x_train": images(9, 6, 5).astype(np.int64)}, "not int64"),
         ({"x_train": images(9, 6)}, r"not \(9, 6\)"),
-        ({"x_train": np.array([{}] * 9, dtype=object)}, "plain arrays"),
+        ({"x_train": ragged()}, r"mine\.npz: x_train is an array of Python objects.* All images must have one size"),
+        (
+            {"y_train": np.array(["a"] * 9, dtype=object)},
+            r"y_train is an array of Python objects.* Labels must be whole",
+        ),
         ({"y_train": labels(9) / 2}, "y_train must be whole numbers"),
         ({"y_train": labels(8)}, "9 images but 8 labels"),
         ({"y_train": labels(9) - 1}, "from -1"),
@@ -366,10 +437,30 @@ def test_npz_explains_a_file_that_is_none(tmp_path: Path) -> None:
         load_dataset("npz")
     with pytest.raises(MotleyError, match="there is no file"):
         load_dataset("npz", path=tmp_path / "absent.npz")
-    for name, content in {"empty.npz": b"", "text.npz": b"hello", "zip.npz": b"PK\x03\x04broken"}.items():
+    wrong = {
+        "empty.npz": b"",
+        "table.csv": b"label,pixel0,pixel1",
+        "zip.npz": b"PK\x03\x04broken",
+        "a.pkl": b"\x80\x04.",
+    }
+    for name, content in wrong.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(MotleyError, match=r"no \.npz file of plain arrays"):
+        with pytest.raises(MotleyError, match=rf"{name} is not a \.npz file, or is truncated: .* np\.savez") as raised:
             load_dataset("npz", path=tmp_path / name)
+        assert "pickle" not in str(raised.value)
+    with pytest.raises(
+        MotleyError, match=r"is a folder; data set 'npz' reads one file\. Save four arrays with np\.savez"
+    ):
+        load_dataset("npz", path=tmp_path)
+    whole = save(tmp_path / "whole.npz").read_bytes()
+    (tmp_path / "damaged.npz").write_bytes(whole.replace(b"\x93NUMPY", b"\x93NUMMY"))
+    with pytest.raises(MotleyError, match=r"damaged\.npz"):
+        load_dataset("npz", path=tmp_path / "damaged.npz")
+    with zipfile.ZipFile(tmp_path / "folder.npz", "w") as archive:
+        for key in ("x_train", "y_train", "x_test", "y_test"):
+            archive.writestr(key, "hello")
+    with pytest.raises(MotleyError, match="x_train is not an array saved by NumPy"):
+        load_dataset("npz", path=tmp_path / "folder.npz")
     np.save(tmp_path / "single.npy", images(3, 4, 4))
     with pytest.raises(MotleyError, match="a single array"):
         load_dataset("npz", path=tmp_path / "single.npy")

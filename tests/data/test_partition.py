@@ -120,7 +120,9 @@ def test_the_seed_decides_and_nothing_else_does(partition: PartitionSettings) ->
 @pytest.mark.parametrize("partition", DRAWN, ids=lambda partition: partition.name)
 def test_more_clients_than_samples_is_an_error(partition: PartitionSettings) -> None:
     for clients in (0, -1, 8):
-        with pytest.raises(MotleyError, match=f"7 samples to {clients} clients"):
+        with pytest.raises(
+            MotleyError, match=rf"federation\.clients = {clients}: should be 1 to 7, the number of training samples"
+        ):
             partition.split(np.zeros(7, dtype=np.int64), clients, seed=0)
     with pytest.raises(MotleyError, match="shape"):
         partition.split(np.zeros((7, 1)), 2, seed=0)
@@ -281,6 +283,9 @@ def test_files_of_all_forms_give_the_same_partition(tmp_path: Path) -> None:
     np.savez(tmp_path / "arrays.npz", **{"1": np.array([0]), "0": np.array([4, 2, 9], dtype=np.int32)})
     partition = FromFile(path=tmp_path / "arrays.npz").split(np.zeros(10), 2, seed=0)
     assert [partition.of(client).tolist() for client in range(2)] == wanted
+    np.savez(tmp_path / "unnamed.npz", np.array([4, 2, 9]), np.array([0]))
+    partition = FromFile(path=tmp_path / "unnamed.npz").split(np.zeros(10), 2, seed=0)
+    assert [partition.of(client).tolist() for client in range(2)] == wanted
 
 
 def test_object_keys_are_ordered_as_numbers(tmp_path: Path) -> None:
@@ -304,6 +309,7 @@ def test_object_keys_are_ordered_as_numbers(tmp_path: Path) -> None:
         ([], "must hold a list of index lists"),
         ("7", "must hold a list of index lists"),
         ("[[1], [2]", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
     ],
 )
 def test_a_wrong_file_is_explained(content: Any, message: str, tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from motley.engine.base import Done
 from motley.engine.timeline import Timeline
 from motley.federation import Federation
 from motley.methods.base import Collection
-from motley.round import Server
+from motley.round import Record, Server
 from motley.splits.part import State
 from tests.conftest import tiny_config
+from tests.states import with_large_means
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 EXACT = ("engine.device=cuda", "engine.precision=fp32", "data.transform.crop_padding=1", "data.transform.flip=true")
@@ -267,3 +268,38 @@ def test_evaluation_is_captured_and_right() -> None:
         assert again[size].loss == pytest.approx(expected[size].loss, rel=1e-4)
         assert again[size].accuracy == pytest.approx(expected[size].accuracy, abs=0.01)
         assert again[size] == record.scores[size]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_16_bit_runs_are_evaluated_in_single_precision(precision: str) -> None:
+    """With channels whose mean is many times their standard deviation, as long training makes them."""
+    start = Federation(tiny_config(*EXACT)).start()
+    state = with_large_means(start.state)
+    single = Federation(tiny_config("engine.device=cuda", "engine.precision=tf32")).evaluate(state)
+    scores = Federation(tiny_config("engine.device=cuda", f"engine.precision={precision}")).evaluate(state)
+    for size, score in scores.items():
+        assert score.loss == pytest.approx(single[size].loss, rel=1e-5)
+        assert score.accuracy == single[size].accuracy
+
+
+def test_tf32_evaluation_is_close_to_fp32() -> None:
+    """With the batch statistics of a trained state, 500 rounds of which are compared in docs/results/precision.md."""
+    server, _ = after(3)
+    exact = Federation(tiny_config("engine.device=cuda", "engine.precision=fp32")).evaluate(server.state)
+    scores = Federation(tiny_config("engine.device=cuda", "engine.precision=tf32")).evaluate(server.state)
+    for size, score in scores.items():
+        assert score.loss == pytest.approx(exact[size].loss, rel=0.01)
+        assert score.accuracy == pytest.approx(exact[size].accuracy, abs=0.01)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_statistics_are_collected_in_single_precision(precision: str) -> None:
+    """HeteroFL's pass over clients gives the statistics of the weights that are evaluated, not of rounded ones."""
+    settings = ("engine.device=cuda", "method.name=HeteroFL", *WIDTHS, "evaluation.every=1")
+    servers = {}
+    for name in ("tf32", precision):
+        federation = Federation(tiny_config(*settings, f"engine.precision={name}"))
+        record = Record(1)
+        servers[name] = federation.collect(replace(federation.start(), round_number=1), record)
+    for name, tensor in servers["tf32"].state.items():
+        torch.testing.assert_close(servers[precision].state[name], tensor, rtol=1e-4, atol=1e-5)

@@ -129,3 +129,15 @@ def test_a_turn_does_not_see_the_scale_that_another_left(monkeypatch: pytest.Mon
 def test_low_precision_on_a_cpu_is_refused(precision: str) -> None:
     with pytest.raises(MotleyError, match=precision):
         Federation(tiny_config("engine.device=cpu", f"engine.precision={precision}"))
+
+
+def test_a_block_in_single_precision_computes_with_the_masters() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval()
+    weights = Weights(model, "bf16")
+    copies = [copy.data_ptr() for copy in weights.copies if copy is not None]
+    inputs = torch.randn(5, 4)
+    plain = nn.functional.linear(inputs, weights.masters["0.weight"], weights.masters["0.bias"])
+    with weights.single_precision():
+        assert torch.equal(model[0](inputs), plain)
+    assert [copy.data_ptr() for copy in weights.copies if copy is not None] == copies
+    assert all(copy.dtype == torch.bfloat16 for copy in weights.copies if copy is not None)

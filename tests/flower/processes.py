@@ -28,11 +28,9 @@ class Deployment:
     def __init__(
         self, folder: Path, config: Config, *, insecure: bool, nodes: str = "", host: str = "127.0.0.1"
     ) -> None:
-        """`nodes`: another app for the nodes than Motley's own."""
+        """`nodes`: an app that the nodes run instead of Motley's own."""
         self.folder = create(folder, config, DeploySettings(host=host, port=free_port(), insecure=insecure))
-        if nodes:
-            file = self.folder.app / "pyproject.toml"
-            file.write_text(file.read_text().replace("motley.engine.flower.client:app", nodes))
+        self.node_app = nodes
         self.logs = folder.with_name("logs")
         self.logs.mkdir()
         self.namespaces: dict[str, str] = {}
@@ -49,11 +47,14 @@ class Deployment:
             time.sleep(0.1)
 
     def start(self, name: str, *arguments: object) -> subprocess.Popen[bytes]:
-        """Start a command, with what it says in a log of that name."""
+        """Start one of the commands of `motley deploy`, with its output in a log of that name."""
+        return self._start(name, "motley", "deploy", *arguments)
+
+    def _start(self, name: str, module: str, *arguments: object) -> subprocess.Popen[bytes]:
         place = ["ip", "netns", "exec", self.namespaces[name]] if name in self.namespaces else []
         with (self.logs / name).open("ab") as log:
             return subprocess.Popen(
-                [*place, sys.executable, "-m", "motley", "deploy", *map(str, arguments)],
+                [*place, sys.executable, "-m", module, *map(str, arguments)],
                 env={
                     **os.environ,
                     "OMP_NUM_THREADS": "1",
@@ -75,7 +76,11 @@ class Deployment:
     def join(self, *clients: int) -> None:
         """Start nodes."""
         for client in clients:
-            self.start(f"node-{client}", "node", self.folder.nodes / f"node-{client}")
+            name = f"node-{client}"
+            if self.node_app:
+                self._start(name, "tests.flower.node", self.folder.nodes / name, self.node_app)
+            else:
+                self.start(name, "node", self.folder.nodes / name)
 
     def run(self) -> None:
         """Start the server and three nodes, and play to the end."""

@@ -43,8 +43,33 @@ def test_three_nodes_end_with_the_bits_of_the_local_engine(tmp_path: Path, insec
         assert not any("refused" in line or "repeated" in line for line in deployment.lines())
         assert final(deployment) == local(tmp_path / "local", *INCO)
         if stranger:
-            assert stranger.wait(PATIENCE) == 1
-            assert "Failed to activate SuperNode" in deployment.said("stranger")
+            assert stranger.wait(PATIENCE) == 2
+            assert "refused the key of client 0. Either" in deployment.said("stranger")
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_begin_says_why_without_a_traceback(tmp_path: Path) -> None:
+    """First no node is there; then all are, but one of them is another client than the server has it for."""
+    settings = (*INCO, "engine.flower.wait_s=40")
+    with Deployment(tmp_path / "federation", three_nodes(*settings), insecure=False) as deployment:
+        deployment.serve()
+        assert deployment.play().wait(PATIENCE) == 2
+        waiting = "waiting for 3 of 3 nodes: 0, 1, 2\n"
+        assert deployment.said("run").startswith(f"{waiting}motley: engine.flower.wait_s = 40: still waiting for")
+        file = deployment.folder.nodes / "node-2" / "node.toml"
+        file.write_text(file.read_text().replace("client = 2", "client = 7"))
+        deployment.join(0, 1, 2)
+        deployment.wait(lambda: all("SuperNode ID" in deployment.said(f"node-{client}") for client in range(3)))
+        assert deployment.play().wait(PATIENCE) == 2
+        said = deployment.said("run")
+        assert said.splitlines()[-1] == (
+            "motley: engine.flower.wait_s = 40: no node came for client 2; a run begins with all of its clients."
+        )
+        assert "client = 7, but there are 3" in said
+        assert "Traceback" not in said and "unhandled exception" not in said
+        shown = deployment.start("status", "status", deployment.folder.path)
+        assert shown.wait(PATIENCE) == 0
+        assert re.search(r"│ 1 +│ node-1 │ resnet14 │ cpu +│ online", deployment.said("status"))
 
 
 def runs_of(deployment: Deployment) -> set[str]:

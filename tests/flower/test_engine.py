@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from threading import Event, Timer
 
@@ -16,11 +17,14 @@ pytest.importorskip("flwr")
 
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 
+from motley.cli.plan import costs_in
 from motley.data import load_dataset
 from motley.engine.flower.arrays import pack, unpack
 from motley.engine.flower.server import serve
+from motley.engine.flower.settings import NodeBudget
 from motley.errors import MotleyError
 from motley.federation import Federation
+from motley.plan import Budget
 from motley.runs.checkpoint import fingerprint
 from motley.runs.metrics import MetricsLog
 from motley.runs.play import begin
@@ -60,21 +64,86 @@ def test_a_node_with_a_file_of_its_own_examples(grid: Grid, tmp_path: Path) -> N
 
 def test_a_nodes_size_and_budget_decide_what_it_trains(grid: Grid, tmp_path: Path) -> None:
     files = sorted(grid.nodes.values())
-    files[0].write_text(files[0].read_text().replace('size = "resnet10"', "budget_mib = 100.0"))
+    set_budget(files[0], "memory_mb = 100.0")
     files[2].write_text(files[2].read_text().replace('size = "resnet18"', ""))
     federation, _ = serve(grid, three_nodes("training.rounds=1"), tmp_path / "run")
     assert federation.sizes == ("resnet18", "resnet14", "resnet18")
 
 
-def test_a_budget_that_is_too_small_is_told_to_the_server(
-    grid: Grid, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_nodes_may_choose_among_the_widths_of_a_model(grid: Grid, tmp_path: Path) -> None:
+    sizes = ("resnet18-w1", "resnet18-w0.5", "resnet18-w0.25")
+    for file, size in zip(sorted(grid.nodes.values()), sizes, strict=True):
+        file.write_text(re.sub(r'size = "\w+"', f'size = "{size}"', file.read_text()))
+    width = ("model.sizes=['resnet18']", "split.name=width", "split.rates=[0.25,0.5,1.0]", "training.rounds=1")
+    federation, _ = serve(grid, three_nodes(*width), tmp_path / "run")
+    assert federation.sizes == sizes
+
+
+def set_budget(file: Path, limits: str) -> None:
+    """Give a node limits in place of its size."""
+    text = re.sub(r'size = "\w+"\n', "", file.read_text())
+    file.write_text(f"{text}\n[budget]\n{limits}\n")
+
+
+def test_a_nodes_budget_means_what_a_line_of_budgets_csv_means(grid: Grid, tmp_path: Path) -> None:
+    """Between the memory of the two smaller sizes, by the same table as `motley plan`."""
+    costs = costs_in(three_nodes())
+    limit = (costs["resnet14"].memory + costs["resnet18"].memory) / 2e6
+    lines = f"client,memory_mb\n0,{limit}\n1,{limit}\n2,1000\n"
+    (tmp_path / "budgets.csv").write_text(lines)
+    budgets = ("federation.assign=budget", f"federation.budgets={tmp_path / 'budgets.csv'}", "training.rounds=1")
+    expected = Federation(three_nodes(*budgets, "engine.name=local")).sizes
+    for file, megabytes in zip(sorted(grid.nodes.values()), (limit, limit, 1000), strict=True):
+        set_budget(file, f"memory_mb = {megabytes}")
+    federation, _ = serve(grid, three_nodes("training.rounds=1"), tmp_path / "run")
+    assert federation.sizes == expected == ("resnet14", "resnet14", "resnet18")
+
+
+def test_the_limits_of_a_node_are_the_columns_of_budgets_csv() -> None:
+    assert ["client", *NodeBudget.model_fields] == [field.name for field in fields(Budget)]
+
+
+@pytest.mark.parametrize("limit", ["memory_mb = 0.001", "parameters = 5", "gflops = 1e-6"])
+def test_a_budget_that_is_too_small_is_told_at_the_node(
+    grid: Grid, tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: str
 ) -> None:
     file = min(grid.nodes.values())
-    file.write_text(file.read_text().replace('size = "resnet10"', "budget_mib = 0.001"))
+    set_budget(file, limit)
     with pytest.raises(MotleyError, match="no node came for client 0; a run begins with all of its clients"):
         serve(grid, three_nodes(), tmp_path / "run")
-    assert "budget_mib = 0.001: no size fits; resnet10 weighs 0.0" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "node 1000 is left out: it failed (refused-by-node), see reference" in said.out
+    assert "budget: no size of the run fits. The smallest, resnet10, takes memory_mb = " in said.err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_job_beyond_a_nodes_budget_is_refused(grid: Grid, tmp_path: Path) -> None:
+    def shrink(message: Message) -> None:
+        if message.metadata.group_id == "1" and message.metadata.dst_node_id == 998:
+            set_budget(max(grid.nodes.values()), "memory_mb = 0.01")
+
+    grid.before = shrink
+    serve(grid, three_nodes("training.rounds=1"), tmp_path / "run")
+    (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
+    assert re.fullmatch(r"its node failed \(refused-by-node\), see reference \w+ in the .*", line["refused"]["2"])
+    assert (
+        "budget: the job is for 'resnet18', which is beyond it."
+        in (max(grid.nodes.values()).parent / "node.log").read_text()
+    )
+
+
+def test_budgets_of_the_server_reach_nodes_as_sizes(grid: Grid, tmp_path: Path) -> None:
+    """Nodes have no file of the server's, and end with the local engine's bits."""
+    (tmp_path / "budgets.csv").write_text("client,memory_mb\n0,1000\n1,1000\n2,1000\n")
+    budgets = ("federation.assign=budget", f"federation.budgets={tmp_path / 'budgets.csv'}", "training.rounds=1")
+    for file in grid.nodes.values():
+        file.write_text(re.sub(r'size = "\w+"\n', "", file.read_text()))
+    sent = []
+    grid.before = lambda message: sent.append(str(message.content["job"]["config"]))
+    federation, server = serve(grid, three_nodes(*budgets), tmp_path / "run")
+    assert federation.sizes == ("resnet18",) * 3
+    assert fingerprint(server.state) == local(tmp_path / "local", *budgets)[0]
+    assert not any(str(tmp_path) in text for text in sent)
 
 
 def test_a_server_that_stopped_goes_on_while_nodes_keep_their_memory(grid: Grid, tmp_path: Path) -> None:
@@ -252,6 +321,18 @@ def test_a_node_that_never_says_all_of_who_it_is(grid: Grid, tmp_path: Path, res
     assert time.monotonic() - begin < NEVER_S / 2
 
 
+def test_a_node_that_flower_could_not_ask_is_asked_again(grid: Grid, tmp_path: Path) -> None:
+    """A busy machine that takes too long to start the app is no reason to do without a node."""
+    failures = [Error(6, "ClientApp stopped responding."), Error(6, "ClientApp stopped responding.")]
+
+    def fail_twice(sent: Message, reply: Message) -> list[Message]:
+        return [Message(failures.pop(), reply_to=sent)] if failures else [reply]
+
+    grid.misdeeds_with, grid.misdeeds[1000] = "query", fail_twice
+    _, server = serve(grid, three_nodes("training.rounds=1", "engine.flower.wait_s=5"), tmp_path / "run")
+    assert server.remembered == {0: 1, 1: 1, 2: 1} and not failures
+
+
 def test_a_node_that_leaves_and_comes_back_under_another_id(grid: Grid, tmp_path: Path) -> None:
     def leave_and_return(message: Message) -> None:
         if message.metadata.group_id == "2" and 999 in grid.nodes:
@@ -394,4 +475,6 @@ def test_a_node_that_wants_more_privacy_than_the_run_gives(
     for run, reason in ((GUARDED, "privacy.noise = 0.2; this node asks for at least 1.5."), ((), "privacy.clip = 0 ")):
         with pytest.raises(MotleyError, match="no node came for client 1"):
             serve(Grid(grid.nodes), three_nodes(*run), tmp_path / "run")
-        assert reason in capsys.readouterr().out
+        said = capsys.readouterr()
+        assert "it failed (refused-by-node), see reference" in said.out and reason not in said.out
+        assert reason in said.err

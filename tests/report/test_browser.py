@@ -39,10 +39,11 @@ const tell = () => {
 """
 TOGGLE = """
 window.addEventListener("load", () => {
-  const first = document.querySelector("figure");
+  const first = document.querySelector(".plot");
   const lines = () => first.querySelectorAll(".scatterlayer .js-line").length;
-  later(lines, () => {
-    told.drawn = [...document.querySelectorAll("figure")].filter((figure) => figure.data).length;
+  const drawn = () => [...document.querySelectorAll(".plot")].filter((plot) => plot.data).length;
+  later(() => lines() && drawn() >= 2, () => {
+    told.drawn = drawn();
     told.before = lines();
     document.querySelector("#series input").click();
     later(() => lines() < told.before, () => {
@@ -59,7 +60,7 @@ window.addEventListener("load", () => {
 """
 WATCH = """
 window.addEventListener("load", () => {
-  const first = document.querySelector("figure");
+  const first = document.querySelector(".plot");
   later(() => first.data && first.querySelector(".js-line"), () => {
     const seen = JSON.parse(sessionStorage.seen ?? "[]");
     seen.push({ rounds: [...first.data.at(-1).x], errors: told.errors });

@@ -24,7 +24,7 @@ def test_everything_is_in_one_file(study: Path, runs: list[Path], tmp_path: Path
     assert "&lt;Mine&gt;" in own
     assert "http" not in re.sub(r"http-equiv", "", own)
     assert "src=" not in re.sub(r'src="data:', "", own)
-    for text in ("50 ± 2", "there is no method", "Rounds, traffic and time", "who holds what", "theta a layer"):
+    for text in ("50 ± 2", "there is no method", "Rounds, traffic and time", "who holds what", "theta per layer"):
         assert text in page
     assert "data.partition" in own  # the configuration
 
@@ -75,4 +75,77 @@ def test_without_plotly_the_extra_is_named(runs: list[Path], monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "plotly.io", None)
     answer = call("report", runs[0])
     assert answer.code == 2
-    assert "motleyfl[report]" in answer.err
+    assert "pip install -c constraints.txt -e '.[report]'" in answer.err
+
+
+def test_lines_can_be_told_apart_and_the_legend_shows_their_dashes(study: Path) -> None:
+    from motley.report import figures
+    from motley.report.page import render
+
+    styles = [figures.style(number) for number in range(40)]
+    assert len({(line["color"], line["dash"]) for line in styles}) == 40
+    page = render(gather([study]), "one")
+    samples = re.findall(r'<label.*?stroke="(.*?)" stroke-width="3" stroke-dasharray="(.*?)"', page)
+    expected = [(line["color"], figures.DASHES[line["dash"]]) for line in styles[:2]]
+    assert samples == expected
+
+
+def test_the_sizes_of_one_run_share_a_figure(runs: list[Path]) -> None:
+    from motley.report import page
+
+    (panel,) = gather(runs[:1]).panels.values()
+    (figure,) = page._accuracies(panel, list(panel.series))
+    assert [trace.name for trace in figure.data] == ["mean over sizes", "mlp1", "mlp2", "mlp3"]
+    assert figure.layout.xaxis.dtick == 1  # no ticks between rounds
+    assert '<ul class="legend">' in page._figure(figure)
+
+
+def test_figures_of_sizes_have_one_scale(runs: list[Path]) -> None:
+    from motley.report import page
+
+    (panel,) = gather(runs).panels.values()
+    drawn = page._accuracies(panel, list(panel.series))
+    assert len(drawn) == 4
+    assert len({figure.layout.yaxis.range for figure in drawn}) == 1
+
+
+def test_losses_times_and_classes_are_drawn(runs: list[Path]) -> None:
+    from motley.report import figures
+
+    (panel,) = gather(runs).panels.values()
+    labels = list(panel.series)
+    test, train = figures.losses(panel, labels)
+    assert test.data[0].x == train.data[0].x == (1, 2, 3)
+    assert min(train.data[0].y) > 0
+    times = figures.time(panel, labels).data[0].x
+    assert list(times) == sorted(times)
+    heat = figures.classes(panel)
+    assert heat is not None and list(heat.data[0].y) == labels[::-1]
+    assert len(heat.data[0].z[0]) == 10
+
+
+@pytest.mark.parametrize(
+    ("done", "says"),
+    [(0, "round 0 of 3, no round"), (2, r"round 2 of 3, about \d+ s left"), (3, "finished: 3 rounds")],
+)
+def test_a_live_page_says_how_far_the_run_is(runs: list[Path], tmp_path: Path, done: int, says: str) -> None:
+    from motley.report.page import render
+
+    (tmp_path / "config.toml").write_text((runs[0] / "config.toml").read_text())
+    lines = (runs[0] / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:done]))
+    assert re.search(f'class="progress">{says}', render(gather([tmp_path]), "now", live=True))
+    assert 'class="progress"' not in render(gather([tmp_path]), "later")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(20.2, "20 s"), (150, "2 min"), (6000, "1 h 40 min")])
+def test_times_left(seconds: float, text: str) -> None:
+    from motley.report.page import _duration
+
+    assert _duration(seconds) == text
+
+
+def test_a_live_page_of_a_study_counts_its_runs(study: Path) -> None:
+    from motley.report.page import render
+
+    assert "4 of 4 runs finished" in render(gather([study]), "now", live=True)

@@ -50,7 +50,7 @@ def test_settings_of_a_cell_are_the_papers() -> None:
     ("old", "new", "says"),
     [
         ('name = "digits"', 'nmae = "digits"', "unknown key 'nmae'. Did you mean 'name'?"),
-        ('paper.digits = ["50 ± 2"]', "paper.digits = [50, 51]", "has 2 numbers; 1 are needed, one a case"),
+        ('paper.digits = ["50 ± 2"]', "paper.digits = [50, 51]", "has 2 numbers; 1 are needed, one per case"),
         ('paper.digits = ["50 ± 2"]', 'paper.digits = ["a ± 2"]', "should be a number"),
         ('paper.digits = ["50 ± 2"]', "paper.digit = [50]", "unknown data set 'digit'. Did you mean 'digits'?"),
         ('against = "HeteroAvg"', 'against = "HetroAvg"', "unknown line 'HetroAvg'. Did you mean 'HeteroAvg'?"),
@@ -69,3 +69,36 @@ def test_unknown_studies_and_files() -> None:
         load_study("inco-tabel2")
     with pytest.raises(MotleyError, match="no such"):
         load_study("nowhere.toml")
+
+
+def test_a_file_of_ones_own_runs_in_full_and_a_papers_table_in_short(sweep: Path) -> None:
+    assert load_study(str(sweep)).scale == "full"
+    assert load_study("inco-table2").scale == "quick"
+    assert load_study("demo").scale == "full"
+
+
+def test_paths_start_from_the_folder_of_the_study(tmp_path: Path) -> None:
+    text = SWEEP.replace('name = "digits"', 'name = "site A"\npath = "a.npz"').replace("paper.digits", "paper.'site A'")
+    text = text.replace("seeds =", 'set.model.weights = "/abs/w"\nset.data.root = "../data"\nseeds =')
+    text = text.replace('against = "HeteroAvg"', 'set.data.partition = { name = "file", path = "p.json" }')
+    (tmp_path / "mine.toml").write_text(text)
+    study = load_study(str(tmp_path / "mine.toml"))
+    assert study.data[0].layer == {"data": {"name": "npz", "path": str(tmp_path / "a.npz")}}
+    assert study.set["model"]["weights"] == "/abs/w"
+    assert study.set["data"]["root"] == str(tmp_path / "../data")
+    assert study.methods[1].set["data"]["partition"]["path"] == str(tmp_path / "p.json")
+
+
+def test_tables_of_settings_are_tables(tmp_path: Path) -> None:
+    said = refusal(tmp_path / "mine.toml", SWEEP.replace("seeds = [1, 2]", "set.data = 3"))
+    assert "data should be a table" in said
+
+
+def test_the_example_of_the_documentation_can_be_planned(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "studies.md").read_text(encoding="utf-8")
+    (tmp_path / "mine.toml").write_text(page.split("```toml\n")[1].split("```")[0])
+    cells = plan(load_study(str(tmp_path / "mine.toml")), "full", data=["hospital A", "hospital B"])
+    reasons = sorted({lack.reason for cell in cells for lack in cell.missing})
+    assert len(reasons) == 2  # nothing but the two files is missing
+    for reason, name in zip(reasons, ("a.npz", "b.npz"), strict=True):
+        assert str(tmp_path / "data" / name) in reason

@@ -65,7 +65,7 @@ def distinct(configs: Iterator[Config]) -> Iterator[Config]:
 @pytest.fixture
 def data_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look past which data sets are here, and draw no models to evaluate: a fifth of the time is left."""
-    monkeypatch.setattr(sweep, "_missing_data", lambda name, overrides: iter(()))
+    monkeypatch.setattr(sweep, "_missing_data", lambda *given: iter(()))
     monkeypatch.setattr("motley.federation.Evaluator", lambda *given: None)
 
 

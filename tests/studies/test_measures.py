@@ -63,3 +63,8 @@ def test_which_size_is_the_whole_model(overrides: tuple[str, ...], size: str | N
 def test_units() -> None:
     assert Measure("rounds-to").unit == "rounds"
     assert Measure("best").unit == "%"
+
+
+def test_the_accuracy_of_one_size() -> None:
+    lines = [{**line, "accuracy": {"mlp1": 0.25, "mlp2": 0.75, "mean": 0.5}} for line in LINES]
+    assert Measure("last").of(lines, tiny_config(), None, size="mlp2") == 75.0

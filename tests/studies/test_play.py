@@ -11,22 +11,26 @@ import time
 from pathlib import Path
 
 from motley.studies.declaration import load_study
-from motley.studies.play import finished, outstanding, play_study, run_path
+from motley.studies.play import StudyWatcher, finished, outstanding, play_study, run_path
 from motley.studies.results import collect, read_saved, save
 from motley.studies.sweep import Cell, Planned, plan
 from tests.studies.conftest import SWEEP
 
 
-class Played:
-    """Counts what is played."""
+class Played(StudyWatcher):
+    """Counts the runs that are played."""
 
     def __init__(self) -> None:
         self.runs: list[str] = []
+        self.finished: list[str] = []
         self.failures: list[str] = []
 
     def on_run(self, cell: Cell, run: Planned) -> tuple[()]:
         self.runs.append(run.key)
         return ()
+
+    def on_finished(self, cell: Cell, run: Planned) -> None:
+        self.finished.append(run.key)
 
     def on_failure(self, cell: Cell, run: Planned, reason: str) -> None:
         self.failures.append(reason)
@@ -35,19 +39,20 @@ class Played:
 def play(sweep: Path, out: Path) -> tuple[list[Cell], Played]:
     cells = plan(load_study(str(sweep)), "full")
     watcher = Played()
-    play_study(outstanding(cells, out), out, watcher)  # type: ignore[arg-type]
+    play_study(outstanding(cells, out), out, watcher)
     return cells, watcher
 
 
 def test_a_study_ends_with_a_table(sweep: Path, tmp_path: Path) -> None:
     cells, watcher = play(sweep, tmp_path / "out")
     assert len(watcher.runs) == 4
+    assert watcher.finished == watcher.runs
     assert not watcher.failures
     results = collect(cells, tmp_path / "out")
     by_method = {result.cell.method: result for result in results}
     assert by_method["HeteroAvg"].ours is not None
     assert by_method["HeteroAvg"].ours.count == 2
-    assert by_method["HeteroAvg"].verdict in ("inside the noise", "outside the noise")
+    assert by_method["HeteroAvg"].verdict in ("within the noise", "beyond the noise")
     assert by_method["InCoAvg"].comparison is not None
     assert by_method["InCoAvg"].comparison.half_width is not None
     assert by_method["FedIN"].shown == "missing"

@@ -7,7 +7,7 @@ import math
 import pytest
 from scipy import stats
 
-from motley.studies.statistics import against_paper, paired, spread
+from motley.studies.statistics import Difference, against_paper, paired, spread
 
 
 def test_spread_is_the_sample_deviation() -> None:
@@ -71,3 +71,9 @@ def test_a_paper_without_deviation_is_taken_as_exact() -> None:
     equal = spread([5.0, 5.0])
     assert equal is not None
     assert against_paper(equal, 5.0, None).inside_noise is True
+
+
+def test_verdicts_in_words() -> None:
+    assert Difference(1.0, 0.5).verdict == "beyond the noise"
+    assert Difference(-0.4, 0.5).verdict == "within the noise"
+    assert Difference(1.0, None).verdict == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from motley.config import parse_overrides
@@ -79,3 +80,55 @@ def test_unknown_choices_are_refused(sweep: Path) -> None:
         cells(sweep, data=["cifar"])
     with pytest.raises(MotleyError, match="Did you mean 'InCoAvg'"):
         cells(sweep, methods=["InCoAvgg"])
+
+
+def with_data(sweep: Path, data: str, top: str = "") -> Path:
+    """Return the sweep with another table of data sets, and the user's own two files beside it."""
+    text = sweep.read_text().replace('[[data]]\nname = "digits"\n', data).replace("paper.digits", "#")
+    sweep.write_text(text.replace("seeds =", f"{top}\nseeds ="))
+    images, labels = np.zeros((40, 8, 8), np.uint8), np.arange(40) % 4
+    for name in ("a.npz", "b.npz"):
+        np.savez(sweep.parent / name, x_train=images, y_train=labels, x_test=images, y_test=labels)
+    return sweep
+
+
+@pytest.mark.parametrize(
+    ("top", "data"),
+    [
+        ('set.data.path = "a.npz"', '[[data]]\nname = "npz"\n'),
+        ("", '[[data]]\nname = "npz"\nset.data.path = "a.npz"\n'),
+        ("", '[[data]]\nname = "npz"\npath = "a.npz"\n'),
+        ("", '[[data]]\nname = "mine"\npath = "a.npz"\n'),
+        ("", '[[data]]\nname = "mine"\nset.data.path = "a.npz"\n'),
+        ('set.data.path = "b.npz"', '[[data]]\nname = "npz"\npath = "a.npz"\n'),
+    ],
+)
+def test_a_study_names_the_users_own_data(sweep: Path, top: str, data: str) -> None:
+    planned = cells(with_data(sweep, data, top))
+    assert all(run.config.data.name == "npz" for cell in planned for run in cell.runs)
+    assert {run.config.data.path for cell in planned for run in cell.runs} == {str(sweep.parent / "a.npz")}
+    assert planned[0].runs
+
+
+def test_several_files_and_named_data_sets_in_one_study(sweep: Path) -> None:
+    data = '[[data]]\nname = "A"\npath = "a.npz"\n[[data]]\nname = "B"\npath = "b.npz"\n[[data]]\nname = "digits"\n'
+    planned = [cell for cell in cells(with_data(sweep, data, 'set.data.path = "a.npz"')) if cell.method == "HeteroAvg"]
+    assert [cell.column for cell in planned] == ["A, alpha 1", "B, alpha 1", "digits, alpha 1"]
+    assert [Path(cell.runs[0].config.data.path).name for cell in planned] == ["a.npz", "b.npz", ""]
+
+
+def test_the_advice_on_missing_data_fits_what_is_missing(sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTLEY_DATA", str(sweep.parent / "empty"))
+    data = '[[data]]\nname = "npz"\n[[data]]\nname = "C"\npath = "c.npz"\n[[data]]\nname = "cifar10"\n'
+    said = {names[0]: reason for reason, names in missing(cells(with_data(sweep, data))).items()}
+    assert "[[data]] path" in said["npz"] and "MOTLEY_DATA" not in said["npz"]
+    assert "c.npz" in said["C"] and "MOTLEY_DATA" not in said["C"]
+    assert "Set MOTLEY_DATA" in said["cifar10"]
+
+
+def test_a_line_can_show_one_size(sweep: Path) -> None:
+    sweep.write_text(sweep.read_text().replace('against = "HeteroAvg"', 'size = "mlp3"'))
+    cell = cells(sweep)[1]
+    assert cell.size == "mlp3" and cell.runs
+    sweep.write_text(sweep.read_text().replace('size = "mlp3"', 'size = "mlp4"'))
+    assert any("unknown size 'mlp4'" in reason for reason in missing(cells(sweep)))

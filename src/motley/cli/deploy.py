@@ -21,8 +21,11 @@ FOLDER = typer.Argument(..., metavar="DIR", help="The folder that `motley deploy
 
 
 def _needs_flower(extra: str = "flower") -> None:
-    if find_spec("flwr") is None or (extra == "simulation" and find_spec("ray") is None):
-        raise MotleyError(f"Flower is not installed: pip install 'motleyfl[{extra}]'")
+    install = f"In Motley's checkout: pip install -c constraints.txt -e '.[{extra}]'"
+    if find_spec("flwr") is None:
+        raise MotleyError(f"Flower is not installed. {install}")
+    if extra == "simulation" and find_spec("ray") is None:
+        raise MotleyError(f"Ray is not installed, which Flower's simulation runs on. {install}")
 
 
 def simulation() -> Callable[..., Any]:
@@ -43,7 +46,7 @@ def init(
     port: int = typer.Option(8443, help="The server's port."),
     insecure: bool = typer.Option(False, "--insecure", help="No encryption and no keys: on this machine only."),
 ) -> None:
-    """Write a folder with everything: the run's configuration, certificates, keys, and a folder a node."""
+    """Write a folder with the run's configuration, certificates, keys, and one folder per node."""
     _needs_flower()
     from motley.deploy.folder import DeploySettings, create
     from motley.settings import validate
@@ -62,7 +65,7 @@ def init(
 
 @deploy.command()
 def server(path: Path = FOLDER) -> None:
-    """Be the server: Flower's SuperLink, with the folder's nodes registered. Ctrl-C ends it."""
+    """Be the server. Nodes whose keys are in the folder are admitted. Ctrl-C ends it."""
     _needs_flower()
     from motley.deploy.commands import serve
     from motley.deploy.folder import DeployFolder
@@ -74,14 +77,14 @@ def server(path: Path = FOLDER) -> None:
 @deploy.command()
 def node(
     path: Path = typer.Argument(..., metavar="NODE", help="The node's folder, with its node.toml."),
-    patience: float = typer.Option(120.0, help="Seconds for which a node that is refused tries again."),
+    patience: float = typer.Option(120.0, help="Seconds for which a node that the server refuses tries again."),
 ) -> None:
     """Be a node: Flower's SuperNode, with the folder's key and data. Ctrl-C ends it."""
     _needs_flower()
-    from motley.deploy.commands import be_node
+    from motley.deploy.node import be_node
 
     with _stopped_by_signals():
-        raise typer.Exit(be_node(path / "node.toml", patience))
+        be_node(path / "node.toml", patience)
 
 
 @contextmanager
@@ -96,23 +99,28 @@ def _stopped_by_signals() -> Iterator[None]:
 
 @deploy.command()
 def run(path: Path = FOLDER) -> None:
-    """Begin the federation's run, or go on with it after an interruption."""
+    """Begin the federation's run, or resume it after an interruption."""
     _needs_flower()
     from motley.deploy.commands import play
     from motley.deploy.folder import DeployFolder
 
-    ended = play(DeployFolder.open(path))
-    if ended != "finished:completed":
-        raise MotleyError(f"the run ended as {ended}. To go on from its last checkpoint: motley deploy run {path}")
+    play(DeployFolder.open(path))
 
 
 @deploy.command()
 def status(path: Path = FOLDER) -> None:
     """Show nodes and runs as the server knows them."""
     _needs_flower()
-    from motley.deploy.commands import LINK, flwr
+    from rich.console import Console
+
+    from motley.deploy.control import Control
     from motley.deploy.folder import DeployFolder
+    from motley.deploy.status import node_table, run_lines
 
     folder = DeployFolder.open(path)
-    flwr(folder, "supernode", "list", LINK, show=True)
-    flwr(folder, "ls", LINK, show=True)
+    control = Control(folder)
+    nodes, runs = control.nodes(), control.runs()
+    print(f"server at {folder.read_settings().address}")
+    Console().print(node_table(folder, nodes))
+    for line in run_lines(folder, runs):
+        print(line)

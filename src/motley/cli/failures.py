@@ -28,19 +28,10 @@ from rich.text import Text
 from safetensors import SafetensorError
 
 from motley.errors import MotleyError
+from motley.limits import is_out_of_memory
 
 #: With this environment variable set, every failure also prints its traceback.
 DEBUG = "MOTLEY_DEBUG"
-
-#: Parts of RuntimeErrors' messages, in lower case, by which torch says that something is too large.
-OUT_OF_MEMORY = (
-    "can't allocate memory",  # torch on a CPU
-    "not enough memory",  # torch on a CPU, other systems
-    "out of memory",  # CUDA
-    "cublas_status_alloc_failed",
-    "storage size calculation overflowed",  # torch: the number of bytes does not fit into 64 bits
-    "integer multiplication overflow",
-)
 
 #: Parts of messages, in lower case, by which torch says that it cannot compute with a number.
 TOO_LARGE = ("overflow when unpacking", "without overflow")
@@ -81,7 +72,7 @@ def explain(error: Exception) -> str | None:
     """Return the message of a failure that is not a bug in Motley, or None if it is one."""
     if isinstance(error, MotleyError):
         return str(error)
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         return (
             f"there is not enough memory: {_first_line(error)} Smaller values of training.batch_size, "
             "federation.clients, data.transform.resize or the model's width need less."
@@ -97,13 +88,6 @@ def explain(error: Exception) -> str | None:
     if isinstance(error, DAMAGED):
         return f"a file cannot be read or written: {type(error).__name__}: {_first_line(error)}"
     return None
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, MemoryError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(part in text for part in OUT_OF_MEMORY)
 
 
 def _os_error(error: OSError) -> str:

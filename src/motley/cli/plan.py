@@ -10,12 +10,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from motley.bench import stand_in
+from motley.bench import SHAPES, stand_in
 from motley.config import Config, load_config
-from motley.data import load_dataset
+from motley.data import Dataset
 from motley.data.device import DeviceData
-from motley.federation import build_split
+from motley.errors import MotleyError
+from motley.federation import build_split, load_dataset_of
 from motley.plan import Budget, Cost, costs_of, largest_fitting, read_budgets
+
+COLUMNS = ("parameters", "GFLOPs\nper step", "activ.\nMB", "memory\nMB", "MB per\nround")
 
 
 def plan(
@@ -25,7 +28,7 @@ def plan(
     set_: list[str] = typer.Option([], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting; repeatable."),
     synthetic: bool = typer.Option(False, help="Random images in place of the data set's files."),
 ) -> None:
-    """Print what every size takes, or with --budgets the largest size for every client."""
+    """Print the cost of every size, or with --budgets the largest size for every client."""
     config = load_config(file, preset=preset, overrides=set_)
     costs = costs_in(config, synthetic)
     console = Console()
@@ -33,9 +36,10 @@ def plan(
         console.print(table([(size, size, cost) for size, cost in costs.items()], config, "size"))
         return
     fleet = read_budgets(budgets)
-    chosen = {budget.client: largest_fitting(costs, budget) for budget in fleet}
-    console.print(table([_row(budget, chosen[budget.client], costs) for budget in fleet], config, "client"))
-    counts = Counter(size or "none" for size in chosen.values())
+    chosen = [largest_fitting(costs, budget) for budget in fleet]
+    rows = [_row(budget, size, costs) for budget, size in zip(fleet, chosen, strict=True)]
+    console.print(table(rows, config, "client"))
+    counts = Counter(size or "none" for size in chosen)
     console.print(", ".join(f"{size}: {counts[size]}" for size in (*costs, "none") if counts[size]))
 
 
@@ -45,20 +49,37 @@ def _row(budget: Budget, size: str | None, costs: dict[str, Cost]) -> tuple[str,
 
 def costs_in(config: Config, synthetic: bool = False) -> dict[str, Cost]:
     """Return the costs of a configuration's sizes, the largest first."""
-    data = config.data
-    known = stand_in(data.name) if synthetic else load_dataset(data.name, root=data.root_path, path=data.file_path)
-    examples = DeviceData(known.train, data.transform, torch.device("cpu"), augment=False)
-    split = build_split(config, examples, known.classes)
+    dataset = stand_in(config.data.name) if synthetic else _dataset_of(config)
+    dataset.check_inferred_classes()
+    examples = DeviceData(dataset.train, config.data.transform, torch.device("cpu"), augment=False)
+    split = build_split(config, examples, dataset.classes)
     return costs_of(split, examples.shape, config.training, config.transit.upload)
 
 
+def _dataset_of(config: Config) -> Dataset:
+    """Load the configuration's data set; if it is missing, say how to do without it."""
+    try:
+        return load_dataset_of(config)
+    except MotleyError as error:
+        if config.data.name not in SHAPES:
+            raise
+        raise MotleyError(
+            f"{error}\nA plan needs the shape of the images only: --synthetic uses random images of that shape "
+            "instead of the files."
+        ) from None
+
+
 def table(rows: list[tuple[str, str, Cost | None]], config: Config, first: str) -> Table:
-    """Return a row a client, or a size."""
-    activations = f"activations MB (batch {config.training.batch_size})"
-    columns = ("parameters", "GFLOPs a step", activations, "memory MB", "MB a round")
-    result = Table(*([first] if first == "size" else [first, "size"]), *columns)
+    """Return one row per client, or per size."""
+    batch = f"activations and memory of a training step with a batch of {config.training.batch_size}"
+    result = Table(caption=batch, caption_justify="left")
+    for name in [first] if first == "size" else [first, "size"]:
+        result.add_column(name, overflow="fold")
+    # Headers of two short lines, and columns that are never shortened: a number that is cut is a wrong number.
+    for header in COLUMNS:
+        result.add_column(header, justify="right", no_wrap=True)
     for name, size, cost in rows:
-        numbers = ("",) * len(columns) if cost is None else _numbers(cost)
+        numbers = ("",) * len(COLUMNS) if cost is None else _numbers(cost)
         result.add_row(*([name] if first == "size" else [name, size]), *numbers)
     return result
 

@@ -1,11 +1,11 @@
-"""`motley study`: a paper's table, or a sweep of the user's own."""
+"""`motley study`: a demonstration, a paper's table, or a study of the user's own."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import typer
@@ -21,30 +21,38 @@ from motley.round import Record, Server
 from motley.runs.play import Callback
 from motley.studies.declaration import Study, load_study, studies
 from motley.studies.play import StudyWatcher, outstanding, play_study
-from motley.studies.results import COLUMNS, Result, collect, columns, lines, missing, save
+from motley.studies.results import COLUMNS, Result, collect, columns, lines, missing, results_folder, save, used_columns
 from motley.studies.sweep import SCALES, Cell, Planned, plan
 
 _SCALES = "; ".join(f"{name}: {meaning.summary}" for name, meaning in SCALES.items())
+_FIRST = "demo"
 
 
 def study(
-    name: str = typer.Argument("", help="A study (motley study --list), or your own sweep: a .toml file."),
-    list_: bool = typer.Option(False, "--list", help="List the studies and leave."),
-    scale: str = typer.Option("quick", help=f"{_SCALES}."),
+    name: str = typer.Argument("", help="A study (motley study --list), or a .toml file of your own."),
+    list_: bool = typer.Option(False, "--list", help="List the studies and exit."),
+    scale: str = typer.Option(
+        "", help=f"{_SCALES}. Default: full for a file of your own and for the demo, quick for the papers' tables."
+    ),
     data: list[str] = typer.Option([], help="Only this data set; repeatable."),
     case: list[str] = typer.Option([], help="Only this case, such as 'alpha 0.5'; repeatable."),
     method: list[str] = typer.Option([], help="Only this line of the table; repeatable."),
-    seeds: int = typer.Option(0, min=0, help="At most so many seeds; 0: as many as the scale says."),
+    seeds: int = typer.Option(0, min=0, help="At most this many seeds; 0: as many as the scale says."),
     set_: list[str] = typer.Option([], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting of every run."),
-    plan_only: bool = typer.Option(False, "--plan", help="Say what would run and what is missing, and leave."),
-    out: Path = typer.Option(Path("runs/studies"), help="Where runs and tables are kept; studies share their runs."),
+    plan_only: bool = typer.Option(False, "--plan", help="Say what would run and what is missing, and exit."),
+    out: Path = typer.Option(Path("runs/studies"), help="Folder of the runs and tables; studies share their runs."),
 ) -> None:
-    """Reproduce a paper's table or figure: run what is not finished yet, and print the paper's numbers beside ours."""
+    """Compare methods over data sets and seeds: the demo, a paper's table, or a file of your own.
+
+    Only runs that are not finished yet are run.
+    """
     console = Console()
     if list_ or not name:
         console.print(_list())
+        console.print(f"\nStart here: motley study {_FIRST}  (two minutes, no data needed)", highlight=False)
         return
     chosen = load_study(name)
+    scale = scale or chosen.scale
     cells = plan(chosen, scale, data=data, cases=case, methods=method, seeds=seeds, overrides=parse_overrides(set_))
     todo = outstanding(cells, out)
     _announce(console, chosen, scale, cells, todo)
@@ -54,18 +62,24 @@ def study(
         raise MotleyError(f"study {chosen.name!r}: nothing of it can run here (see what is missing above).")
     with output_folder(out):
         pass  # a path that cannot be written is refused before the first run
+
+    def save_results() -> list[Result]:
+        results = collect(cells, out)
+        save(chosen, scale, cells, results, out)
+        return results
+
     try:
-        with _Watcher(console, todo) as watcher:
+        save_results()
+        with _Watcher(console, todo, save_results) as watcher:
             play_study(todo, out, watcher)
     except KeyboardInterrupt:
         again = shlex.join(["motley", *sys.argv[1:]])
-        console.print(f"\nStopped. To go on, the same again: {again}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"\nStopped. The same command continues: {again}", highlight=False, markup=False, soft_wrap=True)
         raise SystemExit(130) from None
-    finally:
-        results = collect(cells, out)
-        folder = save(chosen, scale, cells, results, out)
-    _print_results(console, results)
+    _print_results(console, save_results())
+    folder = results_folder(chosen, scale, out)
     console.print(f"kept in {folder}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"as a page: motley report {folder}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _list() -> Table:
@@ -73,7 +87,10 @@ def _list() -> Table:
     table.add_column("study", style="bold", no_wrap=True)
     table.add_column("what it is")
     table.add_column("cells x seeds", justify="right")
-    for name, declared in studies().items():
+    declared_studies = studies()
+    names = [_FIRST, *(name for name in declared_studies if name != _FIRST)]
+    for name in names:
+        declared = declared_studies[name]
         columns_ = [column for column in declared.data if not column.asked]
         count = len(declared.methods) * len(columns_) * len(declared.cases) * len(declared.seeds)
         table.add_row(name, declared.summary, str(count))
@@ -96,13 +113,22 @@ def _announce(
         highlight=False,
         soft_wrap=True,
     )
+    if scale != "full":
+        console.print(
+            f"This is a shortened study: expect other numbers than at --scale full ({SCALES['full'].summary}).",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 class _Watcher(StudyWatcher, Callback):
-    """Progress over the whole study, counted in rounds: a line a run, and a bar where the terminal can redraw."""
+    """Progress over the whole study, counted in rounds: one line per run, and a bar if the terminal can redraw it."""
 
-    def __init__(self, console: Console, todo: Sequence[tuple[Cell, Planned]]) -> None:
+    def __init__(
+        self, console: Console, todo: Sequence[tuple[Cell, Planned]], save_results: Callable[[], object]
+    ) -> None:
         self.console, self.runs, self.number = console, len(todo), 0
+        self.save_results = save_results
         self.left = sum(run.config.training.rounds for _, run in todo)
         self.played, self.began = 0, time.perf_counter()
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]} left"))
@@ -130,6 +156,10 @@ class _Watcher(StudyWatcher, Callback):
         self.bar.update(self.task, description=f"{where}: {cell.method}")
         return [self]
 
+    def on_finished(self, cell: Cell, run: Planned) -> None:
+        # So that `motley watch` and `motley report` show the study while it runs, and nothing is lost if it is stopped.
+        self.save_results()
+
     def on_failure(self, cell: Cell, run: Planned, reason: str) -> None:
         self.left -= self.rounds_of_run
         self.console.print(f"  left out: {reason}", highlight=False, markup=False, soft_wrap=True)
@@ -152,10 +182,10 @@ class _Watcher(StudyWatcher, Callback):
 
 
 def _print_results(console: Console, results: Sequence[Result]) -> None:
-    """Print a table a column of the study, without what is missing and without headings that nothing stands under."""
+    """Print one table per column of the study, without lines that are missing and without empty columns."""
     for title, members in columns(results):
         rows = [lines(result) for result in members if not result.cell.missing]
-        used = [number for number in range(len(COLUMNS)) if any(row[number] for row in rows)]
+        used = used_columns(rows)
         table = Table(*(COLUMNS[number] for number in used), title=title, title_justify="left", title_style="bold")
         for row in rows:
             table.add_row(*(row[number] for number in used))

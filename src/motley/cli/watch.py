@@ -18,7 +18,7 @@ def watch(
     """Serve a run's report on this machine, live while the run goes on, until Ctrl-C."""
     from motley.report.server import LOOPBACK, serve
 
-    gather([path])  # what is neither a run nor a study is refused here
+    gather([path])  # rejects a folder that is neither a run nor a study
     try:
         server = serve(path, port)
     except OSError as error:

@@ -50,6 +50,8 @@ class Dataset:
     train: Examples
     test: Examples
     classes: int
+    classes_inferred: bool = False
+    """Whether the number of classes is the largest label plus one, for want of a better source."""
 
     def __post_init__(self) -> None:
         for part, examples in (("train", self.train), ("test", self.test)):
@@ -65,6 +67,28 @@ class Dataset:
             raise MotleyError(
                 f"data set {self.name!r}: train images are {self.train.images.shape[1:]} "
                 f"but test images are {self.test.images.shape[1:]}."
+            )
+
+    def check_inferred_classes(self) -> None:
+        """Refuse labels that do not look like class numbers, if the number of classes was inferred from them.
+
+        Labels 1 to 10 would make a model of 11 classes, and a stray label of a million one of a million classes. The
+        part of a federation's data that a node holds is not checked: its classes are the federation's, and it may have
+        examples of a few of them only.
+        """
+        if not self.classes_inferred:
+            return
+        labels = np.unique(np.concatenate([self.train.labels, self.test.labels]))
+        span = f"data set {self.name!r}: labels {labels[0]}..{labels[-1]}"
+        if labels[0] > 0:
+            raise MotleyError(
+                f"{span}: class 0 has no example. Classes are numbered from 0; subtract {labels[0]} from all labels."
+            )
+        missing = self.classes - len(labels)
+        if missing > len(labels):
+            raise MotleyError(
+                f"{span} make {self.classes:,} classes, and {missing:,} of them have no example. "
+                "Number the classes 0, 1, 2, ... without gaps."
             )
 
     @property

@@ -17,6 +17,7 @@ from motley.data.dataset import Examples
 from motley.data.transforms import TransformSettings
 from motley.errors import MotleyError
 from motley.kernels import AVAILABLE
+from motley.limits import allocating, check_fits
 from motley.models import ImageShape
 
 if AVAILABLE:
@@ -44,7 +45,9 @@ class DeviceData:
             transform.crop_padding > 0 or transform.flip or transform.cutout > 0 or transform.resized_crop
         )
         pad = transform.crop_padding if self.random else 0
-        self.images = (F.pad(images, (0, 0, pad, pad, pad, pad)) if pad else images).to(device)
+        padded = f", padded by data.transform.crop_padding = {pad}" if pad else ""
+        with allocating(f"the {len(images)} images of the data set{padded}"):
+            self.images = (F.pad(images, (0, 0, pad, pad, pad, pad)) if pad else images).to(device)
         self._unpadded = self.images[:, pad : pad + self.height, pad : pad + self.width]
         self.labels = torch.from_numpy(examples.labels).to(device)
         scale = torch.tensor(transform.std or (1.0,) * self.channels) * 255
@@ -61,6 +64,13 @@ class DeviceData:
         """What a model is fed."""
         side = self.transform.resize
         return ImageShape(self.channels, side or self.height, side or self.width)
+
+    def check_batch_fits(self, key: str, size: int) -> None:
+        """Refuse a batch size, of the setting `key`, if the images of one batch are larger than the memory."""
+        side = f", data.transform.resize = {self.transform.resize}" if self.transform.resize else ""
+        image = "x".join(str(length) for length in self.shape)
+        bytes_of_batch = size * math.prod(self.shape) * 4
+        check_fits(f"{key} = {size}{side}: one batch of {image} images", bytes_of_batch, self.device)
 
     def batch(self, rows: Tensor, draws: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return images (N, C, H, W; channels last in memory) and labels of the given rows.

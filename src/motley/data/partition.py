@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -90,8 +91,8 @@ class Dealt(PartitionSettings):
             raise MotleyError(f"labels must have shape (N,), not {labels.shape}.")
         if not 1 <= clients <= len(labels):
             raise MotleyError(
-                f"partition {self.name!r} cannot deal {len(labels)} samples to {clients} clients: "
-                "every client needs at least one."
+                f"federation.clients = {clients}: should be 1 to {len(labels)}, the number of training samples; "
+                f"partition {self.name!r} gives every client at least one."
             )
         return Partition.from_owners(self._owners(labels, clients, generator(seed, "partition", self.name)), clients)
 
@@ -276,7 +277,8 @@ class Quantity(Dealt):
 class FromFile(PartitionSettings):
     """Index lists from a file, in which samples may be left out.
 
-    JSON: a list of lists, or an object with the keys "0", "1", ... A .npz file: arrays named "0", "1", ...
+    JSON: a list of lists, or an object with the keys "0", "1", ... A .npz file: arrays named "0", "1", ..., or "arr_0",
+    "arr_1", ... as `np.savez(path, first, second)` names them.
     """
 
     name: Literal["file"] = "file"
@@ -411,8 +413,9 @@ def _read_lists(path: Path) -> list[Any]:
             content = json.loads(path.read_text(encoding="utf-8"))
         else:
             with np.load(path, allow_pickle=False) as archive:
-                content = dict(archive)
-    except (ValueError, TypeError, EOFError, OSError, zipfile.BadZipFile) as error:
+                # savez names arrays that were given no name arr_0, arr_1, ...
+                content = {name.removeprefix("arr_"): archive[name] for name in archive.files}
+    except (ValueError, TypeError, EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise MotleyError(f"partition file {path} cannot be read: {error}") from error
     if isinstance(content, Mapping):
         content = _in_order(content, path)

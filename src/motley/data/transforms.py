@@ -68,6 +68,7 @@ def fill_preset(given: dict[str, Any], data_name: str) -> dict[str, Any]:
     for_data = PRESETS[preset]
     if preset != "plain" and data_name not in for_data:
         raise MotleyError(
-            f"data.transform.preset = {preset!r}: is defined for {', '.join(sorted(for_data))}, not for {data_name!r}."
+            f"data.transform.preset = {preset!r}: is defined for {', '.join(sorted(for_data))}, not for {data_name!r}. "
+            "Use data.transform.preset = 'plain', which is defined for every data set."
         )
     return {**for_data.get(data_name, {}), **given}

@@ -1,4 +1,4 @@
-"""Flower's commands, with the flags that a Motley federation needs.
+"""The processes of a deployed federation: the server's, a node's, and the commands that talk to the server.
 
 Telemetry, update checks and the installation of packages at run time are off; Flower keeps its state in the
 deployment's own folder.
@@ -11,23 +11,26 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import tomli_w
-
-from motley.deploy.folder import LINK, DeployFolder
+from motley.config import Config
+from motley.deploy.control import EXCLUDED, Control, NoServerError, read_public_key
+from motley.deploy.folder import DeployFolder, DeploySettings
+from motley.deploy.status import missing_clients, nodes_of_clients
+from motley.deploy.worker import TaskSource
 from motley.engine.flower.settings import read_node
 from motley.errors import MotleyError
+from motley.runs.folder import RunFolder
 
-START_S, STOP_S, AGAIN_S = 60.0, 10.0, 5.0
-"""How long a server may take to start, and a process to stop; how long a node waits before it tries again."""
+#: Seconds that a server may take to start, that a process may take to stop, and between two looks at who is online.
+START_S, STOP_S, LOOK_S = 60.0, 10.0, 1.0
+#: The exit status of Flower's commands for every kind of failure.
 FAILED = 1
-"""What Flower's commands return for every kind of failure."""
+#: How many absent clients a message names.
+NAMED = 20
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -41,24 +44,136 @@ def environment(home: Path) -> dict[str, str]:
     }
 
 
-def server_command(folder: DeployFolder) -> list[str]:
-    """Return the command of the server."""
-    settings, certificates = folder.read_settings(), folder.certificates
-    command = ["flower-superlink", "--host", settings.host if settings.loopback else "0.0.0.0"]
-    command += ["--port", str(settings.port), "--database", str(folder.flower / "state.db")]
-    command += ["--disable-runtime-dependency-installation"]
-    if settings.insecure:
+@contextmanager
+def running(
+    command: list[str], home: Path, sockets: tuple[int, ...] = (), output: int | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command until the block ends, however it ends. It inherits `sockets`; `output` is as Popen's stdout."""
+    errors = subprocess.STDOUT if output is not None else None
+    process = subprocess.Popen(command, env=environment(home), pass_fds=sockets, stdout=output, stderr=errors)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+# ---- the server
+
+
+def serve(folder: DeployFolder) -> int:
+    """Run the server, with all nodes registered whose keys are in the folder; return how it ended."""
+    settings = folder.read_settings()
+    warn_of_unknown_host(settings)
+    with listen(settings) as public, bound("127.0.0.1", 0) as private:
+        folder.write_secrets(f"127.0.0.1:{private.getsockname()[1]}")
+        sockets = (public.fileno(), private.fileno())
+        try:
+            with running(superlink_command(folder, *sockets), folder.flower, sockets) as process:
+                public.close()
+                private.close()
+                return _serve(folder, process)
+        finally:
+            folder.remove_secrets()
+
+
+def _serve(folder: DeployFolder, process: subprocess.Popen[bytes]) -> int:
+    control = Control(folder)
+    wait_for(control, process)
+    register_nodes(folder, control)
+    with running(superexec_command(folder), folder.flower):
+        settings = folder.read_settings()
+        print(f"serving at {settings.address}, {len(folder.public_keys())} nodes registered", flush=True)
+        return process.wait()
+
+
+def superlink_command(folder: DeployFolder, public: int, private: int) -> list[str]:
+    """Return the command of the server process, which inherits two sockets."""
+    return [sys.executable, "-m", "motley.deploy.superlink", str(folder.path), str(public), str(private)]
+
+
+def superexec_command(folder: DeployFolder) -> list[str]:
+    """Return the command that runs the server's side of runs; it fetches them from the server process."""
+    command = ["flower-superexec", "--runtime-api-address", folder.read_secrets().address]
+    command += ["--superexec-auth-secret-file", str(folder.superexec), "--parent-pid", str(os.getpid())]
+    if folder.read_settings().insecure:
         return [*command, "--insecure"]
-    command += ["--ssl-ca-certfile", str(certificates / "ca.crt"), "--ssl-certfile", str(certificates / "server.pem")]
-    return [*command, "--ssl-keyfile", str(certificates / "server.key"), "--enable-supernode-auth"]
+    return [*command, "--root-certificates", str(folder.certificates / "ca.crt")]
 
 
-def node_command(file: Path) -> list[str]:
-    """Return the command of the node whose settings are in a file; key and ca.crt lie beside it."""
+def listen(settings: DeploySettings) -> socket.socket:
+    """Open the public socket: on all addresses of this machine, or on loopback if the host is."""
+    if settings.loopback:
+        return bound(settings.host, settings.port)
+    return bound("::" if ":" in settings.host else "0.0.0.0", settings.port)
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address and does not listen yet."""
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+    except OSError as error:
+        found.close()
+        raise MotleyError(f"host = {host!r}, port = {port}: cannot be listened on: {error.strerror}.") from None
+    return found
+
+
+def warn_of_unknown_host(settings: DeploySettings) -> None:
+    """Say so if the server's own name is unknown here. It may be known to the nodes, so it is no error."""
+    try:
+        socket.getaddrinfo(settings.host, settings.port)
+    except OSError as error:
+        print(f"motley: host = {settings.host!r}: is not found from this machine: {error.strerror}.", file=sys.stderr)
+
+
+def wait_for(control: Control, process: subprocess.Popen[bytes]) -> None:
+    """Return when the server answers."""
+    end = time.monotonic() + START_S
+    while process.poll() is None and time.monotonic() < end:
+        try:
+            control.nodes()
+            return
+        except NoServerError:
+            time.sleep(0.1)
+    raise MotleyError(f"the server did not start within {START_S:g} s; its own messages are above.")
+
+
+def register_nodes(folder: DeployFolder, control: Control) -> None:
+    """Admit exactly the nodes whose public keys are in the folder."""
+    if folder.read_settings().insecure:
+        return
+    wanted = {read_public_key(file): file.parent.name for file in folder.public_keys()}
+    known = {bytes(node.public_key): node for node in control.all_nodes()}
+    for key, node in known.items():
+        if key not in wanted and node.status != EXCLUDED:
+            control.unregister(node.node_id)
+            print(f"node {node.name or node.node_id} is no longer admitted: its key.pub is not under {folder.nodes}")
+    for key, name in wanted.items():
+        if key not in known:
+            control.register(key, name)
+        elif known[key].status == EXCLUDED:
+            # Flower keeps the keys of nodes that it no longer admits, and never takes one a second time.
+            raise MotleyError(
+                f"{folder.nodes / name}: this node was excluded before. To admit it again, delete "
+                f"{folder.flower / 'state.db'}* (Flower's list of nodes and runs; checkpoints are not in it)."
+            )
+
+
+# ---- a node
+
+
+def node_command(file: Path, tasks: TaskSource) -> list[str]:
+    """Return the command of the node whose settings are in a file; key and ca.crt are beside it."""
     node, here = read_node(file), file.absolute().parent
     if not node.superlink:
         raise MotleyError(f"{file}: superlink is not set; it should be the server's host:port.")
-    command = ["flower-supernode", "--superlink", node.superlink, "--port", str(free_port())]
+    command = ["flower-supernode", "--superlink", node.superlink, *tasks.flags()]
     command += ["--node-config", f"motley={json.dumps(str(file.absolute()))}"]
     if node.insecure:
         return [*command, "--insecure"]
@@ -72,100 +187,50 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@contextmanager
-def running(command: list[str], home: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command until the block ends, however it ends."""
-    process = subprocess.Popen(command, env=environment(home))
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+# ---- a run
 
 
-def serve(folder: DeployFolder) -> int:
-    """Run the server, with all nodes registered whose keys lie in the folder; return how it ended."""
-    if answers(folder):
-        raise MotleyError(f"port = {folder.read_settings().port}: is taken by another process on this machine.")
-    with running(server_command(folder), folder.flower) as process:
-        wait_for(folder, process)
-        for key in folder.public_keys():
-            register(folder, key)
-        print(f"serving at {folder.read_settings().address}, {len(folder.public_keys())} nodes registered", flush=True)
-        return process.wait()
+def play(folder: DeployFolder) -> None:
+    """Begin the federation's run, or resume it; print what it prints, until it has ended."""
+    config = folder.read_config()
+    control = Control(folder)
+    wait_for_nodes(folder, control, config)
+    number = control.start(folder.app, {"config": config.to_toml(), "out": str(folder.run)})
+    for text in control.logs(number):
+        print(text, end="", flush=True)
+    (status,) = [run.status for run in control.runs() if run.run_id == number]
+    if status.sub_status != "completed":
+        reason = status.details.removeprefix("ServerApp failed with exception: ") or status.sub_status
+        again = f"To resume it from its last checkpoint: motley deploy run {folder.path}"
+        raise MotleyError(f"the run failed: {reason}\n{again}" if RunFolder(folder.run).config.exists() else reason)
 
 
-def be_node(file: Path, patience: float) -> int:
-    """Run a node; return how it ended.
-
-    A server that does not know its key refuses it, and so does one that has not yet noticed that the node was killed:
-    it is asked again for as long as patience lasts.
-    """
-    end = time.monotonic() + patience
-    while True:
-        began = time.monotonic()
-        with running(node_command(file), file.absolute().parent / "flower") as process:
-            code = process.wait()
-        if time.monotonic() - began > patience:
-            end = time.monotonic() + patience
-        if code != FAILED or time.monotonic() > end:
-            return code
-        print(f"this node was refused or failed; trying again in {AGAIN_S:g} s", flush=True)
-        time.sleep(AGAIN_S)
-
-
-def wait_for(folder: DeployFolder, process: subprocess.Popen[bytes]) -> None:
-    """Return when the server answers."""
-    end = time.monotonic() + START_S
-    while process.poll() is None and time.monotonic() < end:
-        if answers(folder):
+def wait_for_nodes(folder: DeployFolder, control: Control, config: Config) -> None:
+    """Wait until all clients are online, and say who is missing. A run that has begun goes on without them."""
+    limit = config.engine.flower.wait_s
+    end = time.monotonic() + limit
+    said = ""
+    while text := describe_missing(folder, control, config.federation.clients):
+        if text != said:
+            print(f"waiting for {text}", flush=True)
+        said = text
+        if RunFolder(folder.run).config.exists():
             return
-        time.sleep(0.1)
-    raise MotleyError(f"the server did not start on {folder.read_settings().address} within {START_S:g} s.")
+        if time.monotonic() > end:
+            raise MotleyError(
+                f"engine.flower.wait_s = {limit:g}: still waiting for {text}; a run begins with all of its clients."
+            )
+        time.sleep(LOOK_S)
 
 
-def answers(folder: DeployFolder) -> bool:
-    """Tell whether something listens where the server should."""
-    settings = folder.read_settings()
-    with socket.socket() as probe:
-        return probe.connect_ex((settings.host, settings.port)) == 0
-
-
-def register(folder: DeployFolder, key: Path) -> None:
-    """Let a node take part. One that was registered before stays so."""
-    said = flwr(folder, "supernode", "register", str(key), LINK, "--name", key.parent.name)
-    if said.returncode and "already" not in said.stdout + said.stderr:
-        raise MotleyError(f"{key} could not be registered: {said.stdout}{said.stderr}")
-
-
-def flwr(folder: DeployFolder, *arguments: str, show: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run one of Flower's commands to its end; show what it says, or return it."""
-    return subprocess.run(
-        ["flwr", *arguments], env=environment(folder.flower), capture_output=not show, text=True, check=False
-    )
-
-
-def play(folder: DeployFolder) -> str:
-    """Begin the federation's run, or go on with it; return how it ended.
-
-    Flower's command ends well even where the run did not: what counts is the state of the run.
-    """
-    with tempfile.TemporaryDirectory() as place:
-        values = Path(place) / "values.toml"
-        values.write_text(tomli_w.dumps({"config": folder.read_config().to_toml(), "out": str(folder.run)}))
-        flwr(folder, "run", str(folder.app), LINK, "--stream", "--run-config", str(values), show=True)
-    runs = status(folder)
-    return str(runs[0]["status"]) if runs else "unknown"
-
-
-def status(folder: DeployFolder) -> list[dict[str, Any]]:
-    """Return what the server knows of its runs, the latest first."""
-    said = flwr(folder, "ls", LINK, "--format", "json")
-    try:
-        return list(json.loads(said.stdout)["runs"])
-    except (ValueError, KeyError):
-        raise MotleyError(f"the server does not answer: {(said.stdout + said.stderr).strip()}") from None
+def describe_missing(folder: DeployFolder, control: Control, clients: int) -> str:
+    """Return how many nodes are not online, and which clients they are if keys tell; empty if all are."""
+    nodes = control.nodes()
+    if folder.read_settings().insecure:
+        missing = clients - len([node for node in nodes if node.status == "online"])
+        return f"{missing} of {clients} nodes" if missing > 0 else ""
+    absent = missing_clients(nodes_of_clients(folder, nodes), clients)
+    if not absent:
+        return ""
+    named = ", ".join(map(str, absent[:NAMED])) + (", ..." if len(absent) > NAMED else "")
+    return f"{len(absent)} of {clients} nodes: {named}"

@@ -1,33 +1,38 @@
 """The folder of a deployed federation.
 
 run.toml                 the configuration of the run; edit it before the run begins
-deploy.toml              where the server is
-app/pyproject.toml       what Flower is told to run
-certificates/            the federation's authority and the server's certificate; stays on the server
-nodes/node-0/ ...        what each node takes with it: node.toml, its key, the authority's certificate
-flower/                  Flower's own state
+deploy.toml              the server's address
+app/pyproject.toml       the app that Flower is told to run
+certificates/            the federation's certificate authority and the server's certificate; stays on the server
+nodes/node-0/ ...        the files that each node takes with it: node.toml, its key, the authority's certificate
+flower/                  Flower's state, and the secrets of the running server; for the server's user only
 run/                     the run, once it has begun
 """
 
 from __future__ import annotations
 
 import ipaddress
+import re
+import secrets
 import shutil
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 
 import tomli_w
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from motley.config import Config, read_resolved
+from motley.data.partition import FromFile
 from motley.deploy.keys import write_certificates, write_node_key
 from motley.engine.flower.settings import NodeSettings
 from motley.errors import MotleyError
 from motley.federation import assign_sizes
+from motley.files import write_secret
 from motley.settings import Settings, validate
 
-LINK = "motley"
-"""The name under which Flower's commands know the server."""
+#: One label of a host name, as RFC 1123 has it.
+LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 
 APP = """[project]
 name = "motley-app"
@@ -58,6 +63,20 @@ class DeploySettings(Settings):
     insecure: bool = False
     """Without encryption and keys: on this machine only."""
 
+    @field_validator("host")
+    @classmethod
+    def _reachable(cls, host: str) -> str:
+        """Refuse a host that no node could reach: the certificate is made for it."""
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            if not is_host_name(host):
+                raise ValueError("should be the host name or the IP address that nodes reach the server by") from None
+            return host
+        if address.is_unspecified:
+            raise ValueError("should be the address that nodes reach the server by, and they cannot reach this one")
+        return host
+
     @model_validator(mode="after")
     def _insecure_at_home(self) -> DeploySettings:
         if self.insecure and not self.loopback:
@@ -75,11 +94,31 @@ class DeploySettings(Settings):
     @property
     def address(self) -> str:
         """Host and port."""
-        return f"{self.host}:{self.port}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def is_host_name(text: str) -> bool:
+    """Tell whether a text can be a host name."""
+    labels = text.split(".")
+    well_formed = all(LABEL.fullmatch(label) for label in labels)
+    # A name that ends in a number would be taken for an IPv4 address.
+    return well_formed and len(text) <= 253 and not labels[-1].isdigit()
+
+
+@dataclass
+class ServerSecrets:
+    """What the processes of a running server prove themselves with. They are new with every start of the server."""
+
+    #: Where the Control API and the Runtime API are: on loopback.
+    address: str
+    #: Lets a caller use the Control API.
+    token: str
+    #: Lets a process fetch the tasks of a run from the Runtime API.
+    superexec: bytes
 
 
 class DeployFolder:
-    """Where things lie."""
+    """The paths of a deployment, and its files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
@@ -89,6 +128,8 @@ class DeployFolder:
         self.certificates = self.path / "certificates"
         self.nodes = self.path / "nodes"
         self.flower = self.path / "flower"
+        self.control = self.flower / "control.toml"
+        self.superexec = self.flower / "superexec.secret"
         self.run = self.path / "run"
 
     @classmethod
@@ -100,8 +141,37 @@ class DeployFolder:
         return folder
 
     def read_settings(self) -> DeploySettings:
-        """Return where the server is."""
-        return validate(DeploySettings, tomllib.loads(self.settings.read_text(encoding="utf-8")))
+        """Return the server's address."""
+        try:
+            values = tomllib.loads(self.settings.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise MotleyError(f"{self.settings}: cannot be read: {error}.") from None
+        return validate(DeploySettings, values)
+
+    def write_secrets(self, address: str) -> None:
+        """Draw new secrets for a server whose private address this is."""
+        self.flower.mkdir(mode=0o700, exist_ok=True)
+        self.remove_secrets()
+        write_secret(self.superexec, secrets.token_bytes(32))
+        values = {"address": address, "token": secrets.token_hex(32)}
+        write_secret(self.control, tomli_w.dumps(values).encode())
+
+    def read_secrets(self) -> ServerSecrets:
+        """Return the secrets of the running server."""
+        try:
+            values = tomllib.loads(self.control.read_text(encoding="utf-8"))
+            return ServerSecrets(values["address"], values["token"], self.superexec.read_bytes())
+        except FileNotFoundError:
+            raise MotleyError(
+                f"no server is running for {self.path}. To start it: motley deploy server {self.path}"
+            ) from None
+        except (OSError, ValueError, KeyError) as error:
+            raise MotleyError(f"{self.control}: cannot be read: {error}.") from None
+
+    def remove_secrets(self) -> None:
+        """Delete the secrets of a server that has ended."""
+        self.control.unlink(missing_ok=True)
+        self.superexec.unlink(missing_ok=True)
 
     def read_config(self) -> Config:
         """Return the configuration of the run."""
@@ -113,34 +183,43 @@ class DeployFolder:
 
 
 def create(path: Path, config: Config, settings: DeploySettings) -> DeployFolder:
-    """Write a folder for a federation: one node a client, each with the size that the configuration assigns."""
-    if path.exists() and any(path.iterdir()):
-        raise MotleyError(f"{path} already exists and is not empty; a deployment needs a folder of its own.")
-    folder = DeployFolder(path)
+    """Write a folder for a federation: one node per client, each with the size that the configuration assigns."""
+    sizes = assign_sizes(config)
+    try:
+        if path.exists() and not path.is_dir():
+            raise MotleyError(f"{path} is a file; a deployment needs a folder of its own.")
+        if path.exists() and any(path.iterdir()):
+            raise MotleyError(f"{path} already exists and is not empty; a deployment needs a folder of its own.")
+        folder = DeployFolder(path)
+        _write_server(folder, config, settings)
+        for client, size in enumerate(sizes):
+            if config.federation.assign == "budget":
+                size = ""  # the server assigns sizes by its budgets.csv when the run begins
+            _write_node(folder, settings, config, client, size)
+    except OSError as error:
+        raise MotleyError(f"{path}: a deployment cannot be written there: {error.strerror}.") from None
+    return folder
+
+
+def _write_server(folder: DeployFolder, config: Config, settings: DeploySettings) -> None:
     folder.app.mkdir(parents=True)
     folder.config.write_text(config.to_toml(), encoding="utf-8")
     folder.settings.write_text(tomli_w.dumps(settings.model_dump()), encoding="utf-8")
     (folder.app / "pyproject.toml").write_text(APP, encoding="utf-8")
+    folder.flower.mkdir(mode=0o700)
     if not settings.insecure:
         write_certificates(folder.certificates, settings.host)
-    link = {"address": settings.address}
-    guard = {"insecure": True} if settings.insecure else {"root-certificates": str(folder.certificates / "ca.crt")}
-    folder.flower.mkdir()
-    (folder.flower / "config.toml").write_text(
-        tomli_w.dumps({"superlink": {"default": LINK, LINK: {**link, **guard}}}), encoding="utf-8"
-    )
-    for client, size in enumerate(assign_sizes(config)):
-        _write_node(folder, settings, config, client, size)
-    return folder
 
 
 def _write_node(folder: DeployFolder, settings: DeploySettings, config: Config, client: int, size: str) -> None:
     place = folder.nodes / f"node-{client}"
     place.mkdir(parents=True)
     data = {"name": config.data.name, "path": config.data.path, "root": config.data.root, "dealt": True}
+    if isinstance(config.data.partition, FromFile):
+        data["partition"] = str(config.data.partition.path)
     node = {"client": client, "size": size, "superlink": settings.address, "insecure": settings.insecure}
     about = {**node, "memory": "memory", "data": data, "privacy": config.privacy.model_dump()}
-    values = validate(NodeSettings, about).model_dump()
+    values = validate(NodeSettings, about).model_dump(exclude_none=True)
     (place / "node.toml").write_text(tomli_w.dumps(values), encoding="utf-8")
     if not settings.insecure:
         write_node_key(place)

@@ -1,6 +1,6 @@
-"""Certificates and keys: an authority of the federation's own, the server's certificate, and a key a node.
+"""Certificates and keys: the federation's own authority, the server's certificate, and one key per node.
 
-Flower wants certificates as PEM, and node keys on the curve P-384 in OpenSSH's format.
+Flower expects certificates as PEM, and node keys on the curve P-384 in OpenSSH's format.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ VALID = timedelta(days=730)
 def write_certificates(folder: Path, host: str) -> None:
     """Write ca.crt, ca.key, server.pem and server.key for a server that nodes reach as `host`."""
     authority, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
-    issuer, subject = _name("Motley federation"), _name(host)
+    # The host is in the alternative names only: a common name has at most 64 characters, a host name may have more.
+    issuer, subject = _name("Motley federation"), _name("Motley server")
     signing = x509.BasicConstraints(ca=True, path_length=0)
     root = _certificate(issuer, issuer, authority.public_key()).add_extension(signing, critical=True)
     names = x509.SubjectAlternativeName([_reached_as(host), x509.DNSName("localhost"), _reached_as("127.0.0.1")])

@@ -53,9 +53,10 @@ class EngineSettings(Settings):
     memory_gib: float = Field(default=1.0, ge=0)
     """Host memory for the clients' state, in GiB; the rest of the state is kept on disk."""
     precision: Literal["fp32", "tf32", "fp16", "bf16"] = "tf32"
-    """tf32 is fp32 on a CPU. fp16 and bf16, for a GPU only, compute in 16 bits with single-precision weights behind.
-    fp16 is more exact and its range is narrow: a step whose gradients do not fit is left out, and the next ones are
-    computed with a smaller scale; evaluation is in bf16.
+    """Precision of training. tf32 is fp32 on a CPU. fp16 and bf16, for a GPU only, compute in 16 bits and keep
+    single-precision master weights. fp16 has more digits and a narrow range: a step whose gradients overflow is
+    skipped, and the next ones use a smaller loss scale. Evaluation is always in single precision: tf32 on a GPU, or
+    fp32 if that is the training precision.
     """
     flower: FlowerSettings = FlowerSettings()
 

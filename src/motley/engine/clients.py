@@ -24,7 +24,7 @@ from motley.privacy.guard import Guard
 from motley.splits.part import State
 
 COLLECTED = 8
-"""Batches of training that one of a collection is as long as: without gradients, maps need not be kept."""
+"""Collection batches are this many times larger than training batches, because no activations are kept."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,10 @@ class Clients:
         return wire
 
     def collect(self, learner: Learner, job: Job) -> Collection:
-        """Ask one client for the method's collection, over all of its examples."""
+        """Ask one client for the method's collection, over all of its examples.
+
+        In single precision whatever the training precision, because collections serve evaluation.
+        """
         once = {"epochs": 1.0, "steps": 0, "drop_last": False, "batch_size": COLLECTED * self.training.batch_size}
         whole = self.training.model_copy(update=once)
         plan = make_plan(
@@ -184,7 +187,8 @@ class Clients:
         )
         self.seat(learner, job, NO_STEPS, self.recall(job))
         learner.seed_step()
-        values = self.method.collect(learner, learner.examples(plan))
+        with learner.weights.single_precision():
+            values = self.method.collect(learner, learner.examples(plan))
         return Collection(job.client, self.samples(job.client), values, job.size, job.round_number)
 
 

@@ -360,8 +360,7 @@ class Learner:
         return own
 
     def examples(self, plan: Plan) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a plan's batches without augmentation, for a collection."""
+        """Yield a plan's batches without augmentation and in single precision, for a collection."""
         rows = plan.rows.to(self.device)
         for step, length in enumerate(plan.lengths):
-            images, labels = self.data.batch(rows[step, :length])
-            yield images.to(self.batches.dtype), labels
+            yield self.data.batch(rows[step, :length])

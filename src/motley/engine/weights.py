@@ -9,6 +9,9 @@ quarter of its kernels.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -137,3 +140,20 @@ class Weights:
         with torch.no_grad():
             masters, copies = zip(*self._pairs, strict=True)
             torch._foreach_copy_([copy.detach() for copy in copies], masters)
+
+    @contextmanager
+    def single_precision(self) -> Iterator[None]:
+        """Let the model compute with the masters themselves inside the block.
+
+        For passes whose results are evaluated, such as statistics for batch norms: taken from the rounded copies, they
+        would not be those of the weights that they are used with. Captured steps are not affected, because they
+        address the copies' memory, which comes back unchanged.
+        """
+        copies_data = [copy.data for _, copy in self._pairs]
+        for master, copy in self._pairs:
+            copy.data = master.data
+        try:
+            yield
+        finally:
+            for (_, copy), data in zip(self._pairs, copies_data, strict=True):
+                copy.data = data

@@ -23,6 +23,7 @@ from motley.registry import Registry
 from motley.settings import Settings
 from motley.splits.base import Split
 from motley.splits.part import State, add_at
+from motley.transfer import queued
 
 if TYPE_CHECKING:
     from motley.engine.learner import Learner
@@ -68,13 +69,14 @@ class World:
         return round_number % self.every == 0 or round_number == self.rounds
 
     def owners(self, name: str, device: torch.device | str = "cpu") -> int | Tensor:
-        """Return how many of all clients hold a global name; where some hold pieces of it, a count a coordinate.
+        """Return how many of all clients hold a global name; if some hold pieces of it, one count per coordinate.
 
-        Such counts stay on the device that they were last asked for on.
+        Such counts stay on the device that last asked for them. They get there through pinned memory: a plain copy
+        would make the host wait for everything that the GPU still has to do.
         """
         count = self._owners[name]
         if isinstance(count, Tensor):
-            count = self._owners[name] = count.to(device)
+            count = self._owners[name] = queued(count, torch.device(device))
         return count
 
     @cached_property

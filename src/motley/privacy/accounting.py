@@ -73,7 +73,8 @@ class Accountant:
         self._owners: dict[tuple[tuple[str, int], ...], dict[str, int]] = {}
         if settings.noise and find_spec("dp_accounting") is None:
             raise MotleyError(
-                f"privacy.noise = {settings.noise:g}: epsilon needs an accountant: pip install 'motleyfl[privacy]'"
+                f"privacy.noise = {settings.noise:g}: epsilon needs an accountant: "
+                "pip install -c constraints.txt -e '.[privacy]'"
             )
 
     def after(self, spent: Spent, asked: Iterable[int], taken: Iterable[int], before: Iterable[int] = ()) -> Spent:

@@ -1,16 +1,16 @@
-"""The page: one HTML file with everything in it, script and figures included. Nothing is fetched from anywhere."""
+"""The page: one HTML file with everything in it, scripts and figures included. Nothing is fetched from anywhere."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from motley.errors import MotleyError
-from motley.report.material import Material, Panel, Run
+from motley.report.material import Material, Panel, Run, Series
 from motley.report.tables import Rows, costs, environments, final
 from motley.studies.results import COLUMNS
 
@@ -20,12 +20,18 @@ try:
 
     from motley.report import figures
 except ImportError:
-    raise MotleyError("the report draws with plotly, which is not installed: pip install 'motleyfl[report]'.") from None
+    raise MotleyError(
+        "the report needs plotly, which is not installed. In Motley's folder: "
+        "pip install -c constraints.txt -e '.[report]'"
+    ) from None
+
+#: The time left is estimated from this many of the last rounds.
+ROUNDS_TIMED = 20
 
 
 def render(material: Material, title: str, *, live: bool = False) -> str:
     """Return the page. A live one takes plotly from its own server and looks for news there."""
-    body = "\n".join(_body(material))
+    body = "\n".join(_body(material, live))
     scripts = resources.files("motley.report")
     css, js = ((scripts / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     plotly = '<script src="plotly.js"></script>' if live else f"<script>{get_plotlyjs()}</script>"
@@ -56,11 +62,17 @@ def plotly_script() -> str:
     return get_plotlyjs()
 
 
-def _body(material: Material) -> Iterator[str]:
+def _body(material: Material, live: bool) -> Iterator[str]:
+    if live:
+        yield from _progress(material)
     for study in material.studies:
         yield from _study(study)
     if len(material.labels) > 1:
-        yield '<nav id="series" aria-label="Show or hide">' + "".join(_chip(material.labels)) + "</nav>"
+        yield f'<nav id="series" aria-label="Show or hide">{_chips(material.labels)}</nav>'
+    if material.differences:
+        # Names of settings may break after a dot only.
+        table = _table([[row[0].replace(".", ".\u200b"), *row[1:]] for row in material.differences])
+        yield f"<details><summary>Settings that differ</summary>{table}</details>"
     for number, panel in enumerate(material.panels.values()):
         yield f'<details class="panel"{" open" if number == 0 else ""}><summary>{escape(panel.title)}</summary>'
         yield from _panel(panel, material.labels)
@@ -69,19 +81,61 @@ def _body(material: Material) -> Iterator[str]:
     yield from _what_was_run(material)
 
 
-def _chip(labels: list[str]) -> Iterator[str]:
+def _progress(material: Material) -> Iterator[str]:
+    """Say how far a live run is. A study says how many of its runs are finished."""
+    runs = material.runs
+    if material.studies:
+        planned = sum(study.get("planned_runs", 0) for study in material.studies)
+        yield f'<p class="progress">{len(runs)} of {planned} runs finished</p>'
+    elif len(runs) == 1:
+        yield f'<p class="progress">{escape(progress(runs[0]))}</p>'
+
+
+def progress(run: Run) -> str:
+    """Return how far a run is: "round 3 of 6, about 20 s left"."""
+    total, done = run.config.training.rounds, run.rounds_done
+    if done >= total:
+        return f"finished: {total} rounds"
+    if not done:
+        return f"round 0 of {total}, no round is finished yet"
+    timed = [sum(line["seconds"].values()) for line in run.lines[-ROUNDS_TIMED:]]
+    seconds = sum(timed) / len(timed) * (total - done)
+    return f"round {done} of {total}, about {_duration(seconds)} left"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _chips(labels: list[str]) -> str:
+    """Return a checkbox per series, each with a sample of its line."""
+    chips = []
     for number, label in enumerate(labels):
-        colour = figures.style(number)["color"]
-        yield (
-            f'<label style="--colour: {colour}"><input type="checkbox" checked value="{escape(label)}">'
-            f"{escape(label)}</label>"
+        line = figures.style(number)
+        chips.append(
+            f'<label style="--colour: {line["color"]}"><input type="checkbox" checked value="{escape(label)}">'
+            f"{_sample(line)}{escape(label)}</label>"
         )
+    return "".join(chips)
+
+
+def _sample(line: dict[str, Any]) -> str:
+    """Return a short piece of a line, in its colour and with its dashes."""
+    dashes = figures.DASHES[line["dash"]]
+    return (
+        '<svg class="sample" viewBox="0 0 30 10" aria-hidden="true"><line x1="1" y1="5" x2="29" y2="5" '
+        f'stroke="{line["color"]}" stroke-width="3" stroke-dasharray="{dashes}"/></svg>'
+    )
 
 
 def _study(study: dict[str, Any]) -> Iterator[str]:
     yield f"<section><h2>{escape(study['name'])}: {escape(study['summary'])}</h2>"
     note = f" {escape(study['note'])}" if study["note"] else ""
-    yield f"<p>{escape(study['paper'])}. Scale {study['scale']}: {escape(study['scale_means'])}.{note}</p>"
+    paper = f"{escape(study['paper'])}. " if study["paper"] else ""
+    yield f"<p>{paper}Scale {study['scale']}: {escape(study['scale_means'])}.{note}</p>"
     for title in dict.fromkeys(cell["column"] for cell in study["cells"]):
         rows = [cell["line"] for cell in study["cells"] if cell["column"] == title and not cell["missing"]]
         if rows:
@@ -96,25 +150,59 @@ def _panel(panel: Panel, labels: list[str]) -> Iterator[str]:
     if not any(run.evaluated for run in panel.runs()):
         yield "<p>No round has been evaluated yet.</p>"
         return
-    sizes = panel.sizes if len(panel.sizes) > 2 else panel.sizes[:1]
-    drawn = [figures.accuracy(panel, size, labels) for size in sizes]
-    drawn.append(figures.traffic(panel, labels))
-    for series in panel.series.values():
-        drawn += [figure for name in figures.NAMES if (figure := figures.coefficients(series, name)) is not None]
+    drawn = _accuracies(panel, labels)
+    drawn += [figures.traffic(panel, labels), figures.time(panel, labels), *figures.losses(panel, labels)]
+    drawn.append(figures.classes(panel))
+    for series in panel.distinct.values():
+        drawn += [figures.coefficients(panel, series, name) for name in figures.COEFFICIENTS]
     drawn += figures.own_numbers(panel, labels)
-    said = ""
+    partition_missing = ""
     try:
         drawn.append(figures.partition(next(panel.runs())))
     except MotleyError as error:
-        said = f"<p>The partition cannot be drawn here: {escape(str(error).splitlines()[0])}</p>"
-    yield '<div class="figures">' + "".join(map(_figure, drawn)) + f"</div>{said}"
-    yield f"<h3>Accuracy, %</h3>{_table(final(panel))}<h3>Rounds, traffic and time</h3>{_table(costs(panel))}"
+        partition_missing = f"<p>The partition cannot be drawn here: {escape(str(error).splitlines()[0])}</p>"
+    # Numbers first: on a phone the figures fill several screens.
+    yield f"<h3>Accuracy, %</h3>{_table(final(panel))}{_notes(panel.series.values())}"
+    figures_html = [_figure(figure) for figure in drawn if figure is not None]
+    yield f'<div class="figures">{"".join(figures_html)}</div>{partition_missing}'
+    yield f"<h3>Rounds, traffic and time</h3>{_table(costs(panel))}"
+
+
+def _accuracies(panel: Panel, labels: list[str]) -> list[Any]:
+    """Return the accuracy figures: all sizes of a single series in one, or one figure per size for several series."""
+    if len(panel.sizes) <= 2:
+        return [figures.accuracy(panel, "mean", labels)]
+    if len(panel.series) == 1:
+        return [figures.sizes(panel, next(iter(panel.series.values())))]
+    drawn = [figures.accuracy(panel, size, labels) for size in panel.sizes]
+    values = [value for figure in drawn for trace in figure.data for value in trace.y]
+    if values:
+        # One scale for all sizes, so that figures can be compared.
+        low, high = min(values), max(values)
+        room = 0.04 * (high - low) + 0.5
+        for figure in drawn:
+            figure.update_yaxes(range=[low - room, high + room])
+    return drawn
+
+
+def _notes(series: Iterable[Series]) -> str:
+    sentences = [sentence for one in series for sentence in one.repeats]
+    return "".join(f'<p class="note">{escape(sentence)}</p>' for sentence in sentences)
 
 
 def _figure(figure: Any) -> str:
-    figure.update_layout(template="none")
+    """Return a figure with its title and legend in HTML, which wraps on a phone; plotly's own would be cut."""
+    title = figure.layout.title.text or ""
+    figure.update_layout(template="none", title=None)
+    entries = []
+    for trace in figure.data:
+        if trace.type == "scatter" and trace.name and not trace.legendgroup:
+            line = {"color": trace.line.color, "dash": trace.line.dash}
+            entries.append(f"<li>{_sample(line)}{escape(trace.name)}</li>")
+    legend = f'<ul class="legend">{"".join(entries)}</ul>' if entries else ""
     data = to_json(figure).replace("<", "\\u003c")
-    return f'<figure><script type="application/json">{data}</script></figure>'
+    plot = f'<div class="plot"><script type="application/json">{data}</script></div>'
+    return f"<figure><figcaption>{escape(title)}</figcaption>{legend}{plot}</figure>"
 
 
 def _analyses(runs: list[Run]) -> Iterator[str]:
@@ -128,7 +216,8 @@ def _analyses(runs: list[Run]) -> Iterator[str]:
 
 def _picture(file: Path) -> str:
     data = base64.b64encode(file.read_bytes()).decode()
-    return f'<img alt="{escape(file.stem)}" src="data:image/png;base64,{data}">'
+    image = f'<img alt="{escape(file.stem)}" src="data:image/png;base64,{data}">'
+    return f'<div class="picture">{image}</div>'
 
 
 def _what_was_run(material: Material) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The report as a live page: read-only, on this machine only, and nothing but the page itself can be asked for."""
+"""The report as a live page: read-only, on this machine only, and nothing but the page itself is served."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def state(folder: Path) -> str:
-    """Return what changes whenever there is news of a run or a study."""
+    """Return a text that changes whenever there is a new round, result or picture."""
     files = [*folder.glob("metrics.jsonl"), *folder.glob("study.json"), *folder.glob("analysis/*.png")]
     return " ".join(f"{file.name}:{file.stat().st_mtime_ns}" for file in sorted(files))
 
@@ -21,8 +21,8 @@ def state(folder: Path) -> str:
 def serve(folder: Path, port: int) -> ThreadingHTTPServer:
     """Return a server of a run's page; port 0 takes a free one.
 
-    There are three answers, and none of them is made of the path that was asked for: no path leads out of the folder.
-    A name other than this machine's own is refused, so that no web page can ask in the user's name.
+    There are three answers, and none of them depends on the requested path, so no path leads out of the folder.
+    Requests for another host name are rejected, so that no web page can read the report through the user's browser.
     """
     answers: dict[str, tuple[str, Callable[[], str]]] = {
         "/": ("text/html; charset=utf-8", lambda: render(gather([folder]), folder.resolve().name, live=True)),
@@ -48,6 +48,6 @@ def serve(folder: Path, port: int) -> ThreadingHTTPServer:
                 self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Say nothing of every request."""
+            """Log nothing: every open page asks every two seconds."""
 
     return ThreadingHTTPServer((LOOPBACK, port), Handler)

@@ -18,7 +18,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -98,18 +97,6 @@ class RunFolder:
     def write_config(self, config: Config) -> None:
         """Replace the run's configuration."""
         write_atomically(self.config, config.to_toml().encode())
-
-    def read_environment(self) -> dict[str, Any]:
-        """Return the versions and the hardware the run began on; empty if they were not kept."""
-        if not self.environment.exists():
-            return {}
-        try:
-            found = json.loads(self.environment.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise MotleyError(f"{self.environment}: cannot be read: {error}. The run can do without it.") from None
-        if not isinstance(found, dict):
-            raise MotleyError(f"{self.environment}: is damaged: it holds no table. The run can do without it.")
-        return found
 
     def is_locked(self) -> bool:
         """Tell whether a process holds the run at this moment."""

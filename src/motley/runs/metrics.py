@@ -27,7 +27,7 @@ def to_line(record: Record) -> dict[str, Any]:
         line["accuracy"] = {size: round(score.accuracy, 6) for size, score in scores.items()}
         line["accuracy"][OVERALL] = round(overall(record), 6)
         line["loss"] = {size: _number(score.loss) for size, score in scores.items()}
-        line["class_accuracy"] = {size: [round(a, 4) for a in score.class_accuracy] for size, score in scores.items()}
+        line["class_accuracy"] = {size: _rounded(score.class_accuracy) for size, score in scores.items()}
     line["train_loss"] = _number(record.train_loss)
     line["clients"] = record.clients
     if record.refused:
@@ -50,6 +50,11 @@ def to_line(record: Record) -> dict[str, Any]:
 def overall(record: Record) -> float:
     """Return the mean accuracy over sizes."""
     return sum(score.accuracy for score in record.scores.values()) / len(record.scores)
+
+
+def _rounded(accuracies: tuple[float | None, ...]) -> list[float | None]:
+    """Round accuracies per class; a class without test images stays None, which is null in JSON."""
+    return [None if accuracy is None else round(accuracy, 4) for accuracy in accuracies]
 
 
 def _number(value: float) -> float | None:

@@ -11,8 +11,10 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from motley.errors import MotleyError
+from motley.limits import allocating
 from motley.models import MODELS, CrossLayer
 from motley.models.layers import use_batch_statistics
 from motley.randomness import torch_seed
@@ -55,10 +57,32 @@ class Blueprint:
     @classmethod
     def of(cls, name: str, build: Callable[[], nn.Module]) -> Blueprint:
         """Draw up the blueprint of a registered architecture."""
-        with torch.device("meta"):
-            module = build()
+        module = build_on_meta(name, build)
         architecture = MODELS[name]
         return cls(build, architecture.family, module, tuple(architecture.cross_layers(module)))
+
+
+def build_on_meta(name: str, build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a model without memory. Users' models can raise anything; the message names the model."""
+    try:
+        with torch.device("meta"), allocating(f"model.sizes: {name!r}"):
+            module = build()
+    except MotleyError:
+        raise
+    except Exception as error:
+        raise MotleyError(
+            f"model.sizes: {name!r} cannot be built on torch's meta device, where a model has shapes and no values "
+            f"(so no .item() or .tolist() while it is built): {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise MotleyError(f"model.sizes: {name!r} is built as a {type(module).__name__}, not as a torch.nn.Module.")
+    for tensor_name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise MotleyError(
+                f"model.sizes: {name!r} has a lazy layer, whose {tensor_name!r} has no shape yet. Give the layer the "
+                "number of its inputs (Linear instead of LazyLinear): names and shapes must be known beforehand."
+            )
+    return module
 
 
 class Split(ABC):
@@ -105,7 +129,7 @@ class Split(ABC):
         return self._drawn(self.blueprints[size].build, seed)
 
     def _drawn(self, build: Callable[[], nn.Module], seed: int) -> nn.Module:
-        with torch_seed(seed, "initial state"):
+        with torch_seed(seed, "initial state"), allocating("model.sizes: a model with its weights"):
             return build()
 
     @property

@@ -1,26 +1,47 @@
-"""What a study is: a TOML file that names methods, data sets, cases and seeds, and the paper's own numbers.
+"""The declaration of a study: a TOML file with methods, data sets, cases, seeds, and the paper's own numbers.
 
-A study's table has a line for every method and a column for every case of every data set; each cell is one run a seed.
-A cell's configuration is laid up from the study's preset, `set`, the data set, the case, the method and the exceptions
-that match, each above those before it. Studies of the library and of the user are read alike.
+A study's table has one line per method and one column per case of each data set; each cell has one run per seed.
+A cell's configuration is built in layers: the study's preset, `set`, the data set, the case, the method and the
+exceptions that match, each on top of those before it. Built-in studies and the user's own files are read the same way.
 """
 
 from __future__ import annotations
 
+import copy
 import tomllib
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from motley.config import read_toml
+from motley.data import DATASETS
 from motley.errors import MotleyError, unknown
 from motley.settings import Settings, validate
 from motley.studies.measures import Measure
 
-Layer: TypeAlias = dict[str, Any]
-"""Settings as in a run's file."""
+
+def _check_tables(layer: dict[str, Any]) -> dict[str, Any]:
+    """Reject `set.data = 3`: a study adds keys to these two tables."""
+    for name in ("data", "method"):
+        if not isinstance(layer.get(name, {}), dict):
+            raise ValueError(f"{name} should be a table, for example set.{name}.name")
+    return layer
+
+
+#: Settings as in a run's file.
+Layer: TypeAlias = Annotated[dict[str, Any], AfterValidator(_check_tables)]
+#: The reader of the user's own data files, the only one that takes a path.
+FILE_READER = "npz"
+#: Settings that name a file or a folder. In a study's file they are relative to that file's folder.
+PATH_SETTINGS = (
+    ("data", "path"),
+    ("data", "root"),
+    ("data", "partition", "path"),
+    ("model", "weights"),
+    ("federation", "budgets"),
+)
 
 
 class Number(Settings):
@@ -54,19 +75,21 @@ class MethodRow(Settings):
 
     name: str
     set: Layer = Field(default_factory=dict)
-    """Its settings; where they choose no method, the method is the one that is called `name`."""
+    """Its settings. If they choose no method, the method is the one that is called `name`."""
     against: str = ""
-    """The line it is compared with, seed by seed."""
+    """The line that it is compared with, seed by seed."""
     whole: bool = False
-    """Its numbers are those of the whole model, not of the mean over all sizes."""
+    """Show the accuracy of the whole model instead of the mean over all sizes."""
+    size: str = ""
+    """Show the accuracy of this size instead of the mean over all sizes."""
     missing: str = ""
-    """Why the line cannot run, where the settings that it stands for do not exist; empty: it can."""
+    """Why the line cannot run, if settings that it needs do not exist. Empty: it can run."""
     paper: dict[str, Numbers] = Field(default_factory=dict)
     """Data set -> the paper's number for each case, in percent (or rounds)."""
 
     @property
     def layer(self) -> Layer:
-        """What the line sets."""
+        """The settings of this line, its method included."""
         return {**self.set, "method": {"name": self.name, **self.set.get("method", {})}}
 
 
@@ -74,29 +97,45 @@ class DataColumn(Settings):
     """A data set of the table."""
 
     name: str
+    """The column's title, and the data set's name unless `path` or `set.data.name` says otherwise."""
+    path: str = ""
+    """The user's own data file. With a path, `name` can be any title, so that a study can have several files."""
     preset: str = ""
     """Replaces the study's own preset and its `set`."""
     set: Layer = Field(default_factory=dict)
     asked: bool = False
-    """Runs only where --data names it: a stand-in the paper does not have."""
+    """Runs only if --data names it: a stand-in that the paper does not have."""
+
+    @property
+    def reader(self) -> str:
+        """The name of the data set's reader."""
+        table = self.set.get("data", {})
+        if "name" in table:
+            return str(table["name"])
+        if self.name not in DATASETS and (self.path or "path" in table):
+            return FILE_READER
+        return self.name
 
     @property
     def layer(self) -> Layer:
-        """What the data set sets."""
-        return {**self.set, "data": {"name": self.name, **self.set.get("data", {})}}
+        """The settings of this data set, its name and file included."""
+        table = {**self.set.get("data", {}), "name": self.reader}
+        if self.path:
+            table["path"] = self.path
+        return {**self.set, "data": table}
 
 
 class Case(Settings):
-    """A column for each data set: a degree of heterogeneity, a batch size, a layer that is looked at."""
+    """One column per data set: a degree of heterogeneity, a batch size, a layer that is looked at."""
 
     name: str = ""
     set: Layer = Field(default_factory=dict)
     measure: Measure | None = None
-    """What the cell shows, where it is not what the study shows."""
+    """The measure of this column, if it is not the study's."""
 
 
 class Exceptional(Settings):
-    """Settings of some cells only; an empty list matches all."""
+    """Settings of some cells only. An empty list matches all."""
 
     methods: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
@@ -104,7 +143,7 @@ class Exceptional(Settings):
     set: Layer
 
     def matches(self, method: str, data: str, case: str) -> bool:
-        """Tell whether a cell is meant."""
+        """Return whether a cell gets these settings."""
         pairs = ((self.methods, method), (self.data, data), (self.cases, case))
         return all(not names or name in names for names, name in pairs)
 
@@ -116,7 +155,9 @@ class Study(Settings):
     summary: str = ""
     paper: str = ""
     note: str = ""
-    """What a reader of the table has to know."""
+    """Remarks that a reader of the table needs."""
+    scale: Literal["quick", "half", "full"] = "full"
+    """The scale that runs if --scale is not given. Built-in studies of papers say "quick"."""
     preset: str = ""
     set: Layer = Field(default_factory=dict)
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = (1,)
@@ -128,7 +169,7 @@ class Study(Settings):
     cases: tuple[Case, ...] = (Case(),)
     exceptions: tuple[Exceptional, ...] = ()
     targets: dict[str, tuple[float, ...]] = Field(default_factory=dict)
-    """Data set -> the accuracy in percent that `rounds-to` looks for, one a case."""
+    """Data set -> the accuracy in percent that `rounds-to` looks for, one per case."""
 
     @model_validator(mode="after")
     def _names_fit(self) -> Study:
@@ -138,6 +179,8 @@ class Study(Settings):
             if len(set(names)) != len(names):
                 raise MotleyError(f"study {self.name!r}, {kind}: a name is given twice.")
         for row in self.methods:
+            if row.size and row.whole:
+                raise MotleyError(f"study {self.name!r}, {row.name}: give either size or whole, not both.")
             if row.against and row.against not in methods:
                 raise MotleyError(f"study {self.name!r}, {row.name}.against: {unknown('line', row.against, methods)}")
             self._fits_cases(f"{row.name}.paper", row.paper, data)
@@ -156,30 +199,70 @@ class Study(Settings):
             if len(values) != len(self.cases):
                 raise MotleyError(
                     f"study {self.name!r}, {where}.{name}: has {len(values)} numbers; "
-                    f'{len(self.cases)} are needed, one a case ("" for none).'
+                    f'{len(self.cases)} are needed, one per case ("" for none).'
                 )
 
 
 def studies() -> dict[str, Study]:
-    """Return the library's own studies, by name."""
-    files = sorted(resources.files("motley.studies").iterdir(), key=lambda file: file.name)
-    return {
-        (name := file.name.removesuffix(".toml")): _study(name, tomllib.loads(file.read_text(encoding="utf-8")))
-        for file in files
-        if file.name.endswith(".toml")
-    }
+    """Return the built-in studies by name."""
+    found = {}
+    for file in sorted(resources.files("motley.studies").iterdir(), key=lambda file: file.name):
+        if file.name.endswith(".toml"):
+            name = file.name.removesuffix(".toml")
+            values = tomllib.loads(file.read_text(encoding="utf-8"))
+            # A paper's table takes hours: unless its file says otherwise, it is tried in short first.
+            found[name] = _study(name, {"scale": "quick", **values})
+    return found
 
 
 def load_study(name: str) -> Study:
-    """Return a study of the library by name, or one of the user's by its file."""
+    """Return a built-in study by its name, or the user's own by its file."""
     if name.endswith(".toml"):
         file = Path(name)
-        return _study(file.stem, read_toml(file))
-    own = studies()
-    if name not in own:
-        raise MotleyError(f"{unknown('study', name, own)} A sweep of your own is a file whose name ends in .toml.")
-    return own[name]
+        return _study(file.stem, _from_folder(read_toml(file), file.parent))
+    built_in = studies()
+    if name not in built_in:
+        raise MotleyError(f"{unknown('study', name, built_in)} A study of your own is a file that ends in .toml.")
+    return built_in[name]
 
 
 def _study(name: str, values: Layer) -> Study:
     return validate(Study, {"name": name, **values}, where=f"study {name}")
+
+
+def _from_folder(values: Layer, folder: Path) -> Layer:
+    """Return a study's values with all paths taken from the folder of its file.
+
+    The study can then be started from any folder, and its data can be moved together with it.
+    """
+    result = dict(values)
+    if "set" in values:
+        result["set"] = _layer_from_folder(values["set"], folder)
+    for kind in ("data", "cases", "methods", "exceptions"):
+        if not isinstance(values.get(kind), list):
+            continue
+        entries = []
+        for entry in values[kind]:
+            if isinstance(entry, dict) and "set" in entry:
+                entry = {**entry, "set": _layer_from_folder(entry["set"], folder)}
+            if kind == "data" and isinstance(entry, dict) and isinstance(entry.get("path"), str):
+                entry = {**entry, "path": _whole_path(entry["path"], folder)}
+            entries.append(entry)
+        result[kind] = entries
+    return result
+
+
+def _layer_from_folder(layer: Any, folder: Path) -> Any:
+    layer = copy.deepcopy(layer)
+    for *tables, key in PATH_SETTINGS:
+        table = layer
+        for step in tables:
+            table = table.get(step) if isinstance(table, dict) else None
+        if isinstance(table, dict) and isinstance(table.get(key), str):
+            table[key] = _whole_path(table[key], folder)
+    return layer
+
+
+def _whole_path(path: str, folder: Path) -> str:
+    """Return an absolute path; an empty one stays empty, because it stands for "none"."""
+    return str((folder / Path(path).expanduser()).absolute()) if path else ""

@@ -1,4 +1,4 @@
-"""What a cell of a study shows: a number that is read from a run's metrics."""
+"""The measures of a study: numbers that are read from a run's metrics."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from motley.errors import unknown
 from motley.evaluate import rounds_to
 from motley.runs.metrics import OVERALL, outcome
 
+#: Accuracies in percent -> their names in a run's summary.
 ACCURACIES = {"mean-of-last-k": "mean_of_last_k", "last": "last", "best": "best"}
-"""The accuracies over all sizes, in percent, and what a run's summary calls them."""
+#: The first round that reaches the target of the study, or none.
 ROUNDS = "rounds-to"
-"""The first round at the target that the study names, or none."""
+#: positive:LAYER is how often InCo's beta is above 0 in a layer, in percent, over kernels and rounds (InCo, Table 3).
 POSITIVE = "positive"
-"""positive:LAYER: how often InCo's beta is above 0 in a layer, in percent, over kernels and rounds (InCo, Table 3)."""
 
 
 class Measure(str):
@@ -29,7 +29,7 @@ class Measure(str):
 
     @classmethod
     def checked(cls, name: str) -> Measure:
-        """Return a measure, or refuse a name that is none."""
+        """Return a measure; an unknown name is rejected."""
         kind, colon, layer = name.partition(":")
         if name in (*ACCURACIES, ROUNDS) or (kind == POSITIVE and colon and layer):
             return cls(name)
@@ -37,16 +37,24 @@ class Measure(str):
 
     @property
     def unit(self) -> str:
-        """What its numbers count."""
+        """The unit of its numbers."""
         return "rounds" if self == ROUNDS else "%"
 
     def of(
-        self, lines: list[dict[str, Any]], config: Config, target: float | None, whole: bool = False
+        self,
+        lines: list[dict[str, Any]],
+        config: Config,
+        target: float | None,
+        whole: bool = False,
+        size: str = "",
     ) -> float | None:
-        """Return the number of a run, of all its sizes or of the whole model; None where the run has none."""
-        size = whole_model(config) if whole else OVERALL
+        """Return the number of a run, or None if it has none.
+
+        Accuracies are the mean over all sizes, or those of the `whole` model or of one `size`.
+        """
+        size = size or (whole_model(config) or "" if whole else OVERALL)
         if self in ACCURACIES:
-            summary = outcome(lines, config.evaluation.last_k, ()).accuracy.get(size or "")
+            summary = outcome(lines, config.evaluation.last_k, ()).accuracy.get(size)
             return 100 * getattr(summary, ACCURACIES[self]) if summary else None
         if self == ROUNDS:
             evaluated = [line for line in lines if "accuracy" in line] if target is not None else []

@@ -1,7 +1,7 @@
-"""Play a study's runs one after the other; whatever stops it, the same command goes on where it was.
+"""Play a study's runs one after the other. If it is stopped, the same command continues where it was.
 
-OUT/runs/KEY/            the runs; studies that want the same run share it
-OUT/NAME-SCALE/          study.json (what was asked and found), table.csv, table.md
+OUT/runs/KEY/            the runs; studies that need the same run share it
+OUT/NAME-SCALE/          study.json (the study and its results), table.csv, table.md
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from motley.studies.sweep import Cell, Planned
 
 
 class StudyWatcher:
-    """Something that watches a whole study. Each event has a default that does nothing."""
+    """Watches a whole study. By default every event does nothing."""
 
     def on_run(self, cell: Cell, run: Planned) -> Iterable[Callback]:
-        """A run begins or goes on; return what watches it."""
+        """Return the callbacks of a run that begins or continues."""
         return ()
 
+    def on_finished(self, cell: Cell, run: Planned) -> None:
+        """Called after a run has finished."""
+
     def on_failure(self, cell: Cell, run: Planned, reason: str) -> None:
-        """A run was refused; the study goes on with the next."""
+        """Called if a run was rejected; the study continues with the next one."""
 
 
 def run_path(out: Path, run: Planned) -> Path:
@@ -34,13 +37,13 @@ def run_path(out: Path, run: Planned) -> Path:
 
 
 def finished(out: Path, run: Planned) -> bool:
-    """Tell whether a run has its last checkpoint."""
+    """Return whether a run has its last checkpoint."""
     saved = checkpoints(RunFolder(run_path(out, run)).checkpoints)
     return bool(saved) and int(saved[-1].name.removeprefix("round-")) >= run.config.training.rounds
 
 
 def outstanding(cells: Iterable[Cell], out: Path) -> list[tuple[Cell, Planned]]:
-    """Return the runs that are not finished, each once, with the first cell that asks for it; seed by seed."""
+    """Return the runs that are not finished, each once, with the first cell that needs it; seed by seed."""
     wanted: dict[str, tuple[Cell, Planned]] = {}
     for cell in cells:
         for run in cell.runs:
@@ -50,13 +53,15 @@ def outstanding(cells: Iterable[Cell], out: Path) -> list[tuple[Cell, Planned]]:
 
 
 def play_study(todo: Sequence[tuple[Cell, Planned]], out: Path, watcher: StudyWatcher) -> None:
-    """Play runs in order; one that is refused is told and left out."""
+    """Play runs in order. A run that is rejected is reported to the watcher and left out."""
     for cell, run in todo:
         watchers = list(watcher.on_run(cell, run))
         try:
             _play(run_path(out, run), run, watchers)
         except MotleyError as error:
             watcher.on_failure(cell, run, str(error))
+        else:
+            watcher.on_finished(cell, run)
 
 
 def _play(path: Path, run: Planned, watchers: list[Callback]) -> None:
@@ -65,6 +70,6 @@ def _play(path: Path, run: Planned, watchers: list[Callback]) -> None:
         resume(path, watchers)
     else:
         if path.exists():
-            shutil.rmtree(path)  # killed before it had a configuration: there is nothing in it
+            shutil.rmtree(path)  # killed before its configuration was written: there is nothing in it
         begin(run.config, path, watchers)
-    shutil.rmtree(folder.clients, ignore_errors=True)  # nobody asks a finished run's clients what they remember
+    shutil.rmtree(folder.clients, ignore_errors=True)  # a finished run needs no client state

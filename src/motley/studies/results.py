@@ -1,4 +1,4 @@
-"""What a study's runs came to: ours beside the paper's, and what the difference is worth."""
+"""The results of a study: our numbers beside the paper's, and whether the differences are more than noise."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any
 
 from motley.errors import MotleyError
 from motley.files import write_atomically
-from motley.runs.metrics import MetricsLog
+from motley.runs.metrics import OVERALL, MetricsLog
 from motley.studies.declaration import Study
+from motley.studies.measures import whole_model
 from motley.studies.play import finished, run_path
 from motley.studies.statistics import Difference, Spread, against_paper, paired, spread
 from motley.studies.sweep import SCALES, Cell
@@ -25,14 +26,14 @@ class Result:
     """One cell of the table."""
 
     cell: Cell
+    #: Seed -> the number of its finished run.
     values: dict[int, float]
-    """Seed -> the number of its finished run."""
+    #: Seed -> the folder of its finished run.
     runs: dict[int, str]
-    """Seed -> the folder of its finished run."""
+    #: Finished runs without a number, because the target was never reached.
     unreached: int = 0
-    """Finished runs that have no such number: the target was never reached."""
+    #: The paired difference to the line that this one is compared with.
     comparison: Difference | None = None
-    """With the line that the method is compared with."""
 
     @property
     def ours(self) -> Spread | None:
@@ -47,7 +48,7 @@ class Result:
 
     @property
     def shown(self) -> str:
-        """Ours in words."""
+        """Our number as text, or why there is none."""
         if self.cell.missing:
             return "missing"
         if self.ours is None:
@@ -57,8 +58,7 @@ class Result:
     @property
     def verdict(self) -> str:
         """Whether the difference to the paper is more than noise."""
-        inside = self.difference.inside_noise if self.difference else None
-        return "" if inside is None else "inside the noise" if inside else "outside the noise"
+        return self.difference.verdict if self.difference else ""
 
 
 def collect(cells: Sequence[Cell], out: Path) -> list[Result]:
@@ -72,7 +72,9 @@ def _read(cell: Cell, out: Path) -> Result:
     for run in cell.runs:
         if finished(out, run):
             path = run_path(out, run)
-            value = cell.measure.of(MetricsLog(path / "metrics.jsonl").read(), run.config, cell.target, cell.whole)
+            value = cell.measure.of(
+                MetricsLog(path / "metrics.jsonl").read(), run.config, cell.target, cell.whole, cell.size
+            )
             runs[run.seed] = f"../runs/{run.key}"
             if value is None:
                 unreached += 1
@@ -89,17 +91,19 @@ def _compared(result: Result, other: Result | None) -> Result:
     return Result(result.cell, result.values, result.runs, result.unreached, difference)
 
 
-COLUMNS = ("method", "ours", "paper", "ours - paper", "", "compared with")
+COLUMNS = ("method", "ours", "paper", "ours - paper", "verdict", "compared with")
 
 
 def lines(result: Result) -> tuple[str, ...]:
     """Return a cell as a line under `COLUMNS`."""
     cell = result.cell
-    compared = f"{cell.against}: {result.comparison}" if result.comparison else ""
-    if result.comparison and result.comparison.inside_noise is not None:
-        compared += " (inside the noise)" if result.comparison.inside_noise else " (beyond it)"
+    compared = ""
+    if result.comparison:
+        compared = f"{cell.against}: {result.comparison}"
+        if result.comparison.verdict:
+            compared += f" ({result.comparison.verdict})"
     return (
-        cell.method + (", whole model" if cell.whole else ""),
+        cell.method + cell.which_model,
         result.shown,
         str(cell.paper or ""),
         str(result.difference or ""),
@@ -108,8 +112,13 @@ def lines(result: Result) -> tuple[str, ...]:
     )
 
 
+def used_columns(rows: Sequence[Sequence[str]]) -> list[int]:
+    """Return the numbers of the columns that are not empty in all rows."""
+    return [number for number in range(len(COLUMNS)) if any(row[number] for row in rows)]
+
+
 def columns(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
-    """Return the results column by column, each with its title."""
+    """Return the results of each column with the column's title."""
     for _, group in groupby(results, key=lambda result: result.cell.column):
         members = list(group)
         cell = members[0].cell
@@ -118,7 +127,7 @@ def columns(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
 
 
 def missing(cells: Sequence[Cell]) -> dict[str, list[str]]:
-    """Return every reason why something cannot run, and what it holds for."""
+    """Return every reason why something cannot run, and the names of the lines and data sets that it concerns."""
     reasons: dict[str, dict[str, None]] = {}
     for cell in cells:
         for lack in cell.missing:
@@ -126,9 +135,14 @@ def missing(cells: Sequence[Cell]) -> dict[str, list[str]]:
     return {reason: list(names) for reason, names in reasons.items()}
 
 
+def results_folder(study: Study, scale: str, out: Path) -> Path:
+    """Return the folder of a study's results at a scale."""
+    return out / f"{study.name}-{scale}"
+
+
 def save(study: Study, scale: str, cells: Sequence[Cell], results: Sequence[Result], out: Path) -> Path:
     """Write the study's folder and return it."""
-    folder = out / f"{study.name}-{scale}"
+    folder = results_folder(study, scale, out)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "study.json", json.dumps(_plain(study, scale, cells, results), indent=1).encode())
     write_atomically(folder / "table.csv", _csv(results).encode())
@@ -143,22 +157,40 @@ def _plain(study: Study, scale: str, cells: Sequence[Cell], results: Sequence[Re
             "method": result.cell.method,
             "column": title,
             "runs": result.runs,
+            "shows": _size_shown(result.cell),
             "line": lines(result),
             "missing": [lack.reason for lack in result.cell.missing],
         }
         for title, members in columns(results)
         for result in members
     ]
-    return {**about, "scale": scale, "scale_means": SCALES[scale].summary, "cells": rows, "missing": missing(cells)}
+    return {
+        **about,
+        "scale": scale,
+        "scale_means": SCALES[scale].summary,
+        "planned_runs": len({run.key for cell in cells for run in cell.runs}),
+        "cells": rows,
+        "missing": missing(cells),
+    }
+
+
+def _size_shown(cell: Cell) -> str:
+    """Return the name of the accuracy in a run's metrics that a cell shows."""
+    if cell.whole and cell.runs:
+        return whole_model(cell.runs[0].config) or OVERALL
+    return cell.size or OVERALL
 
 
 def read_saved(folder: Path) -> dict[str, Any]:
-    """Return what `save` wrote about a study."""
+    """Return the description of a study that `save` wrote."""
     file = folder / "study.json"
     try:
-        return json.loads(file.read_text())
+        saved = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise MotleyError(f"{file} cannot be read: {error}.") from None
+    if not isinstance(saved, dict) or not isinstance(saved.get("cells"), list):
+        raise MotleyError(f"{file} is not the description of a study. Run the study again: that writes it anew.")
+    return saved
 
 
 CSV = (
@@ -177,7 +209,7 @@ def _csv(results: Sequence[Result]) -> str:
             "method": cell.method,
             "data": cell.data,
             "case": cell.case,
-            "measure": cell.measure + (" of the whole model" if cell.whole else ""),
+            "measure": cell.measure + cell.which_model,
             "seeds": len(result.values),
             "missing": " ".join(lack.reason for lack in cell.missing),
         }
@@ -196,8 +228,16 @@ def _csv(results: Sequence[Result]) -> str:
 def _markdown(study: Study, scale: str, cells: Sequence[Cell], results: Sequence[Result]) -> str:
     text = [f"# {study.name}: {study.summary}", "", f"Scale {scale}: {SCALES[scale].summary}. {study.note}".strip()]
     for title, members in columns(results):
-        text += ["", f"## {title}", "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
-        text += [f"| {' | '.join(lines(result))} |" for result in members]
+        rows = [lines(result) for result in members]
+        used = used_columns(rows)
+        text += [
+            "",
+            f"## {title}",
+            "",
+            f"| {' | '.join(COLUMNS[number] for number in used)} |",
+            "|" + "---|" * len(used),
+        ]
+        text += [f"| {' | '.join(row[number] for number in used)} |" for row in rows]
     lacking = missing(cells)
     if lacking:
         text += ["", "Missing:", "", *(f"- {', '.join(names)}: {reason}" for reason, names in lacking.items())]

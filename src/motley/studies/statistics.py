@@ -1,4 +1,4 @@
-"""Statistics that keep people honest: spreads over seeds, paired differences, and no verdict from one seed."""
+"""Honest statistics: deviations over distinct seeds, paired differences, and no verdict from one seed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 CONFIDENCE = 0.95
+#: The number of seeds behind a paper's deviation: all three papers say three.
 PAPER_SEEDS = 3
-"""How many seeds stand behind a paper's deviation: all three papers say three."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class Spread:
     """Mean and sample deviation over seeds."""
 
     mean: float
+    #: None for one seed.
     std: float | None
-    """None for one seed."""
     count: int
 
     def __str__(self) -> str:
@@ -26,7 +26,7 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Return the mean and deviation of values; None where there are none."""
+    """Return the mean and deviation of values, one per seed; None if there are no values."""
     if not values:
         return None
     return Spread(fmean(values), stdev(values) if len(values) > 1 else None, len(values))
@@ -34,15 +34,22 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference of means, and the half width of its confidence interval where one can be had."""
+    """A difference of means, and the half width of its confidence interval if there are several seeds."""
 
     mean: float
     half_width: float | None
 
     @property
     def inside_noise(self) -> bool | None:
-        """Whether the interval holds zero; None where one seed allows no verdict."""
+        """Whether the interval contains zero; None for one seed, which allows no verdict."""
         return None if self.half_width is None else abs(self.mean) <= self.half_width
+
+    @property
+    def verdict(self) -> str:
+        """Whether the difference is more than noise, in words; empty for one seed."""
+        if self.inside_noise is None:
+            return ""
+        return "within the noise" if self.inside_noise else "beyond the noise"
 
     def __str__(self) -> str:
         width = f" ± {self.half_width:.1f}" if self.half_width is not None else " (one seed)"
@@ -52,7 +59,7 @@ class Difference:
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> Difference | None:
     """Compare two methods over the same seeds: Student's interval of the differences, seed by seed.
 
-    Runs of one seed share partition, client schedule and initial state, so what these do to both is not noise.
+    Runs of one seed share partition, client schedule and initial state, so their effect on both is not noise.
     """
     found = spread([a - b for a, b in zip(ours, theirs, strict=True)])
     if found is None:
@@ -63,7 +70,7 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> Difference | None:
 
 
 def against_paper(ours: Spread, mean: float, std: float | None) -> Difference:
-    """Compare our mean with a paper's: Welch's interval, or Student's where the paper gives no deviation."""
+    """Compare our mean with a paper's: Welch's interval, or Student's if the paper gives no deviation."""
     difference = ours.mean - mean
     if ours.std is None:
         return Difference(difference, None)

@@ -1,4 +1,4 @@
-"""From a study to its runs: every cell's configurations, or why it cannot run here."""
+"""From a study to its runs: every cell's configurations, or the reason why it cannot run here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from motley.data.settings import DataSettings
 from motley.errors import MotleyError, unknown
 from motley.methods import METHODS
 from motley.methods.names import NAMES
-from motley.studies.declaration import Case, DataColumn, MethodRow, Number, Study
+from motley.studies.declaration import FILE_READER, Case, DataColumn, MethodRow, Number, Study
 from motley.studies.measures import Measure, whole_model
 
 
@@ -25,28 +25,28 @@ from motley.studies.measures import Measure, whole_model
 class Scale:
     """How much of a study is run."""
 
+    #: Fraction of the rounds.
     rounds: float
-    """Share of the rounds."""
+    #: At most this many seeds; 0: all.
     seeds: int
-    """At most so many seeds; 0: all."""
     summary: str
 
 
 SCALES = {
     "quick": Scale(0.1, 1, "a tenth of the rounds, one seed"),
     "half": Scale(0.5, 0, "half of the rounds, all seeds"),
-    "full": Scale(1.0, 0, "the paper's rounds and seeds"),
+    "full": Scale(1.0, 0, "all rounds, all seeds"),
 }
 FEWEST_ROUNDS = 3
+#: Replaces a data set that has no reader, to find out whether everything else could run.
 STAND_IN = "cifar10"
-"""In whose place a data set without a reader is put, to see whether all else could run."""
-_BESIDE: Any = {
+#: Settings that do not affect a run's numbers: two runs that differ in these only are the same run.
+IMMATERIAL: Any = {
     "run": True,
     "preset": True,
     "data": {"root"},
     "engine": {"device", "slots", "memory_gib", "memory_share"},
 }
-"""Settings that do not make a run another run."""
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,19 @@ class Planned:
 
     @property
     def key(self) -> str:
-        """The run's folder: two cells, or two studies, that ask for the same run share it.
+        """The name of the run's folder. Two cells, or two studies, that ask for the same run share it.
 
-        What a run keeps, where data lie and what it runs on do not enter. All else does, defaults too: two partitions
-        that are at their defaults are not the same.
+        Settings that do not affect the numbers are left out of the digest. All others are in it, defaults too: two
+        partitions with default settings are not the same partition.
         """
-        values = self.config.model_dump(mode="json", exclude=_BESIDE)
+        values = self.config.model_dump(mode="json", exclude=IMMATERIAL)
         digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:10]
         inco = "-inco" if self.config.method.inco.active else ""
         return f"{self.config.data.name}-{self.config.method.name}{inco}-seed{self.seed}-{digest}"
 
 
 class Lack(NamedTuple):
-    """What is missing, by the name the table has for it, and why."""
+    """Something that is missing, by its name in the table, and the reason."""
 
     name: str
     reason: str
@@ -87,11 +87,20 @@ class Cell:
     against: str
     paper: Number | None
     target: float | None
+    #: Whether its numbers are those of the whole model.
     whole: bool = False
-    """Whether its numbers are those of the whole model."""
+    #: The size whose numbers it shows; empty: the mean over all sizes.
+    size: str = ""
     runs: tuple[Planned, ...] = field(default=())
+    #: Why it cannot run here; empty if it can.
     missing: tuple[Lack, ...] = ()
-    """Why it cannot run here; empty where it can."""
+
+    @property
+    def which_model(self) -> str:
+        """Text behind the method's name if the numbers are not the mean over all sizes."""
+        if self.whole:
+            return ", whole model"
+        return f", {self.size}" if self.size else ""
 
     @property
     def column(self) -> str:
@@ -150,11 +159,10 @@ def _cell(
         try:
             runs = tuple(_planned(study, share, seed, row, column, case, overrides) for seed in seeds)
             missing += _missing_needs(study, column, runs[0].config)
-            if row.whole and not whole_model(runs[0].config):
-                missing.append(Lack(row.name, "no size is the whole model."))
+            missing += _missing_size(row, runs[0].config)
         except MotleyError as error:
             missing.append(Lack(row.name, str(error).splitlines()[0]))
-    missing += _missing_data(column.name, overrides)
+    missing += _missing_data(study, column, case, overrides)
     return Cell(
         row.name,
         column.name,
@@ -164,6 +172,7 @@ def _cell(
         paper[number] if paper else None,
         targets[number] if targets else None,
         row.whole,
+        row.size,
         () if missing else runs,
         tuple(missing),
     )
@@ -172,15 +181,31 @@ def _cell(
 def _planned(
     study: Study, share: float, seed: int, row: MethodRow, column: DataColumn, case: Case, overrides: Table
 ) -> Planned:
-    base = [] if column.preset else [study.set]
     special = [e.set for e in study.exceptions if e.matches(row.name, column.name, case.name)]
     own = {"seed": seed, "run": {"keep": 1, "tensorboard": False}}
-    readable = {} if column.name in DATASETS else {"data": {"name": STAND_IN}}
-    layers = [*base, {**column.layer, **readable}, case.set, row.layer, *special, own]
+    layers = [*_data_layers(study, column), case.set, row.layer, *special, own]
     preset = column.preset or study.preset
     rounds = resolve(preset, layers).training.rounds
     fewer = {"training": {"rounds": min(rounds, max(FEWEST_ROUNDS, round(share * rounds)))}}
     return Planned(seed, resolve(preset, [*layers, fewer, overrides]))
+
+
+def _data_layers(study: Study, column: DataColumn) -> list[Table]:
+    """Return the settings of the study and of a data set, each above those before it.
+
+    A path that the study gives for all of its data sets is meant for those that are read from a file. It has to be
+    moved into their layers: a layer that names another data set drops the `data.path` of the layers below it.
+    """
+    layer = column.layer
+    if column.reader not in DATASETS:
+        layer = {**layer, "data": {**layer["data"], "name": STAND_IN}}
+    if column.preset:
+        return [layer]
+    shared_data = dict(study.set.get("data", {}))
+    path = shared_data.pop("path", "")
+    if path and column.reader == FILE_READER:
+        layer = {**layer, "data": {"path": path, **layer["data"]}}
+    return [{**study.set, "data": shared_data}, layer]
 
 
 def _missing_method(row: MethodRow) -> Iterator[Lack]:
@@ -191,21 +216,38 @@ def _missing_method(row: MethodRow) -> Iterator[Lack]:
         yield Lack(row.name, f"there is no method {name!r} (motley list methods).")
 
 
-def _missing_data(name: str, overrides: Table) -> Iterator[Lack]:
-    given = DataSettings.model_construct(**{"root": "", "path": "", **overrides.get("data", {})})
-    if name not in DATASETS:
-        yield Lack(name, "there is no reader for this data set (motley list datasets).")
-    elif reason := _unreadable(name, given.root_path or data_root(), given.file_path):
-        yield Lack(name, reason)
+def _missing_size(row: MethodRow, config: Config) -> Iterator[Lack]:
+    sizes = config.split.sizes(config.model.sizes)
+    if row.whole and not whole_model(config):
+        yield Lack(row.name, "no size is the whole model.")
+    if row.size and row.size not in sizes:
+        yield Lack(row.name, f"size: {unknown('size', row.size, sizes)}")
+
+
+def _missing_data(study: Study, column: DataColumn, case: Case, overrides: Table) -> Iterator[Lack]:
+    if column.reader not in DATASETS:
+        yield Lack(column.name, "there is no reader for this data set (motley list datasets).")
+        return
+    # Only the files matter here. A whole configuration cannot be resolved without a method's settings.
+    files: dict[str, Any] = {"root": "", "path": ""}
+    for layer in (*_data_layers(study, column), case.set, overrides):
+        files |= {key: value for key, value in layer.get("data", {}).items() if key in files}
+    data = DataSettings.model_construct(**files)
+    if reason := _unreadable(column.reader, data.root_path or data_root(), data.file_path):
+        yield Lack(column.name, reason)
 
 
 @cache
 def _unreadable(name: str, root: Path, path: Path | None) -> str:
-    """Return why a data set cannot be loaded, or nothing: its files are looked at once."""
+    """Return why a data set cannot be loaded, or nothing. The result is kept: many cells ask for the same data."""
     try:
         load_dataset(name, root=root, path=path)
     except MotleyError as error:
-        return f"{str(error).splitlines()[0]} Set MOTLEY_DATA to the folder that holds it."
+        if path is None and name == FILE_READER:
+            return f'{str(error).splitlines()[0]} Name it in the study: [[data]] path = "...".'
+        # The reader's own message ends with this advice if the files were not found in the folder of data sets.
+        advice = " Set MOTLEY_DATA to the folder that holds it." if "MOTLEY_DATA" in str(error) else ""
+        return str(error).splitlines()[0] + advice
     return ""
 
 

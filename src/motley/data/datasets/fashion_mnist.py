@@ -17,6 +17,8 @@ import numpy as np
 from motley.data.dataset import DATASETS, Dataset, DataSource, Examples, find_files
 from motley.errors import MotleyError
 
+MAX_BYTES = 200_000_000
+"""The largest file, unpacked, has 47 MB. A small gzip file can hold many gigabytes of zeros."""
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
@@ -54,12 +56,17 @@ def read_idx(path: Path, dims: int) -> np.ndarray:
 
 
 def _contents(path: Path) -> bytes:
-    if path.suffix != ".gz":
-        return path.read_bytes()
+    """Return a file's bytes, unpacked."""
     try:
-        return gzip.decompress(path.read_bytes())
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise MotleyError(f"{path} is truncated or damaged: {error}.") from error
+    except OSError as error:
+        raise MotleyError(f"{path} cannot be read: {error}.") from None
+    if len(raw) > MAX_BYTES:
+        raise MotleyError(f"{path} holds more than {MAX_BYTES:,} bytes, which no file of Fashion-MNIST does.")
+    return raw
 
 
 def _examples(images: Path, labels: Path) -> Examples:

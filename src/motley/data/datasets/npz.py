@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,13 @@ from motley.data.dataset import DATASETS, Dataset, DataSource, Examples
 from motley.errors import MotleyError
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
+REMEDY = "Save four arrays with np.savez: x_train, y_train, x_test and y_test."
+_NPY_MAGIC = b"\x93NUMPY"
 
 
 @DATASETS.register("npz", "your own arrays: a .npz file with x_train, y_train, x_test, y_test")
 def load(source: DataSource) -> Dataset:
-    """Read the user's file; there are as many classes as the largest label of either part says."""
+    """Read the user's file. The number of classes is inferred: the largest label of either part, plus one."""
     if source.path is None:
         raise MotleyError(f"data set 'npz' needs a path to a .npz file that holds {', '.join(KEYS)}.")
     arrays = read_arrays(source.path.expanduser())
@@ -27,25 +30,50 @@ def load(source: DataSource) -> Dataset:
         for part in ("train", "test")
     )
     classes = 1 + max(int(part.labels.max(initial=0)) for part in (train, test))
-    return Dataset("npz", train, test, classes)
+    return Dataset("npz", train, test, classes, classes_inferred=True)
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
     """Return the four arrays. Arrays of Python objects are pickles and are refused."""
-    if not path.is_file():
+    if path.is_dir():
+        raise MotleyError(f"{path} is a folder; data set 'npz' reads one file. {REMEDY}")
+    if not path.exists():
         raise MotleyError(f"there is no file {path}.")
+    if not path.is_file():
+        raise MotleyError(f"{path} is not a regular file.")
     try:
-        archive = np.load(path, allow_pickle=False)
-        if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise MotleyError(f"{path} holds a single array; save the four with np.savez: {', '.join(KEYS)}.")
-        with archive:
-            if missing := [key for key in KEYS if key not in archive]:
-                raise MotleyError(
-                    f"{path} lacks {', '.join(missing)}. It holds: {', '.join(archive.files) or 'nothing'}."
-                )
-            return {key: archive[key] for key in KEYS}
-    except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
-        raise MotleyError(f"{path} is no .npz file of plain arrays: {error}") from error
+        with path.open("rb") as file:
+            start = file.read(len(_NPY_MAGIC))
+        if start == _NPY_MAGIC:
+            raise MotleyError(f"{path} holds a single array. {REMEDY}")
+        if not zipfile.is_zipfile(path):
+            raise MotleyError(f"{path} is not a .npz file, or is truncated: it starts with {start!r}. {REMEDY}")
+        with np.load(path, allow_pickle=False) as archive:
+            missing = [key for key in KEYS if key not in archive]
+            if missing:
+                holds = ", ".join(archive.files) or "nothing"
+                raise MotleyError(f"{path} lacks {', '.join(missing)}. It holds: {holds}. {REMEDY}")
+            return {key: _read_array(archive, key, path) for key in KEYS}
+    except (ValueError, EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        # zipfile raises RuntimeError for encrypted members and for unknown kinds of compression.
+        raise MotleyError(f"{path} is truncated or damaged: {error}") from error
+
+
+def _read_array(archive: np.lib.npyio.NpzFile, key: str, path: Path) -> np.ndarray:
+    """Return one array; NumPy refuses to unpickle, and does not say which array it refuses."""
+    try:
+        array = archive[key]
+    except ValueError as error:
+        if "allow_pickle" not in str(error):
+            raise
+        advice = "All images must have one size" if key.startswith("x") else "Labels must be whole numbers"
+        raise MotleyError(
+            f"{path}: {key} is an array of Python objects, which is not read because it is a pickle. {advice}, so that "
+            "NumPy makes one plain array of them."
+        ) from None
+    if not isinstance(array, np.ndarray):
+        raise MotleyError(f"{path}: {key} is not an array saved by NumPy.")
+    return array
 
 
 def as_images(array: np.ndarray, where: str) -> np.ndarray:

@@ -21,6 +21,8 @@ from motley.data import Dataset
 from motley.engine.base import Done, Failure, Job, Upload
 from motley.engine.flower.answers import Answers
 from motley.engine.flower.arrays import pack, size_in_bytes, unpack
+from motley.engine.flower.failures import is_nodes_own, told
+from motley.engine.flower.run_config import to_text
 from motley.errors import MotleyError
 from motley.methods.base import Collection
 
@@ -48,8 +50,8 @@ class Nodes:
         self._met: set[int] = set()
 
     def use(self, config: Config) -> None:
-        """Take over a configuration: nodes get it with every message."""
-        self.config, self.text = config, config.to_toml()
+        """Take over a configuration: nodes get it with every message, without the paths in it."""
+        self.config, self.text = config, to_text(config)
 
     def content(self, **values: int | str) -> ConfigRecord:
         """Return what every message says: the run's configuration, and the given values."""
@@ -78,8 +80,12 @@ class Nodes:
             node = self._asked.pop(reply.metadata.reply_to_message_id)
             if not reply.has_error():
                 self._enter(node, reply)
+            elif is_nodes_own(reply.error.reason):
+                print(f"node {node} is left out: it {told(reply.error.reason)}", flush=True)
             else:
-                print(f"node {node} is left out: {last_line(reply.error.reason)}", flush=True)
+                # Flower's own error, for example that a busy machine took too long to start the app.
+                print(f"node {node} is asked again: it {told(reply.error.reason)}", flush=True)
+                self._met.discard(node)
 
     def _enter(self, node: int, reply: Message) -> None:
         try:
@@ -169,7 +175,7 @@ class FlowerEngine:
     def _answer(self, job: Job, reply: Message) -> Upload | Failure:
         """Return the upload in a reply, or what is wrong with it."""
         if reply.has_error():
-            return Failure(job.client, f"its node failed: {last_line(reply.error.reason)}")
+            return Failure(job.client, f"its node {told(reply.error.reason)}")
         try:
             return self._upload(job, reply.content)
         except (MotleyError, KeyError, TypeError, ValueError) as error:
@@ -195,8 +201,3 @@ def number(record: Any, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise MotleyError(f"{name} = {value!r} should be a whole number.")
     return value
-
-
-def last_line(reason: str | None) -> str:
-    """Return the end of what a node says went wrong."""
-    return (reason or "no reason was given").strip().splitlines()[-1][:500]

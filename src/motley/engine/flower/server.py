@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from motley.config import Config
-from motley.data import load_dataset
+from motley.data import Dataset, load_dataset
+from motley.data.device import DeviceData
 from motley.engine.flower.engine import FlowerEngine, Nodes
 from motley.errors import MotleyError
-from motley.federation import Federation, assign_sizes
+from motley.federation import Federation, assign_sizes, build_split
+from motley.plan import assigned, costs_of, read_budgets
 from motley.round import Server
 from motley.runs.folder import RunFolder
 from motley.runs.play import Callback, begin, resume
@@ -29,15 +33,22 @@ def main(grid: Grid, context: Context) -> None:
 
     path = Path(str(context.run_config["out"]))
     begun = RunFolder(path).config.exists()
-    config = None if begun else validate(Config, tomllib.loads(str(context.run_config["config"])))
-    with watch(path) as progress:
-        serve(grid, config, path, [progress])
+    try:
+        config = None if begun else validate(Config, tomllib.loads(str(context.run_config["config"])))
+        with watch(path) as progress:
+            serve(grid, config, path, [progress])
+    except MotleyError:
+        # The run's status keeps the message, and `motley deploy run` prints it. Flower would log it with a traceback
+        # and call it unhandled.
+        logging.getLogger("flwr").setLevel(logging.CRITICAL)
+        raise
 
 
 def serve(grid: Grid, new: Config | None, path: Path, watchers: Iterable[Callback] = ()) -> tuple[Federation, Server]:
     """Play a new run on the nodes of a grid, or without a configuration the one in its folder, from its checkpoint."""
     config = new or RunFolder.open(path).read_config()
     dataset = load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
+    config = with_budgets(config, dataset)
     nodes = Nodes(grid, config, dataset)
     found = nodes.find(range(config.federation.clients))
     if new is None:
@@ -50,6 +61,18 @@ def serve(grid: Grid, new: Config | None, path: Path, watchers: Iterable[Callbac
     config = with_sizes(config, nodes.sizes)
     nodes.use(config)
     return begin(config, path, watchers, engine=lambda federation: FlowerEngine(nodes))
+
+
+def with_budgets(config: Config, dataset: Dataset) -> Config:
+    """Return a configuration with the sizes that `federation.budgets` comes to: nodes do not have that file."""
+    if config.federation.assign != "budget":
+        return config
+    data = DeviceData(dataset.train, config.data.transform, torch.device("cpu"), augment=False)
+    costs = costs_of(build_split(config, data, dataset.classes), data.shape, config.training)
+    sizes = assigned(costs, read_budgets(Path(config.federation.budgets)), config.federation.clients)
+    chosen = {"assign": "blocks", "budgets": "", "sizes": sizes}
+    values = config.model_dump(mode="json")
+    return validate(Config, {**values, "federation": {**values["federation"], **chosen}})
 
 
 def with_sizes(config: Config, sizes: dict[int, str]) -> Config:

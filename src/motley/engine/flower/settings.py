@@ -1,9 +1,10 @@
-"""What a run on Flower can choose (`[engine.flower]`), and what a node says of itself in a TOML file of its own."""
+"""What a run on Flower can choose (`[engine.flower]`), and a node's own settings (node.toml)."""
 
 from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -35,6 +36,23 @@ class NodeData(Settings):
     """False: all training examples that are read are the node's. True: it takes its client's share of them, as the
     run's `data.partition` deals them; for experiments in which every node can read the whole data set.
     """
+    partition: str = ""
+    """This node's copy of the file of index lists, if `dealt` and the run's partition is "file"."""
+
+
+class NodeBudget(Settings):
+    """The limits of a node, as in a line of budgets.csv; a limit that is not given is none."""
+
+    memory_mb: float | None = Field(default=None, gt=0)
+    """Memory of a training step, in MB of 1e6 bytes."""
+    parameters: float | None = Field(default=None, gt=0)
+    gflops: float | None = Field(default=None, gt=0)
+    """Of a training step: forward and backward."""
+
+    @property
+    def limited(self) -> bool:
+        """Whether any limit is given."""
+        return any(limit is not None for limit in self.model_dump().values())
 
 
 class NodeSettings(Settings):
@@ -44,11 +62,10 @@ class NodeSettings(Settings):
     """Its number in the federation: stable, and no other node's."""
     size: str = ""
     """The size it trains; empty: the largest within its budget, or else the one that the run assigns."""
-    budget_mib: float = Field(default=0.0, ge=0)
-    """What its model may weigh, in MiB of weights; 0: no matter."""
+    budget: NodeBudget = NodeBudget()
     data: NodeData = NodeData()
     memory: str = ""
-    """Folder for what the client remembers between rounds."""
+    """Folder for the client's state between rounds."""
     device: str = "cpu"
     """As `engine.device`."""
     superlink: str = ""
@@ -56,16 +73,27 @@ class NodeSettings(Settings):
     insecure: bool = False
     """Without encryption and keys: for a server on this machine."""
     privacy: PrivacySettings = PrivacySettings()
-    """What the node insists on: a run that guards its uploads less is refused."""
+    """The least privacy that the node asks for: a run that guards its uploads less is refused."""
     repeatable: bool = False
     """Draw the noise of `privacy` from the run's seed, as `motley run` does, and not from a secret of the node's own.
     For experiments: who knows the seed can take the noise off.
     """
 
+    @model_validator(mode="before")
+    @classmethod
+    def _old_budget(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "budget_mib" in values:
+            raise ValueError(
+                f"budget_mib = {values['budget_mib']!r}: this key (the weights alone, in MiB) is gone. Use a table "
+                "[budget] with memory_mb, parameters or gflops of a training step, as in budgets.csv; `motley plan` "
+                "shows what each size takes."
+            )
+        return values
+
     @model_validator(mode="after")
     def _one_of_two(self) -> NodeSettings:
-        if self.size and self.budget_mib:
-            raise ValueError(f"size = {self.size!r} and budget_mib = {self.budget_mib:g}: give one of the two")
+        if self.size and self.budget.limited:
+            raise ValueError(f"size = {self.size!r} and [budget]: give one of the two")
         return self
 
 
@@ -77,6 +105,9 @@ def read_node(file: Path) -> NodeSettings:
         raise MotleyError(f"{file}: cannot be read: {error}.") from None
     node = validate(NodeSettings, values)
     here = file.absolute().parent
-    data = {key: str(here / value) for key in ("path", "root") if (value := getattr(node.data, key))}
+    data = {}
+    for key in ("path", "root", "partition"):
+        if value := getattr(node.data, key):
+            data[key] = str(here / Path(value).expanduser())
     memory = str(here / (node.memory or f"client-{node.client}"))
     return node.model_copy(update={"memory": memory, "data": node.data.model_copy(update=data)})

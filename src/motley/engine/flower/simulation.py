@@ -13,6 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
 from motley.config import Config
+from motley.data.partition import FromFile
 from motley.engine.flower.client import build
 from motley.engine.flower.server import serve
 from motley.engine.flower.settings import NodeData, NodeSettings
@@ -40,7 +41,9 @@ def simulate(new: Config | None, path: Path, watchers: Iterable[Callback] = ()) 
         "init_args": {"num_cpus": os.cpu_count(), "log_to_driver": False, "logging_level": "ERROR"},
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
     }
-    data = NodeData(name=config.data.name, path=config.data.path, root=config.data.root, dealt=True)
+    partition = config.data.partition
+    lists = str(partition.path.expanduser()) if isinstance(partition, FromFile) else ""
+    data = NodeData(name=config.data.name, path=config.data.path, root=config.data.root, dealt=True, partition=lists)
     every = NodeSettings(client=0, data=data, memory=str((path / "clients").absolute()), repeatable=True)
     run_simulation(app, build(every), config.federation.clients, backend_config=backend)
     return played[0]

@@ -1,0 +1,178 @@
+"""Draw the tables of docs/results from the compact files under results/.
+
+    python campaign/pages.py            # rewrite the drawn parts of the pages
+    python campaign/pages.py --check    # only say whether they are up to date
+
+A drawn part stands between `<!-- drawn: NAME -->` and `<!-- end of NAME -->`. The prose around it is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from motley.studies.declaration import load_study
+from motley.studies.statistics import paired, spread
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "results"
+PAGES = ROOT / "docs" / "results"
+#: Evaluations in a reported mean. Single rounds differ by several points, and the papers print smoothed curves.
+WINDOW = 20
+MILESTONES = (50, 100, 150, 200, 250, 350, 500)
+#: The authors' own smoothed curves of InCo's Table 2 (CIFAR-10, alpha 0.5), read at `MILESTONES`.
+AUTHORS_CURVES = {
+    "HeteroAvg": ("44", "52", "58", "60", "60", "64", "64"),
+    "InCoAvg": ("49", "54", "61", "63", "65", "67", "67 to 68"),
+}
+
+Runs = Mapping[int, dict[str, Any]]
+
+
+def load_runs(study: str) -> dict[str, Runs]:
+    """Return a study's runs by line of the table and by seed."""
+    runs: dict[str, dict[int, dict[str, Any]]] = {}
+    for file in sorted((RESULTS / study).rglob("seed-*.json")):
+        run = json.loads(file.read_text(encoding="utf-8"))
+        runs.setdefault(run["method"], {})[run["seed"]] = run
+    return dict(runs)
+
+
+def window_mean(run: Mapping[str, Any], size: str = "mean", until: int | None = None) -> float:
+    """Return the mean accuracy in percent over the last `WINDOW` evaluations up to a round."""
+    last = run["rounds"][-1] if until is None else until
+    chosen = [a for number, a in zip(run["rounds"], run["accuracy"][size], strict=True) if number <= last][-WINDOW:]
+    return 100 * sum(chosen) / len(chosen)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _paired(runs: Mapping[str, Runs], line: str, baseline: str) -> str:
+    if baseline not in runs:
+        return ""
+    seeds = [seed for seed in runs[line] if seed in runs[baseline]]
+    ours = [window_mean(runs[line][seed]) for seed in seeds]
+    theirs = [window_mean(runs[baseline][seed]) for seed in seeds]
+    difference = paired(ours, theirs)
+    return "" if difference is None else f"{difference} vs {baseline}"
+
+
+def inco_table2() -> str:
+    """Return the accuracy per line after the last round, beside the paper's."""
+    runs = load_runs("inco-table2")
+    study = load_study(str(ROOT / "campaign" / "inco-table2.toml"))
+    rows = []
+    for line in study.methods:
+        if line.name not in runs:
+            continue
+        own = list(runs[line.name].values())
+        means = spread([window_mean(run) for run in own])
+        sizes = [size for size in own[0]["accuracy"] if size != "mean"]
+        per_size = []
+        for size in sizes:
+            values = [window_mean(run, size) for run in own]
+            per_size.append(f"{sum(values) / len(values):.0f}")
+        best = sum(100 * max(run["accuracy"]["mean"]) for run in own) / len(own)
+        paper = line.paper["cifar10"][0] if "cifar10" in line.paper else None
+        rows.append(
+            [
+                line.name,
+                str(means),
+                f"{len(own)}",
+                f"{best:.1f}",
+                " / ".join(per_size),
+                str(paper) if paper is not None else "",
+                _paired(runs, line.name, line.against),
+            ]
+        )
+    header = [
+        "line",
+        "accuracy",
+        "seeds",
+        "best round",
+        "sizes 10/14/18/22/26",
+        "the paper",
+        "paired difference (95 %)",
+    ]
+    return _table(header, rows)
+
+
+def inco_table2_curves() -> str:
+    """Return the accuracy at equal rounds, beside the authors' own curves."""
+    runs = load_runs("inco-table2")
+    rows = []
+    for line, own in runs.items():
+        means = []
+        for milestone in MILESTONES:
+            values = [window_mean(run, until=milestone) for run in own.values()]
+            means.append(f"{sum(values) / len(values):.1f}")
+        rows.append([line, *means])
+        if line in AUTHORS_CURVES:
+            rows.append([f"{line}, the authors' curve", *AUTHORS_CURVES[line]])
+    return _table(["round", *(str(milestone) for milestone in MILESTONES)], rows)
+
+
+def precision() -> str:
+    """Return one checkpoint's accuracy in three precisions."""
+    measured = json.loads((RESULTS / "evaluation-precision.json").read_text(encoding="utf-8"))
+    rows = []
+    for name, scores in measured["accuracy"].items():
+        state, how = name.split(", ")
+        rows.append([state, how, *(f"{100 * score:.1f}" for score in scores.values())])
+    sizes = list(next(iter(measured["accuracy"].values())))
+    return _table(["state", "evaluated in", *sizes], rows)
+
+
+DRAWN: dict[str, tuple[str, Callable[[], str]]] = {
+    "inco-table2": ("inco-table2.md", inco_table2),
+    "inco-table2-curves": ("inco-table2.md", inco_table2_curves),
+    "evaluation-precision": ("evaluation-precision.md", precision),
+}
+
+
+def redraw(text: str, name: str, table: str) -> str:
+    """Replace one drawn part of a page."""
+    begin, end = f"<!-- drawn: {name} -->", f"<!-- end of {name} -->"
+    if begin not in text or end not in text:
+        raise SystemExit(f"the page has no part {name!r}: put {begin} and {end} where the table belongs")
+    pattern = re.escape(begin) + ".*?" + re.escape(end)
+    return re.sub(pattern, lambda match: f"{begin}\n{table}\n{end}", text, flags=re.DOTALL)
+
+
+def stale_pages(write: bool) -> list[str]:
+    """Return the pages whose drawn parts differ from the results; bring them up to date if asked."""
+    pages: dict[str, str] = {}
+    for name, (page, draw) in DRAWN.items():
+        before = pages.get(page) or (PAGES / page).read_text(encoding="utf-8")
+        pages[page] = redraw(before, name, draw())
+    stale = []
+    for page, text in pages.items():
+        if text != (PAGES / page).read_text(encoding="utf-8"):
+            stale.append(page)
+            if write:
+                (PAGES / page).write_text(text, encoding="utf-8")
+    return stale
+
+
+def main() -> None:
+    """Draw all pages, or check them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page is out of date")
+    check = parser.parse_args().check
+    stale = stale_pages(write=not check)
+    for page in stale:
+        print(f"docs/results/{page}: {'out of date' if check else 'drawn'}")
+    if check and stale:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

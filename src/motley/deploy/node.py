@@ -1,0 +1,224 @@
+"""`motley deploy node`: check everything that can be checked here, then run Flower's SuperNode.
+
+A node that connects looks healthy to the server, so data, size and device are tried before. A SuperNode that ends is
+started again only if that can help; its reasons are told apart by the words that it prints, for its exit status is
+always the same.
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Thread
+from typing import IO, NoReturn
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+
+from motley.deploy.commands import FAILED, environment, free_port, node_command, running
+from motley.deploy.worker import CLIENT_APP, TaskSource, run_tasks
+from motley.engine.device import choose_devices
+from motley.engine.flower.client import read_data
+from motley.engine.flower.settings import NodeSettings, read_node
+from motley.errors import MotleyError, unknown
+from motley.models import MODELS
+
+try:
+    import fcntl
+except ImportError:  # Windows: a node that is started twice is then refused by the server
+    fcntl = None  # type: ignore[assignment]
+
+AGAIN_S = 5.0
+"""How long a node waits before it tries again."""
+TAIL = 50
+"""Lines of a SuperNode's output in which its last words are looked for."""
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+# Flower's words.
+REFUSED = "Failed to activate SuperNode"
+NOT_SAFE = "SSL/TLS handshake error detected"
+GENERAL = "Failed to initialize the connection to the SuperLink."
+NO_CONNECTION = "305"
+"""Flower's exit code for a node without a connection: of all its codes the only one that another try may change."""
+
+
+def be_node(file: Path, patience: float, app: str = CLIENT_APP) -> NoReturn:
+    """Run a node until it is stopped, or has ended for a reason that another try would not change.
+
+    A server refuses a key that it does not know (yet), and one whose node it has not yet noticed to be gone, which
+    takes it about a minute. So a node that is refused tries again for as long as patience lasts.
+    """
+    node = read_node(file)
+    check(node, file)
+    with only_one(file.absolute().parent / "node.lock"):
+        end = time.monotonic() + patience
+        while True:
+            began = time.monotonic()
+            code, said = run_supernode(file, app)
+            if time.monotonic() - began > patience:
+                end = time.monotonic() + patience
+            reason, can_heal = why_ended(node, file, code, said)
+            if not can_heal or time.monotonic() > end:
+                raise MotleyError(reason)
+            print(f"motley: {reason}\nmotley: trying again in {AGAIN_S:g} s", file=sys.stderr, flush=True)
+            time.sleep(AGAIN_S)
+
+
+# ---- before it connects
+
+
+def check(node: NodeSettings, file: Path) -> None:
+    """Refuse to start a node that could not train, or could not connect."""
+    here = file.absolute().parent
+    if not re.fullmatch(r"[^/\s]+:\d{1,5}", node.superlink):
+        raise MotleyError(f"{file}: superlink = {node.superlink!r}: should be the server's host:port.")
+    if not node.insecure:
+        check_key(here / "key")
+        check_certificate(here / "ca.crt")
+    check_size(node, file)
+    try:
+        choose_devices(node.device)
+    except MotleyError as error:
+        raise MotleyError(f"{file}: {str(error).removeprefix('engine.')}") from None
+    try:
+        Path(node.memory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MotleyError(f"{file}: memory = {node.memory!r}: is no folder to write to: {error.strerror}.") from None
+    try:
+        train = read_data(node).train
+    except (MotleyError, OSError, ValueError) as error:
+        raise MotleyError(f"{file}: data: {error}") from None
+    shape = "x".join(map(str, train.images.shape[1:]))
+    share = ", of which it takes its client's share" if node.data.dealt else ""
+    print(f"client {node.client} on {node.device}: {len(train)} training examples of {shape}{share}", flush=True)
+    print(f"connecting to {node.superlink}", flush=True)
+
+
+def check_size(node: NodeSettings, file: Path) -> None:
+    """Refuse a size that no run can have: one is a model, or a part of one (resnet18-w0.5, resnet18-e2)."""
+    models = [entry.name for entry in MODELS]
+    parts = tuple(f"{model}-" for model in models)
+    if node.size and node.size not in models and not node.size.startswith(parts):
+        raise MotleyError(f"{file}: size = {node.size!r}: {unknown('model', node.size, models)}")
+
+
+def check_key(key: Path) -> None:
+    """Refuse a key that Flower could not use."""
+    try:
+        private = load_ssh_private_key(key.read_bytes(), None)
+    except FileNotFoundError:
+        raise MotleyError(
+            f"{key}: there is no such file. It is the node's private key, which `motley deploy init` wrote."
+        ) from None
+    except OSError as error:
+        raise MotleyError(f"{key}: cannot be read: {error.strerror}.") from None
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        private = None
+    if not isinstance(private, ec.EllipticCurvePrivateKey):
+        raise MotleyError(f"{key}: is no node key: it should be a private key as `motley deploy init` writes it.")
+
+
+def check_certificate(certificate: Path) -> None:
+    """Refuse a certificate with which no connection could be made."""
+    if not certificate.is_file():
+        raise MotleyError(
+            f"{certificate}: there is no such file. It is the certificate of the federation's authority; copy it from "
+            "the server's folder, certificates/ca.crt."
+        )
+    try:
+        ssl.create_default_context(cafile=str(certificate))
+    except OSError as error:  # ssl.SSLError is one
+        raise MotleyError(f"{certificate}: is no certificate that can be read: {error}.") from None
+
+
+@contextmanager
+def only_one(lock: Path) -> Iterator[None]:
+    """Hold a lock that ends with this process, so that a node's folder is used by one process at a time."""
+    try:
+        file = lock.open("a")
+    except OSError as error:
+        raise MotleyError(f"{lock.parent}: cannot be written to: {error.strerror}.") from None
+    with file:
+        try:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise MotleyError(f"{lock.parent}: this node is already running on this machine.") from None
+        yield
+
+
+# ---- while it runs
+
+
+def run_supernode(file: Path, app: str) -> tuple[int, str]:
+    """Run Flower's SuperNode to its end, and `app` on its messages; return its status and its last lines.
+
+    Its output is on this terminal, and so is that of the app.
+    """
+    home = file.absolute().parent / "flower"
+    tasks = TaskSource(home, free_port())
+    with running(node_command(file, tasks), home, output=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        said: deque[str] = deque(maxlen=TAIL)
+        echo = Thread(target=pass_on, args=(process.stdout, said), daemon=True)
+        echo.start()
+        code = run_tasks(process, tasks, app, environment(home))
+        echo.join(1.0)
+    return code, "".join(said)
+
+
+def pass_on(output: IO[bytes], said: deque[str]) -> None:
+    """Print every line of a process, and keep the last ones."""
+    colours = sys.stdout.isatty()
+    for line in output:
+        text = line.decode(errors="replace")
+        said.append(text)
+        with suppress(OSError, ValueError):  # a closed terminal must not stop the node
+            sys.stdout.write(text if colours else COLOUR.sub("", text))
+            sys.stdout.flush()
+
+
+def why_ended(node: NodeSettings, file: Path, code: int, said: str) -> tuple[str, bool]:
+    """Return why a SuperNode ended, and whether another try could end better."""
+    here, server = file.absolute().parent, node.superlink
+    if REFUSED in said:
+        reason = (
+            f"the server at {server} refused the key of client {node.client}. Either a node with this key is "
+            "connected, or was killed less than a minute ago; or the server does not know the key: "
+            f"{here / 'key.pub'} should be in its folder nodes/{here.name}/, and the server started after that."
+        )
+        return reason, True
+    if NOT_SAFE in said:
+        reason = (
+            f"no safe connection to {server}: {last_words(said)}. {here / 'ca.crt'} should be the file "
+            "certificates/ca.crt of the server's folder, and superlink the host that `motley deploy init` was given."
+        )
+        return reason, False
+    if code == FAILED:
+        known = re.search(r"Exit Code: (\d+)", said)
+        return f"the node ended: {last_words(said)}.", known is None or known[1] == NO_CONNECTION
+    if code == 0:
+        reason = (
+            f"the server at {server} does not accept this node's signature: its key was removed there, or the clocks "
+            "of the two machines differ by more than a few seconds."
+        )
+        return reason, False
+    return f"the node ended with status {code}: {last_words(said)}.", False
+
+
+def last_words(said: str) -> str:
+    """Return what a SuperNode said of its end: the line after Flower's exit code that says something, or the last."""
+    lines = [line.strip() for line in COLOUR.sub("", said).splitlines() if line.strip()]
+    for number, line in enumerate(lines):
+        if "Exit Code:" in line:
+            lines = [line for line in lines[number + 1 :] if line != GENERAL][:1]
+            break
+    return lines[-1].rstrip(".") if lines else "it did not say why"

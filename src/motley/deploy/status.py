@@ -1,0 +1,82 @@
+"""Nodes and runs as the server knows them, in the federation's terms: clients and sizes instead of Flower's ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.table import Table
+
+from motley.deploy.control import read_public_key
+from motley.deploy.folder import DeployFolder
+from motley.engine.flower.settings import read_node
+from motley.federation import assign_sizes
+from motley.runs.folder import RunFolder
+from motley.runs.metrics import MetricsLog
+
+#: What Flower calls the state of a node, and what we call it.
+STATES = {"registered": "never connected", "online": "online", "offline": "offline"}
+
+
+def nodes_of_clients(folder: DeployFolder, nodes: Sequence[Any]) -> dict[int, Any]:
+    """Return Flower's NodeInfo of each client. A node is known by its key, and that is in the folder node-CLIENT."""
+    clients = {}
+    for file in folder.public_keys():
+        number = file.parent.name.removeprefix("node-")
+        if number.isdecimal():
+            clients[read_public_key(file)] = int(number)
+    return {clients[node.public_key]: node for node in nodes if node.public_key in clients}
+
+
+def missing_clients(nodes: Mapping[int, Any], clients: int) -> list[int]:
+    """Return the clients whose nodes are not online."""
+    return [client for client in range(clients) if client not in nodes or nodes[client].status != "online"]
+
+
+def node_table(folder: DeployFolder, nodes: Sequence[Any]) -> Table:
+    """Return a table with one row per node."""
+    table = Table("client", "node", "size", "device", "state", "since (UTC)", "Flower's id")
+    if folder.read_settings().insecure:
+        # Without keys nothing tells the server which client a node is, until a run asks it.
+        for info in nodes:
+            table.add_row("?", "", "", "", *_state(info))
+        return table
+    sizes = assign_sizes(_run_config(folder))
+    for client, info in sorted(nodes_of_clients(folder, nodes).items()):
+        file = folder.nodes / info.name / "node.toml"
+        device = read_node(file).device if file.exists() else ""
+        table.add_row(str(client), info.name, sizes[client] if client < len(sizes) else "", device, *_state(info))
+    return table
+
+
+def _run_config(folder: DeployFolder) -> Any:
+    """Return the configuration of the run: once it has begun, with the sizes that the nodes named."""
+    run = RunFolder(folder.run)
+    return run.read_config() if run.config.exists() else folder.read_config()
+
+
+def _state(info: Any) -> tuple[str, str, str]:
+    changed = {"online": info.last_activated_at, "offline": info.last_deactivated_at}.get(info.status, "")
+    return STATES.get(info.status, info.status), _moment(changed), str(info.node_id)
+
+
+def run_lines(folder: DeployFolder, runs: Sequence[Any]) -> list[str]:
+    """Return one line per attempt at the run, the latest first, and one with the rounds that are done."""
+    if not runs:
+        return ["no run yet"]
+    lines = []
+    for run in runs:
+        state = run.status.status if run.status.status != "finished" else run.status.sub_status
+        reason = run.status.details.removeprefix("ServerApp failed with exception: ")
+        lines.append(f"run {run.run_id}: {state} since {_moment(run.finished_at or run.running_at or run.pending_at)}")
+        if state == "failed" and reason:
+            lines[-1] += f": {reason}"
+    done = MetricsLog(folder.run / "metrics.jsonl").read()
+    if done:
+        lines.append(f"round {done[-1]['round']} of {_run_config(folder).training.rounds} is done")
+    return lines
+
+
+def _moment(text: str) -> str:
+    return f"{datetime.fromisoformat(text).astimezone(UTC):%Y-%m-%d %H:%M:%S}" if text else ""

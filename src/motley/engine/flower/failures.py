@@ -1,0 +1,118 @@
+"""Why a node could not do a job: a kind and a reference travel to the server, and the text stays at the node.
+
+An exception's text can quote a line of a file, a path or an example ("row 17 of my data"), and none of these may leave
+the node. So the server is told one of a few fixed words and a random reference, under which the node's operator finds
+the text in the node's log.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from motley.errors import MotleyError
+
+Kind = Literal["bad-message", "bad-config", "node-settings", "refused-by-node", "data", "training", "out-of-memory"]
+"""bad-message: the server's message cannot be read. bad-config: its configuration is invalid. node-settings: node.toml
+cannot be used. refused-by-node: the job does not match the node's settings (client, size, budget, privacy). data: the
+node's data cannot be used. out-of-memory: on the node or its GPU. training: everything else.
+"""
+
+LOG_BYTES = 1_000_000
+"""A log of this size is set aside as .old: a server that keeps failing a node must not fill the node's disk."""
+
+_REASON = re.compile(rf"({'|'.join(get_args(Kind))}) ([0-9a-f]{{8}})")
+
+
+class NodeError(MotleyError):
+    """A failure of a known kind. Without a text of its own, its text is that of the exception it was raised from."""
+
+    def __init__(self, kind: Kind, text: str = "") -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+@contextmanager
+def failing_as(kind: Kind) -> Iterator[None]:
+    """Give every exception of a block this kind, unless it has one already or memory ran out."""
+    try:
+        yield
+    except NodeError:
+        raise
+    except Exception as error:
+        if ran_out_of_memory(error):
+            raise
+        raise NodeError(kind) from error
+
+
+def ran_out_of_memory(error: BaseException | None) -> bool:
+    """Tell whether memory ran out, on a GPU or in the host, where torch raises a plain RuntimeError.
+
+    The exception may have been raised from the one that says so.
+    """
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return True
+        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def kind_of(error: Exception) -> Kind:
+    """Return the kind of a failure."""
+    if isinstance(error, NodeError):
+        return error.kind
+    return "out-of-memory" if ran_out_of_memory(error) else "training"
+
+
+def keep_text(error: Exception, log: Path | None) -> str:
+    """Write a failure's text to the node's terminal and log; return what the server is told in its place."""
+    kind, reference = kind_of(error), secrets.token_hex(4)
+    text = f"failure {reference} ({kind}): {text_of(error)}\n"
+    print(f"motley: {text}", end="", file=sys.stderr, flush=True)
+    if log is not None:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        with suppress(OSError):  # a full disk: the terminal has the text
+            _append(log, f"{stamp} {text}")
+    return f"{kind} {reference}"
+
+
+def text_of(error: Exception) -> str:
+    """Return what the node's operator should read: a message of Motley's, or a whole traceback."""
+    cause = error.__cause__ if isinstance(error, NodeError) and not str(error) else error
+    if isinstance(cause, MotleyError):
+        return str(cause)
+    return "".join(traceback.format_exception(cause)).rstrip()
+
+
+def _append(log: Path, text: str) -> None:
+    if log.exists() and log.stat().st_size > LOG_BYTES:
+        log.replace(log.with_name(log.name + ".old"))
+    with log.open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def is_nodes_own(reason: str | None) -> bool:
+    """Tell whether an error came from a Motley node, and not from Flower on the way."""
+    return _REASON.fullmatch(reason or "") is not None
+
+
+def told(reason: str | None) -> str:
+    """Return how the server words the reason in a node's or Flower's error, which may be anything."""
+    match = _REASON.fullmatch(reason or "")
+    if match:
+        return f"failed ({match[1]}), see reference {match[2]} in the node's log."
+    lines = (reason or "").strip().splitlines() or ["no reason was given"]
+    # Escape sequences would reach the terminal of the server's operator.
+    readable = "".join(character for character in lines[-1] if character.isprintable())
+    return f"failed: {readable[:500]}"

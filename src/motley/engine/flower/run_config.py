@@ -1,0 +1,86 @@
+"""The run's configuration as it travels to nodes: without a single path.
+
+A path of the server's means nothing on a node's machine, and a server that means harm could name a file of the node's
+and learn something about it. So paths are removed before the configuration leaves the server, and the node, which
+trusts no server, removes them again before it does anything else. The files that a node needs are named in its own
+node.toml.
+"""
+
+from __future__ import annotations
+
+import copy
+import tomllib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import tomli_w
+
+from motley.config import Config, path_settings
+from motley.engine.flower.failures import NodeError, failing_as
+from motley.engine.flower.settings import NodeSettings
+from motley.settings import validate
+
+Values = dict[str, Any]
+
+
+def to_text(config: Config) -> str:
+    """Return the configuration for the nodes of a run."""
+    return tomli_w.dumps(without_paths(config.model_dump(mode="json")))
+
+
+def from_text(text: str, node: NodeSettings) -> Config:
+    """Return the configuration that a server sent, with the node's own files in it and no others."""
+    with failing_as("bad-config"):
+        values = without_paths(tomllib.loads(text))
+        for key, value in strings_in(values):
+            if "/" in value or "\\" in value:
+                raise NodeError("bad-config", f"{key} = {value!r}: a server may not name paths.")
+        if table_in(values, "data", "partition").get("name") == "file":
+            values["data"]["partition"].update(own_partition(node))
+        federation = table_in(values, "federation")
+        if federation.get("assign") == "budget":
+            if not federation.get("sizes"):
+                raise NodeError("bad-config", "federation.sizes: a run with budgets should say every client's size.")
+            federation["assign"] = "blocks"
+        return validate(Config, values)
+
+
+def own_partition(node: NodeSettings) -> Values:
+    """Return what a run's `data.partition` of name "file" says at this node."""
+    if not node.data.dealt:
+        return {"path": ""}  # all examples are the node's own, so that this file is never read
+    if not node.data.partition:
+        raise NodeError(
+            "node-settings",
+            "data.partition: is not set. The run deals examples by a file of index lists (data.partition.name = "
+            '"file"); with data.dealt = true, node.toml should name this node\'s copy of it.',
+        )
+    return {"path": node.data.partition}
+
+
+def without_paths(values: Mapping[str, Any]) -> Values:
+    """Return the values of a configuration without those that name files."""
+    kept = copy.deepcopy(dict(values))
+    for *tables, name in path_settings():
+        table_in(kept, *tables).pop(name, None)
+    return kept
+
+
+def table_in(values: Values, *names: str) -> Values:
+    """Return a table in a table; an empty one if there is none."""
+    table: Any = values
+    for name in names:
+        table = table.get(name) if isinstance(table, dict) else None
+    return table if isinstance(table, dict) else {}
+
+
+def strings_in(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Return every string in nested tables and lists, with its key."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from strings_in(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from strings_in(inner, key)

@@ -1,0 +1,198 @@
+"""Short federations of every kind end where they ended when their results were recorded.
+
+A refactoring keeps these results. A commit that changes one of them on purpose records them again,
+
+    python -m tests.test_pinned
+
+and says which ones changed, and why. Bits depend on torch's version and on the CPU's instructions. Where either differs
+from the recorded ones, only the length of the way that the weights went and the losses are compared, loosely.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from motley.config import Config
+from motley.federation import Federation
+from motley.round import Server
+from motley.runs.checkpoint import fingerprint
+from motley.runs.play import begin, resume
+from tests.conftest import tiny_config
+
+RECORDED = Path(__file__).with_name("pinned.json")
+#: Relative difference that another CPU or another version of torch may make in so few steps.
+LOOSE = 0.02
+
+MLPS = ("model.sizes=['mlp1','mlp2','mlp3']",)
+VITS = ("model.sizes=['vit1','vit2','vit3']", "model.vit.dim=16", "model.vit.heads=2", "model.vit.patch=4")
+WIDTHS = ("split.rates=[1,0.5,0.25]", "model.sizes=['resnet14']")
+EXITS = ("split.cuts=[2,3,6]", "split.rates=[0.5,0.75,1]", "model.sizes=['resnet14']")
+SGD = ("training.optimizer={name='sgd', lr=0.05, momentum=0.9, weight_decay=5e-4}",)
+
+CASES: dict[str, tuple[str, ...]] = {
+    # Methods, each with a split that it is made for.
+    "fedavg": ("method.name=fedavg",),
+    "fedprox": ("method.name=fedprox",),
+    "fedprox-norms": ("method.name=fedprox", "method.proximal=norms"),
+    "scaffold": ("method.name=scaffold", *SGD),
+    "fednova": ("method.name=fednova", *SGD),
+    "fednova-prox": ("method.name=fednova", "method.mu=0.1", "training.epochs=0.5"),
+    "moon": ("method.name=moon", "model.projection=8"),
+    "feddyn": ("method.name=feddyn",),
+    "fedspeed": ("method.name=fedspeed", *SGD),
+    "fedin": ("method.name=fedin",),
+    "fedin-exact": ("method.name=fedin", "method.combine=exact", "method.samples=2", "method.noise=0.5"),
+    "fedimpro-official": ("method.name=fedimpro", "method.preset=official", "method.ramp=2", "method.noise=0.01"),
+    "fedimpro-scaffold": ("method.name=fedimpro-scaffold",),
+    "HeteroFL": ("method.name=HeteroFL", *WIDTHS),
+    "FedRolex": ("method.name=FedRolex", *WIDTHS, "split.normalization_statistics=batch"),
+    "FederatedDropout": ("method.name=FederatedDropout", *WIDTHS),
+    "FjORD": ("method.name=FjORD", *WIDTHS),
+    "ScaleFL": ("method.name=ScaleFL", *EXITS, "split.normalization_statistics=batch", "method.begin=0"),
+    "DepthFL": ("method.name=DepthFL", *EXITS, "method.ramp=2"),
+    "InclusiveFL": ("method.name=InclusiveFL",),
+    # InCo, its ablations, and methods on top of which it runs.
+    "InCoAvg": ("method.name=InCoAvg",),
+    "InCoAvg-paper": ("method.name=InCoAvg", "method.inco.preset=paper"),
+    "InCoAvg-without-N": ("method.name=InCoAvg w/o N",),
+    "InCoAvg-without-O": ("method.name=InCoAvg w/o O",),
+    "InCoScaffold": ("method.name=InCoScaffold",),
+    "InCoDyn-vit": ("method.name=feddyn", "method.inco.preset=official", *VITS),
+    # Splits and families.
+    "grouped": ("split.name=grouped",),
+    "homogeneous-cnn": ("model.sizes=['cnn']", "split.name=homogeneous"),
+    "shared-statistics": ("split.normalization_statistics=shared",),
+    "batch-statistics": ("split.normalization_statistics=batch",),
+    "vit": VITS,
+    "vgg": ("model.sizes=['vgg9']", "split.name=homogeneous", "data.transform.resize=16"),
+    "preact-width": ("model.sizes=['heterofl-resnet18']", "split.name=width", "split.rates=[0.125,0.0625]"),
+    # The server.
+    "fedavgm": ("server.optimizer.name=momentum", "server.optimizer.nesterov=true"),
+    "fedadam": ("server.optimizer.name=adam",),
+    "fedyogi-inco": ("server.optimizer.name=yogi", "method.inco.preset=official"),
+    "fedadagrad": ("server.optimizer.name=adagrad",),
+    "ema": ("server.average=0.9", "server.step=0.5"),
+    "weighted-by-samples": ("server.weights=samples", "data.partition.name=quantity"),
+    # The way up, and privacy.
+    "upload-fp16": ("transit.upload=fp16",),
+    "upload-bf16-scaffold": ("transit.upload=bf16", "method.name=scaffold"),
+    "noise-in-transit": ("transit.noise=0.5",),
+    "privacy": (*MLPS, "privacy.clip=0.5", "privacy.noise=0.5"),
+    # Clients, data and steps.
+    "dynamic-sizes": ("federation.assign=dynamic",),
+    "alternating-sizes": ("federation.assign=alternate", "federation.shares=[2,1,1]"),
+    "fedml-sampling": ("federation.sampling=round",),
+    "shards": ("data.partition.name=shards",),
+    "augmented": ("data.transform.crop_padding=1", "data.transform.flip=true", "data.transform.cutout=2"),
+    "clipped-and-dropped": ("training.clip=1", "training.drop_last=true", "training.epochs=1.5", *SGD),
+    "stacked": (*MLPS, "engine.stack=4"),
+    "debug": ("engine.name=debug", "method.name=InCoProx"),
+    "three-clients": ("federation.clients=3", "federation.clients_per_round=3"),
+}
+BRIEF = (
+    "training.rounds=2",
+    "training.batch_size=16",
+    "training.steps=3",
+    "run.tensorboard=false",
+    "evaluation.every=2",
+)
+
+
+def config_of(case: str) -> Config:
+    """Return the configuration of a case."""
+    own = CASES[case]
+    brief = [line for line in BRIEF if not (line.startswith("training.steps") and "epochs" in " ".join(own))]
+    return tiny_config(*brief, *own)
+
+
+def played(case: str) -> dict[str, Any]:
+    """Play a case and return what is recorded of it."""
+    federation = Federation(config_of(case))
+    start = server = federation.start()
+    for _ in range(federation.config.training.rounds):
+        server, record = federation.play(server)
+        assert not record.refused
+    accuracies = [score.accuracy for score in record.scores.values()]
+    return {
+        "hash": hash_of(server),
+        "way": way(start.state, server.state),
+        "train_loss": None if math.isnan(record.train_loss) else record.train_loss,
+        "test_loss": sum(score.loss for score in record.scores.values()) / len(accuracies),
+    }
+
+
+def hash_of(server: Server) -> str:
+    """Return a hash of everything that a server holds."""
+    sections = {"state": server.state, "averaged": server.averaged or {}, "method": server.method}
+    sections["optimizer"] = server.optimizer
+    whole = {f"{section}/{name}": t for section, state in sections.items() for name, t in state.items()}
+    return fingerprint(whole)[:16]
+
+
+def way(start: Mapping[str, Tensor], end: Mapping[str, Tensor]) -> float:
+    """Return how far the floating values of a state went."""
+    squares = [float((end[n].double() - t.double()).square().sum()) for n, t in start.items() if t.is_floating_point()]
+    return math.sqrt(sum(squares))
+
+
+def machine() -> dict[str, str]:
+    """Return what the last bits depend on."""
+    return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(RECORDED.read_text(encoding="utf-8"))
+    return values
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_federation_ends_where_it_ended(case: str, recorded: dict[str, Any]) -> None:
+    found, expected = played(case), recorded["cases"][case]
+    if machine() == recorded["machine"]:
+        assert found["hash"] == expected["hash"]
+    for name in ("way", "train_loss", "test_loss"):
+        if expected[name] is None:  # with differential privacy, clients do not report their loss
+            assert found[name] is None
+        else:
+            assert found[name] == pytest.approx(expected[name], rel=LOOSE)
+
+
+@pytest.mark.parametrize("case", ["scaffold", "fedyogi-inco", "ema"])
+def test_resumed_halves_end_there_too(case: str, recorded: dict[str, Any], tmp_path: Path) -> None:
+    config = config_of(case)
+    half = config.model_copy(update={"training": config.training.model_copy(update={"rounds": 1})})
+    begin(half, tmp_path / "run")
+    (tmp_path / "run" / "config.toml").write_text(config.to_toml(), encoding="utf-8")
+    _, server = resume(tmp_path / "run")
+    if machine() == recorded["machine"]:
+        assert hash_of(server) == recorded["cases"][case]["hash"]
+    assert server.round_number == 2
+
+
+def test_every_case_is_recorded(recorded: dict[str, Any]) -> None:
+    assert list(recorded["cases"]) == list(CASES)
+
+
+def main() -> None:
+    """Record the results of all cases anew, and say which ones changed."""
+    before = json.loads(RECORDED.read_text(encoding="utf-8"))["cases"] if RECORDED.exists() else {}
+    cases = {}
+    for case in CASES:
+        cases[case] = played(case)
+        if case in before and cases[case]["hash"] != before[case]["hash"]:
+            print(f"changed: {case}")
+    RECORDED.write_text(json.dumps({"machine": machine(), "cases": cases}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
