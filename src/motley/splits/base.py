@@ -70,9 +70,10 @@ def build_on_meta(name: str, build: Callable[[], nn.Module]) -> nn.Module:
     except MotleyError:
         raise
     except Exception as error:
+        reason, _, _ = str(error).partition("\n")  # torch adds the frames of its C++ code
         raise MotleyError(
             f"model.sizes: {name!r} cannot be built on torch's meta device, where a model has shapes and no values "
-            f"(so no .item() or .tolist() while it is built): {type(error).__name__}: {error}"
+            f"(so no .item() or .tolist() while it is built): {type(error).__name__}: {reason}"
         ) from error
     if not isinstance(module, nn.Module):
         raise MotleyError(f"model.sizes: {name!r} is built as a {type(module).__name__}, not as a torch.nn.Module.")
