@@ -364,3 +364,40 @@ def test_a_transform_preset_of_other_data_sets_is_refused() -> None:
 def test_transforms_that_cannot_work_are_refused(overrides: list[str], said: str) -> None:
     message = refused(*(f"data.transform.{override}" for override in overrides))
     assert message.startswith("data.transform") and said in message
+
+
+# --- paths, and lists on a command line
+
+
+def test_paths_in_a_file_start_from_its_folder_and_overrides_from_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "c.toml").write_text(
+        '[data]\nname = "npz"\npath = "mine.npz"\nroot = "/data"\n[model]\nweights = "../w.safetensors"\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    config = load_config(Path("sub/c.toml"))
+    assert config.data.path == str(tmp_path / "sub" / "mine.npz")
+    assert config.data.root == "/data"
+    assert Path(config.model.weights).resolve() == tmp_path / "w.safetensors"
+    assert load_config(Path("sub/c.toml"), overrides=["data.path=mine.npz"]).data.path == str(tmp_path / "mine.npz")
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("['resnet10']", ("resnet10",)),
+        ("[resnet10]", ("resnet10",)),
+        ("[resnet10, resnet14]", ("resnet10", "resnet14")),
+        ("[resnet10,'resnet14',]", ("resnet10", "resnet14")),
+        ("resnet10", ("resnet10",)),
+        ("resnet10,resnet14", ("resnet10", "resnet14")),
+    ],
+)
+def test_a_list_may_be_given_as_a_shell_leaves_it(text: str, sizes: tuple[str, ...]) -> None:
+    assert load_config(overrides=[f"model.sizes={text}"]).model.sizes == sizes
+
+
+def test_one_number_is_a_list_of_one() -> None:
+    assert load_config(overrides=["evaluation.targets=0.5"]).evaluation.targets == (0.5,)

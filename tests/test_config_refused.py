@@ -79,11 +79,13 @@ def test_every_problem_is_named_at_once() -> None:
         ("training.optimizer.name=adan", "training.optimizer.name = 'adan': should be 'adam', 'adamw' or 'sgd'."),
         ("data.transform.flip=maybe", "data.transform.flip = 'maybe': should be a valid boolean"),
         ("data.path=7", "data.path = 7: should be a valid string."),
+        ("seed=9223372036854775808", "seed = 9223372036854775808: should be below 2^63."),
         ("engine.threads=100000", "engine.threads = 100000: should be less than or equal to 1024."),
         ("seed=-1", "seed = -1: should be greater than or equal to 0."),
         ("server.average=1", "server.average = 1: should be less than 1."),
         ("federation.shares=[inf, 1, 1, 1, 1]", "federation.shares.0 = inf: should be a finite number."),
-        ("model.sizes=resnet10", "model.sizes = 'resnet10': should be a list."),
+        ("model.sizes=7", "model.sizes = 7: should be a list."),
+        ("model.sizes=resnet1", "model.sizes = 'resnet1': unknown model 'resnet1'. Did you mean 'resnet1"),
         ("model.sizes=[]", "at least one size is needed."),
         ("model.sizes=['resnet10', 'resnet10']", "a size is named twice."),
         ("model.sizes=['resnet12']", "unknown model 'resnet12'. Did you mean 'resnet1"),
@@ -156,10 +158,10 @@ def test_fewer_clients_than_sizes_are_refused() -> None:
 @pytest.mark.parametrize(
     ("shares", "said"),
     [
-        ("[1, 1]", "federation.shares = [1.0, 1.0]: 5 shares are needed, one a size."),
+        ("[1, 1]", "federation.shares = [1.0, 1.0]: 5 shares are needed, one per size."),
         ("[1, 1, 1, 1, 1, 1]", "5 shares are needed"),
         ("[1, 1, -1, 1, 1]", "must not be negative"),
-        ("[0, 0, 0, 0, 0]", "federation.shares = [0.0, 0.0, 0.0, 0.0, 0.0]: at least one share must be positive."),
+        ("[0, 0, 0, 0, 0]", "federation.shares = [0.0, 0.0, 0.0, 0.0, 0.0]: at least one share must be above 0."),
     ],
 )
 def test_shares_that_do_not_fit_the_sizes_are_refused(shares: str, said: str) -> None:
@@ -221,7 +223,7 @@ def test_malformed_toml_is_refused_with_its_place(tmp_path: Path, text: str) -> 
 def test_a_file_is_read_as_utf_8_whatever_the_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = written(tmp_path, '[data]\nname = "npz"\npath = "größe.npz"\n')
     monkeypatch.setattr("io.text_encoding", lambda encoding, stacklevel=2: encoding or "latin-1")
-    assert load_config(file).data.path == str(Path.cwd() / "größe.npz")
+    assert load_config(file).data.path == str(tmp_path / "größe.npz")
 
 
 def test_a_run_can_be_resumed_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, header: str, line: str, said: str
     with pytest.raises(MotleyError) as raised:
         read_budgets(fleet(tmp_path, [line], header))
     assert said in str(raised.value) and "budgets.csv" in str(raised.value)
-    assert "given if and only if federation.assign = 'budget'" in refused("federation.assign=budget")
+    assert "federation.assign = 'budget': needs federation.budgets" in refused("federation.assign=budget")
 
 
 def test_a_client_that_is_listed_twice_is_refused_with_both_lines(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How fast a configuration runs: milliseconds a round and a client-step, memory, and where the time goes."""
+"""How fast a configuration runs: milliseconds per round and per client step, memory, and where the time goes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from motley.config import Config
 from motley.data import Dataset, Examples
 from motley.errors import MotleyError
 from motley.federation import Federation
+from motley.files import write_atomically
 from motley.runs.folder import describe_environment
 
 SHAPES = {"cifar10": (32, 32, 3, 50_000), "fashion-mnist": (28, 28, 1, 60_000)}
@@ -107,8 +108,13 @@ def _peak_mb(devices: Sequence[torch.device]) -> float:
 
 def save(path: Path, timings: list[Timing]) -> None:
     """Write timings with the hardware and the versions they belong to."""
+    write_atomically(path, to_json(timings))
+
+
+def to_json(timings: list[Timing]) -> bytes:
+    """Return timings, with the hardware and the versions they belong to, as the content of a file."""
     content = {"environment": describe_environment(), "timings": [asdict(timing) for timing in timings]}
-    path.write_text(json.dumps(content, indent=2))
+    return json.dumps(content, indent=2).encode()
 
 
 def load(path: Path) -> list[Timing]:

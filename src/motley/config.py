@@ -1,11 +1,12 @@
 """One TOML file is one run: the whole configuration, typed, checked, and resolved before anything starts.
 
-The settings classes live beside what they configure; this page puts them together, fills in presets and overrides, and
-refuses what cannot work.
+Each settings class is defined beside the code it configures. This module puts them together, fills in presets and
+overrides, and rejects combinations that cannot work.
 """
 
 from __future__ import annotations
 
+import copy
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from importlib import resources
@@ -39,9 +40,10 @@ DEFAULT_PRESET = "quickstart"
 
 
 class ModelSettings(Settings):
-    """The sizes of the federation, smallest first, and what their families let one choose."""
+    """The models of the federation, and the settings of their families."""
 
     sizes: tuple[str, ...] = ("resnet10", "resnet14", "resnet18", "resnet22", "resnet26")
+    """The models of the federation, smallest first (`motley list models`)."""
     resnet: ResNetSettings = ResNetSettings()
     vit: ViTSettings = ViTSettings()
     mlp: MLPSettings = MLPSettings()
@@ -49,9 +51,11 @@ class ModelSettings(Settings):
     vgg: VGGSettings = VGGSettings()
     preact: PreActSettings = PreActSettings()
     projection: int = Field(default=0, ge=0)
-    """Width of two more layers before the last one, as MOON's authors put there (256); 0: none."""
+    """Width of a two-layer projection before the last layer, as in MOON's code (256 there); 0: none."""
     weights: str = ""
-    """A safetensors file whose tensors replace those of the initial state that have their name and shape."""
+    """A safetensors file with initial weights. Tensors of the initial global state that have the same name and shape
+    are replaced.
+    """
 
     @field_validator("sizes")
     @classmethod
@@ -67,68 +71,81 @@ class ModelSettings(Settings):
 
 
 class FederationSettings(Settings):
-    """Who takes part."""
+    """The clients: how many there are, how they are sampled, and which sizes they have."""
 
     clients: int = Field(default=20, ge=1)
+    """Number of clients."""
     clients_per_round: int = Field(default=5, ge=1)
+    """Number of clients that train in each round."""
     sampling: Literal["seed", "round"] = "seed"
-    """What a round's clients are drawn by: the run's seed, or the round's number alone, after numpy.random.seed(number
-    - 1), so that they are the same in all runs (FedML and what is built on it, such as FedImpro's code).
+    """How a round's clients are sampled. seed: from the run's seed. round: from the round's number alone, after
+    numpy.random.seed(number - 1), so that all runs sample the same clients (as in FedML and code built on it, such as
+    FedImpro's).
     """
     assign: Literal["blocks", "alternate", "random", "dynamic", "budget"] = "blocks"
-    """How client ids get their sizes: a block a size (as the InCo authors do), in turns, drawn, drawn anew for all
-    clients every round (HeteroFL's "dynamic"), or the largest that fits each client's line in `budgets`.
+    """How clients get their sizes. blocks: consecutive client ids share a size (as in InCo's code). alternate: in
+    turns. random: drawn once. dynamic: drawn anew for all clients in every round (HeteroFL's "dynamic"). budget: the
+    largest size that fits each client's line in `budgets`.
     """
     budgets: str = ""
-    """A CSV file for assign = "budget"; `motley plan` shows what it comes to."""
+    """A CSV file with the clients' budgets, for assign = "budget". `motley plan` shows the resulting sizes."""
     shares: tuple[float, ...] = ()
-    """The share of clients of each size; empty: the same."""
+    """Fraction of the clients that get each size; empty: equal fractions."""
     sizes: tuple[str, ...] = ()
-    """The size of every client, by its id, in place of `assign` and `shares`."""
+    """The size of every client, by client id, instead of `assign` and `shares`."""
 
 
 class ServerSettings(Settings):
-    """What the server does with the clients' changes."""
+    """How the server combines the clients' deltas."""
 
     weights: Literal["uniform", "samples"] = "uniform"
-    """Every client counts the same, or by its number of examples."""
+    """Clients' weights in the average. uniform: equal. samples: proportional to their numbers of examples."""
     step: float = Field(default=1.0, gt=0)
-    """Factor on the mean change of parameters."""
+    """Server learning rate: a factor on the averaged delta."""
     optimizer: ServerOptimizerSettings = ServerOptimizerSettings()
     average: float = Field(default=0.0, ge=0, lt=1)
-    """Decay of the moving average that is evaluated and handed out; 0: off."""
+    """Decay of a moving average of the global model over rounds. The average is what is evaluated; clients still train
+    from the global model itself. 0: off.
+    """
     min_share: float = Field(default=0.0, ge=0, le=1)
-    """The share of a round's clients whose uploads must be taken; with fewer the round is played again."""
+    """Fraction of a round's clients whose updates must be accepted. With fewer, the round is repeated with newly
+    sampled clients.
+    """
     attempts: int = Field(default=3, ge=1)
-    """How often a round is played before the run stops, where too few uploads can be taken."""
+    """Number of attempts at a round (see `min_share`) before the run stops with an error."""
 
 
 class TransitSettings(Settings):
-    """What happens to changes on their way to the server."""
+    """How deltas travel to the server."""
 
     noise: float = Field(default=0.0, ge=0)
-    """Standard deviation of noise on every parameter's change, in standard deviations of that change (InCo, Fig. 7)."""
+    """Noise on every parameter's delta on its way to the server, as a multiple of the delta's standard deviation
+    (InCo, Figure 7).
+    """
     upload: Encoding = "fp32"
-    """What changes are sent in. fp16 and bf16 halve uploads; what rounding takes away is sent with the next one."""
+    """Data type in which deltas are sent. fp16 and bf16 halve the upload; the rounding error is kept and added to the
+    client's next delta (error feedback).
+    """
 
 
 class RunSettings(Settings):
-    """What a run keeps."""
+    """Which files a run keeps."""
 
     checkpoint_every: int = Field(default=10, ge=1)
-    """Rounds between checkpoints; the last round and an interrupted one are always saved."""
+    """Rounds between checkpoints. The last round and an interrupted run are always saved."""
     keep: int = Field(default=2, ge=1)
-    """How many checkpoints are kept."""
+    """Number of checkpoints that are kept."""
     tensorboard: bool = True
-    """Write TensorBoard event files where tensorboard is installed."""
+    """Write TensorBoard event files, if tensorboard is installed."""
 
 
 class Config(Settings):
-    """A run."""
+    """The whole configuration of a run."""
 
     preset: str = ""
-    """The preset the values started from; it is recorded with the run."""
+    """The preset that the values started from; it is recorded with the run."""
     seed: int = Field(default=1, ge=0)
+    """Seed of every random choice. Runs with the same seed share partition, client sampling and initial weights."""
     data: DataSettings = Field(default_factory=lambda: DataSettings.model_validate({}))
     model: ModelSettings = ModelSettings()
     split: SerializeAsAny[SplitSettings] = SplitSettings()
@@ -176,17 +193,21 @@ class Config(Settings):
             raise MotleyError(f"federation.clients = {federation.clients}: fewer than the {len(sizes)} sizes.")
         if federation.shares and len(federation.shares) != len(sizes):
             raise MotleyError(
-                f"federation.shares = {list(federation.shares)}: {len(sizes)} shares are needed, one a size."
+                f"federation.shares = {list(federation.shares)}: {len(sizes)} shares are needed, one per size."
             )
-        if (federation.assign == "budget") != bool(federation.budgets):
+        if federation.assign == "budget" and not federation.budgets:
             raise MotleyError(
-                f"federation.budgets = {federation.budgets!r}: a file is given if and only if federation.assign = "
-                f"'budget'; it is {federation.assign!r}."
+                "federation.assign = 'budget': needs federation.budgets, a CSV file with one line per client."
+            )
+        if federation.budgets and federation.assign != "budget":
+            raise MotleyError(
+                f"federation.budgets = {federation.budgets!r}: is only used with federation.assign = 'budget'; it is "
+                f"{federation.assign!r}."
             )
         if federation.shares and min(federation.shares) < 0:
             raise MotleyError(f"federation.shares = {list(federation.shares)}: shares must not be negative.")
-        if federation.shares and not sum(federation.shares) > 0:
-            raise MotleyError(f"federation.shares = {list(federation.shares)}: at least one share must be positive.")
+        if federation.shares and sum(federation.shares) == 0:
+            raise MotleyError(f"federation.shares = {list(federation.shares)}: at least one share must be above 0.")
         if federation.sizes and len(federation.sizes) != federation.clients:
             raise MotleyError(
                 f"federation.sizes has {len(federation.sizes)} sizes; federation.clients = {federation.clients}."
@@ -221,8 +242,12 @@ class Config(Settings):
 
 
 def load_config(file: Path | None = None, *, preset: str = "", overrides: Iterable[str] = ()) -> Config:
-    """Read a run's configuration: a preset, then a TOML file on top, then `a.b=c` overrides."""
-    given = read_toml(file) if file else {}
+    """Read a run's configuration: a preset, then a TOML file on top, then `a.b=c` overrides.
+
+    Relative paths in the file start from the file's folder, those in overrides from the working folder. The result has
+    absolute paths only, so that a run can be resumed from any folder.
+    """
+    given = absolute_paths(read_toml(file), file.parent) if file else {}
     chosen = parse_overrides(overrides)
     preset = str(chosen.get("preset") or preset or given.get("preset") or ("" if file else DEFAULT_PRESET))
     return resolve(preset, [given, chosen])
@@ -233,7 +258,7 @@ def resolve(preset: str, layers: Iterable[Table]) -> Config:
     values: dict[str, Any] = {}
     for layer in (_preset_values(preset) if preset else {}, *layers):
         values = _overlay(values, spelled_out(layer, values))
-    return validate(Config, _with_whole_paths({**values, "preset": preset}))
+    return validate(Config, absolute_paths({**values, "preset": preset}, Path()))
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
@@ -272,6 +297,7 @@ def read_toml(file: Path) -> dict[str, Any]:
         raise MotleyError(f"{file}: is not valid TOML: {error}.") from None
 
 
+#: The settings that name a file or a folder.
 _PATHS = (
     ("data", "path"),
     ("data", "root"),
@@ -281,28 +307,37 @@ _PATHS = (
 )
 
 
-def _with_whole_paths(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values whose files are named from the root, so that a run can be resumed from another folder."""
+def absolute_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a layer of settings in which relative paths, taken to start from `folder`, have become absolute."""
+    result = copy.deepcopy(dict(values))
     for *tables, name in _PATHS:
-        table: Any = values
+        table: Any = result
         for step in tables:
             table = table.get(step) if isinstance(table, dict) else None
         if isinstance(table, dict) and isinstance(table.get(name), str) and table[name]:
-            table[name] = str(Path(table[name]).expanduser().absolute())
-    return values
+            table[name] = str((folder / Path(table[name]).expanduser()).absolute())
+    return result
 
 
 def _parse_override(text: str) -> dict[str, Any]:
     name, equals, value = (piece.strip() for piece in text.partition("="))
     if not equals or not all(name.split(".")):
         raise MotleyError(f"--set {text!r}: write it as table.key=value, for example training.rounds=20.")
-    try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        parsed = value
+    parsed = _parse_value(value)
     for step in reversed(name.split(".")):
         parsed = {step: parsed}
     return parsed
+
+
+def _parse_value(text: str) -> Any:
+    """Return a value as TOML has it. Quotes may be missing, since a shell removes them: word, or [word, word]."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        inside = text[1:-1]
+        if text.startswith("[") and text.endswith("]") and not set(inside) & set("[]{}"):
+            return [_parse_value(item.strip()) for item in inside.split(",") if item.strip()]
+        return text
 
 
 _CHOOSERS = {

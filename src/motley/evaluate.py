@@ -31,12 +31,13 @@ class EvaluationSettings(Settings):
     """When and how the global model is evaluated."""
 
     every: int = Field(default=1, ge=1)
-    """Rounds between evaluations; the last round is always evaluated."""
+    """Rounds between evaluations. The last round is always evaluated."""
     batch_size: int = Field(default=1000, ge=1)
+    """Batch size of the evaluation."""
     last_k: int = Field(default=5, ge=1)
-    """How many of the last evaluations the mean-of-last-k is over."""
+    """Number of last evaluations that the reported mean of the last accuracies is over."""
     targets: tuple[Annotated[float, Field(gt=0, le=1)], ...] = ()
-    """Accuracies, between 0 and 1, whose first round is reported."""
+    """Accuracies between 0 and 1. For each, the first round that reaches it is reported."""
 
 
 @dataclass(frozen=True)

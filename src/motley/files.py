@@ -1,19 +1,137 @@
-"""Files that are there whole or not at all, whatever kills the process or the machine."""
+"""Files that are written completely or not at all, and output paths that are checked before the computing starts."""
 
 from __future__ import annotations
 
+import io
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from motley.errors import MotleyError
+
+
+@contextmanager
+def output_file(path: Path) -> Iterator[io.BytesIO]:
+    """Open a file for writing, and put it in place only if the block ends without an exception.
+
+    Open it before a long computation: a path that cannot be written then costs no time. What the block writes is kept
+    in memory, goes to a temporary file in the same folder at the end, and that replaces the old file. So either the old
+    or the new content is there, whatever happens, and after an exception nothing is left behind. A symbolic link is
+    followed, not replaced. Devices and pipes such as /dev/stdout are written to directly.
+    """
+    if path.is_dir():
+        raise MotleyError(f"{path}: is a folder; give the name of a file.")
+    content = io.BytesIO()
+    if is_stream(path):
+        # "a", not "w": standard output may be redirected to a file with >>, which must not be truncated.
+        with _errors_named(path):
+            stream = path.open("ab", buffering=0)
+        with stream:
+            yield content
+            with _errors_named(path):
+                _write_all(stream, content)
+        return
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise MotleyError(f"{path}: cannot be written: there is no folder {target.parent}.")
+    unfinished = target.with_name(target.name + ".unfinished")
+    with _errors_named(path):
+        file = unfinished.open("wb", buffering=0)
+    try:
+        with file:
+            yield content
+            with _errors_named(path):
+                _write_all(file, content)
+                os.fsync(file.fileno())
+        with _errors_named(path):
+            unfinished.replace(target)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _write_all(file: io.FileIO, content: io.BytesIO) -> None:
+    """Write everything to an unbuffered file, which may take less than it is given at a time."""
+    left = content.getbuffer()
+    while len(left):
+        left = left[file.write(left) or 0 :]
+
+
+@contextmanager
+def _errors_named(path: Path) -> Iterator[None]:
+    """Name the output file in an error: that of a full disk, for one, does not."""
+    try:
+        yield
+    except OSError as error:
+        raise MotleyError(f"{path}: cannot be written: {error.strerror or error}.") from None
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that, whatever happens, either the old or the new content is there."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    with unfinished.open("wb") as file:
+    with output_file(path) as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+
+
+def is_stream(path: Path) -> bool:
+    """Tell whether a path is a device or a pipe, which must be written to and never replaced.
+
+    Everything under /dev counts: /dev/stdout is a link, and what it links to may be a pipe without a name.
+    """
+    if path.is_absolute() and path.parts[1:2] in (("dev",), ("proc",)) and not path.is_dir():
+        return os.path.lexists(path)
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+@contextmanager
+def output_folder(path: Path) -> Iterator[Path]:
+    """Make a folder and check that files can be written to it, before a long computation fills it.
+
+    If the block fails before anything was written, the folders that were made here are removed again.
+    """
+    missing = []
+    for folder in (path, *path.parents):
+        if folder.exists():
+            break
+        missing.append(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(b"some bytes, to notice a full disk")
+    except FileExistsError:
+        raise MotleyError(f"{path}: is a file; give the name of a folder.") from None
+    except NotADirectoryError:
+        raise MotleyError(f"{path}: cannot be made: a part of this path is a file.") from None
+    except OSError as error:
+        _remove_empty(missing)
+        raise MotleyError(f"{path}: cannot be written: {error.strerror}.") from None
+    try:
+        yield path
+    except BaseException:
+        _remove_empty(missing)
+        raise
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Remove folders, innermost first, up to the first one that holds something."""
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except OSError:
+            return
+
+
+def check_new_folder(path: Path) -> None:
+    """Raise if a folder cannot be made at `path`, without making it."""
+    existing = path
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if existing != path and not existing.is_dir():
+        raise MotleyError(f"{path}: cannot be made: {existing} is a file.")
+    if existing.is_dir() and not os.access(existing, os.W_OK | os.X_OK):
+        raise MotleyError(f"{path}: cannot be made: {existing} is not writable.")
 
 
 def flush(path: Path) -> None:

@@ -12,7 +12,14 @@ import torch
 
 from motley.errors import MotleyError
 
-_TORCH_SAYS = ("can't allocate memory", "not enough memory", "out of memory", "Storage size calculation overflowed")
+_TORCH_SAYS = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Storage size calculation overflowed",  # the number of bytes does not fit into 64 bits
+    "integer multiplication overflow",
+)
 
 
 def memory_of(device: torch.device) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -35,7 +35,10 @@ Limit: TypeAlias = Annotated[Positive | Literal["off"], WrapValidator(_limit)]
 
 
 class Settings(BaseModel):
-    """Typed, frozen, and closed: a key nobody knows is an error, not a silent default."""
+    """Typed, frozen and closed: an unknown key is an error, not ignored in silence.
+
+    The strings below the attributes are their documentation, for users: `motley list settings` prints them.
+    """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -44,9 +47,32 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _numbers_are_not_bools(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse what pydantic would take for 0 or 1."""
+        """Reject true and false, which pydantic would accept as 1 and 0."""
         if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation in (int, float):
             raise ValueError("should be a number")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _integers_fit_into_64_bits(cls, value: Any) -> Any:
+        """Reject integers that neither TOML nor torch can hold."""
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise ValueError("should be below 2^63")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _one_value_is_a_list(cls, value: Any, info: ValidationInfo) -> Any:
+        """Accept one word for a list of words, also with commas between several: resnet10,resnet14."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if get_origin(annotation) is tuple and get_args(annotation)[1:] == (...,):
+            item = get_args(annotation)[0]
+            if get_origin(item) is Annotated:
+                item = get_args(item)[0]
+            if item is str and isinstance(value, str) and value:
+                return [word.strip() for word in value.split(",")]
+            if item in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
+                return [value]
         return value
 
 
@@ -97,3 +123,14 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         return
     for inner in get_args(annotation):
         yield from _models_in(inner)
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a nested table as one with dotted names."""
+    result: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            result.update(flat(value, f"{prefix}{name}."))
+        else:
+            result[f"{prefix}{name}"] = value
+    return result

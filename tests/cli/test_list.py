@@ -1,21 +1,26 @@
-"""`motley list`: everything that is registered, a line each."""
+"""`motley list`: one line for everything that is registered, all settings, and the runs of a folder."""
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from motley.analysis import ANALYSES
 from motley.cli.list import Kind, by_name
-from motley.config import presets
+from motley.config import load_config, presets
 from motley.data import DATASETS, PARTITIONS
 from motley.methods import METHODS
 from motley.methods.names import PREFIXES, STEMS
 from motley.models import MODELS
+from motley.reference import sections
 from motley.registry import Registry
+from motley.settings import flat
 from motley.splits import SPLITS
-from tests.cli.conftest import Command
+from tests.cli.conftest import Command, TinyRun
 
 REGISTRIES: dict[str, Registry[Any]] = {
     "methods": METHODS,
@@ -28,17 +33,18 @@ REGISTRIES: dict[str, Registry[Any]] = {
 
 
 def test_every_kind_is_tested() -> None:
-    assert {kind.value for kind in Kind} == {*REGISTRIES, "presets"}
+    assert {kind.value for kind in Kind} == {*REGISTRIES, "presets", "settings", "runs"}
 
 
 @pytest.mark.parametrize(("kind", "registry"), REGISTRIES.items(), ids=REGISTRIES)
-def test_a_list_has_a_line_an_entry_with_summary_aliases_and_paper(
-    motley: Command, kind: str, registry: Registry[object]
+def test_a_list_has_one_line_per_entry_with_summary_aliases_and_paper(
+    motley: Command, kind: str, registry: Registry[Any]
 ) -> None:
     answer = motley("list", kind)
     head, *lines = answer.out.splitlines()
     assert (answer.code, answer.err) == (0, "")
-    assert head.split() == [registry.kind.replace(" ", ""), "what", "it", "is", "paper"]
+    papers = ["paper"] if any(entry.paper for entry in registry) else []
+    assert head.split() == [registry.kind.replace(" ", ""), "what", "it", "is", *papers]
     if kind == "methods":
         lines = lines[: [line.strip() for line in lines].index("")]
     for entry, line in zip(sorted(registry, key=lambda entry: by_name(entry.name)), lines, strict=True):
@@ -85,3 +91,74 @@ def test_a_kind_that_is_none_is_refused_with_those_that_are(motley: Command, arg
     assert "Usage: motley list" in answer.err
     if arguments:
         assert all(kind.value in answer.err for kind in Kind)
+
+
+# --- settings
+
+
+def test_every_setting_is_listed_with_its_default_and_a_description(motley: Command) -> None:
+    out = motley("list", "settings").out
+    listed = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ") and line[2] != " "}
+    assert "  training.rounds = 20  (integer: at least 1)" in listed.values()
+    assert '  split.channels = "leading"' in listed["split.channels"]
+    assert {"method.mu", "method.inco.theta_max", "data.partition.alpha", "engine.flower.wait_s"} <= listed.keys()
+    defaults = flat(load_config().model_dump(mode="json"))
+    assert set(defaults) <= set(listed)
+    assert not [setting.key for section in sections() for setting in section.settings if not setting.description]
+
+
+def test_settings_can_be_searched(motley: Command) -> None:
+    out = motley("list", "settings", "lr_d").out
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("  training")] == [
+        "training.lr_decay",
+        "training.lr_drops",
+        "training.lr_drop",
+    ]
+    assert motley("list", "settings", "zzz") == (2, "", "motley: motley list settings: no key contains 'zzz'.\n")
+
+
+def test_the_page_of_all_settings_is_up_to_date(motley: Command) -> None:
+    """If this fails: motley list settings --markdown > docs/settings.md."""
+    page = Path(__file__).parents[2] / "docs" / "settings.md"
+    assert motley("list", "settings", "--markdown").out == page.read_text(encoding="utf-8")
+
+
+# --- runs
+
+
+def test_runs_are_listed_with_method_rounds_accuracy_and_state(
+    motley: Command, tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_run.path, tmp_path / "runs" / "a")
+    shutil.copytree(tiny_run.path, tmp_path / "runs" / "deeper" / "b")
+    metrics = tmp_path / "runs" / "deeper" / "b" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(lines[:2]))
+    (tmp_path / "runs" / "no run").mkdir()
+    (tmp_path / "runs" / "no run" / "config.toml").write_text("")
+    answer = motley("list", "runs")
+    head, first, second = (line.split() for line in answer.out.splitlines())
+    assert answer.code == 0
+    assert head == ["run", "data", "method", "preset", "round", "last", "best", "began", "state"]
+    accuracies = [json.loads(line)["accuracy"]["mean"] for line in lines]
+    assert first[:10] == [
+        *("runs/a", "digits", "fedavg", "+", "InCo", "quickstart", "3", "of", "3"),
+        f"{accuracies[2]:.2%}",
+    ]
+    assert first[10] == f"{max(accuracies):.2%}" and first[-1] == "finished"
+    assert second[0] == "runs/deeper/b" and second[6:10] == ["2", "of", "3", f"{accuracies[1]:.2%}"]
+    assert second[-1] == "unfinished"
+
+
+def test_a_damaged_run_does_not_hide_the_others(motley: Command, tiny_run: TinyRun, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(tiny_run.path, tmp_path / "runs" / name)
+    (tmp_path / "runs" / "a" / "metrics.jsonl").write_text("null\n")
+    _, first, second = motley("list", "runs").out.splitlines()
+    assert "unreadable: runs/a/metrics.jsonl, line 1: is not the metrics of a round" in first
+    assert second.split()[0] == "runs/b" and second.split()[-1] == "finished"
+
+
+def test_a_folder_without_runs_says_so(motley: Command, tmp_path: Path) -> None:
+    assert motley("list", "runs", tmp_path) == (0, f"There are no runs in {tmp_path}.\n", "")
+    assert motley("list", "runs").err.startswith("motley: runs: there is no such folder.")

@@ -40,7 +40,7 @@ def console() -> Console:
 
 
 def start(display: Progress, rounds: int = 10, after: int = 0) -> None:
-    """Begin a run of four clients a round on a made-up federation."""
+    """Begin a run of four clients per round on a made-up federation."""
     federation: Any = SimpleNamespace(config=tiny_config(f"training.rounds={rounds}"), devices=["cpu"])
     display.on_start(federation, server(after))
 
@@ -77,13 +77,30 @@ def test_before_the_run_starts_there_is_something_to_draw() -> None:
     assert "no accuracy yet" in drawn(LiveProgress(console()))
 
 
-def test_the_first_round_shows_the_round_its_clients_and_the_device(live: LiveProgress) -> None:
+def test_the_first_round_shows_the_round_its_clients_and_the_device(live: LiveProgress, clock: Any) -> None:
     start(live)
+    assert "client 0/4" in drawn(live) and "  ? left" in drawn(live)
+    clock.now += 3
     live.on_client(3)
     head, below = drawn(live).splitlines()
-    assert head.startswith("round 1/10 ") and "client 1/4" in head and "? left" in head
-    assert "loss" not in head and "s a round" not in head
+    assert head.startswith("round 1/10 ") and "client 1/4" in head
+    assert "  ~2:00 left" in head, "ten rounds of four clients that take three seconds each"
+    assert "loss" not in head and "s per round" not in head
     assert below.strip() == "training on cpu, no accuracy yet ..."
+
+
+def test_a_first_round_that_takes_long_is_announced_with_an_estimate(clock: Any) -> None:
+    display = PlainProgress(console())
+    start(display, rounds=10)
+    for _ in range(3):
+        clock.now += 6
+        display.on_client(0)
+    play(display, 1, {"resnet10": 0.5})
+    clock.now += 100
+    display.on_client(0)
+    first, estimate, done = display.console.export_text().splitlines()
+    assert (first, estimate) == ("10 rounds on cpu", "client 2/4  ~0:24 per round  left ~4:00")
+    assert done.startswith("round 1/10 "), "only once, and only before the first round is over"
 
 
 def test_a_round_shows_accuracy_a_size_seconds_a_round_and_time_left(live: LiveProgress, clock: Any) -> None:
@@ -96,7 +113,7 @@ def test_a_round_shows_accuracy_a_size_seconds_a_round_and_time_left(live: LiveP
     live.on_client(2)
     head, titles, small, large = drawn(live).splitlines()
     assert head.startswith("round 3/10 ") and "client 2/4" in head
-    assert "3.00 s a round" in head and "0:24 left" in head and "train loss 0.568" in head
+    assert "3.00 s per round" in head and "0:24 left" in head and "train loss 0.568" in head
     assert titles.split() == ["size", "accuracy", "best", "over", "rounds"]
     assert small.split() == ["resnet10", "12.5%", "25.0%", "▃▂"]
     assert large.split() == ["resnet14", "75.0%", "75.0%", "▅▇"]
@@ -133,7 +150,7 @@ def test_the_first_line_stays_one_line_in_any_usual_terminal(live: LiveProgress,
     lines = drawn(live).splitlines()
     assert len(lines) == 4 and max(map(len, lines)) <= width
     assert lines[0].split("  ")[0] == "round 200/500"
-    assert lines[0].rstrip().endswith("  client 0/4  61.50 s a round  5:08:32 left  train loss 0.568")
+    assert lines[0].rstrip().endswith("  client 0/4  61.50 s per round  5:08:32 left  train loss 0.568")
     assert lines[3].rstrip().endswith("▃" * 40)
 
 
@@ -180,7 +197,7 @@ def test_speed_is_that_of_the_last_twenty_rounds(live: LiveProgress, clock: Any)
     for number in range(1, 31):
         clock.now += 100 if number <= 10 else 2
         play(live, number, {})
-    assert live.seconds_a_round == pytest.approx(2)
+    assert live.seconds_per_round == pytest.approx(2)
     assert live.time_left == "2:20"
 
 
@@ -218,7 +235,7 @@ def test_plain_progress_is_a_line_a_round(clock: Any) -> None:
     clock.now += 0.5
     play(display, 3, {})
     assert display.console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
-        "3 rounds on cpu, going on after round 1",
+        "3 rounds on cpu, continuing after round 1",
         "round 2/3  resnet10 25.0%  resnet14 50.0%  mean 37.5%  train loss 0.568  61.50 s  left 1:02",
         "round 3/3  train loss 0.568  0.50 s  left 0:00",
     ]
@@ -291,8 +308,8 @@ def stopped(path: Path, monkeypatch: pytest.MonkeyPatch, *, after: int | None) -
 def test_ctrl_c_tells_how_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     RunFolder.create(run, tiny_config())
-    assert stopped(run, monkeypatch, after=4) == f"\nStopped after round 4. To go on: motley resume {run}\n"
-    assert stopped(run, monkeypatch, after=None) == f"\nStopped. To go on: motley resume {run}\n"
+    assert stopped(run, monkeypatch, after=4) == f"\nStopped after round 4. To continue: motley resume {run}\n"
+    assert stopped(run, monkeypatch, after=None) == f"\nStopped. To continue: motley resume {run}\n"
 
 
 def test_the_command_to_resume_can_be_pasted_whatever_the_folder_is_called(
@@ -300,7 +317,7 @@ def test_the_command_to_resume_can_be_pasted_whatever_the_folder_is_called(
 ) -> None:
     run = tmp_path / ("my [bold]run[/bold] " + "x" * 150)
     RunFolder.create(run, tiny_config())
-    assert stopped(run, monkeypatch, after=1) == f"\nStopped after round 1. To go on: motley resume '{run}'\n"
+    assert stopped(run, monkeypatch, after=1) == f"\nStopped after round 1. To continue: motley resume '{run}'\n"
 
 
 def test_ctrl_c_before_anything_was_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

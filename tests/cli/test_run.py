@@ -1,4 +1,4 @@
-"""`motley run` and `motley resume`: a folder, a table, one-line errors, and Ctrl-C."""
+"""`motley run` and `motley resume`: a folder, a table, one-line errors, and interruptions."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import json
 import os
 import pty
 import re
+import select
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import motley as package
 from motley.config import load_config, read_resolved
+from motley.runs.interrupt import one_interrupt
 from tests.cli.conftest import Command, TinyRun, overrides
 from tests.conftest import TINY, tiny_config
 
@@ -30,6 +34,12 @@ def snapshot(folder: Path) -> dict[Path, tuple[int, bytes]]:
     """Return when each file of a folder was changed, and what it holds."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def kept(path: Path | str) -> str:
+    """Return the end of a run's output: where it is, and what to do with it."""
+    name = shlex.quote(str(path))
+    return f"kept in {path}\nnext: motley show {name}, motley report {name}, motley analyze sizes {name}\n"
 
 
 def child(*arguments: object, **options: object) -> subprocess.Popen[str]:
@@ -55,8 +65,8 @@ def test_a_run_that_is_not_in_a_terminal_prints_a_line_a_round_and_ends_with_the
     assert lines[0] == "3 rounds on cpu"
     rounds = [ROUND.fullmatch(line) for line in lines[1:4]]
     assert [found and found[1] for found in rounds] == ["1", "2", "3"]
-    assert "\n".join(lines[4:-1]) + "\n" == motley("show", tiny_run.path).out
-    assert lines[-1] == f"kept in {tiny_run.path}"
+    assert "\n".join(lines[4:-2]) + "\n" == motley("show", tiny_run.path).out
+    assert "\n".join(lines[-2:]) + "\n" == kept(tiny_run.path)
     assert "\x1b" not in out
 
 
@@ -92,11 +102,11 @@ def test_a_finished_run_resumed_prints_its_table_and_changes_no_result(motley: C
     one = ("training.rounds=1", *SMALL)
     run = tmp_path / "my [red]run[/red] \\[1]"
     first = motley("run", *overrides(*one), "--out", run)
-    assert first.code == 0 and first.out.endswith(f"kept in {run}\n")
+    assert first.code == 0 and first.out.endswith(kept(run))
     metrics, mark = (run / "metrics.jsonl").read_text(), motley("show", run, "--fingerprint").out
     again = motley("resume", run)
     finished = "This run is already finished.\n"
-    assert again == (0, f"{finished}{motley('show', run).out}kept in {run}\n", "")
+    assert again == (0, f"{finished}{motley('show', run).out}{kept(run)}", "")
     assert (run / "metrics.jsonl").read_text() == metrics
     assert motley("show", run, "--fingerprint").out == mark
 
@@ -106,7 +116,7 @@ def test_runs_without_a_name_take_the_next_free_folder(motley: Command, tmp_path
     (tmp_path / "runs" / "quickstart-2").mkdir(parents=True)
     for expected in ("quickstart-1", "quickstart-3"):
         answer = motley("run", *small)
-        assert answer.out.endswith(f"kept in runs/{expected}\n")
+        assert answer.out.endswith(kept(f"runs/{expected}"))
         assert (tmp_path / "runs" / expected / "metrics.jsonl").exists()
 
 
@@ -114,7 +124,7 @@ def test_a_run_from_a_file_is_named_after_its_data_and_method(motley: Command, t
     config = load_config(overrides=[*TINY, "training.rounds=1", *SMALL])
     (tmp_path / "mine.toml").write_text(config.to_toml().replace('preset = "quickstart"', 'preset = ""'))
     answer = motley("run", "mine.toml", "--set", "seed=3")
-    assert answer.out.endswith("kept in runs/digits-fedavg-1\n")
+    assert answer.out.endswith(kept("runs/digits-fedavg-1"))
     assert read_resolved(tmp_path / "runs" / "digits-fedavg-1" / "config.toml") == config.model_copy(
         update={"preset": "", "seed": 3}
     )
@@ -168,6 +178,26 @@ def test_the_version_is_printed(motley: Command) -> None:
     assert motley("--version") == (0, f"{package.__version__}\n", "")
 
 
+@pytest.mark.parametrize(
+    "arguments", [("run",), ("resume",), ("show",), ("list",), ("study",), ("report",), ("plan",), ("deploy", "init")]
+)
+def test_help_describes_every_argument(motley: Command, arguments: tuple[str, ...]) -> None:
+    out = motley(*arguments, "--help").out
+    _, _, panel = out.partition("Arguments")
+    panel, _, _ = panel.partition("Options")
+    rows = [line for line in panel.splitlines() if re.match(r"│ [* ] +[a-z]", line)]
+    assert rows
+    for row in rows:
+        assert re.search(r"  [A-Z][a-z]*\b[ ,:(]", row), f"no description: {row}"
+
+
+def test_commands_that_draw_nothing_import_no_library_for_drawing_or_statistics() -> None:
+    """They take half a second each, for every command."""
+    code = "import sys, motley.cli; print([name for name in ('matplotlib', 'scipy', 'plotly') if name in sys.modules])"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"
+
+
 def test_help_names_every_command(motley: Command) -> None:
     answer = motley("--help")
     assert answer.code == 0
@@ -198,22 +228,29 @@ def test_ctrl_c_saves_and_tells_how_to_resume_and_the_result_is_the_same(motley:
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "")
     stopped = re.fullmatch(
-        rf"Stopped after round (\d+)\. To go on: motley resume '{re.escape(str(run))}'", out.splitlines()[-1]
+        rf"Stopped after round (\d+)\. To continue: motley resume '{re.escape(str(run))}'", out.splitlines()[-1]
     )
     assert stopped and 1 <= int(stopped[1]) < 12
     resumed = motley("resume", run)
     assert resumed.code == 0
-    assert resumed.out.startswith(f"12 rounds on cpu, going on after round {stopped[1]}\n")
+    assert resumed.out.startswith(f"12 rounds on cpu, continuing after round {stopped[1]}\n")
     metrics = (run / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(text)["round"] for text in metrics] == list(range(1, 13))
-    assert "round 12 of 12" in resumed.out and resumed.out.endswith(f"kept in {run}\n")
+    assert "round 12 of 12" in resumed.out and resumed.out.endswith(kept(run))
     whole = tmp_path / "undisturbed"
     assert motley("run", *arguments, "--out", whole).code == 0
     assert motley("show", run, "--fingerprint").out == motley("show", whole, "--fingerprint").out
 
 
 @pytest.mark.parametrize(
-    ("kind", "gap"), [(signal.SIGINT, 0.0), (signal.SIGINT, 0.001), (signal.SIGINT, 0.005), (signal.SIGTERM, 0.001)]
+    ("kind", "gap"),
+    [
+        (signal.SIGINT, 0.0),
+        (signal.SIGINT, 0.001),
+        (signal.SIGINT, 0.005),
+        (signal.SIGTERM, 0.001),
+        (signal.SIGHUP, 0.001),
+    ],
 )
 def test_a_second_signal_does_not_break_what_the_first_one_saves(
     tmp_path: Path, kind: signal.Signals, gap: float
@@ -227,10 +264,45 @@ def test_a_second_signal_does_not_break_what_the_first_one_saves(
     time.sleep(gap)
     process.send_signal(kind)
     out, _ = process.communicate(timeout=60)
-    assert "To go on: motley resume" in out
+    assert "To continue: motley resume" in out
     written = len((tmp_path / "run/metrics.jsonl").read_text().splitlines())
     saved = [path.name for path in (tmp_path / "run/checkpoints").iterdir()]
     assert saved in ([f"round-{written:06d}"], [f"round-{written - 1:06d}"])  # its last line may be of a broken round
+
+
+def test_a_terminal_that_is_closed_costs_no_round(tmp_path: Path) -> None:
+    """What happens when a connection drops: SIGHUP, and a display that can no longer be written."""
+    ours, theirs = pty.openpty()
+    arguments = overrides(*SMALL, "training.rounds=500", "run.checkpoint_every=500")
+    run = tmp_path / "run"
+    with (tmp_path / "err.txt").open("w") as errors:
+        process = child("run", *arguments, "--out", run, stdin=theirs, stdout=theirs, stderr=errors)
+    os.close(theirs)
+    metrics = run / "metrics.jsonl"
+    began = time.monotonic()
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 2:
+        assert process.poll() is None and time.monotonic() - began < 60
+        select.select([ours], [], [], 0.05)
+        with suppress(OSError):
+            os.read(ours, 65536)
+    os.close(ours)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=60) == 130, (tmp_path / "err.txt").read_text()
+    (saved,) = (run / "checkpoints").iterdir()
+    written = len(metrics.read_text().splitlines())
+    assert saved.name in (f"round-{written:06d}", f"round-{written - 1:06d}")
+    assert "Traceback" not in (tmp_path / "err.txt").read_text()
+
+
+def test_nohup_keeps_its_meaning(tmp_path: Path) -> None:
+    with one_interrupt():
+        assert signal.getsignal(signal.SIGHUP) not in (signal.SIG_DFL, signal.SIG_IGN)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with one_interrupt():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_terminal_gets_the_live_display_and_at_the_end_the_table(tmp_path: Path) -> None:
@@ -251,6 +323,6 @@ def test_a_terminal_gets_the_live_display_and_at_the_end_the_table(tmp_path: Pat
     assert process.wait(timeout=60) == 0
     text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", shown.decode())
     assert b"\x1b[?25l" in shown and shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
-    assert re.search(r"round [123]/3 .* client [0-2]/2 +(\d\.\d\d s a round +)?(\?|\d+:\d\d) left", text)
-    assert "train loss" in text and "mean of last 5" in text and "kept in " in text
+    assert re.search(r"round [123]/3 .* client [0-2]/2 +(\d\.\d\d s per round +)?(\?|~?\d+:\d\d) left", text)
+    assert "train loss" in text and "mean of last 3" in text and "kept in " in text
     assert not re.search(r"round 1/3  resnet10", text)

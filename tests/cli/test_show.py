@@ -64,7 +64,7 @@ def test_the_numbers_are_those_of_the_metrics(motley: Command, tiny_run: TinyRun
     down, up = (sum(values["bytes"][way] for values in lines) / 1e6 for way in ("down", "up"))
     assert f"communication: {down:.1f} MB down, {up:.1f} MB up" in answer.out
     seconds = sum(sum(values["seconds"].values()) for values in lines)
-    found = re.search(r"time: ([\d.]+) s, ([\d.]+) s a round", answer.out)
+    found = re.search(r"time: ([\d.]+) s, ([\d.]+) s per round", answer.out)
     assert found and float(found[1]) == pytest.approx(seconds, abs=0.06)
     assert float(found[2]) == pytest.approx(seconds / 3, abs=0.006)
     assert "1.0% mean accuracy: first reached in round 1" in answer.out
@@ -88,7 +88,7 @@ def test_last_best_and_mean_are_over_the_evaluated_rounds(motley: Command, run_o
     assert "round 5 of 50" in answer.out
     assert "60.0% mean accuracy: first reached in round 3" in answer.out
     assert "communication: 10.0 MB down, 2.5 MB up" in answer.out
-    assert "time: 8.5 s, 1.70 s a round (train 7.0 s, merge 1.0 s, collect 0.5 s)" in answer.out
+    assert "time: 8.5 s, 1.70 s per round (train 7.0 s, merge 1.0 s, collect 0.5 s)" in answer.out
 
 
 def test_what_the_method_reports_of_itself_is_shown_as_it_was_last(motley: Command, run_of: Any) -> None:
@@ -106,7 +106,8 @@ def test_a_line_that_a_kill_cut_short_does_not_count(motley: Command, run_of: An
 def test_metrics_that_are_broken_in_the_middle_are_named(motley: Command, run_of: Any) -> None:
     run = run_of([line(1)], end="broken\n" + json.dumps(line(2)) + "\n")
     answer = motley("show", run)
-    assert (answer.code, answer.out) == (2, "") and "metrics.jsonl, line 2: is not JSON" in answer.err
+    assert (answer.code, answer.out) == (2, "")
+    assert "metrics.jsonl, line 2: is not the metrics of a round: it is not JSON" in answer.err
 
 
 def test_a_run_without_a_finished_round_says_so(motley: Command, run_of: Any) -> None:
@@ -170,3 +171,49 @@ def test_showing_changes_nothing(motley: Command, tiny_run: TinyRun) -> None:
     motley("show", tiny_run.path)
     motley("show", tiny_run.path, "--fingerprint")
     assert snapshot() == before
+
+
+# --- several runs, and JSON
+
+
+def test_several_runs_are_shown_side_by_side(motley: Command, tiny_run: TinyRun, run_of: Any) -> None:
+    other = run_of([line(1, {"resnet10": 0.25, "vgg9": 0.75, "mean": 0.5})], "training.rounds=50", "seed=7")
+    answer = motley("show", tiny_run.path, other)
+    assert (answer.code, answer.err) == (0, "")
+    rows = table(answer.out)
+    lines = [json.loads(text) for text in (tiny_run.path / "metrics.jsonl").read_text().splitlines()]
+    assert rows["data"] == ["digits", "digits"] and rows["inco"] == ["official", ""] and rows["seed"] == ["1", "7"]
+    assert rows["round"] == ["3 of 3", "1 of 50"]
+    assert rows["last accuracy, resnet10"] == [percent(lines[2]["accuracy"]["resnet10"]), "25.00%"]
+    assert rows["last accuracy, vgg9"] == ["", "75.00%"] and rows["best accuracy, mean"][1] == "50.00%"
+    assert rows["MB down"][1] == "2.0" and rows["seconds"][1] == "1.2"
+
+
+def test_json_has_one_object_per_run(motley: Command, tiny_run: TinyRun, run_of: Any) -> None:
+    (one,) = json.loads(motley("show", tiny_run.path, "--json").out)
+    lines = [json.loads(text) for text in (tiny_run.path / "metrics.jsonl").read_text().splitlines()]
+    mean = [values["accuracy"]["mean"] for values in lines]
+    assert (one["run"], one["data"], one["method"], one["inco"]) == (str(tiny_run.path), "digits", "fedavg", "official")
+    assert (one["round"], one["rounds"], one["finished"]) == (3, 3, True)
+    assert one["accuracy"]["mean"] == {
+        "last": mean[2],
+        "best": max(mean),
+        "best_round": 1 + mean.index(max(mean)),
+        "mean_of_last": pytest.approx((mean[1] + mean[2]) / 2),
+    }
+    assert one["rounds_to"] == {"0.01": 1, "1.0": None}
+    assert one["fingerprint"] + "\n" == motley("show", tiny_run.path, "--fingerprint").out
+    empty = run_of([])
+    first, second = json.loads(motley("show", tiny_run.path, empty, "--json").out)
+    assert first == one
+    assert (second["round"], second["finished"], second["accuracy"], second["fingerprint"]) == (0, False, {}, None)
+
+
+def test_fingerprints_of_several_runs_are_named(motley: Command, tiny_run: TinyRun) -> None:
+    (mark,) = motley("show", tiny_run.path, "--fingerprint").out.splitlines()
+    assert motley("show", tiny_run.path, tiny_run.path, "--fingerprint").out == 2 * f"{mark}  {tiny_run.path}\n"
+
+
+def test_the_mean_of_the_last_rounds_says_how_many_there_are(motley: Command, run_of: Any) -> None:
+    lines = [line(number, {"resnet10": 0.5, "mean": 0.5}) for number in (1, 2, 3)]
+    assert "mean of last 3" in motley("show", run_of(lines, "evaluation.last_k=5")).out

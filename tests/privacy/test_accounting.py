@@ -44,7 +44,7 @@ def test_clients_of_one_size(tmp_path: Path) -> None:
     assert [line["upload"] for line in spent] == pytest.approx([directly(2 / 2, count) for count in often], rel=1e-5)
     assert all(line["train_loss"] is None for line in lines)
     shown = call("show", tmp_path / "run").out
-    assert f"epsilon of a client: {spent[-1]['model']:.2f} towards who sees models" in shown
+    assert f"client-level epsilon: {spent[-1]['model']:.2f} (adversary sees the global models)" in shown
 
 
 @pytest.mark.parametrize("multiplier", [0.3, 1.0, 5.0, 30.0])
@@ -113,4 +113,4 @@ def test_without_noise_epsilon_is_infinite(tmp_path: Path) -> None:
     begin(tiny_config(*GUARDED, "privacy.noise=0", "training.rounds=1"), tmp_path / "run")
     (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
     assert line["epsilon"] == {"model": None, "upload": None}
-    assert "epsilon of a client: infinite towards who sees models" in call("show", tmp_path / "run").out
+    assert "client-level epsilon: infinite (adversary sees the global models)" in call("show", tmp_path / "run").out

@@ -34,26 +34,34 @@ reading by the order of lines 7 and 8: there line 9 is an exact projection.
 
 
 class IncoSettings(Settings):
-    """Which InCo: a preset, and any field that should differ from it."""
+    """InCo Aggregation on top of the method: a preset, and the values that differ from it."""
 
     preset: Literal["off", "paper", "official"] = "off"
-    """With "off" the change is left alone, whatever the other fields say."""
+    """off, or InCo as the paper describes it (paper) or as its authors released it (official). The other keys override
+    the preset, and are ignored with "off".
+    """
     granularity: Literal["kernel", "tensor"] = "kernel"
-    """One theta per (out, in) kernel of a 4-D weight and per whole tensor of any other, or per tensor throughout."""
+    """kernel: one theta per (out, in) kernel of a 4-D weight, and one per tensor of any other weight. tensor: one per
+    tensor throughout.
+    """
     sign: Literal["plus", "minus", "theorem"] = "plus"
-    """+|theta| (released code), -theta always (Algorithm 1), or -theta only where beta < 0 (Theorem 3.1, Eq. 2)."""
+    """plus: +|theta| (released code). minus: -theta (Algorithm 1). theorem: -theta only where beta < 0 (Theorem 3.1,
+    Eq. 2).
+    """
     products: Literal["raw", "normalized"] = "raw"
-    """Which gradients alpha and beta are computed from."""
+    """The gradients that alpha and beta are computed from: raw or normalized."""
     normalize: bool = True
-    """False is the ablation "w/o N": the gradients are combined as they are."""
+    """Normalise gradients before they are combined. False is the paper's ablation "w/o N"."""
     optimize: bool = True
-    """False is the ablation "w/o O": theta is 1, unclamped, and layer 0 is added whatever `sign` says."""
+    """Use the optimal theta. False is the paper's ablation "w/o O": theta is 1, unclamped, and layer 0 is added
+    whatever `sign` says.
+    """
     theta_max: Limit = 5.0
-    """Largest |theta|."""
+    """Maximum |theta|."""
     element_max: Limit = 0.1
-    """Largest absolute value in a refined change."""
+    """Maximum absolute value of an element of the resulting delta."""
     epsilon: Positive = 1e-7
-    """Added to alpha and to both norms where they divide."""
+    """Added to alpha and to both norms before dividing by them."""
 
     @model_validator(mode="before")
     @classmethod

@@ -39,21 +39,22 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 class ServerOptimizerSettings(Settings):
-    """Which optimiser steps with the mean change; the fields' defaults depend on it."""
+    """The server's optimiser, which takes the averaged delta as its gradient. Defaults depend on the optimiser."""
 
     name: Literal["none", "momentum", "adam", "yogi", "adagrad"] = "none"
-    """momentum is FedAvgM; adam, yogi and adagrad are FedAdam, FedYogi and FedAdagrad."""
+    """The server's optimiser. momentum is FedAvgM; adam, yogi and adagrad are FedAdam, FedYogi and FedAdagrad."""
     lr: float = Field(default=1.0, gt=0)
+    """Learning rate of the server's optimiser. Its default depends on the optimiser, as those of beta1 and tau do."""
     beta1: Decay = 0.9
     """Decay of the first moment."""
     beta2: Decay = 0.99
     """Decay of the second moment (adam, yogi)."""
     tau: float = Field(default=1e-3, gt=0)
-    """Added to the root of the second moment (adam, yogi, adagrad)."""
+    """Added to the square root of the second moment (adam, yogi, adagrad)."""
     initial: Literal["tau-squared", "zero"] = "tau-squared"
-    """What the second moment starts from: the paper's least value, or nothing, as many implementations have it."""
+    """Initial value of the second moment: tau squared, as in the paper, or zero, as in many implementations."""
     nesterov: bool = False
-    """Look ahead along the momentum (momentum), as Hsu et al. do."""
+    """Nesterov momentum (momentum only), as in Hsu et al."""
 
     @model_validator(mode="before")
     @classmethod

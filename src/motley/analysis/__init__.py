@@ -1,8 +1,12 @@
-"""Analyses of finished or running runs: each a function, a picture and a table. `motley list analyses` names them."""
+"""Analyses of finished or running runs: each is a function that returns a picture and a table.
+
+`motley list analyses` lists them.
+"""
 
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +14,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from motley.files import output_file, write_atomically
 from motley.registry import Registry
 
 
@@ -31,14 +36,16 @@ ANALYSES: Registry[Callable[[Sequence[Path]], Findings]] = Registry("analysis")
 def save(findings: Findings, folder: Path, name: str) -> list[Path]:
     """Write the numbers as CSV and the picture as PNG and SVG; return the files."""
     folder.mkdir(parents=True, exist_ok=True)
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(findings.columns)
+    writer.writerows(findings.rows)
     table = folder / f"{name}.csv"
-    with table.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(findings.columns)
-        writer.writerows(findings.rows)
+    write_atomically(table, text.getvalue().encode())
     pictures = [folder / f"{name}.png", folder / f"{name}.svg"]
     for picture in pictures:
-        findings.figure.savefig(picture, dpi=120, bbox_inches="tight")
+        with output_file(picture) as file:
+            findings.figure.savefig(file, format=picture.suffix[1:], dpi=120, bbox_inches="tight")
     return [table, *pictures]
 
 

@@ -1,16 +1,16 @@
-"""The command line: one file a command."""
+"""The command line: one file per command."""
 
 from __future__ import annotations
 
 import sys
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 import motley
+from motley.cli import failures
 from motley.cli.analyze import analyze
 from motley.cli.bench import bench
+from motley.cli.commands import Command, Group
 from motley.cli.deploy import deploy
 from motley.cli.list import list_things
 from motley.cli.plan import plan
@@ -23,6 +23,7 @@ from motley.cli.watch import watch
 from motley.errors import MotleyError
 
 app = typer.Typer(
+    cls=Group,
     help="Federated learning for a motley crew of devices.",
     no_args_is_help=True,
     add_completion=False,
@@ -38,7 +39,9 @@ app.command()(report)
 app.command()(plan)
 app.command()(analyze)
 app.command()(watch)
-app.add_typer(deploy, name="deploy")
+app.add_typer(deploy, name="deploy", cls=Group)
+for registered in (*app.registered_commands, *deploy.registered_commands):
+    registered.cls = Command
 
 
 @app.callback(invoke_without_command=True)
@@ -50,10 +53,15 @@ def version(show_version: bool = typer.Option(False, "--version", help="Print th
 
 
 def main() -> None:
-    """Run the command line; a problem the user can solve is one message, not a traceback."""
+    """Run the command line and end the process with its exit status; no exception leaves it as a traceback."""
+    status: str | int | None = 0
     try:
         app(prog_name="motley")
-    except MotleyError as error:
-        message = Text.assemble(("motley:", "bold red"), " ", str(error))
-        Console(stderr=True).print(message, soft_wrap=True)
-        sys.exit(2)
+    except SystemExit as left:
+        status = left.code
+    except Exception as error:
+        status = failures.handle(error)
+    problem = failures.flush_output()
+    if problem is not None and status == 0:
+        status = failures.handle(MotleyError(f"the standard output cannot be written: {problem}."))
+    sys.exit(status)

@@ -7,21 +7,26 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from motley.analysis import ANALYSES, save
+from motley.files import output_folder
 from motley.runs.folder import RunFolder
 
 
 def analyze(
     name: str = typer.Argument(..., help="An analysis (motley list analyses)."),
     paths: list[Path] = typer.Argument(..., metavar="RUN...", help="Folders of runs."),
-    out: Path | None = typer.Option(None, "-o", "--out", help="Where to write; by default analysis/ in the first run."),
+    out: Path | None = typer.Option(
+        None, "-o", "--out", help="The folder to write to; by default analysis/ in the first run."
+    ),
 ) -> None:
     """Analyse runs: a picture (PNG and SVG) and its numbers (CSV)."""
+    from motley.analysis import ANALYSES, save  # matplotlib, which other commands do not need, takes half a second
+
     chosen = ANALYSES.entry(name, "analysis")
     for path in paths:
         RunFolder.open(path)
-    findings = chosen.item(paths)
-    for note in findings.notes:
-        Console(stderr=True).print(note, highlight=False, markup=False, soft_wrap=True)
-    for file in save(findings, out or paths[0] / "analysis", chosen.name):
-        Console().print(str(file), highlight=False, markup=False, soft_wrap=True)
+    with output_folder(out or paths[0] / "analysis") as folder:
+        findings = chosen.item(paths)
+        for note in findings.notes:
+            Console(stderr=True).print(note, highlight=False, markup=False, soft_wrap=True)
+        for file in save(findings, folder, chosen.name):
+            Console().print(str(file), highlight=False, markup=False, soft_wrap=True)

@@ -8,8 +8,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from motley.bench import Timing, load, measure, save, stand_in
+from motley.bench import Timing, load, measure, stand_in, to_json
 from motley.config import load_config
+from motley.files import is_stream, output_file
 
 
 def bench(
@@ -17,12 +18,12 @@ def bench(
     preset: str = typer.Option("", help="Start from a named preset (motley list presets)."),
     set_: list[str] = typer.Option([], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting; repeatable."),
     rounds: int = typer.Option(20, min=1, help="Rounds that are measured."),
-    warm_up: int = typer.Option(5, min=0, help="Rounds before that, which are not."),
-    synthetic: bool = typer.Option(False, help="Random images in place of the data set's files."),
+    warm_up: int = typer.Option(5, min=0, help="Warm-up rounds before them, which are not measured."),
+    synthetic: bool = typer.Option(False, help="Use random images instead of the data set's files."),
     json_: Path | None = typer.Option(None, "--json", help="Write the numbers to a file."),
     compare: list[Path] = typer.Option([], help="Compare two such files instead: --compare OLD --compare NEW."),
 ) -> None:
-    """Measure milliseconds a round and a client-step, memory, and where the time goes."""
+    """Measure milliseconds per round and per client step, memory, and where the time goes."""
     console = Console()
     if compare:
         if len(compare) != 2:
@@ -31,15 +32,19 @@ def bench(
         return
     config = load_config(file, preset=preset, overrides=set_)
     setting = " ".join([config.preset or str(file), *set_])
-    timing = measure(config, setting, rounds, warm_up, stand_in(config.data.name) if synthetic else None)
-    console.print(table([timing]))
-    if json_ is not None:
-        save(json_, [timing])
+    dataset = stand_in(config.data.name) if synthetic else None
+    if json_ is None:
+        console.print(table([measure(config, setting, rounds, warm_up, dataset)]))
+        return
+    with output_file(json_) as written:
+        timing = measure(config, setting, rounds, warm_up, dataset)
+        written.write(to_json([timing]))
+    Console(stderr=is_stream(json_)).print(table([timing]))
 
 
 def table(timings: list[Timing]) -> Table:
-    """Return a row a timing."""
-    result = Table("setting", "ms a round", "ms a client-step", "peak MB", "where the time goes")
+    """Return one row per timing."""
+    result = Table("setting", "ms per round", "ms per client step", "peak MB", "where the time goes")
     for timing in timings:
         result.add_row(
             timing.setting,
@@ -52,8 +57,8 @@ def table(timings: list[Timing]) -> Table:
 
 
 def comparison(old: list[Timing], new: list[Timing]) -> Table:
-    """Return a row a setting that both have: old, new, and how many times faster the new one is."""
-    result = Table("setting", "old ms a round", "new ms a round", "old / new")
+    """Return one row per setting that both have: old, new, and how many times faster the new one is."""
+    result = Table("setting", "old ms per round", "new ms per round", "old / new")
     before = {timing.setting: timing for timing in old}
     for timing in new:
         if timing.setting in before:

@@ -1,22 +1,26 @@
-"""`motley list`: what a configuration can choose from."""
+"""`motley list`: what a configuration can choose from, all settings, and the runs of a folder."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from enum import StrEnum
+from pathlib import Path
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from motley.analysis import ANALYSES
 from motley.config import presets
 from motley.data import DATASETS, PARTITIONS
+from motley.errors import MotleyError
 from motley.methods import METHODS
 from motley.methods.names import ABLATIONS, PREFIXES, STEMS, SYSTEMS, VARIANTS
 from motley.models import MODELS
+from motley.reference import Setting, markdown, sections
 from motley.registry import Registry
+from motley.runs.overview import find_runs
 from motley.splits import SPLITS
 
 
@@ -30,41 +34,142 @@ class Kind(StrEnum):
     presets = "presets"
     splits = "splits"
     analyses = "analyses"
+    settings = "settings"
+    runs = "runs"
 
 
-_REGISTRIES: dict[Kind, Registry] = {
-    Kind.methods: METHODS,
-    Kind.models: MODELS,
-    Kind.datasets: DATASETS,
-    Kind.partitions: PARTITIONS,
-    Kind.splits: SPLITS,
-    Kind.analyses: ANALYSES,
-}
+_KINDS = ", ".join(Kind)
 
 
-def list_things(kind: Kind = typer.Argument(..., help="What to list.")) -> None:
-    """List methods, models, datasets, partitions, presets, splits or analyses."""
-    table = Table(box=None, pad_edge=False)
-    if kind is Kind.presets:
-        table.add_column("preset", style="bold", no_wrap=True)
-        table.add_column("what it is")
-        for name, summary in presets().items():
-            table.add_row(name, summary)
+def list_things(
+    kind: Kind = typer.Argument(..., metavar="KIND", help=f"What to list: {_KINDS}."),
+    which: str = typer.Argument(
+        "",
+        help="With runs, the folder to look in (by default runs/); with settings, a table or a part of a key.",
+    ),
+    as_markdown: bool = typer.Option(False, "--markdown", help="With settings: print the page docs/settings.md."),
+) -> None:
+    """List methods, models, data sets, partitions, presets, splits, analyses, settings or runs."""
+    if which and kind not in (Kind.settings, Kind.runs):
+        raise MotleyError(f"motley list {kind}: takes no second argument; {which!r} was given.")
+    if as_markdown and (which or kind is not Kind.settings):
+        raise MotleyError("--markdown: is for `motley list settings` without a second argument.")
+    if kind is Kind.settings:
+        _list_settings(which, as_markdown)
+    elif kind is Kind.runs:
+        _list_runs(Path(which or "runs"))
+    elif kind is Kind.presets:
+        _list_presets()
     else:
-        table.add_column(_REGISTRIES[kind].kind.replace(" ", ""), style="bold", no_wrap=True)
-        table.add_column("what it is")
-        table.add_column("paper")
-        for entry in sorted(_REGISTRIES[kind], key=lambda entry: by_name(entry.name)):
-            also = f" (also: {', '.join(entry.aliases)})" if entry.aliases else ""
-            table.add_row(entry.name, entry.summary + also, entry.paper)
+        _list_registry(_registry(kind))
+        if kind is Kind.methods:
+            Console().print(_names())
+
+
+def _registry(kind: Kind) -> Registry:
+    if kind is Kind.analyses:
+        from motley.analysis import ANALYSES  # matplotlib, which other commands do not need, takes half a second
+
+        return ANALYSES
+    registries: dict[Kind, Registry] = {
+        Kind.methods: METHODS,
+        Kind.models: MODELS,
+        Kind.datasets: DATASETS,
+        Kind.partitions: PARTITIONS,
+        Kind.splits: SPLITS,
+    }
+    return registries[kind]
+
+
+def _list_presets() -> None:
+    table = _table("preset", "what it is")
+    for name, summary in presets().items():
+        table.add_row(name, summary)
     Console().print(table)
-    if kind is Kind.methods:
-        Console().print(_names())
+
+
+def _list_registry(registry: Registry) -> None:
+    entries = sorted(registry, key=lambda entry: by_name(entry.name))
+    with_papers = any(entry.paper for entry in entries)
+    table = _table(registry.kind.replace(" ", ""), "what it is", *(["paper"] if with_papers else []))
+    for entry in entries:
+        also = f" (also: {', '.join(entry.aliases)})" if entry.aliases else ""
+        table.add_row(entry.name, entry.summary + also, *([entry.paper] if with_papers else []))
+    Console().print(table)
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column(first, style="bold", no_wrap=True)
+    for name in others:
+        table.add_column(name)
+    return table
 
 
 def by_name(name: str) -> list[str | int]:
-    """Return what names are sorted by: letters, and the numbers in them as numbers, so that vgg9 is before vgg11."""
+    """Return the key that names are sorted by: numbers in them count as numbers, so that vgg9 comes before vgg11."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+# ---- settings
+
+
+def _list_settings(which: str, as_markdown: bool) -> None:
+    if as_markdown:
+        print(markdown(), end="")
+        return
+    console = Console()
+    found = False
+    for section in sections():
+        settings = [setting for setting in section.settings if which in setting.key]
+        note = section.description if not section.settings and not which else ""
+        if not settings and not note:
+            continue
+        found = True
+        console.print(Text(section.title, "bold"))
+        if note:
+            console.print(note, highlight=False, markup=False)
+        for setting in settings:
+            console.print(_described(setting), soft_wrap=not console.is_terminal)
+        console.print()
+    if not found:
+        raise MotleyError(f"motley list settings: no key contains {which!r}.")
+
+
+def _described(setting: Setting) -> Text:
+    """Return a key with its default, type and allowed values on one line, and its description below."""
+    default = f" = {setting.default}" if setting.default else " (required)"
+    allowed = f": {setting.allowed}" if setting.allowed else ""
+    return Text.assemble(
+        "  ", (setting.key, "cyan"), default, (f"  ({setting.type}{allowed})", "dim"), f"\n      {setting.description}"
+    )
+
+
+# ---- runs
+
+
+def _list_runs(folder: Path) -> None:
+    if not folder.is_dir():
+        raise MotleyError(f"{folder}: there is no such folder. motley list runs FOLDER looks in another one.")
+    runs = find_runs(folder)
+    if not runs:
+        Console().print(f"There are no runs in {folder}.", highlight=False, markup=False, soft_wrap=True)
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("run", style="bold", overflow="fold", min_width=10)
+    for name in ("data", "method", "preset"):
+        table.add_column(name, overflow="fold")
+    for name in ("round", "last", "best"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("began", min_width=10)
+    table.add_column("state", overflow="fold", min_width=8)
+    for run in runs:
+        cells = (run.path, run.data, run.method, run.preset, run.round, run.last, run.best, run.began, run.state)
+        table.add_row(*(Text(str(cell)) for cell in cells))
+    Console().print(table)
+
+
+# ---- methods' names
 
 
 def _names() -> Table:

@@ -1,4 +1,7 @@
-"""Progress of a run: a live display in a terminal, plain lines elsewhere."""
+"""Progress of a run: a live display in a terminal, plain lines elsewhere.
+
+A display that cannot be written does not stop the training: see `Progress.say`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import shlex
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from motley.cli.show import print_outcome
+from motley.errors import MotleyError
 from motley.federation import Federation
 from motley.round import Record, Server
 from motley.runs.folder import RunFolder
@@ -24,10 +28,12 @@ from motley.runs.metrics import overall
 from motley.runs.play import Callback
 
 BARS = "▁▂▃▄▅▆▇█"
+#: Without a terminal, a first round that takes longer than so many seconds is announced with an estimate.
+PATIENCE = 10.0
 
 
 class Progress(Callback):
-    """What every display knows: how far the run is, how fast it goes, and the accuracy of every size."""
+    """The state of every display: how far the run is, how fast it is, and the accuracy of every size."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -37,6 +43,27 @@ class Progress(Callback):
         self.durations: deque[float] = deque(maxlen=20)
         self.history: dict[str, list[float]] = {}
         self.record: Record | None = None
+        self.output_error: OSError | None = None
+
+    def say(self, text: str) -> None:
+        """Print a line. If the output cannot be written (a full disk, a closed terminal), the training goes on.
+
+        A reader that has left (`motley run | head`) does stop the run, as it stops other programs: rich raises
+        SystemExit for a broken pipe, and the run saves a checkpoint.
+        """
+        if self.output_error is not None:
+            return
+        try:
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        except OSError as error:
+            self.lose_output(error)
+
+    def lose_output(self, error: OSError) -> None:
+        """Remember why the output cannot be written, and say so on stderr, once."""
+        self.output_error = error
+        text = f"motley: the standard output cannot be written: {error.strerror}. The training goes on."
+        with suppress(OSError):
+            Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
 
     def on_start(self, federation: Federation, server: Server) -> None:
         self.rounds = federation.config.training.rounds
@@ -56,33 +83,53 @@ class Progress(Callback):
         for size, score in record.scores.items():
             self.history.setdefault(size, []).append(score.accuracy)
         for client, reason in record.refused.items():
-            self.console.print(f"round {record.round_number}: client {client} was refused: {reason}", markup=False)
+            self.say(f"round {record.round_number}: client {client} was refused: {reason}")
 
     def on_stop(self, server: Server) -> None:
         self.round_number = server.round_number
 
     @property
-    def seconds_a_round(self) -> float:
-        """The mean over the last rounds."""
-        return sum(self.durations) / len(self.durations) if self.durations else 0.0
+    def seconds_per_round(self) -> float:
+        """The mean over the last rounds; in the first round an estimate from its clients so far, or 0."""
+        if self.durations:
+            return sum(self.durations) / len(self.durations)
+        if self.clients_done:
+            return (time.perf_counter() - self.began) / self.clients_done * self.clients
+        return 0.0
 
     @property
     def time_left(self) -> str:
-        """How long the rest will take, at the present speed."""
-        if not self.durations:
+        """The time until the end of the run, at the present speed; with a tilde if only clients were timed yet."""
+        if not self.seconds_per_round:
             return "?"
-        seconds = round(self.seconds_a_round * (self.rounds - self.round_number))
-        hours, minutes = divmod(seconds // 60, 60)
-        return f"{hours}:{minutes:02d}:{seconds % 60:02d}" if hours else f"{minutes}:{seconds % 60:02d}"
+        left = clock_time(self.seconds_per_round * (self.rounds - self.round_number))
+        return left if self.durations else f"~{left}"
+
+
+def clock_time(seconds: float) -> str:
+    """Return a duration as 1:02:03, or 2:03 below an hour."""
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
 class PlainProgress(Progress):
-    """A line a round."""
+    """One line per round."""
+
+    estimated = False
 
     def on_start(self, federation: Federation, server: Server) -> None:
         super().on_start(federation, server)
-        after = f", going on after round {server.round_number}" if server.round_number else ""
-        self.console.print(f"{self.rounds} rounds on {self.device}{after}", highlight=False)
+        after = f", continuing after round {server.round_number}" if server.round_number else ""
+        self.say(f"{self.rounds} rounds on {self.device}{after}")
+
+    def on_client(self, client: int) -> None:
+        super().on_client(client)
+        waited = time.perf_counter() - self.began
+        if not self.durations and not self.estimated and waited > PATIENCE:
+            self.estimated = True
+            per_round = clock_time(self.seconds_per_round)
+            self.say(f"client {self.clients_done}/{self.clients}  ~{per_round} per round  left {self.time_left}")
 
     def on_round(self, server: Server, record: Record) -> None:
         super().on_round(server, record)
@@ -90,7 +137,7 @@ class PlainProgress(Progress):
         parts += [f"{size} {score.accuracy:.1%}" for size, score in record.scores.items()]
         parts += [f"mean {overall(record):.1%}"] if record.scores else []
         parts += [f"train loss {record.train_loss:.3f}", f"{self.durations[-1]:.2f} s", f"left {self.time_left}"]
-        self.console.print("  ".join(parts), highlight=False, soft_wrap=True)
+        self.say("  ".join(parts))
 
 
 class LiveProgress(Progress):
@@ -106,7 +153,10 @@ class LiveProgress(Progress):
 
     def on_stop(self, server: Server) -> None:
         super().on_stop(server)
-        self.live.stop()
+        try:
+            self.live.stop()
+        except OSError as error:  # the terminal was closed
+            self.lose_output(error)
 
     def draw(self) -> RenderableType:
         """Return the display as it stands."""
@@ -121,7 +171,7 @@ class LiveProgress(Progress):
             f"[bold]round {min(self.round_number + 1, self.rounds)}/{self.rounds}[/]",
             ProgressBar(total=max(self.rounds, 1), completed=self.round_number + part),
             f"client {self.clients_done}/{self.clients}",
-            f"{self.seconds_a_round:.2f} s a round" if self.durations else "",
+            f"{self.seconds_per_round:.2f} s per round" if self.durations else "",
             f"{self.time_left} left",
             f"train loss {self.record.train_loss:.3f}" if self.record else "",
         )
@@ -145,7 +195,7 @@ def spark(values: list[float], width: int = 40) -> str:
 
 @contextmanager
 def watch(path: Path) -> Iterator[Progress]:
-    """Show a run's progress; at the end its table, and after Ctrl-C how to go on."""
+    """Show a run's progress; at the end its table, and after an interruption the command to continue."""
     console = Console()
     redrawable = console.is_interactive and console.file.isatty()
     progress = LiveProgress(console) if redrawable else PlainProgress(console)
@@ -154,8 +204,16 @@ def watch(path: Path) -> Iterator[Progress]:
     except KeyboardInterrupt:
         after = f" after round {progress.round_number}" if progress.rounds else ""
         begun = RunFolder(path).config.exists()
-        goes_on = f"{after}. To go on: motley resume {shlex.quote(str(path))}" if begun else " before it began."
-        console.print(f"\nStopped{goes_on}", highlight=False, markup=False, soft_wrap=True)
+        how = f"{after}. To continue: motley resume {shlex.quote(str(path))}" if begun else " before it began."
+        progress.say(f"\nStopped{how}")
         raise SystemExit(130) from None
+    name = shlex.quote(str(path))
+    if progress.output_error is not None:
+        reason = progress.output_error.strerror
+        raise MotleyError(
+            f"the run is complete, but the standard output could not be written: {reason}. "
+            f"To see its results: motley show {name}"
+        )
     print_outcome(console, RunFolder.open(path))
-    console.print(f"kept in {path}", highlight=False, markup=False, soft_wrap=True)
+    progress.say(f"kept in {path}")
+    progress.say(f"next: motley show {name}, motley report {name}, motley analyze sizes {name}")

@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from motley.files import write_atomically
+from motley.files import is_stream, output_file
 from motley.report.material import gather
 
 
@@ -19,6 +19,9 @@ def report(
     """Write one self-contained HTML page: curves, tables, traffic, partition, InCo's coefficients, configurations."""
     from motley.report.page import render
 
-    page = render(gather(paths), title or ", ".join(path.resolve().name for path in paths))
-    write_atomically(out, page.encode())
-    Console().print(f"{out}: {len(page) / 1e6:.1f} MB", highlight=False, markup=False, soft_wrap=True)
+    with output_file(out) as file:
+        page = render(gather(paths), title or ", ".join(path.resolve().name for path in paths))
+        file.write(page.encode())
+    Console(stderr=is_stream(out)).print(
+        f"{out}: {len(page) / 1e6:.1f} MB", highlight=False, markup=False, soft_wrap=True
+    )

@@ -1,23 +1,62 @@
-"""`motley resume`: go on with a run that was interrupted."""
+"""`motley resume`: continue a run that was interrupted, or extend a finished one."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import typer
+from rich.console import Console
 
 from motley.cli.deploy import simulation
 from motley.cli.progress import watch
+from motley.config import Config
+from motley.methods import METHODS
+from motley.runs.checkpoint import changed_settings, last_round
 from motley.runs.folder import RunFolder
 from motley.runs.play import resume as resume_run
+from motley.runs.play import set_rounds
 
 
-def resume(path: Path = typer.Argument(..., metavar="RUN", help="The run's folder.")) -> None:
-    """Go on with a run after a crash, Ctrl-C or kill -9."""
+def resume(
+    path: Path = typer.Argument(..., metavar="RUN", help="The run's folder."),
+    rounds: int | None = typer.Option(
+        None, min=1, help="Change the number of rounds of the run first, for example to extend a finished run."
+    ),
+) -> None:
+    """Continue a run after a crash, Ctrl-C or kill -9, or extend it with --rounds."""
+    folder = RunFolder.open(path)
+    before = folder.read_config()
+    config = set_rounds(path, rounds) if rounds is not None else before
+    _warn(_warnings(folder, before, config))
     with watch(path) as progress:
-        if RunFolder.open(path).read_config().engine.name == "flower-simulation":
+        if config.engine.name == "flower-simulation":
             simulation()(None, path, [progress])
         else:
             resume_run(path, [progress])
         if not progress.rounds:
-            progress.console.print("This run is already finished.", highlight=False)
+            progress.say("This run is already finished.")
+
+
+def _warnings(folder: RunFolder, before: Config, config: Config) -> list[str]:
+    """Return what the user should know before the run continues with other settings than it began with."""
+    warnings = []
+    played = last_round(folder.checkpoints)
+    edited = changed_settings(folder.checkpoints, before)
+    if edited:
+        changes = ", ".join(f"{name} = {now!r} (it was {then!r})" for name, (then, now) in edited.items())
+        warnings.append(
+            f"{folder.config} was changed after round {played}: {changes}. The run continues with the new values, "
+            "and its result is that of neither configuration."
+        )
+    longer = config.training.rounds != before.training.rounds or "training.rounds" in edited
+    if played and longer and METHODS[config.method.name].uses_total_rounds:
+        warnings.append(
+            f"{config.method.name} schedules its training by the total number of rounds, and rounds 1 to {played} "
+            "were played with another total. The result differs from that of a run which had it from the start."
+        )
+    return warnings
+
+
+def _warn(warnings: list[str]) -> None:
+    for warning in warnings:
+        Console(stderr=True).print(f"motley: warning: {warning}", highlight=False, markup=False, soft_wrap=True)

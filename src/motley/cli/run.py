@@ -17,7 +17,7 @@ def run(
     file: Path | None = typer.Argument(None, help="A TOML file; without one, the quickstart preset."),
     preset: str = typer.Option("", help="Start from a named preset (motley list presets)."),
     set_: list[str] = typer.Option([], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting; repeatable."),
-    profile: bool = typer.Option(False, "--profile", help="Draw who trained in which slot and when: timeline.png."),
+    profile: bool = typer.Option(False, "--profile", help="Draw when each slot trained which client: timeline.png."),
     engine: str = typer.Option("", help="Run clients with another engine: local, debug or flower-simulation."),
     out: Path | None = typer.Option(None, help="The run's folder; by default the next free one under runs/."),
 ) -> None:

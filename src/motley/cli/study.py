@@ -16,6 +16,7 @@ from rich.table import Table
 from motley.config import parse_overrides
 from motley.errors import MotleyError
 from motley.federation import Federation
+from motley.files import output_folder
 from motley.round import Record, Server
 from motley.runs.play import Callback
 from motley.studies.declaration import Study, load_study, studies
@@ -59,6 +60,8 @@ def study(
         return
     if not any(cell.runs for cell in cells):
         raise MotleyError(f"study {chosen.name!r}: nothing of it can run here (see what is missing above).")
+    with output_folder(out):
+        pass  # a path that cannot be written is refused before the first run
 
     def save_results() -> list[Result]:
         results = collect(cells, out)

@@ -71,9 +71,10 @@ class Partition:
 
 
 class PartitionSettings(Settings):
-    """What every partition can do: say which samples of a labelled data set each client holds."""
+    """Which samples of a labelled data set each client holds."""
 
     name: str
+    """How samples are dealt to clients (`motley list partitions`)."""
 
     @abstractmethod
     def split(self, labels: np.ndarray, clients: int, seed: int) -> Partition:
@@ -132,12 +133,12 @@ class Dirichlet(Dealt):
 
     name: Literal["dirichlet"] = "dirichlet"
     alpha: float = Field(0.5, gt=0, allow_inf_nan=False)
-    """Concentration: small is one class a client, large is iid."""
+    """Concentration. Small values give each client few classes, large values approach iid."""
     min_size: int = Field(10, ge=1)
-    """The least a client holds; N // clients where there are not enough samples for that."""
+    """Minimum number of samples per client, or N // clients if there are too few samples for that."""
     numpy_seed: int = Field(-1, ge=-1, lt=2**32)
-    """The benchmark's own partition, sample by sample: the one that its code, and every code that took this loop over,
-    draws after numpy.random.seed(numpy_seed), whatever the run's seed. -1: a partition of the run's seed.
+    """Reproduce NIID-Bench's own partition sample by sample, as its code draws it after numpy.random.seed(numpy_seed),
+    independent of the run's seed. -1: use the run's seed.
     """
 
     def _owners(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
@@ -208,7 +209,7 @@ class DirichletEqual(Dealt):
 
     name: Literal["dirichlet-equal"] = "dirichlet-equal"
     alpha: float = Field(0.5, gt=0, allow_inf_nan=False)
-    """Concentration: small is one class a client (while classes last), large is iid."""
+    """Concentration. Small values give each client few classes (while classes last), large values approach iid."""
 
     def _owners(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
         groups = _by_class(labels)
@@ -237,6 +238,7 @@ class Shards(Dealt):
 
     name: Literal["shards"] = "shards"
     shards_per_client: int = Field(2, ge=1)
+    """Shards of label-sorted samples that each client gets."""
 
     def _owners(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
         shards = clients * self.shards_per_client
@@ -261,9 +263,9 @@ class Quantity(Dealt):
 
     name: Literal["quantity"] = "quantity"
     alpha: float = Field(0.5, gt=0, allow_inf_nan=False)
-    """Concentration: small is a few large clients, large is equal sizes."""
+    """Concentration. Small values give a few large clients, large values give equal sizes."""
     min_size: int = Field(10, ge=1)
-    """The least a client holds; N // clients where there are not enough samples for that."""
+    """Minimum number of samples per client, or N // clients if there are too few samples for that."""
 
     def _owners(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
         sizes = _cut(len(labels), _log_gamma(self.alpha, clients, rng))
@@ -281,8 +283,9 @@ class FromFile(PartitionSettings):
 
     name: Literal["file"] = "file"
     path: Path
+    """The .json or .npz file with one list of sample indices per client."""
     allow_shared: bool = False
-    """Whether two clients may hold the same sample. One client never holds a sample twice."""
+    """Allow two clients to hold the same sample. One client never holds a sample twice."""
 
     def split(self, labels: np.ndarray, clients: int, seed: int) -> Partition:
         """Read the lists and check them against the data set and the number of clients; the seed plays no part."""

@@ -17,10 +17,11 @@ class DataSettings(Settings):
     """Which data set, how it is transformed and how it is dealt to the clients."""
 
     name: str = "digits"
+    """The data set (`motley list datasets`)."""
     path: str = ""
-    """The user's own file, for the reader `npz`."""
+    """Your own data file, for data.name = "npz". In a TOML file, a relative path starts from that file's folder."""
     root: str = ""
-    """Folder that holds the named data sets; empty: $MOTLEY_DATA, else the cache folder."""
+    """Folder with the named data sets; empty: $MOTLEY_DATA if it is set, else ~/.cache/motley."""
     transform: TransformSettings = TransformSettings()
     partition: SerializeAsAny[PartitionSettings]
 

@@ -14,22 +14,26 @@ from motley.settings import Settings
 
 
 class TransformSettings(Settings):
-    """Resizing, normalisation and augmentation. A preset fills what is not given."""
+    """Resizing, normalisation and augmentation of images. Missing keys take the values of the preset."""
 
     preset: str = "plain"
-    """plain, or a paper's transform for this data set: inco, inco-vit, fedimpro."""
+    """plain, or a paper's transform for this data set: inco, inco-vit, fedimpro. The other keys of the table override
+    it.
+    """
     resize: int = Field(default=0, ge=0)
-    """Side in pixels to which images are scaled (bilinear); 0 leaves them as they are."""
+    """Side in pixels to which images are scaled (bilinear); 0: they keep their size."""
     mean: tuple[float, ...] = ()
+    """Mean per channel that is subtracted, for pixels in 0..1; empty: no normalisation."""
     std: tuple[float, ...] = ()
+    """Standard deviation per channel by which is divided, for pixels in 0..1; empty: no normalisation."""
     crop_padding: int = Field(default=0, ge=0)
-    """Random crop of the original size after padding with black on every side."""
+    """Pixels of black padding on every side before a random crop of the original size; 0: no random crop."""
     flip: bool = False
-    """Mirror left to right, every second time."""
+    """Mirror training images left to right with probability 1/2."""
     cutout: int = Field(default=0, ge=0)
-    """Side of a square set to zero after normalisation, its centre anywhere in the image."""
+    """Side in pixels of a random square that is set to zero after normalisation; 0: none."""
     resized_crop: bool = False
-    """Random crop of 8 to 100 % of the area, aspect 3/4 to 4/3, scaled to `resize`."""
+    """Random crop of 8 to 100 % of the area with aspect ratio 3/4 to 4/3, scaled to `resize`."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> TransformSettings:

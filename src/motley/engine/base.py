@@ -20,34 +20,38 @@ from motley.splits.part import State
 
 
 class EngineSettings(Settings):
-    """How clients are run. `precision` changes what is computed, and `stack` what is drawn; the rest, the last bits."""
+    """How and where clients are run. Only `precision` and `stack` change results by more than rounding."""
 
     name: Literal["local", "debug", "flower", "flower-simulation"] = "local"
-    """local: slots, captured as CUDA graphs on a GPU. debug: a fresh model a client, one at a time. flower: nodes
-    elsewhere (motley deploy). flower-simulation: Flower's own simulation of nodes, with Ray.
+    """How clients are run. local: in slots, captured as CUDA graphs on a GPU. debug: a fresh model per client, one
+    client at a time. flower: on nodes elsewhere (`motley deploy`). flower-simulation: Flower's own simulation, with
+    Ray.
     """
     device: str = "auto"
-    """auto (every GPU that is visible, or else the CPU), cpu, cuda (the first GPU), cuda:N, or several GPUs:
-    cuda:0,cuda:1. The first is the server's; clients train on all of them. The debug engine uses the first only.
+    """auto (every visible GPU, or the CPU if there is none), cpu, cuda (the first GPU), cuda:N, or several GPUs:
+    cuda:0,cuda:1. The first one is the server's; clients train on all of them. The debug engine uses the first one
+    only.
     """
     slots: int = Field(default=0, ge=0)
-    """Clients of a size that train at once on each device; 0: 1 on a CPU, up to 4 on a GPU."""
+    """Clients of the same size that train at the same time on each device; 0: 1 on a CPU, up to 4 on a GPU."""
     stack: int = Field(default=1, ge=1)
-    """Clients of a size that train side by side in one step, for small models without batch norm; on a CPU, without
-    convolutions too. Changes the last bits, and which numbers dropout draws.
+    """Clients of the same size that train in one batched step, for small models without batch norm (on a CPU, also
+    without convolutions). Changes the last bits of results, and the random numbers of dropout.
     """
     threads: int = Field(default=1, ge=1, le=1024)
-    """CPU threads of torch. Another number changes the last bits of results, and more than one is slow beside other
-    busy processes; for large models on an idle machine, the number of cores. At most 1024.
+    """CPU threads of torch. Other values change the last bits of results. More than one thread is slow beside other
+    busy processes; for large models on an idle machine, use the number of cores.
     """
     fused: bool = True
-    """On a GPU, kernels of our own for batch norm with addition and ReLU; off in the debug engine."""
+    """On a GPU, use Motley's own kernels, for example for batch norm with addition and ReLU; always off in the debug
+    engine.
+    """
     memory_share: float = Field(default=0.125, ge=0, le=1)
-    """Share of a GPU's memory for what clients remember between rounds; what is more goes to the host. With several
-    GPUs, all of it goes there.
+    """Fraction of a GPU's memory for the clients' state between rounds; the rest of the state is kept in host memory.
+    With several GPUs all of it is.
     """
     memory_gib: float = Field(default=1.0, ge=0)
-    """Host memory for what clients remember; what is more lies on disk."""
+    """Host memory for the clients' state, in GiB; the rest of the state is kept on disk."""
     precision: Literal["fp32", "tf32", "fp16", "bf16"] = "tf32"
     """Precision of training. tf32 is fp32 on a CPU. fp16 and bf16, for a GPU only, compute in 16 bits and keep
     single-precision master weights. fp16 has more digits and a narrow range: a step whose gradients overflow is

@@ -22,15 +22,18 @@ Momentum: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSettings(Settings):
-    """The client's optimiser; its state is fresh every round."""
+    """The clients' optimiser. Its state starts anew in every round."""
 
     name: Literal["adam", "adamw", "sgd"] = "adam"
+    """The clients' optimiser."""
     lr: float = Field(default=1e-3, gt=0)
+    """Learning rate of the clients in round 1; see training.lr_decay and training.lr_drops."""
     momentum: Momentum = 0.0
-    """Of sgd."""
+    """Momentum (sgd)."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Weight decay: decoupled with adamw, part of the gradient with adam and sgd."""
     betas: tuple[Momentum, Momentum] = (0.9, 0.999)
-    """Of adam and adamw."""
+    """Decay rates of the two moments (adam, adamw)."""
 
     @model_validator(mode="after")
     def _momentum_is_for_sgd(self) -> OptimizerSettings:
@@ -73,23 +76,26 @@ class OptimizerSettings(Settings):
 
 
 class TrainingSettings(Settings):
-    """How long the federation runs and how a client trains in its turn."""
+    """The number of rounds, and the clients' local training."""
 
     rounds: int = Field(default=20, ge=1)
+    """Number of rounds. `motley resume RUN --rounds N` changes it for an existing run."""
     epochs: float = Field(default=1.0, gt=0)
-    """Passes over the client's data a turn; fractions are allowed."""
+    """Local epochs per round; fractions are allowed."""
     steps: int = Field(default=0, ge=0)
-    """Batches a turn, instead of epochs; 0: as many as `epochs` says."""
+    """Local steps (batches) per round, instead of `epochs`; 0: use `epochs`."""
     batch_size: int = Field(default=32, ge=1)
+    """Batch size of local training."""
     drop_last: bool = False
-    """Leave out an epoch's last, smaller batch, unless it is the only one."""
+    """Drop the last, smaller batch of an epoch, unless it is the only one."""
     clip: float = Field(default=0.0, ge=0)
-    """Largest norm of the gradient; 0: not clipped."""
+    """Maximum norm of the gradient; 0: no clipping."""
     lr_decay: float = Field(default=1.0, gt=0, le=1)
     """The learning rate of round t is lr * lr_decay ** (t - 1)."""
     lr_drops: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Rounds after which the learning rate is multiplied by `lr_drop`, once for each."""
+    """Rounds after which the learning rate is multiplied by `lr_drop`."""
     lr_drop: float = Field(default=0.1, gt=0, le=1)
+    """Factor on the learning rate after each round of `lr_drops`."""
     optimizer: OptimizerSettings = OptimizerSettings()
 
     def lr(self, round_number: int) -> float:

@@ -34,9 +34,13 @@ REPORTED = "reported/"
 
 
 class MethodSettings(Settings):
-    """Which method, and InCo on top of it. A method with settings of its own derives its class from this one."""
+    """The method, and InCo on top of it.
+
+    A method with settings of its own derives its class from this one.
+    """
 
     name: str = "fedavg"
+    """The method (`motley list methods`). The papers' names, such as InCoProx, are accepted too."""
     inco: IncoSettings = IncoSettings()
 
 
@@ -107,6 +111,9 @@ class Method:
     Settings: ClassVar[type[MethodSettings]] = MethodSettings
     exchanges_weights: ClassVar[bool] = True
     """False for methods that send logits, prototypes or features only; InCo has nothing to act on there."""
+    #: True for methods whose training depends on `World.rounds`: a run that is extended later then differs from one
+    #: that had all its rounds from the start.
+    uses_total_rounds: ClassVar[bool] = False
 
     def __init__(self, settings: MethodSettings, world: World) -> None:
         self.settings = settings

@@ -31,9 +31,9 @@ class DepthFLSettings(FedDynSettings):
 
     name: str = "depthfl"
     distill: bool = True
-    """Let the exits teach each other."""
+    """Distil between the exits of a model."""
     ramp: int = Field(default=300, ge=1)
-    """Rounds until their teaching has its full weight."""
+    """Rounds until the distillation has its full weight."""
 
 
 @METHODS.register("depthfl", "FedDyn with exits that teach each other", paper="Kim et al., ICLR 2023")

@@ -32,7 +32,9 @@ class FedDynSettings(MethodSettings):
 
     name: str = "feddyn"
     alpha: float = Field(default=0.1, gt=0)
-    """Strength of the regulariser. The authors use 0.01 and 0.1; with Adam it is rescaled with the gradient."""
+    """Weight of the dynamic regulariser. FedDyn's authors use 0.01 and 0.1. With Adam its gradient is rescaled like
+    any other.
+    """
 
 
 @METHODS.register("feddyn", "dynamic regularisation: duals at clients and server", paper="Acar et al., ICLR 2021")

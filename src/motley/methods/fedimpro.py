@@ -60,42 +60,52 @@ class FedImproSettings(MethodSettings):
 
     name: str = "fedimpro"
     preset: Literal["paper", "official"] = "paper"
+    """The paper's choices, or those of its released code (official). The other keys override the preset."""
     cut: str = ""
-    """The last stage of the low level, for example layer2; empty: the one in the middle, layer2 of a ResNet."""
+    """The last stage of the low level, for example layer2; empty: the one in the middle, which is layer2 of a ResNet.
+    """
     beta_m: float = Field(default=0.9, ge=0, lt=1)
-    """Momentum of a client's statistics over its batches (Eq. 6). 0: they are those of the last batch with a class."""
+    """Momentum of a client's statistics over its batches (Eq. 6). 0: only the last batch with a class counts."""
     beta_g: float = Field(default=0.5, ge=0, lt=1)
     """Momentum of the server's statistics over rounds (Eq. 7)."""
     merge: Literal["uniform", "counts"] = "uniform"
-    """uniform: the mean over clients, of whom one without a class returns what it received (Eq. 7). counts: the
-    statistics of all clients' examples together, a class over those who have it.
+    """uniform: the mean over clients; a client without a class returns the statistics it received (Eq. 7). counts: the
+    statistics of all clients' examples together, each class over the clients that have it.
     """
     share: Literal["shape", "size"] = "shape"
-    """Statistics are common to all sizes whose features have one shape, or each size has its own."""
+    """shape: sizes whose features have the same shape share their statistics. size: each size has its own."""
     spread: Literal["variance", "deviation"] = "variance"
-    """What is averaged beside the mean."""
+    """The quantity that is averaged beside the mean."""
     deviation_max: Limit = "off"
-    """Largest standard deviation to draw with."""
+    """Maximum standard deviation of drawn features."""
     noise: float = Field(default=0.0, ge=0)
     """Standard deviation of the noise on means and variances that a client sends."""
     source: Literal["received", "own"] = "received"
-    """Features are drawn from what was received, or from the client's own estimate, which starts from it."""
+    """received: features are drawn from the received statistics. own: from the client's own estimate, which starts
+    from them.
+    """
     labels: Literal["batch", "balanced"] = "batch"
-    """Features are drawn for the labels of the batch, or for every class equally often."""
+    """batch: features are drawn for the labels of the batch. balanced: for every class equally often."""
     ratio: float = Field(default=1.0, gt=0)
-    """Drawn features an example of the batch; "balanced" goes on to the next multiple of the number of classes."""
+    """Number of drawn features per example of the batch. With labels = "balanced", rounded up to a multiple of the
+    number of classes.
+    """
     normalization: Literal["joint", "separate"] = "joint"
-    """Whether real and drawn features are one batch to batch norm; separate: two, and only the real one moves its
-    running statistics.
+    """joint: real and drawn features are one batch for batch norm. separate: two batches, and only the real one
+    updates the running statistics.
     """
     weight: float = Field(default=1.0, ge=0)
-    """Weight of the drawn features' loss; 0: nothing is drawn."""
+    """Weight of the loss on drawn features; 0: nothing is drawn."""
     ramp: float = Field(default=0.0, ge=0)
-    """Epochs after which the weight, from 0 on, has come to `weight`; it grows on. 0: it is constant."""
+    """Warm-up length in epochs: the weight rises linearly from 0 to `weight` and keeps rising. 0: the weight is
+    constant.
+    """
     weight_max: Limit = "off"
-    """Largest weight of a ramp."""
+    """Maximum weight that a ramp reaches."""
     average: bool = False
-    """Divide by 1 + weight: with weight = ratio, the mean over real and drawn features (Theorem 4.2)."""
+    """Divide the loss by 1 + weight. With weight = ratio it is then the mean over real and drawn features (Theorem
+    4.2).
+    """
 
     @model_validator(mode="before")
     @classmethod

@@ -50,34 +50,38 @@ class FedInSettings(MethodSettings):
 
     name: str = "fedin"
     mu: float = Field(default=0.1, ge=0)
-    """Strength of the proximal term; the paper writes mu / 2 = 0.05. 0 is its ablation "w/o Prox"."""
+    """Weight of the proximal term; the paper writes mu / 2 = 0.05. 0 is its ablation "w/o Prox"."""
     proximal: Proximal = "squared"
-    """Which term, as for FedProx."""
+    """The proximal term, as for FedProx. squared: mu/2 |theta - w|^2. norms: mu/2 times the sum of |theta - w|."""
     combine: Literal["simplified", "exact", "sum"] = "simplified"
-    """simplified: G_IN + multiplier / 2 G_local (Eq. 13). exact: G_IN without what points against G_local (Eq. 12), and
-    nothing of G_local itself. sum: G_IN + G_local, the ablation "w/o Opt".
+    """How the gradients are combined. simplified: G_IN + multiplier / 2 G_local (Eq. 13). exact: G_IN without its
+    component against G_local, and without G_local itself (Eq. 12). sum: G_IN + G_local, the ablation "w/o Opt".
     """
     multiplier: float = Field(default=1.0, gt=0)
     """Lambda of Eq. 13."""
     step: Literal["joint", "separate"] = "joint"
-    """One step with the combined gradient; or FedProx's step, and then one of L_IN with an optimiser of its own."""
+    """joint: one step with the combined gradient. separate: FedProx's step, then a step on L_IN with an optimiser of
+    its own.
+    """
     samples: int = Field(default=1, ge=0)
-    """Other clients whose features a client receives (Figure 6d). 0: no features travel, the ablation "w/o IN"."""
+    """Number of other clients whose features a client receives (Figure 6d). 0: none, the ablation "w/o IN"."""
     batch: int = Field(default=0, ge=0)
-    """Examples in a client's features; 0: as many as in a training batch."""
+    """Number of examples in a client's features; 0: the training batch size."""
     pool: int = Field(default=100, ge=1)
-    """Most clients whose features the server keeps: those who came last."""
+    """Maximum number of clients whose features the server keeps; the most recent ones stay."""
     stale: bool = True
-    """Whether features of earlier rounds than the last one are kept."""
+    """Keep features of rounds before the last one."""
     noise: float = Field(default=0.0, ge=0)
-    """Noise on s_in and s_out, in standard deviations of each; 0.8 in the paper's "+Noise"."""
+    """Noise on s_in and s_out, as a multiple of their standard deviations; 0.8 in the paper's "+Noise"."""
     noise_on: Literal["forward", "upload"] = "forward"
-    """forward: all through training, and so on what is sent too. upload: on what is sent alone."""
+    """forward: noise throughout training, and so on sent features too. upload: noise on sent features only."""
     running: Literal["both", "local"] = "both"
-    """Whose passes move the running statistics of normalisation: those on received features too, or not."""
+    """Passes that update the running statistics of normalisation. both: also those on received features. local: only
+    those on the client's own examples.
+    """
     projection: int = Field(default=0, ge=0)
-    """Length of the vectors to which features are projected, so that models of unlike widths and families exchange
-    them; 0: features go as they are, to models in which they have the same shapes.
+    """Length of the vectors to which features are projected, so that models of different widths and families can
+    exchange them. 0: no projection; features go to models in which they have the same shape.
     """
 
     @model_validator(mode="after")

@@ -35,10 +35,10 @@ class FedNovaSettings(FedProxSettings):
 
     name: str = "fednova"
     mu: float = Field(default=0.0, ge=0)
-    """Strength of a proximal term; 0: none."""
+    """Weight of a proximal term; 0: none."""
     scale_buffers: bool = False
-    """Rescale running statistics like parameters, as NIID-Bench does. Where clients have unlike numbers of steps the
-    rescaled mean goes too far: a running variance can fall below that of every client, to zero at worst.
+    """Rescale running statistics like parameters, as NIID-Bench does. If clients differ in their number of steps, a
+    running variance can then fall below that of every client, in the worst case to zero.
     """
 
 

@@ -32,11 +32,13 @@ class FedProxSettings(MethodSettings):
 
     name: str = "fedprox"
     mu: float = Field(default=0.1, ge=0)
-    """Strength of the pull. 0.1 is what the InCo and FedIN papers use (they write mu/2 = 0.05); the authors of FedProx
-    choose among 0.001, 0.01, 0.1, 0.5 and 1. With Adam the pull is rescaled with the gradient.
+    """Weight of the proximal term. The InCo and FedIN papers use 0.1 (they write mu/2 = 0.05); FedProx's authors
+    choose among 0.001, 0.01, 0.1, 0.5 and 1. With Adam the term's gradient is rescaled like any other.
     """
     proximal: Proximal = "squared"
-    """Which term."""
+    """squared: mu/2 |theta - w|^2. norms: mu/2 times the sum of |theta - w| over tensors, as in much public code; its
+    gradient does not grow with the distance.
+    """
 
 
 @METHODS.register("fedprox", "FedAvg with a proximal term, mu / 2 |theta - w|^2", paper="Li et al., MLSys 2020")

@@ -29,9 +29,9 @@ class FedSpeedSettings(FedDynSettings):
 
     name: str = "fedspeed"
     rho: float = Field(default=0.1, ge=0)
-    """How far a step climbs before it takes its gradient."""
+    """Length of the ascent step before the gradient is computed."""
     ascent: float = Field(default=1.0, ge=0, le=1)
-    """Share of the gradient up there. The authors' code has 1."""
+    """Fraction of the gradient that is computed after the ascent step. The authors' code uses 1."""
 
 
 @METHODS.register("fedspeed", "FedDyn's duals with sharpness-aware gradients", paper="Sun et al., ICLR 2023")

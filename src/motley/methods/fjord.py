@@ -29,7 +29,7 @@ class FjORDSettings(MethodSettings):
 
     name: str = "fjord"
     distill: bool = True
-    """Let the widest answer teach the drawn one; twice the work a step."""
+    """Train the sampled width with the logits of the widest one as soft targets; doubles the work per step."""
 
 
 @METHODS.register("fjord", "a width drawn for each batch, taught by the widest", paper="Horvath et al., NeurIPS 2021")

@@ -40,11 +40,15 @@ class HeteroFLSettings(MethodSettings):
 
     name: str = "heterofl"
     masked: bool = True
-    """Set the answers for classes that the client does not have to 0 in its loss."""
+    """Set the logits of classes that a client does not have to 0 in its loss."""
     classifier_rows: Literal["all", "holders"] = "holders"
-    """Whose rows of the last layer count: everybody's, or for each class those of clients that have it."""
+    """The clients that count in the average of the last layer's rows. all: all clients. holders: for each class, the
+    clients that have examples of it.
+    """
     statistics: Literal["pass", "running"] = "pass"
-    """Where batch norms' statistics come from: a pass over the clients before each evaluation, or from training."""
+    """Source of batch norm's statistics. pass: a pass over the clients' data before each evaluation. running: the
+    running statistics of training.
+    """
 
 
 @METHODS.register(

@@ -31,7 +31,7 @@ class InclusiveFLSettings(MethodSettings):
 
     name: str = "inclusivefl"
     beta: float = Field(default=0.2, ge=0, le=1)
-    """Share of the larger size in the change of a last block."""
+    """Weight of the next larger size's delta in the delta of a size's last block (momentum distillation)."""
 
 
 @METHODS.register(

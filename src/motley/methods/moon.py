@@ -33,8 +33,9 @@ class MoonSettings(MethodSettings):
 
     name: str = "moon"
     mu: float = Field(default=1.0, ge=0)
-    """Weight of the contrastive term. The authors choose among 0.001, 0.01, 0.1, 1, 5 and 10."""
+    """Weight of the contrastive term. MOON's authors choose among 0.001, 0.01, 0.1, 1, 5 and 10."""
     temperature: float = Field(default=0.5, gt=0)
+    """Temperature of the contrastive term."""
 
 
 @METHODS.register("moon", "FedAvg with a contrastive loss on representations", paper="Li et al., CVPR 2021")

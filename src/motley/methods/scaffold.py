@@ -37,8 +37,8 @@ class ScaffoldSettings(MethodSettings):
 
     name: str = "scaffold"
     initial: Literal["zeros", "weights"] = "zeros"
-    """What c and every c_i start from. "weights" is what NIID-Bench does: the random weights of another network. They
-    cancel over all clients together, but until all have had a turn each one's steps are off by much of these weights.
+    """Initial value of all control variates. zeros: 0. weights: the random weights of another network, as in
+    NIID-Bench. These cancel over all clients, but until every client has taken part they disturb the steps.
     """
 
 

@@ -29,14 +29,15 @@ class ScaleFLSettings(MethodSettings):
 
     name: str = "scalefl"
     gamma: float = Field(default=0.05, ge=0)
-    """Weight of the distillation. The released command for images has 0; for text the authors use 0.05."""
+    """Weight of the distillation loss. The released command for images uses 0; for text the authors use 0.05."""
     temperature: float = Field(default=3.0, gt=0)
+    """Temperature of the distillation."""
     begin: float = Field(default=0.25, ge=0, le=1)
-    """Share of the rounds before the distillation begins."""
+    """Fraction of the rounds before the distillation begins."""
     teacher: str = Field(default="detached", pattern="^(detached|trained)$")
-    """Whether the distillation moves the deepest exit as well ("trained", as released)."""
+    """detached: the distillation does not train the deepest exit. trained: it does, as in the released code."""
     mean_over_classes: bool = False
-    """Divide the divergence by the number of classes, as released."""
+    """Divide the divergence by the number of classes, as in the released code."""
 
 
 @METHODS.register("scalefl", "all exits learn, and the deepest teaches the others", paper="Ilhan et al., CVPR 2023")
@@ -44,6 +45,7 @@ class ScaleFL(Method):
     """FedAvg, and this loss."""
 
     Settings = ScaleFLSettings
+    uses_total_rounds = True  # `begin` is a fraction of them
     settings: ScaleFLSettings
 
     def loss(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:

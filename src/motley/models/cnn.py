@@ -21,12 +21,12 @@ SMALLEST_SIDE = 6
 
 
 class CNNSettings(Settings):
-    """What can be chosen about the network."""
+    """Settings of the model `cnn`."""
 
     map_dropout: float = Field(0.25, ge=0, lt=1)
-    """Share of the pooled maps' values that are dropped in training."""
+    """Dropout probability after pooling."""
     hidden_dropout: float = Field(0.5, ge=0, lt=1)
-    """Share of the hidden units that are dropped in training."""
+    """Dropout probability of the hidden units."""
 
 
 class CNN(Staged):

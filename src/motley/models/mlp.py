@@ -20,10 +20,10 @@ from motley.settings import Settings
 
 
 class MLPSettings(Settings):
-    """What can be chosen about a perceptron beside its depth."""
+    """Settings of all MLPs."""
 
     hidden: int = Field(64, ge=1)
-    """Units of each hidden layer."""
+    """Number of units per hidden layer."""
 
 
 class MLP(Staged):

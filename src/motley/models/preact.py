@@ -22,10 +22,10 @@ from motley.settings import Settings
 
 
 class PreActSettings(Settings):
-    """What can be chosen about the network beside its size."""
+    """Settings of HeteroFL's pre-activation ResNets."""
 
     width: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """Factor on the four stages' 64, 128, 256 and 512 channels, each rounded and at least 1."""
+    """Factor on the 64, 128, 256 and 512 channels of the four stages."""
 
 
 class Block(nn.Module):

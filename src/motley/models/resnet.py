@@ -27,20 +27,20 @@ Pair: TypeAlias = tuple[Tensor, Tensor]
 
 
 class ResNetSettings(Settings):
-    """What can be chosen about a residual network beside its size."""
+    """Settings of all ResNets."""
 
     stem: Literal["imagenet", "cifar"] = "imagenet"
     """imagenet: 7x7 convolution of stride 2, then 3x3 max pooling of stride 2; cifar: 3x3 of stride 1, no pooling."""
     width: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """Factor on the four stages' 64, 128, 256 and 512 channels, each rounded and at least 1."""
+    """Factor on the 64, 128, 256 and 512 channels of the four stages."""
     norm: Literal["batch", "group"] = "batch"
-    """batch: with running statistics, which clients must also share; group: none, each image by itself."""
+    """batch: batch norm, whose running statistics are exchanged too. group: group norm, without running statistics."""
     groups: int = Field(2, ge=1)
-    """Groups of channels that group norm treats apart; unused with batch norm."""
+    """Number of channel groups of group norm."""
 
     taps: Literal["all", "effective"] = "all"
-    """effective: leave out kernel taps that only ever see padding at this image size. The same function, trained the
-    same way, with fewer weights.
+    """all: all kernel weights. effective: leave out kernel taps that only see padding at this image size. The function
+    and its training stay the same, with fewer weights.
     """
 
     @field_validator("groups")

@@ -27,12 +27,12 @@ HIDDEN = 512
 
 
 class VGGSettings(Settings):
-    """What can be chosen about a VGG network beside its size."""
+    """Settings of all VGG networks."""
 
     dropout: float = Field(0.1, ge=0, lt=1)
-    """Share of the values before each hidden layer that are dropped in training; VGG11 is often trained with 0.5."""
+    """Dropout probability before each hidden layer of the classifier; VGG11 is often trained with 0.5."""
     map_dropout: float = Field(0.05, ge=0, lt=1)
-    """Share of VGG9's maps that are dropped as a whole behind its second block."""
+    """Probability of dropping a whole feature map after VGG9's second block."""
 
 
 class VGG(Staged):

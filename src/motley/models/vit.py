@@ -23,16 +23,16 @@ from motley.settings import Settings
 
 
 class ViTSettings(Settings):
-    """What can be chosen about a vision transformer beside its depth; the defaults are those of ViT-S/16."""
+    """Settings of all vision transformers. The defaults are those of ViT-S/16."""
 
     patch: int = Field(16, ge=1)
-    """Side of a patch in pixels; must divide the image's height and width."""
+    """Side of a patch in pixels; it must divide the image's height and width."""
     dim: int = Field(384, ge=1)
-    """Length of a token."""
+    """Embedding dimension."""
     heads: int = Field(6, ge=1)
-    """Attention heads of dim / heads numbers each."""
+    """Number of attention heads."""
     mlp_ratio: float = Field(4.0, gt=0, allow_inf_nan=False)
-    """Hidden width of an MLP, in multiples of `dim`."""
+    """Hidden width of the MLPs as a multiple of `dim`."""
 
     @field_validator("heads")
     @classmethod

@@ -8,14 +8,17 @@ from motley.settings import Settings
 
 
 class PrivacySettings(Settings):
-    """Differential privacy of uploads, done by the client before anything leaves it."""
+    """Differential privacy of the clients' updates, applied on the client."""
 
     clip: float = Field(default=0.0, ge=0)
-    """The largest norm of a change, over all parameters; longer ones are scaled down to it. 0: no privacy at all."""
+    """Maximum norm of a client's delta over all parameters; larger deltas are scaled down to it. 0: no differential
+    privacy.
+    """
     noise: float = Field(default=0.0, ge=0)
-    """Standard deviation of the normal noise that a client adds to every parameter's change, in units of `clip`."""
+    """Standard deviation of the Gaussian noise that a client adds to every parameter's delta, as a multiple of `clip`.
+    """
     delta: float = Field(default=1e-5, gt=0, lt=1)
-    """The delta for which epsilon is stated; it should be well below one over the number of clients."""
+    """The delta for which epsilon is reported. It should be well below 1 / number of clients."""
 
     @property
     def active(self) -> bool:

@@ -1,4 +1,4 @@
-"""Checkpoints: everything a run needs to go on, safe against being killed at any instant.
+"""Checkpoints: everything a run needs to continue, safe against being killed at any instant.
 
 A checkpoint is a folder that is written under another name, flushed, and renamed into place, so it is complete or it is
 not there. Tensors are safetensors and the rest is JSON: nothing is ever unpickled.
@@ -11,30 +11,47 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from motley.config import Config
 from motley.errors import MotleyError
 from motley.files import flush
 from motley.privacy import Spent
 from motley.round import Server
+from motley.settings import flat
 from motley.splits.part import State
 
+#: The attributes of a server that hold tensors. Empty ones are not written.
 _SECTIONS = ("state", "averaged", "method", "optimizer")
-"""What of a server is tensors; what is empty is not written."""
+#: Prefix of a folder's name while it is being written or deleted.
 _UNFINISHED = "unfinished-"
-"""What the name of a folder begins with while it is written or deleted."""
 
 
-def save_checkpoint(folder: Path, server: Server, keep: int) -> Path:
-    """Write a server into `folder`/round-N and delete all but the newest `keep` checkpoints."""
-    for leftover in folder.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(leftover)
-    final = folder / f"round-{server.round_number:06d}"
+def save_checkpoint(folder: Path, server: Server, keep: int, config: Config | None = None) -> Path:
+    """Write a server into `folder`/round-N and delete all but the newest `keep` checkpoints.
+
+    The configuration is kept with it, so that `changed_settings` can tell when config.toml was edited afterwards.
+    """
     unfinished = folder / f"{_UNFINISHED}{server.round_number:06d}"
+    try:
+        for leftover in folder.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(leftover)
+        return _write(folder, unfinished, server, keep, config)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)  # on a full disk, it would be in the way of everything else
+        raise MotleyError(
+            f"{folder}: the checkpoint of round {server.round_number} cannot be written: {error}. "
+            "Earlier checkpoints are complete."
+        ) from None
+
+
+def _write(folder: Path, unfinished: Path, server: Server, keep: int, config: Config | None) -> Path:
+    final = folder / f"round-{server.round_number:06d}"
     unfinished.mkdir(parents=True)
     sections = {name: tensors for name in _SECTIONS if (tensors := getattr(server, name))}
     for name, tensors in sections.items():
@@ -44,6 +61,7 @@ def save_checkpoint(folder: Path, server: Server, keep: int) -> Path:
         "sections": list(sections),
         "remembered": server.remembered,
         "spent": server.spent.to_json(),
+        "config": config.model_dump(mode="json") if config is not None else None,
     }
     (unfinished / "server.json").write_text(json.dumps(numbers))
     for path in (*unfinished.iterdir(), unfinished):
@@ -77,6 +95,32 @@ def load_checkpoint(folder: Path) -> Server | None:
     """Return the server of the newest checkpoint, or None where there is none yet."""
     found = checkpoints(folder)
     return read_checkpoint(found[-1]) if found else None
+
+
+def last_round(folder: Path) -> int:
+    """Return the round of the newest checkpoint, 0 if there is none."""
+    found = checkpoints(folder)
+    return int(found[-1].name.removeprefix("round-")) if found else 0
+
+
+def changed_settings(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that differ from those of the newest checkpoint: name -> (value then, value now).
+
+    Older versions of Motley did not keep the configuration with a checkpoint; nothing has changed then.
+    """
+    found = checkpoints(folder)
+    if not found:
+        return {}
+    try:
+        numbers = json.loads((found[-1] / "server.json").read_text())
+    except (OSError, ValueError):
+        return {}  # read_checkpoint reports this
+    saved = numbers.get("config") if isinstance(numbers, dict) else None
+    if not isinstance(saved, dict):
+        return {}
+    before, now = flat(saved), flat(config.model_dump(mode="json"))
+    names = sorted({*before, *now})
+    return {name: (before.get(name), now.get(name)) for name in names if before.get(name) != now.get(name)}
 
 
 def read_checkpoint(checkpoint: Path) -> Server:

@@ -2,11 +2,11 @@
 
 config.toml          the resolved configuration: every default written out
 environment.json     versions and hardware the run began on
-metrics.jsonl        a line a round
+metrics.jsonl        one line per round
 checkpoints/         round-000010/ and so on, each complete or absent
-clients/             what clients remember between rounds, where the method keeps something
-tensorboard/         event files, where tensorboard is installed
-timeline.png         who trained in which slot and when, after `motley run --profile`
+clients/             the clients' state between rounds, if the method has one
+tensorboard/         event files, if tensorboard is installed
+timeline.png         which client trained in which slot and when, after `motley run --profile`
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 import motley
 from motley.config import Config, read_resolved
 from motley.errors import MotleyError
-from motley.files import write_atomically
+from motley.files import check_new_folder, write_atomically
 
 try:
     import fcntl
@@ -49,21 +50,37 @@ class RunFolder:
     def create(cls, path: Path, config: Config) -> RunFolder:
         """Make a new run's folder; one that already holds something is refused, and nothing in it is touched."""
         folder = cls(path)
+        folder.refuse_taken()
         try:
-            taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
-            if not taken:
-                path.mkdir(parents=True, exist_ok=True)
-                folder.lock.touch(exist_ok=False)
+            path.mkdir(parents=True, exist_ok=True)
+            folder.lock.touch(exist_ok=False)
         except FileExistsError:
-            taken = True  # of two runs that want the folder at the same moment, one makes the lock file
+            raise folder._taken() from None  # of two runs that want the folder at once, one makes the lock file
         except OSError as error:
             raise MotleyError(f"{path} cannot be made: {error}.") from None
-        if taken:
-            known = f" To go on with it: motley resume {path}" if folder.config.exists() else ""
-            raise MotleyError(f"{path} already exists and is not empty; a run needs a folder of its own.{known}")
-        write_atomically(folder.config, config.to_toml().encode())
-        write_atomically(folder.environment, json.dumps(describe_environment(), indent=2).encode())
+        try:
+            write_atomically(folder.config, config.to_toml().encode())
+            write_atomically(folder.environment, json.dumps(describe_environment(), indent=2).encode())
+        except BaseException:
+            # On a full disk: leave nothing behind that would stand in the way of the same command later.
+            shutil.rmtree(path, ignore_errors=True)
+            raise
         return folder
+
+    def refuse_taken(self) -> None:
+        """Raise if a new run cannot be kept here: something is here already, or nothing can be written here."""
+        try:
+            taken = self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir()))
+        except OSError as error:
+            raise MotleyError(f"{self.path} cannot be made: {error}.") from None
+        if taken:
+            raise self._taken()
+        check_new_folder(self.path)
+
+    def _taken(self) -> MotleyError:
+        known = f" To continue it: motley resume {self.path}" if self.config.exists() else ""
+        what = "is not empty" if self.path.is_dir() else "is a file"
+        return MotleyError(f"{self.path} already exists and {what}; a run needs a folder of its own.{known}")
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -77,10 +94,29 @@ class RunFolder:
         """Return the run's resolved configuration."""
         return read_resolved(self.config)
 
+    def write_config(self, config: Config) -> None:
+        """Replace the run's configuration."""
+        write_atomically(self.config, config.to_toml().encode())
+
+    def is_locked(self) -> bool:
+        """Tell whether a process holds the run at this moment."""
+        if fcntl is None or not self.lock.exists():
+            return False
+        with self.lock.open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return True
+        return False
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the run for this process; the lock ends with the process, however it ends."""
-        with self.lock.open("w") as lock:
+        try:
+            lock = self.lock.open("w")
+        except OSError as error:
+            raise MotleyError(f"{self.path}: cannot be written: {error.strerror}.") from None
+        with lock:
             if fcntl is not None:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

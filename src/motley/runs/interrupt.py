@@ -1,6 +1,7 @@
-"""Ctrl-C, which people press twice and `timeout` sends twice, and the signal by which a cluster ends a job.
+"""The signals that stop a run: Ctrl-C, the signal by which a cluster ends a job, and that of a closed terminal.
 
-Either one stops a run, which then saves what it has; a second one must not break that.
+Each of them stops a run, which then saves a checkpoint. A second signal must not break that: people press Ctrl-C twice,
+`timeout` sends its signal twice, and a terminal that closes sends both SIGHUP and SIGTERM.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from typing import Any, TypeAlias
 
 Handler: TypeAlias = Callable[[int, FrameType | None], Any] | signal.Handlers
 
+#: For so many seconds after the first signal others are ignored; later ones interrupt the saving too.
 SECONDS = 5.0
-"""How long after the first signal another one is not heard; from then on it interrupts the saving too."""
+#: The signals' default handlers. A signal with another one is left alone, such as SIGHUP under nohup.
 USUAL: dict[signal.Signals, Handler] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-"""What these signals do where nobody has said otherwise."""
+if hasattr(signal, "SIGHUP"):  # not on Windows
+    USUAL[signal.SIGHUP] = signal.SIG_DFL
 
 
 @contextmanager

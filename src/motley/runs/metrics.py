@@ -1,4 +1,4 @@
-"""The metrics log: one JSON line a round, and what a run's lines come to."""
+"""The metrics log: one JSON line per round, and the summary of a run's lines."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from motley.errors import MotleyError
 from motley.evaluate import Summary, rounds_to, summarize
 from motley.files import write_atomically
 from motley.round import Record
 
+#: The name of the mean over sizes, beside the sizes' own names.
 OVERALL = "mean"
-"""The name of the mean over sizes, beside the sizes' own names."""
 
 
 def to_line(record: Record) -> dict[str, Any]:
@@ -60,16 +62,34 @@ def _number(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
+class Line(BaseModel):
+    """The fields that every line of metrics must have, and those whose values are computed with. Others are kept."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    round: int
+    seconds: dict[str, float]
+    bytes: dict[str, int]
+    accuracy: dict[str, float] | None = None
+    clients: list[int] | None = None
+    epsilon: dict[str, float | None] | None = None
+    method: dict[str, float | None] | None = None
+    inco: dict[str, dict[str, float | None]] | None = None
+
+
 class MetricsLog:
-    """The file, appended to a line at a time."""
+    """The file, to which one line per round is appended."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def append(self, record: Record) -> None:
         """Add a round's line."""
-        with self.path.open("a") as file:
-            file.write(json.dumps(to_line(record)) + "\n")
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(to_line(record)) + "\n")
+        except OSError as error:
+            raise MotleyError(f"{self.path}: cannot be written: {error.strerror}.") from None
 
     def cut(self, round_number: int) -> None:
         """Drop lines after a round, and a last line that was not written to its end."""
@@ -77,42 +97,69 @@ class MetricsLog:
         write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the lines; one that a kill cut short is left out."""
+        """Return the lines, checked. A last line that a kill cut short is left out."""
         if not self.path.exists():
             return []
-        lines = self.path.read_text(errors="replace").splitlines()
-        read = []
-        for number, line in enumerate(lines, start=1):
+        texts = self.path.read_text(errors="replace").splitlines()
+        lines: list[dict[str, Any]] = []
+        for number, text in enumerate(texts, start=1):
             try:
-                read.append(json.loads(line))
-            except json.JSONDecodeError:
-                if number < len(lines):
-                    raise MotleyError(f"{self.path}, line {number}: is not JSON.") from None
-        return read
+                line = json.loads(text)
+            except (json.JSONDecodeError, RecursionError):
+                if number < len(texts):
+                    raise self._damaged(number, "it is not JSON") from None
+                continue
+            problem = _problem(line)
+            if problem:
+                raise self._damaged(number, problem)
+            lines.append(line)
+        return lines
+
+    def _damaged(self, number: int, problem: str) -> MotleyError:
+        return MotleyError(
+            f"{self.path}, line {number}: is not the metrics of a round: {problem}. Remove the line to continue."
+        )
+
+
+def _problem(line: object) -> str:
+    """Say why a line cannot be the metrics of a round; empty if it can."""
+    try:
+        Line.model_validate(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        return f"{where}: {first['msg'].lower()}" if where else "it is not a table of values"
+    assert isinstance(line, dict)
+    if missing := [way for way in ("down", "up") if way not in line["bytes"]]:
+        return f"bytes.{missing[0]}: field required"
+    return ""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run's metrics come to."""
+    """The summary of a run's metrics."""
 
     rounds: int
+    #: Size, or `mean` for the mean over sizes -> its summary.
     accuracy: dict[str, Summary]
-    """Size, or `mean` for all sizes -> its summary."""
     rounds_to: dict[float, int | None]
     bytes_down: int
     bytes_up: int
     seconds: dict[str, float]
+    #: The privacy that the run has spent, if it adds noise to updates; None is infinite.
     epsilon: dict[str, float | None]
-    """What the run has cost in privacy, where it guards uploads; None is infinite."""
+    #: The number of accuracies that the mean of the last ones is over: `last_k`, or fewer if there are fewer.
+    averaged: int
 
 
 def outcome(lines: list[dict[str, Any]], last_k: int, targets: tuple[float, ...]) -> Outcome:
-    """Return last, best and mean-of-last-k accuracy a size and overall, rounds to targets, traffic and time."""
-    evaluated = [line for line in lines if "accuracy" in line]
+    """Return last, best and mean-of-last-k accuracy per size and overall, rounds to targets, traffic and time."""
+    evaluated = [line for line in lines if line.get("accuracy")]
     rounds = [line["round"] for line in evaluated]
-    series = {
-        name: [line["accuracy"][name] for line in evaluated] for name in (evaluated[0]["accuracy"] if evaluated else ())
-    }
+    series: dict[str, list[float]] = {}
+    for name in evaluated[0]["accuracy"] if evaluated else ():
+        if all(name in line["accuracy"] for line in evaluated):
+            series[name] = [line["accuracy"][name] for line in evaluated]
     seconds: dict[str, float] = {}
     for line in lines:
         for phase, value in line["seconds"].items():
@@ -124,5 +171,6 @@ def outcome(lines: list[dict[str, Any]], last_k: int, targets: tuple[float, ...]
         bytes_down=sum(line["bytes"]["down"] for line in lines),
         bytes_up=sum(line["bytes"]["up"] for line in lines),
         seconds=seconds,
-        epsilon=lines[-1].get("epsilon", {}) if lines else {},
+        epsilon=(lines[-1].get("epsilon") or {}) if lines else {},
+        averaged=min(last_k, len(evaluated)),
     )

@@ -1,9 +1,10 @@
-"""Play a run to its end: rounds, and a callback for everything that is not the algorithm."""
+"""Play a run to its end: the rounds, and callbacks for everything that is not the algorithm."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from motley.engine.timeline import Timeline, draw
 from motley.errors import MotleyError
 from motley.federation import Federation
 from motley.round import Record, Server
-from motley.runs.checkpoint import load_checkpoint, save_checkpoint
+from motley.runs.checkpoint import last_round, load_checkpoint, save_checkpoint
 from motley.runs.folder import RunFolder
 from motley.runs.interrupt import one_interrupt
 from motley.runs.metrics import MetricsLog, overall
@@ -23,10 +24,10 @@ class Callback:
     """Something that watches a run. Each event has a default that does nothing."""
 
     def on_start(self, federation: Federation, server: Server) -> None:
-        """The run begins, or goes on, after the given server."""
+        """The run begins, or continues, from the given server."""
 
     def on_client(self, client: int) -> None:
-        """A client's turn is over."""
+        """A client has finished its local update."""
 
     def on_round(self, server: Server, record: Record) -> None:
         """A round is over."""
@@ -78,7 +79,7 @@ class KeepCheckpoints(Callback):
             return
         engine = self.federation.engine
         engine.save_memory(server.remembered)
-        save_checkpoint(self.folder, server, self.keep)
+        save_checkpoint(self.folder, server, self.keep, self.federation.config)
         self.saved = server.round_number
         self.named.append(server.remembered)
         if len(self.named) == self.keep:
@@ -165,6 +166,12 @@ def play(federation: Federation, server: Server, callbacks: Iterable[Callback]) 
         for callback in callbacks:
             callback.on_client(client)
 
+    def finish() -> None:
+        try:
+            show()
+        finally:
+            _stop(callbacks, server)
+
     for callback in callbacks:
         callback.on_start(federation, server)
     last = server
@@ -175,13 +182,25 @@ def play(federation: Federation, server: Server, callbacks: Iterable[Callback]) 
             unseen.append((last, record))
             if record.ready:
                 show()
-    finally:
-        try:
-            show()
-        finally:
-            for callback in reversed(callbacks):
-                callback.on_stop(server)
+    except Exception:
+        with suppress(Exception):  # a full disk makes both a round and its end fail: the first failure is reported
+            finish()
+        raise
+    except BaseException:  # an interruption: if its checkpoint cannot be saved, that must be reported
+        finish()
+        raise
+    finish()
     return server
+
+
+def _stop(callbacks: Iterable[Callback], server: Server) -> None:
+    """Tell all callbacks that the run stops, the last one first, even if one of them raises.
+
+    The display of a terminal that was closed fails, and the checkpoint must be saved all the same.
+    """
+    with ExitStack() as stack:
+        for callback in callbacks:
+            stack.callback(callback.on_stop, server)
 
 
 def folder_callbacks(folder: RunFolder, config: Config) -> list[Callback]:
@@ -201,26 +220,60 @@ def begin(
     engine: Callable[[Federation], Engine] | None = None,
 ) -> tuple[Federation, Server]:
     """Start a run in a new folder and play it to its end. Nothing is written before everything has been checked."""
+    RunFolder(path).refuse_taken()  # before the data are read, which can take a while
     federation = Federation(config, memory_folder=path / "clients", engine=engine)
     if profile and not isinstance(federation.engine, LocalEngine):
         raise MotleyError(f"engine.name = {config.engine.name!r}: only the local engine has slots to draw.")
+    server = federation.start()
     folder = RunFolder.create(path, config)
     drawn = [KeepTimeline(folder.timeline)] if profile else []
     with folder.locked():
-        server = play(federation, federation.start(), [*folder_callbacks(folder, config), *drawn, *watchers])
+        server = play(federation, server, [*folder_callbacks(folder, config), *drawn, *watchers])
     return federation, server
 
 
 def resume(
     path: Path, watchers: Iterable[Callback] = (), *, engine: Callable[[Federation], Engine] | None = None
 ) -> tuple[Federation, Server]:
-    """Go on with a run from its newest checkpoint; a finished run is left as it is."""
+    """Continue a run from its newest checkpoint; a finished run is left as it is."""
     folder = RunFolder.open(path)
     with folder.locked():
         config = folder.read_config()
         federation = Federation(config, memory_folder=folder.clients, engine=engine)
         saved = load_checkpoint(folder.checkpoints)
+        if saved is not None:
+            _refuse_another_model(folder, federation, saved)
         server = federation.to_device(saved) if saved is not None else federation.start()
         if server.round_number < config.training.rounds:
             server = play(federation, server, [*folder_callbacks(folder, config), *watchers])
     return federation, server
+
+
+def _refuse_another_model(folder: RunFolder, federation: Federation, saved: Server) -> None:
+    """Raise if the configuration, edited by hand, describes another global state than the checkpoint holds."""
+    expected = {name: tuple(tensor.shape) for name, tensor in federation.split.frame.items()}
+    found = {name: tuple(tensor.shape) for name, tensor in saved.state.items()}
+    different = [name for name in (*expected, *found) if expected.get(name) != found.get(name)]
+    if different:
+        name = different[0]
+        raise MotleyError(
+            f"{folder.path} cannot be continued: {folder.config.name} describes another model than its checkpoint of "
+            f"round {saved.round_number} holds. The first difference is {name!r}: "
+            f"{expected.get(name, 'absent')} by the configuration, {found.get(name, 'absent')} in the checkpoint. "
+            "Undo the change of the configuration, or start a new run."
+        )
+
+
+def set_rounds(path: Path, rounds: int) -> Config:
+    """Change the number of rounds of an existing run, and return its new configuration."""
+    folder = RunFolder.open(path)
+    with folder.locked():
+        config = folder.read_config()
+        played = last_round(folder.checkpoints)
+        if rounds < played:
+            raise MotleyError(f"--rounds {rounds}: {path} has already played {played} rounds; they cannot be undone.")
+        if rounds != config.training.rounds:
+            training = config.training.model_copy(update={"rounds": rounds})
+            config = config.model_copy(update={"training": training})
+            folder.write_config(config)
+    return config

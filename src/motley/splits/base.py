@@ -26,13 +26,14 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class SplitSettings(Settings):
-    """Which split, and whether normalisation statistics are shared between sizes."""
+    """How the sizes share the global state."""
 
     name: str = "depth"
+    """How sizes share the global state (`motley list splits`)."""
     normalization_statistics: Literal["shared", "per-size", "batch"] = "shared"
-    """Shared: averaged over all sizes, as in the papers. Per-size: weights are shared, running statistics are not.
-    Batch: none are kept, and test batches are normalised by their own (FedRolex, ScaleFL): accuracy then depends on
-    evaluation.batch_size.
+    """shared: running statistics are averaged over all sizes, as in the papers. per-size: weights are shared and
+    running statistics are not. batch: there are none, and test batches are normalised by their own statistics
+    (FedRolex, ScaleFL), so that accuracy depends on evaluation.batch_size.
     """
 
     def sizes(self, architectures: tuple[str, ...]) -> tuple[str, ...]:
@@ -69,9 +70,10 @@ def build_on_meta(name: str, build: Callable[[], nn.Module]) -> nn.Module:
     except MotleyError:
         raise
     except Exception as error:
+        reason, _, _ = str(error).partition("\n")  # torch adds the frames of its C++ code
         raise MotleyError(
             f"model.sizes: {name!r} cannot be built on torch's meta device, where a model has shapes and no values "
-            f"(so no .item() or .tolist() while it is built): {type(error).__name__}: {error}"
+            f"(so no .item() or .tolist() while it is built): {type(error).__name__}: {reason}"
         ) from error
     if not isinstance(module, nn.Module):
         raise MotleyError(f"model.sizes: {name!r} is built as a {type(module).__name__}, not as a torch.nn.Module.")

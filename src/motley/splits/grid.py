@@ -24,14 +24,19 @@ class GridSettings(WidthSettings):
 
     name: str = "grid"
     cuts: tuple[int, ...] = (2, 4, 6, 8)
-    """Blocks up to each level's exit, rising; the last is all blocks of the architecture."""
+    """Number of blocks up to each level's exit, increasing; the last number is all blocks of the architecture."""
     rates: tuple[Rate, ...] = (0.7, 0.7, 0.75, 1.0)
-    """The width of each level. The defaults are ScaleFL's; DepthFL is 1 throughout."""
+    """The width of each level, as a fraction of the channels. The defaults are ScaleFL's; DepthFL uses 1 throughout."""
     channels: Literal["leading"] = "leading"
+    """Always the leading channels."""
     head: Literal["convolution", "linear"] = "convolution"
-    """Of an early exit: three convolutions before its linear layer (ScaleFL), or none. ViTs have linear ones."""
+    """Head of an early exit. convolution: three convolutions before the linear layer (ScaleFL). linear: the linear
+    layer only, which ViTs always have.
+    """
     answer: Literal["last", "mean"] = "last"
-    """What a size answers in evaluation: its deepest exit (ScaleFL), or the mean of its exits (DepthFL)."""
+    """Output of a size in evaluation: that of its deepest exit (last, ScaleFL), or the mean over its exits (mean,
+    DepthFL).
+    """
 
     @field_validator("rates")
     @classmethod

@@ -26,7 +26,9 @@ class OrderedSettings(WidthSettings):
 
     name: str = "ordered"
     rates: tuple[float, ...] = (1.0, 0.8, 0.6, 0.4, 0.2)
+    """One size per rate: the fraction of the leading channels it keeps."""
     channels: Literal["leading"] = "leading"
+    """Always the leading channels."""
 
 
 @SPLITS.register(

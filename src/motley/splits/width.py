@@ -40,14 +40,17 @@ class WidthSettings(SplitSettings):
 
     name: str = "width"
     rates: tuple[Rate, ...] = (1.0, 0.5, 0.25, 0.125, 0.0625)
-    """A size each: its share of every stream's channels, rounded up. The global model is as wide as the architecture,
-    whether a size is or not.
+    """One size per rate: the fraction of the channels it keeps, rounded up. The global model has the full width,
+    whether or not a size has it.
     """
     channels: Literal["leading", "rolling", "random"] = "leading"
+    """The channels that a size keeps: the leading ones (HeteroFL), a window that moves on in every round (FedRolex),
+    or random ones (Federated Dropout).
+    """
     scaler: bool = False
-    """Divide what a layer puts out by the size's rate (HeteroFL, Section 3). In evaluation too: the authors switch it
-    off there, but evaluate rate 1 only, where it does nothing; a narrow model is only itself with it. Where a batch
-    norm follows, it does nothing but for the norm's epsilon.
+    """Divide a layer's output by the size's rate (HeteroFL, Section 3), in evaluation too. HeteroFL's authors turn it
+    off there, but evaluate rate 1 only, where it changes nothing. Before a batch norm its only effect is through the
+    norm's epsilon.
     """
 
     @field_validator("rates")

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from scipy.stats import t as student
-
 CONFIDENCE = 0.95
 #: The number of seeds behind a paper's deviation: all three papers say three.
 PAPER_SEEDS = 3
@@ -87,4 +85,6 @@ def against_paper(ours: Spread, mean: float, std: float | None) -> Difference:
 
 
 def _quantile(freedom: float) -> float:
+    from scipy.stats import t as student  # here, as it takes half a second that other commands need not wait
+
     return float(student.ppf((1 + CONFIDENCE) / 2, freedom))

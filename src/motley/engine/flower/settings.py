@@ -14,14 +14,14 @@ from motley.settings import Settings, validate
 
 
 class FlowerSettings(Settings):
-    """How long the server waits for nodes, and how much it takes from them."""
+    """How long the server waits for nodes, and how large their replies may be."""
 
     wait_s: float = Field(default=60.0, gt=0)
-    """How long a round, and the start of a run, waits for nodes that are not connected."""
+    """Seconds that a round, and the start of a run, waits for nodes that are not connected."""
     timeout_s: float = Field(default=3600.0, gt=0)
-    """How long a client has for its turn; later answers are not taken."""
+    """Seconds that a client has for its local update; later replies are ignored."""
     most_mib: float = Field(default=1024.0, gt=0)
-    """The largest answer that is taken."""
+    """Maximum size of a node's reply, in MiB."""
 
 
 class NodeData(Settings):
