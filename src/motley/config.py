@@ -297,8 +297,8 @@ def read_toml(file: Path) -> dict[str, Any]:
         raise MotleyError(f"{file}: is not valid TOML: {error}.") from None
 
 
-#: The settings that name a file or a folder.
-_PATHS = (
+#: The settings that name a file or a folder. A Flower node takes none of them from a server.
+PATH_SETTINGS = (
     ("data", "path"),
     ("data", "root"),
     ("data", "partition", "path"),
@@ -310,7 +310,7 @@ _PATHS = (
 def absolute_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return a layer of settings in which relative paths, taken to start from `folder`, have become absolute."""
     result = copy.deepcopy(dict(values))
-    for *tables, name in _PATHS:
+    for *tables, name in PATH_SETTINGS:
         table: Any = result
         for step in tables:
             table = table.get(step) if isinstance(table, dict) else None
@@ -397,8 +397,3 @@ def _overlay(
 def read_resolved(file: Path) -> Config:
     """Read a configuration that was saved with a run: complete, so that nothing is filled in."""
     return validate(Config, read_toml(file))
-
-
-def path_settings() -> tuple[tuple[str, ...], ...]:
-    """Return the keys of all settings that name a file or a folder. A Flower node takes none of them from a server."""
-    return _PATHS

@@ -16,7 +16,7 @@ pytest.importorskip("flwr")
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from motley.config import Config, path_settings
+from motley.config import PATH_SETTINGS, Config
 from motley.data import PARTITIONS
 from motley.engine.flower.arrays import pack
 from motley.engine.flower.client import app
@@ -44,7 +44,7 @@ NAMES = {
     "method.teacher",
     "engine.device",
 }
-"""Settings of free text that name no file. A new one belongs here, or in motley.config._PATHS if it names a file."""
+"""Settings of free text that name no file. A new one belongs here, or in config.PATH_SETTINGS if it names a file."""
 
 
 def free_texts(settings: type[BaseModel], where: str = "") -> Iterator[str]:
@@ -68,7 +68,7 @@ def plain_types(annotation: Any) -> Iterator[type]:
 
 
 def test_every_setting_that_could_name_a_file_is_sorted_into_paths_and_names() -> None:
-    """A new setting that names a file must be in motley.config._PATHS, or else nodes would take it from a server."""
+    """A new setting that names a file must be in config.PATH_SETTINGS, or else nodes would take it from a server."""
     found = set(free_texts(Config))
     for entry in METHODS:
         found |= set(free_texts(entry.item.Settings, "method."))
@@ -76,7 +76,7 @@ def test_every_setting_that_could_name_a_file_is_sorted_into_paths_and_names() -
         found |= set(free_texts(entry.item.Settings, "split."))
     for entry in PARTITIONS:
         found |= set(free_texts(entry.item, "data.partition."))
-    paths = {".".join(path) for path in path_settings()}
+    paths = {".".join(path) for path in PATH_SETTINGS}
     assert found == paths | NAMES
 
 

@@ -7,7 +7,6 @@ exceptions that match, each on top of those before it. Built-in studies and the 
 
 from __future__ import annotations
 
-import copy
 import tomllib
 from importlib import resources
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from motley.config import read_toml
+from motley.config import absolute_paths, read_toml
 from motley.data import DATASETS
 from motley.errors import MotleyError, unknown
 from motley.settings import Settings, validate
@@ -34,14 +33,6 @@ def _check_tables(layer: dict[str, Any]) -> dict[str, Any]:
 Layer: TypeAlias = Annotated[dict[str, Any], AfterValidator(_check_tables)]
 #: The reader of the user's own data files, the only one that takes a path.
 FILE_READER = "npz"
-#: Settings that name a file or a folder. In a study's file they are relative to that file's folder.
-PATH_SETTINGS = (
-    ("data", "path"),
-    ("data", "root"),
-    ("data", "partition", "path"),
-    ("model", "weights"),
-    ("federation", "budgets"),
-)
 
 
 class Number(Settings):
@@ -237,14 +228,14 @@ def _from_folder(values: Layer, folder: Path) -> Layer:
     """
     result = dict(values)
     if "set" in values:
-        result["set"] = _layer_from_folder(values["set"], folder)
+        result["set"] = _paths_from_folder(values["set"], folder)
     for kind in ("data", "cases", "methods", "exceptions"):
         if not isinstance(values.get(kind), list):
             continue
         entries = []
         for entry in values[kind]:
             if isinstance(entry, dict) and "set" in entry:
-                entry = {**entry, "set": _layer_from_folder(entry["set"], folder)}
+                entry = {**entry, "set": _paths_from_folder(entry["set"], folder)}
             if kind == "data" and isinstance(entry, dict) and isinstance(entry.get("path"), str):
                 entry = {**entry, "path": _whole_path(entry["path"], folder)}
             entries.append(entry)
@@ -252,15 +243,9 @@ def _from_folder(values: Layer, folder: Path) -> Layer:
     return result
 
 
-def _layer_from_folder(layer: Any, folder: Path) -> Any:
-    layer = copy.deepcopy(layer)
-    for *tables, key in PATH_SETTINGS:
-        table = layer
-        for step in tables:
-            table = table.get(step) if isinstance(table, dict) else None
-        if isinstance(table, dict) and isinstance(table.get(key), str):
-            table[key] = _whole_path(table[key], folder)
-    return layer
+def _paths_from_folder(layer: Any, folder: Path) -> Any:
+    """Return a layer with absolute paths. A layer that is no table is rejected later, with the name of its key."""
+    return absolute_paths(layer, folder) if isinstance(layer, dict) else layer
 
 
 def _whole_path(path: str, folder: Path) -> str:

@@ -17,9 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, get_args
 
-import torch
-
 from motley.errors import MotleyError
+from motley.limits import is_out_of_memory
 
 Kind = Literal["bad-message", "bad-config", "node-settings", "refused-by-node", "data", "training", "out-of-memory"]
 """bad-message: the server's message cannot be read. bad-config: its configuration is invalid. node-settings: node.toml
@@ -55,14 +54,9 @@ def failing_as(kind: Kind) -> Iterator[None]:
 
 
 def ran_out_of_memory(error: BaseException | None) -> bool:
-    """Tell whether memory ran out, on a GPU or in the host, where torch raises a plain RuntimeError.
-
-    The exception may have been raised from the one that says so.
-    """
+    """Tell whether an exception, or one that it was raised from, says that memory ran out."""
     while error is not None:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError):
-            return True
-        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+        if is_out_of_memory(error):
             return True
         error = error.__cause__
     return False
