@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from motley.config import Config, load_config
+from motley.core.randomness import generator
 from motley.federation import Federation
-from motley.randomness import generator
 
 TOLERANCE = 1e-4
 """Largest difference of any weight after a round."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from motley.core.part import State, take
 from motley.data.device import DeviceData
 from motley.engine.device import place
 from motley.engine.weights import TYPES, lower
@@ -22,7 +23,6 @@ from motley.federation import Federation
 from motley.models.layers import use_fused
 from motley.runs.checkpoint import checkpoints, read_checkpoint
 from motley.runs.folder import RunFolder
-from motley.splits.part import State, take
 
 BATCH = 1000
 

@@ -28,10 +28,10 @@ import ray
 from report import arguments, machine, report
 
 from motley.config import Config, load_config
+from motley.core.errors import MotleyError
 from motley.deploy.commands import free_port
 from motley.deploy.folder import DeploySettings, create
-from motley.engine.flower.simulation import simulate
-from motley.errors import MotleyError
+from motley.flower.simulation import simulate
 from motley.runs.checkpoint import fingerprint, load_checkpoint
 from motley.runs.metrics import MetricsLog
 from motley.runs.play import begin

@@ -29,14 +29,14 @@ import numpy as np
 import torch
 from report import arguments, machine, report
 
-from motley.aggregate.merge import Update
 from motley.config import Config, load_config
+from motley.core.merge import Update
+from motley.core.part import State, take
 from motley.data import Dataset, Examples
 from motley.engine.learner import Learner
 from motley.federation import Federation
 from motley.methods import METHODS, Method
 from motley.runs.play import KeepCheckpoints
-from motley.splits.part import State, take
 
 LIMIT = 8 * 2**30
 """Bytes of address space a federation may use."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from motley.config import Config, load_config
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.methods import METHODS, Method, MethodSettings
 
 torch.set_num_threads(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from motley.splits.part import State
+from motley.core.part import State
 
 
 def with_large_means(state: State) -> State:

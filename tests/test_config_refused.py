@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from motley.config import load_config
+from motley.core.errors import MotleyError
 from motley.data.dataset import Dataset, Examples
-from motley.errors import MotleyError
 from motley.federation import Federation
 from tests.conftest import refused, tiny_config, written
 

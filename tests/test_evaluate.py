@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from motley.core.part import State
 from motley.data.device import DeviceData
 from motley.evaluate import EvaluationSettings, Evaluator, Score, Summary, rounds_to, summarize
 from motley.federation import Federation
 from motley.round import Server
-from motley.splits.part import State
 from tests.conftest import tiny_config
 from tests.states import with_large_means
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from motley.core.errors import MotleyError
+from motley.core.part import take
 from motley.data import Dataset, Examples
 from motley.engine.base import Done, Engine, Job, Upload
-from motley.errors import MotleyError
 from motley.federation import Federation, assign_sizes, size_in_bytes
 from motley.round import Record, Server
-from motley.splits.part import take
 from tests.conftest import tiny_config
 
 Change = Callable[[Upload], Upload]
@@ -100,7 +100,7 @@ def test_a_merge_queued_before_the_verdict_is_made_again_without_what_was_refuse
     for bad in ((), (1, 4)):
         expected, at_once = played(*bad)
         with monkeypatch.context() as patched:
-            patched.setattr("motley.transfer.Later.ready", property(lambda self: False))
+            patched.setattr("motley.core.async_copy.Later.ready", property(lambda self: False))
             after, late = played(*bad)
         assert late.refused.keys() == set(bad) == at_once.refused.keys()
         assert (late.inco, late.train_loss, late.scores) == (at_once.inco, at_once.train_loss, at_once.scores)

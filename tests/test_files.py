@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.files import check_new_folder, is_stream, output_file, output_folder, write_atomically
 
 

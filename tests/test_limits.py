@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from motley.cli.plan import costs_in
+from motley.core.errors import MotleyError
 from motley.data import Dataset, Examples, Partition
-from motley.errors import MotleyError
 from motley.federation import Federation
 from motley.limits import allocating, check_fits, is_out_of_memory, memory_of
 from motley.models import MODELS, Architecture, ImageShape

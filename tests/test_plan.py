@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from motley.cli.plan import costs_in, table
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.federation import Federation
 from motley.plan import Budget, Cost, assigned, cost_of, largest_fitting, read_budgets
 from tests.cli.conftest import call, overrides

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from motley.randomness import generator, key, torch_seed
+from motley.core.randomness import generator, key, torch_seed
 
 
 def test_keys_are_fixed_for_all_time() -> None:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from motley.core.errors import MotleyError, unknown
+from motley.core.registry import Entry, Registry
 from motley.data import DATASETS, PARTITIONS
-from motley.errors import MotleyError, unknown
 from motley.methods import METHODS
 from motley.models import MODELS
-from motley.registry import Entry, Registry
 from motley.splits import SPLITS
 
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from motley.config import Config, load_config
+from motley.core.part import State
 from motley.data import Dataset, Examples
 from motley.engine.learner import Learner
 from motley.federation import Federation, size_in_bytes
 from motley.methods import METHODS, Method
 from motley.runs.play import KeepCheckpoints
-from motley.splits.part import State
 
 CLIENTS, A_ROUND = 10_000, 200
 MEBIBYTE = 2**20

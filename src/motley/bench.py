@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from motley.config import Config
+from motley.core.errors import MotleyError
 from motley.data import Dataset, Examples
-from motley.errors import MotleyError
 from motley.federation import Federation
 from motley.files import write_atomically
 from motley.runs.folder import describe_environment

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from motley.core.async_copy import Later
+from motley.core.part import State, by_type, take
 from motley.data.device import DeviceData
 from motley.engine.device import place
 from motley.models.layers import use_fused
 from motley.settings import Settings
 from motley.splits.base import Split
-from motley.splits.part import State, by_type, take
-from motley.transfer import Later
 
 
 class EvaluationSettings(Settings):

@@ -27,10 +27,14 @@ from torch import Tensor
 from motley.aggregate.admit import blemish, misfit, unusable
 from motley.aggregate.averaging import average
 from motley.aggregate.inco import Coefficients, inco
-from motley.aggregate.merge import Merged, Update, apply
 from motley.aggregate.noise import perturbed
 from motley.aggregate.server_optim import optimize
 from motley.config import Config
+from motley.core.async_copy import Later
+from motley.core.errors import MotleyError
+from motley.core.merge import Merged, Update, apply
+from motley.core.part import State, take
+from motley.core.randomness import generator, key
 from motley.data import Dataset, load_dataset
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
@@ -38,7 +42,6 @@ from motley.engine import Clients, DebugEngine, Engine, Failure, Job, LocalEngin
 from motley.engine.device import choose_devices, on_device, set_precision
 from motley.engine.encoding import decoded
 from motley.engine.memory import MemoryStore
-from motley.errors import MotleyError
 from motley.evaluate import Evaluator
 from motley.limits import allocating, check_fits
 from motley.methods import METHODS, Method, World
@@ -47,12 +50,9 @@ from motley.models import MODELS
 from motley.models.projection import with_projection
 from motley.plan import assigned, costs_of, read_budgets
 from motley.privacy import Accountant, Guard, Spent, refuse_leaks
-from motley.randomness import generator, key
 from motley.round import Record, Server
 from motley.splits import SPLITS, Split
 from motley.splits.check import check_outputs
-from motley.splits.part import State, take
-from motley.transfer import Later
 
 
 def assign_sizes(config: Config, round_number: int = 0) -> tuple[str, ...]:

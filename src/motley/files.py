@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 
 
 @contextmanager

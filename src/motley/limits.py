@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 
 _TORCH_SAYS = (
     "can't allocate memory",

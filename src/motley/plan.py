@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from motley.core.errors import MotleyError, unknown
 from motley.engine.encoding import Encoding, encoded
 from motley.engine.training import TrainingSettings
-from motley.errors import MotleyError, unknown
 from motley.limits import allocating, is_out_of_memory
 from motley.models import ImageShape
 from motley.splits import Split

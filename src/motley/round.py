@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from motley.core.async_copy import Later
+from motley.core.part import State
 from motley.evaluate import Evaluation, Score
 from motley.privacy import Spent
-from motley.splits.part import State
-from motley.transfer import Later
 
 
 @dataclass(frozen=True)

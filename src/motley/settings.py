@@ -17,7 +17,7 @@ from pydantic import (
     field_validator,
 )
 
-from motley.errors import MotleyError, unknown
+from motley.core.errors import MotleyError, unknown
 
 S = TypeVar("S", bound=BaseModel)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from motley.aggregate.inco import Coefficients, IncoSettings, inco
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.models import CrossLayer
 from motley.settings import validate
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from motley.aggregate.merge import Merged, Update, add_shares, apply, merge
-from motley.splits.part import Part, Piece, State, take
+from motley.core.merge import Merged, Update, add_shares, apply, merge
+from motley.core.part import Part, Piece, State, take
 
 SHAPES = {"stem": (4, 2), "deep.weight": (3, 4, 2), "deep.running_var": (4,), "scale": (5,)}
 COUNT = "deep.num_batches_tracked"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from motley.aggregate.merge import Merged
 from motley.aggregate.server_optim import ServerOptimizerSettings, optimize
 from motley.config import load_config
-from motley.splits.part import State
+from motley.core.merge import Merged
+from motley.core.part import State
 from tests.conftest import refused
 
 RECORDED = json.loads((Path(__file__).parent / "fixtures" / "flower_strategies.json").read_text())["cases"]

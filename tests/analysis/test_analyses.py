@@ -15,7 +15,7 @@ from motley.analysis.gradient_variance import gradient_variance
 from motley.analysis.gradients import quantiles
 from motley.analysis.replay import global_model, next_round, opened, own_examples
 from motley.analysis.wasserstein import stage_distances
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.models import MODELS, ImageShape
 from motley.models.resnet import ResNetSettings
 from motley.runs.checkpoint import checkpoints, read_checkpoint

@@ -10,7 +10,7 @@ import torch
 from motley.analysis.divergence import layer_divergence, weight_divergence
 from motley.analysis.gradient_variance import gradient_variance
 from motley.analysis.wasserstein import conditional_wasserstein, sliced_wasserstein
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 
 # ---- weights
 

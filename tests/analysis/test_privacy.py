@@ -12,8 +12,8 @@ import torch
 from motley.analysis.features import extractor
 from motley.analysis.perceptual import lpips_distance
 from motley.analysis.privacy import attack, protected, psnr, ssim
+from motley.core.errors import MotleyError
 from motley.data import load_dataset
-from motley.errors import MotleyError
 from motley.models import MODELS, ImageShape
 from motley.models.resnet import ResNetSettings
 from tests.cli.conftest import call

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from motley.bench import Timing, measure, save, stand_in
 from motley.cli import app
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from tests.conftest import TINY, tiny_config
 
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from motley.cli import failures
 from motley.cli.failures import explain
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from tests.cli.conftest import Answer, Command, TinyRun, call, overrides
 
 SMALL = ("model.sizes=resnet10", "federation.clients_per_round=2", "run.tensorboard=false")

@@ -12,12 +12,12 @@ import pytest
 from motley.analysis import ANALYSES
 from motley.cli.list import Kind, by_name
 from motley.config import load_config, presets
+from motley.core.registry import Registry
 from motley.data import DATASETS, PARTITIONS
 from motley.methods import METHODS
 from motley.methods.names import PREFIXES, STEMS
 from motley.models import MODELS
 from motley.reference import sections
-from motley.registry import Registry
 from motley.settings import flat
 from motley.splits import SPLITS
 from tests.cli.conftest import Command, TinyRun

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from motley.core.errors import MotleyError
 from motley.data.datasets import cifar10
 from motley.data.datasets.cifar_pickle import read_pickled_batch
-from motley.errors import MotleyError
 
 ROWS = np.random.default_rng(0).integers(0, 256, (2, 3072), dtype=np.uint8)
 BATCH = {b"batch_label": b"a batch", b"labels": [3, 9], b"data": ROWS, b"filenames": [b"one.png", b"two.png"]}
@@ -104,7 +104,7 @@ ATTACKED = """
 import json, os, resource, sys
 from pathlib import Path
 from motley.data.datasets.cifar10 import read_batch
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 limit = pages * resource.getpagesize() + 700_000_000

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from motley.cli.plan import costs_in
+from motley.core.errors import MotleyError
 from motley.data.dataset import DATASETS, Dataset, Examples, data_root, load_dataset
 from motley.data.datasets import fashion_mnist
 from motley.data.datasets.cifar10 import FOLDER, TEST_FILE, TRAIN_FILES, read_batch
 from motley.data.datasets.fashion_mnist import FILES, read_idx
-from motley.errors import MotleyError
 from motley.federation import Federation
 from motley.models import ImageShape
 from tests.conftest import tiny_config

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from motley.core.errors import MotleyError
 from motley.data.dataset import load_dataset
 from motley.data.partition import (
     PARTITIONS,
@@ -25,7 +26,6 @@ from motley.data.partition import (
     Shards,
     _transfers,
 )
-from motley.errors import MotleyError
 from motley.settings import validate
 
 DRAWN = [Iid(), Dirichlet(), DirichletEqual(), Shards(), Quantity()]

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from motley.config import load_config
+from motley.core.errors import MotleyError
 from motley.data.dataset import Examples
 from motley.data.device import DRAWS, DeviceData
 from motley.data.transforms import PRESETS, TransformSettings
-from motley.errors import MotleyError
 
 CPU = torch.device("cpu")
 LARGEST = 1 - 2**-24

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
+from motley.core.errors import MotleyError
 from motley.data.partition import Partition
-from motley.errors import MotleyError
 from motley.federation import Federation
 from motley.round import Server
 from motley.runs.checkpoint import fingerprint

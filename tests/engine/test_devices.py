@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from motley.core.errors import MotleyError
 from motley.engine.away import AwaySlot, carried
 from motley.engine.device import choose_devices
 from motley.engine.local import LocalEngine
 from motley.engine.pool import SlotPool
 from motley.engine.slots import Slot
 from motley.engine.timeline import Timeline, draw
-from motley.errors import MotleyError
 from motley.federation import Federation
 from motley.runs.checkpoint import fingerprint
 from motley.runs.play import play

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from motley.core.errors import MotleyError
+from motley.core.part import State
 from motley.engine.base import Upload
 from motley.engine.encoding import TYPES, Encoding, decoded, encoded
-from motley.errors import MotleyError
 from motley.federation import Federation
 from motley.round import Record
 from motley.runs.checkpoint import fingerprint
 from motley.runs.metrics import MetricsLog
 from motley.runs.play import begin, resume
-from motley.splits.part import State
 from tests.conftest import refused, tiny_config
 
 ENCODINGS: tuple[Encoding, ...] = ("fp16", "bf16")

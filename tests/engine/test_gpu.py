@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from motley.core.part import State
 from motley.engine import Job, LocalEngine, Upload
 from motley.engine.base import Done
 from motley.engine.timeline import Timeline
 from motley.federation import Federation
 from motley.methods.base import Collection
 from motley.round import Record, Server
-from motley.splits.part import State
 from tests.conftest import tiny_config
 from tests.states import with_large_means
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from motley.core.errors import MotleyError
 from motley.engine import memory as module
 from motley.engine.memory import MemoryStore
-from motley.errors import MotleyError
 
 CPU = torch.device("cpu")
 A_MEMORY = 2 * 3 * 4 + 8

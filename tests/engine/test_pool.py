@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from motley.core.errors import MotleyError
 from motley.engine.local import LocalEngine
 from motley.engine.pool import SlotPool
 from motley.engine.slots import Slot
-from motley.errors import MotleyError
 from motley.federation import Federation
 from motley.runs.checkpoint import fingerprint
 from motley.runs.play import play

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from motley.core.errors import MotleyError
 from motley.engine.timeline import Timeline, draw
-from motley.errors import MotleyError
 from motley.federation import Federation
 from motley.runs.play import begin
 from tests.conftest import tiny_config

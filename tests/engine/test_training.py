@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from motley.core.errors import MotleyError
 from motley.data.device import DRAWS
 from motley.data.partition import Partition
 from motley.engine.training import OptimizerSettings, Plan, TrainingSettings, make_plan
-from motley.errors import MotleyError
 from motley.federation import Federation
 from motley.round import Record
 from tests.conftest import tiny_config

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from motley.core.errors import MotleyError
+from motley.core.part import State
 from motley.engine.training import OptimizerSettings
 from motley.engine.weights import TYPES, LossScale, Weights
-from motley.errors import MotleyError
 from motley.federation import Federation
 from motley.models import MODELS, ImageShape
 from motley.models.vit import ViTSettings
 from motley.runs.checkpoint import fingerprint
-from motley.splits.part import State
 from tests.conftest import tiny_config
 
 IMAGE = ImageShape(3, 16, 16)

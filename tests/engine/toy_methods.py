@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from motley.aggregate.merge import Merged, Update, merge
+from motley.core.merge import Merged, Update, merge
+from motley.core.part import State, take
 from motley.engine.learner import Learner
 from motley.methods import Collection, Method
-from motley.splits.part import State, take
 
 
 class Noisy(Method):

@@ -16,7 +16,7 @@ def grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Grid:
     """Return a grid of three honest nodes; Flower is imported here, for there are tests that do without."""
     from tests.flower.grid import Grid, write_nodes
 
-    monkeypatch.setattr("motley.engine.flower.engine.POLL_S", 0.01)
+    monkeypatch.setattr("motley.flower.engine.POLL_S", 0.01)
     monkeypatch.setattr("flwr.supercore.task_identity.TaskIdentity._run_id", 1)
     monkeypatch.setattr("flwr.supercore.task_identity.TaskIdentity._node_id", 1)
     monkeypatch.setattr("flwr.supercore.task_identity.TaskIdentity._task_id", 1)

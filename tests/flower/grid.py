@@ -10,7 +10,7 @@ from typing import Any
 from flwr.app import Context, Message, RecordDict
 
 from motley.config import Config, load_config
-from motley.engine.flower.client import app
+from motley.flower.client import app
 from tests.conftest import TINY
 
 Misdeed = Callable[[Message, Message], list[Message]]

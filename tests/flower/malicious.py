@@ -9,9 +9,9 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from motley.engine.flower.arrays import pack, unpack
-from motley.engine.flower.client import asked, build, settings_of
-from motley.splits.part import State
+from motley.core.part import State
+from motley.flower.arrays import pack, unpack
+from motley.flower.client import asked, build, settings_of
 
 LATE_S = 45.0
 """How long the server waits for an answer; the late one takes longer."""

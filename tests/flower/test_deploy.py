@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from motley.engine.flower.server import serve
+from motley.flower.server import serve
 from motley.runs.checkpoint import fingerprint, load_checkpoint
 from motley.runs.play import begin
 from tests.flower.grid import Grid, in_round_1, three_nodes

@@ -18,12 +18,12 @@ pytest.importorskip("flwr")
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 
 from motley.cli.plan import costs_in
+from motley.core.errors import MotleyError
 from motley.data import load_dataset
-from motley.engine.flower.arrays import pack, unpack
-from motley.engine.flower.server import serve
-from motley.engine.flower.settings import NodeBudget
-from motley.errors import MotleyError
 from motley.federation import Federation
+from motley.flower.arrays import pack, unpack
+from motley.flower.server import serve
+from motley.flower.settings import NodeBudget
 from motley.plan import Budget
 from motley.runs.checkpoint import fingerprint
 from motley.runs.metrics import MetricsLog

@@ -13,11 +13,11 @@ pytest.importorskip("flwr")
 
 from cryptography import x509
 
+from motley.core.errors import MotleyError
 from motley.deploy.commands import free_port, listen, node_command, superexec_command, warn_of_unknown_host
 from motley.deploy.folder import DeployFolder, DeploySettings, create
 from motley.deploy.worker import TaskSource
-from motley.engine.flower.settings import read_node
-from motley.errors import MotleyError
+from motley.flower.settings import read_node
 from motley.settings import validate
 from tests.cli.conftest import call
 from tests.flower.grid import three_nodes
@@ -120,7 +120,7 @@ def test_without_a_server_there_is_one_line(folder: DeployFolder, command: str) 
 def test_the_run_is_the_one_that_was_configured(folder: DeployFolder) -> None:
     assert folder.read_config() == three_nodes()
     app = tomllib.loads((folder.app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
-    assert app["components"]["serverapp"] == "motley.engine.flower.server:app"
+    assert app["components"]["serverapp"] == "motley.flower.server:app"
 
 
 @pytest.mark.parametrize(

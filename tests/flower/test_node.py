@@ -18,7 +18,7 @@ from collections import deque
 
 from motley.deploy.folder import DeploySettings, create
 from motley.deploy.node import check, only_one, pass_on, why_ended
-from motley.engine.flower.settings import read_node
+from motley.flower.settings import read_node
 from tests.cli.conftest import call
 from tests.flower.grid import three_nodes
 from tests.flower.processes import PATIENCE, Deployment

@@ -17,14 +17,14 @@ pytest.importorskip("flwr")
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from motley.config import PATH_SETTINGS, Config
+from motley.core.errors import MotleyError
 from motley.data import PARTITIONS
-from motley.engine.flower.arrays import pack
-from motley.engine.flower.client import app
-from motley.engine.flower.failures import LOG_BYTES, failing_as, keep_text, kind_of, told
-from motley.engine.flower.run_config import from_text, to_text
-from motley.engine.flower.settings import NodeSettings
-from motley.errors import MotleyError
 from motley.federation import Federation
+from motley.flower.arrays import pack
+from motley.flower.client import app
+from motley.flower.failures import LOG_BYTES, failing_as, keep_text, kind_of, told
+from motley.flower.run_config import from_text, to_text
+from motley.flower.settings import NodeSettings
 from motley.methods import METHODS
 from motley.splits import SPLITS
 from tests.flower.grid import Grid, three_nodes

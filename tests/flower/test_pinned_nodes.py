@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from motley.engine.flower.server import serve
+from motley.flower.server import serve
 from tests.flower.grid import Grid, three_nodes
 from tests.test_pinned import BRIEF, RECORDED, hash_of, machine
 

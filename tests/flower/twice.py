@@ -23,9 +23,9 @@ from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-from motley.engine.flower.arrays import pack, unpack
-from motley.engine.flower.client import asked, build, settings_of
-from motley.engine.flower.settings import read_node
+from motley.flower.arrays import pack, unpack
+from motley.flower.client import asked, build, settings_of
+from motley.flower.settings import read_node
 
 TWICE = "answered {} twice: the SuperLink wants {} objects of the first answer, {} of the second"
 """What client 1 says of every round."""

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from motley.aggregate.inco import inco
-from motley.aggregate.merge import Update, apply
+from motley.core.merge import Update, apply
+from motley.core.part import Piece, State
 from motley.federation import Federation
 from motley.methods import METHODS, FedNova, World
 from motley.methods.fednova import FedNovaSettings, progress
 from motley.models import ImageShape
 from motley.round import Server
-from motley.splits.part import Piece, State
 from tests.conftest import tiny_config
 from tests.methods.turns import same_bits
 

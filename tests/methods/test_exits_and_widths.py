@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from motley.aggregate.merge import merge
+from motley.core.merge import merge
 from motley.engine.learner import Learner
 from motley.federation import Federation
 from motley.models.exits import answers_of

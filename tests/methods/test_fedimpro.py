@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from motley.aggregate.merge import Update
 from motley.analysis.gradient_variance import gradient_variance
 from motley.config import load_config, read_resolved
+from motley.core.errors import MotleyError
+from motley.core.merge import Update
+from motley.core.part import State
 from motley.engine.learner import Learner
-from motley.errors import MotleyError
 from motley.federation import Federation
 from motley.methods.class_statistics import balanced, draw, moments, pooled, repeated
 from motley.methods.fedimpro import DRAWN_LOSS, OWN, WEIGHT, FedImproSettings
 from motley.models.stages import chain_of, owned, run
 from motley.round import Server
-from motley.splits.part import State
 from tests.conftest import refused, written
 from tests.methods import turns
 from tests.methods.turns import SGD, same_bits, seated

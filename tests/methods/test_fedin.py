@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from motley.aggregate.merge import Update
 from motley.config import load_config
+from motley.core.errors import MotleyError
+from motley.core.merge import Update
+from motley.core.part import State
 from motley.engine.base import Upload
-from motley.errors import MotleyError
 from motley.methods.feature_pool import IN, OUT, collect, draw, entries
 from motley.methods.fedin import FedInSettings, intermediate, projected
 from motley.models.stages import chain_of, run
-from motley.splits.part import State
 from tests.conftest import refused
 from tests.methods import turns
 from tests.methods.turns import SGD, jobs_of, same_bits, seated

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from motley.aggregate.merge import add_shares
+from motley.core.merge import add_shares
+from motley.core.part import State, add_at, select, take
 from motley.engine.clients import COLLECTED
 from motley.federation import Federation
 from motley.methods import METHODS, World
 from motley.models import ImageShape
 from motley.round import Server
 from motley.runs.checkpoint import load_checkpoint, save_checkpoint
-from motley.splits.part import State, add_at, select, take
 from tests.conftest import tiny_config
 from tests.methods.test_contract import FAST, WITH_A_SPLIT, NoValueIsRead, Watched, everything, played
 
@@ -190,8 +190,8 @@ def test_the_server_keeps_the_mean_over_all_owners_of_what_clients_keep(name: st
 
 
 def test_shares_of_pieces_by_hand() -> None:
-    from motley.aggregate.merge import Update
-    from motley.splits.part import Piece
+    from motley.core.merge import Update
+    from motley.core.part import Piece
 
     updates = [
         Update(0, {"a": Piece("w")}, {"a": torch.tensor([3.0, 3.0])}),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from motley.core.part import State
 from motley.engine.base import Job
 from motley.engine.learner import Learner
 from motley.federation import Federation
 from motley.round import Server
-from motley.splits.part import State
 from tests.conftest import tiny_config
 
 PLAIN = (

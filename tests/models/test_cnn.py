@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.federation import Federation
 from motley.models import MODELS, ImageShape
 from motley.models.cnn import CNN, CNNSettings, cross_layers

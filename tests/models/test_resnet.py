@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.models import MODELS, CrossLayer, ImageShape
 from motley.models.resnet import SIZES, ResNet, ResNetSettings, cross_layers
 from motley.settings import validate

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from motley.config import ModelSettings
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.models import MODELS, ImageShape
 from motley.models.projection import with_projection
 from motley.models.stages import chain_of, owned, run, shape_behind

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from motley.core.randomness import torch_seed
 from motley.federation import Federation
 from motley.models import MODELS, ImageShape
 from motley.models.resnet import ResNetSettings
 from motley.models.taps import crop_taps
-from motley.randomness import torch_seed
 from tests.conftest import tiny_config
 
 IMAGE = ImageShape(3, 32, 32)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.models import MODELS, ImageShape
 from motley.models.channels import Axis
 from motley.models.vgg import PARAMETERS, VGG, VGGSettings, channels, cross_layers

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.models import MODELS, CrossLayer, ImageShape
 from motley.models.vit import SIZES, Attention, Block, ViT, ViTSettings, cross_layers
 from motley.settings import validate

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
+from motley.core.part import State
 from motley.federation import Federation
 from motley.privacy import Guard, PrivacySettings
 from motley.privacy.guard import clipped
 from motley.round import Record
 from motley.runs.checkpoint import fingerprint
 from motley.runs.play import begin, resume
-from motley.splits.part import State
 from tests.conftest import refused, tiny_config
 
 BATCH = "split.normalization_statistics=batch"

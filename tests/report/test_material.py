@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.report.material import gather
 from motley.report.tables import costs, environments, final
 from motley.studies.declaration import load_study

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.report.material import gather
 from tests.cli.conftest import call
 from tests.report.conftest import small_run

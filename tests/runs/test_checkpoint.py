@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import motley.runs
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.round import Server
 from motley.runs import checkpoint
 from motley.runs.checkpoint import checkpoints, fingerprint, load_checkpoint, save_checkpoint

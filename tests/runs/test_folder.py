@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from motley.config import Config, load_config, presets
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.files import write_atomically
 from motley.runs.folder import RunFolder, next_free
 from motley.runs.play import begin

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.evaluate import Score, Summary
 from motley.round import Record
 from motley.runs.metrics import MetricsLog, outcome, to_line

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
+from motley.core.part import State, take
 from motley.federation import Federation
 from motley.models.exits import WithExits, answers_of
 from motley.models.ordered import narrowed, widths_of
 from motley.splits import Grid, Inclusive, Ordered
-from motley.splits.part import State, take
 from tests.conftest import refused, tiny_config
 from tests.splits.test_width import images, lively
 

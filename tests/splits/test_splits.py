@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
+from motley.core.part import take
 from motley.federation import Federation
 from motley.models import CrossLayer
 from motley.splits import Split
-from motley.splits.part import take
 from tests.conftest import tiny_config
 
 VIT = ("model.sizes=['vit1','vit2','vit3']", "model.vit.dim=32", "model.vit.heads=4", "model.vit.patch=4")

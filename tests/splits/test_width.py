@@ -12,13 +12,13 @@ from torch import nn
 
 from motley.analysis.replay import global_model
 from motley.config import load_config
+from motley.core.errors import MotleyError
+from motley.core.part import State, select, take
 from motley.data.device import DeviceData
-from motley.errors import MotleyError
 from motley.federation import Federation, assign_sizes
 from motley.models.channels import CLASSES, Axis, axes, positions
 from motley.models.narrow import Scaler
 from motley.splits import Width
-from motley.splits.part import State, select, take
 from tests.conftest import refused, tiny_config
 
 MODELS = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.studies.declaration import load_study, studies
 from motley.studies.sweep import plan
 from tests.studies.conftest import SWEEP

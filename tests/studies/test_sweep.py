@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from motley.config import parse_overrides
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.studies.declaration import load_study
 from motley.studies.results import missing
 from motley.studies.sweep import Cell, plan

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from motley.splits.part import State
+from motley.core.part import State
 
 
 def average(before: Mapping[str, Tensor] | None, state: Mapping[str, Tensor], decay: float, rounds: int) -> State:

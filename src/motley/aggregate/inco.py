@@ -16,9 +16,9 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
+from motley.core.part import State
 from motley.models import CrossLayer
 from motley.settings import Limit, Positive, Settings
-from motley.splits.part import State
 
 PRESETS: dict[str, dict[str, Any]] = {
     "off": {},

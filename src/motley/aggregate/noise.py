@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from motley.splits.part import State
+from motley.core.part import State
 
 
 def perturbed(change: Mapping[str, Tensor], names: Iterable[str], factor: float, seed: int) -> State:

@@ -21,9 +21,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from motley.aggregate.merge import Merged
+from motley.core.merge import Merged
+from motley.core.part import State
 from motley.settings import Settings
-from motley.splits.part import State
 
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]

@@ -14,8 +14,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from motley.core.registry import Registry
 from motley.files import output_file, write_atomically
-from motley.registry import Registry
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from motley.analysis import ANALYSES, Findings
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.runs.metrics import MetricsLog
 
 DRAWN = {"theta": "theta", "beta": "beta", "positive": "share of beta > 0"}

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from motley.analysis import ANALYSES, Findings
 from motley.analysis.replay import kept_rounds, next_round
+from motley.core.part import State, add_at
 from motley.federation import Federation
-from motley.splits.part import State, add_at
 
 Models = Sequence[Mapping[str, Tensor]]
 """Parameters of clients' models under their global names. A model need not have all of them, nor all of one: what it

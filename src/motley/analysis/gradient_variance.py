@@ -18,13 +18,13 @@ from torch import Tensor
 from motley.analysis import ANALYSES, Findings
 from motley.analysis.divergence import HIGH, LOW, WHOLE, draw, in_order, layer_of, layer_squares, placed
 from motley.analysis.replay import kept_rounds, own_examples
+from motley.core.errors import MotleyError
+from motley.core.part import State
 from motley.engine import Job
-from motley.errors import MotleyError
 from motley.federation import Federation
 from motley.methods.levels import Levels
 from motley.models.stages import chain_of, owned
 from motley.round import Record
-from motley.splits.part import State
 
 BATCH = 256
 """Most examples of one pass."""

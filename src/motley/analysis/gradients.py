@@ -10,10 +10,10 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from motley.aggregate.merge import Update, merge
 from motley.analysis import ANALYSES, Findings
 from motley.analysis.cka import linear_cka
 from motley.analysis.replay import kept_rounds, next_round
+from motley.core.merge import Update, merge
 from motley.federation import Federation
 from motley.round import Server
 

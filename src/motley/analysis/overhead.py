@@ -18,15 +18,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from motley.analysis import ANALYSES, Findings
 from motley.config import Config
+from motley.core.errors import MotleyError
+from motley.core.part import State
 from motley.engine import DebugEngine, Job, Upload
 from motley.engine.clients import own_randomness
 from motley.engine.learner import Learner
-from motley.errors import MotleyError
 from motley.federation import Federation, size_in_bytes
 from motley.plan import LiveBytes
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import MetricsLog
-from motley.splits.part import State
 
 
 @dataclass(frozen=True)

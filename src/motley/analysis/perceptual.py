@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 
 WEIGHTS = "alexnet-owt-7be5be79.pth"
 """What torchvision calls the weights of its AlexNet."""

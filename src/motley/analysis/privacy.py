@@ -20,7 +20,7 @@ from motley.analysis import ANALYSES, Findings
 from motley.analysis.features import extractor
 from motley.analysis.perceptual import lpips_distance
 from motley.analysis.replay import global_model, opened, probe_images
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 
 NOISE = 0.8
 """Standard deviations of noise that FedIN adds."""

@@ -16,15 +16,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from motley.core.errors import MotleyError
+from motley.core.part import State, take
 from motley.data import Examples
 from motley.data.device import DeviceData
 from motley.engine import Upload
-from motley.errors import MotleyError
 from motley.federation import Federation
 from motley.round import Record, Server
 from motley.runs.checkpoint import checkpoints, read_checkpoint
 from motley.runs.folder import RunFolder
-from motley.splits.part import State, take
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch import Tensor
 from motley.analysis import ANALYSES, Findings
 from motley.analysis.features import features
 from motley.analysis.replay import kept_rounds, model_of, next_round, own_examples
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 
 EXAMPLES = 200
 """Most examples of a client that are compared."""

@@ -20,7 +20,7 @@ from motley.cli.run import run
 from motley.cli.show import show
 from motley.cli.study import study
 from motley.cli.watch import watch
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 
 app = typer.Typer(
     cls=Group,

@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from motley.config import load_config
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 
 deploy = typer.Typer(help="Run a federation on several machines, with Flower.", no_args_is_help=True)
 
@@ -31,7 +31,7 @@ def _needs_flower(extra: str = "flower") -> None:
 def simulation() -> Callable[..., Any]:
     """Return the function that plays a run on Flower's simulation engine."""
     _needs_flower("simulation")
-    from motley.engine.flower.simulation import simulate
+    from motley.flower.simulation import simulate
 
     return simulate
 

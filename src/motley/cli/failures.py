@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.text import Text
 from safetensors import SafetensorError
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.limits import is_out_of_memory
 
 #: With this environment variable set, every failure also prints its traceback.

@@ -13,13 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from motley.config import presets
+from motley.core.errors import MotleyError
+from motley.core.registry import Registry
 from motley.data import DATASETS, PARTITIONS
-from motley.errors import MotleyError
 from motley.methods import METHODS
 from motley.methods.names import ABLATIONS, PREFIXES, STEMS, SYSTEMS, VARIANTS
 from motley.models import MODELS
 from motley.reference import Setting, markdown, sections
-from motley.registry import Registry
 from motley.runs.overview import find_runs
 from motley.splits import SPLITS
 

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from motley.bench import SHAPES, stand_in
 from motley.config import Config, load_config
+from motley.core.errors import MotleyError
 from motley.data import Dataset
 from motley.data.device import DeviceData
-from motley.errors import MotleyError
 from motley.federation import build_split, load_dataset_of
 from motley.plan import Budget, Cost, costs_of, largest_fitting, read_budgets
 

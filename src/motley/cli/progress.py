@@ -20,7 +20,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from motley.cli.show import print_outcome
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.federation import Federation
 from motley.round import Record, Server
 from motley.runs.folder import RunFolder

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from motley.config import Config
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.runs.checkpoint import fingerprint, load_checkpoint
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import OVERALL, MetricsLog, Outcome, outcome

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from motley.config import parse_overrides
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.federation import Federation
 from motley.files import output_folder
 from motley.round import Record, Server

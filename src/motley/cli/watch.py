@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.report.material import gather
 
 

@@ -1,5 +1,6 @@
 """Data: readers, partitions, and the data set on the device."""
 
+from motley.data import datasets
 from motley.data.dataset import DATASETS, Dataset, Examples, load_dataset
 from motley.data.partition import PARTITIONS, Partition, PartitionSettings
 from motley.data.settings import DataSettings
@@ -12,5 +13,6 @@ __all__ = [
     "Examples",
     "Partition",
     "PartitionSettings",
+    "datasets",
     "load_dataset",
 ]

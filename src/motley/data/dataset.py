@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
+from motley.core.registry import Registry
 from motley.models import ImageShape
-from motley.registry import Registry
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,6 +149,3 @@ def find_files(
 
 def _present(folder: Path, file: str, endings: Sequence[str]) -> Path | None:
     return next((path for ending in endings if (path := folder / (file + ending)).is_file()), None)
-
-
-from motley.data import datasets  # noqa: E402, F401  (each registers itself)

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from motley.core.errors import MotleyError
 from motley.data.dataset import Examples
 from motley.data.transforms import TransformSettings
-from motley.errors import MotleyError
 from motley.kernels import AVAILABLE
 from motley.limits import allocating, check_fits
 from motley.models import ImageShape

@@ -19,9 +19,9 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from motley.errors import MotleyError
-from motley.randomness import generator
-from motley.registry import Registry
+from motley.core.errors import MotleyError
+from motley.core.randomness import generator
+from motley.core.registry import Registry
 from motley.settings import Settings
 
 TRIES = 50

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from motley.errors import MotleyError, unknown
+from motley.core.errors import MotleyError, unknown
 from motley.settings import Settings
 
 

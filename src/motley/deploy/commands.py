@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from motley.config import Config
+from motley.core.errors import MotleyError
 from motley.deploy.control import EXCLUDED, Control, NoServerError, read_public_key
 from motley.deploy.folder import DeployFolder, DeploySettings
 from motley.deploy.status import missing_clients, nodes_of_clients
 from motley.deploy.worker import TaskSource
-from motley.engine.flower.settings import read_node
-from motley.errors import MotleyError
+from motley.flower.settings import read_node
 from motley.runs.folder import RunFolder
 
 #: Seconds that a server may take to start, that a process may take to stop, and between two looks at who is online.

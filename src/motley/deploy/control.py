@@ -28,8 +28,8 @@ from flwr.supercore.fab import Fab
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
+from motley.core.errors import MotleyError
 from motley.deploy.folder import DeployFolder
-from motley.errors import MotleyError
 
 #: What Flower calls the state of a node that is no longer admitted.
 EXCLUDED = "unregistered"

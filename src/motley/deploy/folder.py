@@ -23,12 +23,12 @@ import tomli_w
 from pydantic import Field, field_validator, model_validator
 
 from motley.config import Config, read_resolved
+from motley.core.errors import MotleyError
 from motley.data.partition import FromFile
 from motley.deploy.keys import write_certificates, write_node_key
-from motley.engine.flower.settings import NodeSettings
-from motley.errors import MotleyError
 from motley.federation import assign_sizes
 from motley.files import write_secret
+from motley.flower.settings import NodeSettings
 from motley.settings import Settings, validate
 
 #: One label of a host name, as RFC 1123 has it.
@@ -45,8 +45,8 @@ dependencies = []
 publisher = "motley"
 
 [tool.flwr.app.components]
-serverapp = "motley.engine.flower.server:app"
-clientapp = "motley.engine.flower.client:app"
+serverapp = "motley.flower.server:app"
+clientapp = "motley.flower.client:app"
 
 [tool.flwr.app.config]
 config = ""

@@ -23,12 +23,12 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
+from motley.core.errors import MotleyError, unknown
 from motley.deploy.commands import FAILED, environment, free_port, node_command, running
 from motley.deploy.worker import CLIENT_APP, TaskSource, run_tasks
 from motley.engine.device import choose_devices
-from motley.engine.flower.client import read_data
-from motley.engine.flower.settings import NodeSettings, read_node
-from motley.errors import MotleyError, unknown
+from motley.flower.client import read_data
+from motley.flower.settings import NodeSettings, read_node
 from motley.models import MODELS
 
 try:

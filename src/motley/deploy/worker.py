@@ -20,10 +20,10 @@ from flwr.supercore.constant import TaskType
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor, SuperExecAuthHttpInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.files import write_secret
 
-CLIENT_APP = "motley.engine.flower.client:app"
+CLIENT_APP = "motley.flower.client:app"
 POLL_S = 0.2
 
 

@@ -16,11 +16,11 @@ from dataclasses import replace
 
 import torch
 
+from motley.core.part import State
 from motley.engine.base import Job
 from motley.engine.clients import Clients, Turn
 from motley.engine.slots import Slot
 from motley.engine.training import Plan
-from motley.splits.part import State
 
 
 class AwaySlot(Slot):

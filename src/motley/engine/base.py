@@ -13,10 +13,20 @@ from typing import ClassVar, Literal, Protocol
 from pydantic import Field
 from torch import Tensor
 
-from motley.engine.flower.settings import FlowerSettings
+from motley.core.part import State
 from motley.methods.base import Collection
 from motley.settings import Settings
-from motley.splits.part import State
+
+
+class FlowerSettings(Settings):
+    """How long the server waits for nodes, and how large their replies may be."""
+
+    wait_s: float = Field(default=60.0, gt=0)
+    """Seconds that a round, and the start of a run, waits for nodes that are not connected."""
+    timeout_s: float = Field(default=3600.0, gt=0)
+    """Seconds that a client has for its local update; later replies are ignored."""
+    most_mib: float = Field(default=1024.0, gt=0)
+    """Maximum size of a node's reply, in MiB."""
 
 
 class EngineSettings(Settings):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from motley.core.async_copy import sent
 from motley.data.device import DRAWS, DeviceData
 from motley.engine.training import Plan
-from motley.transfer import sent
 
 PREPARED_BYTES = 256 * 2**20
 """Most memory for the prepared batches of a turn."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from motley.core.errors import MotleyError
+from motley.core.part import State
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
 from motley.engine.base import Job, Upload
@@ -18,10 +20,8 @@ from motley.engine.learner import Learner
 from motley.engine.memory import MemoryStore
 from motley.engine.timeline import Timeline
 from motley.engine.training import NO_STEPS, Plan, TrainingSettings, make_plan
-from motley.errors import MotleyError
 from motley.methods.base import Collection, Method
 from motley.privacy.guard import Guard
-from motley.splits.part import State
 
 COLLECTED = 8
 """Collection batches are this many times larger than training batches, because no activations are kept."""

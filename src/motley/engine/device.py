@@ -8,7 +8,7 @@ import re
 import torch
 from torch import Tensor, nn
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 """Hardware queues for streams: by default there are eight, and slots beyond that would wait for each other."""

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from motley.splits.part import State
+from motley.core.part import State
 
 Encoding = Literal["fp32", "fp16", "bf16"]
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from motley.core.part import State, by_type
+from motley.core.randomness import key
 from motley.data.device import DeviceData
 from motley.engine.base import Job
 from motley.engine.batches import Batches
@@ -26,8 +28,6 @@ from motley.engine.weights import Weights, working_type
 from motley.kernels import AVAILABLE
 from motley.methods.base import Method
 from motley.models.layers import use_fused
-from motley.randomness import key
-from motley.splits.part import State, by_type
 
 if AVAILABLE:
     from motley.kernels import loss as loss_kernel

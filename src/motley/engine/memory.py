@@ -24,8 +24,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from motley.errors import MotleyError
-from motley.splits.part import State, by_type
+from motley.core.errors import MotleyError
+from motley.core.part import State, by_type
 
 HELD = 2**30
 """Bytes of host memory for memories, where nothing else is said."""

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
+from motley.core.errors import MotleyError
 from motley.engine.away import AwaySlot
 from motley.engine.base import Job
 from motley.engine.clients import Clients
 from motley.engine.slots import Slot
-from motley.errors import MotleyError
 
 
 class SlotPool:

@@ -12,11 +12,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from motley.core.part import State
 from motley.engine.base import Job
 from motley.engine.clients import Clients, Turn
 from motley.engine.learner import shapes_of
 from motley.engine.training import Plan
-from motley.splits.part import State
 
 WARM_UP = 3
 """Eager steps before a capture, in which libraries choose their algorithms and the optimiser makes its state."""

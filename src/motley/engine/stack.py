@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from motley.core.part import State
+from motley.core.randomness import key
 from motley.data.device import DRAWS
 from motley.engine.base import Job
 from motley.engine.clients import Clients, Turn
@@ -28,8 +30,6 @@ from motley.engine.device import use_generator
 from motley.engine.training import Plan, reset
 from motley.engine.weights import TYPES
 from motley.methods.base import Method
-from motley.randomness import key
-from motley.splits.part import State
 
 HOOKS = ("memory", "begin", "loss", "correct_gradient", "correct_weights", "step", "descend", "reply", "remember")
 WARM_UP = 3

@@ -6,14 +6,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from motley.engine.base import Job
 
-if TYPE_CHECKING:
-    from motley.engine.slots import Slot
+
+class Place(Protocol):
+    """Where clients train one after the other: a slot. Known by its identity."""
+
+    #: Its device, as a position among the devices that clients train on.
+    where: int
+
 
 Mark = float | torch.cuda.Event
 Who = tuple[int, int, str]
@@ -47,12 +52,12 @@ class Timeline:
                 torch.cuda.synchronize(device)
         self._zeros = [self._mark(where) for where in range(len(devices))]
 
-    def begin(self, slot: Slot, job: Job) -> None:
+    def begin(self, slot: Place, job: Job) -> None:
         """Note that a job's turn begins in a slot, on the current stream."""
         self._slots.setdefault(id(slot), len(self._slots))
         self._open[id(slot)] = (job.round_number, job.client, job.size), self._mark(slot.where)
 
-    def end(self, slot: Slot) -> None:
+    def end(self, slot: Place) -> None:
         """Note that the turn in a slot is over, on the current stream."""
         who, start = self._open.pop(id(slot))
         self._closed.append((who, self._slots[id(slot)], slot.where, start, self._mark(slot.where)))

@@ -10,10 +10,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from motley.core.part import by_type
+from motley.core.randomness import generator
 from motley.data.device import DRAWS
-from motley.randomness import generator
 from motley.settings import Settings
-from motley.splits.part import by_type
 
 if TYPE_CHECKING:
     from motley.engine.weights import LossScale, Weights

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from motley.splits.part import State
+from motley.core.part import State
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

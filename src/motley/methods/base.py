@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from motley.aggregate.inco import IncoSettings
-from motley.aggregate.merge import Merged, Update, merge
+from motley.core.async_copy import queued
+from motley.core.merge import Merged, Update, merge
+from motley.core.part import State, add_at
+from motley.core.registry import Registry
 from motley.models import ImageShape
-from motley.registry import Registry
 from motley.settings import Settings
 from motley.splits.base import Split
-from motley.splits.part import State, add_at
-from motley.transfer import queued
 
 if TYPE_CHECKING:
     from motley.engine.learner import Learner

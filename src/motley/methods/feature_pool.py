@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from motley.aggregate.merge import Update
-from motley.splits.part import State
+from motley.core.merge import Update
+from motley.core.part import State
 
 IN, OUT = "features/in", "features/out"
 """What a message and a reply call them."""

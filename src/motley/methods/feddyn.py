@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import torch
 from pydantic import Field
 
-from motley.aggregate.merge import Merged, Update, add_shares
+from motley.core.merge import Merged, Update, add_shares
+from motley.core.part import State
 from motley.methods.base import METHODS, Method, MethodSettings
-from motley.splits.part import State
 
 if TYPE_CHECKING:
     from motley.engine.learner import Learner

@@ -23,14 +23,14 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from motley.aggregate.merge import Update
+from motley.core.merge import Update
+from motley.core.part import State
+from motley.core.randomness import torch_seed
 from motley.methods.base import METHODS, REPORTED, Method, MethodSettings, World
 from motley.methods.class_statistics import Moments, balanced, draw, moments, pooled, repeated
 from motley.methods.levels import Levels
 from motley.models.stages import Chain, chain_of, run
-from motley.randomness import torch_seed
 from motley.settings import Limit
-from motley.splits.part import State
 
 if TYPE_CHECKING:
     from motley.engine.learner import Learner

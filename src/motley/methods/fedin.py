@@ -26,15 +26,15 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from motley.aggregate.merge import Update
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
+from motley.core.merge import Update
+from motley.core.part import State
+from motley.core.randomness import generator, torch_seed
 from motley.methods.base import METHODS, REPORTED, Method, MethodSettings, World
 from motley.methods.feature_pool import IN, OUT, Shapes, collect, draw, entries
 from motley.methods.fedprox import Proximal
 from motley.models.layers import apart
 from motley.models.stages import chain_of, owned, run, shape_behind
-from motley.randomness import generator, torch_seed
-from motley.splits.part import State
 
 if TYPE_CHECKING:
     from motley.engine.learner import Learner

@@ -20,11 +20,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from motley.aggregate.merge import Merged, Update, merge
+from motley.core.async_copy import sent
+from motley.core.merge import Merged, Update, merge
+from motley.core.part import State, select
 from motley.methods.base import METHODS
 from motley.methods.fedprox import FedProx, FedProxSettings
-from motley.splits.part import State, select
-from motley.transfer import sent
 
 if TYPE_CHECKING:
     from motley.engine.learner import Learner

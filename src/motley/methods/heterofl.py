@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from motley.aggregate.merge import Merged, Update, apply, merge
+from motley.core.merge import Merged, Update, apply, merge
+from motley.core.part import State, take
 from motley.methods.base import METHODS, Collection, Method, MethodSettings
-from motley.splits.part import State, take
 
 if TYPE_CHECKING:
     from motley.engine.learner import Learner

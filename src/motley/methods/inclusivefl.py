@@ -20,10 +20,10 @@ from dataclasses import replace
 import torch
 from pydantic import Field
 
-from motley.aggregate.merge import Merged, Update, merge
+from motley.core.merge import Merged, Update, merge
+from motley.core.part import State
 from motley.methods.base import METHODS, Method, MethodSettings
 from motley.splits.inclusive import Inclusive
-from motley.splits.part import State
 
 
 class InclusiveFLSettings(MethodSettings):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from motley.errors import MotleyError, unknown
+from motley.core.errors import MotleyError, unknown
 from motley.methods.base import World
 from motley.models.stages import Chain, chain_of, shape_behind
 

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from motley.core.part import State
 from motley.methods.base import METHODS, Method, MethodSettings, World
 from motley.models.projection import representation_and_answer
 from motley.models.stages import chain_of
-from motley.splits.part import State
 
 if TYPE_CHECKING:
     from motley.engine.learner import Learner

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from motley.errors import MotleyError, unknown
+from motley.core.errors import MotleyError, unknown
 from motley.methods.base import METHODS
 from motley.splits import SPLITS
 

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from motley.aggregate.merge import Update, add_shares
+from motley.core.merge import Update, add_shares
+from motley.core.part import State, take
+from motley.core.randomness import key
 from motley.methods.base import METHODS, Method, MethodSettings
-from motley.randomness import key
-from motley.splits.part import State, take
 
 if TYPE_CHECKING:
     from motley.engine.learner import Learner

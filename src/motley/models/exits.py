@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.models.channels import CLASSES, Axis, Channels
 from motley.models.layers import BatchNorm, Convolution
 from motley.models.resnet import ResNet

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 
 
 def narrow(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:

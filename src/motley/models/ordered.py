@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 
 
 class OrderedBatchNorm(nn.BatchNorm2d):

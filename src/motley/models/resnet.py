@@ -15,9 +15,9 @@ from typing import Literal, TypeAlias
 from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor, nn
 
-from motley.models import MODELS, Architecture, CrossLayer, ImageShape
 from motley.models.channels import Axis, Channels, of_head
 from motley.models.layers import BatchNorm, Convolution, GroupNorm, MaxPool, Stem, second_use
+from motley.models.spec import MODELS, Architecture, CrossLayer, ImageShape
 from motley.models.stages import Chain, Stage, Staged
 from motley.models.taps import crop_taps
 from motley.settings import Settings

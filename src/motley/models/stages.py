@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 
 
 class Stage(NamedTuple):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from motley.models import ImageShape
+from motley.models.spec import ImageShape
 
 
 def crop_taps(model: nn.Module, image: ImageShape) -> None:

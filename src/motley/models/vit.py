@@ -15,9 +15,9 @@ from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from motley.errors import MotleyError
-from motley.models import MODELS, Architecture, CrossLayer, ImageShape
+from motley.core.errors import MotleyError
 from motley.models.channels import Axis, Channels, of_head
+from motley.models.spec import MODELS, Architecture, CrossLayer, ImageShape
 from motley.models.stages import Chain, Stage, Staged
 from motley.settings import Settings
 

@@ -27,10 +27,10 @@ from importlib.util import find_spec
 import numpy as np
 import torch
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
+from motley.core.part import add_at, select
 from motley.privacy.settings import PrivacySettings
 from motley.splits.base import Split
-from motley.splits.part import add_at, select
 
 ORDERS = (1.1, 1.25, 1.5, 1.75, *range(2, 33), 40, 48, 64, 128, 256)
 """Rényi orders that are tried: a third of the library's own, in a fifth of the time, for the same three digits."""

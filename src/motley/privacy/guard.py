@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
+from motley.core.part import State
+from motley.core.randomness import generator
 from motley.methods.base import Method
 from motley.privacy.settings import PrivacySettings
-from motley.randomness import generator
-from motley.splits.part import State
 
 if TYPE_CHECKING:
     from motley.config import Config

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from motley.config import Config
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import MetricsLog, Outcome, outcome
 from motley.studies.results import read_saved

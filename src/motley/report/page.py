@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.report.material import Material, Panel, Run, Series
 from motley.report.tables import Rows, costs, environments, final
 from motley.studies.results import COLUMNS

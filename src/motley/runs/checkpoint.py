@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from motley.config import Config
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
+from motley.core.part import State
 from motley.files import flush
 from motley.privacy import Spent
 from motley.round import Server
 from motley.settings import flat
-from motley.splits.part import State
 
 #: The attributes of a server that hold tensors. Empty ones are not written.
 _SECTIONS = ("state", "averaged", "method", "optimizer")

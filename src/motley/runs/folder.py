@@ -23,7 +23,7 @@ import torch
 
 import motley
 from motley.config import Config, read_resolved
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.files import check_new_folder, write_atomically
 
 try:

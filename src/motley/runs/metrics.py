@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.evaluate import Summary, rounds_to, summarize
 from motley.files import write_atomically
 from motley.round import Record

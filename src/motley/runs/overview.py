@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import OVERALL, MetricsLog, outcome
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from motley.config import Config
+from motley.core.errors import MotleyError
 from motley.engine import Engine, LocalEngine
 from motley.engine.timeline import Timeline, draw
-from motley.errors import MotleyError
 from motley.federation import Federation
 from motley.round import Record, Server
 from motley.runs.checkpoint import last_round, load_checkpoint, save_checkpoint

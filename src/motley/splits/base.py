@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
+from motley.core.part import Part, Piece, State
+from motley.core.randomness import torch_seed
+from motley.core.registry import Registry
 from motley.limits import allocating
 from motley.models import MODELS, CrossLayer
 from motley.models.layers import use_batch_statistics
-from motley.randomness import torch_seed
-from motley.registry import Registry
 from motley.settings import Settings
-from motley.splits.part import Part, Piece, State
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 

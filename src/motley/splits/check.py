@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.models import ImageShape
 from motley.splits.base import Split
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.splits.base import SPLITS, Split
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import field_validator, model_validator
 from torch import nn
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.models.channels import Channels
 from motley.models.exits import add_exits, count_blocks, exit_channels
 from motley.splits.base import SPLITS

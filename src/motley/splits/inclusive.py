@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import cached_property
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.splits.base import SPLITS
 from motley.splits.depth import Depth
 

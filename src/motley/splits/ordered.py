@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from motley.core.part import Piece, State
 from motley.models.channels import CLASSES
 from motley.models.ordered import mask_rows, order
 from motley.splits.base import SPLITS
-from motley.splits.part import Piece, State
 from motley.splits.width import Width, WidthSettings, fresh, kept
 
 ROWS = ("running_mean", "running_var")

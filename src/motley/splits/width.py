@@ -24,13 +24,13 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor, nn
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
+from motley.core.part import Part, Piece, State
+from motley.core.randomness import generator
 from motley.models import MODELS
 from motley.models.channels import CLASSES, Axis, Channels, axes, positions
 from motley.models.narrow import Scaler, narrow
-from motley.randomness import generator
 from motley.splits.base import SPLITS, STATISTICS, Blueprint, Split, SplitSettings
-from motley.splits.part import Part, Piece, State
 
 Rate = Annotated[float, Field(gt=0, le=1)]
 

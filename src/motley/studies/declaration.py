@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from motley.config import absolute_paths, read_toml
+from motley.core.errors import MotleyError, unknown
 from motley.data import DATASETS
-from motley.errors import MotleyError, unknown
 from motley.settings import Settings, validate
 from motley.studies.measures import Measure
 

@@ -8,7 +8,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from motley.config import Config
-from motley.errors import unknown
+from motley.core.errors import unknown
 from motley.evaluate import rounds_to
 from motley.runs.metrics import OVERALL, outcome
 

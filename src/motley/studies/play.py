@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.runs.checkpoint import checkpoints
 from motley.runs.folder import RunFolder
 from motley.runs.play import Callback, begin, resume

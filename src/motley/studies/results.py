@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.files import write_atomically
 from motley.runs.metrics import OVERALL, MetricsLog
 from motley.studies.declaration import Study

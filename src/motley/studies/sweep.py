@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from motley.config import Config, Table, resolve
+from motley.core.errors import MotleyError, unknown
 from motley.data import DATASETS, load_dataset
 from motley.data.dataset import data_root
 from motley.data.settings import DataSettings
-from motley.errors import MotleyError, unknown
 from motley.methods import METHODS
 from motley.methods.names import NAMES
 from motley.studies.declaration import FILE_READER, Case, DataColumn, MethodRow, Number, Study

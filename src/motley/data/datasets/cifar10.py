@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from motley.core.errors import MotleyError
 from motley.data.dataset import DATASETS, Dataset, DataSource, Examples, find_files
 from motley.data.datasets.cifar_pickle import read_pickled_batch
-from motley.errors import MotleyError
 
 FOLDER = "cifar-10-batches-py"
 TRAIN_FILES = tuple(f"data_batch_{number}" for number in range(1, 6))

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 
 MAX_OPERATIONS = 1_000_000
 """Twice what the largest file needs: the training part of CIFAR-100, written by Python 3 with protocol 2."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from motley.core.randomness import generator
 from motley.data.dataset import DATASETS, Dataset, DataSource, Examples
-from motley.randomness import generator
 
 TEST_SHARE = 0.2
 SPLIT_SEED = 0

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from motley.core.errors import MotleyError
 from motley.data.dataset import DATASETS, Dataset, DataSource, Examples, find_files
-from motley.errors import MotleyError
 
 MAX_BYTES = 200_000_000
 """The largest file, unpacked, has 47 MB. A small gzip file can hold many gigabytes of zeros."""

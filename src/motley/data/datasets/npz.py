@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from motley.core.errors import MotleyError
 from motley.data.dataset import DATASETS, Dataset, DataSource, Examples
-from motley.errors import MotleyError
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 REMEDY = "Save four arrays with np.savez: x_train, y_train, x_test and y_test."

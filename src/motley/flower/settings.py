@@ -1,4 +1,4 @@
-"""What a run on Flower can choose (`[engine.flower]`), and a node's own settings (node.toml)."""
+"""A node's own settings (node.toml)."""
 
 from __future__ import annotations
 
@@ -8,20 +8,9 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.privacy.settings import PrivacySettings
 from motley.settings import Settings, validate
-
-
-class FlowerSettings(Settings):
-    """How long the server waits for nodes, and how large their replies may be."""
-
-    wait_s: float = Field(default=60.0, gt=0)
-    """Seconds that a round, and the start of a run, waits for nodes that are not connected."""
-    timeout_s: float = Field(default=3600.0, gt=0)
-    """Seconds that a client has for its local update; later replies are ignored."""
-    most_mib: float = Field(default=1024.0, gt=0)
-    """Maximum size of a node's reply, in MiB."""
 
 
 class NodeData(Settings):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from motley.errors import MotleyError, unknown
+from motley.core.errors import MotleyError, unknown
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ from flwr.app import Array, ArrayRecord
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from motley.errors import MotleyError
-from motley.splits.part import State
+from motley.core.errors import MotleyError
+from motley.core.part import State
 
 ENCODING = "safetensors"
 

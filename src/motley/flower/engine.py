@@ -17,13 +17,13 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from motley.config import Config
+from motley.core.errors import MotleyError
 from motley.data import Dataset
 from motley.engine.base import Done, Failure, Job, Upload
-from motley.engine.flower.answers import Answers
-from motley.engine.flower.arrays import pack, size_in_bytes, unpack
-from motley.engine.flower.failures import is_nodes_own, told
-from motley.engine.flower.run_config import to_text
-from motley.errors import MotleyError
+from motley.flower.answers import Answers
+from motley.flower.arrays import pack, size_in_bytes, unpack
+from motley.flower.failures import is_nodes_own, told
+from motley.flower.run_config import to_text
 from motley.methods.base import Collection
 
 COLLECT = f"{MessageType.TRAIN}.collect"

@@ -12,11 +12,11 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from motley.config import Config
+from motley.core.errors import MotleyError
 from motley.data import Dataset, load_dataset
 from motley.data.device import DeviceData
-from motley.engine.flower.engine import FlowerEngine, Nodes
-from motley.errors import MotleyError
 from motley.federation import Federation, assign_sizes, build_split
+from motley.flower.engine import FlowerEngine, Nodes
 from motley.plan import assigned, costs_of, read_budgets
 from motley.round import Server
 from motley.runs.folder import RunFolder

@@ -20,18 +20,18 @@ from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from motley.config import Config
+from motley.core.errors import MotleyError
+from motley.core.part import State
 from motley.data import Dataset, Partition, load_dataset
 from motley.engine.base import Job, Upload
 from motley.engine.device import choose_devices
-from motley.engine.flower.arrays import pack, unpack
-from motley.engine.flower.failures import NodeError, failing_as, keep_text
-from motley.engine.flower.run_config import from_text
-from motley.engine.flower.settings import NodeSettings, read_node
-from motley.errors import MotleyError
 from motley.federation import Federation, deal
 from motley.files import write_secret
+from motley.flower.arrays import pack, unpack
+from motley.flower.failures import NodeError, failing_as, keep_text
+from motley.flower.run_config import from_text
+from motley.flower.settings import NodeSettings, read_node
 from motley.plan import Budget, cost_of, costs_of, largest_fitting
-from motley.splits.part import State
 
 Work = Callable[[NodeSettings, RecordDict], RecordDict]
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, get_args
 
-from motley.errors import MotleyError
+from motley.core.errors import MotleyError
 from motley.limits import is_out_of_memory
 
 Kind = Literal["bad-message", "bad-config", "node-settings", "refused-by-node", "data", "training", "out-of-memory"]

@@ -1,6 +1,6 @@
 """Clients that are Flower nodes: the same jobs and uploads, as messages. Needs the extra `flower`.
 
-settings.py     what a run and a node can choose; works without Flower
+settings.py     a node's own settings (node.toml); works without Flower
 run_config.py   the run's configuration on its way to nodes, without paths
 failures.py     what the server is told of a node's failure, and what stays in the node's log
 arrays.py       a state as Flower's arrays, and back, with nothing believed

@@ -16,8 +16,8 @@ from typing import Any
 import tomli_w
 
 from motley.config import PATH_SETTINGS, Config
-from motley.engine.flower.failures import NodeError, failing_as
-from motley.engine.flower.settings import NodeSettings
+from motley.flower.failures import NodeError, failing_as
+from motley.flower.settings import NodeSettings
 from motley.settings import validate
 
 Values = dict[str, Any]

@@ -2,7 +2,7 @@
 
 The global state is a flat mapping from names to tensors. A part maps a client's own parameter and buffer names to a
 global name and an index: `None` for the whole tensor, or one slice or index vector a dimension. Depth, width, both at
-once, and architectures that share nothing are all parts; `take` here and `merge` in `motley.aggregate.merge` are the
+once, and architectures that share nothing are all parts; `take` here and `merge` in `motley.core.merge` are the
 only two functions that read them.
 """
 
@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from motley.transfer import queued
+from motley.core.async_copy import queued
 
 State: TypeAlias = dict[str, Tensor]
 Index: TypeAlias = tuple[slice | Tensor, ...]

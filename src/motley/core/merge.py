@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from motley.splits.part import Index, Part, Piece, State, add_at, is_view, open_grid, select
-from motley.transfer import sent
+from motley.core.async_copy import sent
+from motley.core.part import Index, Part, Piece, State, add_at, is_view, open_grid, select
 
 
 @dataclass(frozen=True)

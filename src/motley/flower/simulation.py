@@ -14,10 +14,10 @@ from flwr.simulation import run_simulation
 
 from motley.config import Config
 from motley.data.partition import FromFile
-from motley.engine.flower.client import build
-from motley.engine.flower.server import serve
-from motley.engine.flower.settings import NodeData, NodeSettings
 from motley.federation import Federation
+from motley.flower.client import build
+from motley.flower.server import serve
+from motley.flower.settings import NodeData, NodeSettings
 from motley.round import Server
 from motley.runs.folder import RunFolder
 from motley.runs.play import Callback

@@ -1,0 +1,1 @@
+"""What everything else stands on: parts of a global state, their merge, keyed randomness, names, errors."""
