@@ -79,7 +79,9 @@ def checkpoint_bytes(folder: Path, data: Dataset, method: str, clients: int) -> 
 @pytest.mark.parametrize("method", ["fedavg", "keeping"])
 def test_clients_that_never_played_weigh_nothing_in_a_checkpoint(tmp_path: Path, data: Dataset, method: str) -> None:
     few = checkpoint_bytes(tmp_path / "few", data, method, 2 * A_ROUND)
-    assert checkpoint_bytes(tmp_path / "many", data, method, CLIENTS) == few
+    many = checkpoint_bytes(tmp_path / "many", data, method, CLIENTS)
+    # The configuration is kept with a checkpoint, and its `federation.clients` has more digits.
+    assert many - few == len(str(CLIENTS)) - len(str(2 * A_ROUND))
 
 
 def test_memories_in_host_memory_are_bounded_and_as_large_as_their_parts(tmp_path: Path, data: Dataset) -> None:

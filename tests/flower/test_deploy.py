@@ -32,7 +32,10 @@ def final(deployment: Deployment) -> str:
     return fingerprint(server.state)
 
 
-@pytest.mark.parametrize("insecure", [True, False], ids=["insecure", "with TLS and keys"])
+@pytest.mark.parametrize(
+    "insecure",
+    [pytest.param(True, id="insecure", marks=pytest.mark.slow), pytest.param(False, id="with TLS and keys")],
+)
 def test_three_nodes_end_with_the_bits_of_the_local_engine(tmp_path: Path, insecure: bool) -> None:
     with Deployment(tmp_path / "federation", three_nodes(*INCO), insecure=insecure) as deployment:
         deployment.serve()

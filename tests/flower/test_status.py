@@ -98,7 +98,9 @@ def test_status_of_runs(folder: DeployFolder) -> None:
         Run(run_id=1, status=failed, pending_at=MOMENT, finished_at=MOMENT),
     ]
     folder.run.mkdir()
-    (folder.run / "metrics.jsonl").write_text('{"round": 1}\n')
+    (folder.run / "metrics.jsonl").write_text(
+        '{"round": 1, "clients": [0], "seconds": {}, "bytes": {"down": 0, "up": 0}}\n'
+    )
     assert run_lines(folder, runs) == [
         "run 2: running since 2026-11-15 17:14:31",
         "run 1: failed since 2026-11-15 17:14:31: no node came",
