@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from motley.aggregate.recalibration import batch_moments
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
 from motley.engine.base import Job, Upload
@@ -170,7 +171,7 @@ class Clients:
         return wire
 
     def collect(self, learner: Learner, job: Job) -> Collection:
-        """Ask one client for the method's collection, over all of its examples.
+        """Ask one client for the collection that the job names, over all of its examples.
 
         In single precision whatever the training precision, because collections serve evaluation.
         """
@@ -185,10 +186,16 @@ class Clients:
             round_number=job.round_number,
             client=job.client,
         )
-        self.seat(learner, job, NO_STEPS, self.recall(job))
-        learner.seed_step()
+        if job.collection == "statistics":
+            learner.receive(job.state)
+        else:
+            self.seat(learner, job, NO_STEPS, self.recall(job))
+            learner.seed_step()
         with learner.weights.single_precision():
-            values = self.method.collect(learner, learner.examples(plan))
+            if job.collection == "statistics":
+                values = batch_moments(learner.model, learner.examples(plan))
+            else:
+                values = self.method.collect(learner, learner.examples(plan))
         return Collection(job.client, self.samples(job.client), values, job.size, job.round_number)
 
 
