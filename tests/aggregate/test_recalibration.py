@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from motley.aggregate.recalibration import batch_moments, check_report, pool
+from motley.engine import Job
 from motley.errors import MotleyError
 from motley.federation import Federation
 from motley.round import Record, Server
@@ -18,6 +19,7 @@ from motley.runs.checkpoint import fingerprint
 from motley.runs.play import begin, resume
 from motley.splits.part import Part, Piece, State, take
 from tests.conftest import tiny_config
+from tests.methods.test_contract import NoValueIsRead
 
 RECALIBRATED = ("server.statistics=recalibrate",)
 BRIEF = ("training.steps=2", "training.rounds=2", "run.tensorboard=false")
@@ -224,6 +226,32 @@ def test_a_resumed_run_ends_in_the_same_bits(average: float, tmp_path: Path) -> 
     _, resumed = resume(tmp_path / "half")
     assert fingerprint(resumed.state) == fingerprint(whole.state)
     assert fingerprint(resumed.model) == fingerprint(whole.model)
+
+
+def test_nothing_waits_for_the_device() -> None:
+    """On a GPU the end of a round is queued behind its training, so pass and pooling may read no value."""
+    federation = Federation(tiny_config(*RECALIBRATED, *BRIEF))
+    server = federation.start()
+    (collection,) = federation.engine.collect([statistics_job(federation, server, client=0)])
+    part = federation.split.part(collection.size)
+    model = federation.split.build(collection.size)
+    with NoValueIsRead():
+        batch_moments(model, [(torch.zeros((4, 1, 8, 8)), torch.zeros(4))])
+        pool(server.model, [(part, collection.values)])
+
+
+def statistics_job(federation: Federation, server: Server, client: int) -> Job:
+    return replace(federation.job(server, 1, client), collection="statistics")
+
+
+def test_a_slot_that_has_trained_reports_what_a_fresh_one_does() -> None:
+    federation = Federation(tiny_config(*BRIEF, "method.name=scaffold"))
+    server = federation.start()
+    jobs = [statistics_job(federation, server, client) for client in range(6)]
+    fresh = federation.engine.collect(jobs)
+    federation.play(server)
+    for before, after in zip(fresh, federation.engine.collect(jobs), strict=True):
+        assert fingerprint(before.values) == fingerprint(after.values)
 
 
 # ---- what is refused

@@ -188,13 +188,12 @@ class Clients:
         )
         if job.collection == "statistics":
             learner.receive(job.state)
+            with learner.weights.single_precision():
+                values = batch_moments(learner.model, learner.examples(plan))
         else:
             self.seat(learner, job, NO_STEPS, self.recall(job))
             learner.seed_step()
-        with learner.weights.single_precision():
-            if job.collection == "statistics":
-                values = batch_moments(learner.model, learner.examples(plan))
-            else:
+            with learner.weights.single_precision():
                 values = self.method.collect(learner, learner.examples(plan))
         return Collection(job.client, self.samples(job.client), values, job.size, job.round_number)
 
