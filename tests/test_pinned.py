@@ -97,6 +97,13 @@ CASES: dict[str, tuple[str, ...]] = {
     "stacked": (*MLPS, "engine.stack=4"),
     "debug": ("engine.name=debug", "method.name=InCoProx"),
     "three-clients": ("federation.clients=3", "federation.clients_per_round=3"),
+    # Recalibrated statistics.
+    "recalibrated": ("server.statistics=recalibrate", "server.average=0"),
+    "recalibrated-ema": (
+        "server.statistics=recalibrate",
+        "server.average=0.9",
+        "split.normalization_statistics=shared",
+    ),
 }
 BRIEF = (
     "training.rounds=2",

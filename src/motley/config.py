@@ -107,6 +107,17 @@ class ServerSettings(Settings):
     """Decay of a moving average of the global model over rounds. The average is what is evaluated; clients still train
     from the global model itself. 0: off.
     """
+    statistics: Literal["averaged", "recalibrate"] = "averaged"
+    """Source of BatchNorm's running statistics in the evaluated model. averaged: the average over the round's clients.
+    recalibrate: clients pass their data through the evaluated model, and the server computes the mean and variance of
+    all of it. Not with [privacy].
+    """
+    statistics_every: int = Field(default=0, ge=0)
+    """Rounds between recalibrations; the last round always has one. 0: before each evaluation."""
+    statistics_clients: Literal["all", "round"] = "all"
+    """The clients that are asked in a recalibration: all of the federation, or those sampled for the round. Each one
+    receives its part of the model for it.
+    """
     min_share: float = Field(default=0.0, ge=0, le=1)
     """Fraction of a round's clients whose updates must be accepted. With fewer, the round is repeated with newly
     sampled clients.

@@ -3,7 +3,8 @@
     sample clients -> each gets its part of the global state and the method's message
                    -> the ENGINE trains them
                    -> their changes come back and are checked
-    merge over owners -> InCo -> the method's correction -> server optimiser -> moving average -> evaluate every size
+    merge over owners -> InCo -> the method's correction -> server optimiser -> moving average
+                      -> recalibrate BatchNorm statistics (if asked for) -> evaluate every size
 
 A round takes a `Server` and returns a new one; it changes nothing in place. Whatever interrupts a round, the server of
 the last whole round is still there to be saved.
@@ -28,6 +29,7 @@ from motley.aggregate.admit import blemish, misfit, unusable
 from motley.aggregate.averaging import average
 from motley.aggregate.inco import Coefficients, inco
 from motley.aggregate.noise import perturbed
+from motley.aggregate.recalibration import check_report, check_settings, pool
 from motley.aggregate.server_optim import optimize
 from motley.config import Config
 from motley.core.async_copy import Later
@@ -181,6 +183,7 @@ class Federation:
         self.method = METHODS[config.method.name](config.method, world)
         self._refuse_memories_of_other_parts()
         refuse_leaks(config, self.split, self.method)
+        check_settings(config, self.split)
         counted = config.privacy.active and secret is None
         self.accountant = Accountant(config.privacy, self.split, self.sizes) if counted else None
         fused = config.engine.fused and config.engine.name != "debug"
@@ -323,11 +326,12 @@ class Federation:
         return self.conclude(server, updates, record)
 
     def conclude(self, server: Server, updates: Sequence[Update], record: Record) -> Server:
-        """End a round: merge, collect where the method wants to, and begin to evaluate."""
+        """End a round: merge, collect where the method wants to, recalibrate statistics, and begin to evaluate."""
         record.expect_nothing()
         with record.timed("merge"):
             after = self.merge(server, updates, record)
         after = self.collect(after, record)
+        after = self.recalibrate(after, record)
         if self.method.world.is_evaluated(record.round_number):
             with record.timed("evaluate"):
                 record.evaluation = self.evaluate.start(after.model, after.round_number)
@@ -491,28 +495,74 @@ class Federation:
             jobs = [self.job(server, record.round_number, client) for client in clients]
             parts = [self.split.evaluated(job.size, job.round_number) for job in jobs]
             jobs = [replace(job, state=take(server.model, part)) for job, part in zip(jobs, parts, strict=True)]
-            collections = self.collected(server, self.engine.collect(jobs), record)
+
+            def reason(one: Collection) -> str | None:
+                return unusable("collection", partial(self._try_collection, server, one))
+
+            collections = self.collected(jobs, reason, record)
             if not collections:
                 return server
             method, model = self.method.use(server.method, server.model, collections)
-        if server.averaged is None:
-            return replace(server, method=method, state=model)
-        return replace(server, method=method, averaged=model)
+        return replace(server.with_model(model), method=method)
 
-    def collected(self, server: Server, collections: Sequence[Collection], record: Record) -> Sequence[Collection]:
-        """Return the collections that the method can use; nodes may send anything."""
+    def _try_collection(self, server: Server, one: Collection) -> None:
+        if one.values and blemish(one.values):
+            raise ValueError("it holds a number that is not finite")
+        self.method.use(server.method, server.model, [one])
+
+    def recalibrate(self, server: Server, record: Record) -> Server:
+        """Replace the running statistics of the evaluated model by those of the clients' data (server.statistics)."""
+        number, settings = record.round_number, self.config.server
+        if not self.is_recalibrated(number):
+            return server
+        clients = record.clients if settings.statistics_clients == "round" else range(len(self.sizes))
+        with record.timed("collect"):
+            jobs = []
+            for client in clients:
+                size = self.size_of(client, number)
+                state = take(server.model, self.split.evaluated(size, number))
+                jobs.append(Job(number, client, size, state, collection="statistics"))
+
+            def reason(one: Collection) -> str | None:
+                try:
+                    check_report(server.model, self.split.evaluated(one.size, number), one.values)
+                except ValueError as error:
+                    return f"its statistics were refused: {error}."
+                return None
+
+            collections = self.collected(jobs, reason, record)
+            reports = [(self.split.evaluated(one.size, number), one.values) for one in collections]
+            model = pool(server.model, reports)
+        return server.with_model(model)
+
+    def is_recalibrated(self, round_number: int) -> bool:
+        """Tell whether running statistics are recalibrated after a round."""
+        settings = self.config.server
+        if settings.statistics != "recalibrate":
+            return False
+        if settings.statistics_every == 0:
+            return self.method.world.is_evaluated(round_number)
+        return round_number % settings.statistics_every == 0 or round_number == self.config.training.rounds
+
+    def collected(
+        self, jobs: Sequence[Job], reason: Callable[[Collection], str | None], record: Record
+    ) -> Sequence[Collection]:
+        """Return the clients' collections. Nodes may send anything, so theirs are refused if there is a reason to."""
+        collections = self.engine.collect(jobs)
+        record.bytes_down += sum(size_in_bytes(job.state) + size_in_bytes(job.message) for job in jobs)
+        record.bytes_up += sum(size_in_bytes(collection.values) for collection in collections)
         if self.engine.trusted:
             return collections
-
-        def use(one: Collection) -> None:
-            if one.values and blemish(one.values):
-                raise ValueError("it holds a number that is not finite")
-            self.method.use(server.method, server.model, [one])
-
-        here = [replace(one, values=self.here(one.values)) for one in collections]
-        reasons = {one.client: unusable("collection", partial(use, one)) for one in here}
-        record.refused = {**{client: why for client, why in reasons.items() if why}, **record.refused}
-        return [one for one in here if not reasons[one.client]]
+        accepted, refused = [], {}
+        for collection in collections:
+            one = replace(collection, values=self.here(collection.values))
+            why = reason(one)
+            if why:
+                refused[one.client] = why
+            else:
+                accepted.append(one)
+        record.refused = {**refused, **record.refused}
+        return accepted
 
 
 def _by_layer(layers: Iterable[str], rows: Iterable[Sequence[float]]) -> dict[str, dict[str, float]]:

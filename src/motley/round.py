@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from motley.core.async_copy import Later
@@ -35,6 +35,12 @@ class Server:
     def model(self) -> State:
         """The state that is evaluated and handed out."""
         return self.state if self.averaged is None else self.averaged
+
+    def with_model(self, model: State) -> Server:
+        """Return a server that evaluates and hands out another state."""
+        if self.averaged is None:
+            return replace(self, state=model)
+        return replace(self, averaged=model)
 
 
 @dataclass

@@ -303,3 +303,26 @@ def test_statistics_are_collected_in_single_precision(precision: str) -> None:
         servers[name] = federation.collect(replace(federation.start(), round_number=1), record)
     for name, tensor in servers["tf32"].state.items():
         torch.testing.assert_close(servers[precision].state[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_statistics_are_recalibrated_in_single_precision(precision: str) -> None:
+    settings = ("engine.device=cuda", "server.statistics=recalibrate", "evaluation.every=1")
+    servers = {}
+    for name in ("tf32", precision):
+        federation = Federation(tiny_config(*settings, f"engine.precision={name}"))
+        servers[name] = federation.recalibrate(replace(federation.start(), round_number=1), Record(1))
+    for name, tensor in servers["tf32"].state.items():
+        torch.testing.assert_close(servers[precision].state[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", [LocalEngine, Nodes])
+def test_recalibrated_statistics_are_those_of_the_plain_engine(engine: type[LocalEngine]) -> None:
+    settings = (*EXACT, "server.statistics=recalibrate", "evaluation.every=1", "server.average=0")
+    plain = Federation(tiny_config(*settings, "engine.name=debug"))
+    expected, _ = plain.play(plain.start())
+    federation = Federation(tiny_config(*settings))
+    federation.engine = engine(federation.engine.clients, 2)  # type: ignore[attr-defined]
+    found, record = federation.play(federation.start())
+    assert not record.refused
+    assert distance(found.state, expected.state) < 1e-5

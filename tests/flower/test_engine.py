@@ -478,3 +478,46 @@ def test_a_node_that_wants_more_privacy_than_the_run_gives(
         said = capsys.readouterr()
         assert "it failed (refused-by-node), see reference" in said.out and reason not in said.out
         assert reason in said.err
+
+
+# ---- recalibrated statistics
+
+
+@pytest.mark.parametrize("average", [0.0, 0.5], ids=["raw", "ema"])
+def test_recalibrated_nodes_end_where_slots_end(grid: Grid, tmp_path: Path, average: float) -> None:
+    settings = (
+        "server.statistics=recalibrate",
+        f"server.average={average}",
+        "training.steps=2",
+        "method.name=scaffold",
+    )
+    _, server = serve(grid, three_nodes(*settings), tmp_path / "run")
+    _, expected = begin(three_nodes(*settings, "engine.name=local"), tmp_path / "local")
+    assert fingerprint(server.state) == fingerprint(expected.state)
+    assert fingerprint(server.model) == fingerprint(expected.model)
+    assert not any("refused" in line for line in MetricsLog(tmp_path / "run" / "metrics.jsonl").read())
+
+
+def test_statistics_that_cannot_be_are_refused(grid: Grid, tmp_path: Path) -> None:
+    grid.misdeeds_with = "train.collect"
+    lie = {"bn1.count": torch.ones(4, dtype=torch.float64)}
+    grid.misdeeds[999] = lambda sent, reply: [answered(reply, message=lie)]
+    settings = ("training.rounds=1", "training.steps=2", "server.statistics=recalibrate")
+    _, server = serve(grid, three_nodes(*settings), tmp_path / "run")
+    (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
+    assert list(line["refused"]) == ["1"]
+    assert line["refused"]["1"].startswith("its statistics were refused: ")
+    assert sorted(server.remembered) == [0, 1, 2]
+
+
+def test_a_node_reports_statistics_only_if_the_run_recalibrates(grid: Grid, tmp_path: Path) -> None:
+    """Else a server could ask a node for them that guards its uploads."""
+
+    def ask_for_statistics(message: Message) -> None:
+        if message.metadata.message_type == "train.collect":
+            message.content["job"]["collection"] = "statistics"
+
+    grid.before = ask_for_statistics
+    serve(grid, three_nodes("training.rounds=1", "training.steps=2", "method.name=heterofl"), tmp_path / "run")
+    log = (max(grid.nodes.values()).parent / "node.log").read_text()
+    assert "the job asks for BatchNorm statistics; the run has server.statistics = 'averaged'." in log

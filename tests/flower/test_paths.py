@@ -234,6 +234,7 @@ def test_a_file_in_the_way_is_a_traceback_for_the_node_and_a_word_for_the_server
 
 
 TEXT = three_nodes().to_toml()
+GUARDED = three_nodes("server.statistics=recalibrate", "privacy.clip=1").to_toml()
 JOB = {"config": TEXT, "shape": SHAPE, "round": 1, "client": 0, "size": "resnet10", "remembers": -1, "forget": 0}
 
 BAD_MESSAGES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -254,6 +255,21 @@ BAD_MESSAGES: dict[str, tuple[str, dict[str, Any], str]] = {
         "train.collect",
         {"job": ConfigRecord({**JOB, "size": "resnet18"}), "arrays": pack()},  # type: ignore[dict-item]
         "refused-by-node",
+    ),
+    "an unknown collection": (
+        "train.collect",
+        {"job": ConfigRecord({**JOB, "collection": "images"}), "arrays": pack()},  # type: ignore[dict-item]
+        "bad-message",
+    ),
+    "statistics of a run without them": (
+        "train.collect",
+        {"job": ConfigRecord({**JOB, "collection": "statistics"}), "arrays": pack()},  # type: ignore[dict-item]
+        "refused-by-node",
+    ),
+    "statistics of a guarded run": (
+        "train.collect",
+        {"job": ConfigRecord({**JOB, "config": GUARDED, "collection": "statistics"}), "arrays": pack()},  # type: ignore[dict-item]
+        "bad-config",
     ),
     "a round of words": ("train", {"job": ConfigRecord({**JOB, "round": "../x"}), "arrays": pack()}, "bad-message"),  # type: ignore[dict-item]
     "no such state": (

@@ -83,6 +83,8 @@ class Job:
     message: State = field(default_factory=dict)
     remembers: int | None = None
     """The round whose memory the client is to use: that of its last upload which the server took."""
+    collection: Literal["method", "statistics"] = "method"
+    """For `Engine.collect`: the method's own collection, or BatchNorm statistics (`aggregate/recalibration.py`)."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class Engine(Protocol):
         ...
 
     def collect(self, jobs: Sequence[Job]) -> list[Collection]:
-        """Ask every job's client for the method's collection, without training.
+        """Ask every job's client for the collection that the job names, without training.
 
         A client without a single example is left out of the answer.
         """

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from motley.aggregate.recalibration import batch_moments
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.data.device import DeviceData
@@ -170,7 +171,7 @@ class Clients:
         return wire
 
     def collect(self, learner: Learner, job: Job) -> Collection:
-        """Ask one client for the method's collection, over all of its examples.
+        """Ask one client for the collection that the job names, over all of its examples.
 
         In single precision whatever the training precision, because collections serve evaluation.
         """
@@ -185,10 +186,15 @@ class Clients:
             round_number=job.round_number,
             client=job.client,
         )
-        self.seat(learner, job, NO_STEPS, self.recall(job))
-        learner.seed_step()
-        with learner.weights.single_precision():
-            values = self.method.collect(learner, learner.examples(plan))
+        if job.collection == "statistics":
+            learner.receive(job.state)
+            with learner.weights.single_precision():
+                values = batch_moments(learner.model, learner.examples(plan))
+        else:
+            self.seat(learner, job, NO_STEPS, self.recall(job))
+            learner.seed_step()
+            with learner.weights.single_precision():
+                values = self.method.collect(learner, learner.examples(plan))
         return Collection(job.client, self.samples(job.client), values, job.size, job.round_number)
 
 

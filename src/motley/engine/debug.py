@@ -41,7 +41,7 @@ class DebugEngine:
         return self.clients.uploads(turns)
 
     def collect(self, jobs: Sequence[Job]) -> list[Collection]:
-        """Ask every job's client for the method's collection."""
+        """Ask every job's client for a collection."""
         with own_randomness(self.clients.device):
             able = [job for job in jobs if self.clients.samples(job.client)]
             return [self.clients.collect(self.clients.learner(job.size), job) for job in able]

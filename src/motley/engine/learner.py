@@ -135,17 +135,23 @@ class Learner:
     def _room(self, given: State) -> State:
         return {name: on_device(torch.zeros_like(tensor), self.device) for name, tensor in given.items()}
 
+    def receive(self, state: State) -> None:
+        """Copy a part into the model. On its own, without `load`, for passes that need nothing of the method."""
+        with torch.no_grad():
+            received = by_type(state[name] for name in self.start)
+            for start, live, values in zip(self._starts, self._lives, received, strict=True):
+                if values:
+                    torch._foreach_copy_(start, values)
+                    torch._foreach_copy_(live, values)
+        self.publish()
+
     def load(self, job: Job, memory: State, plan: Plan, seed: int, samples: int) -> None:
         """Take a client's seat: its part, message, memory and plan, with a fresh optimiser."""
         self.job, self.lengths, self.taken = job, plan.lengths, 0
         self._seed = seed
         self.hold(job.message, memory)
+        self.receive(job.state)
         with torch.no_grad():
-            received = by_type(job.state[name] for name in self.start)
-            for start, live, values in zip(self._starts, self._lives, received, strict=True):
-                if values:
-                    torch._foreach_copy_(start, values)
-                    torch._foreach_copy_(live, values)
             for room, given in ((self.message, job.message), (self.memory, memory)):
                 for into, values in zip(by_type(room.values()), by_type(given[name] for name in room), strict=True):
                     if into:
@@ -159,7 +165,6 @@ class Learner:
         self.round.fill_(job.round_number)
         self.samples.fill_(samples)
         self._loss.zero_()
-        self.publish()
         self.seed_turn()
         self.method.begin(self)
 

@@ -83,7 +83,7 @@ class LocalEngine:
         return held
 
     def collect(self, jobs: Sequence[Job]) -> list[Collection]:
-        """Ask every job's client for the method's collection."""
+        """Ask every job's client for a collection."""
         with own_randomness(self.clients.device):
             able = [job for job in jobs if self.clients.samples(job.client)]
             return [self.clients.collect(self.pool.any(job.size).learner, job) for job in able]

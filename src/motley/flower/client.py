@@ -117,9 +117,18 @@ def train(node: NodeSettings, content: RecordDict) -> RecordDict:
 
 
 def collect(node: NodeSettings, content: RecordDict) -> RecordDict:
-    """Answer for the method's collection."""
+    """Answer for the method's collection, or with BatchNorm statistics if the run recalibrates them.
+
+    A run with [privacy] never does, so that a server cannot have a guarded node report statistics of its data.
+    """
     job = read_job(node, content)
-    for collection in federation_of(node, asked(content)).engine.collect([job]):
+    federation = federation_of(node, asked(content))
+    if job.collection == "statistics" and federation.config.server.statistics != "recalibrate":
+        raise NodeError(
+            "refused-by-node",
+            "the job asks for BatchNorm statistics; the run has server.statistics = 'averaged'.",
+        )
+    for collection in federation.engine.collect([job]):
         return answer(job, collection.samples, message=collection.values)
     return answer(job)
 
@@ -138,6 +147,9 @@ def asked(content: RecordDict) -> Mapping[str, Any]:
                 about[name] = int(values[name])
         if "size" in values:
             about["size"] = str(values["size"])
+        about["collection"] = str(values.get("collection", "method"))
+        if about["collection"] not in ("method", "statistics"):
+            raise MotleyError(f"collection = {about['collection']!r}: should be 'method' or 'statistics'.")
         return about
 
 
@@ -248,7 +260,8 @@ def read_job(node: NodeSettings, content: RecordDict) -> Job:
     with failing_as("bad-message"):
         size, client, remembers = about["size"], about["client"], about["remembers"]
         state, message = (unpack(content["arrays"], name) for name in ("state", "message"))
-        job = Job(about["round"], client, size, state, message, remembers if remembers >= 0 else None)
+        remembered = remembers if remembers >= 0 else None
+        job = Job(about["round"], client, size, state, message, remembered, about["collection"])
     if client != node.client:
         raise NodeError("refused-by-node", f"client = {node.client}: the job is for client {client}.")
     refuse_other_sizes(node, size, about)

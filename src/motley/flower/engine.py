@@ -124,7 +124,7 @@ class FlowerEngine:
         return sorted(answers, key=lambda answer: answer.client)
 
     def collect(self, jobs: Sequence[Job]) -> list[Collection]:
-        """Ask every job's client for the method's collection; who does not answer is left out."""
+        """Ask every job's client for a collection; clients that do not answer are left out."""
         collections = [
             Collection(job.client, answer.samples, answer.message, job.size, job.round_number)
             for job, answer in self._ask(jobs, COLLECT)
@@ -168,6 +168,7 @@ class FlowerEngine:
             size=job.size,
             remembers=-1 if job.remembers is None else job.remembers,
             forget=self._forget.get(job.client, 0),
+            collection=job.collection,
         )
         content = RecordDict({"job": about, "arrays": pack(state=job.state, message=job.message)})
         return Message(content, node, kind, ttl=self.settings.timeout_s + GRACE_S, group_id=str(job.round_number))
