@@ -1,11 +1,17 @@
-"""Two repairs of typer with recent versions of click, each in a class that typer lets one replace."""
+"""The command line's own kinds of command.
+
+`Command` and `Group` each repair something that typer gets wrong with recent versions of click. `LazyCommand` imports a
+command's module only when the command is used.
+"""
 
 from __future__ import annotations
 
 import inspect
+from importlib import import_module
 from typing import Any
 
 import click
+import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 
@@ -36,3 +42,33 @@ class Group(TyperGroup):
         if hasattr(click.exceptions, "NoSuchCommand"):
             return click.Group.resolve_command(self, context, words)
         return super().resolve_command(context, words)
+
+
+class LazyCommand(click.Command):
+    """A command that is known by its name and its line in the help until it is used.
+
+    The modules of most commands import torch, which takes seconds. `motley --help` and `motley --version` do without.
+    """
+
+    def __init__(self, name: str, summary: str, function: str) -> None:
+        """Take a name, the first line of the command's help, and the place of its function: "module:function"."""
+        super().__init__(name, help=summary)
+        self.function = function
+
+    def load(self) -> click.Command:
+        """Import the command's module and return the real command. The function may also be a typer application."""
+        module, _, name = self.function.partition(":")
+        function = getattr(import_module(module), name)
+        if isinstance(function, typer.Typer):
+            return typer.main.get_command(function)
+        application = typer.Typer(add_completion=False)
+        application.command(self.name, cls=Command)(function)
+        return typer.main.get_command(application)
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Make the context of the real command. click calls this first when a command was chosen, and then runs the
+        command that the context belongs to.
+        """
+        return self.load().make_context(info_name, args, parent, **extra)
