@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from tests.cli.conftest import Answer, call, overrides
 from tests.conftest import tiny_config
 
 REPOSITORY = Path(__file__).parent.parent
+BASE = {"torch", "numpy", "pydantic", "typer", "rich", "safetensors", "tomli-w"}
 #: The only modules that cannot be imported without their extra: the commands check for it before they import them.
 NEEDS_PLOTLY = ("motley.report.figures", "motley.report.page", "motley.report.server")
 NEEDS_FLOWER = ("motley.deploy.", "motley.engine.flower.")
@@ -64,7 +66,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Bare:
 def test_the_base_install_is_as_small_as_promised() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     names = {requirement.partition(">=")[0] for requirement in project["dependencies"]}
-    assert names == {"torch", "numpy", "pydantic", "typer", "rich", "safetensors", "tomli-w"}
+    assert names == BASE
 
 
 def test_every_extra_installs_its_modules() -> None:
@@ -73,6 +75,32 @@ def test_every_extra_installs_its_modules() -> None:
     for module, extra in EXTRAS.items():
         package = packages.get(module, module)
         assert any(requirement.startswith(f"{package}>=") for requirement in extras[extra]), module
+
+
+def imported_at_once(file: Path) -> set[str]:
+    """Return the top-level names of the libraries that a file imports as soon as it is imported itself."""
+    libraries: set[str] = set()
+    for statement in ast.parse(file.read_text()).body:
+        if isinstance(statement, ast.Import):
+            libraries |= {alias.name.partition(".")[0] for alias in statement.names}
+        elif isinstance(statement, ast.ImportFrom):
+            libraries.add(str(statement.module).partition(".")[0])
+    return libraries - sys.stdlib_module_names - {"motley"}
+
+
+def test_modules_import_no_undeclared_library() -> None:
+    """A dependency of a dependency may go away: recent versions of typer do not need click."""
+    source = REPOSITORY / "src"
+    for file in source.rglob("*.py"):
+        module = ".".join(file.relative_to(source).with_suffix("").parts)
+        if module.startswith(NEEDS_FLOWER):  # they also use libraries of flwr, which is pinned to one minor version
+            continue
+        allowed = {name.replace("-", "_") for name in BASE} | {"pydantic_core"}  # which is a half of pydantic
+        if module.startswith("motley.kernels."):
+            allowed.add("triton")
+        if module in NEEDS_PLOTLY:
+            allowed.add("plotly")
+        assert imported_at_once(file) <= allowed, module
 
 
 def test_modules_import_without_extras(bare: Bare) -> None:
