@@ -1,8 +1,26 @@
 """Motley: federated learning for a motley crew of devices."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
 
-from motley.config import Config, load_config
-from motley.federation import Federation
+if TYPE_CHECKING:
+    from motley.config import Config, load_config
+    from motley.federation import Federation
 
 __all__ = ["Config", "Federation", "load_config"]
+
+#: Public name -> the module that defines it. They are imported when they are first asked for, because they need torch,
+#: which takes seconds to import: `motley --help` and `motley --version` do not wait for it.
+_MODULES = {"Config": "motley.config", "Federation": "motley.federation", "load_config": "motley.config"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,10 +7,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-import torch
+from typing import TYPE_CHECKING
 
 from motley.core.errors import MotleyError
+
+if TYPE_CHECKING:
+    # The command line needs this module for its error messages, and should not import torch for them.
+    import torch
 
 _TORCH_SAYS = (
     "can't allocate memory",
@@ -25,6 +28,8 @@ _TORCH_SAYS = (
 def memory_of(device: torch.device) -> int | None:
     """Return the bytes of memory that a device has in all; None if the operating system does not say."""
     if device.type == "cuda":
+        import torch
+
         return int(torch.cuda.get_device_properties(device).total_memory)
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -92,8 +92,7 @@ def test_real_allocations_that_fail_are_explained() -> None:
 def test_a_bug_is_a_message_with_a_file_for_the_report(
     motley: Command, tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = importlib.import_module("motley.cli.show")  # motley.cli.show itself is the command
-    monkeypatch.setattr(module, "print_outcome", lambda console, folder: {}["nothing"])
+    monkeypatch.setattr("motley.cli.show.print_outcome", lambda console, folder: {}["nothing"])
     answer = motley("show", tiny_run.path)
     assert_message(answer, "this is a bug in Motley, not in your input: KeyError: 'nothing'.", code=1)
     found = re.search(r"The traceback is in (\S+)\.txt\.", answer.err)

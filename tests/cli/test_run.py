@@ -191,13 +191,6 @@ def test_help_describes_every_argument(motley: Command, arguments: tuple[str, ..
         assert re.search(r"  [A-Z][a-z]*\b[ ,:(]", row), f"no description: {row}"
 
 
-def test_commands_that_draw_nothing_import_no_library_for_drawing_or_statistics() -> None:
-    """They take half a second each, for every command."""
-    code = "import sys, motley.cli; print([name for name in ('matplotlib', 'scipy', 'plotly') if name in sys.modules])"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout == "[]\n"
-
-
 def test_help_names_every_command(motley: Command) -> None:
     answer = motley("--help")
     assert answer.code == 0

@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sklearn.datasets import load_digits
 
 from motley.cli.plan import costs_in
 from motley.core.errors import MotleyError
 from motley.data.dataset import DATASETS, Dataset, Examples, data_root, load_dataset
-from motley.data.datasets import fashion_mnist
+from motley.data.datasets import digits, fashion_mnist
 from motley.data.datasets.cifar10 import FOLDER, TEST_FILE, TRAIN_FILES, read_batch
 from motley.data.datasets.fashion_mnist import FILES, read_idx
 from motley.federation import Federation
@@ -122,6 +123,14 @@ def test_digits_are_split_the_same_way_always_and_within_each_class() -> None:
     in_test = np.bincount(first.test.labels)
     in_all = in_test + np.bincount(first.train.labels)
     assert np.abs(in_test - 0.2 * in_all).max() <= 0.5
+
+
+def test_digits_are_those_of_scikit_learn() -> None:
+    """The file in the package holds all its images, in its order: the split depends on it."""
+    original = load_digits()
+    with digits.FILE.open("rb") as file, np.load(file) as arrays:
+        assert np.array_equal(arrays["images"], original.images)
+        assert np.array_equal(arrays["labels"], original.target)
 
 
 # --- Fashion-MNIST

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Callable
 from io import BytesIO
@@ -129,18 +128,6 @@ def test_the_output_of_flower_is_passed_on_without_colours(capsys: pytest.Captur
     pass_on(BytesIO(b"\x1b[92mINFO \x1b[0m: one\ntwo \xff\n"), said)
     assert capsys.readouterr().out == "INFO : one\ntwo \ufffd\n"
     assert list(said) == ["two \ufffd\n"]
-
-
-def test_the_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    command = ("run", "--engine", "flower-simulation", "--out", tmp_path / "run")
-    module = sys.modules["motley.cli.deploy"]  # by its name, `deploy` is the command
-    monkeypatch.setattr(module, "find_spec", lambda name: None if name == "ray" else object())
-    code, _, err = call(*command)
-    assert code == 2 and "Ray is not installed, which Flower's simulation runs on." in err
-    assert "pip install -c constraints.txt -e '.[simulation]'" in err
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
-    assert "Flower is not installed. In Motley's checkout: pip install" in call(*command).err
-    assert "-e '.[flower]'" in call("deploy", "status", tmp_path).err
 
 
 # ---- real processes

@@ -178,12 +178,3 @@ def test_settings_that_contradict_each_other() -> None:
     )
     assert refused("privacy.clip=1", "transit.upload=fp16").startswith("transit.upload = 'fp16': what privacy.clip = 1")
     assert "privacy.delta = 1" in refused("privacy.delta=1")
-
-
-def test_the_accountant_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("motley.privacy.accounting.find_spec", lambda name: None)
-    with pytest.raises(
-        MotleyError, match=r"privacy.noise = 1: epsilon needs an accountant: pip install .* '\.\[privacy\]'"
-    ):
-        Federation(tiny_config(*CLIPPED, "privacy.noise=1"))
-    Federation(tiny_config(*CLIPPED))

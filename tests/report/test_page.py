@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -66,16 +65,6 @@ def test_data_that_is_not_here_is_said(runs: list[Path], tmp_path: Path, monkeyp
 
     monkeypatch.setattr(figures, "partition", absent)
     assert "cannot be drawn here: data set &#x27;x&#x27; was not found." in page.render(gather(runs), "t")
-
-
-def test_without_plotly_the_extra_is_named(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith(("plotly", "motley.report.page"))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.setitem(sys.modules, "plotly.io", None)
-    answer = call("report", runs[0])
-    assert answer.code == 2
-    assert "pip install -c constraints.txt -e '.[report]'" in answer.err
 
 
 def test_lines_can_be_told_apart_and_the_legend_shows_their_dashes(study: Path) -> None:

@@ -70,7 +70,7 @@ class InterruptAt(Callback):
 
 # ---- whole runs: children of a process that has imported everything, so that they start in no time
 
-_IMPORTED = ["motley.cli", "motley.runs.play", "sklearn.datasets", "torch._dynamo"]
+_IMPORTED = ["motley.cli.run", "motley.cli.resume", "torch._dynamo"]
 _parent = multiprocessing.get_context("forkserver")
 
 

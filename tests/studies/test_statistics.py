@@ -7,7 +7,7 @@ import math
 import pytest
 from scipy import stats
 
-from motley.studies.statistics import Difference, against_paper, paired, spread
+from motley.studies.statistics import Difference, against_paper, paired, spread, two_sided_quantile
 
 
 def test_spread_is_the_sample_deviation() -> None:
@@ -77,3 +77,14 @@ def test_verdicts_in_words() -> None:
     assert Difference(1.0, 0.5).verdict == "beyond the noise"
     assert Difference(-0.4, 0.5).verdict == "within the noise"
     assert Difference(1.0, None).verdict == ""
+
+
+@pytest.mark.parametrize("freedom", [1, 1.001, 1.5, 2, 2.7, 3, 4, 9.3, 29, 100, 1000])
+def test_the_quantile_is_that_of_scipy(freedom: float) -> None:
+    assert two_sided_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-12)
+
+
+def test_the_quantile_has_its_closed_forms() -> None:
+    """Student's distribution can be inverted by hand for one and two degrees of freedom."""
+    assert two_sided_quantile(1) == pytest.approx(math.tan(math.pi / 2 * 0.95), rel=1e-12)
+    assert two_sided_quantile(2) == pytest.approx(0.95 * math.sqrt(2 / (1 - 0.95**2)), rel=1e-12)

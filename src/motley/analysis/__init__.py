@@ -10,12 +10,14 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from motley.core.registry import Registry
+from motley.extras import require
 from motley.files import output_file, write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,14 @@ class Findings:
 
 ANALYSES: Registry[Callable[[Sequence[Path]], Findings]] = Registry("analysis")
 """Name -> a function of the folders of runs."""
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure; its size is in inches."""
+    require("matplotlib", "an analysis")
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def save(findings: Findings, folder: Path, name: str) -> list[Path]:

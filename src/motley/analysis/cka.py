@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch import Tensor
 
-from motley.analysis import ANALYSES, Findings
+from motley.analysis import ANALYSES, Findings, new_figure
 from motley.analysis.features import features
 from motley.analysis.replay import model_of, next_round, opened, probe_images
 from motley.runs.metrics import OVERALL, MetricsLog
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 IMAGES, BATCH = 512, 256
 
@@ -93,7 +95,7 @@ def cka(paths: Sequence[Path]) -> Findings:
 
 def _draw(newest: dict[str, dict[str, Tensor]], rows: list[tuple[Any, ...]]) -> Figure:
     columns = max(len(matrices) for matrices in newest.values())
-    figure = Figure(figsize=(3 * (columns + 2), 3 * len(newest)), layout="constrained")
+    figure = new_figure(3 * (columns + 2), 3 * len(newest))
     axes = figure.subplots(len(newest), columns + 2, squeeze=False)
     for line, (run, matrices) in zip(axes, newest.items(), strict=True):
         line[0].plot(list(matrices), [mean_off_diagonal(matrix) for matrix in matrices.values()], marker="o")

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from motley.analysis import ANALYSES, Findings
+from motley.analysis import ANALYSES, Findings, new_figure
 from motley.core.errors import MotleyError
 from motley.runs.metrics import MetricsLog
 
@@ -28,7 +26,7 @@ def coefficients(paths: Sequence[Path]) -> Findings:
         if not own:
             raise MotleyError(f"{path} has no coefficients: it ran without InCo (method.inco.preset).")
         rows += own
-    figure = Figure(figsize=(5 * len(DRAWN), 3.5 * len(paths)), layout="constrained")
+    figure = new_figure(5 * len(DRAWN), 3.5 * len(paths))
     for line, path in zip(figure.subplots(len(paths), len(DRAWN), squeeze=False), paths, strict=True):
         own = [row for row in rows if row[0] == path.name]
         for number, (axis, title) in enumerate(zip(line, DRAWN.values(), strict=True), start=3):

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
-from motley.analysis import ANALYSES, Findings
+from motley.analysis import ANALYSES, Findings, new_figure
 from motley.analysis.replay import kept_rounds, next_round
 from motley.core.part import State, add_at
 from motley.federation import Federation
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Models = Sequence[Mapping[str, Tensor]]
 """Parameters of clients' models under their global names. A model need not have all of them, nor all of one: what it
@@ -97,7 +99,7 @@ def layer_of(name: str) -> str:
 
 def draw(rows: list[tuple[Any, ...]], what: str) -> Figure:
     """Draw (run, round, layer, value): the whole and its levels over rounds, and the newest checkpoint's layers."""
-    figure = Figure(figsize=(12, 4), layout="constrained")
+    figure = new_figure(12, 4)
     over_rounds, a_layer = figure.subplots(1, 2)
     for run, color in zip(dict.fromkeys(row[0] for row in rows), cycle(f"C{number}" for number in range(10))):
         for part, style in ((WHOLE, "o-"), (LOW, ":"), (HIGH, "--")):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 
-from motley.analysis import ANALYSES, Findings
+from motley.analysis import ANALYSES, Findings, new_figure
 from motley.analysis.features import features
 from motley.analysis.replay import model_of, next_round, opened, probe_images
+from motley.extras import require
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CLIENTS, CLASSES, IMAGES = 3, 6, 400
 MARKERS = "o^s"
@@ -21,7 +24,8 @@ MARKERS = "o^s"
 @ANALYSES.register("embedding", "t-SNE of features by class and client")
 def embedding(paths: Sequence[Path]) -> Findings:
     """Draw the last stage's features of three clients after their turn; of different sizes where there are several."""
-    from sklearn.manifold import TSNE  # slow to import, and only used here
+    require("sklearn", "the analysis embedding")
+    from sklearn.manifold import TSNE
 
     rows: list[tuple[Any, ...]] = []
     for path in paths:
@@ -46,7 +50,7 @@ def embedding(paths: Sequence[Path]) -> Findings:
 
 
 def _draw(rows: list[tuple[Any, ...]], runs: list[str]) -> Figure:
-    figure = Figure(figsize=(5 * len(runs), 5), layout="constrained")
+    figure = new_figure(5 * len(runs), 5)
     for axis, run in zip(figure.subplots(1, len(runs), squeeze=False)[0], runs, strict=True):
         own = [row for row in rows if row[0] == run]
         for marker, client in zip(MARKERS, dict.fromkeys(row[1:3] for row in own), strict=False):

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
-from motley.analysis import ANALYSES, Findings
+from motley.analysis import ANALYSES, Findings, new_figure
 from motley.analysis.cka import linear_cka
 from motley.analysis.replay import kept_rounds, next_round
 from motley.core.merge import Update, merge
 from motley.federation import Federation
 from motley.round import Server
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 
@@ -57,7 +59,7 @@ def gradients(paths: Sequence[Path]) -> Findings:
 
 
 def _draw(newest: dict[str, dict[str, Tensor]], rows: list[tuple[Any, ...]]) -> Figure:
-    figure = Figure(figsize=(6 * len(newest) + 6, 4), layout="constrained")
+    figure = new_figure(6 * len(newest) + 6, 4)
     *histograms, similar = figure.subplots(1, len(newest) + 1)
     for axis, (run, layers) in zip(histograms, newest.items(), strict=True):
         chosen = list(layers)[:: max(1, len(layers) // 6)]

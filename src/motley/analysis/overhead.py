@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from matplotlib.figure import Figure
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from motley.analysis import ANALYSES, Findings
+from motley.analysis import ANALYSES, Findings, new_figure
 from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.core.part import State
@@ -27,6 +26,9 @@ from motley.federation import Federation, size_in_bytes
 from motley.plan import LiveBytes
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import MetricsLog
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ def overhead(paths: Sequence[Path]) -> Findings:
 
 
 def _draw(rows: list[tuple[Any, ...]]) -> Figure:
-    figure = Figure(figsize=(12, 2 * (0.9 + 0.4 * len(rows))), layout="constrained")
+    figure = new_figure(12, 2 * (0.9 + 0.4 * len(rows)))
     axes = figure.subplots(2, 4, sharey=True).flatten()
     for number, axis in enumerate(axes[: len(COLUMNS) - 1], start=1):
         most = max(row[number] for row in rows)

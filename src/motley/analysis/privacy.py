@@ -9,18 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import Tensor
 
-from motley.analysis import ANALYSES, Findings
+from motley.analysis import ANALYSES, Findings, new_figure
 from motley.analysis.features import extractor
 from motley.analysis.perceptual import lpips_distance
 from motley.analysis.replay import global_model, opened, probe_images
 from motley.core.errors import MotleyError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NOISE = 0.8
 """Standard deviations of noise that FedIN adds."""
@@ -121,7 +123,7 @@ def _lpips() -> tuple[Callable[[Tensor, Tensor], float | None], tuple[str, ...]]
 
 
 def _draw(pictures: dict[tuple[str, str], Tensor]) -> Figure:
-    figure = Figure(figsize=(1.3 * IMAGES, 1.5 * len(pictures)), layout="constrained")
+    figure = new_figure(1.3 * IMAGES, 1.5 * len(pictures))
     axes = figure.subplots(len(pictures), IMAGES, squeeze=False)
     for line, ((run, name), images) in zip(axes, pictures.items(), strict=True):
         line[0].set_title(f"{run}: {name}", loc="left", fontsize=8)

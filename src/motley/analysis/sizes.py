@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
-from motley.analysis import ANALYSES, Findings
+from motley.analysis import ANALYSES, Findings, new_figure
 from motley.runs.metrics import MetricsLog
 
 
@@ -20,7 +18,7 @@ def sizes(paths: Sequence[Path]) -> Findings:
         for line in MetricsLog(path / "metrics.jsonl").read()
         for size, accuracy in line.get("accuracy", {}).items()
     ]
-    figure = Figure(figsize=(5 * len(paths), 4), layout="constrained")
+    figure = new_figure(5 * len(paths), 4)
     for axis, path in zip(figure.subplots(1, len(paths), squeeze=False, sharey=True)[0], paths, strict=True):
         own = [row for row in rows if row[0] == path.name]
         for size in dict.fromkeys(row[2] for row in own):

@@ -15,16 +15,18 @@ from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
-from motley.analysis import ANALYSES, Findings
+from motley.analysis import ANALYSES, Findings, new_figure
 from motley.analysis.features import features
 from motley.analysis.replay import kept_rounds, model_of, next_round, own_examples
 from motley.core.errors import MotleyError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 EXAMPLES = 200
 """Most examples of a client that are compared."""
@@ -98,7 +100,7 @@ def stage_distances(clients: Sequence[tuple[dict[str, Tensor], Tensor]]) -> dict
 
 
 def _draw(rows: list[tuple[Any, ...]]) -> Figure:
-    figure = Figure(figsize=(8, 4), layout="constrained")
+    figure = new_figure(8, 4)
     axis = figure.subplots()
     for run, stage in dict.fromkeys((row[0], row[2]) for row in rows):
         own = [row for row in rows if (row[0], row[2]) == (run, stage)]

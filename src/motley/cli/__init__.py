@@ -3,45 +3,89 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import typer
 
 import motley
 from motley.cli import failures
-from motley.cli.analyze import analyze
-from motley.cli.bench import bench
-from motley.cli.commands import Command, Group
-from motley.cli.deploy import deploy
-from motley.cli.list import list_things
-from motley.cli.plan import plan
-from motley.cli.report import report
-from motley.cli.resume import resume
-from motley.cli.run import run
-from motley.cli.show import show
-from motley.cli.study import study
-from motley.cli.watch import watch
+from motley.cli.commands import Group, LazyCommand
 from motley.core.errors import MotleyError
 
+#: All commands in the order of the help. Each line is the first paragraph of the function's docstring.
+COMMANDS = (
+    LazyCommand(
+        "run",
+        "Train a federation from one TOML file, a preset, or the defaults.",
+        "motley.cli.run:run",
+    ),
+    LazyCommand(
+        "resume",
+        "Continue a run after a crash, Ctrl-C or kill -9, or extend it with --rounds.",
+        "motley.cli.resume:resume",
+    ),
+    LazyCommand(
+        "show",
+        "Show the accuracy per size and overall, the communication and the time of runs.",
+        "motley.cli.show:show",
+    ),
+    LazyCommand(
+        "list",
+        "List methods, models, data sets, partitions, presets, splits, analyses, settings or runs.",
+        "motley.cli.list:list_things",
+    ),
+    LazyCommand(
+        "bench",
+        "Measure milliseconds per round and per client step, memory, and where the time goes.",
+        "motley.cli.bench:bench",
+    ),
+    LazyCommand(
+        "study",
+        "Compare methods over data sets and seeds: the demo, a paper's table, or a file of your own.",
+        "motley.cli.study:study",
+    ),
+    LazyCommand(
+        "report",
+        "Write one self-contained HTML page: curves, tables, traffic, partition, InCo's coefficients, configurations.",
+        "motley.cli.report:report",
+    ),
+    LazyCommand(
+        "plan",
+        "Print the cost of every size, or with --budgets the largest size for every client.",
+        "motley.cli.plan:plan",
+    ),
+    LazyCommand(
+        "analyze",
+        "Analyse runs: a picture (PNG and SVG) and its numbers (CSV).",
+        "motley.cli.analyze:analyze",
+    ),
+    LazyCommand(
+        "watch",
+        "Serve a run's report on this machine, live while the run goes on, until Ctrl-C.",
+        "motley.cli.watch:watch",
+    ),
+    LazyCommand(
+        "deploy",
+        "Run a federation on several machines, with Flower.",
+        "motley.cli.deploy:deploy",
+    ),
+)
+
+
+class _AllCommands(Group):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for command in COMMANDS:
+            self.add_command(command)
+
+
 app = typer.Typer(
-    cls=Group,
+    cls=_AllCommands,
     help="Federated learning for a motley crew of devices.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(run)
-app.command()(resume)
-app.command()(show)
-app.command("list")(list_things)
-app.command()(bench)
-app.command()(study)
-app.command()(report)
-app.command()(plan)
-app.command()(analyze)
-app.command()(watch)
-app.add_typer(deploy, name="deploy", cls=Group)
-for registered in (*app.registered_commands, *deploy.registered_commands):
-    registered.cls = Command
 
 
 @app.callback(invoke_without_command=True)

@@ -7,6 +7,8 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from motley.analysis import ANALYSES, save
+from motley.extras import require
 from motley.files import output_folder
 from motley.runs.folder import RunFolder
 
@@ -19,9 +21,8 @@ def analyze(
     ),
 ) -> None:
     """Analyse runs: a picture (PNG and SVG) and its numbers (CSV)."""
-    from motley.analysis import ANALYSES, save  # matplotlib, which other commands do not need, takes half a second
-
     chosen = ANALYSES.entry(name, "analysis")
+    require("matplotlib", "motley analyze")  # an analysis may compute for minutes before it draws
     for path in paths:
         RunFolder.open(path)
     with output_folder(out or paths[0] / "analysis") as folder:

@@ -6,37 +6,35 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from motley.config import load_config
-from motley.core.errors import MotleyError
+from motley.cli.commands import Command, Group
+from motley.extras import require
 
-deploy = typer.Typer(help="Run a federation on several machines, with Flower.", no_args_is_help=True)
+deploy = typer.Typer(
+    cls=Group,
+    help="Run a federation on several machines, with Flower.",
+    no_args_is_help=True,
+    add_completion=False,
+)
 
 FOLDER = typer.Argument(..., metavar="DIR", help="The folder that `motley deploy init` made.")
 
 
-def _needs_flower(extra: str = "flower") -> None:
-    install = f"In Motley's checkout: pip install -c constraints.txt -e '.[{extra}]'"
-    if find_spec("flwr") is None:
-        raise MotleyError(f"Flower is not installed. {install}")
-    if extra == "simulation" and find_spec("ray") is None:
-        raise MotleyError(f"Ray is not installed, which Flower's simulation runs on. {install}")
-
-
 def simulation() -> Callable[..., Any]:
     """Return the function that plays a run on Flower's simulation engine."""
-    _needs_flower("simulation")
+    # Ray first: its extra includes Flower, so that one command installs both.
+    require("ray", "engine.name = 'flower-simulation'")
+    require("flwr", "engine.name = 'flower-simulation'")
     from motley.flower.simulation import simulate
 
     return simulate
 
 
-@deploy.command()
+@deploy.command(cls=Command)
 def init(
     path: Path = typer.Argument(..., metavar="DIR", help="A new folder."),
     file: Path | None = typer.Option(None, "--config", help="A TOML file; without one, the quickstart preset."),
@@ -47,7 +45,8 @@ def init(
     insecure: bool = typer.Option(False, "--insecure", help="No encryption and no keys: on this machine only."),
 ) -> None:
     """Write a folder with the run's configuration, certificates, keys, and one folder per node."""
-    _needs_flower()
+    require("flwr", "motley deploy")
+    from motley.config import load_config
     from motley.deploy.folder import DeploySettings, create
     from motley.settings import validate
 
@@ -63,10 +62,10 @@ def init(
     print(f"and to look:       motley deploy status {path}")
 
 
-@deploy.command()
+@deploy.command(cls=Command)
 def server(path: Path = FOLDER) -> None:
     """Be the server. Nodes whose keys are in the folder are admitted. Ctrl-C ends it."""
-    _needs_flower()
+    require("flwr", "motley deploy")
     from motley.deploy.commands import serve
     from motley.deploy.folder import DeployFolder
 
@@ -74,13 +73,13 @@ def server(path: Path = FOLDER) -> None:
         raise typer.Exit(serve(DeployFolder.open(path)))
 
 
-@deploy.command()
+@deploy.command(cls=Command)
 def node(
     path: Path = typer.Argument(..., metavar="NODE", help="The node's folder, with its node.toml."),
     patience: float = typer.Option(120.0, help="Seconds for which a node that the server refuses tries again."),
 ) -> None:
     """Be a node: Flower's SuperNode, with the folder's key and data. Ctrl-C ends it."""
-    _needs_flower()
+    require("flwr", "motley deploy")
     from motley.deploy.node import be_node
 
     with _stopped_by_signals():
@@ -97,20 +96,20 @@ def _stopped_by_signals() -> Iterator[None]:
         raise typer.Exit from None
 
 
-@deploy.command()
+@deploy.command(cls=Command)
 def run(path: Path = FOLDER) -> None:
     """Begin the federation's run, or resume it after an interruption."""
-    _needs_flower()
+    require("flwr", "motley deploy")
     from motley.deploy.commands import play
     from motley.deploy.folder import DeployFolder
 
     play(DeployFolder.open(path))
 
 
-@deploy.command()
+@deploy.command(cls=Command)
 def status(path: Path = FOLDER) -> None:
     """Show nodes and runs as the server knows them."""
-    _needs_flower()
+    require("flwr", "motley deploy")
     from rich.console import Console
 
     from motley.deploy.control import Control

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from motley.analysis import ANALYSES
 from motley.config import presets
 from motley.core.errors import MotleyError
 from motley.core.registry import Registry
@@ -67,16 +68,13 @@ def list_things(
 
 
 def _registry(kind: Kind) -> Registry:
-    if kind is Kind.analyses:
-        from motley.analysis import ANALYSES  # matplotlib, which other commands do not need, takes half a second
-
-        return ANALYSES
     registries: dict[Kind, Registry] = {
         Kind.methods: METHODS,
         Kind.models: MODELS,
         Kind.datasets: DATASETS,
         Kind.partitions: PARTITIONS,
         Kind.splits: SPLITS,
+        Kind.analyses: ANALYSES,
     }
     return registries[kind]
 

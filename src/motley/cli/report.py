@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from motley.extras import require
 from motley.files import is_stream, output_file
 from motley.report.material import gather
 
@@ -17,6 +18,7 @@ def report(
     title: str = typer.Option("", help="The page's title; by default the folders' names."),
 ) -> None:
     """Write one self-contained HTML page: curves, tables, traffic, partition, InCo's coefficients, configurations."""
+    require("plotly", "motley report")
     from motley.report.page import render
 
     with output_file(out) as file:

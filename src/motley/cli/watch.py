@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from motley.core.errors import MotleyError
+from motley.extras import require
 from motley.report.material import gather
 
 
@@ -16,6 +17,7 @@ def watch(
     port: int = typer.Option(8421, min=0, max=65535, help="The port on this machine; 0: any free one."),
 ) -> None:
     """Serve a run's report on this machine, live while the run goes on, until Ctrl-C."""
+    require("plotly", "motley watch")
     from motley.report.server import LOOPBACK, serve
 
     gather([path])  # rejects a folder that is neither a run nor a study

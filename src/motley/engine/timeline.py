@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from motley.engine.base import Job
+from motley.extras import require
 
 
 class Place(Protocol):
@@ -95,7 +96,8 @@ def draw(spans: Sequence[Span], path: Path, rounds: int = 3) -> None:
     places = sorted({(span.device, span.slot) for span in shown})
     rows = {place: row for row, place in enumerate(places)}
     several = len({device for device, _ in places}) > 1
-    from matplotlib.figure import Figure  # tenths of a second, which every node's process would pay
+    require("matplotlib", "a timeline")
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 1.5 + 0.35 * len(rows)))
     axes = figure.subplots()

@@ -22,13 +22,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.util import find_spec
 
 import numpy as np
 import torch
 
-from motley.core.errors import MotleyError
 from motley.core.part import add_at, select
+from motley.extras import require
 from motley.privacy.settings import PrivacySettings
 from motley.splits.base import Split
 
@@ -71,11 +70,8 @@ class Accountant:
         """The size of every client, by client id."""
         self._clients = Counter(self.sizes)
         self._owners: dict[tuple[tuple[str, int], ...], dict[str, int]] = {}
-        if settings.noise and find_spec("dp_accounting") is None:
-            raise MotleyError(
-                f"privacy.noise = {settings.noise:g}: epsilon needs an accountant: "
-                "pip install -c constraints.txt -e '.[privacy]'"
-            )
+        if settings.noise:
+            require("dp_accounting", f"privacy.noise = {settings.noise:g}: computing epsilon")
 
     def after(self, spent: Spent, asked: Iterable[int], taken: Iterable[int], before: Iterable[int] = ()) -> Spent:
         """Return what is spent after a round that asked clients and took the changes of some of them.

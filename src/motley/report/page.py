@@ -9,21 +9,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from plotly.io import to_json
+from plotly.offline import get_plotlyjs
+
 from motley.core.errors import MotleyError
+from motley.report import figures
 from motley.report.material import Material, Panel, Run, Series
 from motley.report.tables import Rows, costs, environments, final
 from motley.studies.results import COLUMNS
-
-try:
-    from plotly.io import to_json
-    from plotly.offline import get_plotlyjs
-
-    from motley.report import figures
-except ImportError:
-    raise MotleyError(
-        "the report needs plotly, which is not installed. In Motley's folder: "
-        "pip install -c constraints.txt -e '.[report]'"
-    ) from None
 
 #: The time left is estimated from this many of the last rounds.
 ROUNDS_TIMED = 20

@@ -12,6 +12,7 @@ from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.engine import Engine, LocalEngine
 from motley.engine.timeline import Timeline, draw
+from motley.extras import require
 from motley.federation import Federation
 from motley.round import Record, Server
 from motley.runs.checkpoint import last_round, load_checkpoint, save_checkpoint
@@ -221,6 +222,8 @@ def begin(
 ) -> tuple[Federation, Server]:
     """Start a run in a new folder and play it to its end. Nothing is written before everything has been checked."""
     RunFolder(path).refuse_taken()  # before the data are read, which can take a while
+    if profile:
+        require("matplotlib", "--profile")
     federation = Federation(config, memory_folder=path / "clients", engine=engine)
     if profile and not isinstance(federation.engine, LocalEngine):
         raise MotleyError(f"engine.name = {config.engine.name!r}: only the local engine has slots to draw.")
