@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from motley.analysis import ANALYSES, Findings, new_figure
 from motley.analysis.features import features
+from motley.analysis.findings import ANALYSES, Findings, new_figure
 from motley.analysis.replay import model_of, next_round, opened, probe_images
 from motley.runs.metrics import OVERALL, MetricsLog
 

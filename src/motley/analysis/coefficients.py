@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from motley.analysis import ANALYSES, Findings, new_figure
+from motley.analysis.findings import ANALYSES, Findings, new_figure
 from motley.core.errors import MotleyError
 from motley.runs.metrics import MetricsLog
 

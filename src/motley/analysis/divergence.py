@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from motley.analysis import ANALYSES, Findings, new_figure
+from motley.analysis.findings import ANALYSES, Findings, new_figure
 from motley.analysis.replay import kept_rounds, next_round
 from motley.core.part import State, add_at
 from motley.federation import Federation

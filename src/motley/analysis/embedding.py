@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from motley.analysis import ANALYSES, Findings, new_figure
 from motley.analysis.features import features
+from motley.analysis.findings import ANALYSES, Findings, new_figure
 from motley.analysis.replay import model_of, next_round, opened, probe_images
 from motley.extras import require
 

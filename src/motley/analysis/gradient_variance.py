@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from motley.analysis import ANALYSES, Findings
 from motley.analysis.divergence import HIGH, LOW, WHOLE, draw, in_order, layer_of, layer_squares, placed
+from motley.analysis.findings import ANALYSES, Findings
 from motley.analysis.replay import kept_rounds, own_examples
 from motley.core.errors import MotleyError
 from motley.core.part import State

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from motley.analysis import ANALYSES, Findings, new_figure
 from motley.analysis.cka import linear_cka
+from motley.analysis.findings import ANALYSES, Findings, new_figure
 from motley.analysis.replay import kept_rounds, next_round
 from motley.core.merge import Update, merge
 from motley.federation import Federation

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from motley.analysis import ANALYSES, Findings, new_figure
+from motley.analysis.findings import ANALYSES, Findings, new_figure
 from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.core.part import State

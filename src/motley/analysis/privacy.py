@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from motley.analysis import ANALYSES, Findings, new_figure
 from motley.analysis.features import extractor
+from motley.analysis.findings import ANALYSES, Findings, new_figure
 from motley.analysis.perceptual import lpips_distance
 from motley.analysis.replay import global_model, opened, probe_images
 from motley.core.errors import MotleyError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from motley.analysis import ANALYSES, Findings, new_figure
+from motley.analysis.findings import ANALYSES, Findings, new_figure
 from motley.runs.metrics import MetricsLog
 
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from motley.analysis import ANALYSES, Findings, new_figure
 from motley.analysis.features import features
+from motley.analysis.findings import ANALYSES, Findings, new_figure
 from motley.analysis.replay import kept_rounds, model_of, next_round, own_examples
 from motley.core.errors import MotleyError
 
