@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.table import Table
 
+from motley.assembly import assign_sizes
 from motley.deploy.control import read_public_key
 from motley.deploy.folder import DeployFolder
 from motley.engine.flower.settings import read_node
-from motley.federation import assign_sizes
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import MetricsLog
 
