@@ -57,7 +57,7 @@ def evaluator(federation: Federation, batch_size: int) -> Evaluator:
 
 def fresh(federation: Federation, settings: EvaluationSettings, classes: int = 10) -> Evaluator:
     data = DeviceData(federation.dataset.test, federation.config.data.transform, federation.device, augment=False)
-    return Evaluator(federation.split, data, classes, settings)
+    return Evaluator(federation.split, lambda: data, classes, settings)
 
 
 def test_every_size_equals_a_plain_loop(federation: Federation, trained: Server) -> None:

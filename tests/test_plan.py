@@ -68,7 +68,7 @@ from motley.federation import build_split
 torch.set_num_threads(1)
 sizes, config = sys.argv[1].split(","), load_config(overrides=sys.argv[2:])
 data = DeviceData(load_dataset("digits").train, config.data.transform, torch.device("cpu"), augment=False)
-split = build_split(config, data, 10)
+split = build_split(config, data.shape, 10)
 
 def train(size, batch, steps):
     model = split.blueprints[size].build().train()

@@ -9,8 +9,9 @@ rounds it cost ten points of accuracy.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated
 
 import torch
@@ -55,20 +56,23 @@ PREPARED_BYTES = 2**28
 
 
 class Evaluator:
-    """Evaluates every size; on a GPU each on its own stream, as one captured graph."""
+    """Evaluates every size; on a GPU each on its own stream, as one captured graph.
+
+    Models and test images take memory from the first evaluation on. `data` puts the test set on the device, and is
+    called then.
+    """
 
     def __init__(
         self,
         split: Split,
-        data: DeviceData,
+        data: Callable[[], DeviceData],
         classes: int,
         settings: EvaluationSettings,
         fused: bool = False,
     ) -> None:
-        batches = TestBatches(data, settings.batch_size)
-        self._seen: list[int] = torch.bincount(data.labels, minlength=classes).tolist()
-        self._split = split
-        self._sizes = {size: _Size(split, size, batches, classes, fused) for size in split.sizes}
+        self._split, self._data, self._classes = split, data, classes
+        self._settings, self._fused = settings, fused
+        self._sizes: dict[str, _Size] = {}
 
     def __call__(self, state: Mapping[str, Tensor], round_number: int = 0) -> dict[str, Score]:
         """Return every size's score with its part of the state after a round."""
@@ -76,11 +80,28 @@ class Evaluator:
 
     def start(self, state: Mapping[str, Tensor], round_number: int) -> Evaluation:
         """Begin to evaluate every size. On a GPU the host goes on, and the state may be dropped or trained from."""
-        counts = {
-            name: size.start(take(state, self._split.evaluated(name, round_number)))
-            for name, size in self._sizes.items()
-        }
+        counts = {}
+        for name in self._split.sizes:
+            part = self._split.evaluated(name, round_number)
+            counts[name] = self._size(name).start(take(state, part))
         return Evaluation(counts, self._seen)
+
+    def _size(self, name: str) -> _Size:
+        """Return the model of a size, which is built when it is first evaluated."""
+        if name not in self._sizes:
+            self._sizes[name] = _Size(self._split, name, self._batches, self._classes, self._fused)
+        return self._sizes[name]
+
+    @cached_property
+    def _batches(self) -> TestBatches:
+        """The test set on the device, in batches."""
+        return TestBatches(self._data(), self._settings.batch_size)
+
+    @cached_property
+    def _seen(self) -> list[int]:
+        """Test images per class."""
+        counts: list[int] = torch.bincount(self._batches.data.labels, minlength=self._classes).tolist()
+        return counts
 
 
 class Evaluation:

@@ -31,6 +31,16 @@ from motley.aggregate.inco import Coefficients, inco
 from motley.aggregate.noise import perturbed
 from motley.aggregate.recalibration import check_report, check_settings, pool
 from motley.aggregate.server_optim import optimize
+from motley.assembly import (
+    assign_sizes,
+    build_clients,
+    build_engine,
+    build_method,
+    build_split,
+    check_weights_fit,
+    size_in_bytes,
+    uses_fused_kernels,
+)
 from motley.config import Config
 from motley.core.async_copy import Later
 from motley.core.errors import MotleyError
@@ -40,40 +50,16 @@ from motley.core.randomness import generator, key
 from motley.data import Dataset, load_dataset
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
-from motley.engine import Clients, DebugEngine, Engine, Failure, Job, LocalEngine, Upload
+from motley.engine import Engine, Failure, Job, Upload
 from motley.engine.device import choose_devices, on_device, set_precision
 from motley.engine.encoding import decoded
-from motley.engine.memory import MemoryStore
 from motley.evaluate import Evaluator
-from motley.limits import allocating, check_fits
-from motley.methods import METHODS, Method, World
+from motley.limits import allocating
 from motley.methods.base import Collection
-from motley.models import MODELS
-from motley.models.projection import with_projection
 from motley.plan import assigned, costs_of, read_budgets
-from motley.privacy import Accountant, Guard, Spent, refuse_leaks
+from motley.privacy import Accountant, Spent
 from motley.round import Record, Server
-from motley.splits import SPLITS, Split
 from motley.splits.check import check_outputs
-
-
-def assign_sizes(config: Config, round_number: int = 0) -> tuple[str, ...]:
-    """Return the size of every client, by client id; a round has its own where sizes are dynamic."""
-    sizes, clients = config.split.sizes(config.model.sizes), config.federation.clients
-    if config.federation.sizes:
-        return config.federation.sizes
-    shares = np.array(config.federation.shares or (1.0,) * len(sizes))
-    ends = np.rint(np.cumsum(shares) / shares.sum() * clients).astype(int)
-    with allocating(f"federation.clients = {clients}: a size for each of them"):
-        blocks = np.repeat(np.arange(len(sizes)), np.diff(ends, prepend=0))
-        if config.federation.assign in ("random", "dynamic"):
-            which = (round_number,) if config.federation.assign == "dynamic" else ()
-            blocks = generator(config.seed, "sizes", *which).permutation(blocks)
-        elif config.federation.assign == "alternate":
-            counts = [count for count in np.bincount(blocks) if count]
-            place = np.concatenate([np.linspace(0, 1, count, endpoint=False) for count in counts])
-            blocks = blocks[np.argsort(place, kind="stable")]
-        return tuple(sizes[block] for block in blocks)
 
 
 def deal(config: Config, dataset: Dataset, own: Partition | None = None) -> Partition:
@@ -113,27 +99,6 @@ def _type_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
-def check_weights_fit(split: Split, device: torch.device) -> None:
-    """Refuse a size if the global state, a client's model and its gradients are larger than all the memory."""
-    for size, blueprint in split.blueprints.items():
-        weights = size_in_bytes(blueprint.module.state_dict())
-        check_fits(
-            f"model.sizes: three copies of the weights of {size!r} (state, model, gradients)", 3 * weights, device
-        )
-
-
-def build_split(config: Config, data: DeviceData, classes: int) -> Split:
-    """Return the split of a configuration for the shape of its images."""
-
-    def build(size: str) -> Any:
-        architecture = MODELS[size]
-        model = architecture.build(getattr(config.model, architecture.family), data.shape, classes)
-        return with_projection(model, config.model.projection)
-
-    builds = {size: partial(build, size) for size in config.model.sizes}
-    return SPLITS[config.split.name](builds, config.split, config.seed)
-
-
 class Federation:
     """A configuration put to work: data dealt, sizes assigned, method and engine ready."""
 
@@ -145,9 +110,7 @@ class Federation:
         partition: Partition | None = None,
         memory_folder: Path | None = None,
         engine: Callable[[Federation], Engine] | None = None,
-        secret: bytes | None = None,
     ) -> None:
-        """`secret`: what keys a node's noise, where it is not the run's seed; such a node keeps no account."""
         self.config = config
         devices = choose_devices(config.engine.device)
         self.device = devices[0]
@@ -159,12 +122,13 @@ class Federation:
         self.dataset.check_inferred_classes()
         transform = config.data.transform
         train, *elsewhere = (DeviceData(self.dataset.train, transform, device, augment=True) for device in self.devices)
-        test = DeviceData(self.dataset.test, transform, self.device, augment=False)
         train.check_batch_fits("training.batch_size", config.training.batch_size)
-        test.check_batch_fits("evaluation.batch_size", min(config.evaluation.batch_size, len(test)))
-        self.split = build_split(config, train, self.dataset.classes)
-        check_weights_fit(self.split, self.device)
-        check_outputs(self.split, train.shape, self.dataset.classes)
+        # Test images have the shape of training images, but are not put on the device before they are evaluated.
+        tested = min(config.evaluation.batch_size, len(self.dataset.test))
+        train.check_batch_fits("evaluation.batch_size", tested)
+        self.split = build_split(config, train.shape, self.dataset.classes)
+        check_weights_fit(self.split, self.split.sizes, self.device)
+        check_outputs(self.split, self.split.sizes, train.shape, self.dataset.classes)
         if engine is None:
             if config.engine.name.startswith("flower"):
                 raise MotleyError(f"engine.name = {config.engine.name!r}: needs Flower; see docs/deploy.md.")
@@ -177,76 +141,27 @@ class Federation:
             )
         self.sizes = self._within_budgets(train) if config.federation.budgets else assign_sizes(config)
         self._drawn_sizes = 0, self.sizes
-        rounds, every = config.training.rounds, config.evaluation.every
-        drawn = self.size_of if config.federation.assign == "dynamic" else None
-        world = World(self.split, self.sizes, self.dataset.classes, config.seed, rounds, train.shape, every, drawn)
-        self.method = METHODS[config.method.name](config.method, world)
-        self._refuse_memories_of_other_parts()
-        refuse_leaks(config, self.split, self.method)
+        self.method = build_method(config, self.split, self.sizes, train.shape, self.dataset.classes, self.size_of)
         check_settings(config, self.split)
-        counted = config.privacy.active and secret is None
-        self.accountant = Accountant(config.privacy, self.split, self.sizes) if counted else None
-        fused = config.engine.fused and config.engine.name != "debug"
-        self.evaluate = Evaluator(self.split, test, self.dataset.classes, config.evaluation, fused)
+        private = config.privacy.active
+        self.accountant = Accountant(config.privacy, self.split, self.sizes) if private else None
+        fused = uses_fused_kernels(config)
+        self.evaluate = Evaluator(self.split, self._test_data, self.dataset.classes, config.evaluation, fused)
         if engine is not None:
             self.engine: Engine = engine(self)
             return
-        self.engine = self._in_this_process([train, *elsewhere], fused, memory_folder, secret)
+        clients = build_clients(config, self.method, [train, *elsewhere], self.partition, memory_folder)
+        self.engine = build_engine(config, clients)
 
-    def _in_this_process(
-        self, copies: Sequence[DeviceData], fused: bool, memory_folder: Path | None, secret: bytes | None
-    ) -> Engine:
-        """Return the engine that plays all clients itself, with a copy of the examples on each device."""
-        config = self.config
-        clients = Clients(
-            self.method,
-            copies[0],
-            self.partition,
-            config.training,
-            precision=config.engine.precision,
-            fused=fused,
-            seed=config.seed,
-            memory=self._memories(memory_folder),
-            elsewhere=copies[1:],
-            guard=Guard(config.privacy, config.seed, secret) if config.privacy.active else None,
-            encoding=config.transit.upload,
-        )
-        if config.engine.name == "debug":
-            return DebugEngine(clients)
-        return LocalEngine(clients, config.engine.slots, config.engine.stack)
-
-    def _memories(self, folder: Path | None) -> MemoryStore:
-        """Return where what clients remember is kept: on a GPU only if all of them train on it."""
-        engine, near = self.config.engine, 0
-        if self.device.type == "cuda" and len(self.devices) == 1:
-            near = int(engine.memory_share * torch.cuda.get_device_properties(self.device).total_memory)
-        return MemoryStore(folder, int(engine.memory_gib * 2**30), near, self.device)
+    def _test_data(self) -> DeviceData:
+        """Put the test set on the home device."""
+        return DeviceData(self.dataset.test, self.config.data.transform, self.device, augment=False)
 
     def _within_budgets(self, data: DeviceData) -> tuple[str, ...]:
         """Return the largest size for every client that fits its budget."""
         costs = costs_of(self.split, data.shape, self.config.training)
         budgets = read_budgets(Path(self.config.federation.budgets))
         return assigned(costs, budgets, self.config.federation.clients)
-
-    def _refuse_memories_of_other_parts(self) -> None:
-        """What a client remembers of its part is of no use where its next part is another."""
-        federation, split = self.config.federation, self.config.split
-        if federation.assign == "dynamic":
-            why = "federation.assign = 'dynamic'"
-        elif self.split.moves:
-            why = f"split.channels = {getattr(split, 'channels', '')!r}"
-        else:
-            return
-        if self.config.transit.upload != "fp32":
-            raise MotleyError(
-                f"transit.upload = {self.config.transit.upload!r}: clients remember what rounding took from their "
-                f"parts, which {why} changes from round to round. Use 'fp32', or parts that stay."
-            )
-        if type(self.method).memory is not Method.memory:
-            raise MotleyError(
-                f"method.name = {self.config.method.name!r}: its clients remember something of their parts, which "
-                f"{why} changes from round to round. Choose another method, or parts that stay."
-            )
 
     # ---- one round
 
@@ -577,11 +492,6 @@ def _all_of(upload: Upload) -> State:
 
 def _stacked(scalars: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(scalars)) if scalars else torch.zeros(0)
-
-
-def size_in_bytes(state: State) -> int:
-    """Return how many bytes a state is on its way."""
-    return sum(tensor.nbytes for tensor in state.values())
 
 
 def with_weights(state: State, file: Path) -> State:

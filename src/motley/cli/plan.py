@@ -10,12 +10,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from motley.assembly import build_split
 from motley.bench import SHAPES, stand_in
 from motley.config import Config, load_config
 from motley.core.errors import MotleyError
 from motley.data import Dataset
 from motley.data.device import DeviceData
-from motley.federation import build_split, load_dataset_of
+from motley.federation import load_dataset_of
 from motley.plan import Budget, Cost, costs_of, largest_fitting, read_budgets
 
 COLUMNS = ("parameters", "GFLOPs\nper step", "activ.\nMB", "memory\nMB", "MB per\nround")
@@ -52,7 +53,7 @@ def costs_in(config: Config, synthetic: bool = False) -> dict[str, Cost]:
     dataset = stand_in(config.data.name) if synthetic else _dataset_of(config)
     dataset.check_inferred_classes()
     examples = DeviceData(dataset.train, config.data.transform, torch.device("cpu"), augment=False)
-    split = build_split(config, examples, dataset.classes)
+    split = build_split(config, examples.shape, dataset.classes)
     return costs_of(split, examples.shape, config.training, config.transit.upload)
 
 

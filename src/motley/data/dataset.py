@@ -52,9 +52,13 @@ class Dataset:
     classes: int
     classes_inferred: bool = False
     """Whether the number of classes is the largest label plus one, for want of a better source."""
+    tested: bool = True
+    """False: nothing is evaluated with this data set, and its test part may be empty. So it is at a node."""
 
     def __post_init__(self) -> None:
         for part, examples in (("train", self.train), ("test", self.test)):
+            if part == "test" and not self.tested and not len(examples):
+                continue
             if not len(examples):
                 raise MotleyError(f"data set {self.name!r}: the {part} part is empty.")
             low, high = int(examples.labels.min()), int(examples.labels.max())
@@ -104,6 +108,8 @@ class DataSource:
 
     root: Path
     path: Path | None = None
+    tested: bool = True
+    """False: the test part is not needed, and a reader may leave it out."""
 
     def refuse_path(self, name: str) -> None:
         """Say so when a file was given to a data set that would not read it."""
@@ -121,9 +127,12 @@ def data_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "motley"
 
 
-def load_dataset(name: str, *, root: Path | None = None, path: Path | None = None) -> Dataset:
-    """Load a registered data set from `root` (default: `data_root()`), or from the user's own `path`."""
-    return DATASETS[name](DataSource(data_root() if root is None else root, path))
+def load_dataset(name: str, *, root: Path | None = None, path: Path | None = None, tested: bool = True) -> Dataset:
+    """Load a registered data set from `root` (default: `data_root()`), or from the user's own `path`.
+
+    If it is not `tested`, its test part may be missing, and is left empty where that saves memory.
+    """
+    return DATASETS[name](DataSource(data_root() if root is None else root, path, tested))
 
 
 def find_files(

@@ -62,8 +62,7 @@ class DeviceData:
     @property
     def shape(self) -> ImageShape:
         """What a model is fed."""
-        side = self.transform.resize
-        return ImageShape(self.channels, side or self.height, side or self.width)
+        return self.transform.shape_of(ImageShape(self.channels, self.height, self.width))
 
     def check_batch_fits(self, key: str, size: int) -> None:
         """Refuse a batch size, of the setting `key`, if the images of one batch are larger than the memory."""

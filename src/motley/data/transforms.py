@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from motley.core.errors import MotleyError, unknown
+from motley.models import ImageShape
 from motley.settings import Settings
 
 
@@ -46,6 +47,10 @@ class TransformSettings(Settings):
         if self.resized_crop and self.crop_padding:
             raise ValueError("resized_crop and crop_padding exclude each other")
         return self
+
+    def shape_of(self, shape: ImageShape) -> ImageShape:
+        """Return what images of a shape are after the transform."""
+        return ImageShape(shape.channels, self.resize or shape.height, self.resize or shape.width)
 
 
 _CIFAR = {"mean": [0.4914, 0.4822, 0.4465], "std": [0.2470, 0.2435, 0.2616], "crop_padding": 4, "flip": True}

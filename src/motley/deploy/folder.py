@@ -22,11 +22,11 @@ from pathlib import Path
 import tomli_w
 from pydantic import Field, field_validator, model_validator
 
+from motley.assembly import assign_sizes
 from motley.config import Config, read_resolved
 from motley.core.errors import MotleyError
 from motley.data.partition import FromFile
 from motley.deploy.keys import write_certificates, write_node_key
-from motley.federation import assign_sizes
 from motley.files import write_secret
 from motley.flower.settings import NodeSettings
 from motley.settings import Settings, validate

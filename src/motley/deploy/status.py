@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
+from motley.assembly import assign_sizes
 from motley.deploy.control import read_public_key
 from motley.deploy.folder import DeployFolder
-from motley.federation import assign_sizes
 from motley.flower.settings import read_node
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import MetricsLog

@@ -19,10 +19,11 @@ class Batches:
     """Room for the plan of a turn, and for its images where that is not too much.
 
     Images that fit are made once, when the plan comes: the kernels for index, crop, flip and cutout, small as they are,
-    would otherwise take a fifth of a small model's step.
+    would otherwise take a fifth of a small model's step. A lean client has room for one batch of images only, and makes
+    each batch when it is needed.
     """
 
-    def __init__(self, data: DeviceData, batch_size: int, longest: int, dtype: torch.dtype) -> None:
+    def __init__(self, data: DeviceData, batch_size: int, longest: int, dtype: torch.dtype, lean: bool = False) -> None:
         device, shape = data.device, data.shape
         self.data, self.dtype = data, dtype
         self._cursor = torch.zeros(1, dtype=torch.long, device=device)
@@ -30,8 +31,10 @@ class Batches:
         self._draws = torch.zeros((longest, batch_size, DRAWS if data.random else 0), device=device)
         self._labels = torch.zeros_like(self._rows)
         room = (longest, batch_size, shape.height, shape.width, shape.channels)
-        fits = torch.Size(room).numel() * dtype.itemsize <= PREPARED_BYTES
+        fits = torch.Size(room).numel() * dtype.itemsize <= PREPARED_BYTES and not lean
         self._images = torch.zeros(room, dtype=dtype, device=device) if fits else None
+        # Filled like the prepared batches, so that images have the same strides, and convolutions the same bits.
+        self._batch = torch.zeros(room[1:], dtype=dtype, device=device) if lean else None
 
     def load(self, plan: Plan) -> None:
         """Take over a plan and point at its first batch."""
@@ -59,7 +62,11 @@ class Batches:
         else:
             rows = self._first(self._rows, length)
             draws = self._first(self._draws, length) if self.data.random else None
-            images, labels = self.data.batch(rows, draws)
+            if self._batch is None:
+                images, labels = self.data.batch(rows, draws)
+            else:
+                self.data.fill(self._batch[:length], rows, draws)
+                images, labels = self._batch[:length].permute(0, 3, 1, 2), self.data.labels[rows]
         self._cursor.add_(1)
         return images.to(self.dtype), labels
 

@@ -37,6 +37,8 @@ class Turn:
     reply: State
     loss: Tensor
     steps: int
+    remembers: bool = False
+    """Whether the method filed a client state of this turn."""
 
 
 class Clients:
@@ -56,10 +58,14 @@ class Clients:
         elsewhere: Sequence[DeviceData] = (),
         guard: Guard | None = None,
         encoding: Encoding = "fp32",
+        lean: bool = False,
     ) -> None:
+        """`lean`: take as little memory as a step needs. Batches are made one by one, and on a CPU a job loses its
+        state once its client has a copy, so the caller must not need it again.
+        """
         self.method, self.data, self.partition, self.training = method, data, partition, training
         self.precision, self.fused, self.seed, self.memory = precision, fused, seed, memory
-        self.guard, self.encoding = guard, encoding
+        self.guard, self.encoding, self.lean = guard, encoding, lean
         self.copies = [data, *elsewhere]
         """The examples on each device that clients train on; the home device comes first."""
         self.timeline: Timeline | None = None
@@ -93,6 +99,7 @@ class Clients:
             longest=max(longest, 1),
             precision=self.precision,
             fused=self.fused,
+            lean=self.lean,
         )
 
     def smallest_batch(self, size: str) -> int:
@@ -135,13 +142,17 @@ class Clients:
         """Put a client into a learner."""
         learner.owned = self.partition.of(job.client)
         learner.load(job, memory, plan, self.seed, self.samples(job.client))
+        # A slot on a GPU is loaded twice, before and after its step is captured. The state is in host memory there,
+        # and the training is not.
+        if self.lean and self.device.type == "cpu":
+            job.state.clear()
 
     def finish(self, learner: Learner) -> Turn:
         """Take a client out of its learner, with what it sends and what it remembers."""
         assert learner.job is not None
         change, reply, memory, loss = learner.upload()
         self.memory.put(learner.job.client, learner.job.round_number, memory)
-        return Turn(learner.job, change, reply, loss, learner.taken)
+        return Turn(learner.job, change, reply, loss, learner.taken, remembers=bool(memory))
 
     def uploads(self, turns: Sequence[Turn]) -> list[Upload]:
         """Return the uploads of finished turns in the order of client ids, without waiting for the device.
@@ -157,16 +168,17 @@ class Clients:
                 uploads.append(Upload(client, change, {}, samples=1, steps=1, loss=torch.tensor(math.nan)))
                 continue
             if self.encoding != "fp32":
-                change = self._encoded(turn.job, change)
+                change = self._encoded(turn)
             loss = turn.loss / turn.steps
             uploads.append(Upload(client, change, turn.reply, self.samples(client), turn.steps, loss))
         return uploads
 
-    def _encoded(self, job: Job, change: State) -> State:
-        """Return a change as it travels; what that leaves behind is filed with what the client remembers."""
+    def _encoded(self, turn: Turn) -> State:
+        """Return a delta as it travels; its rounding errors are filed with the client's state."""
+        job = turn.job
         before = self.memory.recall(job.client, job.remembers) if job.remembers is not None else {}
-        wire, residual = encoded(change, before, self.encoding)
-        own = self.memory.get(job.client, job.round_number) if self.method.memory(job.size, job.state) else {}
+        wire, residual = encoded(turn.change, before, self.encoding)
+        own = self.memory.get(job.client, job.round_number) if turn.remembers else {}
         self.memory.put(job.client, job.round_number, {**own, **residual})
         return wire
 

@@ -77,6 +77,7 @@ class Learner:
         longest: int,
         precision: str,
         fused: bool = False,
+        lean: bool = False,
     ) -> None:
         device = data.device
         self.model = place(model, device).train()
@@ -111,7 +112,7 @@ class Learner:
         self.round = torch.zeros((), dtype=torch.long, device=device)
         self.samples = torch.zeros((), dtype=torch.long, device=device)
         self.lengths: list[int] = []
-        self.batches = Batches(data, training.batch_size, longest, working_type(precision))
+        self.batches = Batches(data, training.batch_size, longest, working_type(precision), lean)
         self._loss = torch.zeros((), device=device)
         self.taken = 0
         self._seed = 0
@@ -198,6 +199,7 @@ class Learner:
         """Take the step that the counter on the device points at. This is what a graph captures."""
         images, labels = self.batches.next(length)
         self._loss.add_(self.method.step(self, images, labels).float())
+        self._drop_gradients()
 
     @contextmanager
     def captured(self, steps: int) -> Iterator[None]:
@@ -221,6 +223,15 @@ class Learner:
         self.seed_step()
         self.use_generator()
         return change, self.method.reply(self), self.method.remember(self), self._loss.clone()
+
+    def _drop_gradients(self) -> None:
+        """Free the gradients of a step: the next forward pass, or the change, takes their memory.
+
+        On a GPU they stay: captured steps write into them.
+        """
+        if self.device.type == "cpu":
+            for parameter in self.parameters.values():
+                parameter.grad = None
 
     # ---- what a method's hooks may use
 

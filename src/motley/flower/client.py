@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,23 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from motley.assembly import build_split
+from motley.client import Client
 from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.core.part import State
-from motley.data import Dataset, Partition, load_dataset
-from motley.engine.base import Job, Upload
+from motley.data import Dataset, Examples, Partition, load_dataset
+from motley.engine.base import Job
 from motley.engine.device import choose_devices
-from motley.federation import Federation, deal
+from motley.engine.training import TrainingSettings
 from motley.files import write_secret
 from motley.flower.arrays import pack, unpack
 from motley.flower.failures import NodeError, failing_as, keep_text
 from motley.flower.run_config import from_text
 from motley.flower.settings import NodeSettings, read_node
+from motley.models import ImageShape
 from motley.plan import Budget, cost_of, costs_of, largest_fitting
+from motley.splits import Split
 
 Work = Callable[[NodeSettings, RecordDict], RecordDict]
 
@@ -106,14 +110,10 @@ def introduce(node: NodeSettings, content: RecordDict) -> RecordDict:
 def train(node: NodeSettings, content: RecordDict) -> RecordDict:
     """Do a job. The client's state is on the disk before its answer leaves."""
     about, job = asked(content), read_job(node, content)
-    federation = federation_of(node, about)
-    uploads = federation.engine.train([job], lambda client: None)
-    federation.engine.save_memory({job.client: job.round_number})
-    federation.engine.forget_memory({job.client: about["forget"]})
-    for upload in uploads:
-        assert isinstance(upload, Upload)
-        return answer(job, upload.samples, upload.steps, float(upload.loss), upload.change, upload.message)
-    return answer(job)
+    upload = client_of(node, about, job.size).train(job, about["forget"])
+    if upload is None:
+        return answer(job)
+    return answer(job, upload.samples, upload.steps, float(upload.loss), upload.change, upload.message)
 
 
 def collect(node: NodeSettings, content: RecordDict) -> RecordDict:
@@ -121,16 +121,17 @@ def collect(node: NodeSettings, content: RecordDict) -> RecordDict:
 
     A run with [privacy] never does, so that a server cannot have a guarded node report statistics of its data.
     """
-    job = read_job(node, content)
-    federation = federation_of(node, asked(content))
-    if job.collection == "statistics" and federation.config.server.statistics != "recalibrate":
+    about, job = asked(content), read_job(node, content)
+    client = client_of(node, about, job.size)
+    if job.collection == "statistics" and client.config.server.statistics != "recalibrate":
         raise NodeError(
             "refused-by-node",
             "the job asks for BatchNorm statistics; the run has server.statistics = 'averaged'.",
         )
-    for collection in federation.engine.collect([job]):
-        return answer(job, collection.samples, message=collection.values)
-    return answer(job)
+    collection = client.collect(job)
+    if collection is None:
+        return answer(job)
+    return answer(job, collection.samples, message=collection.values)
 
 
 # ---- what it needs for that
@@ -169,8 +170,8 @@ def own_size(node: NodeSettings, about: Mapping[str, Any]) -> str:
     """Return the size that a node is set to, or the largest one within its budget; empty: any."""
     if not node.budget.limited:
         return node.size
-    federation = federation_of(node, about)
-    costs = costs_of(federation.split, federation.method.world.image, federation.config.training)
+    split, shape, training = planned(node, about)
+    costs = costs_of(split, shape, training)
     size = largest_fitting(costs, budget_of(node))
     if size is None:
         least = list(costs)[-1]
@@ -190,35 +191,38 @@ def budget_of(node: NodeSettings) -> Budget:
 
 def refuse_other_sizes(node: NodeSettings, size: str, about: Mapping[str, Any]) -> None:
     """Refuse a job of a size that the node is not set to, or that is beyond its budget."""
+    config = config_of(node, about)
+    if size not in config.split.sizes(config.model.sizes):
+        raise NodeError("bad-message", f"the job is for {size!r}: the run has no such size.")
     if node.size and node.size != size:
         raise NodeError("refused-by-node", f"size = {node.size!r}: the job is for {size!r}.")
     if not node.budget.limited:
         return
-    federation = federation_of(node, about)
-    if size not in federation.split.sizes:
-        raise NodeError("bad-message", f"the job is for {size!r}: the run has no such size.")
-    cost = cost_of(federation.split, size, federation.method.world.image, federation.config.training)
-    if not budget_of(node).fits(cost):
+    split, shape, training = planned(node, about)
+    if not budget_of(node).fits(cost_of(split, size, shape, training)):
         raise NodeError("refused-by-node", f"budget: the job is for {size!r}, which is beyond it.")
 
 
-def federation_of(node: NodeSettings, about: Mapping[str, Any]) -> Federation:
-    """Return the federation as this node sees it: only its own client has examples."""
-    return _federation(node.model_dump_json(), about["config"], about["shape"])
+def planned(node: NodeSettings, about: Mapping[str, Any]) -> tuple[Split, ImageShape, TrainingSettings]:
+    """Return what the costs of the run's sizes are counted from: models without memory, the images, the training."""
+    config = config_of(node, about)
+    height, width, channels, classes = about["shape"]
+    with failing_as("bad-config"):
+        shape = config.data.transform.shape_of(ImageShape(channels, height, width))
+        return build_split(config, shape, classes), shape, config.training
 
 
-@lru_cache(maxsize=1)
-def _federation(settings: str, text: str, shape: tuple[int, ...]) -> Federation:
-    node = NodeSettings.model_validate_json(settings)
-    config, folder = config_of(node, {"config": text}), Path(node.memory)
-    dataset, partition = examples(node, config, shape)
+def client_of(node: NodeSettings, about: Mapping[str, Any], size: str) -> Client:
+    """Return this node's client of a size, with its own examples."""
+    config, folder = config_of(node, about), Path(node.memory)
+    train, partition = examples(node, config, about["shape"])
     with failing_as("node-settings"):
         choose_devices(node.device)
         secret = own_secret(folder) if config.privacy.active and not node.repeatable else None
-    engine = config.engine.model_copy(update={"name": "local", "device": node.device, "slots": 1})
+    engine = config.engine.model_copy(update={"name": "local", "device": node.device})
     own = config.model_copy(update={"engine": engine})
     with failing_as("bad-config"):
-        return Federation(own, dataset=dataset, partition=partition, memory_folder=folder, secret=secret)
+        return Client(own, size, train, partition, about["shape"][-1], folder=folder, secret=secret)
 
 
 def own_secret(folder: Path) -> bytes:
@@ -232,26 +236,31 @@ def own_secret(folder: Path) -> bytes:
     return file.read_bytes()
 
 
-def examples(node: NodeSettings, config: Config, shape: tuple[int, ...]) -> tuple[Dataset, Partition]:
-    """Return a node's data set, with the federation's classes, and which of its examples are the client's."""
+def examples(node: NodeSettings, config: Config, shape: tuple[int, ...]) -> tuple[Examples, Partition]:
+    """Return a node's training examples, if they fit the run, and which of them are the client's."""
     *image, classes = shape
     with failing_as("data"):
-        read = read_data(node)
-        if read.train.images.shape[1:] != tuple(image):
-            raise MotleyError(f"data: images are {read.train.images.shape[1:]}; the federation's are {tuple(image)}.")
-        dataset = Dataset(read.name, read.train, read.test, classes)
+        train = read_data(node).train
+        if train.images.shape[1:] != tuple(image):
+            raise MotleyError(f"data: images are {train.images.shape[1:]}; the federation's are {tuple(image)}.")
+        low, high = int(train.labels.min()), int(train.labels.max())
+        if low < 0 or high >= classes:
+            raise MotleyError(
+                f"data set {node.data.name!r}: train labels go from {low} to {high}; the federation's {classes} "
+                f"classes are 0..{classes - 1}."
+            )
         if node.data.dealt:
-            return dataset, deal(config, dataset)
-    count, after = len(dataset.train), config.federation.clients - node.client
+            return train, config.data.partition.split(train.labels, config.federation.clients, config.seed)
+    count, after = len(train), config.federation.clients - node.client
     offsets = np.array([0] * (node.client + 1) + [count] * after, dtype=np.int64)
-    return dataset, Partition(np.arange(count, dtype=np.int64), offsets)
+    return train, Partition(np.arange(count, dtype=np.int64), offsets)
 
 
 def read_data(node: NodeSettings) -> Dataset:
-    """Read the data set that a node's own settings name."""
+    """Read the data set that a node's own settings name. A node needs no test part."""
     root = Path(node.data.root) if node.data.root else None
     path = Path(node.data.path) if node.data.path else None
-    return load_dataset(node.data.name, root=root, path=path)
+    return load_dataset(node.data.name, root=root, path=path, tested=False)
 
 
 def read_job(node: NodeSettings, content: RecordDict) -> Job:
@@ -259,7 +268,8 @@ def read_job(node: NodeSettings, content: RecordDict) -> Job:
     about = asked(content)
     with failing_as("bad-message"):
         size, client, remembers = about["size"], about["client"], about["remembers"]
-        state, message = (unpack(content["arrays"], name) for name in ("state", "message"))
+        arrays = content.pop("arrays")  # so that nobody keeps the bytes once they are tensors
+        state, message = (unpack(arrays, name) for name in ("state", "message"))
         remembered = remembers if remembers >= 0 else None
         job = Job(about["round"], client, size, state, message, remembered, about["collection"])
     if client != node.client:

@@ -11,11 +11,12 @@ import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from motley.assembly import assign_sizes, build_split
 from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.data import Dataset, load_dataset
 from motley.data.device import DeviceData
-from motley.federation import Federation, assign_sizes, build_split
+from motley.federation import Federation
 from motley.flower.engine import FlowerEngine, Nodes
 from motley.plan import assigned, costs_of, read_budgets
 from motley.round import Server
@@ -68,7 +69,7 @@ def with_budgets(config: Config, dataset: Dataset) -> Config:
     if config.federation.assign != "budget":
         return config
     data = DeviceData(dataset.train, config.data.transform, torch.device("cpu"), augment=False)
-    costs = costs_of(build_split(config, data, dataset.classes), data.shape, config.training)
+    costs = costs_of(build_split(config, data.shape, dataset.classes), data.shape, config.training)
     sizes = assigned(costs, read_budgets(Path(config.federation.budgets)), config.federation.clients)
     chosen = {"assign": "blocks", "budgets": "", "sizes": sizes}
     values = config.model_dump(mode="json")

@@ -22,6 +22,7 @@ from motley.models import MODELS, CrossLayer
 from motley.models.layers import use_batch_statistics
 from motley.settings import Settings
 
+OWN_MODELS = "motley.models."
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -97,7 +98,6 @@ class Split(ABC):
             builds = {name: partial(_without_statistics, build) for name, build in builds.items()}
         self.blueprints = self.draw_up(builds)
         self.sizes = tuple(self.blueprints)
-        self._templates: dict[str, nn.Module] = {}
         self.check()
 
     def draw_up(self, builds: Mapping[str, Callable[[], nn.Module]]) -> dict[str, Blueprint]:
@@ -121,10 +121,18 @@ class Split(ABC):
                     )
 
     def build(self, size: str) -> nn.Module:
-        """Return a module of a size, to copy a state into."""
-        if size not in self._templates:
-            self._templates[size] = self._initialised(size, seed=0)
-        return copy.deepcopy(self._templates[size])
+        """Return a new module of a size, to copy a state into; its own weights have no meaning.
+
+        The split keeps no model with memory: a client pays for the module it asked for, and for no other.
+        """
+        blueprint = self.blueprints[size].module
+        if not is_described_by_its_state(blueprint):
+            return self._initialised(size, seed=0)
+        with torch.no_grad(), allocating("model.sizes: a model with its weights"):
+            model = copy.deepcopy(blueprint).to_empty(device="cpu")
+            for tensor in model.state_dict().values():
+                tensor.zero_()
+        return model
 
     def _initialised(self, size: str, seed: int) -> nn.Module:
         return self._drawn(self.blueprints[size].build, seed)
@@ -205,6 +213,17 @@ class Split(ABC):
             return sum(parameter.numel() for parameter in self.blueprints[size].module.parameters())
 
         return tuple(sorted(self.sizes, key=weight, reverse=True))
+
+
+def is_described_by_its_state(blueprint: nn.Module) -> bool:
+    """Tell whether every tensor of a model is in its state, so that a copy of its blueprint needs nothing else.
+
+    It is then ready in milliseconds, where drawing initial weights for a ResNet takes a quarter of a second. Users'
+    models are not looked into: they may keep tensors anywhere.
+    """
+    if not type(blueprint).__module__.startswith(OWN_MODELS):
+        return False
+    return all(name in blueprint.state_dict() for name, _ in blueprint.named_buffers())
 
 
 def _without_statistics(build: Callable[[], nn.Module]) -> nn.Module:

@@ -1,9 +1,13 @@
-"""The user's own images: one .npz file with x_train, y_train, x_test and y_test."""
+"""The user's own images: one .npz file with x_train, y_train, x_test and y_test.
+
+A node evaluates nothing: of its own file, x_train and y_train are read, and the other two may be missing.
+"""
 
 from __future__ import annotations
 
 import zipfile
 import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +15,8 @@ import numpy as np
 from motley.core.errors import MotleyError
 from motley.data.dataset import DATASETS, Dataset, DataSource, Examples
 
-KEYS = ("x_train", "y_train", "x_test", "y_test")
+TRAINING_KEYS = ("x_train", "y_train")
+KEYS = (*TRAINING_KEYS, "x_test", "y_test")
 REMEDY = "Save four arrays with np.savez: x_train, y_train, x_test and y_test."
 _NPY_MAGIC = b"\x93NUMPY"
 
@@ -21,20 +26,25 @@ def load(source: DataSource) -> Dataset:
     """Read the user's file. The number of classes is inferred: the largest label of either part, plus one."""
     if source.path is None:
         raise MotleyError(f"data set 'npz' needs a path to a .npz file that holds {', '.join(KEYS)}.")
-    arrays = read_arrays(source.path.expanduser())
-    train, test = (
-        Examples(
-            as_images(arrays[f"x_{part}"], f"{source.path}: x_{part}"),
-            as_labels(arrays[f"y_{part}"], f"{source.path}: y_{part}"),
-        )
-        for part in ("train", "test")
-    )
+    arrays = read_arrays(source.path.expanduser(), KEYS if source.tested else TRAINING_KEYS)
+    train = _examples(arrays, "train", source.path)
+    test = _examples(arrays, "test", source.path) if source.tested else _none_of(train)
     classes = 1 + max(int(part.labels.max(initial=0)) for part in (train, test))
-    return Dataset("npz", train, test, classes, classes_inferred=True)
+    return Dataset("npz", train, test, classes, classes_inferred=True, tested=source.tested)
 
 
-def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Return the four arrays. Arrays of Python objects are pickles and are refused."""
+def _examples(arrays: Mapping[str, np.ndarray], part: str, path: Path) -> Examples:
+    images = as_images(arrays[f"x_{part}"], f"{path}: x_{part}")
+    return Examples(images, as_labels(arrays[f"y_{part}"], f"{path}: y_{part}"))
+
+
+def _none_of(examples: Examples) -> Examples:
+    """Return no examples of the shape of others."""
+    return Examples(examples.images[:0], examples.labels[:0])
+
+
+def read_arrays(path: Path, keys: Sequence[str] = KEYS) -> dict[str, np.ndarray]:
+    """Return the arrays of a file that are asked for. Arrays of Python objects are pickles and are refused."""
     if path.is_dir():
         raise MotleyError(f"{path} is a folder; data set 'npz' reads one file. {REMEDY}")
     if not path.exists():
@@ -49,11 +59,11 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         if not zipfile.is_zipfile(path):
             raise MotleyError(f"{path} is not a .npz file, or is truncated: it starts with {start!r}. {REMEDY}")
         with np.load(path, allow_pickle=False) as archive:
-            missing = [key for key in KEYS if key not in archive]
+            missing = [key for key in keys if key not in archive]
             if missing:
                 holds = ", ".join(archive.files) or "nothing"
                 raise MotleyError(f"{path} lacks {', '.join(missing)}. It holds: {holds}. {REMEDY}")
-            return {key: _read_array(archive, key, path) for key in KEYS}
+            return {key: _read_array(archive, key, path) for key in keys}
     except (ValueError, EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         # zipfile raises RuntimeError for encrypted members and for unknown kinds of compression.
         raise MotleyError(f"{path} is truncated or damaged: {error}") from error
