@@ -22,8 +22,10 @@ from motley.core.errors import MotleyError
 from motley.data import load_dataset
 from motley.federation import Federation
 from motley.flower.arrays import pack, unpack
+from motley.flower.client import collect
+from motley.flower.failures import NodeError
 from motley.flower.server import serve
-from motley.flower.settings import NodeBudget
+from motley.flower.settings import NodeBudget, read_node
 from motley.plan import Budget
 from motley.runs.checkpoint import fingerprint
 from motley.runs.metrics import MetricsLog
@@ -521,3 +523,19 @@ def test_a_node_reports_statistics_only_if_the_run_recalibrates(grid: Grid, tmp_
     serve(grid, three_nodes("training.rounds=1", "training.steps=2", "method.name=heterofl"), tmp_path / "run")
     log = (max(grid.nodes.values()).parent / "node.log").read_text()
     assert "the job asks for BatchNorm statistics; the run has server.statistics = 'averaged'." in log
+
+
+def test_a_guarded_node_answers_no_collection(grid: Grid, tmp_path: Path) -> None:
+    """Not even with its number of examples, which stays at the node in a run with [privacy]."""
+    refusals = []
+
+    def ask_for_a_collection(message: Message) -> None:
+        if message.metadata.message_type == "train":
+            node = read_node(grid.nodes[message.metadata.dst_node_id])
+            with pytest.raises(NodeError, match="asks for a collection") as raised:
+                collect(node, RecordDict(dict(message.content.items())))
+            refusals.append(raised.value.kind)
+
+    grid.before = ask_for_a_collection
+    serve(grid, three_nodes(*GUARDED, "training.rounds=1", "training.steps=1"), tmp_path / "run")
+    assert refusals == ["refused-by-node"] * 3

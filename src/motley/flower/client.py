@@ -119,10 +119,13 @@ def train(node: NodeSettings, content: RecordDict) -> RecordDict:
 def collect(node: NodeSettings, content: RecordDict) -> RecordDict:
     """Answer for the method's collection, or with BatchNorm statistics if the run recalibrates them.
 
-    A run with [privacy] never does, so that a server cannot have a guarded node report statistics of its data.
+    A run with [privacy] has no collections: what they report, the number of examples included, is neither clipped nor
+    noised. So a server cannot have a guarded node report anything of its data.
     """
     about, job = asked(content), read_job(node, content)
     client = client_of(node, about, job.size)
+    if client.config.privacy.active:
+        raise NodeError("refused-by-node", "the job asks for a collection, but runs with [privacy] have none.")
     if job.collection == "statistics" and client.config.server.statistics != "recalibrate":
         raise NodeError(
             "refused-by-node",
