@@ -68,7 +68,9 @@ def test_a_run_that_cannot_begin_says_why_without_a_traceback(tmp_path: Path) ->
         assert said.splitlines()[-1] == (
             "motley: engine.flower.wait_s = 40: no node came for client 2; a run begins with all of its clients."
         )
-        assert "client = 7, but there are 3" in said
+        assert "in the node's log." in said and "client = 7" not in said  # the text stays at the node
+        reference = re.search(r"([0-9a-f]{8})[^\n]* in the node's log\.", said)
+        assert reference is not None and reference[1] in deployment.said("node-2")
         assert "Traceback" not in said and "unhandled exception" not in said
         shown = deployment.start("status", "status", deployment.folder.path)
         assert shown.wait(PATIENCE) == 0
