@@ -283,7 +283,7 @@ def test_16_bit_runs_are_evaluated_in_single_precision(precision: str) -> None:
 
 
 def test_tf32_evaluation_is_close_to_fp32() -> None:
-    """With the batch statistics of a trained state, 500 rounds of which are compared in docs/results/precision.md."""
+    """After three rounds; docs/results/evaluation-precision.md compares both after 500."""
     server, _ = after(3)
     exact = Federation(tiny_config("engine.device=cuda", "engine.precision=fp32")).evaluate(server.state)
     scores = Federation(tiny_config("engine.device=cuda", "engine.precision=tf32")).evaluate(server.state)
