@@ -167,7 +167,7 @@ class Federation:
 
     def size_of(self, client: int, round_number: int) -> str:
         """Return the size of a client in a round."""
-        if self.config.federation.assign != "dynamic":
+        if self.config.federation.size_assignment != "dynamic":
             return self.sizes[client]
         if self._drawn_sizes[0] != round_number:
             self._drawn_sizes = round_number, assign_sizes(self.config, round_number)
@@ -209,7 +209,7 @@ class Federation:
             record.repeated.append(record.refused)
         raise MotleyError(
             f"round {record.round_number} was played {settings.attempts} times (server.attempts) and never had "
-            f"{settings.min_share:.0%} of its uploads (server.min_share). The last time: "
+            f"{settings.min_fraction:.0%} of its uploads (server.min_fraction). The last time: "
             + " ".join(f"client {client}: {reason}" for client, reason in record.refused.items())
         )
 
@@ -233,7 +233,7 @@ class Federation:
             updates = self.updates(jobs, self.admit(fitting, losses.read(), blemished.read(), record))
             if not self.engine.trusted:
                 updates = self.usable(server, updates, record)
-        if len(jobs) - len(record.refused) < self.config.server.min_share * len(jobs):
+        if len(jobs) - len(record.refused) < self.config.server.min_fraction * len(jobs):
             record.expect_nothing()
             return None
         if early is not None and len(updates) == len(fitting):
@@ -257,7 +257,7 @@ class Federation:
         federation = self.config.federation
         again = (attempt,) if attempt else ()
         numbers: np.random.Generator | np.random.RandomState
-        if federation.sampling == "round" and not attempt:
+        if federation.sampler == "fedml" and not attempt:
             numbers = np.random.RandomState(round_number - 1)
         else:
             numbers = generator(self.config.seed, "clients", round_number, *again)
@@ -312,7 +312,7 @@ class Federation:
 
     def decoded(self, job: Job, upload: Upload) -> Upload:
         """Return an upload with its change as the server computes with it, and where it does."""
-        change = decoded(upload.change, job.state, self.config.transit.upload)
+        change = decoded(upload.change, job.state, self.config.uplink.dtype)
         if self.engine.trusted:
             return replace(upload, change=change)
         loss = upload.loss.to(self.device)
@@ -341,7 +341,7 @@ class Federation:
 
     def update(self, job: Job, upload: Upload) -> Update:
         """Return an upload with what the server knows of its sender, and with the noise it met on its way."""
-        change, noise = upload.change, self.config.transit.noise
+        change, noise = upload.change, self.config.uplink.noise
         if noise:
             names = [name for name in job.state if name in self.split.parameters_of(job.size)]
             change = perturbed(change, names, noise, key(self.config.seed, "noise", job.round_number, job.client))
@@ -349,7 +349,7 @@ class Federation:
             upload.client,
             self.split.part(job.size, job.round_number, job.client),
             change,
-            weight=float(upload.samples) if self.config.server.weights == "samples" else 1.0,
+            weight=float(upload.samples) if self.config.server.weighting == "samples" else 1.0,
             size=job.size,
             message=upload.message,
             samples=upload.samples,
@@ -370,7 +370,7 @@ class Federation:
         record.awaited.append((found, lambda values: record.method.update(zip(asked, values, strict=True))))
         merged = self.method.correct(method, self.mix(merged, record))
         optimizer, merged = optimize(server.optimizer, merged, self.split.parameters, self.config.server.optimizer)
-        state = apply(server.state, merged, self.split.parameters, self.config.server.step)
+        state = apply(server.state, merged, self.split.parameters, self.config.server.lr)
         state = self.method.refine(method, state, updates)
         remembered = {**server.remembered, **{update.client: number for update in updates}}
         return Server(number, state, self.averaged(server, state, number), method, remembered, optimizer, spent)
@@ -398,7 +398,7 @@ class Federation:
 
     def averaged(self, server: Server, state: State, round_number: int) -> State | None:
         """Return the moving average of the state, where one is kept."""
-        decay = self.config.server.average
+        decay = self.config.server.ema_decay
         return average(server.averaged, state, decay, round_number) if decay else None
 
     def collect(self, server: Server, record: Record) -> Server:
