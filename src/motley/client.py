@@ -53,7 +53,7 @@ class Client:
 
         method = build_method(config, split, sizes, data.shape, classes, size_of)
         clients = build_clients(config, method, [data], partition, folder, secret=secret, lean=device.type == "cpu")
-        self._engine = LocalEngine(clients, slots=1, stack=config.engine.stack)
+        self._engine = LocalEngine(clients, slots=1, stack=config.engine.vmap_clients)
 
     def train(self, job: Job, forget: int) -> ClientUpdate | None:
         """Do a job, which loses its state; None if the client has too few examples for a step.

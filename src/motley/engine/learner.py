@@ -261,7 +261,7 @@ class Learner:
         strengths = [strength[name] if isinstance(strength, Mapping) else strength for name in self.parameters]
         if not any(strengths):
             return
-        if self.publishes and not self.training.clip and not by_norms:
+        if self.publishes and not self.training.max_grad_norm and not by_norms:
             towards = list(self.anchors if towards is None else towards)
             self.optimizer.pull(towards, strengths)  # type: ignore[attr-defined]
             return
@@ -339,9 +339,9 @@ class Learner:
 
     def clip_gradient(self) -> None:
         """Bound the norm of the whole gradient, where the run asks for it."""
-        if self.training.clip:
+        if self.training.max_grad_norm:
             self.weights.gather()
-            nn.utils.clip_grad_norm_(self.parameters.values(), self.training.clip)
+            nn.utils.clip_grad_norm_(self.parameters.values(), self.training.max_grad_norm)
 
     def cross_entropy(self, answers: Tensor, labels: Tensor) -> Tensor:
         """Return the mean cross-entropy of a batch, in single precision."""

@@ -190,8 +190,8 @@ class FlowerEngine:
             if (given := number(about, name)) != expected:
                 raise MotleyError(f"it is for {name} {given}; {name} {expected} was asked.")
         size = size_in_bytes(arrays) / 2**20
-        if size > self.settings.most_mib:
-            raise MotleyError(f"it has {size:.1f} MiB; engine.flower.most_mib = {self.settings.most_mib:g}.")
+        if size > self.settings.max_reply_mib:
+            raise MotleyError(f"it has {size:.1f} MiB; engine.flower.max_reply_mib = {self.settings.max_reply_mib:g}.")
         samples, steps = number(about, "samples"), number(about, "steps")
         change, message = unpack(arrays, "change"), unpack(arrays, "message")
         loss = torch.tensor(float(about["loss"]))
