@@ -62,13 +62,13 @@ def measure(config: Config, setting: str, rounds: int, warm_up: int, dataset: Da
     """Play rounds of a configuration and return what they took."""
     federation = Federation(config, dataset=dataset)
     steps: list[int] = []
-    aggregate = federation.method.aggregate
+    aggregate = federation.method.server.aggregate
 
-    def counting(server: Any, state: Any, updates: Any) -> Any:
+    def counting(own: Any, state: Any, updates: Any) -> Any:
         steps.append(sum(update.num_steps for update in updates))
-        return aggregate(server, state, updates)
+        return aggregate(own, state, updates)
 
-    federation.method.aggregate = counting  # type: ignore[method-assign]
+    federation.method.server.aggregate = counting  # type: ignore[method-assign]
     server = federation.start()
     totals, phases = [], []
     begin, unsettled = time.perf_counter(), None

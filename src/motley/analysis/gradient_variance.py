@@ -22,7 +22,7 @@ from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.engine import Job
 from motley.federation import Federation
-from motley.methods.levels import Levels
+from motley.methods.fedimpro_cut import Cut
 from motley.models.stages import chain_of, owned
 from motley.round import Record
 
@@ -57,12 +57,12 @@ def _levels(federation: Federation, layers: Mapping[str, float]) -> dict[str, fl
     """Return the sums over the low and the high level: cut as the run's method cuts them, or else in the middle."""
     split = federation.split
     try:
-        levels = Levels(federation.method.info, getattr(federation.config.method, "cut", ""))
+        cut = Cut(split, federation.method.info.image, getattr(federation.config.method, "cut", ""))
     except MotleyError:  # a model that is no chain of stages has no levels
         return {}
     high = set()
     for size, blueprint in split.blueprints.items():
-        part, (_, above) = split.part(size), levels.of(chain_of(blueprint.module), size)
+        part, (_, above) = split.part(size), cut.levels(chain_of(blueprint.module), size)
         high |= {layer_of(part[local].name) for local in owned(blueprint.module, above)}
     return {
         LOW: sum(value for layer, value in layers.items() if layer not in high),

@@ -88,9 +88,9 @@ def overhead_of(federation: Federation) -> Overhead:
     sent = {job.client: job for job in jobs}
     uploads = [answer for answer in engine.train(jobs, lambda client: None) if isinstance(answer, ClientUpdate)]
     updates = [federation.update(sent[upload.client], upload) for upload in uploads]
-    learned = federation.method.update(server.method, server.state, updates)
+    learned = federation.method.server.update(server.method, server.state, updates)
     again = [(c, federation.size_of(c, 2)) for c in _one_of_each(federation, 2)]
-    messages = [federation.method.broadcast(learned, server.state, 2, client) for client, _ in again]
+    messages = [federation.method.server.broadcast(learned, server.state, 2, client) for client, _ in again]
     states = {job.size: job.state for job in jobs}
     second = [Job(2, c, s, states[s], message) for (c, s), message in zip(again, messages, strict=True)]
     steps = [step_of(engine, job) for job in second]
@@ -102,7 +102,7 @@ def overhead_of(federation: Federation) -> Overhead:
         model_bytes=sum(size_in_bytes(job.state) for job in jobs),
         received_bytes=fmean(map(size_in_bytes, messages)),
         remembered_bytes=fmean(
-            size_in_bytes(federation.method.initial_client_state(job.size, job.state)) for job in jobs
+            size_in_bytes(federation.method.client.initial_client_state(job.size, job.state)) for job in jobs
         ),
         flops=fmean(step.flops for step in steps),
         peak_bytes=fmean(step.peak_bytes for step in steps),
@@ -131,8 +131,7 @@ def step_of(engine: DebugEngine, job: Job) -> Step:
         clients.seat(learner, job, plan, clients.recall(job))
         learner.step(plan.lengths[0])
         learner.batches.rewind()
-        for parameter in learner.parameters.values():
-            parameter.grad = None
+        learner.drop_gradients()
         held = _held(learner)
         with LiveBytes(held) as live, FlopCounterMode(display=False) as counter:
             learner.step(plan.lengths[0])
@@ -141,9 +140,10 @@ def step_of(engine: DebugEngine, job: Job) -> Step:
 
 def _held(learner: Learner) -> list[Tensor]:
     """Return what a learner keeps from step to step."""
-    states = (learner.tensors, learner.start, learner.message, learner.memory, learner.notes)
+    states = [learner.state, learner.received, learner.broadcast, learner.client_state, *learner.scratch.values()]
+    tensors = [tensor for state in states for tensor in state.values()]
     moments = [moment for own in learner.optimizer.state.values() for moment in own.values()]
-    return [*(tensor for state in states for tensor in state.values()), *(m for m in moments if isinstance(m, Tensor))]
+    return [*tensors, *(moment for moment in moments if isinstance(moment, Tensor))]
 
 
 def _numbers(state: State) -> int:

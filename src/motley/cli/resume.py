@@ -49,7 +49,7 @@ def _warnings(folder: RunFolder, before: Config, config: Config) -> list[str]:
             "and its result is that of neither configuration."
         )
     longer = config.training.rounds != before.training.rounds or "training.rounds" in edited
-    if played and longer and METHODS[config.method.name].uses_total_rounds:
+    if played and longer and METHODS[config.method.name].requirements.uses_total_rounds:
         warnings.append(
             f"{config.method.name} schedules its training by the total number of rounds, and rounds 1 to {played} "
             "were played with another total. The result differs from that of a run which had it from the start."

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from motley.core.async_copy import to_device
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.core.randomness import generator
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from motley.config import Config
     from motley.splits import Split
 
-LEAKS = ("payload", "aggregate", "update", "post_process", "collection_clients", "collect", "apply_collection")
-"""Hooks of a method that send more than the change, or make more of it than its mean over owners."""
+#: Requirements of methods that send more than a delta, or do more with it than to average it over owners.
+LEAKS = ("payload", "own_aggregation", "collection")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Guard:
         scale = self.settings.noise * self.settings.clip
         for name in sorted(bounded):
             noise = numbers.standard_normal(tuple(bounded[name].shape), dtype=np.float32)
-            bounded[name] = bounded[name] + scale * torch.from_numpy(np.asarray(noise)).to(bounded[name].device)
+            bounded[name] = bounded[name] + scale * to_device(torch.from_numpy(np.asarray(noise)), bounded[name].device)
         return bounded
 
     def _numbers(self, bounded: State, round_number: int, client: int) -> np.random.Generator:
@@ -85,10 +86,11 @@ def refuse_leaks(config: Config, split: Split, method: Method) -> None:
     if not config.privacy.active:
         return
     on = f"privacy.clip = {config.privacy.clip:g}"
-    if hooks := [hook for hook in LEAKS if getattr(type(method), hook) is not getattr(Method, hook)]:
+    leaks = [leak for leak in LEAKS if getattr(method.requirements, leak)]
+    if leaks:
         raise MotleyError(
             f"method.name = {config.method.name!r}: {on} guards changes that are averaged, and this method does more "
-            f"with clients than that ({', '.join(hooks)}). Use a method that does not, such as 'fedavg' or 'fedprox'."
+            f"with clients than that ({', '.join(leaks)}). Use a method that does not, such as 'fedavg' or 'fedprox'."
         )
     if config.server.statistics == "recalibrate":
         raise MotleyError(
