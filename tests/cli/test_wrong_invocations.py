@@ -79,12 +79,12 @@ WRONG = [
     ("run --set data.partition.name=file --set data.partition.path=afile", "must end in .json or .npz."),
     # --- outputs
     ("run --out afile", "afile already exists and is a file; a run needs a folder of its own."),
-    ("run --out afile/x", "afile/x: cannot be made: afile is a file."),
+    ("run --out afile/x", "afile/x: cannot be created: afile is a file."),
     (
         "run --out R",
         "R already exists and is not empty; a run needs a folder of its own. To continue it: motley resume",
     ),
-    ("resume R --rounds 2", "--rounds 2: R has already played 3 rounds; they cannot be undone."),
+    ("resume R --rounds 2", "--rounds 2: R has already completed 3 rounds."),
     ("bench --json nodir/b.json", "nodir/b.json: cannot be written: there is no folder "),
     ("bench --json adir", "adir: is a folder; give the name of a file."),
     ("report R -o adir", "adir: is a folder; give the name of a file."),

@@ -1,4 +1,4 @@
-"""Two small runs and a study, made once for all who only read them."""
+"""Small runs and a study, created once per session. Tests only read them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from motley.config import load_config
-from motley.runs.play import begin
+from motley.runs.run import start_run
 from motley.studies.declaration import load_study
-from motley.studies.play import StudyWatcher, outstanding, play_study
 from motley.studies.results import collect, save
+from motley.studies.runner import StudyWatcher, outstanding, play_study
 from motley.studies.sweep import plan
 from tests.studies.conftest import SWEEP
 
@@ -18,8 +18,9 @@ SMALL = ("training.rounds=3", "training.epochs=1", "federation.clients=6", "fede
 
 
 def small_run(path: Path, *overrides: str) -> Path:
-    """Play a run of three rounds."""
-    begin(load_config(preset="digits-small", overrides=[*SMALL, "run.tensorboard=false", *overrides]), path)
+    """Run three rounds and return the run's folder."""
+    overrides = (*SMALL, "run.tensorboard=false", *overrides)
+    start_run(load_config(preset="digits-small", overrides=overrides), path)
     return path
 
 

@@ -18,10 +18,10 @@ from motley.core.errors import MotleyError
 from motley.federation import Federation
 from motley.files import output_folder
 from motley.round import Record, Server
-from motley.runs.play import Callback
+from motley.runs.callbacks import Callback
 from motley.studies.declaration import Study, load_study, studies
-from motley.studies.play import StudyWatcher, outstanding, play_study
 from motley.studies.results import COLUMNS, Result, collect, columns, lines, missing, results_folder, save, used_columns
+from motley.studies.runner import StudyWatcher, outstanding, play_study
 from motley.studies.sweep import SCALES, Cell, Planned, plan
 
 _SCALES = "; ".join(f"{name}: {meaning.summary}" for name, meaning in SCALES.items())

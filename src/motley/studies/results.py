@@ -16,7 +16,7 @@ from motley.files import write_atomically
 from motley.runs.metrics import OVERALL, MetricsLog
 from motley.studies.declaration import Study
 from motley.studies.measures import whole_model
-from motley.studies.play import finished, run_path
+from motley.studies.runner import finished, run_path
 from motley.studies.statistics import Difference, Spread, against_paper, paired, spread
 from motley.studies.sweep import SCALES, Cell
 

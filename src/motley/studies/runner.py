@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from motley.core.errors import MotleyError
+from motley.runs.callbacks import Callback
 from motley.runs.checkpoint import checkpoints
 from motley.runs.folder import RunFolder
-from motley.runs.play import Callback, begin, resume
+from motley.runs.run import resume_run, start_run
 from motley.studies.sweep import Cell, Planned
 
 
@@ -67,9 +68,9 @@ def play_study(todo: Sequence[tuple[Cell, Planned]], out: Path, watcher: StudyWa
 def _play(path: Path, run: Planned, watchers: list[Callback]) -> None:
     folder = RunFolder(path)
     if folder.config.exists():
-        resume(path, watchers)
+        resume_run(path, watchers)
     else:
         if path.exists():
             shutil.rmtree(path)  # killed before its configuration was written: there is nothing in it
-        begin(run.config, path, watchers)
+        start_run(run.config, path, watchers)
     shutil.rmtree(folder.clients, ignore_errors=True)  # a finished run needs no client state

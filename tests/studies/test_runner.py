@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from motley.studies.declaration import load_study
-from motley.studies.play import StudyWatcher, finished, outstanding, play_study, run_path
 from motley.studies.results import collect, read_saved, save
+from motley.studies.runner import StudyWatcher, finished, outstanding, play_study, run_path
 from motley.studies.sweep import Cell, Planned, plan
 from tests.studies.conftest import SWEEP
 
