@@ -97,7 +97,7 @@ def test_two_studies_with_the_same_columns_have_separate_panels(study: Path) -> 
 
 
 def test_runs_that_differ_in_many_settings_are_labelled_by_folder(runs: list[Path], tmp_path: Path) -> None:
-    other = small_run(tmp_path / "wider", "training.batch_size=8", "model.mlp.hidden=32", "server.step=0.5")
+    other = small_run(tmp_path / "wider", "training.batch_size=8", "model.mlp.hidden=32", "server.lr=0.5")
     data = gather([runs[0], other])
     assert data.labels == ["one", "wider"]
     table = {row[0]: row[1:] for row in data.differences}

@@ -38,7 +38,7 @@ SETTINGS = (
     "engine.slots=2",
     "engine.threads=1",
     "method.inco.preset=official",
-    "server.average=0.9",
+    "server.ema_decay=0.9",
     "data.transform.crop_padding=1",
 )
 
@@ -233,7 +233,7 @@ def test_a_finished_run_is_left_as_it_is(undisturbed: Path) -> None:
 
 FAST = ("training.batch_size=64", "training.epochs=0.5", "run.checkpoint_every=2", "run.tensorboard=false")
 #: With this limit, some client states stay in host memory and some do not.
-STATEFUL = ("training.rounds=5", "engine.memory_gib=0.0003", *FAST)
+STATEFUL = ("training.rounds=5", "engine.client_state_host_gib=0.0003", *FAST)
 CLIENTS_PER_ROUND = 4  # as in TINY
 
 
