@@ -232,7 +232,7 @@ def test_a_wrong_output_path_is_refused_before_the_computing(
     def never(*arguments: object, **options: object) -> None:
         pytest.fail("something was computed")
 
-    for module, name in (("report.page", "render"), ("cli.bench", "measure"), ("cli.study", "play_study")):
+    for module, name in (("report.page", "render"), ("cli.bench", "measure"), ("cli.study", "run_study")):
         monkeypatch.setattr(importlib.import_module(f"motley.{module}"), name, never)
     (tmp_path / "afile").touch()
     words = {"RUN": tiny_run.path, "OUT": "afile/x"}

@@ -12,8 +12,8 @@ from motley.report.report_data import gather
 from motley.report.tables import costs, environments, final
 from motley.studies.declaration import load_study
 from motley.studies.results import collect, save
-from motley.studies.runner import StudyWatcher, outstanding, play_study
-from motley.studies.sweep import plan
+from motley.studies.runner import StudyWatcher, run_study, unfinished_runs
+from motley.studies.sweep import plan_cells
 from tests.report.conftest import small_run
 from tests.studies.conftest import SWEEP
 
@@ -132,8 +132,8 @@ def test_a_series_about_one_size_shows_that_size(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(SWEEP.replace('name = "InCoAvg"\nagainst', 'name = "its largest"\nsize = "mlp3"\nagainst'))
     file.write_text(file.read_text().replace('against = "HeteroAvg"', 'set.method.name = "HeteroAvg"'))
-    cells = plan(load_study(str(file)), "full", seeds=1)
-    play_study(outstanding(cells, tmp_path), tmp_path, StudyWatcher())
+    cells = plan_cells(load_study(str(file)), "full", seeds=1)
+    run_study(unfinished_runs(cells, tmp_path), tmp_path, StudyWatcher())
     folder = save(load_study(str(file)), "full", cells, collect(cells, tmp_path), tmp_path)
     (panel,) = gather([folder]).panels.values()
     assert len({run.path.resolve() for run in panel.runs()}) == 1
