@@ -110,6 +110,6 @@ def client_gradient(federation: Federation, job: Job) -> State:
         loss.backward()
     gradient = {}
     for name, parameter in model.named_parameters():
-        is_used = parameter.grad is not None
-        gradient[name] = parameter.grad if is_used else torch.zeros_like(parameter)
+        # A parameter that the loss does not depend on has no gradient.
+        gradient[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     return gradient

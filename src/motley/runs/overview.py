@@ -34,9 +34,9 @@ def find_runs(folder: Path) -> list[RunOverview]:
     runs = []
     for config in sorted(folder.rglob("config.toml")):
         # Other folders contain a config.toml too, such as a deployment's.
-        folder = RunFolder(config.parent)
-        if folder.environment.exists() or folder.metrics.exists():
-            runs.append(_overview(folder))
+        run = RunFolder(config.parent)
+        if run.environment.exists() or run.metrics.exists():
+            runs.append(_overview(run))
     return runs
 
 
