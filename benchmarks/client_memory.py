@@ -60,14 +60,14 @@ def store(file: Path | None) -> None:
     import torch
     from report import machine, report
 
-    from motley.bench import stand_in
+    from motley.bench import synthetic_dataset
     from motley.config import load_config
     from motley.engine import LocalEngine
     from motley.federation import Federation
 
     config = load_config(preset=PRESET, overrides=["method.name=HeteroScaffold", "engine.device=cpu"])
     with tempfile.TemporaryDirectory() as folder:
-        federation = Federation(config, dataset=stand_in("cifar10"), memory_folder=Path(folder))
+        federation = Federation(config, dataset=synthetic_dataset("cifar10"), memory_folder=Path(folder))
         assert isinstance(federation.engine, LocalEngine)
         kept, server, filed = federation.engine.clients.memory, federation.start(), 0
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

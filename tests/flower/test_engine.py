@@ -29,13 +29,13 @@ from motley.flower.settings import NodeBudget, read_node
 from motley.plan import Budget
 from motley.runs.checkpoint import fingerprint
 from motley.runs.metrics import MetricsLog
-from motley.runs.play import begin
+from motley.runs.run import start_run
 from tests.conftest import tiny_config
 from tests.flower.grid import NEVER_S, Grid, Misdeed, in_round_1, three_nodes
 
 
 def local(folder: Path, *overrides: str) -> tuple[str, str]:
-    _, server = begin(three_nodes(*overrides, "engine.name=local"), folder)
+    _, server = start_run(three_nodes(*overrides, "engine.name=local"), folder)
     return fingerprint(server.state), fingerprint(server.method)
 
 
@@ -502,7 +502,7 @@ def test_recalibrated_nodes_end_where_slots_end(grid: Grid, tmp_path: Path, aver
         "method.name=scaffold",
     )
     _, server = serve(grid, three_nodes(*settings), tmp_path / "run")
-    _, expected = begin(three_nodes(*settings, "engine.name=local"), tmp_path / "local")
+    _, expected = start_run(three_nodes(*settings, "engine.name=local"), tmp_path / "local")
     assert fingerprint(server.state) == fingerprint(expected.state)
     assert fingerprint(server.model) == fingerprint(expected.model)
     assert not any("refused" in line for line in MetricsLog(tmp_path / "run" / "metrics.jsonl").read())

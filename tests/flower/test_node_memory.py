@@ -20,7 +20,7 @@ from motley.flower.server import serve
 from motley.flower.settings import read_node
 from motley.runs.checkpoint import fingerprint
 from motley.runs.metrics import MetricsLog
-from motley.runs.play import begin
+from motley.runs.run import start_run
 from motley.splits import Split
 from tests.conftest import tiny_config
 from tests.flower.grid import Grid, three_nodes, write_nodes
@@ -97,7 +97,7 @@ def test_a_node_needs_no_test_set(grid: Grid, tmp_path: Path, capsys: pytest.Cap
     own_files(grid)
     _, server = serve(grid, three_nodes("training.rounds=1"), tmp_path / "run")
     assert not any("refused" in line for line in MetricsLog(tmp_path / "run" / "metrics.jsonl").read())
-    _, local = begin(three_nodes("training.rounds=1", "engine.name=local"), tmp_path / "local")
+    _, local = start_run(three_nodes("training.rounds=1", "engine.name=local"), tmp_path / "local")
     assert fingerprint(server.state) == fingerprint(local.state)
     file = min(grid.nodes.values())
     file.write_text('superlink = "127.0.0.1:9000"\ninsecure = true\n' + file.read_text())

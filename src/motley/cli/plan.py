@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from motley.assembly import build_split
-from motley.bench import SHAPES, stand_in
+from motley.bench import SHAPES, synthetic_dataset
 from motley.config import Config, load_config
 from motley.core.errors import MotleyError
 from motley.data import Dataset
@@ -50,7 +50,7 @@ def _row(budget: Budget, size: str | None, costs: dict[str, Cost]) -> tuple[str,
 
 def costs_in(config: Config, synthetic: bool = False) -> dict[str, Cost]:
     """Return the costs of a configuration's sizes, the largest first."""
-    dataset = stand_in(config.data.name) if synthetic else _dataset_of(config)
+    dataset = synthetic_dataset(config.data.name) if synthetic else _dataset_of(config)
     dataset.check_inferred_classes()
     examples = DeviceData(dataset.train, config.data.transform, torch.device("cpu"), augment=False)
     split = build_split(config, examples.shape, dataset.classes)

@@ -23,9 +23,9 @@ from motley.cli.show import print_outcome
 from motley.core.errors import MotleyError
 from motley.federation import Federation
 from motley.round import Record, Server
+from motley.runs.callbacks import Callback
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import overall
-from motley.runs.play import Callback
 
 BARS = "▁▂▃▄▅▆▇█"
 #: Without a terminal, a first round that takes longer than so many seconds is announced with an estimate.
