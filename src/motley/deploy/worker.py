@@ -89,7 +89,7 @@ def run_task(
         try:
             assert process.stdin is not None
             # Not an argument, which every user of the machine could read.
-            process.stdin.write(f"{token}\n")
+            process.stdin.write(f"{token} {time.time()}\n")
             process.stdin.close()
             while process.poll() is None and node.poll() is None:
                 time.sleep(POLL_S)
