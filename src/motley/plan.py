@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from motley.core.errors import MotleyError, unknown
+from motley.core.meta import on_meta
 from motley.engine.encoding import Encoding, encoded
 from motley.engine.training import TrainingSettings
 from motley.limits import allocating, is_out_of_memory
@@ -96,7 +97,7 @@ class LiveBytes(TorchDispatchMode):
 def cost_of(split: Split, size: str, shape: ImageShape, training: TrainingSettings, upload: Encoding = "fp32") -> Cost:
     """Return the cost of a training step of a size, and its traffic if deltas are uploaded in an encoding."""
     what = f"{size!r} with training.batch_size = {training.batch_size}"
-    with torch.device("meta"), allocating(what):
+    with on_meta(), allocating(what):
         model = split.blueprints[size].build().train()
         images = torch.empty(training.batch_size, *shape)
         with LiveBytes([*model.parameters(), *model.buffers()]) as live, FlopCounterMode(display=False) as counter:

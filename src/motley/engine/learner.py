@@ -23,6 +23,7 @@ from motley.data.device import DeviceData
 from motley.engine.base import Job
 from motley.engine.batches import Batches
 from motley.engine.device import on_device, place, use_generator
+from motley.engine.optimizers import Optimizer
 from motley.engine.training import Plan, TrainingSettings, reset
 from motley.engine.weights import Weights, working_type
 from motley.kernels import AVAILABLE
@@ -107,7 +108,7 @@ class Learner:
         self.optimizer = self._optimizer(self.parameters.values(), self.weights)
         self.publishes = self._fused
         """Whether the optimiser reads gradients where they lie, and its step is seen by the model without `publish`."""
-        self._optimizers: dict[tuple[str, ...], torch.optim.Optimizer] = {}
+        self._optimizers: dict[tuple[str, ...], Optimizer] = {}
         self.lr: Tensor | float = self.optimizer.param_groups[0]["lr"]
         self.round = torch.zeros((), dtype=torch.long, device=device)
         self.samples = torch.zeros((), dtype=torch.long, device=device)
@@ -121,7 +122,7 @@ class Learner:
         """The examples of the client, all of them."""
         self.generator = torch.Generator(device) if device.type == "cuda" else None
 
-    def _optimizer(self, tensors: Iterable[Tensor], weights: Weights | None = None) -> torch.optim.Optimizer:
+    def _optimizer(self, tensors: Iterable[Tensor], weights: Weights | None = None) -> Optimizer:
         return self.training.optimizer.build(tensors, self.device, self._fused, weights, self.weights.scale)
 
     # ---- a turn
@@ -322,7 +323,7 @@ class Learner:
         with _restored(self._buffers):
             yield
 
-    def optimizer_of(self, names: Iterable[str]) -> torch.optim.Optimizer:
+    def optimizer_of(self, names: Iterable[str]) -> Optimizer:
         """Return an optimiser of its own for some parameters, for a step apart from the others; fresh every turn."""
         self.weights.gather()
         own = tuple(names)
