@@ -14,7 +14,7 @@ pytest.importorskip("flwr")
 
 from motley.core.errors import MotleyError
 from motley.data import load_dataset
-from motley.deploy.node import check, task_environment
+from motley.deploy.node import check, worker_environment
 from motley.federation import Federation
 from motley.flower.server import serve
 from motley.flower.settings import read_node
@@ -48,22 +48,6 @@ def test_a_federation_builds_no_model_before_it_needs_one(built: list[str]) -> N
     assert built == ["resnet10", "resnet14", "resnet18"]
     federation.evaluate(server.state)
     assert len(built) == 3
-
-
-def test_a_node_builds_its_own_size_once_per_job(grid: Grid, tmp_path: Path, built: list[str]) -> None:
-    by_message: list[list[str]] = []
-
-    def before(message: object) -> None:
-        by_message.append(list(built))
-        built.clear()
-
-    grid.before = before
-    serve(grid, three_nodes("training.rounds=1", "method.name=moon"), tmp_path / "run")
-    by_message.append(built)
-    *_, first, second, third = by_message
-    assert (first, second) == (["resnet10"], ["resnet14"])
-    assert third[:1] == ["resnet18"], "after it, the server evaluates every size"
-    assert third[1:] == ["resnet10", "resnet14", "resnet18"]
 
 
 def test_a_split_keeps_no_model_and_builds_equal_ones() -> None:
@@ -135,7 +119,7 @@ def test_a_node_with_little_memory_gives_freed_memory_back(
     file = min(write_nodes(tmp_path).values())
     text = file.read_text().replace('size = "resnet10"', "")
     file.write_text(f"{text}[budget]\n{limits}\n")
-    assert ("MALLOC_MMAP_THRESHOLD_" in task_environment(read_node(file), file)) == gives_back
+    assert ("MALLOC_MMAP_THRESHOLD_" in worker_environment(read_node(file), file)) == gives_back
 
 
 def benchmark() -> ModuleType:

@@ -27,7 +27,7 @@ from motley.core.errors import MotleyError, unknown
 from motley.deploy.commands import FAILED, environment, free_port, node_command, running
 from motley.deploy.worker import CLIENT_APP, TaskSource, WorkerSettings, run_tasks
 from motley.engine.device import choose_devices
-from motley.flower.client import read_data
+from motley.flower.examples import read_data
 from motley.flower.settings import NodeSettings, read_node
 from motley.models import MODELS
 
