@@ -93,7 +93,7 @@ def configure(clients: int, method: str) -> Config:
             f"method.name={method}",
             f"federation.clients={clients}",
             f"federation.clients_per_round={min(A_ROUND, clients)}",
-            "federation.assign=random",
+            "federation.size_assignment=random",
             "model.sizes=['mlp1','mlp2','mlp3']",
             "data.transform.resize=0",
             "data.partition.alpha=0.5",
@@ -104,9 +104,9 @@ def configure(clients: int, method: str) -> Config:
             "training.optimizer.name=sgd",
             "training.optimizer.lr=0.1",
             f"evaluation.every={NEVER}",
-            "server.average=0",
+            "server.ema_decay=0",
             "engine.device=cpu",
-            "engine.memory_gib=0.0625",
+            "engine.client_state_host_gib=0.0625",
         ]
     )
 

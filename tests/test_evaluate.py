@@ -155,7 +155,7 @@ def test_a_class_that_no_test_image_has_counts_nowhere(federation: Federation, t
 
 
 def test_the_moving_average_is_what_is_evaluated() -> None:
-    federation = Federation(tiny_config("server.average=0.9", "training.rounds=2", "training.batch_size=64"))
+    federation = Federation(tiny_config("server.ema_decay=0.9", "training.rounds=2", "training.batch_size=64"))
     server, _ = federation.play(federation.start())
     server, record = federation.play(server)
     assert record.scores == federation.evaluate(server.averaged or {})

@@ -41,7 +41,7 @@ def with_delta(name: str, value: torch.Tensor) -> Change:
 
 
 def test_a_bad_upload_is_refused_and_the_round_goes_on() -> None:
-    federation = Federation(tiny_config("federation.clients_per_round=6", "server.average=0"))
+    federation = Federation(tiny_config("federation.clients_per_round=6", "server.ema_decay=0"))
     server = federation.start()
     honest = federation.engine
     bias = torch.full((10,), float("nan"))
@@ -142,7 +142,7 @@ def test_sampling_is_fair_keyed_and_without_repeats() -> None:
 
 def test_sampling_by_the_round_is_fedmls() -> None:
     """The expected ids are what numpy.random.seed(0), (1) and (2) with choice(range(10), 5, replace=False) draw."""
-    asked = ("federation.sampling=round", "federation.clients=10", "federation.clients_per_round=5")
+    asked = ("federation.sampler=fedml", "federation.clients=10", "federation.clients_per_round=5")
     for seed in (0, 9):
         federation = Federation(tiny_config(*asked, f"seed={seed}"))
         drawn = [federation.sample(number) for number in (1, 2, 3)]
@@ -155,14 +155,14 @@ def test_sizes_are_assigned_as_asked() -> None:
         return [size.removeprefix("resnet") for size in assign_sizes(tiny_config(*overrides))]
 
     assert sizes() == ["10", "10", "14", "14", "18", "18"]
-    assert sizes("federation.assign=alternate") == ["10", "14", "18", "10", "14", "18"]
-    assert sizes("federation.shares=[1,1,4]") == ["10", "14", "18", "18", "18", "18"]
-    drawn = sizes("federation.assign=random", "federation.clients=30")
+    assert sizes("federation.size_assignment=alternate") == ["10", "14", "18", "10", "14", "18"]
+    assert sizes("federation.size_fractions=[1,1,4]") == ["10", "14", "18", "18", "18", "18"]
+    drawn = sizes("federation.size_assignment=random", "federation.clients=30")
     assert Counter(drawn) == {"10": 10, "14": 10, "18": 10} and drawn != sorted(drawn)
 
 
 def test_weights_by_samples() -> None:
-    federation = Federation(tiny_config("server.weights=samples"))
+    federation = Federation(tiny_config("server.weighting=samples"))
     server = federation.start()
     jobs = [federation.job(server, 1, client) for client in range(3)]
     uploads = federation.engine.train(jobs, lambda client: None)

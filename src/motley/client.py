@@ -37,7 +37,8 @@ class Client:
         """`folder` keeps the client's state. `secret` keys the noise of `privacy`; without one, the run's seed does."""
         self.config = config
         (device, *_) = choose_devices(config.engine.device)
-        data = DeviceData(examples, config.data.transform, device, augment=True)
+        kernel = "augment" in config.engine.kernel_names
+        data = DeviceData(examples, config.data.transform, device, augment=True, kernel=kernel)
         data.check_batch_fits("training.batch_size", config.training.batch_size)
         split = build_split(config, data.shape, classes)
         check_weights_fit(split, [size], device)
@@ -49,7 +50,7 @@ class Client:
 
         method = build_method(config, split, sizes, data.shape, classes, size_of)
         clients = build_clients(config, method, [data], partition, folder, secret=secret, lean=device.type == "cpu")
-        self._engine = LocalEngine(clients, slots=1, stack=config.engine.stack)
+        self._engine = LocalEngine(clients, slots=1, stack=config.engine.vmap_clients)
 
     def train(self, job: Job, forget: int) -> ClientUpdate | None:
         """Do a job, which loses its state; None if the client has too few examples for a step.

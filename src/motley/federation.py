@@ -38,8 +38,9 @@ from motley.assembly import (
     build_method,
     build_split,
     check_weights_fit,
+    chosen_kernels,
+    compiles,
     size_in_bytes,
-    uses_fused_kernels,
 )
 from motley.config import Config
 from motley.core.async_copy import AsyncCopy
@@ -122,7 +123,10 @@ class Federation:
         self.dataset = load_dataset_of(config) if dataset is None else checked_dataset(dataset)
         self.dataset.check_inferred_classes()
         transform = config.data.transform
-        train, *elsewhere = (DeviceData(self.dataset.train, transform, device, augment=True) for device in self.devices)
+        kernel = "augment" in config.engine.kernel_names
+        train, *elsewhere = (
+            DeviceData(self.dataset.train, transform, device, augment=True, kernel=kernel) for device in self.devices
+        )
         train.check_batch_fits("training.batch_size", config.training.batch_size)
         # Test images have the shape of training images, but are not put on the device before they are evaluated.
         tested = min(config.evaluation.batch_size, len(self.dataset.test))
@@ -146,8 +150,14 @@ class Federation:
         check_settings(config, self.split)
         private = config.privacy.active
         self.accountant = Accountant(config.privacy, self.split, self.sizes) if private else None
-        fused = uses_fused_kernels(config)
-        self.evaluate = Evaluator(self.split, self._test_data, self.dataset.classes, config.evaluation, fused)
+        self.evaluate = Evaluator(
+            self.split,
+            self._test_data,
+            self.dataset.classes,
+            config.evaluation,
+            kernels=chosen_kernels(config),
+            compiled=compiles(config),
+        )
         if engine is not None:
             self.engine: Engine = engine(self)
             return
@@ -168,7 +178,7 @@ class Federation:
 
     def size_of(self, client: int, round_number: int) -> str:
         """Return the size of a client in a round."""
-        if self.config.federation.assign != "dynamic":
+        if self.config.federation.size_assignment != "dynamic":
             return self.sizes[client]
         if self._drawn_sizes[0] != round_number:
             self._drawn_sizes = round_number, assign_sizes(self.config, round_number)
@@ -210,7 +220,7 @@ class Federation:
             record.repeated.append(record.refused)
         raise MotleyError(
             f"round {record.round_number} was played {settings.attempts} times (server.attempts) and never had "
-            f"{settings.min_share:.0%} of its uploads (server.min_share). The last time: "
+            f"{settings.min_fraction:.0%} of its uploads (server.min_fraction). The last time: "
             + " ".join(f"client {client}: {reason}" for client, reason in record.refused.items())
         )
 
@@ -234,7 +244,7 @@ class Federation:
             updates = self.updates(jobs, self.admit(fitting, losses.read(), blemished.read(), record))
             if not self.engine.trusted:
                 updates = self.usable(server, updates, record)
-        if len(jobs) - len(record.refused) < self.config.server.min_share * len(jobs):
+        if len(jobs) - len(record.refused) < self.config.server.min_fraction * len(jobs):
             record.expect_nothing()
             return None
         if early is not None and len(updates) == len(fitting):
@@ -258,7 +268,7 @@ class Federation:
         federation = self.config.federation
         again = (attempt,) if attempt else ()
         numbers: np.random.Generator | np.random.RandomState
-        if federation.sampling == "round" and not attempt:
+        if federation.sampler == "fedml" and not attempt:
             numbers = np.random.RandomState(round_number - 1)
         else:
             numbers = generator(self.config.seed, "clients", round_number, *again)
@@ -315,7 +325,7 @@ class Federation:
 
     def decoded(self, job: Job, upload: ClientUpdate) -> ClientUpdate:
         """Return an upload with its change as the server computes with it, and where it does."""
-        delta = decoded(upload.delta, job.state, self.config.transit.upload)
+        delta = decoded(upload.delta, job.state, self.config.uplink.dtype)
         if self.engine.trusted:
             return replace(upload, delta=delta)
         loss = upload.loss.to(self.device)
@@ -344,7 +354,7 @@ class Federation:
 
     def update(self, job: Job, upload: ClientUpdate) -> ClientUpdate:
         """Return an upload with what the server knows of its sender, and with the noise it met on its way."""
-        delta, noise = upload.delta, self.config.transit.noise
+        delta, noise = upload.delta, self.config.uplink.noise
         if noise:
             names = [name for name in job.state if name in self.split.parameters_of(job.size)]
             delta = perturbed(delta, names, noise, key(self.config.seed, "noise", job.round_number, job.client))
@@ -352,7 +362,7 @@ class Federation:
             upload,
             delta=delta,
             part=self.split.part(job.size, job.round_number, job.client),
-            weight=float(upload.num_examples) if self.config.server.weights == "samples" else 1.0,
+            weight=float(upload.num_examples) if self.config.server.weighting == "samples" else 1.0,
             size=job.size,
             round_number=job.round_number,
         )
@@ -371,7 +381,7 @@ class Federation:
         record.awaited.append((found, lambda values: record.method.update(zip(asked, values, strict=True))))
         merged = self.method.adjust_aggregate(method, self.mix(merged, record))
         optimizer, merged = optimize(server.optimizer, merged, self.split.parameters, self.config.server.optimizer)
-        state = apply(server.state, merged, self.split.parameters, self.config.server.step)
+        state = apply(server.state, merged, self.split.parameters, self.config.server.lr)
         state = self.method.post_process(method, state, updates)
         remembered = {**server.remembered, **{update.client: number for update in updates}}
         return Server(number, state, self.averaged(server, state, number), method, remembered, optimizer, spent)
@@ -399,7 +409,7 @@ class Federation:
 
     def averaged(self, server: Server, state: State, round_number: int) -> State | None:
         """Return the moving average of the state, where one is kept."""
-        decay = self.config.server.average
+        decay = self.config.server.ema_decay
         return average(server.averaged, state, decay, round_number) if decay else None
 
     def collect(self, server: Server, record: Record) -> Server:

@@ -31,7 +31,7 @@ def test_noise_is_keyed_and_only_on_what_is_named() -> None:
 
 
 def test_a_federations_noise_is_each_clients_and_rounds_own() -> None:
-    federation = Federation(tiny_config("transit.noise=0.5"))
+    federation = Federation(tiny_config("uplink.noise=0.5"))
     server = federation.start()
     jobs = [federation.job(server, number, client) for number, client in ((1, 0), (1, 1), (2, 0))]
     upload = federation.engine.train(jobs[:1], lambda client: None)[0]
@@ -48,4 +48,4 @@ def test_a_federations_noise_is_each_clients_and_rounds_own() -> None:
 
 
 def test_noise_is_not_negative() -> None:
-    assert refused("transit.noise=-1") == "transit.noise = -1: should be greater than or equal to 0."
+    assert refused("uplink.noise=-1") == "uplink.noise = -1: should be greater than or equal to 0."

@@ -49,7 +49,7 @@ def test_training_leaves_the_callers_generator_alone() -> None:
 
 
 def test_a_round_changes_nothing_in_place() -> None:
-    federation = Federation(tiny_config("method.name=every-hook", "server.average=0.9"))
+    federation = Federation(tiny_config("method.name=every-hook", "server.ema_decay=0.9"))
     first, _ = federation.play(federation.start())
     before = fingerprint(first.state), fingerprint(first.method), fingerprint(first.averaged or {})
     federation.play(first)

@@ -47,7 +47,7 @@ def uploads(*overrides: str) -> list[ClientUpdate]:
     ids=["adam", "augmented", "sgd", "cnn"],
 )
 def test_stacked_clients_learn_what_they_learn_alone(more: tuple[str, ...], width: int) -> None:
-    alone, stacked = uploads("engine.name=debug", *more), uploads(f"engine.stack={width}", *more)
+    alone, stacked = uploads("engine.name=debug", *more), uploads(f"engine.vmap_clients={width}", *more)
     assert [upload.client for upload in alone] == [upload.client for upload in stacked]
     assert len({upload.num_steps for upload in alone}) > 1  # so that some clients end before others
     for one, other in zip(alone, stacked, strict=True):
@@ -59,14 +59,17 @@ def test_stacked_clients_learn_what_they_learn_alone(more: tuple[str, ...], widt
 
 @pytest.mark.parametrize("more", [("training.lr_decay=0.5", "training.batch_size=7", "training.drop_last=true")])
 def test_short_batches_and_late_rounds(more: tuple[str, ...]) -> None:
-    alone, stacked = uploads("engine.name=debug", *PERCEPTRONS, *more), uploads("engine.stack=3", *PERCEPTRONS, *more)
+    alone, stacked = (
+        uploads("engine.name=debug", *PERCEPTRONS, *more),
+        uploads("engine.vmap_clients=3", *PERCEPTRONS, *more),
+    )
     for one, other in zip(alone, stacked, strict=True):
         for name, tensor in one.delta.items():
             torch.testing.assert_close(other.delta[name], tensor, rtol=1e-3, atol=2e-5)
 
 
 def test_dropout_is_repeatable_and_differs_between_clients_and_rounds() -> None:
-    more = ("model.sizes=['cnn']", "split.name=homogeneous", "engine.stack=6")
+    more = ("model.sizes=['cnn']", "split.name=homogeneous", "engine.vmap_clients=6")
     first, again = uploads(*more), uploads(*more)
     for one, other in zip(first, again, strict=True):
         assert all(torch.equal(one.delta[name], other.delta[name]) for name in one.delta)
@@ -78,10 +81,10 @@ def test_dropout_is_repeatable_and_differs_between_clients_and_rounds() -> None:
     assert not torch.equal(answers[0], answers[1])
 
 
-@pytest.mark.parametrize("more", [("model.sizes=['resnet10']",), ("training.clip=1",), ("method.name=noisy",)])
+@pytest.mark.parametrize("more", [("model.sizes=['resnet10']",), ("training.max_grad_norm=1",), ("method.name=noisy",)])
 def test_what_cannot_be_stacked_trains_in_slots(more: tuple[str, ...]) -> None:
     settings = ("model.sizes=['mlp1']", "training.epochs=1", *more)
-    plain, stacked = uploads(*settings), uploads("engine.stack=4", *settings)
+    plain, stacked = uploads(*settings), uploads("engine.vmap_clients=4", *settings)
     for one, other in zip(plain, stacked, strict=True):
         assert all(torch.equal(one.delta[name], other.delta[name]) for name in one.delta)
 

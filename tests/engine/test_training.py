@@ -225,6 +225,6 @@ def test_momentum_is_for_sgd() -> None:
 
 
 def test_the_learning_rate_drops_after_the_rounds_named() -> None:
-    training = TrainingSettings(lr_drops=(2, 4), lr_drop=0.5, lr_decay=0.9)
+    training = TrainingSettings(lr_milestones=(2, 4), lr_gamma=0.5, lr_decay=0.9)
     rates = [training.lr(number) / training.optimizer.lr for number in range(1, 6)]
     assert rates == pytest.approx([1, 0.9, 0.81 * 0.5, 0.729 * 0.5, 0.6561 * 0.25])

@@ -131,7 +131,7 @@ def test_a_client_that_failed_is_not_used_again(
         return update
 
     monkeypatch.setattr(Client, "train", fail_once)
-    settings = ("training.rounds=3", "training.steps=1", "evaluation.every=3", "server.min_share=0.5")
+    settings = ("training.rounds=3", "training.steps=1", "evaluation.every=3", "server.min_fraction=0.5")
     serve(grid, three_nodes(*settings), tmp_path / "run")
     in_training = built[:-3]  # the last three are the server's, for the evaluation
     assert in_training.count("resnet10") == 2

@@ -33,7 +33,7 @@ SERVERS = {
     "fedadam": ("server.optimizer.name=adam",),
     "fedyogi": ("method.name=scaffold", "server.optimizer.name=yogi"),
     "fedadagrad": ("method.name=feddyn", "server.optimizer.name=adagrad"),
-    "noise": ("method.name=fednova", "transit.noise=0.5"),
+    "noise": ("method.name=fednova", "uplink.noise=0.5"),
     "fednova-prox": ("method.name=fednova", "method.mu=0.1", "training.optimizer={name='sgd', lr=0.05, momentum=0.5}"),
     "fedspeed-mixed": ("method.name=fedspeed", "method.ascent=0.5", "training.optimizer={name='sgd', lr=0.05}"),
     "moon-projection": ("method.name=moon", "model.projection=8"),
@@ -43,7 +43,7 @@ SERVERS = {
     "fedimpro-official": ("method.name=fedimpro", "method.preset=official", "method.ramp=2", "method.noise=0.01"),
     "fedimpro-separate": ("method.name=fedimpro", "method.normalization=separate", "method.merge=counts"),
     **{name: (f"method.name={name}",) for name in ON_FEDIMPRO},
-    "scaffold-weights": ("method.name=scaffold", "method.initial=weights", "training.clip=1"),
+    "scaffold-weights": ("method.name=scaffold", "method.initial=weights", "training.max_grad_norm=1"),
 }
 WITH_A_SPLIT = {"heterofl", "fjord", "scalefl", "depthfl", "inclusivefl"}
 """Methods for parts in width or with exits, which the tests of those parts go through; here, over depth alone."""
@@ -62,7 +62,7 @@ FAST = (
     "training.batch_size=16",
     "training.epochs=0.2",
     "evaluation.every=3",
-    "server.average=0",
+    "server.ema_decay=0",
     "split.normalization_statistics=shared",
 )
 """Three rounds, of which two are played: nothing is evaluated. Clients have unlike numbers of steps."""

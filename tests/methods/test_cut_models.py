@@ -12,7 +12,7 @@ from tests.methods.turns import after
 PREACT = ("model.sizes=['heterofl-resnet18']", "model.preact.width=0.0625")
 WIDTH = ("split.name=width", "split.rates=[1,0.5]", "training.steps=1")
 SHARDS = "data.partition={name='shards'}"
-REDRAWN = ("model.sizes=['mlp3']", "model.mlp.hidden=8", *WIDTH, "federation.assign=dynamic")
+REDRAWN = ("model.sizes=['mlp3']", "model.mlp.hidden=8", *WIDTH, "federation.size_assignment=dynamic")
 
 
 @pytest.mark.parametrize("name", ["fedin", "fedimpro", "moon"])

@@ -22,7 +22,7 @@ PLAIN = (
     "training.epochs=0.2",
     "training.rounds=9",
     "evaluation.every=9",
-    "server.average=0",
+    "server.ema_decay=0",
     "split.normalization_statistics=shared",
 )
 SGD = ("training.optimizer.name=sgd", "training.optimizer.lr=0.05")

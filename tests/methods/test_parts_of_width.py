@@ -31,7 +31,7 @@ CASES = {
     "fedavg-rolling": (*WIDTH, "split.channels=rolling"),
     "fedavg-random": (*WIDTH, "split.channels=random"),
     "fednova-random": (*WIDTH, "split.channels=random", "method.name=fednova"),
-    "heterofl-dynamic": (*WIDTH, "method.name=heterofl", "federation.assign=dynamic", "evaluation.every=1"),
+    "heterofl-dynamic": (*WIDTH, "method.name=heterofl", "federation.size_assignment=dynamic", "evaluation.every=1"),
     "HeteroFL": ("method.name=HeteroFL", *WIDTH[1:], "evaluation.every=1"),
     "FedRolex": ("method.name=FedRolex", *WIDTH[1:], "split.normalization_statistics=batch"),
     "FjORD": ("method.name=FjORD", *WIDTH[1:]),
@@ -164,7 +164,7 @@ def test_the_first_round_of_fedrolex_is_heterofls() -> None:
 
 
 def test_owners_are_counted_by_coordinate_where_parts_are_pieces() -> None:
-    federation = federation_of(*WIDTH, "federation.shares=[1,1,1]")
+    federation = federation_of(*WIDTH, "federation.size_fractions=[1,1,1]")
     world = federation.method.info
     width = len(federation.start().state["bn1.weight"])
     expected = [6.0] * (width // 4) + [4.0] * (width // 4) + [2.0] * (width // 2)
@@ -248,7 +248,7 @@ def test_classifier_rows_are_the_mean_over_clients_that_have_the_label() -> None
 @pytest.mark.parametrize("batch_size", [4, 2000], ids=["batches", "one-batch"])
 def test_the_pass_leaves_each_size_with_the_statistics_of_its_clients_examples(batch_size: int) -> None:
     own = ("split.normalization_statistics=per-size", "evaluation.every=2", f"training.batch_size={batch_size}")
-    federation = federation_of(*WIDTH, "method.name=heterofl", *own, "server.average=0.5")
+    federation = federation_of(*WIDTH, "method.name=heterofl", *own, "server.ema_decay=0.5")
     first, record = federation.play(federation.start())
     assert not record.scores and "collect" not in record.seconds
     end, record = federation.play(first)

@@ -1,7 +1,7 @@
 """Clients after their turn: what a run does not keep, played again from what it keeps.
 
 Every random choice is keyed, so the round after a checkpoint can be trained again: on a CPU bit for bit as the run had
-it. A run that keeps many checkpoints (`run.keep`) can be looked at over rounds.
+it. A run that keeps many checkpoints (`run.keep_checkpoints`) can be looked at over rounds.
 """
 
 from __future__ import annotations

@@ -31,9 +31,17 @@ class DeviceData:
     """Examples on a device, with their transform."""
 
     def __init__(
-        self, examples: Examples, transform: TransformSettings, device: torch.device, *, augment: bool
+        self,
+        examples: Examples,
+        transform: TransformSettings,
+        device: torch.device,
+        *,
+        augment: bool,
+        kernel: bool = True,
     ) -> None:
+        """`kernel`: on a GPU, augment batches in one kernel of Motley's own if the transform allows it."""
         self.device = device
+        self._kernel = kernel and AVAILABLE and device.type == "cuda"
         self.transform = transform
         images = torch.from_numpy(examples.images)
         _, self.height, self.width, self.channels = images.shape
@@ -83,7 +91,7 @@ class DeviceData:
     def fill(self, into: Tensor, rows: Tensor, draws: Tensor | None) -> None:
         """Write a batch's images into a tensor (N, H, W, C), in its type; on a GPU in one kernel, if it can."""
         plain = not self.transform.resize and not self.transform.resized_crop
-        if AVAILABLE and into.is_cuda and draws is not None and plain and self.images.is_contiguous():
+        if self._kernel and draws is not None and plain and self.images.is_contiguous():
             augment.augment(
                 self.images,
                 rows,

@@ -5,9 +5,9 @@ operations as one client. Clients do not touch each other: the gradient of the s
 each, and optimisers work coordinate by coordinate. A short batch is filled up with examples of weight zero.
 
 Sums come in another order than a client's own, and what a step draws (dropout) is drawn for all clients at once, so
-`engine.stack` is a setting that changes numbers. What cannot be stacked trains in slots: models with buffers (batch
-norm), methods with client hooks of their own, clipped gradients; on a CPU also convolutions, which are three times
-slower side by side.
+`engine.vmap_clients` is a setting that changes numbers. What cannot be stacked trains in slots: models with buffers
+(batch norm), methods with client hooks of their own, clipped gradients; on a CPU also convolutions, which are three
+times slower side by side.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def can_stack(clients: Clients, size: str) -> bool:
     plain = all(getattr(method, hook) is getattr(Method, hook) for hook in HOOKS)
     buffers = any(True for _ in module.buffers())
     slower = clients.device.type == "cpu" and any(isinstance(part, nn.Conv2d) for part in module.modules())
-    return plain and not buffers and not slower and not clients.training.clip and clients.precision not in TYPES
+    return (
+        plain and not buffers and not slower and not clients.training.max_grad_norm and clients.precision not in TYPES
+    )
 
 
 class Stack:

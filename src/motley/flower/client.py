@@ -225,7 +225,7 @@ def build_client(node: NodeSettings, request: Request, size: str) -> Client:
         if request.config.privacy.active and not node.repeatable:
             secret = own_secret(folder)
     # Client states are read from the disk when a job needs them: none stays in memory meanwhile.
-    own = {"name": "local", "device": node.device, "memory_gib": 0.0}
+    own = {"name": "local", "device": node.device, "client_state_host_gib": 0.0}
     with failing_as("bad-config"):
         engine = validate(EngineSettings, {**request.config.engine.model_dump(), **own})
         config = request.config.model_copy(update={"engine": engine})

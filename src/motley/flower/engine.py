@@ -191,8 +191,9 @@ class FlowerEngine:
             if (given := number(about, name)) != expected:
                 raise MotleyError(f"it is for {name} {given}; {name} {expected} was asked.")
         size = size_in_bytes(arrays) / 2**20
-        if size > self.settings.most_mib:
-            raise MotleyError(f"it has {size:.1f} MiB; engine.flower.most_mib = {self.settings.most_mib:g}.")
+        limit = self.settings.max_reply_mib
+        if size > limit:
+            raise MotleyError(f"it has {size:.1f} MiB; engine.flower.max_reply_mib = {limit:g}.")
         return ClientUpdate(
             client=job.client,
             delta=unpack(arrays, "delta"),
