@@ -246,6 +246,14 @@ class Learner:
         with self.without_compilation():
             return change, self.method.payload(self), self.method.next_client_state(self), self._loss.clone()
 
+    def drop_moments(self) -> None:
+        """Free the optimiser's state after the last step: the next client starts with a new one.
+
+        Not for a GPU, where captured steps write into it.
+        """
+        for optimizer in (self.optimizer, *self._optimizers.values()):
+            optimizer.state.clear()
+
     def _drop_gradients(self) -> None:
         """Free the gradients of a step: the next forward pass, or the change, takes their memory.
 
