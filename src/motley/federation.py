@@ -474,12 +474,16 @@ class Federation:
         self, jobs: Sequence[Job], reason: Callable[[Collection], str | None], record: Record
     ) -> Sequence[Collection]:
         """Return the clients' collections. Nodes may send anything, so theirs are refused if there is a reason to."""
-        collections = self.engine.collect(jobs)
+        answers = self.engine.collect(jobs)
+        collections = [answer for answer in answers if isinstance(answer, Collection)]
         record.bytes_down += sum(size_in_bytes(job.state) + size_in_bytes(job.broadcast) for job in jobs)
         record.bytes_up += sum(size_in_bytes(collection.values) for collection in collections)
         if self.engine.trusted:
             return collections
         accepted, refused = [], {}
+        for answer in answers:
+            if isinstance(answer, Failure):
+                refused[answer.client] = f"its collection failed: {answer.reason}"
         for collection in collections:
             one = replace(collection, values=self.here(collection.values))
             why = reason(one)

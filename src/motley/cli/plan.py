@@ -17,7 +17,7 @@ from motley.core.errors import MotleyError
 from motley.data import Dataset
 from motley.data.device import DeviceData
 from motley.federation import load_dataset_of
-from motley.plan import Budget, Cost, costs_of, largest_fitting, read_budgets
+from motley.plan import NODE_RUNTIME, Budget, Cost, costs_of, largest_fitting, read_budgets
 
 COLUMNS = ("parameters", "GFLOPs\nper step", "activ.\nMB", "memory\nMB", "MB per\nround")
 
@@ -72,8 +72,11 @@ def _dataset_of(config: Config) -> Dataset:
 
 def table(rows: list[tuple[str, str, Cost | None]], config: Config, first: str) -> Table:
     """Return one row per client, or per size."""
-    batch = f"activations and memory of a training step with a batch of {config.training.batch_size}"
-    result = Table(caption=batch, caption_justify="left")
+    caption = (
+        f"activations and memory of a training step with a batch of {config.training.batch_size}\n"
+        f"a node's process takes about {NODE_RUNTIME / 1e6:.0f} MB more, beside `import torch`"
+    )
+    result = Table(caption=caption, caption_justify="left")
     for name in [first] if first == "size" else [first, "size"]:
         result.add_column(name, overflow="fold")
     # Headers of two short lines, and columns that are never shortened: a number that is cut is a wrong number.
