@@ -19,7 +19,7 @@ def test_a_timing_accounts_for_the_whole_round() -> None:
     assert timing.ms_round > 0 and timing.peak_mb > 0
     assert sum(timing.share.values()) == pytest.approx(1.0, abs=0.02)
     assert timing.share["train"] > timing.share["merge"]
-    steps = 4 * 2  # clients a round, steps a client
+    steps = 4 * 2  # clients per round, steps per client
     assert timing.ms_client_step * steps == pytest.approx(timing.ms_round * timing.share["train"], rel=0.5)
 
 
