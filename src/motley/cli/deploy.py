@@ -59,9 +59,9 @@ def init(
     from motley.settings import validate
 
     settings = validate(DeploySettings, {"host": host, "port": port, "insecure": insecure})
-    config = load_config(
-        file, preset=preset, overrides=["server.min_share=0.5", *set_, "engine.name=flower"]
-    )
+    # Some nodes are usually away, so by default half of the updates are enough for a round.
+    overrides = ["server.min_fraction=0.5", *set_, "engine.name=flower"]
+    config = load_config(file, preset=preset, overrides=overrides)
     folder = create(path, config, settings)
     nodes = sorted(folder.nodes.iterdir(), key=lambda node: int(node.name.removeprefix("node-")))
     print(f"{len(nodes)} nodes, server at {settings.address}\n")
