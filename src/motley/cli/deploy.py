@@ -59,7 +59,8 @@ def init(
     from motley.settings import validate
 
     settings = validate(DeploySettings, {"host": host, "port": port, "insecure": insecure})
-    # Some nodes are usually away, so by default half of the updates are enough for a round.
+    # Nodes may be away. A round with fewer than half of its updates is repeated, unless --set says
+    # otherwise.
     overrides = ["server.min_fraction=0.5", *set_, "engine.name=flower"]
     config = load_config(file, preset=preset, overrides=overrides)
     folder = create(path, config, settings)

@@ -22,7 +22,7 @@ from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.files import flush
-from motley.privacy import Spent
+from motley.privacy import PrivacyLedger
 from motley.round import Server
 from motley.settings import flat
 
@@ -136,7 +136,7 @@ def read_checkpoint(checkpoint: Path) -> Server:
             sections[name] = load_file(file)
         state, averaged = sections["state"], sections.get("averaged")
         method, optimizer = sections.get("method", {}), sections.get("optimizer", {})
-        spent = Spent.from_json(numbers.get("spent", {}))
+        spent = PrivacyLedger.from_json(numbers.get("spent", {}))
         return Server(round_number, state, averaged, method, remembered, optimizer, spent)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise MotleyError(
