@@ -38,8 +38,9 @@ from motley.assembly import (
     build_method,
     build_split,
     check_weights_fit,
+    chosen_kernels,
+    compiles,
     size_in_bytes,
-    uses_fused_kernels,
 )
 from motley.config import Config
 from motley.core.async_copy import AsyncCopy
@@ -122,7 +123,10 @@ class Federation:
         self.dataset = load_dataset_of(config) if dataset is None else checked_dataset(dataset)
         self.dataset.check_inferred_classes()
         transform = config.data.transform
-        train, *elsewhere = (DeviceData(self.dataset.train, transform, device, augment=True) for device in self.devices)
+        kernel = "augment" in config.engine.kernel_names
+        train, *elsewhere = (
+            DeviceData(self.dataset.train, transform, device, augment=True, kernel=kernel) for device in self.devices
+        )
         train.check_batch_fits("training.batch_size", config.training.batch_size)
         # Test images have the shape of training images, but are not put on the device before they are evaluated.
         tested = min(config.evaluation.batch_size, len(self.dataset.test))
@@ -146,8 +150,14 @@ class Federation:
         check_settings(config, self.split)
         private = config.privacy.active
         self.accountant = Accountant(config.privacy, self.split, self.sizes) if private else None
-        fused = uses_fused_kernels(config)
-        self.evaluate = Evaluator(self.split, self._test_data, self.dataset.classes, config.evaluation, fused)
+        self.evaluate = Evaluator(
+            self.split,
+            self._test_data,
+            self.dataset.classes,
+            config.evaluation,
+            kernels=chosen_kernels(config),
+            compiled=compiles(config),
+        )
         if engine is not None:
             self.engine: Engine = engine(self)
             return

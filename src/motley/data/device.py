@@ -39,8 +39,11 @@ class DeviceData:
         device: torch.device,
         *,
         augment: bool,
+        kernel: bool = True,
     ) -> None:
+        """`kernel`: on a GPU, augment batches with one fused kernel if the transform allows it."""
         self.device = device
+        self._kernel = kernel and AVAILABLE and device.type == "cuda"
         self.transform = transform
         images = torch.from_numpy(examples.images)
         _, self.height, self.width, self.channels = images.shape
@@ -103,11 +106,11 @@ class DeviceData:
     def fill(self, into: Tensor, rows: Tensor, draws: Tensor | None) -> None:
         """Write a batch of images into `into` (N, H, W, C), converted to its dtype.
 
-        On a GPU one fused kernel does it all, unless the transform resizes or nothing is random.
+        The kernel is used unless the transform resizes or nothing is random.
         """
         resizes = self.transform.resize or self.transform.resized_crop
-        on_gpu = AVAILABLE and into.is_cuda and self.images.is_contiguous()
-        if on_gpu and draws is not None and not resizes:
+        use_kernel = self._kernel and self.images.is_contiguous()
+        if use_kernel and draws is not None and not resizes:
             augment.augment(
                 self.images,
                 rows,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection as Names
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -52,7 +53,8 @@ class Clients:
         training: TrainingSettings,
         *,
         precision: str,
-        fused: bool = False,
+        kernels: Names[str] = (),
+        compiled: bool = False,
         seed: int,
         memory: MemoryStore,
         elsewhere: Sequence[DeviceData] = (),
@@ -64,7 +66,8 @@ class Clients:
         state once its client has a copy, so the caller must not need it again.
         """
         self.method, self.data, self.partition, self.training = method, data, partition, training
-        self.precision, self.fused, self.seed, self.memory = precision, fused, seed, memory
+        self.precision, self.seed, self.memory = precision, seed, memory
+        self.kernels, self.compiled = kernels, compiled
         self.dp, self.encoding, self.lean = dp, encoding, lean
         self.copies = [data, *elsewhere]
         """The examples on each device that clients train on; the home device comes first."""
@@ -98,7 +101,8 @@ class Clients:
             self.copies[where],
             longest=max(longest, 1),
             precision=self.precision,
-            fused=self.fused,
+            kernels=self.kernels,
+            compiled=self.compiled,
             lean=self.lean,
         )
 
@@ -208,12 +212,12 @@ class Clients:
         )
         if job.collection == "statistics":
             learner.receive(job.state)
-            with learner.weights.single_precision():
+            with learner.weights.single_precision(), learner.without_compilation():
                 values = batch_moments(learner.model, learner.examples(plan))
         else:
             self.seat(learner, job, NO_STEPS, self.recall(job))
             learner.seed_step()
-            with learner.weights.single_precision():
+            with learner.weights.single_precision(), learner.without_compilation():
                 values = self.method.collect(learner, learner.examples(plan))
         return Collection(job.client, self.samples(job.client), values, job.size, job.round_number)
 

@@ -7,7 +7,7 @@ torch's own functions one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from motley.kernels import AVAILABLE
+from motley.kernels import ALL, AVAILABLE
 
 if AVAILABLE:
     from motley.kernels import convolve, pool, stem
@@ -130,11 +130,18 @@ class Stem(nn.Conv2d):
         return stem.convolve(x, self) if self.fused and stem.applies(x, self) else super().forward(x)
 
 
-def use_fused(model: nn.Module) -> None:
-    """Let a model's layers use our kernels, where there are any."""
+def use_fused(model: nn.Module, kernels: Collection[str] = ALL) -> None:
+    """Let a model's layers use Motley's kernels of the given names, if this machine has Triton."""
+    chosen = kernels if AVAILABLE else ()
     for module in model.modules():
-        if isinstance(module, BatchNorm | Convolution | MaxPool | Stem):
-            module.fused = AVAILABLE and not (isinstance(module, BatchNorm) and module.running_mean is None)
+        if isinstance(module, BatchNorm):
+            module.fused = "norm" in chosen and module.running_mean is not None
+        elif isinstance(module, Convolution):
+            module.fused = "conv" in chosen
+        elif isinstance(module, MaxPool):
+            module.fused = "pool" in chosen
+        elif isinstance(module, Stem):
+            module.fused = "stem" in chosen
 
 
 def use_batch_statistics(model: nn.Module) -> None:
