@@ -59,7 +59,7 @@ from motley.evaluate import Evaluator
 from motley.limits import allocating
 from motley.methods.base import Collection
 from motley.plan import assigned, costs_of, read_budgets
-from motley.privacy import Accountant, Spent
+from motley.privacy import Accountant, PrivacyLedger
 from motley.round import Record, Server
 from motley.splits.check import check_outputs
 
@@ -386,8 +386,8 @@ class Federation:
         remembered = {**server.remembered, **{update.client: number for update in updates}}
         return Server(number, state, self.averaged(server, state, number), method, remembered, optimizer, spent)
 
-    def spend(self, server: Server, updates: Sequence[ClientUpdate], record: Record) -> Spent:
-        """Return what is spent after this round, and note what that comes to."""
+    def spend(self, server: Server, updates: Sequence[ClientUpdate], record: Record) -> PrivacyLedger:
+        """Return the privacy ledger after this round, and record epsilon."""
         if self.accountant is None:
             return server.spent
         before = [c for attempt in range(len(record.repeated)) for c in self.sample(record.round_number, attempt)]

@@ -480,7 +480,7 @@ def test_a_node_that_wants_more_privacy_than_the_run_gives(
 ) -> None:
     file = grid.nodes[999]
     file.write_text(f"{file.read_text()}\n[privacy]\nclip = 1.0\nnoise = 1.5\n")
-    for run, reason in ((GUARDED, "privacy.noise = 0.2; this node asks for at least 1.5."), ((), "privacy.clip = 0 ")):
+    for run, reason in ((GUARDED, "privacy.noise = 0.2; this node requires at least 1.5."), ((), "privacy.clip = 0 ")):
         with pytest.raises(MotleyError, match="no node came for client 1"):
             serve(Grid(grid.nodes), three_nodes(*run), tmp_path / "run")
         said = capsys.readouterr()

@@ -23,7 +23,7 @@ from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.files import flush
-from motley.privacy import Spent
+from motley.privacy import PrivacyLedger
 from motley.round import Server
 from motley.settings import flat
 
