@@ -10,8 +10,9 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from motley.runs.checkpoint import fingerprint, load_checkpoint
 from motley.runs.play import begin
+
+from motley.runs.checkpoint import fingerprint, load_checkpoint
 from tests.flower.grid import three_nodes
 from tests.flower.processes import PATIENCE, Deployment
 

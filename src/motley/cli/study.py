@@ -75,7 +75,13 @@ def study(
     chosen = load_study(name)
     scale = scale or chosen.scale
     cells = plan_cells(
-        chosen, scale, data=data, cases=case, methods=method, seeds=seeds, overrides=parse_overrides(set_)
+        chosen,
+        scale,
+        data=data,
+        cases=case,
+        methods=method,
+        seeds=seeds,
+        overrides=parse_overrides(set_),
     )
     todo = unfinished_runs(cells, out)
     _announce(console, chosen, scale, cells, todo)
@@ -130,7 +136,11 @@ def _list() -> Table:
 
 
 def _announce(
-    console: Console, study: Study, scale: str, cells: Sequence[Cell], todo: Sequence[tuple[Cell, PlannedRun]]
+    console: Console,
+    study: Study,
+    scale: str,
+    cells: Sequence[Cell],
+    todo: Sequence[tuple[Cell, PlannedRun]],
 ) -> None:
     console.print(f"[bold]{study.name}[/]: {study.summary}", highlight=False, soft_wrap=True)
     if study.note:
@@ -163,7 +173,10 @@ class _Watcher(StudyWatcher, Callback):
     """
 
     def __init__(
-        self, console: Console, todo: Sequence[tuple[Cell, PlannedRun]], save_results: Callable[[], object]
+        self,
+        console: Console,
+        todo: Sequence[tuple[Cell, PlannedRun]],
+        save_results: Callable[[], object],
     ) -> None:
         self.console, self.runs, self.number = console, len(todo), 0
         self.save_results = save_results
@@ -199,7 +212,8 @@ class _Watcher(StudyWatcher, Callback):
         return [self]
 
     def on_finished(self, cell: Cell, run: PlannedRun) -> None:
-        # So that `motley watch` and `motley report` show the study while it runs, and nothing is lost if it is stopped.
+        # Saved after every run, so that `motley watch` and `motley report` can show a study that is
+        # still running, and nothing is lost if it is stopped.
         self.save_results()
 
     def on_failure(self, cell: Cell, run: PlannedRun, reason: str) -> None:

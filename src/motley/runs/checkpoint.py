@@ -162,7 +162,7 @@ def read_checkpoint(checkpoint: Path) -> Server:
             method=sections.get("method", {}),
             remembered=remembered,
             optimizer=sections.get("optimizer", {}),
-            spent=Spent.from_json(metadata.get("spent", {})),
+            spent=PrivacyLedger.from_json(metadata.get("spent", {})),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         advice = f"Remove {checkpoint} to continue from the checkpoint before it."
