@@ -49,7 +49,7 @@ class Setting:
         plain = (
             "split.name=homogeneous",
             "split.normalization_statistics=shared",
-            "server.average=0",
+            "server.ema_decay=0",
             "data.partition.name=iid",
             f"training.rounds={NEVER}",
             f"evaluation.every={NEVER}",

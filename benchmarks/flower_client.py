@@ -38,10 +38,10 @@ def federation_config(epochs: int = 1, rounds: int = 1, stack: int = 1) -> Confi
         "training.batch_size": 10,
         "training.optimizer.name": "sgd",
         "training.optimizer.lr": 0.1,
-        "server.weights": "samples",
-        "server.average": 0,
+        "server.weighting": "samples",
+        "server.ema_decay": 0,
         "evaluation.every": rounds,
-        "engine.stack": stack,
+        "engine.vmap_clients": stack,
         "engine.device": "cpu",
     }
     return load_config(overrides=[f"{name}={value}" for name, value in settings.items()])

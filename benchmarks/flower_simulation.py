@@ -5,7 +5,7 @@
 
 Plain FedAvg of a small MLP on digits: 50 of 100 clients a round, batches of 10, SGD. Flower runs its own FedAvg
 strategy and a lean client (`flower_client.py`) with one worker a core; Motley runs on one thread, with as many clients
-side by side as `engine.stack` says. Seconds a round are
+side by side as `engine.vmap_clients` says. Seconds a round are
 medians of all rounds but the first, without evaluation. Start-up is what is left of the time until the end of the first
 round: making the federation, the workers and the data, but not this process's imports. Accuracy is that of the last
 round's model on the test set; the run fails where one of the two learns less than the other.

@@ -38,7 +38,7 @@ from motley.data import Dataset
 from motley.kernels import ALL
 from motley.runs.folder import describe_environment
 
-SETTING = ("engine.slots=10", "model.resnet.taps=effective", "evaluation.batch_size=5000")
+SETTING = ("engine.slots=10", "model.resnet.trim_dead_taps=true", "evaluation.batch_size=5000")
 SMOKE = (
     'model.sizes=["resnet10","resnet14"]',
     "model.resnet.width=0.03125",
@@ -62,17 +62,17 @@ def variants(precision: str) -> list[str]:
 def overrides(variant: str) -> list[str]:
     """Return the settings that make a variant."""
     if variant == "plain":
-        return ["engine.fused=false"]
+        return ["engine.kernels=false"]
     if variant == "compiled":
-        return ["engine.compile=true", "engine.fused=false"]
+        return ["engine.compile=true", "engine.kernels=false"]
     if variant == "compiled+optimizer":
-        return ["engine.compile=true", 'engine.fused=["optimizer"]']
+        return ["engine.compile=true", 'engine.kernels=["optimizer"]']
     if variant == "compiled+others":
         return ["engine.compile=true"]
     if variant == "kernels":
         return []
     kept = sorted(ALL - {variant.removeprefix("kernels-")})
-    return [f"engine.fused={json.dumps(kept)}"]
+    return [f"engine.kernels={json.dumps(kept)}"]
 
 
 def plan(precisions: list[str], chosen: list[str]) -> list[tuple[str, str]]:

@@ -33,13 +33,13 @@ def resolved(tmp_path: Path) -> Any:
 def test_without_a_file_the_quickstart_preset_is_the_start() -> None:
     assert load_config() == load_config(preset="quickstart")
     assert load_config().preset == "quickstart"
-    assert load_config().server.average == 0.6
+    assert load_config().server.ema_decay == 0.6
 
 
 def test_a_file_without_a_preset_starts_from_the_defaults(tmp_path: Path) -> None:
     config = load_config(written(tmp_path, "[training]\nrounds = 7\n"))
     assert config == Config.model_validate({"training": {"rounds": 7}})
-    assert config.preset == "" and config.server.average == 0.0
+    assert config.preset == "" and config.server.ema_decay == 0.0
 
 
 def test_an_override_lies_over_the_file_and_the_file_over_its_preset(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_an_override_of_one_key_leaves_its_neighbours() -> None:
         ("training.optimizer.lr=1e-2", 0.01),
         ("training.optimizer.lr=1", 1.0),
         ("training.epochs=0.5", 0.5),
-        ("federation.shares=[1, 2, 3, 4, 5]", (1.0, 2.0, 3.0, 4.0, 5.0)),
+        ("federation.size_fractions=[1, 2, 3, 4, 5]", (1.0, 2.0, 3.0, 4.0, 5.0)),
         ("model.sizes=['resnet10', \"resnet18\"]", ("resnet10", "resnet18")),
         ("evaluation.targets=[]", ()),
         ("method.inco.theta_max=off", "off"),
@@ -181,7 +181,7 @@ def test_the_inco_presets_are_the_papers_setting() -> None:
     assert config.model.sizes == ("resnet10", "resnet14", "resnet18", "resnet22", "resnet26")
     assert (config.model.resnet.stem, config.model.resnet.width) == ("imagenet", 1.0)
     assert config.method.inco == IncoSettings(preset="official")
-    assert (config.server.average, config.split.normalization_statistics) == (0.0, "shared")
+    assert (config.server.ema_decay, config.split.normalization_statistics) == (0.0, "shared")
 
 
 def test_the_fedin_and_fedimpro_presets_are_the_papers_settings() -> None:
@@ -194,7 +194,7 @@ def test_the_fedin_and_fedimpro_presets_are_the_papers_settings() -> None:
     optimizer = config.training.optimizer
     assert (optimizer.name, optimizer.lr, optimizer.momentum, optimizer.weight_decay) == ("sgd", 0.1, 0, 1e-4)
     assert (config.federation.clients, config.federation.clients_per_round) == (10, 5)
-    assert (config.model.resnet.stem, config.server.weights) == ("cifar", "samples")
+    assert (config.model.resnet.stem, config.server.weighting) == ("cifar", "samples")
     assert config.data.transform.cutout == 0 and config.data.partition.model_dump()["alpha"] == 0.1
 
 

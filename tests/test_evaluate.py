@@ -155,7 +155,7 @@ def test_a_class_that_no_test_image_has_counts_nowhere(federation: Federation, t
 
 
 def test_the_moving_average_is_what_is_evaluated() -> None:
-    federation = Federation(tiny_config("server.average=0.9", "training.rounds=2", "training.batch_size=64"))
+    federation = Federation(tiny_config("server.ema_decay=0.9", "training.rounds=2", "training.batch_size=64"))
     server, _ = federation.play(federation.start())
     server, record = federation.play(server)
     assert record.scores == federation.evaluate(server.averaged or {})
@@ -165,7 +165,7 @@ def test_the_moving_average_is_what_is_evaluated() -> None:
 @pytest.mark.parametrize(("every", "evaluated"), [(1, [1, 2, 3]), (2, [2, 3]), (3, [3]), (9, [3])])
 def test_evaluation_every_k_rounds_and_at_the_end(every: int, evaluated: list[int]) -> None:
     federation = Federation(tiny_config(f"evaluation.every={every}", "training.rounds=3"))
-    assert [number for number in (1, 2, 3) if federation.method.world.is_evaluated(number)] == evaluated
+    assert [number for number in (1, 2, 3) if federation.method.info.is_evaluated(number)] == evaluated
 
 
 # ---- what a series comes to

@@ -117,7 +117,7 @@ def test_costs_by_hand() -> None:
     forward = 2 * 4 * (16 * 8 + 8 * 10)
     assert cost.flops == 2 * forward + 2 * 4 * 8 * 10  # weights' gradients as much again, and the hidden layer's input
     assert cost.traffic == 2 * 4 * cost.parameters
-    half = costs_in(tiny_config(*tiny, "transit.upload=fp16"))["mlp1"]
+    half = costs_in(tiny_config(*tiny, "uplink.dtype=fp16"))["mlp1"]
     assert half.traffic == (4 + 2) * cost.parameters
     assert 2 * 4 * cost.parameters < cost.memory < 20 * 4 * cost.parameters
     adam = costs_in(tiny_config(*tiny))["mlp1"]
@@ -138,7 +138,7 @@ def test_a_federation_deals_sizes_by_budget(tmp_path: Path) -> None:
     costs = costs_in(tiny_config(*WIDTH))
     limits = [cost.parameters for cost in costs.values()] + [1e12, 1e12]
     file = fleet(tmp_path, [f"{client},{limit}" for client, limit in enumerate(limits)], "client,parameters")
-    given = (f"federation.budgets={file}", "federation.assign=budget", "training.steps=1")
+    given = (f"federation.budgets={file}", "federation.size_assignment=budget", "training.steps=1")
     federation = Federation(tiny_config(*WIDTH, *given))
     assert federation.sizes == (*costs, "resnet18-w1", "resnet18-w1")
     _, record = federation.play(federation.start())
@@ -167,7 +167,9 @@ def test_a_wrong_line_is_named(tmp_path: Path, header: str, line: str, said: str
     with pytest.raises(MotleyError) as raised:
         read_budgets(fleet(tmp_path, [line], header))
     assert said in str(raised.value) and "budgets.csv" in str(raised.value)
-    assert "federation.assign = 'budget': needs federation.budgets" in refused("federation.assign=budget")
+    assert "federation.size_assignment = 'budget': needs federation.budgets" in refused(
+        "federation.size_assignment=budget"
+    )
 
 
 def test_a_client_that_is_listed_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
@@ -188,7 +190,7 @@ def test_names_are_clients_in_the_order_of_their_lines(tmp_path: Path) -> None:
     least = costs[smallest].parameters
     lines = ["laptop,", f"watch,{least}", f"7,{least}", "board,", "phone,", "desk,"]
     file = fleet(tmp_path, lines, "client,parameters")
-    given = (f"federation.budgets={file}", "federation.assign=budget")
+    given = (f"federation.budgets={file}", "federation.size_assignment=budget")
     federation = Federation(tiny_config(*WIDTH, *given))
     assert federation.sizes == (largest, smallest, smallest, largest, largest, largest)
     with pytest.raises(MotleyError, match=r"it has 6 lines; federation\.clients = 7 needs one line per client\."):

@@ -25,10 +25,10 @@ MEBIBYTE = 2**20
 class Keeping(Method):
     """Every client keeps its last weights."""
 
-    def memory(self, size: str, received: State) -> State:
+    def initial_client_state(self, size: str, received: State) -> State:
         return received
 
-    def remember(self, learner: Learner) -> State:
+    def next_client_state(self, learner: Learner) -> State:
         return {name: tensor.detach().clone() for name, tensor in learner.tensors.items()}
 
 
@@ -55,7 +55,7 @@ def config(method: str, clients: int = CLIENTS, *overrides: str) -> Config:
             f"method.name={method}",
             f"federation.clients={clients}",
             f"federation.clients_per_round={A_ROUND}",
-            "federation.assign=alternate",
+            "federation.size_assignment=alternate",
             "model.sizes=['mlp1','mlp2','mlp3']",
             "data.transform.resize=0",
             "training.batch_size=4",
@@ -85,7 +85,9 @@ def test_clients_that_never_played_weigh_nothing_in_a_checkpoint(tmp_path: Path,
 
 
 def test_memories_in_host_memory_are_bounded_and_as_large_as_their_parts(tmp_path: Path, data: Dataset) -> None:
-    federation = Federation(config("keeping", CLIENTS, "engine.memory_gib=0.001"), dataset=data, memory_folder=tmp_path)
+    federation = Federation(
+        config("keeping", CLIENTS, "engine.client_state_host_gib=0.001"), dataset=data, memory_folder=tmp_path
+    )
     store = federation.engine.clients.memory  # type: ignore[attr-defined]
     held: list[int] = []
     server = federation.start()

@@ -22,7 +22,7 @@ from motley.data.partition import Partition
 from motley.engine import Clients, DebugEngine, LocalEngine
 from motley.engine.memory import MemoryStore
 from motley.limits import allocating, check_fits
-from motley.methods import METHODS, Method, World
+from motley.methods import METHODS, FederationInfo, Method
 from motley.models import MODELS, ImageShape
 from motley.models.projection import with_projection
 from motley.privacy import Guard, refuse_leaks
@@ -34,14 +34,14 @@ def assign_sizes(config: Config, round_number: int = 0) -> tuple[str, ...]:
     sizes, clients = config.split.sizes(config.model.sizes), config.federation.clients
     if config.federation.sizes:
         return config.federation.sizes
-    shares = np.array(config.federation.shares or (1.0,) * len(sizes))
+    shares = np.array(config.federation.size_fractions or (1.0,) * len(sizes))
     ends = np.rint(np.cumsum(shares) / shares.sum() * clients).astype(int)
     with allocating(f"federation.clients = {clients}: a size for each of them"):
         blocks = np.repeat(np.arange(len(sizes)), np.diff(ends, prepend=0))
-        if config.federation.assign in ("random", "dynamic"):
-            which = (round_number,) if config.federation.assign == "dynamic" else ()
+        if config.federation.size_assignment in ("random", "dynamic"):
+            which = (round_number,) if config.federation.size_assignment == "dynamic" else ()
             blocks = generator(config.seed, "sizes", *which).permutation(blocks)
-        elif config.federation.assign == "alternate":
+        elif config.federation.size_assignment == "alternate":
             counts = [count for count in np.bincount(blocks) if count]
             place = np.concatenate([np.linspace(0, 1, count, endpoint=False) for count in counts])
             blocks = blocks[np.argsort(place, kind="stable")]
@@ -86,8 +86,8 @@ def build_method(
 
     `drawn` returns the size of a client in a round; it is asked if sizes are drawn anew in every round.
     """
-    dynamic = config.federation.assign == "dynamic"
-    world = World(
+    dynamic = config.federation.size_assignment == "dynamic"
+    world = FederationInfo(
         split,
         sizes,
         classes,
@@ -105,18 +105,18 @@ def build_method(
 
 def refuse_states_of_other_parts(config: Config, split: Split, method: Method) -> None:
     """Refuse methods that keep client state of a part if a client's next part is another."""
-    if config.federation.assign == "dynamic":
-        why = "federation.assign = 'dynamic'"
+    if config.federation.size_assignment == "dynamic":
+        why = "federation.size_assignment = 'dynamic'"
     elif split.moves:
         why = f"split.channels = {getattr(config.split, 'channels', '')!r}"
     else:
         return
-    if config.transit.upload != "fp32":
+    if config.uplink.dtype != "fp32":
         raise MotleyError(
-            f"transit.upload = {config.transit.upload!r}: clients remember what rounding took from their "
+            f"uplink.dtype = {config.uplink.dtype!r}: clients remember what rounding took from their "
             f"parts, which {why} changes from round to round. Use 'fp32', or parts that stay."
         )
-    if type(method).memory is not Method.memory:
+    if type(method).initial_client_state is not Method.initial_client_state:
         raise MotleyError(
             f"method.name = {config.method.name!r}: its clients remember something of their parts, which "
             f"{why} changes from round to round. Choose another method, or parts that stay."
@@ -150,7 +150,7 @@ def build_clients(
         memory=_store(config, folder, [data.device for data in copies]),
         elsewhere=copies[1:],
         guard=Guard(config.privacy, config.seed, secret) if config.privacy.active else None,
-        encoding=config.transit.upload,
+        encoding=config.uplink.dtype,
         lean=lean,
     )
 
@@ -159,7 +159,7 @@ def build_engine(config: Config, clients: Clients) -> DebugEngine | LocalEngine:
     """Return the engine that plays clients in this process."""
     if config.engine.name == "debug":
         return DebugEngine(clients)
-    return LocalEngine(clients, config.engine.slots, config.engine.stack)
+    return LocalEngine(clients, config.engine.slots, config.engine.vmap_clients)
 
 
 def chosen_kernels(config: Config) -> frozenset[str]:
@@ -176,5 +176,5 @@ def _store(config: Config, folder: Path | None, devices: Sequence[torch.device])
     """Return the store of the clients' states: on a GPU only if all of them train on it."""
     near = 0
     if devices[0].type == "cuda" and len(devices) == 1:
-        near = int(config.engine.memory_share * torch.cuda.get_device_properties(devices[0]).total_memory)
-    return MemoryStore(folder, int(config.engine.memory_gib * 2**30), near, devices[0])
+        near = int(config.engine.client_state_gpu_fraction * torch.cuda.get_device_properties(devices[0]).total_memory)
+    return MemoryStore(folder, int(config.engine.client_state_host_gib * 2**30), near, devices[0])

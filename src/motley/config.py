@@ -33,6 +33,7 @@ from motley.models.resnet import ResNetSettings
 from motley.models.vgg import VGGSettings
 from motley.models.vit import ViTSettings
 from motley.privacy.settings import PrivacySettings
+from motley.renames import reject_old_names, with_new_names
 from motley.settings import Settings, validate
 from motley.splits import SPLITS, SplitSettings
 
@@ -77,35 +78,35 @@ class FederationSettings(Settings):
     """Number of clients."""
     clients_per_round: int = Field(default=5, ge=1)
     """Number of clients that train in each round."""
-    sampling: Literal["seed", "round"] = "seed"
-    """How a round's clients are sampled. seed: from the run's seed. round: from the round's number alone, after
-    numpy.random.seed(number - 1), so that all runs sample the same clients (as in FedML and code built on it, such as
-    FedImpro's).
+    sampler: Literal["uniform", "fedml"] = "uniform"
+    """How a round's clients are sampled. uniform: from the run's seed. fedml: from the round's number alone, after
+    numpy.random.seed(number - 1), as in FedML and code built on it, such as FedImpro's; runs with different seeds then
+    sample the same clients.
     """
-    assign: Literal["blocks", "alternate", "random", "dynamic", "budget"] = "blocks"
+    size_assignment: Literal["blocks", "alternate", "random", "dynamic", "budget"] = "blocks"
     """How clients get their sizes. blocks: consecutive client ids share a size (as in InCo's code). alternate: in
     turns. random: drawn once. dynamic: drawn anew for all clients in every round (HeteroFL's "dynamic"). budget: the
     largest size that fits each client's line in `budgets`.
     """
     budgets: str = ""
-    """A CSV file with the clients' budgets, for assign = "budget". `motley plan` shows the resulting sizes."""
-    shares: tuple[float, ...] = ()
+    """A CSV file with the clients' budgets, for size_assignment = "budget". `motley plan` shows the resulting sizes."""
+    size_fractions: tuple[float, ...] = ()
     """Fraction of the clients that get each size; empty: equal fractions."""
     sizes: tuple[str, ...] = ()
-    """The size of every client, by client id, instead of `assign` and `shares`."""
+    """The size of every client, by client id, instead of `size_assignment` and `size_fractions`."""
 
 
 class ServerSettings(Settings):
     """How the server combines the clients' deltas."""
 
-    weights: Literal["uniform", "samples"] = "uniform"
+    weighting: Literal["uniform", "samples"] = "uniform"
     """Clients' weights in the average. uniform: equal. samples: proportional to their numbers of examples."""
-    step: float = Field(default=1.0, gt=0)
+    lr: float = Field(default=1.0, gt=0)
     """Server learning rate: a factor on the averaged delta."""
     optimizer: ServerOptimizerSettings = ServerOptimizerSettings()
-    average: float = Field(default=0.0, ge=0, lt=1)
-    """Decay of a moving average of the global model over rounds. The average is what is evaluated; clients still train
-    from the global model itself. 0: off.
+    ema_decay: float = Field(default=0.0, ge=0, lt=1)
+    """Decay of an exponential moving average (EMA) of the global model over rounds. The average is evaluated; clients
+    still train from the global model itself. 0: off.
     """
     statistics: Literal["averaged", "recalibrate"] = "averaged"
     """Source of BatchNorm's running statistics in the evaluated model. averaged: the average over the round's clients.
@@ -118,22 +119,22 @@ class ServerSettings(Settings):
     """The clients that are asked in a recalibration: all of the federation, or those sampled for the round. Each one
     receives its part of the model for it.
     """
-    min_share: float = Field(default=0.0, ge=0, le=1)
+    min_fraction: float = Field(default=0.0, ge=0, le=1)
     """Fraction of a round's clients whose updates must be accepted. With fewer, the round is repeated with newly
     sampled clients.
     """
     attempts: int = Field(default=3, ge=1)
-    """Number of attempts at a round (see `min_share`) before the run stops with an error."""
+    """Number of attempts at a round (see `min_fraction`) before the run stops with an error."""
 
 
-class TransitSettings(Settings):
+class UplinkSettings(Settings):
     """How deltas travel to the server."""
 
     noise: float = Field(default=0.0, ge=0)
     """Noise on every parameter's delta on its way to the server, as a multiple of the delta's standard deviation
     (InCo, Figure 7).
     """
-    upload: Encoding = "fp32"
+    dtype: Encoding = "fp32"
     """Data type in which deltas are sent. fp16 and bf16 halve the upload; the rounding error is kept and added to the
     client's next delta (error feedback).
     """
@@ -144,7 +145,7 @@ class RunSettings(Settings):
 
     checkpoint_every: int = Field(default=10, ge=1)
     """Rounds between checkpoints. The last round and an interrupted run are always saved."""
-    keep: int = Field(default=2, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
     """Number of checkpoints that are kept."""
     tensorboard: bool = True
     """Write TensorBoard event files, if tensorboard is installed."""
@@ -163,7 +164,7 @@ class Config(Settings):
     federation: FederationSettings = FederationSettings()
     training: TrainingSettings = TrainingSettings()
     method: SerializeAsAny[MethodSettings] = MethodSettings()
-    transit: TransitSettings = TransitSettings()
+    uplink: UplinkSettings = UplinkSettings()
     privacy: PrivacySettings = PrivacySettings()
     server: ServerSettings = ServerSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
@@ -173,7 +174,10 @@ class Config(Settings):
     @model_validator(mode="before")
     @classmethod
     def _names_spelled_out(cls, values: Any) -> Any:
-        return spelled_out(values, {}) if isinstance(values, Mapping) else values
+        if not isinstance(values, Mapping):
+            return values
+        reject_old_names(values)
+        return spelled_out(values, {})
 
     @field_validator("method", mode="before")
     @classmethod
@@ -202,23 +206,28 @@ class Config(Settings):
             )
         if len(sizes) > federation.clients:
             raise MotleyError(f"federation.clients = {federation.clients}: fewer than the {len(sizes)} sizes.")
-        if federation.shares and len(federation.shares) != len(sizes):
+        if federation.size_fractions and len(federation.size_fractions) != len(sizes):
             raise MotleyError(
-                f"federation.shares = {list(federation.shares)}: {len(sizes)} shares are needed, one per size."
+                f"federation.size_fractions = {list(federation.size_fractions)}: {len(sizes)} fractions are needed, "
+                "one per size."
             )
-        if federation.assign == "budget" and not federation.budgets:
+        if federation.size_assignment == "budget" and not federation.budgets:
             raise MotleyError(
-                "federation.assign = 'budget': needs federation.budgets, a CSV file with one line per client."
+                "federation.size_assignment = 'budget': needs federation.budgets, a CSV file with one line per client."
             )
-        if federation.budgets and federation.assign != "budget":
+        if federation.budgets and federation.size_assignment != "budget":
             raise MotleyError(
-                f"federation.budgets = {federation.budgets!r}: is only used with federation.assign = 'budget'; it is "
-                f"{federation.assign!r}."
+                f"federation.budgets = {federation.budgets!r}: is only used with federation.size_assignment = "
+                f"'budget'; it is {federation.size_assignment!r}."
             )
-        if federation.shares and min(federation.shares) < 0:
-            raise MotleyError(f"federation.shares = {list(federation.shares)}: shares must not be negative.")
-        if federation.shares and sum(federation.shares) == 0:
-            raise MotleyError(f"federation.shares = {list(federation.shares)}: at least one share must be above 0.")
+        if federation.size_fractions and min(federation.size_fractions) < 0:
+            raise MotleyError(
+                f"federation.size_fractions = {list(federation.size_fractions)}: fractions must not be negative."
+            )
+        if federation.size_fractions and sum(federation.size_fractions) == 0:
+            raise MotleyError(
+                f"federation.size_fractions = {list(federation.size_fractions)}: at least one fraction must be above 0."
+            )
         if federation.sizes and len(federation.sizes) != federation.clients:
             raise MotleyError(
                 f"federation.sizes has {len(federation.sizes)} sizes; federation.clients = {federation.clients}."
@@ -230,20 +239,20 @@ class Config(Settings):
                 f"method.inco.preset = {method.inco.preset!r}: {method.name!r} exchanges no weights, so there is no "
                 "change to work on. Use method.inco.preset = 'off'."
             )
-        if self.privacy.active and self.server.weights != "uniform":
+        if self.privacy.active and self.server.weighting != "uniform":
             raise MotleyError(
-                f"server.weights = {self.server.weights!r}: with privacy.clip = {self.privacy.clip:g} clients do not "
-                "say how many examples they have. Use server.weights = 'uniform'."
+                f"server.weighting = {self.server.weighting!r}: with privacy.clip = {self.privacy.clip:g} clients do "
+                "not say how many examples they have. Use server.weighting = 'uniform'."
             )
-        if self.privacy.active and federation.sampling == "round":
+        if self.privacy.active and federation.sampler == "fedml":
             raise MotleyError(
-                f"federation.sampling = 'round': privacy.clip = {self.privacy.clip:g} counts on nobody knowing who "
-                "takes part in a round. Use federation.sampling = 'seed'."
+                f"federation.sampler = 'fedml': privacy.clip = {self.privacy.clip:g} counts on nobody knowing who "
+                "takes part in a round. Use federation.sampler = 'uniform'."
             )
-        if self.privacy.active and self.transit.upload != "fp32":
+        if self.privacy.active and self.uplink.dtype != "fp32":
             raise MotleyError(
-                f"transit.upload = {self.transit.upload!r}: what privacy.clip = {self.privacy.clip:g} costs is known "
-                "for changes that are not rounded. Use transit.upload = 'fp32'."
+                f"uplink.dtype = {self.uplink.dtype!r}: what privacy.clip = {self.privacy.clip:g} costs is known "
+                "for changes that are not rounded. Use uplink.dtype = 'fp32'."
             )
         return self
 
@@ -268,6 +277,7 @@ def resolve(preset: str, layers: Iterable[Table]) -> Config:
     """Return the configuration of a preset with layers of settings on it, each above those before it."""
     values: dict[str, Any] = {}
     for layer in (_preset_values(preset) if preset else {}, *layers):
+        reject_old_names(layer)
         values = _overlay(values, spelled_out(layer, values))
     return validate(Config, absolute_paths({**values, "preset": preset}, Path()))
 
@@ -406,5 +416,5 @@ def _overlay(
 
 
 def read_resolved(file: Path) -> Config:
-    """Read a configuration that was saved with a run: complete, so that nothing is filled in."""
-    return validate(Config, read_toml(file))
+    """Read a configuration that was saved with a run. It is complete, and may have the setting names of its time."""
+    return validate(Config, with_new_names(read_toml(file)))

@@ -125,7 +125,7 @@ def test_the_pass_leaves_modes_and_hooks_as_they_were() -> None:
 
 @pytest.mark.parametrize("statistics", ["per-size", "shared"])
 def test_the_first_layer_gets_the_statistics_of_all_training_data(statistics: str) -> None:
-    settings = (f"split.normalization_statistics={statistics}", "training.batch_size=4", "server.average=0.5")
+    settings = (f"split.normalization_statistics={statistics}", "training.batch_size=4", "server.ema_decay=0.5")
     federation, server, _ = played(*RECALIBRATED, *settings)
     data = federation.engine.clients.data  # type: ignore[attr-defined]
     for size in federation.split.sizes:
@@ -143,8 +143,8 @@ def test_the_first_layer_gets_the_statistics_of_all_training_data(statistics: st
 @pytest.mark.parametrize(
     "settings",
     [
-        ("server.average=0",),
-        ("server.average=0.9", "split.normalization_statistics=shared"),
+        ("server.ema_decay=0",),
+        ("server.ema_decay=0.9", "split.normalization_statistics=shared"),
         ("method.name=scaffold",),
         ("method.name=moon", "server.statistics_clients=round"),
         ROLLING,
@@ -163,8 +163,8 @@ def test_debug_and_local_agree_in_every_bit(settings: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("average", [0.0, 0.9], ids=["raw", "ema"])
 def test_weights_do_not_depend_on_recalibration(average: float) -> None:
-    _, averaged, _ = played(f"server.average={average}")
-    _, server, _ = played(f"server.average={average}", *RECALIBRATED)
+    _, averaged, _ = played(f"server.ema_decay={average}")
+    _, server, _ = played(f"server.ema_decay={average}", *RECALIBRATED)
     different = {name for name in server.model if not torch.equal(server.model[name], averaged.model[name])}
     assert different == {name for name in server.model if is_statistic(name)}
     if average:
@@ -218,7 +218,7 @@ def test_only_the_rounds_clients_are_asked_if_that_is_set() -> None:
 
 @pytest.mark.parametrize("average", [0.0, 0.9], ids=["raw", "ema"])
 def test_a_resumed_run_ends_in_the_same_bits(average: float, tmp_path: Path) -> None:
-    config = tiny_config(*BRIEF, *RECALIBRATED, f"server.average={average}")
+    config = tiny_config(*BRIEF, *RECALIBRATED, f"server.ema_decay={average}")
     _, whole = begin(config, tmp_path / "whole")
     half = config.model_copy(update={"training": config.training.model_copy(update={"rounds": 1})})
     begin(half, tmp_path / "half")

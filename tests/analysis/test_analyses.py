@@ -62,7 +62,9 @@ def test_the_round_that_is_played_again_is_the_runs_own(run: Path) -> None:
 
 
 def test_changes_of_two_runs_are_compared(run: Path, tmp_path: Path) -> None:
-    other = small_run(tmp_path / "other", "data.partition.alpha=5.0", "run.keep=5", "run.checkpoint_every=1")
+    other = small_run(
+        tmp_path / "other", "data.partition.alpha=5.0", "run.keep_checkpoints=5", "run.checkpoint_every=1"
+    )
     rows = ANALYSES["gradients"]([run, other]).rows
     similar = [row[-1] for row in rows if row[0] == "other"]
     assert all(0 < value <= 1 for value in similar)

@@ -84,5 +84,5 @@ def test_more_passes_and_companions_are_counted() -> None:
 
 def test_a_size_that_nobody_holds_is_left_out() -> None:
     three = "model.sizes=['mlp1','mlp2','mlp3']"
-    assert cost_of(three, "federation.shares=[1,0,1]").sizes == 2
-    assert cost_of(three, "federation.assign=dynamic").sizes == 3
+    assert cost_of(three, "federation.size_fractions=[1,0,1]").sizes == 2
+    assert cost_of(three, "federation.size_assignment=dynamic").sizes == 3

@@ -338,8 +338,8 @@ def test_a_damaged_checkpoint_is_named(motley: Command, damaged: Path, name: str
         "training.batch_size=1000000000000",
         "model.resnet.width=1e9",
         "data.transform.resize=1000000",
-        "server.step=1e300",
-        "engine.memory_gib=1e300",
+        "server.lr=1e300",
+        "engine.client_state_host_gib=1e300",
     ],
 )
 def test_a_value_that_no_machine_can_handle_is_a_message(motley: Command, tmp_path: Path, override: str) -> None:

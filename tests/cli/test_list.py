@@ -108,11 +108,11 @@ def test_every_setting_is_listed_with_its_default_and_a_description(motley: Comm
 
 
 def test_settings_can_be_searched(motley: Command) -> None:
-    out = motley("list", "settings", "lr_d").out
+    out = motley("list", "settings", "training.lr_").out
     assert [line.split()[0] for line in out.splitlines() if line.startswith("  training")] == [
         "training.lr_decay",
-        "training.lr_drops",
-        "training.lr_drop",
+        "training.lr_milestones",
+        "training.lr_gamma",
     ]
     assert motley("list", "settings", "zzz") == (2, "", "motley: motley list settings: no key contains 'zzz'.\n")
 

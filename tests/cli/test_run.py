@@ -137,7 +137,10 @@ def test_a_run_from_a_file_is_named_after_its_data_and_method(motley: Command, t
     ("arguments", "said"),
     [
         (("run", "--set", "training.round=3"), "training.round = 3: unknown key 'round'. Did you mean 'rounds'?"),
-        (("run", "--set", "federation.shares=[1,2]"), "federation.shares = [1.0, 2.0]: 5 shares are needed"),
+        (
+            ("run", "--set", "federation.size_fractions=[1,2]"),
+            "federation.size_fractions = [1.0, 2.0]: 5 fractions are needed",
+        ),
         (("run", "--set", "federation.clients_per_round=21"), "there are only federation.clients = 20 clients."),
         (("run", "--set", "data.partition=iid"), "data.partition = 'iid': is a table"),
         (("run", "--set", "rounds"), "--set 'rounds': write it as table.key=value"),

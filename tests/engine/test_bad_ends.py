@@ -72,15 +72,15 @@ def test_turns_of_clients_with_few_examples(engine: str, model: str, drop_last: 
     server = federation.start()
     jobs = [federation.job(server, 1, client) for client in range(len(HELD))]
     uploads = {upload.client: upload for upload in federation.engine.train(jobs, lambda client: None)}
-    assert [uploads[c].steps if c in uploads else 0 for c in range(len(HELD))] == STEPS[model, drop_last]
-    assert all(upload.samples == HELD[client] and math.isfinite(upload.loss) for client, upload in uploads.items())
+    assert [uploads[c].num_steps if c in uploads else 0 for c in range(len(HELD))] == STEPS[model, drop_last]
+    assert all(upload.num_examples == HELD[client] and math.isfinite(upload.loss) for client, upload in uploads.items())
 
 
 @engines
 @models
 @pytest.mark.parametrize("weights", ["uniform", "samples"])
 def test_a_round_goes_on_without_those_who_cannot_train(engine: str, model: str, weights: str) -> None:
-    federation = federate(engine, model, dealt(*HELD), f"server.weights={weights}")
+    federation = federate(engine, model, dealt(*HELD), f"server.weighting={weights}")
     server = federation.start()
     idle = [client for client, steps in enumerate(STEPS[model, False]) if not steps]
     able = [client for client in range(len(HELD)) if client not in idle]
@@ -123,7 +123,7 @@ def test_idle_clients_do_not_count(engine: str) -> None:
 def test_a_round_in_which_all_are_idle_leaves_the_server_as_it_was(
     engine: str, model: str, counts: tuple[int, ...]
 ) -> None:
-    federation = federate(engine, model, dealt(*counts), "server.average=0.9")
+    federation = federate(engine, model, dealt(*counts), "server.ema_decay=0.9")
     start = federation.start()
     server, records = start, []
     for _ in range(2):
@@ -142,7 +142,7 @@ def test_a_round_in_which_all_are_idle_leaves_the_server_as_it_was(
 @engines
 def test_all_idle_after_a_round_that_trained(engine: str) -> None:
     """The moving average and what clients remember stay as well."""
-    federation = federate(engine, "batch norm", dealt(9, 9, 1, 0), "server.average=0.9")
+    federation = federate(engine, "batch norm", dealt(9, 9, 1, 0), "server.ema_decay=0.9")
     federation.sample = lambda number, attempt=0: [0, 1] if number == 1 else [2, 3]  # type: ignore[method-assign]
     trained, _ = federation.play(federation.start())
     after, record = federation.play(trained)

@@ -73,5 +73,5 @@ def test_a_compiler_that_does_not_work_is_an_error_that_names_the_setting() -> N
 
 
 def test_kernels_of_layers_cannot_be_chosen_for_compiled_models() -> None:
-    with pytest.raises(MotleyError, match=r"fused lists norm, .* allowed are augment, loss, optimizer"):
-        load_config(overrides=["engine.compile=true", 'engine.fused=["norm", "loss"]'])
+    with pytest.raises(MotleyError, match=r"kernels lists norm, .* allowed are augment, loss, optimizer"):
+        load_config(overrides=["engine.compile=true", 'engine.kernels=["norm", "loss"]'])

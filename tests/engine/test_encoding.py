@@ -10,7 +10,7 @@ import torch
 
 from motley.core.errors import MotleyError
 from motley.core.part import State
-from motley.engine.base import Upload
+from motley.core.update import ClientUpdate
 from motley.engine.encoding import TYPES, Encoding, decoded, encoded
 from motley.federation import Federation
 from motley.round import Record
@@ -69,7 +69,7 @@ def test_integers_and_odd_types_stay_as_they_are() -> None:
 def test_bytes_halve_and_the_run_learns_the_same(tmp_path: Path, encoding: Encoding) -> None:
     lines = {}
     for name in ("fp32", encoding):
-        begin(tiny_config(f"transit.upload={name}", QUIET), tmp_path / name)
+        begin(tiny_config(f"uplink.dtype={name}", QUIET), tmp_path / name)
         lines[name] = MetricsLog(tmp_path / name / "metrics.jsonl").read()
     for whole, half in zip(lines["fp32"], lines[encoding], strict=True):
         assert whole["bytes"]["down"] == half["bytes"]["down"]
@@ -82,7 +82,7 @@ def test_bytes_halve_and_the_run_learns_the_same(tmp_path: Path, encoding: Encod
 @pytest.mark.parametrize("method", ["fedavg", "scaffold"])
 def test_a_resumed_run_remembers_what_rounding_took(tmp_path: Path, method: str) -> None:
     """Client memory of a method's own is beside it, and is none of the method's business."""
-    settings = ("transit.upload=fp16", f"method.name={method}", QUIET)
+    settings = ("uplink.dtype=fp16", f"method.name={method}", QUIET)
     _, whole = begin(tiny_config(*settings), tmp_path / "whole")
     begin(tiny_config(*settings, "training.rounds=2"), tmp_path / "half")
     file = tmp_path / "half" / "config.toml"
@@ -94,15 +94,15 @@ def test_a_resumed_run_remembers_what_rounding_took(tmp_path: Path, method: str)
 
 
 def test_an_upload_that_was_not_taken_leaves_no_residual() -> None:
-    federation = Federation(tiny_config("transit.upload=fp16"))
+    federation = Federation(tiny_config("uplink.dtype=fp16"))
     server = federation.start()
     job = federation.jobs(server, Record(1))[0]
 
     def upload(round_number: int, remembers: int | None) -> str:
-        sent = replace(job, round_number=round_number, remembers=remembers)
+        sent = replace(job, round_number=round_number, client_state_round=remembers)
         (answer,) = federation.engine.train([sent], lambda client: None)
-        assert isinstance(answer, Upload)
-        return fingerprint(answer.change)
+        assert isinstance(answer, ClientUpdate)
+        return fingerprint(answer.delta)
 
     upload(1, None)
     fresh, after_one = upload(2, None), upload(2, 1)
@@ -112,12 +112,12 @@ def test_an_upload_that_was_not_taken_leaves_no_residual() -> None:
     assert upload(2, None) == fresh
 
 
-@pytest.mark.parametrize("moving", ["split.channels=rolling", "federation.assign=dynamic"])
+@pytest.mark.parametrize("moving", ["split.channels=rolling", "federation.size_assignment=dynamic"])
 def test_parts_that_move_are_refused(moving: str) -> None:
     width = ("split.name=width", "model.sizes=['resnet10']", "split.rates=[0.5,1.0]")
-    with pytest.raises(MotleyError, match=r"transit.upload = 'fp16': clients remember what rounding took"):
-        Federation(tiny_config("transit.upload=fp16", *width, moving))
+    with pytest.raises(MotleyError, match=r"uplink.dtype = 'fp16': clients remember what rounding took"):
+        Federation(tiny_config("uplink.dtype=fp16", *width, moving))
 
 
 def test_other_encodings_are_named() -> None:
-    assert refused("transit.upload=int8") == "transit.upload = 'int8': should be 'fp32', 'fp16' or 'bf16'."
+    assert refused("uplink.dtype=int8") == "uplink.dtype = 'int8': should be 'fp32', 'fp16' or 'bf16'."

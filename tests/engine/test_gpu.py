@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from motley.core.part import State
-from motley.engine import Job, LocalEngine, Upload
+from motley.core.update import ClientUpdate
+from motley.engine import Job, LocalEngine
 from motley.engine.base import Done
 from motley.engine.timeline import Timeline
 from motley.federation import Federation
@@ -67,7 +68,7 @@ REAL = ["fedavg", "fedprox", "scaffold", "fednova", "moon", "feddyn", "fedspeed"
 def test_slots_agree_with_debug(method: str, model: tuple[str, ...]) -> None:
     sgd = ("training.optimizer.name=sgd", "training.optimizer.lr=0.01", "training.batch_size=16", "training.steps=5")
     plain, plain_loss = after(3, "engine.name=debug", f"method.name={method}", *sgd, *model)
-    fast, fast_loss = after(3, "engine.slots=3", "engine.fused=false", f"method.name={method}", *sgd, *model)
+    fast, fast_loss = after(3, "engine.slots=3", "engine.kernels=false", f"method.name={method}", *sgd, *model)
     assert fast_loss == pytest.approx(plain_loss, rel=1e-4)
     assert distance(fast.state, plain.state) < 1e-5
 
@@ -86,7 +87,7 @@ def test_compiled_models_agree_with_plain_ones(family: str, method: str) -> None
     )
     if family == "cnn":
         settings += ("model.cnn.map_dropout=0", "model.cnn.hidden_dropout=0")
-    plain, plain_loss = after(2, "engine.slots=2", "engine.fused=false", *settings)
+    plain, plain_loss = after(2, "engine.slots=2", "engine.kernels=false", *settings)
     compiled, compiled_loss = after(2, "engine.slots=2", "engine.compile=true", *settings)
     assert compiled_loss == pytest.approx(plain_loss, rel=1e-4)
     assert distance(compiled.state, plain.state) < 1e-5
@@ -116,7 +117,7 @@ def test_slots_agree_with_debug_for_methods_with_more(case: str, inco: tuple[str
     sgd = ("training.optimizer.name=sgd", "training.optimizer.lr=0.001", "training.batch_size=16", "training.steps=5")
     settings = (*sgd, f"method.name={case}", *WITH_MORE[case], *inco)
     plain, plain_loss = after(3, "engine.name=debug", *settings)
-    fast, fast_loss = after(3, "engine.slots=3", "engine.fused=false", *settings)
+    fast, fast_loss = after(3, "engine.slots=3", "engine.kernels=false", *settings)
     assert fast_loss == pytest.approx(plain_loss, rel=1e-4)
     assert distance(fast.state, plain.state) < 1e-5
     torch.testing.assert_close(fast.method, plain.method, rtol=1e-2, atol=1e-3)
@@ -166,13 +167,13 @@ def test_a_stack_agrees_with_debug() -> None:
     sgd = ("training.optimizer.name=sgd", "training.optimizer.lr=0.05", "training.batch_size=16", "training.epochs=3")
     settings = (*sgd, *FAMILIES["cnn"], "model.cnn.map_dropout=0", "model.cnn.hidden_dropout=0")
     plain, plain_loss = after(2, "engine.name=debug", *settings)
-    stacked, stacked_loss = after(2, "engine.stack=4", *settings)
+    stacked, stacked_loss = after(2, "engine.vmap_clients=4", *settings)
     assert stacked_loss == pytest.approx(plain_loss, rel=1e-5)
     assert distance(stacked.state, plain.state) < 1e-5
 
 
 def test_dropout_in_a_stack_is_repeatable() -> None:
-    settings = ("engine.stack=4", *FAMILIES["cnn"], "training.batch_size=16")
+    settings = ("engine.vmap_clients=4", *FAMILIES["cnn"], "training.batch_size=16")
     one, two = after(2, *settings), after(2, *settings)
     assert distance(one[0].state, two[0].state) < 1e-6 and one[1] == pytest.approx(two[1], rel=1e-6)
 
@@ -182,7 +183,7 @@ def test_memories_on_the_gpu_are_what_they_are_on_the_host(method: str) -> None:
     """With room for all of them, for some, and for none."""
     sgd = ("training.optimizer.name=sgd", "training.optimizer.lr=0.01", "training.batch_size=16", "training.steps=5")
     settings = (f"method.name={method}", "federation.clients_per_round=6", "engine.slots=2", *sgd)
-    ends = [after(4, *settings, f"engine.memory_share={share}") for share in (0.1, 1e-6, 0)]
+    ends = [after(4, *settings, f"engine.client_state_gpu_fraction={share}") for share in (0.1, 1e-6, 0)]
     assert all(distance(server.state, ends[0][0].state) < 1e-5 for server, _ in ends[1:])
 
 
@@ -247,12 +248,12 @@ class Nodes(LocalEngine):
 
     trusted = False
 
-    def train(self, jobs: Sequence[Job], done: Done) -> list[Upload]:
+    def train(self, jobs: Sequence[Job], done: Done) -> list[ClientUpdate]:
         def there(state: State) -> State:
             return {name: tensor.cpu() for name, tensor in state.items()}
 
         uploads = super().train(jobs, done)
-        return [replace(u, change=there(u.change), message=there(u.message), loss=u.loss.cpu()) for u in uploads]
+        return [replace(u, delta=there(u.delta), payload=there(u.payload), loss=u.loss.cpu()) for u in uploads]
 
     def collect(self, jobs: Sequence[Job]) -> list[Collection]:
         return [replace(c, values={n: v.cpu() for n, v in c.values.items()}) for c in super().collect(jobs)]
@@ -338,7 +339,7 @@ def test_statistics_are_recalibrated_in_single_precision(precision: str) -> None
 
 @pytest.mark.parametrize("engine", [LocalEngine, Nodes])
 def test_recalibrated_statistics_are_those_of_the_plain_engine(engine: type[LocalEngine]) -> None:
-    settings = (*EXACT, "server.statistics=recalibrate", "evaluation.every=1", "server.average=0")
+    settings = (*EXACT, "server.statistics=recalibrate", "evaluation.every=1", "server.ema_decay=0")
     plain = Federation(tiny_config(*settings, "engine.name=debug"))
     expected, _ = plain.play(plain.start())
     federation = Federation(tiny_config(*settings))

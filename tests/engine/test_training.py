@@ -205,8 +205,8 @@ def test_one_example_more_or_less(engine: str, norm: str, steps: dict[int, int])
     jobs = federation.jobs(server, record)
     uploads = federation.engine.train(jobs, lambda client: None)
     federation.fitting(jobs, uploads, record)
-    assert {upload.client: upload.steps for upload in uploads} == steps
-    assert {upload.client: upload.samples for upload in uploads} == {client: sizes[client] for client in steps}
+    assert {upload.client: upload.num_steps for upload in uploads} == steps
+    assert {upload.client: upload.num_examples for upload in uploads} == {client: sizes[client] for client in steps}
     assert record.idle == [client for client in range(6) if client not in steps]
     assert record.refused == {}
 
@@ -243,6 +243,6 @@ def test_momentum_is_for_sgd() -> None:
 
 
 def test_the_learning_rate_drops_after_the_rounds_named() -> None:
-    training = TrainingSettings(lr_drops=(2, 4), lr_drop=0.5, lr_decay=0.9)
+    training = TrainingSettings(lr_milestones=(2, 4), lr_gamma=0.5, lr_decay=0.9)
     rates = [training.lr(number) / training.optimizer.lr for number in range(1, 6)]
     assert rates == pytest.approx([1, 0.9, 0.81 * 0.5, 0.729 * 0.5, 0.6561 * 0.25])

@@ -50,7 +50,7 @@ MISDEEDS: list[tuple[Callable[[RecordDict], None], str]] = [
     (changed(fc__bias=torch.full((10,), torch.nan)), "it holds a number that is not finite."),
     (changed(fc__bias=torch.zeros(9)), "'fc.bias' has shape (9,); (10,) was sent out."),
     (changed(fc__bios=torch.zeros(10)), "unknown name 'fc.bios'"),
-    (changed(x=torch.zeros(2**19)), "MiB; engine.flower.most_mib = 1."),
+    (changed(x=torch.zeros(2**19)), "MiB; engine.flower.max_reply_mib = 1."),
     (earlier, "it is for round 4; round 5 was asked."),
     (garbled, "change is not in the format safetensors"),
     (late, f"it did not answer within {LATE_S:g} s."),

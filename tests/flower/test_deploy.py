@@ -17,7 +17,7 @@ from tests.flower.malicious import LATE_S, MISDEEDS
 from tests.flower.processes import PATIENCE, Deployment
 from tests.flower.twice import TWICE
 
-WAITING = (f"engine.flower.wait_s={PATIENCE}", f"engine.flower.timeout_s={PATIENCE}", "server.min_share=0.5")
+WAITING = (f"engine.flower.wait_s={PATIENCE}", f"engine.flower.timeout_s={PATIENCE}", "server.min_fraction=0.5")
 INCO = ("method.name=InCoAvg", *WAITING)
 
 
@@ -84,7 +84,7 @@ def runs_of(deployment: Deployment) -> set[str]:
 
 @pytest.mark.slow
 def test_a_killed_server_resumes_and_a_killed_node_comes_back(tmp_path: Path) -> None:
-    settings = (*INCO, "method.name=scaffold", "training.rounds=4", "server.attempts=20", "server.min_share=1")
+    settings = (*INCO, "method.name=scaffold", "training.rounds=4", "server.attempts=20", "server.min_fraction=1")
     with Deployment(tmp_path / "federation", three_nodes(*settings), insecure=True) as deployment:
         deployment.serve()
         deployment.join(0, 1, 2)
@@ -107,7 +107,7 @@ def test_a_killed_server_resumes_and_a_killed_node_comes_back(tmp_path: Path) ->
 @pytest.mark.slow
 def test_a_real_node_that_does_something_else_wrong_in_every_round(tmp_path: Path) -> None:
     """The rounds go on with the others, and the metrics have the reasons."""
-    limits = ("engine.flower.most_mib=1", f"engine.flower.timeout_s={LATE_S}")
+    limits = ("engine.flower.max_reply_mib=1", f"engine.flower.timeout_s={LATE_S}")
     settings = (*INCO, f"training.rounds={len(MISDEEDS)}", *limits)
     nodes = "tests.flower.malicious:app"
     with Deployment(tmp_path / "federation", three_nodes(*settings), insecure=True, nodes=nodes) as deployment:

@@ -44,7 +44,7 @@ def local(folder: Path, *overrides: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "moon", "heterofl"])
 def test_nodes_end_where_slots_end(grid: Grid, tmp_path: Path, method: str) -> None:
-    settings = (f"method.name={method}", "method.inco.preset=official", "server.average=0.5")
+    settings = (f"method.name={method}", "method.inco.preset=official", "server.ema_decay=0.5")
     _, server = serve(grid, three_nodes(*settings), tmp_path / "run")
     assert (fingerprint(server.state), fingerprint(server.method)) == local(tmp_path / "local", *settings)
     assert not any("refused" in line for line in MetricsLog(tmp_path / "run" / "metrics.jsonl").read())
@@ -93,7 +93,11 @@ def test_a_nodes_budget_means_what_a_line_of_budgets_csv_means(grid: Grid, tmp_p
     limit = (costs["resnet14"].memory + costs["resnet18"].memory) / 2e6
     lines = f"client,memory_mb\n0,{limit}\n1,{limit}\n2,1000\n"
     (tmp_path / "budgets.csv").write_text(lines)
-    budgets = ("federation.assign=budget", f"federation.budgets={tmp_path / 'budgets.csv'}", "training.rounds=1")
+    budgets = (
+        "federation.size_assignment=budget",
+        f"federation.budgets={tmp_path / 'budgets.csv'}",
+        "training.rounds=1",
+    )
     expected = Federation(three_nodes(*budgets, "engine.name=local")).sizes
     for file, megabytes in zip(sorted(grid.nodes.values()), (limit, limit, 1000), strict=True):
         set_budget(file, f"memory_mb = {megabytes}")
@@ -137,7 +141,11 @@ def test_a_job_beyond_a_nodes_budget_is_refused(grid: Grid, tmp_path: Path) -> N
 def test_budgets_of_the_server_reach_nodes_as_sizes(grid: Grid, tmp_path: Path) -> None:
     """Nodes have no file of the server's, and end with the local engine's bits."""
     (tmp_path / "budgets.csv").write_text("client,memory_mb\n0,1000\n1,1000\n2,1000\n")
-    budgets = ("federation.assign=budget", f"federation.budgets={tmp_path / 'budgets.csv'}", "training.rounds=1")
+    budgets = (
+        "federation.size_assignment=budget",
+        f"federation.budgets={tmp_path / 'budgets.csv'}",
+        "training.rounds=1",
+    )
     for file in grid.nodes.values():
         file.write_text(re.sub(r'size = "\w+"\n', "", file.read_text()))
     sent = []
@@ -173,7 +181,7 @@ def answered(reply: Message, **arrays: dict[str, torch.Tensor]) -> Message:
     return reply
 
 
-def with_change(edit: dict[str, torch.Tensor]) -> Misdeed:
+def with_delta(edit: dict[str, torch.Tensor]) -> Misdeed:
     return lambda sent, reply: [answered(reply, change={**unpack(reply.content["arrays"], "change"), **edit})]
 
 
@@ -202,12 +210,12 @@ def wordy(sent: Message, reply: Message) -> list[Message]:
 MISDEEDS: dict[str, tuple[Misdeed, str]] = {
     "is silent": (lambda sent, reply: [], "it did not answer within 0.05 s."),
     "fails": (lambda sent, reply: [Message(Error(2, "a\nb: c"), reply_to=sent)], "its node failed: b: c"),
-    "sends NaN": (with_change({"fc.bias": torch.full((10,), torch.nan)}), "it holds a number that is not finite."),
+    "sends NaN": (with_delta({"fc.bias": torch.full((10,), torch.nan)}), "it holds a number that is not finite."),
     "has no loss": (saying(loss=torch.nan), "its loss is not finite."),
-    "sends another shape": (with_change({"fc.bias": torch.zeros(9)}), "'fc.bias' has shape (9,); (10,) was sent out."),
-    "sends another type": (with_change({"fc.bias": torch.zeros(10).double()}), "'fc.bias' is torch.float64"),
-    "sends an unknown name": (with_change({"fc.bios": torch.zeros(10)}), "unknown name 'fc.bios'"),
-    "sends too much": (with_change({"x": torch.zeros(2**19)}), "MiB; engine.flower.most_mib = 1."),
+    "sends another shape": (with_delta({"fc.bias": torch.zeros(9)}), "'fc.bias' has shape (9,); (10,) was sent out."),
+    "sends another type": (with_delta({"fc.bias": torch.zeros(10).double()}), "'fc.bias' is torch.float64"),
+    "sends an unknown name": (with_delta({"fc.bios": torch.zeros(10)}), "unknown name 'fc.bios'"),
+    "sends too much": (with_delta({"x": torch.zeros(2**19)}), "MiB; engine.flower.max_reply_mib = 1."),
     "answers for another round": (saying(round=7), "it is for round 7; round 1 was asked."),
     "answers for another client": (saying(client=0), "it is for client 0; client 1 was asked."),
     "lies about its steps": (saying(steps=0), "it claims to have trained in no steps."),
@@ -221,7 +229,7 @@ MISDEEDS: dict[str, tuple[Misdeed, str]] = {
 @pytest.mark.parametrize(("misdeed", "reason"), MISDEEDS.values(), ids=MISDEEDS)
 def test_a_bad_answer_costs_one_upload_and_is_told(grid: Grid, tmp_path: Path, misdeed: Misdeed, reason: str) -> None:
     grid.misdeeds[999] = misdeed
-    _, server = serve(grid, three_nodes("training.rounds=1", "engine.flower.most_mib=1"), tmp_path / "run")
+    _, server = serve(grid, three_nodes("training.rounds=1", "engine.flower.max_reply_mib=1"), tmp_path / "run")
     (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
     assert list(line["refused"]) == ["1"] and reason in line["refused"]["1"]
     assert sorted(server.remembered) == [0, 2]
@@ -357,7 +365,7 @@ def test_a_round_with_too_few_survivors_is_played_again(grid: Grid, tmp_path: Pa
             grid.misdeeds = {node: (lambda sent, reply: []) for node in silent} if tries[0] < 3 else {}
 
     grid.before = sulk
-    _, server = serve(grid, three_nodes("server.min_share=0.5"), tmp_path / "run")
+    _, server = serve(grid, three_nodes("server.min_fraction=0.5"), tmp_path / "run")
     lines = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
     assert [len(line.get("repeated", [])) for line in lines] == [0, 2, 0]
     assert lines[1]["repeated"][0] == {"1": MISDEEDS["is silent"][1], "2": MISDEEDS["is silent"][1]}
@@ -371,7 +379,7 @@ def test_a_run_whose_rounds_keep_failing_stops_and_can_go_on(grid: Grid, tmp_pat
             grid.misdeeds = dict.fromkeys((999, 998), lambda sent, reply: [])
 
     grid.before = die
-    settings = three_nodes("server.min_share=0.5", "server.attempts=2")
+    settings = three_nodes("server.min_fraction=0.5", "server.attempts=2")
     with pytest.raises(MotleyError, match=r"round 2 was played 2 times .* client 1: it did not answer"):
         serve(grid, settings, tmp_path / "run")
     _, server = serve(Grid(grid.nodes), None, tmp_path / "run")
@@ -423,7 +431,7 @@ def edit(grid: Grid, more: str) -> None:
 
 def test_uploads_in_16_bits_end_where_slots_end(grid: Grid, tmp_path: Path) -> None:
     """What rounding took away is on the nodes' disks, and survives a restart of everything."""
-    settings = ("transit.upload=fp16", "method.name=scaffold")
+    settings = ("uplink.dtype=fp16", "method.name=scaffold")
     grid.before = lambda message: stop_in_round(message, 3)
     with pytest.raises(KeyboardInterrupt):
         serve(grid, three_nodes(*settings), tmp_path / "run")
@@ -463,7 +471,7 @@ def test_nodes_draw_their_noise_from_secrets_of_their_own(grid: Grid, tmp_path: 
     federation = Federation(three_nodes(*GUARDED, "engine.name=local"))
     jobs = [federation.job(federation.start(), 1, 1)]
     (known,) = federation.engine.train(jobs, lambda client: None)
-    differences = torch.cat([(sent["first"][0][n] - t).flatten() for n, t in known.change.items()])  # type: ignore[union-attr]
+    differences = torch.cat([(sent["first"][0][n] - t).flatten() for n, t in known.delta.items()])  # type: ignore[union-attr]
     assert abs(float(differences.std()) - 2**0.5 * 0.1) < 0.002, "the run's seed gives another noise"
     secret = grid.nodes[999].parent / "client-1" / "secret"
     assert len(secret.read_bytes()) == 32 and secret.stat().st_mode & 0o077 == 0
@@ -489,7 +497,7 @@ def test_a_node_that_wants_more_privacy_than_the_run_gives(
 def test_recalibrated_nodes_end_where_slots_end(grid: Grid, tmp_path: Path, average: float) -> None:
     settings = (
         "server.statistics=recalibrate",
-        f"server.average={average}",
+        f"server.ema_decay={average}",
         "training.steps=2",
         "method.name=scaffold",
     )

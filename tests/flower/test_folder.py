@@ -197,7 +197,7 @@ def test_the_command_writes_a_folder_once(tmp_path: Path) -> None:
     assert (code, err) == (0, "") and out.startswith("5 nodes, server at 127.0.0.1:8443\n")
     assert f"motley deploy node {path}/nodes/node-4" in out
     config = DeployFolder.open(path).read_config()
-    assert (config.engine.name, config.server.min_share) == ("flower", 0.5)
+    assert (config.engine.name, config.server.min_fraction) == ("flower", 0.5)
     code, out, err = call("deploy", "init", path)
     assert code == 2 and "already exists and is not empty" in err
     code, out, err = call("deploy", "status", tmp_path)

@@ -101,7 +101,12 @@ def without(deployment: Deployment) -> list[list[str]]:
 
 
 def test_a_slow_link_costs_time_and_a_cut_one_costs_rounds(tmp_path: Path) -> None:
-    settings = ("federation.clients=4", "federation.clients_per_round=4", "training.rounds=40", "server.min_share=0.5")
+    settings = (
+        "federation.clients=4",
+        "federation.clients_per_round=4",
+        "training.rounds=40",
+        "server.min_fraction=0.5",
+    )
     waits = (f"engine.flower.wait_s={TIMEOUT_S}", f"engine.flower.timeout_s={TIMEOUT_S}")
     with hosts() as places:
         config = three_nodes(*settings, *waits)

@@ -141,11 +141,11 @@ def everything_in(reply: Message) -> str:
 SECRET = "client,hunter2-the-first-line\nrow 17"
 
 ATTACKS: dict[str, tuple[str, Callable[[str], tuple[str, ...]]]] = {
-    "budgets": ("a.csv", lambda file: ("federation.assign=budget", f"federation.budgets={file}")),
+    "budgets": ("a.csv", lambda file: ("federation.size_assignment=budget", f"federation.budgets={file}")),
     "budgets and sizes": (
         "a.csv",
         lambda file: (
-            "federation.assign=budget",
+            "federation.size_assignment=budget",
             f"federation.budgets={file}",
             "federation.sizes=['resnet10','resnet14','resnet18']",
         ),
@@ -155,7 +155,7 @@ ATTACKS: dict[str, tuple[str, Callable[[str], tuple[str, ...]]]] = {
     "data path": ("a.npz", lambda file: ("data.name=npz", f"data.path={file}")),
     "data root": ("digits", lambda file: (f"data.root={file}",)),
     "a name": ("a", lambda file: ("method.name=fedimpro", f"method.cut={file}")),
-    "the preset's name": ("a", lambda file: ("run.keep=3",)),
+    "the preset's name": ("a", lambda file: ("run.keep_checkpoints=3",)),
 }
 
 
@@ -185,7 +185,7 @@ def test_a_server_that_names_its_own_paths_is_understood_without_them(attacker: 
 
 
 def test_an_honest_server_sends_no_paths(tmp_path: Path) -> None:
-    mine = (f"data.root={tmp_path}", f"model.weights={tmp_path}/w", "federation.assign=budget")
+    mine = (f"data.root={tmp_path}", f"model.weights={tmp_path}/w", "federation.size_assignment=budget")
     lists = ("data.partition.name=file", f"data.partition.path={tmp_path}/lists.json")
     config = three_nodes(*mine, *lists, f"federation.budgets={tmp_path}/budgets.csv")
     assert str(tmp_path) in config.to_toml() and str(tmp_path) not in to_text(config)
@@ -227,7 +227,7 @@ def test_a_file_in_the_way_is_a_traceback_for_the_node_and_a_word_for_the_server
     """No part of Motley foresees it, and Flower would send the exception's text, with the path in it."""
     (attacker.file.parent / "occupied").write_text("")
     attacker.file.write_text(f'memory = "occupied"\n{attacker.file.read_text()}')
-    reply = attacker.ask("train", three_nodes("transit.upload=fp16").to_toml())
+    reply = attacker.ask("train", three_nodes("uplink.dtype=fp16").to_toml())
     assert everything_in(reply) == "0 training REFERENCE"
     for said in (attacker.log, capsys.readouterr().err):
         assert "Traceback" in said and "occupied" in said

@@ -65,7 +65,7 @@ def test_a_federation_of_equal_models_is_the_papers_algorithm(case: str) -> None
             "model.mlp.hidden=12",
             "training.epochs=0.5",
             "training.batch_size=16",
-            "server.average=0",
+            "server.ema_decay=0",
             "evaluation.every=9",
             "training.rounds=9",
             f"method.name={name}",

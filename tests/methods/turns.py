@@ -16,7 +16,7 @@ PLAIN = (
     "training.epochs=0.3",
     "training.rounds=9",
     "evaluation.every=9",
-    "server.average=0",
+    "server.ema_decay=0",
     "split.normalization_statistics=shared",
 )
 SGD = ("training.optimizer={name='sgd', lr=0.05}",)

@@ -16,9 +16,9 @@ from tests.conftest import tiny_config
 IMAGE = ImageShape(3, 32, 32)
 
 
-def build(size: str, taps: str) -> nn.Module:
+def build(size: str, trim: bool) -> nn.Module:
     with torch_seed(1, "test"):
-        settings = ResNetSettings(width=0.0625, taps=taps)  # type: ignore[arg-type]
+        settings = ResNetSettings(width=0.0625, trim_dead_taps=trim)
         return MODELS[size].build(settings, IMAGE, 10)
 
 
@@ -27,13 +27,13 @@ def build(size: str, taps: str) -> nn.Module:
 )  # 17,452,362 - 8/9 of five 512x512x3x3 - 5/9 of one 512x256x3x3 for resnet26
 def test_how_many_weights_are_left(size: str, left: int) -> None:
     with torch.device("meta"):
-        model = MODELS[size].build(ResNetSettings(taps="effective"), IMAGE, 10)
+        model = MODELS[size].build(ResNetSettings(trim_dead_taps=True), IMAGE, 10)
     assert sum(parameter.numel() for parameter in model.parameters()) == left
 
 
 @pytest.mark.parametrize("size", ["resnet14", "resnet50"])
 def test_outputs_and_gradients_are_the_same(size: str) -> None:
-    whole, cropped = build(size, "all"), build(size, "effective")
+    whole, cropped = build(size, trim=False), build(size, trim=True)
     images = torch.randn(8, 3, 32, 32)
     for model in (whole, cropped):
         model(images).square().sum().backward()
@@ -55,19 +55,22 @@ def test_outputs_and_gradients_are_the_same(size: str) -> None:
 
 def test_a_federation_learns_the_same_with_inco() -> None:
     ends = {}
-    for taps in ("all", "effective"):
+    for trim in (False, True):
         federation = Federation(
             tiny_config(
-                f"model.resnet.taps={taps}", "method.inco.preset=official", "training.steps=2", "training.rounds=1"
+                f"model.resnet.trim_dead_taps={str(trim).lower()}",
+                "method.inco.preset=official",
+                "training.steps=2",
+                "training.rounds=1",
             )
         )
         server, record = federation.play(federation.start())
-        ends[taps] = (server.state, record.scores["resnet18"].loss, record.train_loss, record.bytes_up)
-    assert ends["effective"][1] == pytest.approx(ends["all"][1], rel=1e-4)
-    assert ends["effective"][2] == pytest.approx(ends["all"][2], rel=1e-5)
-    assert ends["effective"][3] < 0.6 * ends["all"][3]
-    for name, tensor in ends["effective"][0].items():
-        other = ends["all"][0][name]
+        ends[trim] = (server.state, record.scores["resnet18"].loss, record.train_loss, record.bytes_up)
+    assert ends[True][1] == pytest.approx(ends[False][1], rel=1e-4)
+    assert ends[True][2] == pytest.approx(ends[False][2], rel=1e-5)
+    assert ends[True][3] < 0.6 * ends[False][3]
+    for name, tensor in ends[True][0].items():
+        other = ends[False][0][name]
         if other.shape != tensor.shape:
             height, width = tensor.shape[2:]
             other = other[:, :, 1 : 1 + height, 1 : 1 + width]

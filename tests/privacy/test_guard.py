@@ -35,7 +35,7 @@ def change(scale: float = 1.0) -> State:
 
 def uploads(federation: Federation) -> dict[int, State]:
     jobs = federation.jobs(federation.start(), Record(1))
-    return {answer.client: answer.change for answer in federation.engine.train(jobs, lambda client: None)}  # type: ignore[union-attr]
+    return {answer.client: answer.delta for answer in federation.engine.train(jobs, lambda client: None)}  # type: ignore[union-attr]
 
 
 # ---- clip
@@ -103,8 +103,8 @@ def test_every_upload_is_bounded_and_says_nothing_else(engine: str) -> None:
     federation = Federation(tiny_config(*CLIPPED, f"engine.name={engine}"))
     jobs = federation.jobs(federation.start(), Record(1))
     for answer in federation.engine.train(jobs, lambda client: None):
-        assert norm(answer.change) <= 0.5 * (1 + 1e-6)  # type: ignore[union-attr]
-        assert (answer.samples, answer.steps, answer.message) == (1, 1, {})  # type: ignore[union-attr]
+        assert norm(answer.delta) <= 0.5 * (1 + 1e-6)  # type: ignore[union-attr]
+        assert (answer.num_examples, answer.num_steps, answer.payload) == (1, 1, {})  # type: ignore[union-attr]
         assert math.isnan(answer.loss)  # type: ignore[union-attr]
 
 
@@ -118,7 +118,7 @@ def test_a_wide_bound_without_noise_changes_no_bit() -> None:
 
 def test_clients_side_by_side_are_guarded_too() -> None:
     mlp = ("model.sizes=['mlp2']", "split.name=homogeneous", "privacy.clip=0.01")
-    for state in uploads(Federation(tiny_config(*mlp, "engine.stack=4"))).values():
+    for state in uploads(Federation(tiny_config(*mlp, "engine.vmap_clients=4"))).values():
         assert norm(state) <= 0.01 * (1 + 1e-6)
 
 
@@ -162,7 +162,7 @@ def test_exits_with_statistics_of_their_own_are_refused_too() -> None:
         Federation(tiny_config("privacy.clip=1", *exits))
 
 
-@pytest.mark.parametrize("moving", ["split.channels=rolling", "federation.assign=dynamic"])
+@pytest.mark.parametrize("moving", ["split.channels=rolling", "federation.size_assignment=dynamic"])
 def test_parts_that_move_are_refused(moving: str) -> None:
     with pytest.raises(MotleyError, match=r"privacy.clip = 0.5: what it costs is known for parts that stay"):
         Federation(tiny_config(*CLIPPED, *WIDTH, moving))
@@ -170,11 +170,11 @@ def test_parts_that_move_are_refused(moving: str) -> None:
 
 def test_settings_that_contradict_each_other() -> None:
     assert "noise = 1 is in units of clip, which is 0" in refused("privacy.noise=1")
-    assert refused("privacy.clip=1", "server.weights=samples").startswith(
-        "server.weights = 'samples': with privacy.clip"
+    assert refused("privacy.clip=1", "server.weighting=samples").startswith(
+        "server.weighting = 'samples': with privacy.clip"
     )
-    assert refused("privacy.clip=1", "federation.sampling=round").startswith(
-        "federation.sampling = 'round': privacy.clip = 1 counts on nobody knowing"
+    assert refused("privacy.clip=1", "federation.sampler=fedml").startswith(
+        "federation.sampler = 'fedml': privacy.clip = 1 counts on nobody knowing"
     )
-    assert refused("privacy.clip=1", "transit.upload=fp16").startswith("transit.upload = 'fp16': what privacy.clip = 1")
+    assert refused("privacy.clip=1", "uplink.dtype=fp16").startswith("uplink.dtype = 'fp16': what privacy.clip = 1")
     assert "privacy.delta = 1" in refused("privacy.delta=1")

@@ -96,7 +96,7 @@ def test_a_study_given_with_another_of_the_same_columns_keeps_its_own_panels(stu
 
 
 def test_runs_that_differ_in_many_settings_have_their_folders_names(runs: list[Path], tmp_path: Path) -> None:
-    other = small_run(tmp_path / "wider", "training.batch_size=8", "model.mlp.hidden=32", "server.step=0.5")
+    other = small_run(tmp_path / "wider", "training.batch_size=8", "model.mlp.hidden=32", "server.lr=0.5")
     material = gather([runs[0], other])
     assert material.labels == ["one", "wider"]
     table = {row[0]: row[1:] for row in material.differences}

@@ -97,7 +97,7 @@ def test_begin_writes_nothing_before_everything_is_checked(tmp_path: Path) -> No
                 "method.inco.preset=official",
                 "data.partition.name=iid",
                 "evaluation.targets=[0.5, 0.1]",
-                "federation.shares=[1, 2, 0.5]",
+                "federation.size_fractions=[1, 2, 0.5]",
                 "training.optimizer.lr=1e-7",
             ),
             id="overridden",

@@ -37,7 +37,7 @@ SETTINGS = (
     "engine.slots=2",
     "engine.threads=1",
     "method.inco.preset=official",
-    "server.average=0.9",
+    "server.ema_decay=0.9",
     "data.transform.crop_padding=1",
 )
 """A run in which everything that is kept between rounds counts: averaging, InCo, augmentation, several slots."""
@@ -232,7 +232,7 @@ def test_a_finished_run_is_left_as_it_is(undisturbed: Path) -> None:
 # ---- a method with memory at the clients and state at the server
 
 FAST = ("training.batch_size=64", "training.epochs=0.5", "run.checkpoint_every=2", "run.tensorboard=false")
-KEEPS = ("training.rounds=5", "engine.memory_gib=0.0003", *FAST)
+KEEPS = ("training.rounds=5", "engine.client_state_host_gib=0.0003", *FAST)
 """Some memories stay in host memory and some do not."""
 TURNS = 4
 """Clients a round."""

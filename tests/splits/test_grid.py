@@ -87,7 +87,7 @@ def test_a_level_has_the_blocks_and_exits_up_to_its_cut() -> None:
 
 
 def test_the_mean_of_all_exits_can_be_the_answer() -> None:
-    model = grid(*RESNET, "split.answer=mean").build("resnet14-e3").eval()
+    model = grid(*RESNET, "split.output=mean").build("resnet14-e3").eval()
     assert isinstance(model, WithExits)
     with torch.no_grad():
         torch.testing.assert_close(model(images(8)), torch.stack(model.answers(images(8))).mean(0))

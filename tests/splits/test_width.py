@@ -271,7 +271,7 @@ def test_group_norm_is_cut_where_its_groups_allow_it() -> None:
 
 
 def test_dynamic_sizes_are_redrawn_every_round_and_keep_their_shares() -> None:
-    shares = ("federation.clients=8", "federation.shares=[1,2,0,1]", "federation.assign=dynamic")
+    shares = ("federation.clients=8", "federation.size_fractions=[1,2,0,1]", "federation.size_assignment=dynamic")
     config = tiny_config("split.name=width", f"split.rates={list(RATES)}", "model.sizes=['mlp2']", *shares)
     rounds = [assign_sizes(config, number) for number in range(1, 6)]
     assert len(set(rounds)) > 1 and assign_sizes(config, 3) == rounds[2]
@@ -291,7 +291,10 @@ def test_dynamic_sizes_are_redrawn_every_round_and_keep_their_shares() -> None:
     [
         (("model.sizes=['resnet10','resnet18']",), "takes exactly one architecture"),
         (("method.name=scaffold", "split.channels=rolling"), "split.channels = 'rolling' changes from round to round"),
-        (("method.name=feddyn", "federation.assign=dynamic"), "federation.assign = 'dynamic' changes from round"),
+        (
+            ("method.name=feddyn", "federation.size_assignment=dynamic"),
+            "federation.size_assignment = 'dynamic' changes from round",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(overrides: tuple[str, ...], words: str) -> None:
@@ -303,7 +306,9 @@ def test_wrong_rates_are_refused_by_name() -> None:
     assert "split.rates.1 = 1.5" in refused("split.name=width", "split.rates=[1,1.5]")
     assert "each rate is named once" in refused("split.name=width", "split.rates=[0.5,0.5]")
     assert "unknown key 'rates'" in refused("split.name=depth", "split.rates=[1]")
-    assert "2 shares are needed" in refused("split.name=width", "split.rates=[1,0.5]", "federation.shares=[1]")
+    assert "2 fractions are needed" in refused(
+        "split.name=width", "split.rates=[1,0.5]", "federation.size_fractions=[1]"
+    )
 
 
 def test_another_split_drops_the_old_ones_settings_and_keeps_the_common_one() -> None:

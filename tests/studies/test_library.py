@@ -56,7 +56,7 @@ def distinct(configs: Iterator[Config]) -> Iterator[Config]:
     """Return configurations that differ in what can be built, each kind once."""
     for config in configs:
         values = config.model_dump(mode="json", include={"model", "split", "method"})
-        kind = json.dumps([SHAPES.get(config.data.name), config.federation.assign, values])
+        kind = json.dumps([SHAPES.get(config.data.name), config.federation.size_assignment, values])
         if kind not in SEEN:
             SEEN.add(kind)
             yield config

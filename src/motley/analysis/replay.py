@@ -1,7 +1,7 @@
 """Clients after their turn: what a run does not keep, played again from what it keeps.
 
 Every random choice is keyed, so the round after a checkpoint can be trained again: on a CPU bit for bit as the run had
-it. A run that keeps many checkpoints (`run.keep`) can be looked at over rounds.
+it. A run that keeps many checkpoints (`run.keep_checkpoints`) can be looked at over rounds.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from motley.core.errors import MotleyError
 from motley.core.part import State, take
+from motley.core.update import ClientUpdate
 from motley.data import Examples
 from motley.data.device import DeviceData
-from motley.engine import Upload
 from motley.federation import Federation
 from motley.round import Record, Server
 from motley.runs.checkpoint import checkpoints, read_checkpoint
@@ -75,11 +75,11 @@ def next_round(federation: Federation, server: Server) -> list[Trained]:
         Trained(
             upload.client,
             jobs[upload.client].size,
-            upload.change,
-            {name: tensor + upload.change[name] for name, tensor in jobs[upload.client].state.items()},
+            upload.delta,
+            {name: tensor + upload.delta[name] for name, tensor in jobs[upload.client].state.items()},
         )
         for upload in uploads
-        if isinstance(upload, Upload)
+        if isinstance(upload, ClientUpdate)
     ]
 
 

@@ -51,7 +51,7 @@ def init(
     from motley.settings import validate
 
     settings = validate(DeploySettings, {"host": host, "port": port, "insecure": insecure})
-    config = load_config(file, preset=preset, overrides=["server.min_share=0.5", *set_, "engine.name=flower"])
+    config = load_config(file, preset=preset, overrides=["server.min_fraction=0.5", *set_, "engine.name=flower"])
     folder = create(path, config, settings)
     nodes = sorted(folder.nodes.iterdir(), key=lambda node: int(node.name.removeprefix("node-")))
     print(f"{len(nodes)} nodes, server at {settings.address}\n")

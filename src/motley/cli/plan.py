@@ -54,7 +54,7 @@ def costs_in(config: Config, synthetic: bool = False) -> dict[str, Cost]:
     dataset.check_inferred_classes()
     examples = DeviceData(dataset.train, config.data.transform, torch.device("cpu"), augment=False)
     split = build_split(config, examples.shape, dataset.classes)
-    return costs_of(split, examples.shape, config.training, config.transit.upload)
+    return costs_of(split, examples.shape, config.training, config.uplink.dtype)
 
 
 def _dataset_of(config: Config) -> Dataset:

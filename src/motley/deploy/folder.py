@@ -193,7 +193,7 @@ def create(path: Path, config: Config, settings: DeploySettings) -> DeployFolder
         folder = DeployFolder(path)
         _write_server(folder, config, settings)
         for client, size in enumerate(sizes):
-            if config.federation.assign == "budget":
+            if config.federation.size_assignment == "budget":
                 size = ""  # the server assigns sizes by its budgets.csv when the run begins
             _write_node(folder, settings, config, client, size)
     except OSError as error:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from motley.core.part import State
+from motley.core.update import ClientUpdate
 from motley.kernels import ALL, LAYERS
 from motley.methods.base import Collection
 from motley.settings import Settings
@@ -29,12 +29,12 @@ class FlowerSettings(Settings):
     """Seconds that a round, and the start of a run, waits for nodes that are not connected."""
     timeout_s: float = Field(default=3600.0, gt=0)
     """Seconds that a client has for its local update; later replies are ignored."""
-    most_mib: float = Field(default=1024.0, gt=0)
+    max_reply_mib: float = Field(default=1024.0, gt=0)
     """Maximum size of a node's reply, in MiB."""
 
 
 class EngineSettings(Settings):
-    """How and where clients are run. Only `precision` and `stack` change results by more than rounding."""
+    """How and where clients are run. Only `precision` and `vmap_clients` change results by more than rounding."""
 
     name: Literal["local", "debug", "flower", "flower-simulation"] = "local"
     """How clients are run. local: in slots, captured as CUDA graphs on a GPU. debug: a fresh model per client, one
@@ -48,7 +48,7 @@ class EngineSettings(Settings):
     """
     slots: int = Field(default=0, ge=0)
     """Clients of the same size that train at the same time on each device; 0: 1 on a CPU, up to 4 on a GPU."""
-    stack: int = Field(default=1, ge=1)
+    vmap_clients: int = Field(default=1, ge=1)
     """Clients of the same size that train in one batched step, for small models without batch norm (on a CPU, also
     without convolutions). Changes the last bits of results, and the random numbers of dropout.
     """
@@ -56,21 +56,21 @@ class EngineSettings(Settings):
     """CPU threads of torch. Other values change the last bits of results. More than one thread is slow beside other
     busy processes; for large models on an idle machine, use the number of cores.
     """
-    fused: bool | tuple[KernelName, ...] = True
+    kernels: bool | tuple[KernelName, ...] = True
     """On a GPU, use Motley's own kernels, for example for batch norm with addition and ReLU: all of them, none, or
     those in a list; always none in the debug engine. Those for layers (conv, norm, pool, stem) are not used in
     compiled models.
     """
     compile: bool = False
     """Compile models with torch.compile, for batches of the full batch size. The first round takes up to half a minute
-    longer per size. Needs a C++ compiler on a CPU, and Triton on a GPU. No effect in the debug engine and on stacked
-    clients. Changes the last bits of results.
+    longer per size. Needs a C++ compiler on a CPU, and Triton on a GPU. No effect in the debug engine and on clients
+    that train in one batched step (vmap_clients). Changes the last bits of results.
     """
-    memory_share: float = Field(default=0.125, ge=0, le=1)
+    client_state_gpu_fraction: float = Field(default=0.125, ge=0, le=1)
     """Fraction of a GPU's memory for the clients' state between rounds; the rest of the state is kept in host memory.
     With several GPUs all of it is.
     """
-    memory_gib: float = Field(default=1.0, ge=0)
+    client_state_host_gib: float = Field(default=1.0, ge=0)
     """Host memory for the clients' state, in GiB; the rest of the state is kept on disk."""
     precision: Literal["fp32", "tf32", "fp16", "bf16"] = "tf32"
     """Precision of training. tf32 is fp32 on a CPU. fp16 and bf16, for a GPU only, compute in 16 bits and keep
@@ -82,12 +82,12 @@ class EngineSettings(Settings):
 
     @model_validator(mode="after")
     def _compiled_layers_have_no_kernels(self) -> EngineSettings:
-        if self.compile and isinstance(self.fused, tuple):
-            layers = sorted(LAYERS.intersection(self.fused))
+        if self.compile and isinstance(self.kernels, tuple):
+            layers = sorted(LAYERS.intersection(self.kernels))
             if layers:
                 others = ", ".join(sorted(ALL - LAYERS))
                 raise ValueError(
-                    f"fused lists {', '.join(layers)}, which a model with compile = true does not use. "
+                    f"kernels lists {', '.join(layers)}, which a model with compile = true does not use. "
                     f"With compile = true, allowed are {others}"
                 )
         return self
@@ -95,9 +95,9 @@ class EngineSettings(Settings):
     @property
     def kernel_names(self) -> frozenset[str]:
         """The names of Motley's own kernels that may be used on a GPU."""
-        if isinstance(self.fused, tuple):
-            return frozenset(self.fused)
-        if not self.fused:
+        if isinstance(self.kernels, tuple):
+            return frozenset(self.kernels)
+        if not self.kernels:
             return frozenset()
         return ALL - LAYERS if self.compile else ALL
 
@@ -111,24 +111,14 @@ class Job:
     size: str
     state: State
     """The client's part of the global state under its own names: views, which the engine copies and never changes."""
-    message: State = field(default_factory=dict)
-    remembers: int | None = None
-    """The round whose memory the client is to use: that of its last upload which the server took."""
+    broadcast: State = field(default_factory=dict)
+    """What the method sends to the client beside its part."""
+    client_state_round: int | None = None
+    """The round of the client's last accepted update, which is the round of the client state to use; None: no such
+    round yet.
+    """
     collection: Literal["method", "statistics"] = "method"
     """For `Engine.collect`: the method's own collection, or BatchNorm statistics (`aggregate/recalibration.py`)."""
-
-
-@dataclass(frozen=True)
-class Upload:
-    """What a client sends back."""
-
-    client: int
-    change: State
-    message: State
-    samples: int
-    steps: int
-    loss: Tensor
-    """Mean training loss over the turn's steps; a GPU may still be at it, as at the change."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +139,7 @@ class Engine(Protocol):
     trusted: ClassVar[bool]
     """Whether clients are this process's own. Others may send anything, so what they send is tried before it counts."""
 
-    def train(self, jobs: Sequence[Job], done: Done) -> Sequence[Upload | Failure]:
+    def train(self, jobs: Sequence[Job], done: Done) -> Sequence[ClientUpdate | Failure]:
         """Train every job's client. A client without a single batch is left out of the answer."""
         ...
 

@@ -156,10 +156,10 @@ class Learner:
         """Take a client's seat: its part, message, memory and plan, with a fresh optimiser."""
         self.job, self.lengths, self.taken = job, plan.lengths, 0
         self._seed = seed
-        self.hold(job.message, memory)
+        self.hold(job.broadcast, memory)
         self.receive(job.state)
         with torch.no_grad():
-            for room, given in ((self.message, job.message), (self.memory, memory)):
+            for room, given in ((self.message, job.broadcast), (self.memory, memory)):
                 for into, values in zip(by_type(room.values()), by_type(given[name] for name in room), strict=True):
                     if into:
                         torch._foreach_copy_(into, values, non_blocking=True)
@@ -174,7 +174,7 @@ class Learner:
         self._loss.zero_()
         self.seed_turn()
         with self.without_compilation():
-            self.method.begin(self)
+            self.method.before_training(self)
 
     @property
     def finished(self) -> bool:
@@ -243,7 +243,7 @@ class Learner:
         self.seed_step()
         self.use_generator()
         with self.without_compilation():
-            return change, self.method.reply(self), self.method.remember(self), self._loss.clone()
+            return change, self.method.payload(self), self.method.next_client_state(self), self._loss.clone()
 
     def _drop_gradients(self) -> None:
         """Free the gradients of a step: the next forward pass, or the change, takes their memory.
@@ -276,13 +276,13 @@ class Learner:
     ) -> None:
         """Add strength times `offsets`, the gradient of a proximal term.
 
-        For the end of `correct_gradient`: where the optimiser is ours it adds theta - towards on its way, and who looks
+        For the end of `after_backward`: where the optimiser is ours it adds theta - towards on its way, and who looks
         at the gradients afterwards does not see it.
         """
         strengths = [strength[name] if isinstance(strength, Mapping) else strength for name in self.parameters]
         if not any(strengths):
             return
-        if self.publishes and not self.training.clip and not by_norms:
+        if self.publishes and not self.training.max_grad_norm and not by_norms:
             towards = list(self.anchors if towards is None else towards)
             self.optimizer.pull(towards, strengths)  # type: ignore[attr-defined]
             return
@@ -360,9 +360,9 @@ class Learner:
 
     def clip_gradient(self) -> None:
         """Bound the norm of the whole gradient, where the run asks for it."""
-        if self.training.clip:
+        if self.training.max_grad_norm:
             self.weights.gather()
-            nn.utils.clip_grad_norm_(self.parameters.values(), self.training.clip)
+            nn.utils.clip_grad_norm_(self.parameters.values(), self.training.max_grad_norm)
 
     def cross_entropy(self, answers: Tensor, labels: Tensor) -> Tensor:
         """Return the mean cross-entropy of a batch, in single precision."""

@@ -5,9 +5,9 @@ operations as one client. Clients do not touch each other: the gradient of the s
 each, and optimisers work coordinate by coordinate. A short batch is filled up with examples of weight zero.
 
 Sums come in another order than a client's own, and what a step draws (dropout) is drawn for all clients at once, so
-`engine.stack` is a setting that changes numbers. What cannot be stacked trains in slots: models with buffers (batch
-norm), methods with client hooks of their own, clipped gradients; on a CPU also convolutions, which are three times
-slower side by side.
+`engine.vmap_clients` is a setting that changes numbers. What cannot be stacked trains in slots: models with buffers
+(batch norm), methods with client hooks of their own, clipped gradients; on a CPU also convolutions, which are three
+times slower side by side.
 """
 
 from __future__ import annotations
@@ -31,18 +31,30 @@ from motley.engine.training import Plan, reset
 from motley.engine.weights import TYPES
 from motley.methods.base import Method
 
-HOOKS = ("memory", "begin", "loss", "correct_gradient", "correct_weights", "step", "descend", "reply", "remember")
+HOOKS = (
+    "initial_client_state",
+    "before_training",
+    "loss",
+    "after_backward",
+    "after_step",
+    "step",
+    "descend",
+    "payload",
+    "next_client_state",
+)
 WARM_UP = 3
 """Eager steps before a capture."""
 
 
 def can_stack(clients: Clients, size: str) -> bool:
     """Tell whether clients of a size can train side by side with their method, and gain by it."""
-    method, module = type(clients.method), clients.method.world.split.blueprints[size].module
+    method, module = type(clients.method), clients.method.info.split.blueprints[size].module
     plain = all(getattr(method, hook) is getattr(Method, hook) for hook in HOOKS)
     buffers = any(True for _ in module.buffers())
     slower = clients.device.type == "cpu" and any(isinstance(part, nn.Conv2d) for part in module.modules())
-    return plain and not buffers and not slower and not clients.training.clip and clients.precision not in TYPES
+    return (
+        plain and not buffers and not slower and not clients.training.max_grad_norm and clients.precision not in TYPES
+    )
 
 
 class Stack:
@@ -51,7 +63,7 @@ class Stack:
     def __init__(self, clients: Clients, size: str, width: int) -> None:
         self.clients, self.size, self.width = clients, size, width
         device, training, shape = clients.device, clients.training, clients.data.shape
-        model = clients.method.world.split.build(size).to(device).train()
+        model = clients.method.info.split.build(size).to(device).train()
         unfold_convolutions(model)
         self._answers = vmap(lambda state, images: functional_call(model, state, (images,)), randomness="different")
         self.start: State = {

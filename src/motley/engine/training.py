@@ -27,7 +27,7 @@ class OptimizerSettings(Settings):
     name: Literal["adam", "adamw", "sgd"] = "adam"
     """The clients' optimiser."""
     lr: float = Field(default=1e-3, gt=0)
-    """Learning rate of the clients in round 1; see training.lr_decay and training.lr_drops."""
+    """Learning rate of the clients in round 1; see training.lr_decay and training.lr_milestones."""
     momentum: Momentum = 0.0
     """Momentum (sgd)."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -88,20 +88,20 @@ class TrainingSettings(Settings):
     """Batch size of local training."""
     drop_last: bool = False
     """Drop the last, smaller batch of an epoch, unless it is the only one."""
-    clip: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=0.0, ge=0)
     """Maximum norm of the gradient; 0: no clipping."""
     lr_decay: float = Field(default=1.0, gt=0, le=1)
     """The learning rate of round t is lr * lr_decay ** (t - 1)."""
-    lr_drops: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Rounds after which the learning rate is multiplied by `lr_drop`."""
-    lr_drop: float = Field(default=0.1, gt=0, le=1)
-    """Factor on the learning rate after each round of `lr_drops`."""
+    lr_milestones: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Rounds after which the learning rate is multiplied by `lr_gamma`."""
+    lr_gamma: float = Field(default=0.1, gt=0, le=1)
+    """Factor on the learning rate after each round of `lr_milestones`."""
     optimizer: OptimizerSettings = OptimizerSettings()
 
     def lr(self, round_number: int) -> float:
         """Return the learning rate of a round (the first is 1)."""
-        drops = sum(round_number > drop for drop in self.lr_drops)
-        return self.optimizer.lr * self.lr_decay ** (round_number - 1) * self.lr_drop**drops
+        drops = sum(round_number > drop for drop in self.lr_milestones)
+        return self.optimizer.lr * self.lr_decay ** (round_number - 1) * self.lr_gamma**drops
 
     def epoch_lengths(self, samples: int, smallest: int) -> list[int]:
         """Return the sizes of an epoch's batches; none where the client has no batch of at least `smallest`."""

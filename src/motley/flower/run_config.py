@@ -38,10 +38,10 @@ def from_text(text: str, node: NodeSettings) -> Config:
         if table_in(values, "data", "partition").get("name") == "file":
             values["data"]["partition"].update(own_partition(node))
         federation = table_in(values, "federation")
-        if federation.get("assign") == "budget":
+        if federation.get("size_assignment") == "budget":
             if not federation.get("sizes"):
                 raise NodeError("bad-config", "federation.sizes: a run with budgets should say every client's size.")
-            federation["assign"] = "blocks"
+            federation["size_assignment"] = "blocks"
         return validate(Config, values)
 
 

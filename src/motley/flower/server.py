@@ -66,12 +66,12 @@ def serve(grid: Grid, new: Config | None, path: Path, watchers: Iterable[Callbac
 
 def with_budgets(config: Config, dataset: Dataset) -> Config:
     """Return a configuration with the sizes that `federation.budgets` comes to: nodes do not have that file."""
-    if config.federation.assign != "budget":
+    if config.federation.size_assignment != "budget":
         return config
     data = DeviceData(dataset.train, config.data.transform, torch.device("cpu"), augment=False)
     costs = costs_of(build_split(config, data.shape, dataset.classes), data.shape, config.training)
     sizes = assigned(costs, read_budgets(Path(config.federation.budgets)), config.federation.clients)
-    chosen = {"assign": "blocks", "budgets": "", "sizes": sizes}
+    chosen = {"size_assignment": "blocks", "budgets": "", "sizes": sizes}
     values = config.model_dump(mode="json")
     return validate(Config, {**values, "federation": {**values["federation"], **chosen}})
 
@@ -82,4 +82,4 @@ def with_sizes(config: Config, sizes: dict[int, str]) -> Config:
     if chosen == assign_sizes(config):
         return config
     values = config.model_dump(mode="json")
-    return validate(Config, {**values, "federation": {**values["federation"], "sizes": chosen, "shares": []}})
+    return validate(Config, {**values, "federation": {**values["federation"], "sizes": chosen, "size_fractions": []}})

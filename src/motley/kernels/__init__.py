@@ -11,7 +11,7 @@ AVAILABLE = find_spec("triton") is not None
 
 #: Kernels that take the place of a model's layers. A compiled model has no use for them.
 LAYERS = frozenset({"conv", "norm", "pool", "stem"})
-#: All kernels, by the names that `engine.fused` may list.
+#: All kernels, by the names that `engine.kernels` may list.
 ALL = LAYERS | {"augment", "loss", "optimizer"}
 
 LENGTHS = ("rows", "cut", "span", "blocks", "count")

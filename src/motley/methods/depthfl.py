@@ -6,7 +6,7 @@ Kim et al., DepthFL: Depthwise Federated Learning for Heterogeneous Clients, ICL
     sum over i of CE(z_i) + w(t) / (d - 1)  sum over i and j != i of KL(z_j, detached || z_i)
 
 with w(t) = exp(-5 (1 - min(t, ramp) / ramp)^2), and FedDyn's regulariser on its parameters, whose server rule is over
-the owners of each layer. A size answers with the mean of its exits (`split.answer = "mean"`).
+the owners of each layer. A size answers with the mean of its exits (`split.output = "mean"`).
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "DepthFL": (
         "depth with early exits that teach each other, over FedDyn",
-        {"method.name": "depthfl", "split.name": "grid", "split.answer": "mean"},
+        {"method.name": "depthfl", "split.name": "grid", "split.output": "mean"},
     ),
     "InclusiveFL": (
         "depth, with last blocks that learn from the next larger size",

@@ -38,9 +38,9 @@ class ResNetSettings(Settings):
     groups: int = Field(2, ge=1)
     """Number of channel groups of group norm."""
 
-    taps: Literal["all", "effective"] = "all"
-    """all: all kernel weights. effective: leave out kernel taps that only see padding at this image size. The function
-    and its training stay the same, with fewer weights.
+    trim_dead_taps: bool = False
+    """Leave out kernel taps that only see padding at this image size. The function and its training stay the same, with
+    fewer weights.
     """
 
     @field_validator("groups")
@@ -284,7 +284,7 @@ SIZES: dict[int, tuple[type[Block], tuple[int, int, int, int], int]] = {
 def _build(depth: int, settings: ResNetSettings, image: ImageShape, classes: int) -> ResNet:
     block, blocks, _ = SIZES[depth]
     model = ResNet(block, blocks, settings, image.channels, classes)
-    if settings.taps == "effective":
+    if settings.trim_dead_taps:
         crop_taps(model, image)
     return model
 

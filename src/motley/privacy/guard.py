@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from motley.config import Config
     from motley.splits import Split
 
-LEAKS = ("reply", "aggregate", "learn", "refine", "collectors", "collect", "use")
+LEAKS = ("payload", "aggregate", "update", "post_process", "collection_clients", "collect", "apply_collection")
 """Hooks of a method that send more than the change, or make more of it than its mean over owners."""
 
 
@@ -102,8 +102,8 @@ def refuse_leaks(config: Config, split: Split, method: Method) -> None:
             f"split.normalization_statistics = {statistics!r}: {on} guards parameters, and clients would send buffers "
             f"as they are ({buffers[0]!r} is one of {len(buffers)}). Use {instead}models without batch norm."
         )
-    if split.moves or config.federation.assign == "dynamic":
+    if split.moves or config.federation.size_assignment == "dynamic":
         raise MotleyError(
-            f"{on}: what it costs is known for parts that stay; split.channels and federation.assign must not change "
-            "a client's part from round to round."
+            f"{on}: what it costs is known for parts that stay; split.channels and federation.size_assignment must not "
+            "change a client's part from round to round."
         )

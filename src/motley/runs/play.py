@@ -209,7 +209,7 @@ def folder_callbacks(folder: RunFolder, config: Config) -> list[Callback]:
     keep: list[Callback] = [KeepMetrics(MetricsLog(folder.metrics))]
     if config.run.tensorboard and tensorboard_installed():
         keep.append(KeepTensorBoard(folder.tensorboard))
-    return [*keep, KeepCheckpoints(folder.checkpoints, config.run.checkpoint_every, config.run.keep)]
+    return [*keep, KeepCheckpoints(folder.checkpoints, config.run.checkpoint_every, config.run.keep_checkpoints)]
 
 
 def begin(

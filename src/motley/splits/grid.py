@@ -33,7 +33,7 @@ class GridSettings(WidthSettings):
     """Head of an early exit. convolution: three convolutions before the linear layer (ScaleFL). linear: the linear
     layer only, which ViTs always have.
     """
-    answer: Literal["last", "mean"] = "last"
+    output: Literal["last", "mean"] = "last"
     """Output of a size in evaluation: that of its deepest exit (last, ScaleFL), or the mean over its exits (mean,
     DepthFL).
     """
@@ -82,7 +82,7 @@ class Grid(Width):
                 f"split.cuts = {list(settings.cuts)}: the last level is the whole network, and {self.architecture!r} "
                 f"has {count_blocks(model)} blocks."
             )
-        add_exits(model, settings.cuts, level, settings.head, settings.answer == "mean")
+        add_exits(model, settings.cuts, level, settings.head, settings.output == "mean")
         return model
 
     def more_channels(self, whole: nn.Module) -> Channels:

@@ -45,7 +45,7 @@ IMMATERIAL: Any = {
     "run": True,
     "preset": True,
     "data": {"root"},
-    "engine": {"device", "slots", "memory_gib", "memory_share"},
+    "engine": {"device", "slots", "client_state_host_gib", "client_state_gpu_fraction"},
 }
 
 
@@ -182,7 +182,7 @@ def _planned(
     study: Study, share: float, seed: int, row: MethodRow, column: DataColumn, case: Case, overrides: Table
 ) -> Planned:
     special = [e.set for e in study.exceptions if e.matches(row.name, column.name, case.name)]
-    own = {"seed": seed, "run": {"keep": 1, "tensorboard": False}}
+    own = {"seed": seed, "run": {"keep_checkpoints": 1, "tensorboard": False}}
     layers = [*_data_layers(study, column), case.set, row.layer, *special, own]
     preset = column.preset or study.preset
     rounds = resolve(preset, layers).training.rounds
