@@ -24,11 +24,11 @@ from motley.engine.base import Job
 from motley.engine.batches import Batches
 from motley.engine.compilation import compilation, compile_model, no_compilation
 from motley.engine.device import on_device, place, use_generator
+from motley.engine.fused import apply_kernels
 from motley.engine.training import Plan, TrainingSettings, reset
 from motley.engine.weights import Weights, working_type
 from motley.kernels import AVAILABLE
 from motley.methods.base import Method
-from motley.models.layers import use_fused
 
 if AVAILABLE:
     from motley.kernels import loss as loss_kernel
@@ -85,7 +85,7 @@ class Learner:
         device = data.device
         self.model = place(model, device).train()
         self._kernels = frozenset(kernels) if device.type == "cuda" and AVAILABLE else frozenset()
-        use_fused(self.model, self._kernels)
+        apply_kernels(self.model, self._kernels)
         self._compiled = compiled
         if compiled:
             compile_model(self.model)
