@@ -41,8 +41,7 @@ class Client:
         (device, *_) = choose_devices(config.engine.device)
         set_precision(config.engine.precision, device)
         torch.set_num_threads(config.engine.threads)
-        kernel = "augment" in config.engine.kernel_names
-        data = DeviceData(examples, config.data.transform, device, augment=True, kernel=kernel)
+        data = DeviceData(examples, config.data.transform, device, augment=True)
         data.check_batch_fits("training.batch_size", config.training.batch_size)
         split = build_split(config, data.shape, classes)
         check_weights_fit(split, [size], device)

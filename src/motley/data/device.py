@@ -16,12 +16,8 @@ from torch import Tensor
 from motley.core.errors import MotleyError
 from motley.data.dataset import Examples
 from motley.data.transforms import TransformSettings
-from motley.kernels import AVAILABLE
 from motley.limits import allocating, check_fits
 from motley.models import ImageShape
-
-if AVAILABLE:
-    from motley.kernels import augment
 
 DRAWS = 7
 """Random numbers an image may use: four for a crop (a padded one uses two), one for the flip, two for the cutout."""
@@ -31,17 +27,9 @@ class DeviceData:
     """Examples on a device, with their transform."""
 
     def __init__(
-        self,
-        examples: Examples,
-        transform: TransformSettings,
-        device: torch.device,
-        *,
-        augment: bool,
-        kernel: bool = True,
+        self, examples: Examples, transform: TransformSettings, device: torch.device, *, augment: bool
     ) -> None:
-        """`kernel`: on a GPU, augment batches in one kernel of Motley's own if the transform allows it."""
         self.device = device
-        self._kernel = kernel and AVAILABLE and device.type == "cuda"
         self.transform = transform
         images = torch.from_numpy(examples.images)
         _, self.height, self.width, self.channels = images.shape
@@ -89,22 +77,8 @@ class DeviceData:
         return self._resized(self._normalized(self._unpadded[rows])), self.labels[rows]
 
     def fill(self, into: Tensor, rows: Tensor, draws: Tensor | None) -> None:
-        """Write a batch's images into a tensor (N, H, W, C), in its type; on a GPU in one kernel, if it can."""
-        plain = not self.transform.resize and not self.transform.resized_crop
-        if self._kernel and draws is not None and plain and self.images.is_contiguous():
-            augment.augment(
-                self.images,
-                rows,
-                draws,
-                self.shift,
-                self.scale,
-                into,
-                padding=self.transform.crop_padding,
-                flip=self.transform.flip,
-                cutout=self.transform.cutout,
-            )
-        else:
-            into.copy_(self.batch(rows, draws)[0].permute(0, 2, 3, 1))
+        """Write a batch's images into a tensor (N, H, W, C), in its type."""
+        into.copy_(self.batch(rows, draws)[0].permute(0, 2, 3, 1))
 
     def _augmented(self, rows: Tensor, draws: Tensor) -> Tensor:
         transform = self.transform

@@ -21,7 +21,6 @@ if AVAILABLE:
         FusedBatchNorm,
         FusedBatchNormReLU,
         FusedConv2d,
-        FusedMaxPool2d,
         FusedStem,
         Pair,
     )
@@ -53,8 +52,6 @@ def _layer(layer: nn.Module, kernels: Collection[str]) -> nn.Module | None:
         return FusedBatchNorm.of(layer)
     if type(layer) is nn.Conv2d and "conv" in kernels and layer.bias is None and not isinstance(layer.padding, str):
         return FusedConv2d.of(layer)
-    if type(layer) is nn.MaxPool2d and "pool" in kernels:
-        return FusedMaxPool2d.of(layer)
     return None
 
 

@@ -30,9 +30,6 @@ from motley.engine.weights import Weights, working_type
 from motley.kernels import AVAILABLE
 from motley.methods.base import Method
 
-if AVAILABLE:
-    from motley.kernels import loss as loss_kernel
-
 
 def shapes_of(*states: State) -> object:
     """Return what tells messages and memories of one shape from those of another, whatever the order of their names."""
@@ -366,8 +363,6 @@ class Learner:
 
     def cross_entropy(self, answers: Tensor, labels: Tensor) -> Tensor:
         """Return the mean cross-entropy of a batch, in single precision."""
-        if "loss" in self._kernels and answers.dim() == 2 and loss_kernel.applies(answers):
-            return loss_kernel.cross_entropy(answers, labels)
         return F.cross_entropy(answers.float(), labels)
 
     def held_classes(self, classes: int) -> Tensor:
