@@ -37,8 +37,7 @@ class Client:
         """`folder` keeps the client's state. `secret` keys the noise of `privacy`; without one, the run's seed does."""
         self.config = config
         (device, *_) = choose_devices(config.engine.device)
-        kernel = "augment" in config.engine.kernel_names
-        data = DeviceData(examples, config.data.transform, device, augment=True, kernel=kernel)
+        data = DeviceData(examples, config.data.transform, device, augment=True)
         data.check_batch_fits("training.batch_size", config.training.batch_size)
         split = build_split(config, data.shape, classes)
         check_weights_fit(split, [size], device)

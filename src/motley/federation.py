@@ -123,10 +123,7 @@ class Federation:
         self.dataset = load_dataset_of(config) if dataset is None else checked_dataset(dataset)
         self.dataset.check_inferred_classes()
         transform = config.data.transform
-        kernel = "augment" in config.engine.kernel_names
-        train, *elsewhere = (
-            DeviceData(self.dataset.train, transform, device, augment=True, kernel=kernel) for device in self.devices
-        )
+        train, *elsewhere = (DeviceData(self.dataset.train, transform, device, augment=True) for device in self.devices)
         train.check_batch_fits("training.batch_size", config.training.batch_size)
         # Test images have the shape of training images, but are not put on the device before they are evaluated.
         tested = min(config.evaluation.batch_size, len(self.dataset.test))

@@ -24,15 +24,12 @@ from motley.engine.base import Job
 from motley.engine.batches import Batches
 from motley.engine.compilation import compilation, compile_model, no_compilation
 from motley.engine.device import on_device, place, use_generator
+from motley.engine.fused import apply_kernels
 from motley.engine.optimizers import Optimizer
 from motley.engine.training import Plan, TrainingSettings, reset
 from motley.engine.weights import Weights, working_type
 from motley.kernels import AVAILABLE
 from motley.methods.base import Method
-from motley.models.layers import use_fused
-
-if AVAILABLE:
-    from motley.kernels import loss as loss_kernel
 
 
 def shapes_of(*states: State) -> object:
@@ -86,7 +83,7 @@ class Learner:
         device = data.device
         self.model = place(model, device).train()
         self._kernels = frozenset(kernels) if device.type == "cuda" and AVAILABLE else frozenset()
-        use_fused(self.model, self._kernels)
+        apply_kernels(self.model, self._kernels)
         self._compiled = compiled
         if compiled:
             compile_model(self.model)
@@ -293,7 +290,7 @@ class Learner:
             return
         if self.publishes and not self.training.max_grad_norm and not by_norms:
             towards = list(self.anchors if towards is None else towards)
-            self.optimizer.pull(towards, strengths)  # type: ignore[attr-defined]
+            self.optimizer.pull(towards, strengths)  # type: ignore[union-attr]
             return
         offsets = self.offsets(towards, by_norms=by_norms)
         if isinstance(strength, Mapping):
@@ -375,8 +372,6 @@ class Learner:
 
     def cross_entropy(self, answers: Tensor, labels: Tensor) -> Tensor:
         """Return the mean cross-entropy of a batch, in single precision."""
-        if "loss" in self._kernels and answers.dim() == 2 and loss_kernel.applies(answers):
-            return loss_kernel.cross_entropy(answers, labels)
         return F.cross_entropy(answers.float(), labels)
 
     def held_classes(self, classes: int) -> Tensor:

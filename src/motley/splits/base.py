@@ -20,7 +20,6 @@ from motley.core.randomness import torch_seed
 from motley.core.registry import Registry
 from motley.limits import allocating
 from motley.models import MODELS, CrossLayer
-from motley.models.layers import use_batch_statistics
 from motley.settings import Settings
 
 OWN_MODELS = "motley.models."
@@ -228,8 +227,12 @@ def is_described_by_its_state(blueprint: nn.Module) -> bool:
 
 
 def _without_statistics(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a model whose batch norms keep no statistics, and normalize with their batch in evaluation too."""
     model = build()
-    use_batch_statistics(model)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.track_running_stats = False
+            module.running_mean = module.running_var = module.num_batches_tracked = None
     return model
 
 
