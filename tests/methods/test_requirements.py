@@ -79,7 +79,7 @@ class Listening(ServerAlgorithm):
     ("client", "server", "declared", "message"),
     [
         (Quiet, ServerAlgorithm, Requirements(), "overrides loss, and declares own_training = False"),
-        (Talkative, ServerAlgorithm, Requirements(), "overrides ClientAlgorithm.finish, .* payload = False"),
+        (Talkative, ServerAlgorithm, Requirements(), "overrides finish, .* payload = False"),
         (
             Keeping,
             ServerAlgorithm,
@@ -87,7 +87,7 @@ class Listening(ServerAlgorithm):
             "overrides initial_client_state, .*state = False",
         ),
         (ClientAlgorithm, Listening, Requirements(), "overrides update, and declares own_aggregation = False"),
-        (ClientAlgorithm, ServerAlgorithm, Requirements(payload=True), "does not override ClientAlgorithm.finish"),
+        (ClientAlgorithm, ServerAlgorithm, Requirements(payload=True), "does not override finish"),
         (ClientAlgorithm, ServerAlgorithm, Requirements(collection=True), "overrides none of collect, "),
     ],
 )

@@ -22,7 +22,7 @@ from motley.engine.memory import MemoryStore
 from motley.engine.timeline import Timeline
 from motley.engine.training import NO_STEPS, Plan, TrainingSettings, make_plan
 from motley.methods.base import Collection, Method
-from motley.privacy.guard import Guard
+from motley.privacy.mechanism import DPMechanism
 
 #: Collection batches are this many times larger than training batches, because no activations are kept.
 COLLECTED = 8
@@ -44,7 +44,7 @@ class Clients:
         seed: int,
         memory: MemoryStore,
         elsewhere: Sequence[DeviceData] = (),
-        guard: Guard | None = None,
+        dp: DPMechanism | None = None,
         encoding: Encoding = "fp32",
         lean: bool = False,
     ) -> None:
@@ -54,7 +54,7 @@ class Clients:
         self.method, self.data, self.partition, self.training = method, data, partition, training
         self.precision, self.seed, self.memory = precision, seed, memory
         self.kernels, self.compiled = kernels, compiled
-        self.guard, self.encoding, self.lean = guard, encoding, lean
+        self.dp, self.encoding, self.lean = dp, encoding, lean
         self.copies = [data, *elsewhere]
         """The examples on each device that clients train on; the home device comes first."""
         self.timeline: Timeline | None = None
@@ -141,6 +141,8 @@ class Clients:
     def finish(self, learner: Learner) -> ClientUpdate:
         """Take a client out of its learner: store its state, and return its update."""
         assert learner.job is not None
+        if self.lean:
+            learner.drop_moments()
         delta, payload, client_state, loss = learner.result()
         needs = self.method.requirements
         if (payload and not needs.payload) or bool(client_state) != needs.client_state:
@@ -155,14 +157,14 @@ class Clients:
     ) -> ClientUpdate:
         """Return a client's update as it leaves the client, and store the client's state.
 
-        Every update passes through here, however the client was run, and is protected or encoded. A client that
-        protects its delta reports neither its number of examples, nor its number of steps, nor its loss. `loss` is the
-        sum over the steps.
+        This is the upload boundary: deltas are privatized or encoded here, whichever engine ran the client. With
+        differential privacy, the number of examples, the number of steps and the loss are withheld. `loss` is the sum
+        over the steps.
         """
         client, round_number = job.client, job.round_number
-        if self.guard is not None:
+        if self.dp is not None:
             self.memory.put(client, round_number, client_state)
-            delta = self.guard.guarded(delta, round_number, client)
+            delta = self.dp.privatize(delta, round_number, client)
             return ClientUpdate(client=client, delta=delta, num_examples=1, num_steps=1)
         if self.encoding != "fp32":
             before = {}

@@ -26,14 +26,12 @@ from motley.engine.base import Job
 from motley.engine.batches import Batches
 from motley.engine.compilation import compilation, compile_model, no_compilation
 from motley.engine.device import on_device, place, use_generator
+from motley.engine.fused import apply_kernels
+from motley.engine.optimizers import Optimizer
 from motley.engine.training import Plan, TrainingSettings, reset
 from motley.engine.weights import Weights, working_type
 from motley.kernels import AVAILABLE
 from motley.methods.base import ClientAlgorithm
-from motley.models.layers import use_fused
-
-if AVAILABLE:
-    from motley.kernels import loss as loss_kernel
 
 #: What is computed with a model and a batch of inputs.
 Forward: TypeAlias = Callable[[nn.Module, Tensor], Tensor]
@@ -105,7 +103,7 @@ class Learner:
         device = data.device
         self.model = place(model, device).train()
         self._kernels = frozenset(kernels) if device.type == "cuda" and AVAILABLE else frozenset()
-        use_fused(self.model, self._kernels)
+        apply_kernels(self.model, self._kernels)
         self._compiled = compiled
         if compiled:
             compile_model(self.model)
@@ -130,7 +128,7 @@ class Learner:
         #: term on the way, and writes the model's 16-bit weights.
         self.fused_optimizer = "optimizer" in self._kernels
         self.optimizer = self._make_optimizer(self.weights.masters.values(), self.weights)
-        self._optimizers: dict[tuple[str, ...], torch.optim.Optimizer] = {}
+        self._optimizers: dict[tuple[str, ...], Optimizer] = {}
         self.lr: Tensor | float = self.optimizer.param_groups[0]["lr"]
         self.round = torch.zeros((), dtype=torch.long, device=device)
         self.lengths: list[int] = []
@@ -144,7 +142,7 @@ class Learner:
         self.rows = np.zeros(0, dtype=np.int64)
         self.generator = torch.Generator(device) if device.type == "cuda" else None
 
-    def _make_optimizer(self, tensors: Iterable[Tensor], weights: Weights | None = None) -> torch.optim.Optimizer:
+    def _make_optimizer(self, tensors: Iterable[Tensor], weights: Weights | None = None) -> Optimizer:
         fused, scale = self.fused_optimizer, self.weights.scale
         return self.training.optimizer.build(tensors, self.device, fused, weights, scale)
 
@@ -290,6 +288,14 @@ class Learner:
             payload, client_state = self.algorithm.finish(self)
         return delta, payload, client_state, self._loss.clone()
 
+    def drop_moments(self) -> None:
+        """Free the optimizer's state after the last step: the next client starts with a new one.
+
+        Not for a GPU, where captured steps write into it.
+        """
+        for optimizer in (self.optimizer, *self._optimizers.values()):
+            optimizer.state.clear()
+
     def drop_gradients(self) -> None:
         """Free the gradients of a step: the next forward pass, or the delta, takes their memory.
 
@@ -309,8 +315,6 @@ class Learner:
 
     def task_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy of a batch, in single precision."""
-        if "loss" in self._kernels and logits.dim() == 2 and loss_kernel.applies(logits):
-            return loss_kernel.cross_entropy(logits, targets)
         return F.cross_entropy(logits.float(), targets)
 
     def backward(self, loss: Tensor) -> None:
@@ -356,7 +360,7 @@ class Learner:
         if term is not None and self.fused_optimizer and not clipped and not term.norms:
             center = [term.center[name] for name in self.params]
             strengths = [term.strength(name) for name in self.params]
-            self.optimizer.pull(center, strengths)  # type: ignore[attr-defined]
+            self.optimizer.pull(center, strengths)  # type: ignore[union-attr]
             self._proximal = None
         self._add_proximal()
         if clipped:
@@ -366,7 +370,7 @@ class Learner:
         if not self.fused_optimizer:
             self.sync()
 
-    def _optimizer_of(self, names: tuple[str, ...]) -> torch.optim.Optimizer:
+    def _optimizer_of(self, names: tuple[str, ...]) -> Optimizer:
         """Return an optimizer for some parameters, which starts anew with every client."""
         if names not in self._optimizers:
             chosen = [self.weights.masters[name] for name in names]

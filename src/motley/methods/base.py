@@ -67,7 +67,9 @@ class Requirements:
 
     def combined(self, other: Requirements) -> Requirements:
         """Return what two methods need that run on top of each other."""
-        either = {one.name: getattr(self, one.name) or getattr(other, one.name) for one in fields(self)}
+        either = {
+            one.name: getattr(self, one.name) or getattr(other, one.name) for one in fields(self)
+        }
         either["exchanges_weights"] = self.exchanges_weights and other.exchanges_weights
         return Requirements(**either)
 
@@ -156,7 +158,9 @@ class ServerAlgorithm:
         return merge(state, updates)
 
     def update(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
-        """Return the method's own state after a round. `state` is the one that clients started from."""
+        """Return the method's own state after a round. `state` is the one that clients started
+        from.
+        """
         return own
 
     def adjust_aggregate(self, own: State, merged: Aggregate) -> Aggregate:
@@ -177,14 +181,18 @@ class ServerAlgorithm:
         for update in updates:
             for name, number in update.payload.items():
                 if name.startswith(REPORTED):
-                    reported.setdefault(name.removeprefix(REPORTED), []).append(number.float().mean())
+                    reported.setdefault(name.removeprefix(REPORTED), []).append(
+                        number.float().mean()
+                    )
         return {name: torch.stack(numbers).mean() for name, numbers in reported.items()}
 
     def collection_clients(self, round_number: int) -> Sequence[int]:
         """Return the clients that are asked for a collection after this round."""
         return ()
 
-    def apply_collection(self, own: State, state: State, collections: Sequence[Collection]) -> tuple[State, State]:
+    def apply_collection(
+        self, own: State, state: State, collections: Sequence[Collection]
+    ) -> tuple[State, State]:
         """Return the method's own state and the global state after the clients' collections."""
         return own, state
 
@@ -210,46 +218,44 @@ class Method:
 
 METHODS: Registry[type[Method]] = Registry("method")
 
-#: The hooks behind each requirement. A method that declares the requirement overrides one of them.
-CLIENT_HOOKS = {
+#: The hooks behind each requirement. A method declares it if and only if it overrides one of them.
+HOOKS = {
     "client_state": ("initial_client_state",),
     "own_training": ("before_training", "loss", "after_backward", "after_step", "train_step"),
-    "collection": ("collect",),
-}
-SERVER_HOOKS = {
     "own_aggregation": ("aggregate", "update", "adjust_aggregate", "post_process"),
-    "collection": ("collection_clients", "apply_collection"),
+    "collection": ("collect", "collection_clients", "apply_collection"),
 }
 
 
 def check_requirements(method: type[Method]) -> None:
     """Check that a method's declaration agrees with the hooks it overrides.
 
-    This is the only place that asks which hooks a class overrides, and only to catch a wrong declaration: without
-    it, a method with an undeclared payload would run with differential privacy, for example.
+    This is the only place that asks which hooks a class overrides, and only to catch a wrong
+    declaration: without it, a method with an undeclared payload would run with differential
+    privacy, for example.
     """
-    overridden: dict[str, list[str]] = {"finish": _overridden(method.Client, ClientAlgorithm, ("finish",))}
-    for requirement, hooks in CLIENT_HOOKS.items():
-        overridden.setdefault(requirement, []).extend(_overridden(method.Client, ClientAlgorithm, hooks))
-    for requirement, hooks in SERVER_HOOKS.items():
-        overridden.setdefault(requirement, []).extend(_overridden(method.Server, ServerAlgorithm, hooks))
     needs = method.requirements
-    finishes = bool(overridden.pop("finish"))
+    for requirement, hooks in HOOKS.items():
+        overridden = [hook for hook in hooks if _overrides(method, hook)]
+        declared = getattr(needs, requirement)
+        if bool(overridden) != declared:
+            names = ", ".join(overridden) or "none of " + ", ".join(hooks)
+            raise TypeError(
+                f"{method.__name__} overrides {names}, and declares {requirement} = {declared}. "
+                "Change its `requirements`."
+            )
+    finishes = _overrides(method, "finish")
     if finishes != (needs.payload or needs.client_state):
         verb = "overrides" if finishes else "does not override"
         raise TypeError(
-            f"{method.__name__} {verb} ClientAlgorithm.finish, which returns the payload and the client state, and "
-            f"declares payload = {needs.payload}, client_state = {needs.client_state}. Change its `requirements`."
+            f"{method.__name__} {verb} finish, which returns the payload and the client state, and "
+            f"declares payload = {needs.payload} and client_state = {needs.client_state}. "
+            "Change its `requirements`."
         )
-    for requirement, names in overridden.items():
-        if bool(names) != getattr(needs, requirement):
-            hooks_of = (*CLIENT_HOOKS.get(requirement, ()), *SERVER_HOOKS.get(requirement, ()))
-            did = f"overrides {', '.join(names)}" if names else f"overrides none of {', '.join(hooks_of)}"
-            raise TypeError(
-                f"{method.__name__} {did}, and declares {requirement} = {getattr(needs, requirement)}. Change its "
-                "`requirements`."
-            )
 
 
-def _overridden(half: type, default: type, hooks: Sequence[str]) -> list[str]:
-    return [hook for hook in hooks if getattr(half, hook) is not getattr(default, hook)]
+def _overrides(method: type[Method], hook: str) -> bool:
+    for half, default in ((method.Client, ClientAlgorithm), (method.Server, ServerAlgorithm)):
+        if hasattr(default, hook):
+            return getattr(half, hook) is not getattr(default, hook)
+    raise AttributeError(hook)

@@ -1,7 +1,7 @@
 """DepthFL: all exits of a model learn, and each one teaches the others, on top of FedDyn.
 
-Kim et al., DepthFL: Depthwise Federated Learning for Heterogeneous Clients, ICLR 2023. The parts are
-those of `split.name = "grid"` with rates of 1. A client with d exits minimizes
+Kim et al., DepthFL: Depthwise Federated Learning for Heterogeneous Clients, ICLR 2023. The parts
+are those of `split.name = "grid"` with rates of 1. A client with d exits minimizes
 
     sum over i of CE(z_i) + w(t) / (d - 1)  sum over i and j != i of KL(z_j, detached || z_i)
 
@@ -53,7 +53,9 @@ class DepthFLClient(FedDynClient):
         return total + (-5 * left * left).exp() * mutual / (len(exits) - 1)
 
 
-@METHODS.register("depthfl", "FedDyn with exits that teach each other", paper="Kim et al., ICLR 2023")
+@METHODS.register(
+    "depthfl", "FedDyn with exits that teach each other", paper="Kim et al., ICLR 2023"
+)
 class DepthFL(Method):
     """FedDyn with another loss."""
 

@@ -2,17 +2,18 @@
 
 Acar et al., Federated Learning Based on Dynamic Regularization, ICLR 2021. A client minimizes
 
-    f_i(theta) - <grad_i, theta> + alpha / 2 |theta - w|^2,    then    grad_i <- grad_i - alpha (w_i - w)
+    f_i(theta) - <grad_i, theta> + alpha / 2 |theta - w|^2,    then    grad_i <- grad_i - alpha (w_i
+    - w)
 
-and the server keeps h <- h - alpha / N (sum of w_i - w) and sets w to the clients' mean minus
-h / alpha. Both are kept here divided by -alpha: a client keeps lambda_i, the sum of its deltas so
-far, and the server keeps the mean of lambda_i over all N clients that hold a layer, which it adds to
+and the server keeps h <- h - alpha / N (sum of w_i - w) and sets w to the clients' mean minus h /
+alpha. Both are kept here divided by -alpha: a client keeps lambda_i, the sum of its deltas so far,
+and the server keeps the mean of lambda_i over all N clients that hold a layer, which it adds to
 their mean delta. With this, the gradient of the two extra terms is
 
     alpha (theta - w + lambda_i)
 
-A layer that nobody held this round stays. Parameters only; the server adds its mean after InCo, which would
-otherwise rescale it with the delta.
+A layer that nobody held this round stays. Parameters only; the server adds its mean after InCo,
+which would otherwise rescale it with the delta.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class FedDynSettings(MethodSettings):
 
     name: str = "feddyn"
     alpha: float = Field(default=0.1, gt=0)
-    """Weight of the dynamic regulariser. FedDyn's authors use 0.01 and 0.1. With Adam its gradient is rescaled like
-    any other.
+    """Weight of the dynamic regulariser. FedDyn's authors use 0.01 and 0.1. With Adam its gradient
+    is rescaled like any other.
     """
 
 
@@ -83,7 +84,9 @@ class FedDynServer(ServerAlgorithm):
         return merged.with_delta({**merged.delta, **total(merged.delta, own)})
 
 
-@METHODS.register("feddyn", "dynamic regularisation: duals at clients and server", paper="Acar et al., ICLR 2021")
+@METHODS.register(
+    "feddyn", "dynamic regularisation: duals at clients and server", paper="Acar et al., ICLR 2021"
+)
 class FedDyn(Method):
     """FedProx with dual variables at clients and server."""
 

@@ -1,4 +1,5 @@
-"""FedImpro: the high level of a model also trains on features drawn from a distribution that all clients share.
+"""FedImpro: the high level of a model also trains on features drawn from a distribution that all
+clients share.
 
 Tang et al., FedImpro: Measuring and Improving Client Update in Federated Learning, ICLR 2024. A
 model is cut behind a named stage into a low and a high level (`fedimpro_cut.py`). With h = low(x)
@@ -72,20 +73,28 @@ class FedImproSettings(MethodSettings):
 
     name: str = "fedimpro"
     preset: Literal["paper", "official"] = "paper"
-    """The paper's choices, or those of its released code (official). The other keys override the preset."""
+    """The paper's choices, or those of its released code (official). The other keys override the
+    preset.
+    """
     cut: str = ""
-    """The last stage of the low level, for example layer2; empty: the one in the middle, which is layer2 of a ResNet.
+    """The last stage of the low level, for example layer2; empty: the one in the middle, which is
+    layer2 of a ResNet.
     """
     beta_m: float = Field(default=0.9, ge=0, lt=1)
-    """Momentum of a client's statistics over its batches (Eq. 6). 0: only the last batch with a class counts."""
+    """Momentum of a client's statistics over its batches (Eq. 6). 0: only the last batch with a
+    class counts.
+    """
     beta_g: float = Field(default=0.5, ge=0, lt=1)
     """Momentum of the server's statistics over rounds (Eq. 7)."""
     merge: Literal["uniform", "counts"] = "uniform"
-    """uniform: the mean over clients; a client without a class returns the statistics it received (Eq. 7). counts: the
-    statistics of all clients' examples together, each class over the clients that have it.
+    """uniform: the mean over clients; a client without a class returns the statistics it received
+    (Eq. 7). counts: the statistics of all clients' examples together, each class over the clients
+    that have it.
     """
     share: Literal["shape", "size"] = "shape"
-    """shape: sizes whose features have the same shape share their statistics. size: each size has its own."""
+    """shape: sizes whose features have the same shape share their statistics. size: each size has
+    its own.
+    """
     spread: Literal["variance", "deviation"] = "variance"
     """The quantity that is averaged beside the mean."""
     deviation_max: Limit = "off"
@@ -93,37 +102,43 @@ class FedImproSettings(MethodSettings):
     noise: float = Field(default=0.0, ge=0)
     """Standard deviation of the noise on means and variances that a client sends."""
     source: Literal["received", "own"] = "received"
-    """received: features are drawn from the received statistics. own: from the client's own estimate, which starts
-    from them.
+    """received: features are drawn from the received statistics. own: from the client's own
+    estimate, which starts from them.
     """
     labels: Literal["batch", "balanced"] = "batch"
-    """batch: features are drawn for the labels of the batch. balanced: for every class equally often."""
+    """batch: features are drawn for the labels of the batch. balanced: for every class equally
+    often.
+    """
     ratio: float = Field(default=1.0, gt=0)
-    """Number of drawn features per example of the batch. With labels = "balanced", rounded up to a multiple of the
-    number of classes.
+    """Number of drawn features per example of the batch. With labels = "balanced", rounded up to a
+    multiple of the number of classes.
     """
     normalization: Literal["joint", "separate"] = "joint"
-    """joint: real and drawn features are one batch for batch norm. separate: two batches, and only the real one
-    updates the running statistics.
+    """joint: real and drawn features are one batch for batch norm. separate: two batches, and only
+    the real one updates the running statistics.
     """
     weight: float = Field(default=1.0, ge=0)
     """Weight of the loss on drawn features; 0: nothing is drawn."""
     ramp: float = Field(default=0.0, ge=0)
-    """Warm-up length in epochs: the weight rises linearly from 0 to `weight` and keeps rising. 0: the weight is
-    constant.
+    """Warm-up length in epochs: the weight rises linearly from 0 to `weight` and keeps rising. 0:
+    the weight is constant.
     """
     weight_max: Limit = "off"
     """Maximum weight that a ramp reaches."""
     average: bool = False
-    """Divide the loss by 1 + weight. With weight = ratio it is then the mean over real and drawn features (Theorem
-    4.2).
+    """Divide the loss by 1 + weight. With weight = ratio it is then the mean over real and drawn
+    features (Theorem 4.2).
     """
 
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, values: Any) -> Any:
         preset = values.get("preset") if isinstance(values, Mapping) else None
-        return {**PRESETS[preset], **values} if isinstance(preset, str) and preset in PRESETS else values
+        return (
+            {**PRESETS[preset], **values}
+            if isinstance(preset, str) and preset in PRESETS
+            else values
+        )
 
     def weight_at(self, epoch: float) -> float:
         """Return the weight of the drawn features' loss after so many epochs."""
@@ -132,7 +147,9 @@ class FedImproSettings(MethodSettings):
 
 
 class FedImproClient(ClientAlgorithm):
-    """FedAvg, and a loss on drawn features. Every hook calls the next class's, see `fedimpro_combinations.py`."""
+    """FedAvg, and a loss on drawn features. Every hook calls the next class's, see
+    `fedimpro_combinations.py`.
+    """
 
     settings: FedImproSettings
 
@@ -195,7 +212,9 @@ class FedImproClient(ClientAlgorithm):
             drawn = drawn.contiguous(memory_format=torch.channels_last)
         return drawn
 
-    def _logits(self, step: Step, high: Chain, features: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    def _logits(
+        self, step: Step, high: Chain, features: Tensor, drawn: Tensor
+    ) -> tuple[Tensor, Tensor]:
         if self.settings.normalization == "joint":
             logits = run(high, torch.cat([features, drawn]))
             return logits[: len(features)], logits[len(features) :]
@@ -205,7 +224,9 @@ class FedImproClient(ClientAlgorithm):
 
     @torch.no_grad()
     def observe(self, step: Step, features: Tensor, targets: Tensor) -> None:
-        """Let the client's statistics follow a batch (Eq. 6). A deviation takes two examples of a class."""
+        """Let the client's statistics follow a batch (Eq. 6). A deviation takes two examples of a
+        class.
+        """
         own = step.scratch[SCRATCH]
         batch = moments(features, targets, self.info.classes)
         spread = batch.variance if self.settings.spread == "variance" else batch.variance.sqrt()
@@ -292,8 +313,8 @@ class FedImproServer(ServerAlgorithm):
         }
 
     def _merged(self, payloads: Sequence[State]) -> dict[str, tuple[Tensor, Tensor | float]]:
-        """Return the statistics of several clients together, each with 1 for the classes of which it is
-        known, and 0 for the others.
+        """Return the statistics of several clients together, each with 1 for the classes of which
+        it is known, and 0 for the others.
         """
         mean = torch.stack([payload[f"{OWN}mean"] for payload in payloads])
         spread = torch.stack([payload[f"{OWN}spread"] for payload in payloads])

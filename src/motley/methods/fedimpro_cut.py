@@ -9,7 +9,7 @@ from motley.splits.base import Split
 
 
 class Cut:
-    """One cut per size: behind a named stage, or in the middle of the shortest model of its family."""
+    """One cut per size: behind a named stage, or in the middle of its family's shortest model."""
 
     def __init__(self, split: Split, image: ImageShape, stage: str) -> None:
         self._blueprints = split.blueprints
@@ -31,13 +31,17 @@ class Cut:
         return chain[: self._low_stages[size]], chain[self._low_stages[size] :]
 
     def group(self, size: str) -> str:
-        """Return a name that sizes share if they are cut behind the same stage and their features have one shape."""
+        """Return a name that sizes share if they are cut behind the same stage and their features
+        have one shape.
+        """
         return f"{self.names[size]}-{'x'.join(map(str, self.shapes[size]))}"
 
     def _count_low_stages(self, size: str, stage: str) -> int:
         names = [one.name for one in self._chains[size][:-1]]
         if stage not in names:
-            raise MotleyError(f"method.cut = {stage!r}: model {size!r}: {unknown('stage', stage, names)}")
+            raise MotleyError(
+                f"method.cut = {stage!r}: model {size!r}: {unknown('stage', stage, names)}"
+            )
         return names.index(stage) + 1
 
     def _middle_stage(self, size: str) -> str:

@@ -2,8 +2,8 @@
 
 Chan et al., FedIN: Federated Intermediate Layers Learning for Model Heterogeneity, submitted to
 TMLR. A model is an extractor, intermediate layers and a classifier: the first stage of its chain,
-those between, and the head. With its part a client receives (s_in, s_out), the inputs and outputs of
-other clients' intermediate layers on one batch, and steps on
+those between, and the head. With its part a client receives (s_in, s_out), the inputs and outputs
+of other clients' intermediate layers on one batch, and steps on
 
     L_local = cross-entropy + mu / 2 |w - w_received|^2        all layers
     L_IN = mean squared error(intermediate(s_in), s_out)       intermediate layers only
@@ -65,19 +65,24 @@ class FedInSettings(MethodSettings):
     mu: float = Field(default=0.1, ge=0)
     """Weight of the proximal term; the paper writes mu / 2 = 0.05. 0 is its ablation "w/o Prox"."""
     proximal: Proximal = "squared"
-    """The proximal term, as for FedProx. squared: mu/2 |theta - w|^2. norms: mu/2 times the sum of |theta - w|."""
+    """The proximal term, as for FedProx. squared: mu/2 |theta - w|^2. norms: mu/2 times the sum of
+    |theta - w|.
+    """
     combine: Literal["simplified", "exact", "sum"] = "simplified"
-    """How the gradients are combined. simplified: G_IN + multiplier / 2 G_local (Eq. 13). exact: G_IN without its
-    component against G_local, and without G_local itself (Eq. 12). sum: G_IN + G_local, the ablation "w/o Opt".
+    """How the gradients are combined. simplified: G_IN + multiplier / 2 G_local (Eq. 13). exact:
+    G_IN without its component against G_local, and without G_local itself (Eq. 12). sum: G_IN +
+    G_local, the ablation "w/o Opt".
     """
     multiplier: float = Field(default=1.0, gt=0)
     """Lambda of Eq. 13."""
     step: Literal["joint", "separate"] = "joint"
-    """joint: one step with the combined gradient. separate: FedProx's step, then a step on L_IN with an optimiser of
-    its own.
+    """joint: one step with the combined gradient. separate: FedProx's step, then a step on L_IN
+    with an optimiser of its own.
     """
     samples: int = Field(default=1, ge=0)
-    """Number of other clients whose features a client receives (Figure 6d). 0: none, the ablation "w/o IN"."""
+    """Number of other clients whose features a client receives (Figure 6d). 0: none, the ablation
+    "w/o IN".
+    """
     batch: int = Field(default=0, ge=0)
     """Number of examples in a client's features; 0: the training batch size."""
     pool: int = Field(default=100, ge=1)
@@ -85,27 +90,35 @@ class FedInSettings(MethodSettings):
     stale: bool = True
     """Keep features of rounds before the last one."""
     noise: float = Field(default=0.0, ge=0)
-    """Noise on s_in and s_out, as a multiple of their standard deviations; 0.8 in the paper's "+Noise"."""
+    """Noise on s_in and s_out, as a multiple of their standard deviations; 0.8 in the paper's
+    "+Noise".
+    """
     noise_on: Literal["forward", "upload"] = "forward"
-    """forward: noise throughout training, and so on sent features too. upload: noise on sent features only."""
+    """forward: noise throughout training, and so on sent features too. upload: noise on sent
+    features only.
+    """
     running: Literal["both", "local"] = "both"
-    """Passes that update the running statistics of normalisation. both: also those on received features. local: only
-    those on the client's own examples.
+    """Passes that update the running statistics of normalisation. both: also those on received
+    features. local: only those on the client's own examples.
     """
     projection: int = Field(default=0, ge=0)
-    """Length of the vectors to which features are projected, so that models of different widths and families can
-    exchange them. 0: no projection; features go to models in which they have the same shape.
+    """Length of the vectors to which features are projected, so that models of different widths and
+    families can exchange them. 0: no projection; features go to models in which they have the same
+    shape.
     """
 
     @model_validator(mode="after")
     def _separate_steps_combine_nothing(self) -> FedInSettings:
         if self.step == "separate" and self.combine != "simplified":
-            raise ValueError(f"combine = {self.combine!r} is for step = 'joint'; separate steps combine no gradients")
+            raise ValueError(
+                f"combine = {self.combine!r} is for step = 'joint'; separate steps combine no "
+                "gradients"
+            )
         return self
 
 
 class FedINClient(ClientAlgorithm):
-    """FedProx, and a second loss for the intermediate layers: one more pass through them per step."""
+    """FedProx, and a second loss for the intermediate layers: one more pass through them."""
 
     settings: FedInSettings
 
@@ -116,7 +129,8 @@ class FedINClient(ClientAlgorithm):
     def before_training(self, step: Step) -> None:
         step.keep(SCRATCH, {"loss": torch.zeros(())})
         if self.settings.projection and IN not in step.scratch[SCRATCH]:
-            # Features of one length: a fixed random projection for each shape, and back by its transpose.
+            # Features of one length: a fixed random projection for each shape, and back by its
+            # transpose.
             for end, shape in zip((IN, OUT), self._shapes[step.size], strict=True):
                 matrix = torch.empty(self.settings.projection, shape.numel())
                 with torch_seed(self.info.seed, "projection", end, shape.numel()):
@@ -148,9 +162,10 @@ class FedINClient(ClientAlgorithm):
     def _backward_together(self, step: Step) -> Tensor:
         """Leave G_IN + weight G_local in the intermediate layers, and G_local elsewhere.
 
-        Batch and features go through the intermediate layers as one, each half normalized by itself.
-        The gradient that comes from the head is weighted before it enters them, and weighted back
-        when it leaves them for the extractor. Return L_local without its proximal term.
+        Batch and features go through the intermediate layers as one, each half normalized by
+        itself. The gradient that comes from the head is weighted before it enters them, and
+        weighted back when it leaves them for the extractor. Return L_local without its proximal
+        term.
         """
         weight = self.settings.multiplier / 2 if self.settings.combine == "simplified" else 1.0
         extractor, *between, head = chain_of(step.model)
@@ -262,7 +277,9 @@ class FedINServer(ServerAlgorithm):
         return collect(own, updates, self.settings.pool, self.settings.stale)
 
     def metrics(self, own: State, updates: Sequence[ClientUpdate]) -> dict[str, Tensor | float]:
-        """Return L_IN, the number of clients in the pool, and the megabytes of features that were sent."""
+        """Return L_IN, the number of clients in the pool, and the megabytes of features that were
+        sent.
+        """
         numbers = super().metrics(own, updates)
         if self.settings.samples:
             sent = 0
@@ -284,7 +301,9 @@ class FedINServer(ServerAlgorithm):
         return feature_shapes(self.info.split, self.info.image)
 
 
-@METHODS.register("fedin", "intermediate layers learn from others' features", paper="Chan et al., TMLR submission")
+@METHODS.register(
+    "fedin", "intermediate layers learn from others' features", paper="Chan et al., TMLR submission"
+)
 class FedIN(Method):
     """FedProx, with a second loss and a pool of features."""
 
@@ -297,7 +316,10 @@ class FedIN(Method):
         super().__init__(settings, info)
         for size, blueprint in info.split.blueprints.items():
             if not intermediate(blueprint.module):
-                raise MotleyError(f"model.sizes: {size!r} has no layers between the first and the head to train by IN.")
+                raise MotleyError(
+                    f"model.sizes: {size!r} has no layers between the first and the head to train "
+                    "by IN."
+                )
 
 
 class _Weighted(torch.autograd.Function):

@@ -1,4 +1,5 @@
-"""FedIN's pool of client features at the server: inputs and outputs of clients' intermediate layers.
+"""FedIN's pool of client features at the server: inputs and outputs of clients' intermediate
+layers.
 
 It is the method's own state at the server. The names of an entry's tensors hold the round and the
 client they came from, so the host can choose among entries without reading values from the device.
@@ -38,7 +39,8 @@ def entries(pool: State) -> list[Entry]:
 
 
 def collect(pool: State, updates: Sequence[ClientUpdate], capacity: int, stale: bool) -> State:
-    """Return the pool after a round: the newest features of each client, of at most `capacity` clients.
+    """Return the pool after a round: the newest features of each client, of at most `capacity`
+    clients.
 
     Without `stale`, features of earlier rounds are dropped.
     """
@@ -61,13 +63,20 @@ def collect(pool: State, updates: Sequence[ClientUpdate], capacity: int, stale: 
     return after
 
 
-def draw(pool: State, client: int, shapes: Shapes, count: int, numbers: np.random.Generator) -> State:
-    """Return the features of `count` clients other than this one, of these shapes; none if there are none.
+def draw(
+    pool: State, client: int, shapes: Shapes, count: int, numbers: np.random.Generator
+) -> State:
+    """Return the features of `count` clients other than this one, of these shapes; none if there
+    are none.
 
     If the pool has fewer, some are drawn twice, because a step is captured for one shape of the
     broadcast.
     """
-    others = [entry for entry in entries(pool) if entry.client != client and _shapes(pool, entry) == shapes]
+    others = [
+        entry
+        for entry in entries(pool)
+        if entry.client != client and _shapes(pool, entry) == shapes
+    ]
     if not others or not count:
         return {}
     chosen = [others[at] for at in numbers.choice(len(others), count, replace=len(others) < count)]

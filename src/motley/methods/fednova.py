@@ -40,8 +40,9 @@ class FedNovaSettings(FedProxSettings):
     mu: float = Field(default=0.0, ge=0)
     """Weight of a proximal term; 0: none."""
     scale_buffers: bool = False
-    """Rescale running statistics like parameters, as NIID-Bench does. If clients differ in their number of steps, a
-    running variance can then fall below that of every client, in the worst case to zero.
+    """Rescale running statistics like parameters, as NIID-Bench does. If clients differ in their
+    number of steps, a running variance can then fall below that of every client, in the worst case
+    to zero.
     """
 
 
@@ -70,7 +71,10 @@ class FedNovaServer(ServerAlgorithm):
         largest = a.max()
         names = {name for name in state if self._is_normalized(name, state)}
         # delta_i / a_i. Relative to the largest a_i, so that equal a_i are exactly one.
-        rates = [_divided(update, ratio, names) for update, ratio in zip(updates, a / largest, strict=True)]
+        rates = [
+            _divided(update, ratio, names)
+            for update, ratio in zip(updates, a / largest, strict=True)
+        ]
         mean = merge(state, rates)
         counted = a
         if self.settings.mu:
@@ -87,7 +91,9 @@ class FedNovaServer(ServerAlgorithm):
         return self.settings.scale_buffers and state[name].is_floating_point()
 
 
-@METHODS.register("fednova", "FedAvg of changes per unit of local progress", paper="Wang et al., NeurIPS 2020")
+@METHODS.register(
+    "fednova", "FedAvg of changes per unit of local progress", paper="Wang et al., NeurIPS 2020"
+)
 class FedNova(Method):
     """FedProx's local training, and a normalized mean."""
 
@@ -134,7 +140,11 @@ def effective(state: State, updates: Sequence[ClientUpdate], a: Tensor, names: s
         per_coordinate.append(replace(update, part=part, delta=values))
     names_of = [{piece.name for piece in update.part.values()} for update in updates]
     whole = sorted(set().union(*names_of) & names - in_pieces)
-    weights = [update.weight * (name in held) for name in whole for update, held in zip(updates, names_of, strict=True)]
+    weights = [
+        update.weight * (name in held)
+        for name in whole
+        for update, held in zip(updates, names_of, strict=True)
+    ]
     owned = tensor_on(weights, a.dtype, a.device).reshape(len(whole), len(updates))
     means = ((owned * a).sum(1) / owned.sum(1)).float()
     return {**dict(zip(whole, means, strict=True)), **merge(state, per_coordinate).delta}

@@ -6,8 +6,8 @@ Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020. A clien
 
 over its parameters, where w is its part of the global state as received. The term enters as its
 gradient, mu (theta - w), before clipping and the optimizer. The reported loss is f_i alone, so it
-is comparable with FedAvg's. Over parts of different depths this is the InCo paper's HeteroProx; with
-`method.inco` on, its InCoProx.
+is comparable with FedAvg's. Over parts of different depths this is the InCo paper's HeteroProx;
+with `method.inco` on, its InCoProx.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pydantic import Field
 from motley.methods.base import METHODS, ClientAlgorithm, Method, MethodSettings, Requirements
 from motley.methods.step import Step
 
-#: The term: mu / 2 |theta - w|^2, or, as in much public code, mu / 2 times the sum of every tensor's
-#: |theta - w|, whose gradient does not grow with the distance.
+#: The term: mu / 2 |theta - w|^2, or, as in much public code, mu / 2 times the sum of every
+#: tensor's |theta - w|, whose gradient does not grow with the distance.
 Proximal: TypeAlias = Literal["squared", "norms"]
 
 
@@ -29,12 +29,13 @@ class FedProxSettings(MethodSettings):
 
     name: str = "fedprox"
     mu: float = Field(default=0.1, ge=0)
-    """Weight of the proximal term. The InCo and FedIN papers use 0.1 (they write mu/2 = 0.05); FedProx's authors
-    choose among 0.001, 0.01, 0.1, 0.5 and 1. With Adam the term's gradient is rescaled like any other.
+    """Weight of the proximal term. The InCo and FedIN papers use 0.1 (they write mu/2 = 0.05);
+    FedProx's authors choose among 0.001, 0.01, 0.1, 0.5 and 1. With Adam the term's gradient is
+    rescaled like any other.
     """
     proximal: Proximal = "squared"
-    """squared: mu/2 |theta - w|^2. norms: mu/2 times the sum of |theta - w| over tensors, as in much public code; its
-    gradient does not grow with the distance.
+    """squared: mu/2 |theta - w|^2. norms: mu/2 times the sum of |theta - w| over tensors, as in
+    much public code; its gradient does not grow with the distance.
     """
 
 
@@ -48,7 +49,9 @@ class FedProxClient(ClientAlgorithm):
         step.proximal(self.settings.mu, norms=self.settings.proximal == "norms")
 
 
-@METHODS.register("fedprox", "FedAvg with a proximal term, mu / 2 |theta - w|^2", paper="Li et al., MLSys 2020")
+@METHODS.register(
+    "fedprox", "FedAvg with a proximal term, mu / 2 |theta - w|^2", paper="Li et al., MLSys 2020"
+)
 class FedProx(Method):
     """FedAvg, with another client half."""
 

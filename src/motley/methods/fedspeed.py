@@ -1,8 +1,8 @@
 """FedSpeed: FedDyn with gradients from a perturbed point, for flatter minima and more local steps.
 
 Sun et al., FedSpeed: Larger Local Interval, Less Communication Round, and Higher Generalization
-Accuracy, ICLR 2023. Each step climbs by rho along its gradient g, takes the gradient g' there, comes
-back, and hands the optimizer
+Accuracy, ICLR 2023. Each step climbs by rho along its gradient g, takes the gradient g' there,
+comes back, and hands the optimizer
 
     (1 - ascent) g + ascent g' + alpha (theta - w + lambda_i)
 
@@ -55,7 +55,9 @@ class FedSpeedClient(FedDynClient):
         return loss.detach()
 
 
-@METHODS.register("fedspeed", "FedDyn's duals with sharpness-aware gradients", paper="Sun et al., ICLR 2023")
+@METHODS.register(
+    "fedspeed", "FedDyn's duals with sharpness-aware gradients", paper="Sun et al., ICLR 2023"
+)
 class FedSpeed(Method):
     """FedDyn with another step."""
 

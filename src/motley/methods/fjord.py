@@ -1,4 +1,5 @@
-"""FjORD: a client trains all widths up to its own, one drawn per batch, and the widest teaches the others.
+"""FjORD: a client trains all widths up to its own, one drawn per batch, and the widest teaches the
+others.
 
 Horvath et al., FjORD: Fair and Accurate Federated Learning under Heterogeneous Targets with Ordered
 Dropout, NeurIPS 2021. The parts are those of `split.name = "ordered"`. With a width p drawn for the
@@ -27,7 +28,9 @@ class FjORDSettings(MethodSettings):
 
     name: str = "fjord"
     distill: bool = True
-    """Train the sampled width with the logits of the widest one as soft targets; doubles the work per step."""
+    """Train the sampled width with the logits of the widest one as soft targets; doubles the work
+    per step.
+    """
 
 
 class FjORDClient(ClientAlgorithm):
@@ -50,7 +53,11 @@ class FjORDClient(ClientAlgorithm):
         return step.task_loss(widest, step.targets) + distillation
 
 
-@METHODS.register("fjord", "a width drawn for each batch, taught by the widest", paper="Horvath et al., NeurIPS 2021")
+@METHODS.register(
+    "fjord",
+    "a width drawn for each batch, taught by the widest",
+    paper="Horvath et al., NeurIPS 2021",
+)
 class FjORD(Method):
     """FedAvg with another loss."""
 

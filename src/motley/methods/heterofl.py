@@ -1,4 +1,5 @@
-"""HeteroFL: clients train the leading channels of one model, with three measures for what that does to it.
+"""HeteroFL: clients train the leading channels of one model, with three measures for what that does
+to it.
 
 Diao, Ding and Tarokh, HeteroFL: Computation and Communication Efficient Federated Learning for
 Heterogeneous Clients, ICLR 2021. The parts are those of `split.name = "width"`, and so is the
@@ -9,8 +10,8 @@ scaler. The three measures here are
 - classifier rows that are averaged only over the clients that have the label (the client says which
   labels it has);
 - static batch norm: clients normalize with their batches, and the statistics for evaluation come
-  from a pass over all clients' data before each evaluation. A client passes its data through a model
-  of its own size; to evaluate each size with its own statistics, set
+  from a pass over all clients' data before each evaluation. A client passes its data through a
+  model of its own size; to evaluate each size with its own statistics, set
   split.normalization_statistics = "per-size". The authors pass the largest model everywhere and
   evaluate no other.
 
@@ -51,12 +52,12 @@ class HeteroFLSettings(MethodSettings):
     masked: bool = True
     """Set the logits of classes that a client does not have to 0 in its loss."""
     classifier_rows: Literal["all", "holders"] = "holders"
-    """The clients that count in the average of the last layer's rows. all: all clients. holders: for each class, the
-    clients that have examples of it.
+    """The clients that count in the average of the last layer's rows. all: all clients. holders:
+    for each class, the clients that have examples of it.
     """
     statistics: Literal["pass", "running"] = "pass"
-    """Source of batch norm's statistics. pass: a pass over the clients' data before each evaluation. running: the
-    running statistics of training.
+    """Source of batch norm's statistics. pass: a pass over the clients' data before each
+    evaluation. running: the running statistics of training.
     """
 
 
@@ -80,7 +81,8 @@ class HeteroFLClient(ClientAlgorithm):
         return {"held": step.scratch["classes"]["present"].clone()}, {}
 
     def collect(self, step: Step, batches: Iterable[tuple[Tensor, Tensor]]) -> State:
-        """Return the mean over batches, weighted by their length, of every batch norm's mean and variance.
+        """Return the mean over batches, weighted by their length, of every batch norm's mean and
+        variance.
 
         The norms compute it themselves: with a momentum of n / (examples so far) for a batch of n
         examples, running statistics are the mean over all batches.
@@ -122,7 +124,9 @@ class HeteroFLServer(ServerAlgorithm):
         return merge(state, updates)
 
     def _with_row_weights(self, update: ClientUpdate) -> ClientUpdate:
-        """Return an update in which the classifier's rows of classes that its client does not have do not count."""
+        """Return an update in which the classifier's rows of classes that its client does not have
+        do not count.
+        """
         present = (update.payload["held"] > 0).float()
         return replace(update, row_weights=dict.fromkeys(self._classifier(update.size), present))
 
@@ -136,7 +140,9 @@ class HeteroFLServer(ServerAlgorithm):
         has_statistics = any(name.endswith("running_mean") for name in self.info.split.frame)
         return range(len(self.info.sizes)) if has_statistics else ()
 
-    def apply_collection(self, own: State, state: State, collections: Sequence[Collection]) -> tuple[State, State]:
+    def apply_collection(
+        self, own: State, state: State, collections: Sequence[Collection]
+    ) -> tuple[State, State]:
         updates = [self._statistics(state, one) for one in collections if one.values]
         return own, apply(state, merge(state, updates), ())
 
@@ -160,4 +166,6 @@ class HeteroFL(Method):
     Settings = HeteroFLSettings
     Client = HeteroFLClient
     Server = HeteroFLServer
-    requirements = Requirements(payload=True, own_training=True, own_aggregation=True, collection=True)
+    requirements = Requirements(
+        payload=True, own_training=True, own_aggregation=True, collection=True
+    )

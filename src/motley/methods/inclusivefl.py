@@ -1,9 +1,11 @@
-"""InclusiveFL: sizes share all layers but each one's last block, which learns from the next larger size.
+"""InclusiveFL: sizes share all layers but each one's last block, which learns from the next larger
+size.
 
-Liu et al., No One Left Behind: Inclusive Federated Learning over Heterogeneous Devices, KDD 2022. The
-parts are those of `split.name = "inclusive"`: a size keeps its last block and its head to itself.
-Momentum distillation mixes the delta d of a size's last block, before anything is averaged between
-sizes, with the mean delta of the next larger size's blocks from there to that size's last one:
+Liu et al., No One Left Behind: Inclusive Federated Learning over Heterogeneous Devices, KDD 2022.
+The parts are those of `split.name = "inclusive"`: a size keeps its last block and its head to
+itself. Momentum distillation mixes the delta d of a size's last block, before anything is averaged
+between sizes, with the mean delta of the next larger size's blocks from there to that size's last
+one:
 
     d <- (1 - beta) d + beta mean(d of these blocks)
 
@@ -32,7 +34,9 @@ class InclusiveFLSettings(MethodSettings):
 
     name: str = "inclusivefl"
     beta: float = Field(default=0.2, ge=0, le=1)
-    """Weight of the next larger size's delta in the delta of a size's last block (momentum distillation)."""
+    """Weight of the next larger size's delta in the delta of a size's last block (momentum
+    distillation).
+    """
 
 
 class InclusiveFLServer(ServerAlgorithm):

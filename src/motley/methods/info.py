@@ -1,4 +1,6 @@
-"""The facts about a federation that a method may use: few for the client half, more for the server half."""
+"""The facts about a federation that a method may use: few for the client half, more for the server
+half.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Optimizer(Protocol):
 
 
 class Training(Protocol):
-    """How clients train, as configured: the part of `motley.client.training.TrainingSettings` used here."""
+    """How clients train, as configured: the part of `motley.client.training.TrainingSettings` used
+    here.
+    """
 
     @property
     def rounds(self) -> int:

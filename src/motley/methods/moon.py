@@ -58,9 +58,13 @@ class MoonClient(ClientAlgorithm):
         return {}, step.state
 
 
-@METHODS.register("moon", "FedAvg with a contrastive loss on representations", paper="Li et al., CVPR 2021")
+@METHODS.register(
+    "moon", "FedAvg with a contrastive loss on representations", paper="Li et al., CVPR 2021"
+)
 class Moon(Method):
-    """FedAvg with another loss: two more forward passes per step, and one model of state per client."""
+    """FedAvg with another loss: two more forward passes per step, and one model of state per
+    client.
+    """
 
     Settings = MoonSettings
     Client = MoonClient

@@ -1,8 +1,8 @@
 """SCAFFOLD: control variates that take the drift out of local steps.
 
-Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020. With
-c at the server and c_i at every client, a local step of learning rate lr is the optimizer's own step
-and then
+Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020.
+With c at the server and c_i at every client, a local step of learning rate lr is the optimizer's
+own step and then
 
     y <- y - lr (c - c_i)
 
@@ -12,8 +12,8 @@ and after K steps (option II of the paper)
 
 where N counts all clients that hold a layer, whether they took part or not. Correcting the weights
 after the step, not the gradient before it, is the same for plain SGD; with Adam or momentum only
-this fits c_i, which is a displacement. Control variates are for parameters. They follow the clients'
-own training, whatever InCo and the server optimizer do with the mean delta.
+this fits c_i, which is a displacement. Control variates are for parameters. They follow the
+clients' own training, whatever InCo and the server optimizer do with the mean delta.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class ScaffoldSettings(MethodSettings):
 
     name: str = "scaffold"
     initial: Literal["zeros", "weights"] = "zeros"
-    """Initial value of all control variates. zeros: 0. weights: the random weights of another network, as in
-    NIID-Bench. These cancel over all clients, but until every client has taken part they disturb the steps.
+    """Initial value of all control variates. zeros: 0. weights: the random weights of another
+    network, as in NIID-Bench. These cancel over all clients, but until every client has taken part
+    they disturb the steps.
     """
 
 
@@ -95,14 +96,18 @@ class ScaffoldServer(ServerAlgorithm):
         return add_shares(own, updates, lambda update: update.payload, self.info.owners)
 
 
-@METHODS.register("scaffold", "FedAvg with control variates against drift", paper="Karimireddy et al., ICML 2020")
+@METHODS.register(
+    "scaffold", "FedAvg with control variates against drift", paper="Karimireddy et al., ICML 2020"
+)
 class Scaffold(Method):
     """FedAvg with control variates; twice the communication."""
 
     Settings = ScaffoldSettings
     Client = ScaffoldClient
     Server = ScaffoldServer
-    requirements = Requirements(client_state=True, payload=True, own_training=True, own_aggregation=True)
+    requirements = Requirements(
+        client_state=True, payload=True, own_training=True, own_aggregation=True
+    )
 
 
 def initial_control(split: Split, settings: ScaffoldSettings, seed: int) -> State:

@@ -1,4 +1,5 @@
-"""ScaleFL: every exit of a model learns, deeper ones count more, and the deepest teaches the others.
+"""ScaleFL: every exit of a model learns, deeper ones count more, and the deepest teaches the
+others.
 
 Ilhan, Su and Liu, ScaleFL: Resource-Adaptive Federated Learning with Heterogeneous Clients, CVPR
 2023. The parts are those of `split.name = "grid"`. A client with exits 1 to L minimizes
@@ -7,8 +8,8 @@ Ilhan, Su and Liu, ScaleFL: Resource-Adaptive Federated Learning with Heterogene
     l_L = CE(z_L),    l_j = CE(z_j) + gamma T^2 KL(z_L / T || z_j / T)
 
 and the distillation begins after a quarter of the rounds. The released command leaves gamma at 0,
-does not detach the teacher, and averages the divergence over classes too: each is a setting. With one
-exit this is FedAvg.
+does not detach the teacher, and averages the divergence over classes too: each is a setting. With
+one exit this is FedAvg.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ class ScaleFLSettings(MethodSettings):
 
     name: str = "scalefl"
     gamma: float = Field(default=0.05, ge=0)
-    """Weight of the distillation loss. The released command for images uses 0; for text the authors use 0.05."""
+    """Weight of the distillation loss. The released command for images uses 0; for text the authors
+    use 0.05.
+    """
     temperature: float = Field(default=3.0, gt=0)
     """Temperature of the distillation."""
     begin: float = Field(default=0.25, ge=0, le=1)
     """Fraction of the rounds before the distillation begins."""
     teacher: str = Field(default="detached", pattern="^(detached|trained)$")
-    """detached: the distillation does not train the deepest exit. trained: it does, as in the released code."""
+    """detached: the distillation does not train the deepest exit. trained: it does, as in the
+    released code.
+    """
     mean_over_classes: bool = False
     """Divide the divergence by the number of classes, as in the released code."""
 
@@ -62,7 +67,11 @@ class ScaleFLClient(ClientAlgorithm):
         return t * t * divergence(teacher.float() / t, student.float() / t) / classes
 
 
-@METHODS.register("scalefl", "all exits learn, and the deepest teaches the others", paper="Ilhan et al., CVPR 2023")
+@METHODS.register(
+    "scalefl",
+    "all exits learn, and the deepest teaches the others",
+    paper="Ilhan et al., CVPR 2023",
+)
 class ScaleFL(Method):
     """FedAvg with another loss."""
 
@@ -73,4 +82,6 @@ class ScaleFL(Method):
 
 def divergence(teacher: Tensor, student: Tensor) -> Tensor:
     """Return KL(teacher || student) of two batches of logits, the mean over examples."""
-    return F.kl_div(student.log_softmax(1), teacher.log_softmax(1), reduction="batchmean", log_target=True)
+    return F.kl_div(
+        student.log_softmax(1), teacher.log_softmax(1), reduction="batchmean", log_target=True
+    )

@@ -91,7 +91,9 @@ class Step(Protocol):
         """Compute the gradients of a loss; they replace those of the last `backward`."""
         ...
 
-    def proximal(self, mu: float | Mapping[str, float], center: State | None = None, *, norms: bool = False) -> None:
+    def proximal(
+        self, mu: float | Mapping[str, float], center: State | None = None, *, norms: bool = False
+    ) -> None:
         """Add `mu * (params - center)`, the gradient of `mu / 2 |params - center|^2`, to `grads`.
 
         `center` is `received` by default. `mu` may be one number per name. With `norms` it is the
@@ -119,7 +121,10 @@ class Step(Protocol):
         ...
 
     def frozen(
-        self, state: State, inputs: Tensor, forward: Callable[[nn.Module, Tensor], Tensor] | None = None
+        self,
+        state: State,
+        inputs: Tensor,
+        forward: Callable[[nn.Module, Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Return the output of this architecture with another state.
 
