@@ -14,7 +14,6 @@ variant is started after `--budget` seconds.
 plain              captured steps, torch's own layers and optimizer
 compiled           the same with torch.compile
 compiled+optimizer compiled, with Motley's optimizer kernel
-compiled+others    compiled, with Motley's kernels for optimizer, loss and augmentation
 kernels            all of Motley's kernels
 kernels-NAME       all of them but one
 """
@@ -47,14 +46,14 @@ SMOKE = (
     "training.steps=2",
     "engine.device=cpu",
 )
-COMPARED = ("plain", "compiled", "compiled+optimizer", "kernels", "compiled+others")
+COMPARED = ("plain", "compiled", "compiled+optimizer", "kernels")
 #: The convolution's kernel is for 16 bits only; without it, a run in tf32 is the same.
 ONLY_16_BITS = ("conv",)
 
 
 def variants(precision: str) -> list[str]:
     """Return all variants for a precision, the most important first."""
-    names = sorted(ALL, key=["norm", "optimizer", "conv", "loss", "stem", "pool", "augment"].index)
+    names = sorted(ALL, key=["norm", "optimizer", "conv", "stem"].index)
     left_out = [name for name in names if precision in ("fp16", "bf16") or name not in ONLY_16_BITS]
     return [*COMPARED, *(f"kernels-{name}" for name in left_out)]
 
@@ -66,8 +65,6 @@ def overrides(variant: str) -> list[str]:
     if variant == "compiled":
         return ["engine.compile=true", "engine.kernels=false"]
     if variant == "compiled+optimizer":
-        return ["engine.compile=true", 'engine.kernels=["optimizer"]']
-    if variant == "compiled+others":
         return ["engine.compile=true"]
     if variant == "kernels":
         return []

@@ -153,10 +153,6 @@ def _type(annotation: Any) -> tuple[str, str]:
     origin, inner = get_origin(annotation), get_args(annotation)
     if annotation == Limit or (origin in (Union, types.UnionType) and "off" in get_args(inner[-1])):
         return "number", 'above 0, or "off"'
-    if origin in (Union, types.UnionType):
-        alternatives = [_type(alternative) for alternative in inner]
-        names = " or ".join(type_name for type_name, _ in alternatives)
-        return names, ", ".join(allowed for _, allowed in alternatives if allowed)
     if origin is Annotated:
         type_name, allowed = _type(inner[0])
         limits = ", ".join(part for part in (allowed, _limits(inner[1:])) if part)

@@ -1,4 +1,4 @@
-"""How commands fail: one message and an exit status, never a traceback, whatever goes wrong."""
+"""Failing commands print one message and set an exit status, and never show a traceback."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = ("model.sizes=resnet10", "federation.clients_per_round=2", "run.tensorbo
 
 
 def assert_message(answer: Answer, *parts: str, code: int = 2) -> None:
-    """Check that a command ended with one message on stderr that says these things."""
+    """Check that a command ended with one message on stderr that contains these parts."""
     assert answer.code == code, answer
     assert "Traceback" not in answer.err + answer.out
     assert answer.err.startswith("motley: "), answer.err
@@ -50,7 +50,7 @@ def assert_message(answer: Answer, *parts: str, code: int = 2) -> None:
         ),
         (MemoryError("Unable to allocate 7 TiB"), "there is not enough memory: Unable to allocate 7 TiB."),
         (
-            RuntimeError("[enforce fail at alloc_cpu.cpp:1] . DefaultCPUAllocator: can't allocate memory: you tried"),
+            RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried"),
             "there is not enough memory: ",
         ),
         (RuntimeError("Storage size calculation overflowed with sizes=[1]"), "there is not enough memory: "),
@@ -123,7 +123,7 @@ class FullOutput(io.StringIO):
 
 @pytest.fixture
 def full_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every command write to a full disk."""
+    """Make every command write to a full disk."""
     monkeypatch.setattr("tests.cli.conftest.StringIO", _outputs().__next__)
 
 
@@ -148,7 +148,7 @@ def test_a_run_whose_log_cannot_be_written_trains_to_its_end(motley: Command, tm
     assert_message(
         answer,
         "the standard output cannot be written: No space left on device. The training goes on.",
-        f"the run is complete, but the standard output could not be written: No space left on device. "
+        "run is complete, but the standard output could not be written: No space left on device.",
         f"To see its results: motley show {tmp_path / 'run'}",
     )
     assert answer.err.count("The training goes on") == 1
@@ -160,7 +160,7 @@ def test_a_run_whose_log_cannot_be_written_trains_to_its_end(motley: Command, tm
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Let no file of this process grow beyond a size: writing fails then as it does on a full disk."""
+    """Limit the size of files in this process: writing then fails as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -329,7 +329,7 @@ def test_a_damaged_checkpoint_is_named(motley: Command, damaged: Path, name: str
         assert_message(motley(*arguments), name, "cannot be read", "Remove ")
 
 
-# --- too much is asked for
+# --- requests that are too large
 
 
 @pytest.mark.parametrize(

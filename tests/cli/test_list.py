@@ -1,4 +1,4 @@
-"""`motley list`: one line for everything that is registered, all settings, and the runs of a folder."""
+"""`motley list`: one line per registered name, all settings, and the runs in a folder."""
 
 from __future__ import annotations
 

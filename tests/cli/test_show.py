@@ -1,4 +1,4 @@
-"""`motley show`: its numbers are those of the metrics, and what is no run is refused."""
+"""`motley show` prints the numbers of the metrics and rejects folders that are not runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def table(text: str) -> dict[str, list[str]]:
 
 
 def percent(value: float) -> str:
-    """Return a share as the table shows it."""
+    """Return a fraction as the table shows it."""
     return f"{100 * value:.2f}%"
 
 

@@ -23,7 +23,7 @@ from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.files import flush
-from motley.privacy import Spent
+from motley.privacy import PrivacyLedger
 from motley.round import Server
 from motley.settings import flat
 
@@ -162,7 +162,7 @@ def read_checkpoint(checkpoint: Path) -> Server:
             method=sections.get("method", {}),
             remembered=remembered,
             optimizer=sections.get("optimizer", {}),
-            spent=Spent.from_json(metadata.get("spent", {})),
+            spent=PrivacyLedger.from_json(metadata.get("spent", {})),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         advice = f"Remove {checkpoint} to continue from the checkpoint before it."
