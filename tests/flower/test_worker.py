@@ -10,9 +10,8 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from motley.runs.run import start_run
-
 from motley.runs.checkpoint import fingerprint, load_checkpoint
+from motley.runs.run import start_run
 from tests.flower.grid import three_nodes
 from tests.flower.processes import PATIENCE, Deployment
 
