@@ -168,7 +168,7 @@ class FedINClient(ClientAlgorithm):
         weight = self.settings.multiplier / 2 if self.settings.combine == "simplified" else 1.0
         extractor, *between, head = chain_of(step.model)
         s_in = weighted(self._noisy(extractor.run(step.inputs), "forward"), 1 / weight)
-        # Received features first: their batches update the running statistics before the client's own.
+        # Received features go first, so they update running statistics before the client's batch.
         inner = self.inner_loss(step)
         s_out = self._noisy(run(between, s_in), "forward")
         loss = step.task_loss(head.run(weighted(s_out, weight)), step.targets)
