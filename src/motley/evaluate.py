@@ -24,7 +24,7 @@ from motley.core.part import State, by_type, take
 from motley.data.device import DeviceData
 from motley.engine.compilation import compilation, compile_model, no_compilation
 from motley.engine.device import place
-from motley.models.layers import use_fused
+from motley.engine.fused import apply_kernels
 from motley.settings import Settings
 from motley.splits.base import Split
 
@@ -157,7 +157,7 @@ class _Size:
         self.batches, self.device = batches, batches.data.device
         self.model = place(model, self.device).eval()
         if self.device.type == "cuda":
-            use_fused(self.model, kernels)
+            apply_kernels(self.model, kernels)
         self._compiled = compiled
         if compiled:
             compile_model(self.model)

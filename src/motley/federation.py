@@ -123,10 +123,7 @@ class Federation:
         self.dataset = load_dataset_of(config) if dataset is None else checked_dataset(dataset)
         self.dataset.check_inferred_classes()
         transform = config.data.transform
-        kernel = "augment" in config.engine.kernel_names
-        train, *elsewhere = (
-            DeviceData(self.dataset.train, transform, device, augment=True, kernel=kernel) for device in self.devices
-        )
+        train, *elsewhere = (DeviceData(self.dataset.train, transform, device, augment=True) for device in self.devices)
         train.check_batch_fits("training.batch_size", config.training.batch_size)
         # Test images have the shape of training images, but are not put on the device before they are evaluated.
         tested = min(config.evaluation.batch_size, len(self.dataset.test))
@@ -474,12 +471,16 @@ class Federation:
         self, jobs: Sequence[Job], reason: Callable[[Collection], str | None], record: Record
     ) -> Sequence[Collection]:
         """Return the clients' collections. Nodes may send anything, so theirs are refused if there is a reason to."""
-        collections = self.engine.collect(jobs)
+        answers = self.engine.collect(jobs)
+        collections = [answer for answer in answers if isinstance(answer, Collection)]
         record.bytes_down += sum(size_in_bytes(job.state) + size_in_bytes(job.broadcast) for job in jobs)
         record.bytes_up += sum(size_in_bytes(collection.values) for collection in collections)
         if self.engine.trusted:
             return collections
         accepted, refused = [], {}
+        for answer in answers:
+            if isinstance(answer, Failure):
+                refused[answer.client] = f"its collection failed: {answer.reason}"
         for collection in collections:
             one = replace(collection, values=self.here(collection.values))
             why = reason(one)

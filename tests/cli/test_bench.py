@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from motley.bench import Timing, measure, save, stand_in
+from motley.bench import Timing, measure, save, synthetic_dataset
 from motley.cli import app
 from motley.core.errors import MotleyError
 from tests.conftest import TINY, tiny_config
@@ -52,7 +52,7 @@ def test_a_file_without_timings_is_named(tmp_path: Path) -> None:
     assert "x.json" in str(result.exception)
 
 
-def test_stand_ins_have_the_shape_of_the_real_ones() -> None:
+def test_synthetic_data_sets_have_the_shape_of_the_real_ones() -> None:
     with pytest.raises(MotleyError, match="digits"):
-        stand_in("digits")
-    assert stand_in("fashion-mnist").train.images.shape == (60_000, 28, 28, 1)
+        synthetic_dataset("digits")
+    assert synthetic_dataset("fashion-mnist").train.images.shape == (60_000, 28, 28, 1)

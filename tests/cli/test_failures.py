@@ -232,7 +232,7 @@ def test_a_wrong_output_path_is_refused_before_the_computing(
     def never(*arguments: object, **options: object) -> None:
         pytest.fail("something was computed")
 
-    for module, name in (("report.page", "render"), ("cli.bench", "measure"), ("cli.study", "play_study")):
+    for module, name in (("report.page", "render"), ("cli.bench", "measure"), ("cli.study", "run_study")):
         monkeypatch.setattr(importlib.import_module(f"motley.{module}"), name, never)
     (tmp_path / "afile").touch()
     words = {"RUN": tiny_run.path, "OUT": "afile/x"}
@@ -244,9 +244,9 @@ def test_a_wrong_output_path_is_refused_before_the_computing(
 def test_a_run_folder_that_cannot_be_made_is_refused_before_the_data_are_read(
     motley: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("motley.runs.play.Federation", lambda *_, **__: pytest.fail("data were read"))
+    monkeypatch.setattr("motley.runs.run.Federation", lambda *_, **__: pytest.fail("data were read"))
     (tmp_path / "afile").touch()
-    assert_message(motley("run", *overrides(), "--out", "afile/x"), "afile/x: cannot be made: afile is a file.")
+    assert_message(motley("run", *overrides(), "--out", "afile/x"), "afile/x: cannot be created: afile is a file.")
 
 
 def test_a_report_goes_to_the_standard_output_or_through_a_link(
@@ -288,14 +288,14 @@ def test_a_damaged_line_of_metrics_is_named_by_every_command(
         ("analyze", "sizes", damaged),
     ):
         answer = motley(*arguments)
-        assert_message(answer, f"{damaged / 'metrics.jsonl'}, line {at + 1}: is not the metrics of a round: ")
+        assert_message(answer, f"{damaged / 'metrics.jsonl'}, line {at + 1}: these are not the metrics of a round: ")
 
 
 def test_a_number_too_few_among_a_rounds_bytes_is_named(motley: Command, damaged: Path) -> None:
     lines = [json.loads(text) for text in (damaged / "metrics.jsonl").read_text().splitlines()]
     del lines[1]["bytes"]["up"]
     (damaged / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert_message(motley("show", damaged), "line 2: is not the metrics of a round: bytes.up: field required.")
+    assert_message(motley("show", damaged), "line 2: these are not the metrics of a round: bytes.up: field required.")
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe", b""])
@@ -315,7 +315,7 @@ def test_a_configuration_edited_to_another_model_is_refused(motley: Command, dam
     assert old in text
     config.write_text(text.replace(old, new))
     answer = motley("resume", damaged)
-    assert_message(answer, "describes another model than its checkpoint of round 3 holds. The first difference is ")
+    assert_message(answer, "describes a different model than the checkpoint of round 3. The first difference is ")
 
 
 @pytest.mark.parametrize("name", ["server.json", "state.safetensors"])

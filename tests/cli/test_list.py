@@ -155,7 +155,7 @@ def test_a_damaged_run_does_not_hide_the_others(motley: Command, tiny_run: TinyR
         shutil.copytree(tiny_run.path, tmp_path / "runs" / name)
     (tmp_path / "runs" / "a" / "metrics.jsonl").write_text("null\n")
     _, first, second = motley("list", "runs").out.splitlines()
-    assert "unreadable: runs/a/metrics.jsonl, line 1: is not the metrics of a round" in first
+    assert "unreadable: runs/a/metrics.jsonl, line 1: these are not the metrics of a round" in first
     assert second.split()[0] == "runs/b" and second.split()[-1] == "finished"
 
 

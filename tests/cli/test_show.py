@@ -107,7 +107,7 @@ def test_metrics_that_are_broken_in_the_middle_are_named(motley: Command, run_of
     run = run_of([line(1)], end="broken\n" + json.dumps(line(2)) + "\n")
     answer = motley("show", run)
     assert (answer.code, answer.out) == (2, "")
-    assert "metrics.jsonl, line 2: is not the metrics of a round: it is not JSON" in answer.err
+    assert "metrics.jsonl, line 2: these are not the metrics of a round: not JSON" in answer.err
 
 
 def test_a_run_without_a_finished_round_says_so(motley: Command, run_of: Any) -> None:

@@ -64,8 +64,8 @@ WRONG = [
     ("report adir", "adir is neither a run (config.toml) nor a study (study.json)."),
     ("watch none", "none is neither a run (config.toml) nor a study (study.json)."),
     ("analyze sizes none", "none is not a run: there is no config.toml in it."),
-    ("bench --compare list.json --compare list.json", "list.json holds no timings: "),
-    ("bench --compare none --compare list.json", "none holds no timings: "),
+    ("bench --compare list.json --compare list.json", "list.json is not a file of timings: "),
+    ("bench --compare none --compare list.json", "none is not a file of timings: "),
     ("deploy server none", "none"),
     ("deploy run none", "none"),
     ("run --set model.weights=none", "none': cannot be read: "),
@@ -79,12 +79,12 @@ WRONG = [
     ("run --set data.partition.name=file --set data.partition.path=afile", "must end in .json or .npz."),
     # --- outputs
     ("run --out afile", "afile already exists and is a file; a run needs a folder of its own."),
-    ("run --out afile/x", "afile/x: cannot be made: afile is a file."),
+    ("run --out afile/x", "afile/x: cannot be created: afile is a file."),
     (
         "run --out R",
         "R already exists and is not empty; a run needs a folder of its own. To continue it:",
     ),
-    ("resume R --rounds 2", "--rounds 2: R has already played 3 rounds; they cannot be undone."),
+    ("resume R --rounds 2", "--rounds 2: R has already completed 3 rounds."),
     ("bench --json nodir/b.json", "nodir/b.json: cannot be written: there is no folder "),
     ("bench --json adir", "adir: is a folder; give the name of a file."),
     ("report R -o adir", "adir: is a folder; give the name of a file."),
@@ -189,7 +189,7 @@ WRONG = [
     ("run --set privacy.noise=1", "noise = 1 is in units of clip, which is 0"),
     ("run --set privacy.clip=1 --set server.weighting=samples", "Use server.weighting = 'uniform'."),
     ("run --set engine.precision=fp16 --set engine.device=cpu", "engine.precision = 'fp16': is for a GPU"),
-    ("bench --synthetic", "data.name = 'digits': --synthetic can stand in for cifar10, fashion-mnist."),
+    ("bench --synthetic", "data.name = 'digits': --synthetic can only replace cifar10, fashion-mnist."),
 ]
 
 

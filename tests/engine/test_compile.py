@@ -12,6 +12,7 @@ import torch
 from motley.config import load_config
 from motley.core.errors import MotleyError
 from motley.federation import Federation
+from motley.kernels import ALL
 
 COMPILER = os.environ.get("CXX", "g++")
 needs_compiler = pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no C++ compiler ({COMPILER})")
@@ -72,6 +73,13 @@ def test_a_compiler_that_does_not_work_is_an_error_that_names_the_setting() -> N
         outcome("engine.compile=true", "model.mlp.hidden=9")
 
 
-def test_kernels_of_layers_cannot_be_chosen_for_compiled_models() -> None:
-    with pytest.raises(MotleyError, match=r"kernels lists norm, .* allowed are augment, loss, optimizer"):
-        load_config(overrides=["engine.compile=true", 'engine.kernels=["norm", "loss"]'])
+def test_kernels_are_all_none_or_listed_and_compiled_models_have_none_for_layers() -> None:
+    def names(*overrides: str) -> set[str]:
+        return set(load_config(overrides=overrides).engine.kernel_names)
+
+    assert names() == names("engine.kernels=true") == set(ALL)
+    assert names("engine.kernels=false") == set()
+    assert names("engine.kernels=[norm]") == {"norm"}
+    assert names("engine.compile=true") == {"optimizer"}
+    with pytest.raises(MotleyError, match=r"engine\.kernels.*'x': should be 'conv', 'norm', 'optimizer' or 'stem'"):
+        load_config(overrides=["engine.kernels=[x]"])

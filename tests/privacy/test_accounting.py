@@ -15,7 +15,7 @@ from motley.federation import Federation
 from motley.privacy import Accountant, PrivacyLedger
 from motley.privacy.accounting import ORDERS
 from motley.runs.metrics import MetricsLog
-from motley.runs.play import begin
+from motley.runs.run import start_run
 from tests.cli.conftest import call
 from tests.conftest import tiny_config
 
@@ -33,8 +33,8 @@ def directly(multiplier: float, rounds: int, *, asked: int = 1, clients: int = 1
 
 
 def test_clients_of_one_size(tmp_path: Path) -> None:
-    """The sum of 4 clients' noise has twice the deviation of one's, and sensitivity 2 clip."""
-    begin(tiny_config(*PRIVATE, *ONE_SIZE), tmp_path / "run")
+    """4 of 6 clients, whose noise adds up to twice a client's own; replacing a client moves the sum by 2 clip."""
+    start_run(tiny_config(*PRIVATE, *ONE_SIZE), tmp_path / "run")
     lines = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
     spent = [line["epsilon"] for line in lines]
     assert [line["model"] for line in spent] == pytest.approx(
@@ -110,7 +110,7 @@ def test_noise_that_did_not_arrive_is_not_counted() -> None:
 
 
 def test_without_noise_epsilon_is_infinite(tmp_path: Path) -> None:
-    begin(tiny_config(*PRIVATE, "privacy.noise=0", "training.rounds=1"), tmp_path / "run")
+    start_run(tiny_config(*PRIVATE, "privacy.noise=0", "training.rounds=1"), tmp_path / "run")
     (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
     assert line["epsilon"] == {"model": None, "upload": None}
     assert "client-level epsilon: infinite (adversary sees the global models)" in call("show", tmp_path / "run").out

@@ -16,7 +16,7 @@ from motley.privacy import DPMechanism, PrivacySettings
 from motley.privacy.mechanism import clip_by_norm
 from motley.round import Record
 from motley.runs.checkpoint import fingerprint
-from motley.runs.play import begin, resume
+from motley.runs.run import resume_run, start_run
 from tests.conftest import refused, tiny_config
 
 BATCH = "split.normalization_statistics=batch"
@@ -128,11 +128,11 @@ def test_clients_trained_in_one_batch_are_privatized_too() -> None:
 def test_a_resumed_run_adds_the_same_noise(tmp_path: Path) -> None:
     pytest.importorskip("dp_accounting")
     settings = (*CLIPPED, "privacy.noise=0.1", "method.name=InCoAvg")
-    _, whole = begin(tiny_config(*settings), tmp_path / "whole")
-    _, half = begin(tiny_config(*settings, "training.rounds=1"), tmp_path / "half")
+    _, whole = start_run(tiny_config(*settings), tmp_path / "whole")
+    _, half = start_run(tiny_config(*settings, "training.rounds=1"), tmp_path / "half")
     file = tmp_path / "half" / "config.toml"
     file.write_text(file.read_text().replace("rounds = 1\n", "rounds = 3\n"))
-    _, resumed = resume(tmp_path / "half")
+    _, resumed = resume_run(tmp_path / "half")
     assert half.round_number == 1 and fingerprint(resumed.state) == fingerprint(whole.state)
     assert resumed.spent == whole.spent
 

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from motley.bench import Timing, load, measure, stand_in, to_json
+from motley.bench import Timing, load, measure, synthetic_dataset, to_json
 from motley.config import load_config
 from motley.files import is_stream, output_file
 
@@ -38,7 +38,7 @@ def bench(
         return
     config = load_config(file, preset=preset, overrides=set_)
     setting = " ".join([config.preset or str(file), *set_])
-    dataset = stand_in(config.data.name) if synthetic else None
+    dataset = synthetic_dataset(config.data.name) if synthetic else None
     if json_ is None:
         console.print(table([measure(config, setting, rounds, warm_up, dataset)]))
         return

@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from motley.assembly import build_split
-from motley.bench import SHAPES, stand_in
+from motley.bench import SHAPES, synthetic_dataset
 from motley.config import Config, load_config
 from motley.core.errors import MotleyError
 from motley.data import Dataset
 from motley.data.device import DeviceData
 from motley.federation import load_dataset_of
-from motley.plan import Budget, Cost, costs_of, largest_fitting, read_budgets
+from motley.plan import NODE_RUNTIME, Budget, Cost, costs_of, largest_fitting, read_budgets
 
 COLUMNS = ("parameters", "GFLOPs\nper step", "activ.\nMB", "memory\nMB", "MB per\nround")
 
@@ -55,8 +55,8 @@ def _row(budget: Budget, size: str | None, costs: dict[str, Cost]) -> tuple[str,
 
 
 def costs_in(config: Config, synthetic: bool = False) -> dict[str, Cost]:
-    """Return the cost of each size of a configuration, the largest size first."""
-    dataset = stand_in(config.data.name) if synthetic else _dataset_of(config)
+    """Return the costs of a configuration's sizes, the largest first."""
+    dataset = synthetic_dataset(config.data.name) if synthetic else _dataset_of(config)
     dataset.check_inferred_classes()
     examples = DeviceData(dataset.train, config.data.transform, torch.device("cpu"), augment=False)
     split = build_split(config, examples.shape, dataset.classes)
@@ -77,9 +77,11 @@ def _dataset_of(config: Config) -> Dataset:
 
 
 def table(rows: list[tuple[str, str, Cost | None]], config: Config, first: str) -> Table:
-    """Return one row per client or, if `first` is "size", per size."""
-    batch_size = config.training.batch_size
-    caption = f"activations and memory of a training step with a batch of {batch_size}"
+    """Return one row per client, or per size."""
+    caption = (
+        f"activations and memory of a training step with a batch of {config.training.batch_size}\n"
+        f"a node's process takes about {NODE_RUNTIME / 1e6:.0f} MB more, beside `import torch`"
+    )
     result = Table(caption=caption, caption_justify="left")
     for name in [first] if first == "size" else [first, "size"]:
         result.add_column(name, overflow="fold")

@@ -24,9 +24,9 @@ from motley.cli.show import print_outcome
 from motley.core.errors import MotleyError
 from motley.federation import Federation
 from motley.round import Record, Server
+from motley.runs.callbacks import Callback
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import overall
-from motley.runs.play import Callback
 
 BARS = "▁▂▃▄▅▆▇█"
 #: Without a terminal, print an estimate if the first round takes longer than this many seconds.

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from motley.extras import require
 from motley.files import is_stream, output_file
-from motley.report.material import gather
+from motley.report.report_data import gather
 
 
 def report(

@@ -13,8 +13,7 @@ from motley.config import Config
 from motley.methods import METHODS
 from motley.runs.checkpoint import changed_settings, last_round
 from motley.runs.folder import RunFolder
-from motley.runs.play import resume as resume_run
-from motley.runs.play import set_rounds
+from motley.runs.run import resume_run, set_rounds
 
 
 def resume(

@@ -10,7 +10,7 @@ from motley.cli.deploy import simulation
 from motley.cli.progress import watch
 from motley.config import load_config
 from motley.runs.folder import next_free
-from motley.runs.play import begin
+from motley.runs.run import start_run
 
 
 def run(
@@ -38,4 +38,4 @@ def run(
         if config.engine.name == "flower-simulation" and not profile:
             simulation()(config, path, [progress])
         else:
-            begin(config, path, [progress], profile=profile)
+            start_run(config, path, [progress], profile=profile)

@@ -18,21 +18,21 @@ from motley.core.errors import MotleyError
 from motley.federation import Federation
 from motley.files import output_folder
 from motley.round import Record, Server
-from motley.runs.play import Callback
+from motley.runs.callbacks import Callback
 from motley.studies.declaration import Study, load_study, studies
-from motley.studies.play import StudyWatcher, outstanding, play_study
 from motley.studies.results import (
     COLUMNS,
     Result,
     collect,
     columns,
-    lines,
     missing,
     results_folder,
     save,
+    table_row,
     used_columns,
 )
-from motley.studies.sweep import SCALES, Cell, Planned, plan
+from motley.studies.runner import StudyWatcher, run_study, unfinished_runs
+from motley.studies.sweep import SCALES, Cell, PlannedRun, plan_cells
 
 _SCALES = "; ".join(f"{name}: {meaning.summary}" for name, meaning in SCALES.items())
 _FIRST = "demo"
@@ -74,7 +74,7 @@ def study(
         return
     chosen = load_study(name)
     scale = scale or chosen.scale
-    cells = plan(
+    cells = plan_cells(
         chosen,
         scale,
         data=data,
@@ -83,7 +83,7 @@ def study(
         seeds=seeds,
         overrides=parse_overrides(set_),
     )
-    todo = outstanding(cells, out)
+    todo = unfinished_runs(cells, out)
     _announce(console, chosen, scale, cells, todo)
     if plan_only:
         return
@@ -102,7 +102,7 @@ def study(
     try:
         save_results()
         with _Watcher(console, todo, save_results) as watcher:
-            play_study(todo, out, watcher)
+            run_study(todo, out, watcher)
     except KeyboardInterrupt:
         again = shlex.join(["motley", *sys.argv[1:]])
         console.print(
@@ -140,7 +140,7 @@ def _announce(
     study: Study,
     scale: str,
     cells: Sequence[Cell],
-    todo: Sequence[tuple[Cell, Planned]],
+    todo: Sequence[tuple[Cell, PlannedRun]],
 ) -> None:
     console.print(f"[bold]{study.name}[/]: {study.summary}", highlight=False, soft_wrap=True)
     if study.note:
@@ -175,7 +175,7 @@ class _Watcher(StudyWatcher, Callback):
     def __init__(
         self,
         console: Console,
-        todo: Sequence[tuple[Cell, Planned]],
+        todo: Sequence[tuple[Cell, PlannedRun]],
         save_results: Callable[[], object],
     ) -> None:
         self.console, self.runs, self.number = console, len(todo), 0
@@ -198,7 +198,7 @@ class _Watcher(StudyWatcher, Callback):
     def __exit__(self, *_: object) -> None:
         self.bar.stop()
 
-    def on_run(self, cell: Cell, run: Planned) -> Iterable[Callback]:
+    def on_run(self, cell: Cell, run: PlannedRun) -> Iterable[Callback]:
         self.number += 1
         where = f"run {self.number}/{self.runs}"
         self.console.print(
@@ -211,12 +211,12 @@ class _Watcher(StudyWatcher, Callback):
         self.bar.update(self.task, description=f"{where}: {cell.method}")
         return [self]
 
-    def on_finished(self, cell: Cell, run: Planned) -> None:
+    def on_finished(self, cell: Cell, run: PlannedRun) -> None:
         # Saved after every run, so that `motley watch` and `motley report` can show a study that is
         # still running, and nothing is lost if it is stopped.
         self.save_results()
 
-    def on_failure(self, cell: Cell, run: Planned, reason: str) -> None:
+    def on_failure(self, cell: Cell, run: PlannedRun, reason: str) -> None:
         self.left -= self.rounds_of_run
         self.console.print(f"  left out: {reason}", highlight=False, markup=False, soft_wrap=True)
 
@@ -242,7 +242,7 @@ class _Watcher(StudyWatcher, Callback):
 def _print_results(console: Console, results: Sequence[Result]) -> None:
     """Print one table per column of the study, without missing lines and empty columns."""
     for title, members in columns(results):
-        rows = [lines(result) for result in members if not result.cell.missing]
+        rows = [table_row(result) for result in members if not result.cell.missing]
         used = used_columns(rows)
         table = Table(
             *(COLUMNS[number] for number in used),

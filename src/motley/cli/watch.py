@@ -9,7 +9,7 @@ from rich.console import Console
 
 from motley.core.errors import MotleyError
 from motley.extras import require
-from motley.report.material import gather
+from motley.report.report_data import gather
 
 
 def watch(

@@ -17,12 +17,8 @@ from torch import Tensor
 from motley.core.errors import MotleyError
 from motley.data.dataset import Examples
 from motley.data.transforms import TransformSettings
-from motley.kernels import AVAILABLE
 from motley.limits import allocating, check_fits
 from motley.models import ImageShape
-
-if AVAILABLE:
-    from motley.kernels import augment
 
 #: Random numbers reserved per image, by column: 0 to 3 for the crop (a padded crop uses only the
 #: first two), 4 for the flip, 5 and 6 for the cutout.
@@ -39,11 +35,8 @@ class DeviceData:
         device: torch.device,
         *,
         augment: bool,
-        kernel: bool = True,
     ) -> None:
-        """`kernel`: on a GPU, augment batches with one fused kernel if the transform allows it."""
         self.device = device
-        self._kernel = kernel and AVAILABLE and device.type == "cuda"
         self.transform = transform
         images = torch.from_numpy(examples.images)
         _, self.height, self.width, self.channels = images.shape
@@ -104,26 +97,8 @@ class DeviceData:
         return self._resized(self._normalized(self._unpadded[rows])), self.labels[rows]
 
     def fill(self, into: Tensor, rows: Tensor, draws: Tensor | None) -> None:
-        """Write a batch of images into `into` (N, H, W, C), converted to its dtype.
-
-        The kernel is used unless the transform resizes or nothing is random.
-        """
-        resizes = self.transform.resize or self.transform.resized_crop
-        use_kernel = self._kernel and self.images.is_contiguous()
-        if use_kernel and draws is not None and not resizes:
-            augment.augment(
-                self.images,
-                rows,
-                draws,
-                self.shift,
-                self.scale,
-                into,
-                padding=self.transform.crop_padding,
-                flip=self.transform.flip,
-                cutout=self.transform.cutout,
-            )
-        else:
-            into.copy_(self.batch(rows, draws)[0].permute(0, 2, 3, 1))
+        """Write a batch of images into `into` (N, H, W, C), converted to its dtype."""
+        into.copy_(self.batch(rows, draws)[0].permute(0, 2, 3, 1))
 
     def _augmented(self, rows: Tensor, draws: Tensor) -> Tensor:
         transform = self.transform

@@ -154,6 +154,8 @@ class Clients:
     def finish(self, learner: Learner) -> Turn:
         """Take a client out of its learner, with what it sends and what it remembers."""
         assert learner.job is not None
+        if self.lean:
+            learner.drop_moments()
         delta, payload, memory, loss = learner.upload()
         self.memory.put(learner.job.client, learner.job.round_number, memory)
         return Turn(learner.job, delta, payload, loss, learner.taken, remembers=bool(memory))
