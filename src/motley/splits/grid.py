@@ -39,8 +39,8 @@ class GridSettings(WidthSettings):
     linear: the linear layer only, which ViTs always have.
     """
     output: Literal["last", "mean"] = "last"
-    """Output of a size in evaluation: that of its deepest exit (last, ScaleFL), or the mean over its
-    exits (mean, DepthFL).
+    """Output of a size in evaluation: that of its deepest exit (last, ScaleFL), or the mean over
+    its exits (mean, DepthFL).
     """
 
     @field_validator("rates")
