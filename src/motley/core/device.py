@@ -24,4 +24,6 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 def use_generator(generator: torch.Generator | None) -> None:
     """Let torch's random functions on a GPU draw from a generator of that GPU."""
     if generator is not None:
-        torch.cuda.default_generators[generator.device.index].graphsafe_set_state(generator.graphsafe_get_state())
+        torch.cuda.default_generators[generator.device.index].graphsafe_set_state(
+            generator.graphsafe_get_state()
+        )
