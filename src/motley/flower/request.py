@@ -1,4 +1,4 @@
-"""What a message asks of a node. The server is not trusted: every value is checked before it is used."""
+"""What a message asks of a node. The server is not trusted, so every value is checked."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Request:
 
 
 def read_request(node: NodeSettings, content: RecordDict, run: int) -> Request:
-    """Read a message, and refuse a run that protects this node's updates less than the node asks for."""
+    """Read a message, and refuse a run with less privacy than the node accepts."""
     with failing_as("bad-message"):
         values: Any = content["job"]
         text = str(values["config"])
