@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from motley.data import Dataset, Examples
 from motley.federation import Federation
 from motley.files import write_atomically
 from motley.runs.folder import describe_environment
+from motley.server.record import PendingRecord
 
 SHAPES = {"cifar10": (32, 32, 3, 50_000), "fashion-mnist": (28, 28, 1, 60_000)}
 """Height, width, channels and training images of data sets that can be stood in for."""
@@ -61,29 +61,24 @@ def stand_in(name: str) -> Dataset:
 def measure(config: Config, setting: str, rounds: int, warm_up: int, dataset: Dataset | None = None) -> Timing:
     """Play rounds of a configuration and return what they took."""
     federation = Federation(config, dataset=dataset)
-    steps: list[int] = []
-    aggregate = federation.method.aggregate
-
-    def counting(server: Any, state: Any, updates: Any) -> Any:
-        steps.append(sum(update.num_steps for update in updates))
-        return aggregate(server, state, updates)
-
-    federation.method.aggregate = counting  # type: ignore[method-assign]
-    server = federation.start()
-    totals, phases = [], []
-    begin, unsettled = time.perf_counter(), None
+    server = federation.initial_state()
+    totals: list[float] = []
+    records: list[PendingRecord] = []
+    begin = time.perf_counter()
     for number in range(warm_up + rounds):
-        server, record = federation.advance(server, lambda client: None)
-        if unsettled is not None:
-            unsettled.settle()
-        unsettled = record
+        server, record = federation.queue_round(server)
+        # As in a run, the record of a round is read when the next round has begun.
+        if records:
+            records[-1].read()
+        records.append(record)
         if number == warm_up + rounds - 1:
-            record.settle()
+            record.read()
         end = time.perf_counter()
         totals.append(end - begin)
-        phases.append(record.seconds)
         begin = end
-    measured, seconds = totals[warm_up:], phases[warm_up:]
+    measured = totals[warm_up:]
+    finished = [record.read() for record in records[warm_up:]]
+    seconds = [record.seconds for record in finished]
     share = {name: sum(phase.get(name, 0.0) for phase in seconds) / sum(measured) for name in seconds[0]}
     quartiles = statistics.quantiles(measured, n=4) if rounds > 1 else [measured[0]] * 3
     train = sum(phase["train"] for phase in seconds)
@@ -92,7 +87,7 @@ def measure(config: Config, setting: str, rounds: int, warm_up: int, dataset: Da
         rounds=rounds,
         ms_round=1000 * statistics.median(measured),
         ms_round_spread=500 * (quartiles[2] - quartiles[0]),
-        ms_client_step=1000 * train / sum(steps[warm_up:]),
+        ms_client_step=1000 * train / sum(record.num_steps for record in finished),
         peak_mb=_peak_mb(federation.devices),
         share={**share, "idle": max(0.0, 1 - sum(share.values()))},
         seconds_first_round=totals[0],

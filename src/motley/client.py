@@ -6,18 +6,18 @@ one message: its memory is free again before the answer is packed.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-import torch
-
-from motley.assembly import assign_sizes, build_clients, build_method, build_split, check_weights_fit
+from motley.assembly import assign_sizes, build_clients, build_method, build_split
+from motley.checks import check_precision, check_weights_fit
 from motley.config import Config
 from motley.core.update import ClientUpdate
 from motley.data.dataset import Examples
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
 from motley.engine import Job, LocalEngine
-from motley.engine.device import choose_devices, set_precision
+from motley.engine.device import choose_devices, numerics, request_hardware_queues
 from motley.methods.base import Collection
 from motley.splits.check import check_outputs
 
@@ -38,9 +38,10 @@ class Client:
     ) -> None:
         """`folder` keeps the client's state. `secret` keys the noise of `privacy`; without one, the run's seed does."""
         self.config = config
+        if config.engine.device != "cpu":
+            request_hardware_queues()
         (device, *_) = choose_devices(config.engine.device)
-        set_precision(config.engine.precision, device)
-        torch.set_num_threads(config.engine.threads)
+        check_precision(config.engine.precision, device)
         data = DeviceData(examples, config.data.transform, device, augment=True)
         data.check_batch_fits("training.batch_size", config.training.batch_size)
         split = build_split(config, data.shape, classes)
@@ -60,12 +61,17 @@ class Client:
 
         The client's state is in its folder afterwards, and those of rounds before `forget` are not.
         """
-        uploads = self._engine.train([job], lambda client: None)
+        with self._numerics():
+            uploads = self._engine.train([job], lambda client: None)
         self._engine.save_memory({job.client: job.round_number})
         self._engine.forget_memory({job.client: forget})
         return uploads[0] if uploads else None
 
     def collect(self, job: Job) -> Collection | None:
         """Answer for the method's collection; None if the client has no examples."""
-        collections = self._engine.collect([job])
+        with self._numerics():
+            collections = self._engine.collect([job])
         return collections[0] if collections else None
+
+    def _numerics(self) -> AbstractContextManager[None]:
+        return numerics(self.config.engine.precision, self.config.engine.threads)

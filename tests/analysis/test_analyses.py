@@ -54,7 +54,7 @@ def test_each_leaves_a_table_and_pictures(run: Path, tmp_path: Path, name: str) 
 def test_the_round_that_is_played_again_is_the_runs_own(run: Path) -> None:
     """On a CPU the clients of round 2, trained again after checkpoint 1, lead to checkpoint 2 bit for bit."""
     with opened(run) as (federation, servers):
-        again, _ = federation.play(servers[0])
+        again, _ = federation.run_round(servers[0])
         trained = next_round(federation, servers[0])
     second = read_checkpoint(checkpoints(run / "checkpoints")[1])
     assert all(torch.equal(again.state[name], tensor) for name, tensor in second.state.items())
@@ -91,7 +91,7 @@ def test_memory_that_is_gone_is_begun_anew(tmp_path: Path) -> None:
         file.unlink()
     (path / "clients").rmdir()
     with opened(path) as (federation, servers):
-        assert not servers[-1].remembered
+        assert not servers[-1].client_state_rounds
         assert len(next_round(federation, servers[-1])) == len(with_memory)
 
 

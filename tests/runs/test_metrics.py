@@ -11,11 +11,11 @@ import pytest
 
 from motley.core.errors import MotleyError
 from motley.evaluate import Score, Summary
-from motley.round import Record
 from motley.runs.metrics import MetricsLog, outcome, to_line
+from motley.server.record import RoundRecord
 
 
-def make_record(number: int, **values: Any) -> Record:
+def make_record(number: int, **values: Any) -> RoundRecord:
     """Return a record of two sizes with every field filled."""
     filled: dict[str, Any] = {
         "scores": {"small": Score(0.25, 2.5, (0.5, 0.0)), "large": Score(0.75, 1.25, (1.0, 0.5))},
@@ -25,7 +25,7 @@ def make_record(number: int, **values: Any) -> Record:
         "bytes_down": 100,
         "bytes_up": 90,
     }
-    return Record(number, **{**filled, **values})
+    return RoundRecord(number, **{**filled, **values})
 
 
 def test_a_line_holds_all_that_is_known_of_a_round() -> None:
@@ -33,8 +33,7 @@ def test_a_line_holds_all_that_is_known_of_a_round() -> None:
         3,
         refused={5: "'fc.bias' is missing."},
         idle=[4],
-        inco={"layer1.1": {"theta": 0.5, "alpha": 1e-9, "beta": -2.0}},
-        method={"pool": 4.0, "in_loss": 0.123456789},
+        metrics={"inco/layer1.1/theta": 0.5, "inco/layer1.1/beta": -2.0, "method/in_loss": 0.123456789},
     )
     assert to_line(record) == {
         "round": 3,
@@ -47,8 +46,7 @@ def test_a_line_holds_all_that_is_known_of_a_round() -> None:
         "idle": [4],
         "seconds": {"train": 1.25, "merge": 0.5},
         "bytes": {"down": 100, "up": 90},
-        "inco": {"layer1.1": {"theta": 0.5, "alpha": 1e-9, "beta": -2.0}},
-        "method": {"pool": 4.0, "in_loss": 0.123457},
+        "metrics": {"inco/layer1.1/theta": 0.5, "inco/layer1.1/beta": -2.0, "method/in_loss": 0.123457},
     }
 
 

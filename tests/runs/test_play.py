@@ -6,8 +6,9 @@ import pytest
 
 from motley.evaluate import Evaluation
 from motley.federation import Federation
-from motley.round import Record, Server
 from motley.runs.play import Callback, play
+from motley.server.record import RoundRecord
+from motley.server.state import ServerState
 from tests.conftest import tiny_config
 
 
@@ -25,18 +26,18 @@ class Watch(Callback):
         if self.clients > self.interrupt_after:
             raise KeyboardInterrupt
 
-    def on_round(self, server: Server, record: Record) -> None:
+    def on_round(self, server: ServerState, record: RoundRecord) -> None:
         assert server.round_number == record.round_number
         self.seen.append(("round", record.round_number))
         self.scores.append({size: score.accuracy for size, score in record.scores.items()})
 
-    def on_stop(self, server: Server) -> None:
+    def on_stop(self, server: ServerState) -> None:
         self.seen.append(("stop", server.round_number))
 
 
 def played(watch: Watch) -> Watch:
     federation = Federation(tiny_config("training.rounds=3"))
-    play(federation, federation.start(), [watch])
+    play(federation, federation.initial_state(), [watch])
     return watch
 
 

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from motley.engine.memory import MemoryStore
-from motley.round import Server
 from motley.runs.checkpoint import checkpoints, fingerprint, load_checkpoint
 from motley.runs.metrics import MetricsLog
 from motley.runs.play import begin, resume
+from motley.server.state import ServerState
 from tests.conftest import TINY, tiny_config
 from tests.runs import crash, remembering
 from tests.runs.crash import Fate, InterruptAt
@@ -43,7 +43,7 @@ SETTINGS = (
 """A run in which everything that is kept between rounds counts: averaging, InCo, augmentation, several slots."""
 
 
-def saved(folder: Path) -> Server:
+def saved(folder: Path) -> ServerState:
     server = load_checkpoint(folder / "checkpoints")
     assert server is not None
     return server
@@ -59,9 +59,9 @@ def timeless(folder: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
 
 
-def hashes(server: Server) -> list[object]:
-    sections = (server.state, server.averaged or {}, server.method)
-    return [server.round_number, *map(fingerprint, sections), server.remembered]
+def hashes(server: ServerState) -> list[object]:
+    sections = (server.state, server.ema or {}, server.method_state)
+    return [server.round_number, *map(fingerprint, sections), server.client_state_rounds]
 
 
 def assert_same_run(folder: Path, undisturbed: Path) -> None:
@@ -254,7 +254,7 @@ def remembered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def memories(folder: Path) -> dict[tuple[int, int], str]:
     """Return hashes of the memories that the newest checkpoint names."""
     store = MemoryStore(folder / "clients")
-    return {which: fingerprint(store.get(*which)) for which in saved(folder).remembered.items()}
+    return {which: fingerprint(store.get(*which)) for which in saved(folder).client_state_rounds.items()}
 
 
 def assert_remembers_the_same(folder: Path, undisturbed: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from motley.analysis.findings import ANALYSES, Findings, new_figure
 from motley.core.errors import MotleyError
-from motley.runs.metrics import MetricsLog
+from motley.runs.metrics import MetricsLog, layer_numbers
 
 DRAWN = {"theta": "theta", "beta": "beta", "positive": "share of beta > 0"}
 
@@ -21,7 +21,7 @@ def coefficients(paths: Sequence[Path]) -> Findings:
         own = [
             (path.name, line["round"], layer, *(values[name] for name in DRAWN))
             for line in MetricsLog(path / "metrics.jsonl").read()
-            for layer, values in line.get("inco", {}).items()
+            for layer, values in layer_numbers(line, "inco").items()
         ]
         if not own:
             raise MotleyError(f"{path} has no coefficients: it ran without InCo (method.inco.preset).")

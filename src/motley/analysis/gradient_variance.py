@@ -24,7 +24,6 @@ from motley.engine import Job
 from motley.federation import Federation
 from motley.methods.levels import Levels
 from motley.models.stages import chain_of, owned
-from motley.round import Record
 
 BATCH = 256
 """Most examples of one pass."""
@@ -43,7 +42,7 @@ def variance(paths: Sequence[Path]) -> Findings:
         number = server.round_number + 1
         gradients = [
             placed(federation, job.size, number, job.client, own_gradient(federation, job))
-            for job in federation.jobs(server, Record(number))
+            for job in federation.jobs(server)
             if len(federation.partition.of(job.client)) > 1
         ]
         layers = gradient_variance(gradients)

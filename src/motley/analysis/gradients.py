@@ -15,7 +15,7 @@ from motley.analysis.replay import kept_rounds, next_round
 from motley.core.merge import merge
 from motley.core.update import ClientUpdate
 from motley.federation import Federation
-from motley.round import Server
+from motley.server.state import ServerState
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,7 +30,7 @@ def quantiles(change: Tensor) -> list[float]:
     return values[places].tolist()
 
 
-def mean_change(federation: Federation, server: Server) -> dict[str, Tensor]:
+def mean_change(federation: Federation, server: ServerState) -> dict[str, Tensor]:
     """Return the mean change of the round after a server's, for weights of two dimensions and more."""
     updates = [
         ClientUpdate(

@@ -18,15 +18,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from motley.analysis.findings import ANALYSES, Findings, new_figure
 from motley.config import Config
 from motley.core.errors import MotleyError
-from motley.core.part import State
+from motley.core.part import State, size_in_bytes
 from motley.core.update import ClientUpdate
 from motley.engine import DebugEngine, Job
 from motley.engine.clients import own_randomness
 from motley.engine.learner import Learner
-from motley.federation import Federation, size_in_bytes
+from motley.federation import Federation
 from motley.plan import LiveBytes
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import MetricsLog
+from motley.server.rounds import complete_update
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,13 +83,14 @@ def plainly(config: Config) -> Config:
 
 def overhead_of(federation: Federation) -> Overhead:
     """Count for a federation of one-step clients (`plainly`)."""
-    engine, server = federation.engine, federation.start()
+    engine, server = federation.engine, federation.initial_state()
     assert isinstance(engine, DebugEngine)
     jobs = [federation.job(server, 1, client) for client in _one_of_each(federation, 1)]
     sent = {job.client: job for job in jobs}
-    uploads = [answer for answer in engine.train(jobs, lambda client: None) if isinstance(answer, ClientUpdate)]
-    updates = [federation.update(sent[upload.client], upload) for upload in uploads]
-    learned = federation.method.update(server.method, server.state, updates)
+    with federation.numerics():
+        uploads = [answer for answer in engine.train(jobs, lambda client: None) if isinstance(answer, ClientUpdate)]
+    updates = [complete_update(federation.context, sent[upload.client], upload) for upload in uploads]
+    learned = federation.method.update(server.method_state, server.state, updates)
     again = [(c, federation.size_of(c, 2)) for c in _one_of_each(federation, 2)]
     messages = [federation.method.broadcast(learned, server.state, 2, client) for client, _ in again]
     states = {job.size: job.state for job in jobs}

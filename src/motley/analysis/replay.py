@@ -22,9 +22,9 @@ from motley.core.update import ClientUpdate
 from motley.data import Examples
 from motley.data.device import DeviceData
 from motley.federation import Federation
-from motley.round import Record, Server
 from motley.runs.checkpoint import checkpoints, read_checkpoint
 from motley.runs.folder import RunFolder
+from motley.server.state import ServerState
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Trained:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[Federation, list[Server]]]:
+def opened(path: Path) -> Iterator[tuple[Federation, list[ServerState]]]:
     """Open a run for looking at: its federation, and the servers of all checkpoints, oldest first.
 
     What clients remember is copied, so nothing of the run changes; where it is gone, clients begin anew.
@@ -55,10 +55,10 @@ def opened(path: Path) -> Iterator[tuple[Federation, list[Server]]]:
         federation = Federation(folder.read_config(), memory_folder=memory)
         servers = [federation.to_device(read_checkpoint(checkpoint)) for checkpoint in saved]
         known = memory.exists()
-        yield federation, [server if known else replace(server, remembered={}) for server in servers]
+        yield federation, [server if known else replace(server, client_state_rounds={}) for server in servers]
 
 
-def kept_rounds(paths: Iterable[Path]) -> Iterator[tuple[str, Federation, Server]]:
+def kept_rounds(paths: Iterable[Path]) -> Iterator[tuple[str, Federation, ServerState]]:
     """Yield every checkpoint that the runs have kept: a run's name, its federation, and the server."""
     for path in paths:
         with opened(path) as (federation, servers):
@@ -66,11 +66,11 @@ def kept_rounds(paths: Iterable[Path]) -> Iterator[tuple[str, Federation, Server
                 yield path.name, federation, server
 
 
-def next_round(federation: Federation, server: Server) -> list[Trained]:
+def next_round(federation: Federation, server: ServerState) -> list[Trained]:
     """Train the clients of the round after a server's."""
-    record = Record(server.round_number + 1)
-    jobs = {job.client: job for job in federation.jobs(server, record)}
-    uploads = federation.engine.train(list(jobs.values()), lambda client: None)
+    jobs = {job.client: job for job in federation.jobs(server)}
+    with federation.numerics():
+        uploads = federation.engine.train(list(jobs.values()), lambda client: None)
     return [
         Trained(
             upload.client,
@@ -90,7 +90,7 @@ def model_of(federation: Federation, size: str, state: Mapping[str, Tensor]) -> 
     return model.eval()
 
 
-def global_model(federation: Federation, server: Server, size: str) -> nn.Module:
+def global_model(federation: Federation, server: ServerState, size: str) -> nn.Module:
     """Return a size's model as the server hands it out."""
     return model_of(federation, size, take(server.model, federation.split.evaluated(size, server.round_number)))
 

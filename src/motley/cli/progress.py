@@ -22,10 +22,11 @@ from rich.text import Text
 from motley.cli.show import print_outcome
 from motley.core.errors import MotleyError
 from motley.federation import Federation
-from motley.round import Record, Server
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import overall
 from motley.runs.play import Callback
+from motley.server.record import RoundRecord
+from motley.server.state import ServerState
 
 BARS = "▁▂▃▄▅▆▇█"
 #: Without a terminal, a first round that takes longer than so many seconds is announced with an estimate.
@@ -42,7 +43,7 @@ class Progress(Callback):
         self.began = time.perf_counter()
         self.durations: deque[float] = deque(maxlen=20)
         self.history: dict[str, list[float]] = {}
-        self.record: Record | None = None
+        self.record: RoundRecord | None = None
         self.output_error: OSError | None = None
 
     def say(self, text: str) -> None:
@@ -65,7 +66,7 @@ class Progress(Callback):
         with suppress(OSError):
             Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def on_start(self, federation: Federation, server: Server) -> None:
+    def on_start(self, federation: Federation, server: ServerState) -> None:
         self.rounds = federation.config.training.rounds
         self.clients = federation.config.federation.clients_per_round
         self.round_number = server.round_number
@@ -75,7 +76,7 @@ class Progress(Callback):
     def on_client(self, client: int) -> None:
         self.clients_done += 1
 
-    def on_round(self, server: Server, record: Record) -> None:
+    def on_round(self, server: ServerState, record: RoundRecord) -> None:
         now = time.perf_counter()
         self.durations.append(now - self.began)
         self.began, self.clients_done = now, 0
@@ -85,7 +86,7 @@ class Progress(Callback):
         for client, reason in record.refused.items():
             self.say(f"round {record.round_number}: client {client} was refused: {reason}")
 
-    def on_stop(self, server: Server) -> None:
+    def on_stop(self, server: ServerState) -> None:
         self.round_number = server.round_number
 
     @property
@@ -118,7 +119,7 @@ class PlainProgress(Progress):
 
     estimated = False
 
-    def on_start(self, federation: Federation, server: Server) -> None:
+    def on_start(self, federation: Federation, server: ServerState) -> None:
         super().on_start(federation, server)
         after = f", continuing after round {server.round_number}" if server.round_number else ""
         self.say(f"{self.rounds} rounds on {self.device}{after}")
@@ -131,7 +132,7 @@ class PlainProgress(Progress):
             per_round = clock_time(self.seconds_per_round)
             self.say(f"client {self.clients_done}/{self.clients}  ~{per_round} per round  left {self.time_left}")
 
-    def on_round(self, server: Server, record: Record) -> None:
+    def on_round(self, server: ServerState, record: RoundRecord) -> None:
         super().on_round(server, record)
         parts = [f"round {record.round_number}/{self.rounds}"]
         parts += [f"{size} {score.accuracy:.1%}" for size, score in record.scores.items()]
@@ -147,11 +148,11 @@ class LiveProgress(Progress):
         super().__init__(console)
         self.live = Live(console=console, get_renderable=self.draw, refresh_per_second=4, transient=True)
 
-    def on_start(self, federation: Federation, server: Server) -> None:
+    def on_start(self, federation: Federation, server: ServerState) -> None:
         super().on_start(federation, server)
         self.live.start()
 
-    def on_stop(self, server: Server) -> None:
+    def on_stop(self, server: ServerState) -> None:
         super().on_stop(server)
         try:
             self.live.stop()

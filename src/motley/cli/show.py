@@ -16,7 +16,7 @@ from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.runs.checkpoint import fingerprint, load_checkpoint
 from motley.runs.folder import RunFolder
-from motley.runs.metrics import OVERALL, MetricsLog, Outcome, outcome
+from motley.runs.metrics import OVERALL, MetricsLog, Outcome, outcome, stage_numbers
 
 
 def show(
@@ -72,8 +72,9 @@ def print_outcome(console: Console, folder: RunFolder) -> None:
     for target, number in found.rounds_to.items():
         reached = f"first reached in round {number}" if number is not None else "not reached"
         console.print(f"{target:.1%} mean accuracy: {reached}", highlight=False)
-    if lines[-1].get("method"):
-        own = ", ".join(f"{name} {_written(value)}" for name, value in lines[-1]["method"].items())
+    numbers = stage_numbers(lines[-1])
+    if numbers:
+        own = ", ".join(f"{name} {_written(value)}" for name, value in numbers.items())
         console.print(f"{config.method.name}, last round: {own}", highlight=False, markup=False, soft_wrap=True)
     phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in found.seconds.items())
     total = sum(found.seconds.values())

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from motley.aggregate.recalibration import batch_moments
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.core.update import ClientUpdate
@@ -22,6 +21,7 @@ from motley.engine.memory import MemoryStore
 from motley.engine.timeline import Timeline
 from motley.engine.training import NO_STEPS, Plan, TrainingSettings, make_plan
 from motley.methods.base import Collection, Method
+from motley.models.moments import batch_moments
 from motley.privacy.guard import Guard
 
 COLLECTED = 8

@@ -19,9 +19,9 @@ from motley.data.device import DeviceData
 from motley.federation import Federation
 from motley.flower.engine import FlowerEngine, Nodes
 from motley.plan import assigned, costs_of, read_budgets
-from motley.round import Server
 from motley.runs.folder import RunFolder
 from motley.runs.play import Callback, begin, resume
+from motley.server.state import ServerState
 from motley.settings import validate
 
 app = ServerApp()
@@ -45,7 +45,9 @@ def main(grid: Grid, context: Context) -> None:
         raise
 
 
-def serve(grid: Grid, new: Config | None, path: Path, watchers: Iterable[Callback] = ()) -> tuple[Federation, Server]:
+def serve(
+    grid: Grid, new: Config | None, path: Path, watchers: Iterable[Callback] = ()
+) -> tuple[Federation, ServerState]:
     """Play a new run on the nodes of a grid, or without a configuration the one in its folder, from its checkpoint."""
     config = new or RunFolder.open(path).read_config()
     dataset = load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)

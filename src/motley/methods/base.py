@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from motley.aggregate.inco import IncoSettings
 from motley.core.async_copy import to_device
 from motley.core.merge import Aggregate, merge
 from motley.core.part import State, add_at
 from motley.core.registry import Registry
 from motley.core.update import ClientUpdate
+from motley.methods.inco_settings import IncoSettings
 from motley.models import ImageShape
 from motley.settings import Settings
 from motley.splits.base import Split

@@ -8,9 +8,10 @@ from typing import Any
 
 from plotly import graph_objects as go
 
+from motley.assembly import deal_examples
 from motley.data import load_dataset
-from motley.federation import deal
 from motley.report.material import Panel, Run, Series
+from motley.runs.metrics import layer_numbers, stage_numbers
 
 #: Colours that can be told apart on a light and on a dark page.
 PALETTE = (
@@ -200,13 +201,15 @@ def _percent(value: float | None) -> float | None:
 
 def coefficients(panel: Panel, series: Series, name: str) -> go.Figure | None:
     """Draw one of InCo's coefficients per layer over rounds, for the first seed. None if InCo was off."""
-    lines = [line for line in series.runs[0].lines if line.get("inco")]
-    if not lines:
+    curves: dict[str, list[tuple[int, float | None]]] = {}
+    for line in series.runs[0].lines:
+        for layer, numbers in layer_numbers(line, "inco").items():
+            curves.setdefault(layer, []).append((line["round"], numbers[name]))
+    if not curves:
         return None
     figure = go.Figure()
-    for number, layer in enumerate(dict.fromkeys(layer for line in lines for layer in line["inco"])):
-        rows = [line for line in lines if layer in line["inco"]]
-        rounds, values = [line["round"] for line in rows], [line["inco"][layer][name] for line in rows]
+    for number, (layer, points) in enumerate(curves.items()):
+        rounds, values = [at for at, _ in points], [value for _, value in points]
         _add_line(figure, rounds, values, style(number), layer.removesuffix(".weight"))
     _over_rounds(figure, panel, f"{series.label}: {COEFFICIENTS[name]}")
     return figure
@@ -216,11 +219,13 @@ def own_numbers(panel: Panel, labels: Sequence[str]) -> list[go.Figure]:
     """Draw the numbers that methods report themselves, one figure per number, for the first seed of every series."""
     drawn: dict[str, go.Figure] = {}
     for label, series in panel.distinct.items():
-        lines = [line for line in series.runs[0].lines if line.get("method")]
-        for name in dict.fromkeys(name for line in lines for name in line["method"]):
-            rows = [line for line in lines if name in line["method"]]
+        curves: dict[str, list[tuple[int, float | None]]] = {}
+        for line in series.runs[0].lines:
+            for name, value in stage_numbers(line).items():
+                curves.setdefault(name, []).append((line["round"], value))
+        for name, points in curves.items():
             figure = drawn.setdefault(name, go.Figure())
-            rounds, values = [line["round"] for line in rows], [line["method"][name] for line in rows]
+            rounds, values = [at for at, _ in points], [value for _, value in points]
             _add_line(figure, rounds, values, style(labels.index(label)), label, label)
     for name, figure in drawn.items():
         _over_rounds(figure, panel, f"the method's own: {name.replace('_', ' ')}")
@@ -231,7 +236,7 @@ def partition(run: Run) -> go.Figure:
     """Draw how many examples of every class each client has. Raises MotleyError if the data set is not here."""
     config = run.config
     dataset = load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
-    counts = deal(config, dataset).label_counts(dataset.train.labels, dataset.classes)[:MOST_CLIENTS]
+    counts = deal_examples(config, dataset).label_counts(dataset.train.labels, dataset.classes)[:MOST_CLIENTS]
     figure = go.Figure(go.Heatmap(z=counts.T.tolist(), colorscale="Viridis", colorbar={"title": "examples"}))
     figure.update_traces(hovertemplate="client %{x}, class %{y}: %{z} examples<extra></extra>")
     first = f", the first {MOST_CLIENTS}" if config.federation.clients > MOST_CLIENTS else ""

@@ -23,16 +23,18 @@ from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.files import flush
 from motley.privacy import Spent
-from motley.round import Server
+from motley.server.state import ServerState
 from motley.settings import flat
 
-#: The attributes of a server that hold tensors. Empty ones are not written.
-_SECTIONS = ("state", "averaged", "method", "optimizer")
+#: Prefix of the files that hold the states of the pipeline's stages.
+_STAGE = "stage-"
+#: Names of sections in checkpoints of earlier versions -> names now.
+_OLD_SECTIONS = {"averaged": "ema", "method": "method_state", "optimizer": f"{_STAGE}optimizer"}
 #: Prefix of a folder's name while it is being written or deleted.
 _UNFINISHED = "unfinished-"
 
 
-def save_checkpoint(folder: Path, server: Server, keep: int, config: Config | None = None) -> Path:
+def save_checkpoint(folder: Path, server: ServerState, keep: int, config: Config | None = None) -> Path:
     """Write a server into `folder`/round-N and delete all but the newest `keep` checkpoints.
 
     The configuration is kept with it, so that `changed_settings` can tell when config.toml was edited afterwards.
@@ -50,17 +52,17 @@ def save_checkpoint(folder: Path, server: Server, keep: int, config: Config | No
         ) from None
 
 
-def _write(folder: Path, unfinished: Path, server: Server, keep: int, config: Config | None) -> Path:
+def _write(folder: Path, unfinished: Path, server: ServerState, keep: int, config: Config | None) -> Path:
     final = folder / f"round-{server.round_number:06d}"
     unfinished.mkdir(parents=True)
-    sections = {name: tensors for name in _SECTIONS if (tensors := getattr(server, name))}
+    sections = _sections(server)
     for name, tensors in sections.items():
         save_file(_storable(tensors), unfinished / f"{name}.safetensors")
     numbers = {
         "round": server.round_number,
         "sections": list(sections),
-        "remembered": server.remembered,
-        "spent": server.spent.to_json(),
+        "client_state_rounds": server.client_state_rounds,
+        "ledger": server.ledger.to_json(),
         "config": config.model_dump(mode="json") if config is not None else None,
     }
     (unfinished / "server.json").write_text(json.dumps(numbers))
@@ -73,6 +75,14 @@ def _write(folder: Path, unfinished: Path, server: Server, keep: int, config: Co
     for old in checkpoints(folder)[:-keep]:
         _delete(old)
     return final
+
+
+def _sections(server: ServerState) -> dict[str, State]:
+    """Return the tensors of a server state by the name of their file; empty sections are left out."""
+    sections = {"state": server.state, "ema": server.ema or {}, "method_state": server.method_state}
+    for name, state in server.stage_states.items():
+        sections[_STAGE + name] = state
+    return {name: tensors for name, tensors in sections.items() if tensors}
 
 
 def _storable(tensors: State) -> State:
@@ -91,7 +101,7 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path, number in numbers.items() if number.isdecimal()), key=lambda path: int(numbers[path]))
 
 
-def load_checkpoint(folder: Path) -> Server | None:
+def load_checkpoint(folder: Path) -> ServerState | None:
     """Return the server of the newest checkpoint, or None where there is none yet."""
     found = checkpoints(folder)
     return read_checkpoint(found[-1]) if found else None
@@ -123,25 +133,38 @@ def changed_settings(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]
     return {name: (before.get(name), now.get(name)) for name in names if before.get(name) != now.get(name)}
 
 
-def read_checkpoint(checkpoint: Path) -> Server:
+def read_checkpoint(checkpoint: Path) -> ServerState:
     """Return the server of one checkpoint."""
     file = checkpoint / "server.json"
     try:
-        numbers = json.loads(file.read_text())
-        remembered = {int(client): int(made) for client, made in numbers["remembered"].items()}
-        round_number, names = int(numbers["round"]), list(numbers["sections"])
+        numbers = _with_new_keys(json.loads(file.read_text()))
+        client_state_rounds = {
+            int(client): int(round_number) for client, round_number in numbers["client_state_rounds"].items()
+        }
         sections: dict[str, State] = {}
-        for name in names:
+        for name in list(numbers["sections"]):
             file = checkpoint / f"{name}.safetensors"
-            sections[name] = load_file(file)
-        state, averaged = sections["state"], sections.get("averaged")
-        method, optimizer = sections.get("method", {}), sections.get("optimizer", {})
-        spent = Spent.from_json(numbers.get("spent", {}))
-        return Server(round_number, state, averaged, method, remembered, optimizer, spent)
+            sections[_OLD_SECTIONS.get(name, name)] = load_file(file)
+        stages = [name for name in sections if name.startswith(_STAGE)]
+        return ServerState(
+            round_number=int(numbers["round"]),
+            state=sections["state"],
+            ema=sections.get("ema"),
+            method_state=sections.get("method_state", {}),
+            client_state_rounds=client_state_rounds,
+            stage_states={name.removeprefix(_STAGE): sections[name] for name in stages},
+            ledger=Spent.from_json(numbers.get("ledger", {})),
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise MotleyError(
             f"{file} cannot be read: {error}. Remove {checkpoint} to go on from the checkpoint before it."
         ) from None
+
+
+def _with_new_keys(numbers: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's numbers under today's keys; earlier versions wrote some of them under others."""
+    renamed = {"remembered": "client_state_rounds", "spent": "ledger"}
+    return {renamed.get(key, key): value for key, value in numbers.items()}
 
 
 def fingerprint(state: Mapping[str, Tensor]) -> str:

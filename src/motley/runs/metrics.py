@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from motley.core.errors import MotleyError
 from motley.evaluate import Summary, rounds_to, summarize
 from motley.files import write_atomically
-from motley.round import Record
+from motley.server.record import RoundRecord
 
 #: The name of the mean over sizes, beside the sizes' own names.
 OVERALL = "mean"
 
 
-def to_line(record: Record) -> dict[str, Any]:
+def to_line(record: RoundRecord) -> dict[str, Any]:
     """Return a record as plain values."""
     line: dict[str, Any] = {"round": record.round_number}
     if record.scores:
@@ -40,14 +41,28 @@ def to_line(record: Record) -> dict[str, Any]:
     line["bytes"] = {"down": record.bytes_down, "up": record.bytes_up}
     if record.epsilon:
         line["epsilon"] = {who: _number(value) for who, value in record.epsilon.items()}
-    if record.inco:
-        line["inco"] = {layer: {n: _number(v) for n, v in row.items()} for layer, row in record.inco.items()}
-    if record.method:
-        line["method"] = {name: _number(value) for name, value in record.method.items()}
+    if record.metrics:
+        line["metrics"] = {name: _number(value) for name, value in record.metrics.items()}
     return line
 
 
-def overall(record: Record) -> float:
+def stage_numbers(line: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the numbers of a line's metrics that are not per layer. The method's come without `method/`."""
+    metrics = line.get("metrics") or {}
+    return {name.removeprefix("method/"): value for name, value in metrics.items() if name.count("/") == 1}
+
+
+def layer_numbers(line: Mapping[str, Any], stage: str) -> dict[str, dict[str, float | None]]:
+    """Return what a stage reports per layer in a line's metrics: layer -> name -> number."""
+    layers: dict[str, dict[str, float | None]] = {}
+    for name, value in (line.get("metrics") or {}).items():
+        reporter, *layer, number = name.split("/")
+        if reporter == stage and layer:
+            layers.setdefault("/".join(layer), {})[number] = value
+    return layers
+
+
+def overall(record: RoundRecord) -> float:
     """Return the mean accuracy over sizes."""
     return sum(score.accuracy for score in record.scores.values()) / len(record.scores)
 
@@ -73,6 +88,8 @@ class Line(BaseModel):
     accuracy: dict[str, float] | None = None
     clients: list[int] | None = None
     epsilon: dict[str, float | None] | None = None
+    metrics: dict[str, float | None] | None = None
+    # Earlier versions wrote these two instead of `metrics`; see `_with_metrics`.
     method: dict[str, float | None] | None = None
     inco: dict[str, dict[str, float | None]] | None = None
 
@@ -83,7 +100,7 @@ class MetricsLog:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def append(self, record: Record) -> None:
+    def append(self, record: RoundRecord) -> None:
         """Add a round's line."""
         try:
             with self.path.open("a") as file:
@@ -112,13 +129,25 @@ class MetricsLog:
             problem = _problem(line)
             if problem:
                 raise self._damaged(number, problem)
-            lines.append(line)
+            lines.append(_with_metrics(line))
         return lines
 
     def _damaged(self, number: int, problem: str) -> MotleyError:
         return MotleyError(
             f"{self.path}, line {number}: is not the metrics of a round: {problem}. Remove the line to continue."
         )
+
+
+def _with_metrics(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line whose `metrics` hold what earlier versions wrote as `method` and `inco`."""
+    old = {f"method/{name}": value for name, value in (line.get("method") or {}).items()}
+    for layer, row in (line.get("inco") or {}).items():
+        for name, value in row.items():
+            old[f"inco/{layer}/{name}"] = value
+    if not old:
+        return line
+    rest = {key: value for key, value in line.items() if key not in ("method", "inco")}
+    return {**rest, "metrics": {**old, **(line.get("metrics") or {})}}
 
 
 def _problem(line: object) -> str:

@@ -14,26 +14,27 @@ from motley.engine import Engine, LocalEngine
 from motley.engine.timeline import Timeline, draw
 from motley.extras import require
 from motley.federation import Federation
-from motley.round import Record, Server
 from motley.runs.checkpoint import last_round, load_checkpoint, save_checkpoint
 from motley.runs.folder import RunFolder
 from motley.runs.interrupt import one_interrupt
 from motley.runs.metrics import MetricsLog, overall
+from motley.server.record import PendingRecord, RoundRecord
+from motley.server.state import ServerState
 
 
 class Callback:
     """Something that watches a run. Each event has a default that does nothing."""
 
-    def on_start(self, federation: Federation, server: Server) -> None:
+    def on_start(self, federation: Federation, server: ServerState) -> None:
         """The run begins, or continues, from the given server."""
 
     def on_client(self, client: int) -> None:
         """A client has finished its local update."""
 
-    def on_round(self, server: Server, record: Record) -> None:
+    def on_round(self, server: ServerState, record: RoundRecord) -> None:
         """A round is over."""
 
-    def on_stop(self, server: Server) -> None:
+    def on_stop(self, server: ServerState) -> None:
         """The run stops after the given server: at its end, or because it was interrupted."""
 
 
@@ -43,10 +44,10 @@ class KeepMetrics(Callback):
     def __init__(self, log: MetricsLog) -> None:
         self.log = log
 
-    def on_start(self, federation: Federation, server: Server) -> None:
+    def on_start(self, federation: Federation, server: ServerState) -> None:
         self.log.cut(server.round_number)
 
-    def on_round(self, server: Server, record: Record) -> None:
+    def on_round(self, server: ServerState, record: RoundRecord) -> None:
         self.log.append(record)
 
 
@@ -59,19 +60,21 @@ class KeepCheckpoints(Callback):
         self.named: deque[dict[int, int]] = deque(maxlen=keep)
         """The client memories that each kept checkpoint names, oldest first."""
 
-    def on_start(self, federation: Federation, server: Server) -> None:
+    def on_start(self, federation: Federation, server: ServerState) -> None:
         self.federation = federation
         self.saved = server.round_number if server.round_number else -1
 
-    def on_round(self, server: Server, record: Record) -> None:
+    def on_round(self, server: ServerState, record: RoundRecord) -> None:
         if server.round_number % self.every == 0:
             self.save(server)
 
-    def on_stop(self, server: Server) -> None:
+    def on_stop(self, server: ServerState) -> None:
         self.save(server)
-        self.federation.engine.save_memory(server.remembered)  # what a broken round filed must not lock the file
+        self.federation.engine.save_memory(
+            server.client_state_rounds
+        )  # what a broken round filed must not lock the file
 
-    def save(self, server: Server) -> None:
+    def save(self, server: ServerState) -> None:
         """Save a server that is not saved yet: first what clients remember, then the checkpoint that names it.
 
         Only then are memories deleted, those that no kept checkpoint names.
@@ -79,10 +82,10 @@ class KeepCheckpoints(Callback):
         if server.round_number <= self.saved:
             return
         engine = self.federation.engine
-        engine.save_memory(server.remembered)
+        engine.save_memory(server.client_state_rounds)
         save_checkpoint(self.folder, server, self.keep, self.federation.config)
         self.saved = server.round_number
-        self.named.append(server.remembered)
+        self.named.append(server.client_state_rounds)
         if len(self.named) == self.keep:
             engine.forget_memory(self.named[0])
 
@@ -96,10 +99,10 @@ class KeepTensorBoard(Callback):
         self.make = lambda start: SummaryWriter(str(folder), purge_step=start)
         self.writer: Any = None
 
-    def on_start(self, federation: Federation, server: Server) -> None:
+    def on_start(self, federation: Federation, server: ServerState) -> None:
         self.writer = self.make(server.round_number + 1)
 
-    def on_round(self, server: Server, record: Record) -> None:
+    def on_round(self, server: ServerState, record: RoundRecord) -> None:
         number = record.round_number
         for size, score in record.scores.items():
             self.writer.add_scalar(f"accuracy/{size}", score.accuracy, number)
@@ -107,12 +110,12 @@ class KeepTensorBoard(Callback):
         if record.scores:
             self.writer.add_scalar("accuracy/mean", overall(record), number)
         self.writer.add_scalar("train/loss", record.train_loss, number)
-        for name, value in record.method.items():
-            self.writer.add_scalar(f"method/{name}", value, number)
+        for name, value in record.metrics.items():
+            self.writer.add_scalar(name, value, number)
         self.writer.add_scalar("seconds/round", sum(record.seconds.values()), number)
         self.writer.flush()
 
-    def on_stop(self, server: Server) -> None:
+    def on_stop(self, server: ServerState) -> None:
         self.writer.close()
 
 
@@ -122,11 +125,11 @@ class KeepTimeline(Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def on_start(self, federation: Federation, server: Server) -> None:
+    def on_start(self, federation: Federation, server: ServerState) -> None:
         assert isinstance(federation.engine, LocalEngine)
         self.timeline = federation.engine.clients.timeline = Timeline(*federation.devices)
 
-    def on_stop(self, server: Server) -> None:
+    def on_stop(self, server: ServerState) -> None:
         spans = self.timeline.spans()
         if spans:
             draw(spans, self.path)
@@ -142,21 +145,21 @@ def tensorboard_installed() -> bool:
 
 
 @one_interrupt()
-def play(federation: Federation, server: Server, callbacks: Iterable[Callback]) -> Server:
+def play(federation: Federation, server: ServerState, callbacks: Iterable[Callback]) -> ServerState:
     """Play rounds until the configured number; an interruption keeps the last whole round and is passed on.
 
     A round is whole once every callback has seen it: one whose metrics were not written is played again on resuming.
     On a GPU a round may still be evaluated when the next one begins; callbacks see it as soon as its scores are there.
     """
     callbacks = list(callbacks)
-    unseen: list[tuple[Server, Record]] = []
-    """The last round, until the callbacks have seen it."""
+    #: The last round, until the callbacks have seen it.
+    unseen: list[tuple[ServerState, PendingRecord]] = []
 
     def show() -> None:
         nonlocal server
         while unseen:
-            after, record = unseen.pop()
-            record.settle()
+            after, pending = unseen.pop()
+            record = pending.read()
             for callback in callbacks:
                 callback.on_round(after, record)
             server = after
@@ -178,10 +181,10 @@ def play(federation: Federation, server: Server, callbacks: Iterable[Callback]) 
     last = server
     try:
         while last.round_number < federation.config.training.rounds:
-            last, record = federation.advance(last, done)
+            last, pending = federation.queue_round(last, done)
             show()
-            unseen.append((last, record))
-            if record.ready:
+            unseen.append((last, pending))
+            if pending.ready:
                 show()
     except Exception:
         with suppress(Exception):  # a full disk makes both a round and its end fail: the first failure is reported
@@ -194,7 +197,7 @@ def play(federation: Federation, server: Server, callbacks: Iterable[Callback]) 
     return server
 
 
-def _stop(callbacks: Iterable[Callback], server: Server) -> None:
+def _stop(callbacks: Iterable[Callback], server: ServerState) -> None:
     """Tell all callbacks that the run stops, the last one first, even if one of them raises.
 
     The display of a terminal that was closed fails, and the checkpoint must be saved all the same.
@@ -219,7 +222,7 @@ def begin(
     *,
     profile: bool = False,
     engine: Callable[[Federation], Engine] | None = None,
-) -> tuple[Federation, Server]:
+) -> tuple[Federation, ServerState]:
     """Start a run in a new folder and play it to its end. Nothing is written before everything has been checked."""
     RunFolder(path).refuse_taken()  # before the data are read, which can take a while
     if profile:
@@ -227,7 +230,7 @@ def begin(
     federation = Federation(config, memory_folder=path / "clients", engine=engine)
     if profile and not isinstance(federation.engine, LocalEngine):
         raise MotleyError(f"engine.name = {config.engine.name!r}: only the local engine has slots to draw.")
-    server = federation.start()
+    server = federation.initial_state()
     folder = RunFolder.create(path, config)
     drawn = [KeepTimeline(folder.timeline)] if profile else []
     with folder.locked():
@@ -237,7 +240,7 @@ def begin(
 
 def resume(
     path: Path, watchers: Iterable[Callback] = (), *, engine: Callable[[Federation], Engine] | None = None
-) -> tuple[Federation, Server]:
+) -> tuple[Federation, ServerState]:
     """Continue a run from its newest checkpoint; a finished run is left as it is."""
     folder = RunFolder.open(path)
     with folder.locked():
@@ -246,13 +249,13 @@ def resume(
         saved = load_checkpoint(folder.checkpoints)
         if saved is not None:
             _refuse_another_model(folder, federation, saved)
-        server = federation.to_device(saved) if saved is not None else federation.start()
+        server = federation.to_device(saved) if saved is not None else federation.initial_state()
         if server.round_number < config.training.rounds:
             server = play(federation, server, [*folder_callbacks(folder, config), *watchers])
     return federation, server
 
 
-def _refuse_another_model(folder: RunFolder, federation: Federation, saved: Server) -> None:
+def _refuse_another_model(folder: RunFolder, federation: Federation, saved: ServerState) -> None:
     """Raise if the configuration, edited by hand, describes another global state than the checkpoint holds."""
     expected = {name: tuple(tensor.shape) for name, tensor in federation.split.frame.items()}
     found = {name: tuple(tensor.shape) for name, tensor in saved.state.items()}

@@ -10,7 +10,7 @@ from pydantic_core import CoreSchema, core_schema
 from motley.config import Config
 from motley.core.errors import unknown
 from motley.evaluate import rounds_to
-from motley.runs.metrics import OVERALL, outcome
+from motley.runs.metrics import OVERALL, layer_numbers, outcome
 
 #: Accuracies in percent -> their names in a run's summary.
 ACCURACIES = {"mean-of-last-k": "mean_of_last_k", "last": "last", "best": "best"}
@@ -61,7 +61,8 @@ class Measure(str):
             accuracies = [100 * line["accuracy"][size] for line in evaluated]
             return rounds_to(target or 0.0, [line["round"] for line in evaluated], accuracies)
         layer = self.partition(":")[2]
-        shares = [line["inco"][layer]["positive"] for line in lines if layer in line.get("inco", {})]
+        rows = [row for line in lines if (row := layer_numbers(line, "inco").get(layer))]
+        shares = [share for row in rows if (share := row.get("positive")) is not None]
         return 100 * sum(shares) / len(shares) if shares else None
 
 

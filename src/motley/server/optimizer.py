@@ -1,4 +1,4 @@
-"""Server optimisers: the mean change of a round as a gradient, for any method.
+"""The stage that applies a server optimizer: the aggregated delta of a round is its gradient, for any method.
 
     FedAvgM     m <- beta1 m + D,  step lr m (with Nesterov: lr (D + beta1 m))
     the others  m <- beta1 m + (1 - beta1) D,  step lr m / (sqrt(v) + tau), where
@@ -7,14 +7,15 @@
     FedYogi     v <- v - (1 - beta2) D^2 sign(v - D^2)
 
 Hsu, Qi and Brown, Measuring the Effects of Non-Identical Data Distribution, 2019 (FedAvgM); Reddi et al., Adaptive
-Federated Optimization, ICLR 2021 (the others; no bias correction). D is what the method and InCo made of the round.
-Moments advance only where somebody held the coordinate: a layer without an owner does not drift on old momentum.
-Parameters only; buffers keep their plain mean.
+Federated Optimization, ICLR 2021 (the others; no bias correction). D is the delta after the earlier stages.
+Moments advance only for coordinates that somebody held: a layer without an owner does not drift on old momentum.
+Only parameters are optimized; buffers keep their plain mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
@@ -23,11 +24,15 @@ from torch import Tensor
 
 from motley.core.merge import Aggregate
 from motley.core.part import State
+from motley.core.update import ClientUpdate
+from motley.server.pipeline import StageResult
+from motley.server.state import ServerState
 from motley.settings import Settings
 
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
 
+#: What each optimizer changes in the fields' defaults: for the adaptive ones, the paper's choice for CIFAR-10.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "none": {},
     "momentum": {},
@@ -35,16 +40,15 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "yogi": {"lr": 0.01},
     "adagrad": {"lr": 0.1, "beta1": 0.0, "tau": 0.01},
 }
-"""What each optimiser changes in the fields' defaults: for the adaptive ones, the paper's choice for CIFAR-10."""
 
 
 class ServerOptimizerSettings(Settings):
-    """The server's optimiser, which takes the averaged delta as its gradient. Defaults depend on the optimiser."""
+    """The server's optimizer, which takes the averaged delta as its gradient. Defaults depend on the optimizer."""
 
     name: Literal["none", "momentum", "adam", "yogi", "adagrad"] = "none"
-    """The server's optimiser. momentum is FedAvgM; adam, yogi and adagrad are FedAdam, FedYogi and FedAdagrad."""
+    """The server's optimizer. momentum is FedAvgM; adam, yogi and adagrad are FedAdam, FedYogi and FedAdagrad."""
     lr: float = Field(default=1.0, gt=0)
-    """Learning rate of the server's optimiser. Its default depends on the optimiser, as those of beta1 and tau do."""
+    """Learning rate of the server's optimizer. Its default depends on the optimizer, as those of beta1 and tau do."""
     beta1: Decay = 0.9
     """Decay of the first moment."""
     beta2: Decay = 0.99
@@ -69,36 +73,59 @@ class ServerOptimizerSettings(Settings):
         return self
 
 
+@dataclass(frozen=True)
+class ServerOptimizer:
+    """Replace the aggregated delta by the optimizer's step. The stage's state holds the moments."""
+
+    parameters: Collection[str]
+    settings: ServerOptimizerSettings
+    name: str = "optimizer"
+
+    def __call__(self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]) -> StageResult:
+        """Return the step, and the moments after it."""
+        moments = server.stage_states.get(self.name, {})
+        moments, aggregate = optimize(moments, aggregate, self.parameters, self.settings)
+        return StageResult(server.with_stage_state(self.name, moments), aggregate)
+
+
 def optimize(
-    moments: State, merged: Aggregate, parameters: Collection[str], settings: ServerOptimizerSettings
+    moments: State, aggregate: Aggregate, parameters: Collection[str], settings: ServerOptimizerSettings
 ) -> tuple[State, Aggregate]:
-    """Return the moments after a round, and the optimiser's step in the place of the mean change."""
+    """Return the moments after a round, and the aggregate with the optimizer's step in place of the delta.
+
+    Moments are named first/NAME and second/NAME.
+    """
     if settings.name == "none":
-        return moments, merged
-    names = [name for name in merged.delta if name in parameters]
-    gradients = [merged.delta[name] for name in names]
+        return moments, aggregate
+    names = [name for name in aggregate.delta if name in parameters]
+    gradients = [aggregate.delta[name] for name in names]
+    orders = ("first",) if settings.name == "momentum" else ("first", "second")
+    before = {order: _moments(moments, order, names, gradients, settings) for order in orders}
     rule = _momentum if settings.name == "momentum" else _adaptive
-    before = {kind: _moments(moments, kind, names, gradients, settings) for kind in _kinds(settings)}
     steps, after = rule(gradients, before, settings)
-    kept = dict(moments)
-    for kind, tensors in after.items():
-        for name, new, old in zip(names, tensors, before[kind], strict=True):
-            held = merged.covered[name]
-            kept[f"{kind}/{name}"] = new if held is None else torch.where(held, new, old)
-    return kept, merged.with_delta({**merged.delta, **dict(zip(names, steps, strict=True))})
-
-
-def _kinds(settings: ServerOptimizerSettings) -> tuple[str, ...]:
-    return ("first",) if settings.name == "momentum" else ("first", "second")
+    new_moments = dict(moments)
+    for order, tensors in after.items():
+        for name, new, old in zip(names, tensors, before[order], strict=True):
+            covered = aggregate.covered[name]
+            new_moments[f"{order}/{name}"] = new if covered is None else torch.where(covered, new, old)
+    delta = {**aggregate.delta, **dict(zip(names, steps, strict=True))}
+    return new_moments, aggregate.with_delta(delta)
 
 
 def _moments(
-    moments: State, kind: str, names: list[str], like: list[Tensor], settings: ServerOptimizerSettings
+    moments: State,
+    order: str,
+    names: list[str],
+    like: list[Tensor],
+    settings: ServerOptimizerSettings,
 ) -> list[Tensor]:
-    """Return the moments of names; those that nobody held so far are new."""
-    start = settings.tau**2 if kind == "second" and settings.initial == "tau-squared" else 0.0
-    found = [moments.get(f"{kind}/{name}") for name in names]
-    return [torch.full_like(t, start) if m is None else m for m, t in zip(found, like, strict=True)]
+    """Return the moments of names. Names that nobody has held so far get initial ones."""
+    initial = settings.tau**2 if order == "second" and settings.initial == "tau-squared" else 0.0
+    tensors = []
+    for name, tensor in zip(names, like, strict=True):
+        moment = moments.get(f"{order}/{name}")
+        tensors.append(torch.full_like(tensor, initial) if moment is None else moment)
+    return tensors
 
 
 def _momentum(
