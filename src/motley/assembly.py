@@ -1,6 +1,7 @@
-"""Builds the objects that a configuration names: data, split, sizes, method, the server's stages, clients and engine.
+"""Builds the objects that a configuration names, from its data set to its engine.
 
-A federation puts all of them together (`federation.py`); a node needs those of its one client (`client.py`).
+A federation puts all of them together (`federation.py`); a node needs those of its one client
+(`client.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from motley.methods import METHODS, FederationInfo, Method
 from motley.models import MODELS, ImageShape
 from motley.models.projection import with_projection
 from motley.plan import assigned, costs_of, read_budgets
-from motley.privacy import Guard, refuse_leaks
+from motley.privacy import DPMechanism, refuse_leaks
 from motley.server.apply import Apply
 from motley.server.collection import CollectionStage, MethodCollection
 from motley.server.ema import EMA
@@ -50,7 +51,10 @@ def load_dataset_of(config: Config) -> Dataset:
 
 
 def deal_examples(config: Config, dataset: Dataset, partition: Partition | None = None) -> Partition:
-    """Return which examples each client holds: as the configuration says, or the caller's partition if it fits."""
+    """Return which examples each client holds:
+
+    as the configuration says, or the caller's partition if it fits.
+    """
     labels, clients = dataset.train.labels, config.federation.clients
     if partition is None:
         return config.data.partition.split(labels, clients, config.seed)
@@ -58,7 +62,10 @@ def deal_examples(config: Config, dataset: Dataset, partition: Partition | None 
 
 
 def client_sizes(config: Config, split: Split, shape: ImageShape) -> tuple[str, ...]:
-    """Return the size of every client, by client id: with budgets, the largest that fits each one's."""
+    """Return the size of every client, by client id:
+
+    with budgets, the largest that fits each one's.
+    """
     if not config.federation.budgets:
         return assign_sizes(config)
     costs = costs_of(split, shape, config.training)
@@ -66,7 +73,10 @@ def client_sizes(config: Config, split: Split, shape: ImageShape) -> tuple[str, 
 
 
 def size_lookup(config: Config, sizes: tuple[str, ...]) -> Callable[[int, int], str]:
-    """Return a function (client, round) -> the client's size. Dynamic sizes are drawn anew in every round."""
+    """Return a function (client, round) -> the client's size.
+
+    Dynamic sizes are drawn anew in every round.
+    """
     if config.federation.size_assignment != "dynamic":
         return lambda client, round_number: sizes[client]
     draw = lru_cache(maxsize=1)(partial(assign_sizes, config))
@@ -74,7 +84,7 @@ def size_lookup(config: Config, sizes: tuple[str, ...]) -> Callable[[int, int], 
 
 
 def assign_sizes(config: Config, round_number: int = 0) -> tuple[str, ...]:
-    """Return the size of every client, by client id; a round has its own where sizes are dynamic."""
+    """Return the size of every client, by client id. Dynamic sizes depend on the round."""
     sizes, clients = config.split.sizes(config.model.sizes), config.federation.clients
     if config.federation.sizes:
         return config.federation.sizes
@@ -96,7 +106,10 @@ def assign_sizes(config: Config, round_number: int = 0) -> tuple[str, ...]:
 
 
 def build_split(config: Config, shape: ImageShape, classes: int) -> Split:
-    """Return the split of a configuration for the shape of its images. Its models have no memory yet."""
+    """Return the split of a configuration for the shape of its images.
+
+    Its models have no memory yet.
+    """
 
     def build(size: str) -> Any:
         architecture = MODELS[size]
@@ -117,7 +130,8 @@ def build_method(
 ) -> Method:
     """Return the method of a configuration, if it goes together with the other settings.
 
-    `drawn` returns the size of a client in a round; it is asked if sizes are drawn anew in every round.
+    `drawn` returns the size of a client in a round; it is asked if sizes are drawn anew in every
+    round.
     """
     dynamic = config.federation.size_assignment == "dynamic"
     world = FederationInfo(
@@ -132,7 +146,7 @@ def build_method(
     )
     method = METHODS[config.method.name](config.method, world)
     check_client_state(config, split, method)
-    refuse_leaks(config, split, method)
+    refuse_leaks(config.privacy, split, method, statistics=config.server.statistics, dynamic_sizes=dynamic)
     return method
 
 
@@ -175,7 +189,10 @@ def build_pipeline(config: Config, split: Split, method: Method) -> list[Stage]:
 def build_collections(
     config: Config, split: Split, method: Method, size_of: Callable[[int, int], str]
 ) -> list[CollectionStage]:
-    """Return what is collected from clients after the pipeline, in its order: by the method, then for BatchNorm."""
+    """Return what is collected from clients after the pipeline, in its order:
+
+    by the method, then for BatchNorm.
+    """
     collections: list[CollectionStage] = [MethodCollection(method, split, size_of)]
     server = config.server
     if server.statistics != "recalibrate":
@@ -206,8 +223,8 @@ def build_clients(
 ) -> Clients:
     """Return the clients that this process plays, with a copy of the examples on each device.
 
-    `folder` is for the clients' states. `secret` keys the noise of `privacy`; without one, it is the run's seed.
-    `lean`: see `Clients`.
+    `folder` is for the clients' states. `secret` keys the noise of `privacy`; without one, it is
+    the run's seed. `lean`: see `Clients`.
     """
     return Clients(
         method,
@@ -215,11 +232,12 @@ def build_clients(
         partition,
         config.training,
         precision=config.engine.precision,
-        fused=uses_fused_kernels(config),
+        kernels=chosen_kernels(config),
+        compiled=compiles(config),
         seed=config.seed,
         memory=_store(config, folder, [data.device for data in copies]),
         elsewhere=copies[1:],
-        guard=Guard(config.privacy, config.seed, secret) if config.privacy.active else None,
+        dp=DPMechanism(config.privacy, config.seed, secret) if config.privacy.active else None,
         encoding=config.uplink.dtype,
         lean=lean,
     )
@@ -232,9 +250,14 @@ def build_engine(config: Config, clients: Clients) -> DebugEngine | LocalEngine:
     return LocalEngine(clients, config.engine.slots, config.engine.vmap_clients)
 
 
-def uses_fused_kernels(config: Config) -> bool:
-    """Tell whether models run with Motley's own kernels, where the device has them."""
-    return config.engine.kernels and config.engine.name != "debug"
+def chosen_kernels(config: Config) -> frozenset[str]:
+    """Return the names of Motley's kernels that a run uses on a GPU: none in the debug engine."""
+    return frozenset() if config.engine.name == "debug" else config.engine.kernel_names
+
+
+def compiles(config: Config) -> bool:
+    """Tell whether models are compiled; in the debug engine they never are."""
+    return config.engine.compile and config.engine.name != "debug"
 
 
 def _store(config: Config, folder: Path | None, devices: Sequence[torch.device]) -> MemoryStore:

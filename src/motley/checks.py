@@ -1,7 +1,7 @@
-"""Settings that do not go together, and arguments that do not fit: refused before anything is trained.
+"""Refuses settings that do not go together, and arguments that do not fit.
 
-`config.py` checks what can be told from the settings alone. The checks here need the data, the models or the method.
-`privacy.refuse_leaks` is one more, beside what it protects.
+`config.py` checks what can be told from the settings alone. The checks here need the data, the
+models or the method. `privacy.refuse_leaks` is one more, beside what it protects.
 """
 
 from __future__ import annotations
@@ -65,14 +65,15 @@ def _type_name(value: object) -> str:
 def check_batches_fit(config: Config, train: DeviceData, test_examples: int) -> None:
     """Refuse batches that are larger than the memory.
 
-    Test images have the shape of training images, but are not on the device before the first evaluation.
+    Test images have the shape of training images, but are not on the device before the first
+    evaluation.
     """
     train.check_batch_fits("training.batch_size", config.training.batch_size)
     train.check_batch_fits("evaluation.batch_size", min(config.evaluation.batch_size, test_examples))
 
 
 def check_weights_fit(split: Split, sizes: Iterable[str], device: torch.device) -> None:
-    """Refuse a size if the global state, a client's model and its gradients are larger than all the memory."""
+    """Refuse a size if state, model and gradients together are larger than all the memory."""
     for size in sizes:
         weights = size_in_bytes(split.blueprints[size].module.state_dict())
         what = f"model.sizes: three copies of the weights of {size!r} (state, model, gradients)"
@@ -80,7 +81,10 @@ def check_weights_fit(split: Split, sizes: Iterable[str], device: torch.device) 
 
 
 def check_client_state(config: Config, split: Split, method: Method) -> None:
-    """Refuse methods with client state if a client's part changes from round to round: the state is of one part."""
+    """Refuse methods with client state if a client's part changes from round to round:
+
+    the state is of one part.
+    """
     if config.federation.size_assignment == "dynamic":
         why = "federation.size_assignment = 'dynamic'"
     elif split.moves:
@@ -100,7 +104,7 @@ def check_client_state(config: Config, split: Split, method: Method) -> None:
 
 
 def check_recalibration(config: Config, split: Split) -> None:
-    """Refuse recalibration if there are no statistics to recalibrate, or if the method computes its own."""
+    """Refuse recalibration if there are no statistics, or if the method computes its own."""
     if config.server.statistics != "recalibrate":
         return
     setting = "server.statistics = 'recalibrate'"

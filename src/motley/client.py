@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from motley.assembly import assign_sizes, build_clients, build_method, build_split
+from motley.assembly import assign_sizes, build_clients, build_method, build_split, size_lookup
 from motley.checks import check_precision, check_weights_fit
 from motley.config import Config
 from motley.core.update import ClientUpdate
@@ -42,19 +42,18 @@ class Client:
             request_hardware_queues()
         (device, *_) = choose_devices(config.engine.device)
         check_precision(config.engine.precision, device)
-        data = DeviceData(examples, config.data.transform, device, augment=True)
-        data.check_batch_fits("training.batch_size", config.training.batch_size)
-        split = build_split(config, data.shape, classes)
-        check_weights_fit(split, [size], device)
-        check_outputs(split, [size], data.shape, classes)
-        sizes = assign_sizes(config)
-
-        def size_of(client: int, round_number: int) -> str:
-            return assign_sizes(config, round_number)[client]
-
-        method = build_method(config, split, sizes, data.shape, classes, size_of)
-        clients = build_clients(config, method, [data], partition, folder, secret=secret, lean=device.type == "cpu")
-        self._engine = LocalEngine(clients, slots=1, stack=config.engine.vmap_clients)
+        with self._numerics():
+            data = DeviceData(examples, config.data.transform, device, augment=True)
+            data.check_batch_fits("training.batch_size", config.training.batch_size)
+            split = build_split(config, data.shape, classes)
+            check_weights_fit(split, [size], device)
+            check_outputs(split, [size], data.shape, classes)
+            sizes = assign_sizes(config)
+            size_of = size_lookup(config, sizes)
+            method = build_method(config, split, sizes, data.shape, classes, size_of)
+            lean = device.type == "cpu"
+            clients = build_clients(config, method, [data], partition, folder, secret=secret, lean=lean)
+            self._engine = LocalEngine(clients, slots=1, stack=config.engine.vmap_clients)
 
     def train(self, job: Job, forget: int) -> ClientUpdate | None:
         """Do a job, which loses its state; None if the client has too few examples for a step.

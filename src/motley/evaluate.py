@@ -1,15 +1,16 @@
 """Accuracy of the global model: every size on the whole test set, and summaries over a run.
 
-Evaluation is in single precision whatever the training precision (on a GPU, tf32 unless `engine.precision` is fp32).
-In 16 bits the rounded weights shift the mean of a channel by up to 0.4 % of it. Where such a channel's running variance
-is small, that is many standard deviations, and no batch statistics take the shift away: on one checkpoint after 500
-rounds it cost ten points of accuracy.
+Evaluation is in single precision whatever the training precision (on a GPU, tf32 unless
+`engine.precision` is fp32). In 16 bits the rounded weights shift the mean of a channel by up to 0.4
+% of it. Where such a channel's running variance
+is small, that is many standard deviations, and no batch statistics take the shift away: on one
+    checkpoint after 500 rounds it cost ten points of accuracy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated
@@ -17,13 +18,14 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from motley.core.async_copy import AsyncCopy
 from motley.core.part import State, by_type, take
 from motley.data.device import DeviceData
+from motley.engine.compilation import compilation, compile_model, no_compilation
 from motley.engine.device import place
-from motley.models.layers import use_fused
+from motley.engine.fused import apply_kernels
 from motley.settings import Settings
 from motley.splits.base import Split
 
@@ -58,8 +60,8 @@ PREPARED_BYTES = 2**28
 class Evaluator:
     """Evaluates every size; on a GPU each on its own stream, as one captured graph.
 
-    Models and test images take memory from the first evaluation on. `data` puts the test set on the device, and is
-    called then.
+    Models and test images take memory from the first evaluation on. `data` puts the test set on the
+    device, and is called then.
     """
 
     def __init__(
@@ -68,10 +70,11 @@ class Evaluator:
         data: Callable[[], DeviceData],
         classes: int,
         settings: EvaluationSettings,
-        fused: bool = False,
+        kernels: Collection[str] = (),
+        compiled: bool = False,
     ) -> None:
         self._split, self._data, self._classes = split, data, classes
-        self._settings, self._fused = settings, fused
+        self._settings, self._kernels, self._compiled = settings, kernels, compiled
         self._sizes: dict[str, _Size] = {}
 
     def __call__(self, state: Mapping[str, Tensor], round_number: int = 0) -> dict[str, Score]:
@@ -79,7 +82,10 @@ class Evaluator:
         return self.start(state, round_number).scores()
 
     def start(self, state: Mapping[str, Tensor], round_number: int) -> Evaluation:
-        """Begin to evaluate every size. On a GPU the host goes on, and the state may be dropped or trained from."""
+        """Begin to evaluate every size.
+
+        On a GPU the host goes on, and the state may be dropped or trained from.
+        """
         counts = {}
         for name in self._split.sizes:
             part = self._split.evaluated(name, round_number)
@@ -89,7 +95,8 @@ class Evaluator:
     def _size(self, name: str) -> _Size:
         """Return the model of a size, which is built when it is first evaluated."""
         if name not in self._sizes:
-            self._sizes[name] = _Size(self._split, name, self._batches, self._classes, self._fused)
+            model = self._split.build(name)
+            self._sizes[name] = _Size(model, self._batches, self._classes, self._kernels, self._compiled)
         return self._sizes[name]
 
     @cached_property
@@ -129,12 +136,12 @@ def _score(counts: list[float], seen: list[int]) -> Score:
 
 
 class TestBatches:
-    """The test set in batches of single-precision images, prepared once if they fit into `PREPARED_BYTES`."""
+    """The test set in single-precision batches, prepared once if they fit into `PREPARED_BYTES`."""
 
     __test__ = False
 
     def __init__(self, data: DeviceData, batch_size: int) -> None:
-        self.data = data
+        self.data, self.size = data, min(batch_size, len(data))
         self._rows = torch.arange(len(data), device=data.device).split(batch_size)
         fits = len(data) * math.prod(data.shape) * torch.float32.itemsize <= PREPARED_BYTES
         self._prepared = [data.batch(rows) for rows in self._rows] if fits else None
@@ -148,11 +155,16 @@ class TestBatches:
 class _Size:
     """A model that stays, into which a state is copied to be evaluated."""
 
-    def __init__(self, split: Split, size: str, batches: TestBatches, classes: int, fused: bool) -> None:
+    def __init__(
+        self, model: nn.Module, batches: TestBatches, classes: int, kernels: Collection[str], compiled: bool
+    ) -> None:
         self.batches, self.device = batches, batches.data.device
-        self.model = place(split.build(size), self.device).eval()
-        if fused and self.device.type == "cuda":
-            use_fused(self.model)
+        self.model = place(model, self.device).eval()
+        if self.device.type == "cuda":
+            apply_kernels(self.model, kernels)
+        self._compiled = compiled
+        if compiled:
+            compile_model(self.model)
         self._tensors = self.model.state_dict()
         self._into = by_type(self._tensors.values())
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -192,9 +204,16 @@ class _Size:
         self._counts.zero_()
         right, loss = self._counts[:-1], self._counts[-1]
         for images, labels in self.batches:
-            logits = self.model(images)
+            logits = self._logits(images)
             loss += F.cross_entropy(logits, labels, reduction="sum")
             right.index_add_(0, labels, (logits.argmax(1) == labels).double())
+
+    def _logits(self, images: Tensor) -> Tensor:
+        """Run the model. It may be compiled for whole batches, and the last batch may be shorter."""
+        if not self._compiled:
+            return self.model(images)
+        with compilation() if len(images) == self.batches.size else no_compilation():
+            return self.model(images)
 
 
 @dataclass(frozen=True)

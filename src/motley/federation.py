@@ -17,12 +17,13 @@ from motley.assembly import (
     build_method,
     build_pipeline,
     build_split,
+    chosen_kernels,
     client_sizes,
+    compiles,
     deal_examples,
     load_dataset_of,
     load_weights,
     size_lookup,
-    uses_fused_kernels,
 )
 from motley.checks import (
     check_batches_fit,
@@ -57,11 +58,13 @@ class Federation:
         for _ in range(config.training.rounds):
             server, record = federation.run_round(server)
 
-    Its parts are attributes, and replacing one of them takes effect in the next round: `pipeline` (the stages of the
-    aggregation, a list), `collections`, `sample` (chooses a round's clients) and `engine`.
+    Its parts are attributes, and replacing one of them takes effect in the next round: `pipeline`
+    (the stages of the aggregation, a list), `collections`, `sample` (chooses a round's clients) and
+    `engine`.
 
-    Constructing a federation changes no state of the process, except that a federation for GPUs asks CUDA for more
-    hardware queues (`request_hardware_queues`). Precision and threads apply while it computes (`numerics`).
+    Constructing a federation changes no state of the process, except that a federation for GPUs
+    asks CUDA for more hardware queues (`request_hardware_queues`). Precision and threads apply
+    while it computes (`numerics`).
     """
 
     def __init__(
@@ -75,8 +78,9 @@ class Federation:
     ) -> None:
         """Without `dataset` or `partition`, they are the configuration's.
 
-        `memory_folder` is for client states that do not fit into memory, and for saving them. `engine` makes an engine
-        whose clients are elsewhere; their examples are then not known here.
+        `memory_folder` is for client states that do not fit into memory, and for saving them.
+        `engine` makes an engine whose clients are elsewhere; their examples are then not known
+        here.
         """
         if engine is None and config.engine.name.startswith("flower"):
             raise MotleyError(f"engine.name = {config.engine.name!r}: needs Flower; see docs/deploy.md.")
@@ -118,7 +122,14 @@ class Federation:
         self.sample: Sampler = ClientSampler(
             federation.clients, federation.clients_per_round, config.seed, federation.sampler
         )
-        self.evaluator = Evaluator(self.split, self._test_data, classes, config.evaluation, uses_fused_kernels(config))
+        self.evaluator = Evaluator(
+            self.split,
+            self._test_data,
+            classes,
+            config.evaluation,
+            kernels=chosen_kernels(config),
+            compiled=compiles(config),
+        )
         if engine is not None:
             self.engine: Engine = engine(self)
         else:
@@ -159,7 +170,10 @@ class Federation:
     def queue_round(
         self, server: ServerState, done: Callable[[int], None] = lambda client: None
     ) -> tuple[ServerState, PendingRecord]:
-        """Like `run_round`, but without waiting for the evaluation, which a GPU may do while the next round begins."""
+        """Like `run_round`, but do not wait for the evaluation.
+
+        A GPU may evaluate a round while the next one begins.
+        """
         with self.numerics():
             return rounds.run_round(self.context, server, done, speculation.finish_round)
 

@@ -14,18 +14,19 @@ from motley.core.errors import MotleyError
 
 
 def request_hardware_queues() -> None:
-    """Ask CUDA for 32 hardware queues: with the default of eight, the streams of more slots wait for each other.
+    """Ask CUDA for 32 hardware queues. With the default of 8, streams of more slots wait in line.
 
-    CUDA reads the environment variable when it starts, so this must come before the process first uses a GPU. A value
-    that is already set is kept.
+    CUDA reads the environment variable when it starts, so this must come before the process first
+    uses a GPU. A value that is already set is kept.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def choose_devices(setting: str) -> list[torch.device]:
-    """Return the devices that `engine.device` names: first the home device, with the server's state and evaluation.
+    """Return the devices that `engine.device` names. The first is the server's home device.
 
-    `auto` is every GPU that is visible, or else the CPU. The CPU may be named several times, which changes nothing but
+    `auto` is every GPU that is visible, or else the CPU. The CPU may be named several times, which
+    changes nothing but
     the code that runs: what several devices do can then be tried without them.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -52,7 +53,7 @@ def _refused(setting: str, reason: str) -> MotleyError:
 
 
 def place(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a model to a device; on a GPU with channels last in memory, where convolutions are faster."""
+    """Move a model to a device; on a GPU with channels last in memory: faster convolutions."""
     model = model.to(device)
     if device.type == "cuda":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -60,7 +61,10 @@ def place(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor to a device, laid out as `place` lays out a model's: grouped operations need equal layouts."""
+    """Move a tensor to a device, laid out as `place` lays out a model's:
+
+    grouped operations need equal layouts.
+    """
     if device.type == "cuda" and tensor.dim() == 4:
         return tensor.to(device, memory_format=torch.channels_last)
     return tensor.to(device)
@@ -68,11 +72,12 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 @contextmanager
 def numerics(precision: str, threads: int) -> Iterator[None]:
-    """Compute with a precision and a number of CPU threads inside the block, and restore the process's own after it.
+    """Compute with a precision and a number of CPU threads inside the block, then restore both.
 
-    With fp32, matrix products and convolutions on a GPU do not use tf32. The flags belong to the whole process, so
-    they are set only while a federation trains or evaluates, and two federations do not change each other's. Entering
-    and leaving costs microseconds. Steps that are captured inside the block keep their precision.
+    With fp32, matrix products and convolutions on a GPU do not use tf32. The flags belong to the
+    whole process, so they are set only while a federation trains or evaluates, and two federations
+    do not change each other's. Entering and leaving costs microseconds. Steps that are captured
+    inside the block keep their precision.
     """
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32, torch.get_num_threads()
@@ -91,6 +96,6 @@ def _set_numerics(matmul_tf32: bool, cudnn_tf32: bool, threads: int) -> None:
 
 
 def use_generator(generator: torch.Generator | None) -> None:
-    """Make a GPU generator's state the one that torch's random functions on its device draw from."""
+    """Let torch's random functions on a generator's GPU draw from its state."""
     if generator is not None:
         torch.cuda.default_generators[generator.device.index].graphsafe_set_state(generator.graphsafe_get_state())

@@ -19,8 +19,9 @@ from motley.data.device import DeviceData
 from motley.federation import Federation
 from motley.flower.engine import FlowerEngine, Nodes
 from motley.plan import assigned, costs_of, read_budgets
+from motley.runs.callbacks import Callback
 from motley.runs.folder import RunFolder
-from motley.runs.play import Callback, begin, resume
+from motley.runs.run import resume_run, start_run
 from motley.server.state import ServerState
 from motley.settings import validate
 
@@ -55,7 +56,7 @@ def serve(
     nodes = Nodes(grid, config, dataset)
     found = nodes.find(range(config.federation.clients))
     if new is None:
-        return resume(path, watchers, engine=lambda federation: FlowerEngine(nodes))
+        return resume_run(path, watchers, engine=lambda federation: FlowerEngine(nodes))
     if absent := [client for client in range(config.federation.clients) if client not in found]:
         raise MotleyError(
             f"engine.flower.wait_s = {config.engine.flower.wait_s:g}: no node came for "
@@ -63,7 +64,7 @@ def serve(
         )
     config = with_sizes(config, nodes.sizes)
     nodes.use(config)
-    return begin(config, path, watchers, engine=lambda federation: FlowerEngine(nodes))
+    return start_run(config, path, watchers, engine=lambda federation: FlowerEngine(nodes))
 
 
 def with_budgets(config: Config, dataset: Dataset) -> Config:

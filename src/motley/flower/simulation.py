@@ -18,8 +18,8 @@ from motley.federation import Federation
 from motley.flower.client import build
 from motley.flower.server import serve
 from motley.flower.settings import NodeData, NodeSettings
+from motley.runs.callbacks import Callback
 from motley.runs.folder import RunFolder
-from motley.runs.play import Callback
 from motley.server.state import ServerState
 
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}

@@ -9,11 +9,12 @@ from pydantic import model_validator
 
 from motley.settings import Limit, Positive, Settings
 
-#: What each preset changes. The fields' defaults are what the authors' released code does ("official").
-#: "paper" is Algorithm 1 to the letter: no clamps, no epsilon (1e-30 only prevents 0/0), and raw products. Line 8 takes
-#: alpha and beta from Theorem 3.1, whose g carry no prime, although line 7 has just defined the normalized g'. Section
-#: 5.4 explains a falling beta by shrinking gradients, which a cosine would not show. `products = "normalized"` is the
-#: reading by the order of lines 7 and 8; with it line 9 is an exact projection.
+#: What each preset changes. The fields' defaults are what the authors' released code does
+#: ("official"). "paper" is Algorithm 1 to the letter: no clamps, no epsilon (1e-30 only prevents
+#: 0/0), and raw products. Line 8 takes alpha and beta from Theorem 3.1, whose g carry no prime,
+#: although line 7 has just defined the normalized g'. Section 5.4 explains a falling beta by
+#: shrinking gradients, which a cosine would not show. `products = "normalized"` is the reading by
+#: the order of lines 7 and 8; with it line 9 is an exact projection.
 PRESETS: dict[str, dict[str, Any]] = {
     "off": {},
     "official": {},

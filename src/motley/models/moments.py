@@ -1,4 +1,4 @@
-"""The moments of BatchNorm's inputs: what a client reports when running statistics are recalibrated.
+"""The moments of BatchNorm's inputs, which clients report to recalibrate running statistics.
 
 `motley.server.recalibration` pools the reports and describes the whole procedure.
 """
@@ -20,7 +20,7 @@ MOMENTS = (COUNT, SUM, SQUARES)
 
 
 def norms_of(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the BatchNorm layers that keep running statistics, by the prefix of their tensors' names."""
+    """Return the BatchNorm layers with running statistics, by the prefix of their tensors."""
     norms = {}
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.running_mean is not None:
@@ -29,9 +29,10 @@ def norms_of(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def batch_moments(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> State:
-    """Pass batches of (images, labels) through a model, and return the moments of every BatchNorm's inputs.
+    """Pass batches of (images, labels) through a model; return the moments of BatchNorm's inputs.
 
-    BatchNorm layers normalize with their batch; everything else, such as dropout, is in evaluation mode. The model's
+    BatchNorm layers normalize with their batch; everything else, such as dropout, is in evaluation
+    mode. The model's
     running statistics are not kept: whoever trains the model next loads them again.
     """
     norms = norms_of(model)
@@ -64,8 +65,9 @@ def _adding_to(moments: State, prefix: str) -> Callable[[nn.Module, tuple[Any, .
     def add(norm: nn.Module, inputs: tuple[Any, ...]) -> None:
         x: Tensor = inputs[0]
         dims = [dim for dim in range(x.dim()) if dim != 1]
-        # The batch's mean and variance in single precision, by torch's stable algorithm, and everything after that in
-        # double precision: sums of squares in single precision lose the variance of a channel with a large mean.
+        # The batch's mean and variance in single precision, by torch's stable algorithm, and
+        # everything after that in double precision: sums of squares in single precision lose the
+        # variance of a channel with a large mean.
         variance, mean = torch.var_mean(x.float(), dims, correction=0)
         variance, mean = variance.double(), mean.double()
         number = x.numel() // x.shape[1]
@@ -77,14 +79,17 @@ def _adding_to(moments: State, prefix: str) -> Callable[[nn.Module, tuple[Any, .
 
 
 def _own_row(statistics: Tensor) -> Tensor:
-    """Return the row of a model's own width. FjORD's layers keep one row per width; the model's own is the last."""
+    """Return the row of a model's own width.
+
+    FjORD's layers keep one row per width; the model's own is the last.
+    """
     return statistics if statistics.dim() == 1 else statistics[-1]
 
 
 def _without_lone_examples(batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
-    """Yield the images of batches. A batch of one example joins the batch before it: BatchNorm cannot normalize it.
+    """Yield the images of batches. A batch of one example joins the batch before it.
 
-    The only example of a client has no batch to join, and is left out.
+    BatchNorm cannot normalize one example. The only example of a client has no batch to join, and is left out.
     """
     waiting: Tensor | None = None
     for images, _ in batches:

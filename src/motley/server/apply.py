@@ -15,14 +15,17 @@ from motley.server.state import ServerState
 class Apply:
     """Add `lr` times the aggregated delta to the global state.
 
-    `lr` scales parameters only. Buffers get their whole delta, and coordinates without an owner keep their bits.
+    `lr` scales parameters only. Buffers get their whole delta, and coordinates without an owner
+    keep their bits.
     """
 
     parameters: Collection[str]
     lr: float = 1.0
     name: str = "apply"
 
-    def __call__(self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]) -> StageResult:
+    def __call__(
+        self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]
+    ) -> StageResult:
         """Return the new global state."""
         state = apply(server.state, aggregate, self.parameters, self.lr)
         return StageResult(replace(server, state=state), aggregate)

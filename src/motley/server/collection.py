@@ -1,7 +1,7 @@
-"""Collections: passes over clients' data that do not train, after the pipeline and before the evaluation.
+"""Collections: passes over clients' data that do not train, between pipeline and evaluation.
 
-A collection stage is like a stage of the pipeline that needs answers from clients first. The round asks the engine to
-run the stage's jobs, rejects unusable answers, and applies the others.
+A collection stage is like a stage of the pipeline that needs answers from clients first. The round
+asks the engine to run the stage's jobs, rejects unusable answers, and applies the others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from motley.core.part import size_in_bytes, take
-from motley.engine.base import Engine, Job
+from motley.engine.base import Engine, Failure, Job
 from motley.engine.device import on_device
 from motley.methods.base import Collection, Method
 from motley.server.state import ServerState
@@ -26,11 +26,17 @@ class CollectionStage(Protocol):
     """Something that asks clients for a collection after a round."""
 
     def jobs(self, server: ServerState, sampled: Sequence[int]) -> list[Job]:
-        """Return what clients are sent; empty if nothing is collected after this round. `sampled`: its clients."""
+        """Return what clients are sent; empty if nothing is collected after this round.
+
+        `sampled`: its clients.
+        """
         ...
 
     def error(self, server: ServerState, collection: Collection) -> str | None:
-        """Say why a client's answer cannot be used; None if it can. Only nodes elsewhere are checked."""
+        """Say why a client's answer cannot be used; None if it can.
+
+        Only nodes elsewhere are checked.
+        """
         ...
 
     def apply(self, server: ServerState, collections: Sequence[Collection]) -> ServerState:
@@ -40,7 +46,10 @@ class CollectionStage(Protocol):
 
 @dataclass(frozen=True)
 class MethodCollection:
-    """The method's own collection, on the model that is evaluated. size_of: (client, round) -> the client's size."""
+    """The method's own collection, on the model that is evaluated.
+
+    size_of: (client, round) -> the client's size.
+    """
 
     method: Method
     split: Split
@@ -69,7 +78,9 @@ class MethodCollection:
 
     def apply(self, server: ServerState, collections: Sequence[Collection]) -> ServerState:
         """Let the method use the collections."""
-        method_state, model = self.method.apply_collection(server.method_state, server.model, collections)
+        method_state, model = self.method.apply_collection(
+            server.method_state, server.model, collections
+        )
         return replace(server.with_model(model), method_state=method_state)
 
 
@@ -91,7 +102,7 @@ def run_collections(
     sampled: Sequence[int],
     device: torch.device,
 ) -> Collected:
-    """Ask clients for what the stages want to collect after this round, and apply the usable answers.
+    """Ask clients for what the stages collect after this round, and apply the usable answers.
 
     `sampled` are the round's clients, and `device` is the server's.
     """
@@ -104,20 +115,26 @@ def run_collections(
             continue
         with timer.phase("collect"):
             answers = engine.collect(jobs)
-            bytes_down += sum(size_in_bytes(job.state) + size_in_bytes(job.broadcast) for job in jobs)
-            bytes_up += sum(size_in_bytes(answer.values) for answer in answers)
+            collections = [answer for answer in answers if isinstance(answer, Collection)]
+            bytes_down += sum(
+                size_in_bytes(job.state) + size_in_bytes(job.broadcast) for job in jobs
+            )
+            bytes_up += sum(size_in_bytes(collection.values) for collection in collections)
+            for answer in answers:
+                if isinstance(answer, Failure):
+                    rejected[answer.client] = f"its collection failed: {answer.reason}"
             if not engine.trusted:
-                answers, errors = _check(stage, server, answers, device)
-                rejected = {**errors, **rejected}
-            if answers:
-                server = stage.apply(server, answers)
+                collections, errors = _check(stage, server, collections, device)
+                rejected.update(errors)
+            if collections:
+                server = stage.apply(server, collections)
     return Collected(server, rejected, bytes_down, bytes_up, timer.seconds)
 
 
 def _check(
     stage: CollectionStage, server: ServerState, answers: Sequence[Collection], device: torch.device
 ) -> tuple[list[Collection], dict[int, str]]:
-    """Move the answers of nodes to the server's device; return the usable ones, and why the others are not."""
+    """Return the usable answers of nodes on the server's device, and why others are not usable."""
     usable: list[Collection] = []
     errors: dict[int, str] = {}
     for answer in answers:

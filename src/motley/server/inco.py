@@ -1,10 +1,11 @@
-"""InCo Aggregation: the aggregated delta of a shallow layer refines those of deeper layers of the same shape.
+"""InCo Aggregation: the delta of a shallow layer refines those of deeper layers of its shape.
 
-Chan, Zhou, Zhao, Jiang and Ngai, "Internal Cross-layer Gradients for Extending Homogeneity to Heterogeneity in
-Federated Learning", ICLR 2024.
+Chan, Zhou, Zhao, Jiang and Ngai, "Internal Cross-layer Gradients for Extending Homogeneity to
+Heterogeneity in Federated Learning", ICLR 2024.
 
-The stage runs after the aggregation and before any server optimizer, so it combines with every method that exchanges
-weights. The paper and its released code differ: each difference is a setting (`method.inco`).
+The stage runs after the aggregation and before any server optimizer, so it combines with every
+method that exchanges weights. The paper and its released code differ: each difference is a setting
+(`method.inco`).
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from motley.server.state import ServerState
 class Coefficients(NamedTuple):
     """Figure 9 and Table 3 for one target: means over its covered kernels.
 
-    `theta` is the value as used: |theta| with sign = "plus", 0 where Theorem 3.1 leaves g_k alone, and 1 without
-    optimization. `positive` is the fraction of kernels with beta > 0.
+    `theta` is the value as used: |theta| with sign = "plus", 0 where Theorem 3.1 leaves g_k alone,
+    and 1 without optimization. `positive` is the fraction of kernels with beta > 0.
     """
 
     theta: Tensor
@@ -50,12 +51,17 @@ class InCo:
     def __post_init__(self) -> None:
         if not self.pairs:
             raise MotleyError(
-                f"method.inco.preset = {self.settings.preset!r}: the models (model.sizes) have no layers of one shape "
-                "behind each other, so there is nothing to mix."
+                f"method.inco.preset = {self.settings.preset!r}: the models (model.sizes) have no "
+                "layers of one shape behind each other, so there is nothing to mix."
             )
 
-    def __call__(self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]) -> StageResult:
-        """Return the refined delta. The metrics are LAYER/COEFFICIENT for every layer that was refined."""
+    def __call__(
+        self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]
+    ) -> StageResult:
+        """Return the refined delta.
+
+        The metrics are LAYER/COEFFICIENT for every layer that was refined.
+        """
         delta, coefficients = inco(aggregate.delta, self.pairs, self.settings, aggregate.covered)
         metrics = {}
         for layer, row in coefficients.items():
@@ -70,18 +76,20 @@ def inco(
     settings: IncoSettings,
     covered: Mapping[str, Tensor | None] | None = None,
 ) -> tuple[State, dict[str, Coefficients]]:
-    """Return the delta with every pair's target refined by its source, and the coefficients of each target.
+    """Return the delta with every target refined by its source, and every target's coefficients.
 
-    Sources are always the deltas as given, so the order of pairs does not matter. A pair is skipped if nobody held
-    one of its layers. `covered` says which coordinates somebody held (None: all of them). Only kernels that are
-    covered in both source and target take part and are changed; if theta is per tensor, only such coordinates.
+    Sources are always the deltas as given, so the order of pairs does not matter. A pair is skipped
+    if nobody held one of its layers. `covered` says which coordinates somebody held (None: all of
+    them). Only kernels that are covered in both source and target take part and are changed; if
+    theta is per tensor, only such coordinates.
     """
     refined = dict(delta)
     coefficients: dict[str, Coefficients] = {}
     if not settings.active:
         return refined, coefficients
     for group in _groups_of_one_shape(delta, pairs, covered or {}):
-        # All pairs of one shape are computed together, in a stack: a few kernels instead of a few per pair.
+        # All pairs of one shape are computed together, in a stack: a few kernels instead of a few
+        # per pair.
         deep = torch.stack([delta[pair.target] for pair, _ in group])
         shallow = torch.stack([delta[pair.source] for pair, _ in group])
         masks = [mask for _, mask in group if mask is not None]
@@ -98,7 +106,7 @@ PairAndMask = tuple[CrossLayer, Tensor | None]
 def _groups_of_one_shape(
     delta: Mapping[str, Tensor], pairs: Sequence[CrossLayer], covered: Mapping[str, Tensor | None]
 ) -> list[list[PairAndMask]]:
-    """Return the pairs of which both layers were held, each with the mask of its covered coordinates.
+    """Return the pairs of which both layers were held, each with its mask of coordinates.
 
     A group holds the pairs of one shape, and either all of them have a mask or none has.
     """
@@ -115,11 +123,14 @@ def _groups_of_one_shape(
     return list(groups.values())
 
 
-def _refine(deep: Tensor, shallow: Tensor, mask: Tensor | None, settings: IncoSettings) -> tuple[Tensor, Coefficients]:
+def _refine(
+    deep: Tensor, shallow: Tensor, mask: Tensor | None, settings: IncoSettings
+) -> tuple[Tensor, Coefficients]:
     """Combine each g_k (`deep`) and g_0 (`shallow`) of a stack of pairs as Algorithm 1, line 9:
 
-    (g_k' -+ theta g_0') (|g_k| + |g_0|) / 2, where g' = g / (|g| + eps); without normalization g_k -+ theta g_0.
-    In double precision no finite float32 input overflows, so nothing here can become NaN.
+    (g_k' -+ theta g_0') (|g_k| + |g_0|) / 2, where g' = g / (|g| + eps); without normalization g_k
+    -+ theta g_0. In double precision no finite float32 input overflows, so nothing here can become
+    NaN.
     """
     per_kernel = settings.granularity == "kernel" and deep.dim() == 5
     shape, dims = deep.shape, (-2, -1) if per_kernel else (-1,)
@@ -154,7 +165,10 @@ def _refine(deep: Tensor, shallow: Tensor, mask: Tensor | None, settings: IncoSe
 
 
 def _theta(alpha: Tensor, beta: Tensor, settings: IncoSettings) -> Tensor:
-    """Theorem 3.1 (matrix form: Eq. 20): theta = beta / alpha, alpha = <g_0, g_0>, beta = <g_0, g_k>."""
+    """Theorem 3.1 (matrix form:
+
+    Eq. 20): theta = beta / alpha, alpha = <g_0, g_0>, beta = <g_0, g_k>.
+    """
     if not settings.optimize:
         return torch.ones_like(beta)
     theta = beta / (alpha + settings.epsilon)

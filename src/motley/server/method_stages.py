@@ -1,4 +1,7 @@
-"""The stages that belong to the method: its aggregation, its correction, and its work on the new global state."""
+"""The stages that belong to the method:
+
+its aggregation, its correction, and its work on the new global state.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ class AggregateUpdates:
     method: Method
     name: str = "method"
 
-    def __call__(self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]) -> StageResult:
+    def __call__(
+        self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]
+    ) -> StageResult:
         """Ignore the aggregate so far: there is none yet."""
         aggregate = self.method.aggregate(server.method_state, server.state, updates)
         method_state = self.method.update(server.method_state, server.state, updates)
@@ -37,7 +42,9 @@ class MethodCorrection:
     method: Method
     name: str = "method-correction"
 
-    def __call__(self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]) -> StageResult:
+    def __call__(
+        self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]
+    ) -> StageResult:
         """Adjust the delta with the method state after this round's update."""
         return StageResult(server, self.method.adjust_aggregate(server.method_state, aggregate))
 
@@ -49,7 +56,9 @@ class PostProcess:
     method: Method
     name: str = "post-process"
 
-    def __call__(self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]) -> StageResult:
+    def __call__(
+        self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]
+    ) -> StageResult:
         """Replace the global state by what the method makes of it."""
         state = self.method.post_process(server.method_state, server.state, updates)
         return StageResult(replace(server, state=state), aggregate)

@@ -1,4 +1,4 @@
-"""Numbers that stages and methods report about a round, and how they are read from the device without waiting."""
+"""Numbers that stages and methods report about a round, read without waiting for the device."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class PendingMetrics:
     """Metrics on their way from the device to the host, all in one copy."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._numbers = {name: value for name, value in metrics.items() if not isinstance(value, Tensor)}
+        self._metrics = metrics
         tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
-        self._names, self._tensors = list(metrics), list(tensors)
+        self._names = list(tensors)
         self._copy = AsyncCopy(stack_scalars(list(tensors.values())))
 
     @property
@@ -30,12 +30,15 @@ class PendingMetrics:
 
     def read(self) -> dict[str, float]:
         """Wait for the device and return the numbers, in the order in which they were reported."""
-        values = {**self._numbers, **dict(zip(self._tensors, self._copy.read(), strict=True))}
-        return {name: float(values[name]) for name in self._names}
+        copied = dict(zip(self._names, self._copy.read(), strict=True))
+        numbers = {}
+        for name, value in self._metrics.items():
+            numbers[name] = copied[name] if isinstance(value, Tensor) else float(value)
+        return numbers
 
 
 def stack_scalars(scalars: list[Tensor]) -> Tensor:
-    """Return one-element tensors as one vector in single precision; an empty one on the host if there are none."""
+    """Return one-element tensors as one vector in single precision, empty if there are none."""
     if not scalars:
         return torch.zeros(0)
     return torch.stack([scalar.reshape(()).float() for scalar in scalars])

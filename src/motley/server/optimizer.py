@@ -1,4 +1,4 @@
-"""The stage that applies a server optimizer: the aggregated delta of a round is its gradient, for any method.
+"""The stage that applies a server optimizer, for which the aggregated delta is the gradient.
 
     FedAvgM     m <- beta1 m + D,  step lr m (with Nesterov: lr (D + beta1 m))
     the others  m <- beta1 m + (1 - beta1) D,  step lr m / (sqrt(v) + tau), where
@@ -6,10 +6,11 @@
     FedAdam     v <- beta2 v + (1 - beta2) D^2
     FedYogi     v <- v - (1 - beta2) D^2 sign(v - D^2)
 
-Hsu, Qi and Brown, Measuring the Effects of Non-Identical Data Distribution, 2019 (FedAvgM); Reddi et al., Adaptive
-Federated Optimization, ICLR 2021 (the others; no bias correction). D is the delta after the earlier stages.
-Moments advance only for coordinates that somebody held: a layer without an owner does not drift on old momentum.
-Only parameters are optimized; buffers keep their plain mean.
+Hsu, Qi and Brown, Measuring the Effects of Non-Identical Data Distribution, 2019 (FedAvgM); Reddi
+et al., Adaptive Federated Optimization, ICLR 2021 (the others; no bias correction). D is the delta
+after the earlier stages.
+Moments advance only for coordinates that somebody held: a layer without an owner does not drift on
+old momentum. Only parameters are optimized; buffers keep their plain mean.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from motley.settings import Settings
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
 
-#: What each optimizer changes in the fields' defaults: for the adaptive ones, the paper's choice for CIFAR-10.
+#: What each optimizer changes in the fields' defaults: for the adaptive ones, the paper's choice
+#: for CIFAR-10.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "none": {},
     "momentum": {},
@@ -43,12 +45,21 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 class ServerOptimizerSettings(Settings):
-    """The server's optimizer, which takes the averaged delta as its gradient. Defaults depend on the optimizer."""
+    """The server's optimizer, which takes the averaged delta as its gradient.
+
+    Defaults depend on the optimizer.
+    """
 
     name: Literal["none", "momentum", "adam", "yogi", "adagrad"] = "none"
-    """The server's optimizer. momentum is FedAvgM; adam, yogi and adagrad are FedAdam, FedYogi and FedAdagrad."""
+    """The server's optimizer.
+
+    momentum is FedAvgM; adam, yogi and adagrad are FedAdam, FedYogi and FedAdagrad.
+    """
     lr: float = Field(default=1.0, gt=0)
-    """Learning rate of the server's optimizer. Its default depends on the optimizer, as those of beta1 and tau do."""
+    """Learning rate of the server's optimizer.
+
+    Its default depends on the optimizer, as those of beta1 and tau do.
+    """
     beta1: Decay = 0.9
     """Decay of the first moment."""
     beta2: Decay = 0.99
@@ -56,7 +67,10 @@ class ServerOptimizerSettings(Settings):
     tau: float = Field(default=1e-3, gt=0)
     """Added to the square root of the second moment (adam, yogi, adagrad)."""
     initial: Literal["tau-squared", "zero"] = "tau-squared"
-    """Initial value of the second moment: tau squared, as in the paper, or zero, as in many implementations."""
+    """Initial value of the second moment:
+
+    tau squared, as in the paper, or zero, as in many implementations.
+    """
     nesterov: bool = False
     """Nesterov momentum (momentum only), as in Hsu et al."""
 
@@ -64,12 +78,18 @@ class ServerOptimizerSettings(Settings):
     @classmethod
     def _fill_from_name(cls, values: Any) -> Any:
         name = values.get("name") if isinstance(values, Mapping) else None
-        return {**OPTIMIZERS[name], **values} if isinstance(name, str) and name in OPTIMIZERS else values
+        return (
+            {**OPTIMIZERS[name], **values}
+            if isinstance(name, str) and name in OPTIMIZERS
+            else values
+        )
 
     @model_validator(mode="after")
     def _nesterov_is_for_momentum(self) -> ServerOptimizerSettings:
         if self.nesterov and self.name != "momentum":
-            raise ValueError(f"nesterov = true is for optimizer.name = 'momentum', not {self.name!r}")
+            raise ValueError(
+                f"nesterov = true is for optimizer.name = 'momentum', not {self.name!r}"
+            )
         return self
 
 
@@ -81,7 +101,9 @@ class ServerOptimizer:
     settings: ServerOptimizerSettings
     name: str = "optimizer"
 
-    def __call__(self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]) -> StageResult:
+    def __call__(
+        self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]
+    ) -> StageResult:
         """Return the step, and the moments after it."""
         moments = server.stage_states.get(self.name, {})
         moments, aggregate = optimize(moments, aggregate, self.parameters, self.settings)
@@ -89,9 +111,12 @@ class ServerOptimizer:
 
 
 def optimize(
-    moments: State, aggregate: Aggregate, parameters: Collection[str], settings: ServerOptimizerSettings
+    moments: State,
+    aggregate: Aggregate,
+    parameters: Collection[str],
+    settings: ServerOptimizerSettings,
 ) -> tuple[State, Aggregate]:
-    """Return the moments after a round, and the aggregate with the optimizer's step in place of the delta.
+    """Return the moments after a round, and the optimizer's step in place of the delta.
 
     Moments are named first/NAME and second/NAME.
     """
@@ -107,7 +132,9 @@ def optimize(
     for order, tensors in after.items():
         for name, new, old in zip(names, tensors, before[order], strict=True):
             covered = aggregate.covered[name]
-            new_moments[f"{order}/{name}"] = new if covered is None else torch.where(covered, new, old)
+            new_moments[f"{order}/{name}"] = (
+                new if covered is None else torch.where(covered, new, old)
+            )
     delta = {**aggregate.delta, **dict(zip(names, steps, strict=True))}
     return new_moments, aggregate.with_delta(delta)
 
@@ -132,7 +159,9 @@ def _momentum(
     gradients: list[Tensor], moments: dict[str, list[Tensor]], settings: ServerOptimizerSettings
 ) -> tuple[Tensors, dict[str, Tensors]]:
     first = torch._foreach_add(torch._foreach_mul(moments["first"], settings.beta1), gradients)
-    ahead = torch._foreach_add(gradients, first, alpha=settings.beta1) if settings.nesterov else first
+    ahead = (
+        torch._foreach_add(gradients, first, alpha=settings.beta1) if settings.nesterov else first
+    )
     return torch._foreach_mul(ahead, settings.lr), {"first": first}
 
 
@@ -155,5 +184,9 @@ def _second(second: list[Tensor], squares: Tensors, settings: ServerOptimizerSet
         return torch._foreach_add(second, squares)
     if settings.name == "yogi":
         signs = torch._foreach_sign(torch._foreach_sub(second, squares))
-        return torch._foreach_sub(second, torch._foreach_mul(signs, squares), alpha=1 - settings.beta2)
-    return torch._foreach_add(torch._foreach_mul(second, settings.beta2), squares, alpha=1 - settings.beta2)
+        return torch._foreach_sub(
+            second, torch._foreach_mul(signs, squares), alpha=1 - settings.beta2
+        )
+    return torch._foreach_add(
+        torch._foreach_mul(second, settings.beta2), squares, alpha=1 - settings.beta2
+    )

@@ -1,12 +1,12 @@
-"""The aggregation pipeline: a list of stages that turn a round's client updates into a new server state.
+"""The aggregation pipeline: a list of stages that turn client updates into a new server state.
 
 The order of the stages is the order of the list, which `assembly.build_pipeline` puts together:
 
     Aggregate -> InCo -> MethodCorrection -> ServerOptimizer -> Apply -> PostProcess -> EMA
 
-A stage is called with the server state, the aggregated delta so far and the accepted updates, and returns what it
-changes. It never modifies its arguments. To add one of your own, write a class like this, and insert an instance into
-`federation.pipeline`:
+A stage is called with the server state, the aggregated delta so far and the accepted updates, and
+returns what it changes. It never modifies its arguments. To add one of your own, write a class like
+this, and insert an instance into `federation.pipeline`:
 
     class ClipAggregate:
         name = "clip"
@@ -17,7 +17,8 @@ changes. It never modifies its arguments. To add one of your own, write a class 
             delta = {name: tensor * factor for name, tensor in aggregate.delta.items()}
             return StageResult(server, aggregate.with_delta(delta), {"norm": norm})
 
-Stages may be queued behind a GPU that is still training (`speculation.py`), so they must not read a value from the
+Stages may be queued behind a GPU that is still training (`speculation.py`), so they must not read a
+value from the
 device: metrics are returned as tensors and read later.
 """
 
@@ -45,8 +46,9 @@ class StageResult:
 class Stage(Protocol):
     """One step of the aggregation.
 
-    `name` prefixes the stage's metrics. It also names the stage's own state between rounds, if it keeps any: read
-    `server.stage_states.get(name, {})` and return `server.with_stage_state(name, ...)`. Checkpoints save it.
+    `name` prefixes the stage's metrics. It also names the stage's own state between rounds, if it
+    keeps any: read `server.stage_states.get(name, {})` and return `server.with_stage_state(name,
+    ...)`. Checkpoints save it.
     """
 
     @property
@@ -54,7 +56,9 @@ class Stage(Protocol):
         """The stage's name; no other stage of the pipeline has it."""
         ...
 
-    def __call__(self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]) -> StageResult:
+    def __call__(
+        self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]
+    ) -> StageResult:
         """Run the stage. `server.round_number` is the number of the current round."""
         ...
 
@@ -62,7 +66,7 @@ class Stage(Protocol):
 def run_stages(
     stages: Sequence[Stage], server: ServerState, updates: Sequence[ClientUpdate]
 ) -> tuple[ServerState, Metrics]:
-    """Run all stages in order; return the server state after them, and their metrics under NAME/METRIC."""
+    """Run all stages in order; return the server state after them, and metrics as NAME/METRIC."""
     aggregate = Aggregate({}, {})
     metrics: Metrics = {}
     for stage in stages:

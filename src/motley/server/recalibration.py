@@ -1,9 +1,9 @@
-"""Recalibrated BatchNorm statistics: the running statistics of the evaluated model, computed from all clients' data.
+"""Recalibrated BatchNorm statistics: those of the evaluated model on all clients' data.
 
-A round averages the running statistics of a few clients, whose labels are skewed and whose weights are not those of the
-merged model. Recalibration (`server.statistics = "recalibrate"`) replaces the result. Every client gets its part of the
-model that will be evaluated, passes its examples through it once, without augmentation and in single precision, and
-reports per BatchNorm layer and channel
+A round averages the running statistics of a few clients, whose labels are skewed and whose weights
+are not those of the merged model. Recalibration (`server.statistics = "recalibrate"`) replaces the
+result. Every client gets its part of the model that will be evaluated, passes its examples through
+it once, without augmentation and in single precision, and reports per BatchNorm layer and channel
 
     n = number of the layer's inputs,    s = sum of the inputs,    q = sum of their squares.
 
@@ -11,15 +11,16 @@ The server adds these up over clients, N = sum n, S = sum s, Q = sum q, and sets
 
     running_mean = S / N,    running_var = (Q - S^2 / N) / (N - 1).
 
-These are the mean and the unbiased variance of all inputs together (`torch.var` of their concatenation, and the law of
-total variance for any sizes of clients). The mean of the clients' variances would leave out how far apart their means
-are. A coordinate is pooled over the clients that hold it: the clients of one size with
-split.normalization_statistics = "per-size", those of all sizes that share it with "shared".
+These are the mean and the unbiased variance of all inputs together (`torch.var` of their
+concatenation, and the law of total variance for any sizes of clients). The mean of the clients'
+variances would leave out how far apart their means are. A coordinate is pooled over the clients
+that hold it: the clients of one size with split.normalization_statistics = "per-size", those of all
+sizes that share it with "shared".
 
-In the pass, each BatchNorm normalizes with the statistics of the current batch, as in training and as HeteroFL's static
-batch norm does. The inputs of the first BatchNorm do not depend on that, so its statistics are exact. Those of deeper
-layers are the statistics of inputs that were normalized batch by batch. Statistics that fit the final model exactly
-would take one pass per layer.
+In the pass, each BatchNorm normalizes with the statistics of the current batch, as in training and
+as HeteroFL's static batch norm does. The inputs of the first BatchNorm do not depend on that, so
+its statistics are exact. Those of deeper layers are the statistics of inputs that were normalized
+batch by batch. Statistics that fit the final model exactly would take one pass per layer.
 """
 
 from __future__ import annotations
@@ -83,8 +84,10 @@ class Recalibrate:
 def pool(model: State, reports: Sequence[tuple[Part, State]]) -> State:
     """Return a model with the running statistics of all clients' inputs together.
 
-    A report is a client's part of the model with its moments (`batch_moments`). Coordinates that nobody reported keep
-    their statistics, and so do those whose pooled statistics are not finite: from such a state no client could train.
+    A report is a client's part of the model with its moments (`batch_moments`). Coordinates that
+    nobody reported keep
+    their statistics, and so do those whose pooled statistics are not finite: from such a state no
+        client could train.
     """
     totals: dict[str, State] = {}
     variances: dict[str, str] = {}
@@ -93,7 +96,9 @@ def pool(model: State, reports: Sequence[tuple[Part, State]]) -> State:
             piece = part[f"{prefix}running_mean"]
             if piece.name not in totals:
                 like = model[piece.name]
-                totals[piece.name] = {name: torch.zeros_like(like, dtype=torch.float64) for name in MOMENTS}
+                totals[piece.name] = {
+                    name: torch.zeros_like(like, dtype=torch.float64) for name in MOMENTS
+                }
                 variances[piece.name] = part[f"{prefix}running_var"].name
             for name in MOMENTS:
                 add_at(totals[piece.name][name], piece.index, moments[prefix + name])

@@ -17,7 +17,8 @@ class RoundRecord:
     round_number: the round.
     clients: the clients that were sampled.
     refused: client -> why its update, or its answer in a collection, was rejected.
-    repeated: for each earlier attempt at the round, which had too few accepted updates, its rejected clients.
+    repeated: for each earlier attempt at the round, which had too few accepted updates, its
+        rejected clients.
     idle: sampled clients that had no batch to train on.
     train_loss: mean training loss of the accepted updates; NaN if it is not known.
     num_steps: local steps of the accepted updates together.
@@ -44,9 +45,11 @@ class RoundRecord:
 
 
 class PendingRecord:
-    """A record whose scores and metrics a GPU may still be computing while the next round begins."""
+    """A record whose scores and metrics a GPU may still compute while the next round begins."""
 
-    def __init__(self, record: RoundRecord, evaluation: Evaluation | None, metrics: PendingMetrics) -> None:
+    def __init__(
+        self, record: RoundRecord, evaluation: Evaluation | None, metrics: PendingMetrics
+    ) -> None:
         self._record, self._evaluation, self._metrics = record, evaluation, metrics
         self._complete: RoundRecord | None = None
 
@@ -56,7 +59,10 @@ class PendingRecord:
         return self._metrics.ready and (self._evaluation is None or self._evaluation.ready)
 
     def read(self) -> RoundRecord:
-        """Wait for the device and return the complete record. The wait is part of the evaluation's time."""
+        """Wait for the device and return the complete record.
+
+        The wait is part of the evaluation's time.
+        """
         if self._complete is None:
             begin = time.perf_counter()
             scores = {} if self._evaluation is None else self._evaluation.scores()

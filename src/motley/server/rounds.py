@@ -1,14 +1,14 @@
 """One round of federated learning. Read this first.
 
     run_round:      train_clients -> finish_round -> the round's record
-    train_clients:  sample clients; send each its part of the global state and the method's broadcast;
-                    the engine trains them; receive their updates and check their shapes
+    train_clients:  sample clients; send each its part of the global state and the method's
+        broadcast; the engine trains them; receive their updates and check their shapes
     finish_round:   reject invalid updates (`validation.py`), then end_round with the others
-    end_round:      run the stages of the aggregation pipeline (`pipeline.py`); ask clients for collections, such as
-                    BatchNorm statistics (`collection.py`); start to evaluate every size
+    end_round:      run the stages of the aggregation pipeline (`pipeline.py`); ask clients for
+        collections, such as BatchNorm statistics (`collection.py`); start to evaluate every size
 
-Every function takes a `ServerState` or parts of it and returns what it computes; nothing is changed in place. If a
-round is interrupted, the state before it is still whole and can be saved.
+Every function takes a `ServerState` or parts of it and returns what it computes; nothing is changed
+in place. If a round is interrupted, the state before it is still whole and can be saved.
 
 On a GPU, `speculation.finish_round` takes the place of `finish_round` and gives the same results.
 """
@@ -45,11 +45,13 @@ class RoundContext:
     """The objects and numbers that a round works with. They stay the same from round to round.
 
     size_of: (client, round) -> the client's size.
-    weigh_by_examples: whether a client counts by its number of examples in the mean; otherwise all count equally.
-    accountant: computes the privacy spent; None if the run is not private. Private clients do not report their loss.
+    weigh_by_examples: whether a client counts by its number of examples in the mean; otherwise all
+        count equally.
+    accountant: computes the privacy spent; None if the run is not private. Private clients do not
+        report their loss.
     device: the server's device.
-    min_fraction: fraction of a round's clients whose updates must be accepted; with fewer, the round is repeated with
-        other clients, up to `attempts` times in all.
+    min_fraction: fraction of a round's clients whose updates must be accepted; with fewer, the
+        round is repeated with other clients, up to `attempts` times in all.
     batch_size: the clients' batch size, for error messages.
     """
 
@@ -86,7 +88,10 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Ending:
-    """The rest of a round: the server state after it, and numbers that the device may still be computing."""
+    """The rest of a round:
+
+    the server state after it, and numbers that the device may still be computing.
+    """
 
     server: ServerState
     evaluation: Evaluation | None
@@ -109,7 +114,8 @@ def run_round(
 ) -> tuple[ServerState, PendingRecord]:
     """Run the round after `server`; return the server state after it, and the round's record.
 
-    `done` is called with each client's id when the client has finished. `finish` replaces `finish_round`.
+    `done` is called with each client's id when the client has finished. `finish` replaces
+    `finish_round`.
     """
     finish = finish or finish_round
     failed: list[tuple[Attempt, Verdict]] = []
@@ -122,13 +128,17 @@ def run_round(
     attempt, verdict = failed[-1]
     reasons = [f"client {client}: {why}" for client, why in _rejected(attempt, verdict).items()]
     raise MotleyError(
-        f"round {server.round_number + 1} was played {context.attempts} times (server.attempts) and never had "
-        f"{context.min_fraction:.0%} of its uploads (server.min_fraction). The last time: {' '.join(reasons)}"
+        f"round {server.round_number + 1} was played {context.attempts} times (server.attempts) "
+        f"and never had {context.min_fraction:.0%} of its uploads (server.min_fraction). "
+        f"The last time: {' '.join(reasons)}"
     )
 
 
 def train_clients(context: RoundContext, server: ServerState, number: int, done: Done) -> Attempt:
-    """Sample clients, have the engine train them, and receive their updates. `number`: 0 for the first attempt."""
+    """Sample clients, have the engine train them, and receive their updates.
+
+    `number`: 0 for the first attempt.
+    """
     timer = Timer()
     with timer.phase("train"):
         round_number = server.round_number + 1
@@ -152,8 +162,10 @@ def train_clients(context: RoundContext, server: ServerState, number: int, done:
     )
 
 
-def finish_round(context: RoundContext, server: ServerState, attempt: Attempt) -> tuple[Verdict, Ending | None]:
-    """Wait for the check of the updates, and end the round with the valid ones; None if they are too few."""
+def finish_round(
+    context: RoundContext, server: ServerState, attempt: Attempt
+) -> tuple[Verdict, Ending | None]:
+    """Check the updates, and end the round with the valid ones; None if they are too few."""
     verdict = attempt.check.verdict()
     if not enough_updates(context, attempt, verdict):
         return verdict, None
@@ -161,9 +173,15 @@ def finish_round(context: RoundContext, server: ServerState, attempt: Attempt) -
 
 
 def end_round(
-    context: RoundContext, server: ServerState, clients: Sequence[int], updates: Sequence[ClientUpdate]
+    context: RoundContext,
+    server: ServerState,
+    clients: Sequence[int],
+    updates: Sequence[ClientUpdate],
 ) -> Ending:
-    """Aggregate the updates, collect, and start to evaluate. `clients` are all that were sampled."""
+    """Aggregate the updates, collect, and start to evaluate.
+
+    `clients` are all that were sampled.
+    """
     timer = Timer()
     metrics: Metrics = {}
     server = replace(server, round_number=server.round_number + 1)
@@ -173,7 +191,9 @@ def end_round(
             accepted = {update.client: server.round_number for update in updates}
             server = replace(server, client_state_rounds={**server.client_state_rounds, **accepted})
         pending = PendingMetrics(metrics)
-    collected = run_collections(context.collections, context.engine, server, clients, context.device)
+    collected = run_collections(
+        context.collections, context.engine, server, clients, context.device
+    )
     server = collected.server
     evaluation = None
     if context.method.info.is_evaluated(server.round_number):
@@ -197,7 +217,10 @@ def conclude(
     verdict: Verdict,
     ending: Ending,
 ) -> tuple[ServerState, PendingRecord]:
-    """Account for the privacy spent, and assemble the round's record. `failed`: the attempts before this one."""
+    """Account for the privacy spent, and assemble the round's record.
+
+    `failed`: the attempts before this one.
+    """
     server, epsilon = ending.server, {}
     if context.accountant is not None:
         accepted = [update.client for update in verdict.accepted]
@@ -243,7 +266,7 @@ def make_job(context: RoundContext, server: ServerState, round_number: int, clie
 def receive(
     context: RoundContext, jobs: Sequence[Job], answers: Sequence[ClientUpdate | Failure]
 ) -> tuple[list[ClientUpdate], dict[int, str]]:
-    """Return the updates that have the shapes of what was sent out, and why the others are rejected."""
+    """Return the updates with the shapes that were sent out, and why others are rejected."""
     job_of = {job.client: job for job in jobs}
     updates: list[ClientUpdate] = []
     rejected: dict[int, str] = {}
@@ -276,8 +299,13 @@ def complete_update(context: RoundContext, job: Job, update: ClientUpdate) -> Cl
     )
 
 
-def start_check(context: RoundContext, server: ServerState, updates: Sequence[ClientUpdate]) -> UpdateCheck:
-    """Start to check updates. Payloads of nodes elsewhere are tried one by one; those of our own clients are not."""
+def start_check(
+    context: RoundContext, server: ServerState, updates: Sequence[ClientUpdate]
+) -> UpdateCheck:
+    """Start to check updates.
+
+    Payloads of nodes elsewhere are tried one by one; those of our own clients are not.
+    """
 
     def error(update: ClientUpdate) -> str | None:
         return payload_error(context.method, server, update)
@@ -290,7 +318,10 @@ def start_check(context: RoundContext, server: ServerState, updates: Sequence[Cl
 
 
 def enough_updates(context: RoundContext, attempt: Attempt, verdict: Verdict) -> bool:
-    """Tell whether the round can end. A client without examples counts as if it had sent a valid update."""
+    """Tell whether the round can end.
+
+    A client without examples counts as if it had sent a valid update.
+    """
     sampled = len(attempt.clients)
     return sampled - len(_rejected(attempt, verdict)) >= context.min_fraction * sampled
 

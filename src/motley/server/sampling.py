@@ -14,7 +14,10 @@ class Sampler(Protocol):
     """Chooses the clients of a round."""
 
     def __call__(self, round_number: int, attempt: int = 0, /) -> list[int]:
-        """Return different client ids in ascending order. A repeated round samples anew, with attempt 1, 2, ..."""
+        """Return different client ids in ascending order.
+
+        A repeated round samples anew, with attempt 1, 2, ...
+        """
         ...
 
 
@@ -22,8 +25,8 @@ class Sampler(Protocol):
 class ClientSampler:
     """Samples uniformly without replacement.
 
-    rule: "uniform" is keyed by seed and round. "fedml" is keyed by the round alone, as in FedML's code; repeated
-    attempts are keyed by the seed there too.
+    rule: "uniform" is keyed by seed and round. "fedml" is keyed by the round alone, as in FedML's
+        code; repeated attempts are keyed by the seed there too.
     """
 
     num_clients: int

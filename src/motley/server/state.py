@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from motley.core.part import State
-from motley.privacy import Spent
+from motley.privacy import PrivacyLedger
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,10 @@ class ServerState:
     state: the global state that clients train from.
     ema: the moving average of `state` over rounds, or None if none is kept.
     method_state: the method's own server state, such as SCAFFOLD's control variate.
-    client_state_rounds: for each client, the round of its last accepted update. Its client state of that round is the
-        one that it continues from.
-    stage_states: what the stages of the pipeline keep, by the stage's name, such as a server optimizer's moments.
+    client_state_rounds: for each client, the round of its last accepted update. Its client state of
+        that round is the one that it continues from.
+    stage_states: what the stages of the pipeline keep, by the stage's name, such as a server
+        optimizer's moments.
     ledger: what the rounds so far did that costs privacy.
     """
 
@@ -31,7 +32,7 @@ class ServerState:
     method_state: State = field(default_factory=dict)
     client_state_rounds: dict[int, int] = field(default_factory=dict)
     stage_states: Mapping[str, State] = field(default_factory=dict)
-    ledger: Spent = field(default_factory=Spent)
+    ledger: PrivacyLedger = field(default_factory=PrivacyLedger)
 
     @property
     def model(self) -> State:
@@ -49,7 +50,7 @@ class ServerState:
         return replace(self, stage_states={**self.stage_states, name: state})
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> ServerState:
-        """Return a server state with `change` applied to every tensor, for example to move all of them."""
+        """Return a server state with `change` applied to every tensor."""
 
         def changed(state: State) -> State:
             return {name: change(tensor) for name, tensor in state.items()}

@@ -1,4 +1,7 @@
-"""What happens to an update when the server receives it: decoding, and the channel noise of a robustness study."""
+"""What happens to an update when the server receives it:
+
+decoding, and the channel noise of a robustness study.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,9 @@ from motley.engine.encoding import Encoding, decoded
 class Uplink:
     """How clients' updates reach the server.
 
-    dtype: the type in which deltas are sent. noise: factor on each tensor's standard deviation for normal noise that
-    is added to parameters (the InCo paper's Figure 7); 0 for none. seed keys the noise.
+    dtype: the type in which deltas are sent. noise: factor on each tensor's standard deviation for
+        normal noise that is added to parameters (the InCo paper's Figure 7); 0 for none. seed keys
+        the noise.
     """
 
     dtype: Encoding = "fp32"
@@ -51,7 +55,7 @@ def on_servers_device(update: ClientUpdate, device: torch.device) -> ClientUpdat
 
 
 def perturbed(delta: Mapping[str, Tensor], names: Iterable[str], factor: float, seed: int) -> State:
-    """Return a delta whose named tensors carry normal noise of `factor` times their own standard deviations."""
+    """Add normal noise of `factor` times a tensor's standard deviation to the named tensors."""
     noisy = dict(delta)
     numbers: torch.Generator | None = None
     for name in names:

@@ -1,17 +1,19 @@
-"""All checks of what clients send. A bad update is rejected with a reason, and the round goes on without it.
+"""All checks of what clients send. A bad update is rejected with a reason; the round goes on.
 
 An update is checked in this order:
 
 1. `shape_error`: the delta has the names, shapes and types of the part that was sent out.
 2. The delta and the payload hold no NaN and no infinity (`UpdateCheck`).
 3. The training loss is finite, if clients report one (`UpdateCheck`).
-4. `payload_error`: the method can use the payload. This is tried for nodes elsewhere only. This process's own clients
+4. `payload_error`: the method can use the payload. This is tried for nodes elsewhere only. This
+process's own clients
    run the server's version of the method.
 
-A collection, which a client sends without training, is checked by `collection_error` or `moments_error`.
+A collection, which a client sends without training, is checked by `collection_error` or
+`moments_error`.
 
-Whether an update is finite is computed on the update's device. A GPU does that after the training that is queued
-before it, so `UpdateCheck` starts the computation and its verdict is read later.
+Whether an update is finite is computed on the update's device. A GPU does that after the training
+that is queued before it, so `UpdateCheck` starts the computation and its verdict is read later.
 """
 
 from __future__ import annotations
@@ -44,16 +46,20 @@ def shape_error(expected: Mapping[str, Tensor], delta: Mapping[str, Tensor]) -> 
         if name not in delta:
             return f"{name!r} is missing."
         if delta[name].shape != tensor.shape:
-            return f"{name!r} has shape {tuple(delta[name].shape)}; {tuple(tensor.shape)} was sent out."
+            shape, expected_shape = tuple(delta[name].shape), tuple(tensor.shape)
+            return f"{name!r} has shape {shape}; {expected_shape} was sent out."
         if delta[name].dtype != tensor.dtype:
             return f"{name!r} is {delta[name].dtype}; {tensor.dtype} was sent out."
     return None
 
 
 def max_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the largest absolute value on the tensors' device: not finite exactly if one of the values is not.
+    """Return the largest absolute value, on the tensors' device, without waiting for the device.
 
-    It is one grouped pass that reads the tensors. Integers are left out; without other values it is 0.
+    It is NaN or infinite exactly if one of the values is.
+
+    It is one grouped pass that reads the tensors. Integers are left out; without other values it is
+    0.
     """
     tensors = list(tensors)
     floats = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
@@ -63,7 +69,7 @@ def max_norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def has_nonfinite(tensors: Iterable[Tensor]) -> Tensor:
-    """Return, on the tensors' device and without waiting for it, whether any value is NaN or infinite."""
+    """Return whether any value is NaN or infinite, on the tensors' device."""
     return ~max_norm(tensors).isfinite()
 
 
@@ -85,7 +91,8 @@ class Verdict:
 class UpdateCheck:
     """Checks updates whose shapes are right. This is where an update with a NaN is rejected.
 
-    `payload_error` says why the method cannot use an update's payload; None if payloads are trusted.
+    `payload_error` says why the method cannot use an update's payload; None if payloads are
+    trusted.
     """
 
     def __init__(
@@ -142,7 +149,7 @@ def _vector(scalars: Sequence[Tensor]) -> Tensor:
 
 
 def payload_error(method: Method, server: ServerState, update: ClientUpdate) -> str | None:
-    """Say why the method cannot use an update's payload, by trying it on its own; None if it can."""
+    """Say why the method cannot use an update's payload, by trying it alone; None if it can."""
 
     def use() -> None:
         for local, piece in update.part.items():
@@ -176,7 +183,7 @@ def _error_of_trying(what: str, use: Callable[[], None]) -> str | None:
 
 
 def moments_error(model: State, part: Part, moments: State) -> str | None:
-    """Say why a report is not the moments of BatchNorm's inputs in a part of the model; None if it is."""
+    """Say why a report is not the moments of BatchNorm's inputs in a part; None if it is."""
     problem = _moments_problem(model, part, moments)
     return f"its statistics were refused: {problem}." if problem else None
 
@@ -199,7 +206,8 @@ def _moments_problem(model: State, part: Part, moments: State) -> str | None:
             return f"{name!r} holds a number that is not finite"
     for prefix in layers_in(moments):
         count, total, squares = (moments[prefix + name] for name in MOMENTS)
-        # No numbers have n q < s^2 (Cauchy-Schwarz). Clients compute with rounding, hence the tolerance.
+        # No numbers have n q < s^2 (Cauchy-Schwarz). Clients compute with rounding, hence the
+        # tolerance.
         if (count < 0).any() or (count * squares < total.square() * (1 - 1e-6)).any():
             return f"{prefix!r} has moments that no inputs have"
     return None
