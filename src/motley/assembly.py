@@ -134,17 +134,17 @@ def build_method(
     round.
     """
     dynamic = config.federation.size_assignment == "dynamic"
-    world = FederationInfo(
+    info = FederationInfo(
         split,
         sizes,
         classes,
         config.seed,
-        config.training.rounds,
+        config.training,
         shape,
         config.evaluation.every,
         drawn if dynamic else None,
     )
-    method = METHODS[config.method.name](config.method, world)
+    method = METHODS[config.method.name](config.method, info)
     check_client_state(config, split, method)
     refuse_leaks(config.privacy, split, method, statistics=config.server.statistics, dynamic_sizes=dynamic)
     return method
@@ -173,14 +173,14 @@ def load_weights(state: State, file: Path) -> State:
 def build_pipeline(config: Config, split: Split, method: Method) -> list[Stage]:
     """Return the stages of the aggregation, in their order."""
     server = config.server
-    pipeline: list[Stage] = [AggregateUpdates(method)]
+    pipeline: list[Stage] = [AggregateUpdates(method.server)]
     if config.method.inco.active:
         pipeline.append(InCo(split.cross_layers, config.method.inco))
-    pipeline.append(MethodCorrection(method))
+    pipeline.append(MethodCorrection(method.server))
     if server.optimizer.name != "none":
         pipeline.append(ServerOptimizer(split.parameters, server.optimizer))
     pipeline.append(Apply(split.parameters, server.lr))
-    pipeline.append(PostProcess(method))
+    pipeline.append(PostProcess(method.server))
     if server.ema_decay:
         pipeline.append(EMA(server.ema_decay))
     return pipeline
@@ -189,11 +189,8 @@ def build_pipeline(config: Config, split: Split, method: Method) -> list[Stage]:
 def build_collections(
     config: Config, split: Split, method: Method, size_of: Callable[[int, int], str]
 ) -> list[CollectionStage]:
-    """Return what is collected from clients after the pipeline, in its order:
-
-    by the method, then for BatchNorm.
-    """
-    collections: list[CollectionStage] = [MethodCollection(method, split, size_of)]
+    """Return what is collected from clients after the pipeline, in this order."""
+    collections: list[CollectionStage] = [MethodCollection(method.server, split, size_of)]
     server = config.server
     if server.statistics != "recalibrate":
         return collections

@@ -96,7 +96,7 @@ def check_client_state(config: Config, split: Split, method: Method) -> None:
             f"uplink.dtype = {config.uplink.dtype!r}: clients remember what rounding took from their "
             f"parts, which {why} changes from round to round. Use 'fp32', or parts that stay."
         )
-    if type(method).initial_client_state is not Method.initial_client_state:
+    if method.requirements.client_state:
         raise MotleyError(
             f"method.name = {config.method.name!r}: its clients remember something of their parts, which "
             f"{why} changes from round to round. Choose another method, or parts that stay."

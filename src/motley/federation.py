@@ -155,7 +155,7 @@ class Federation:
             state = self.split.initial(self.config.seed)
             if self.config.model.weights:
                 state = load_weights(state, Path(self.config.model.weights))
-            return self.to_device(ServerState(0, state, method_state=self.method.init()))
+            return self.to_device(ServerState(0, state, method_state=self.method.server.init()))
 
     def run_round(
         self, server: ServerState, done: Callable[[int], None] = lambda client: None
@@ -183,7 +183,7 @@ class Federation:
         config = self.config
         return RoundContext(
             engine=self.engine,
-            method=self.method,
+            algorithm=self.method.server,
             split=self.split,
             size_of=self.size_of,
             sample=self.sample,

@@ -32,24 +32,24 @@ class IncoSettings(Settings):
     """InCo Aggregation on top of the method: a preset, and the values that differ from it."""
 
     preset: Literal["off", "paper", "official"] = "off"
-    """off, or InCo as the paper describes it (paper) or as its authors released it (official). The other keys override
-    the preset, and are ignored with "off".
+    """off, or InCo as the paper describes it (paper) or as its authors released it (official). The
+    other keys override the preset, and are ignored with "off".
     """
     granularity: Literal["kernel", "tensor"] = "kernel"
-    """kernel: one theta per (out, in) kernel of a 4-D weight, and one per tensor of any other weight. tensor: one per
-    tensor throughout.
+    """kernel: one theta per (out, in) kernel of a 4-D weight, and one per tensor of any other
+    weight. tensor: one per tensor throughout.
     """
     sign: Literal["plus", "minus", "theorem"] = "plus"
-    """plus: +|theta| (released code). minus: -theta (Algorithm 1). theorem: -theta only where beta < 0 (Theorem 3.1,
-    Eq. 2).
+    """plus: +|theta| (released code). minus: -theta (Algorithm 1). theorem: -theta only where
+    beta < 0 (Theorem 3.1, Eq. 2).
     """
     products: Literal["raw", "normalized"] = "raw"
     """The gradients that alpha and beta are computed from: raw or normalized."""
     normalize: bool = True
-    """Normalise gradients before they are combined. False is the paper's ablation "w/o N"."""
+    """Normalize gradients before they are combined. False is the paper's ablation "w/o N"."""
     optimize: bool = True
-    """Use the optimal theta. False is the paper's ablation "w/o O": theta is 1, unclamped, and layer 0 is added
-    whatever `sign` says.
+    """Use the optimal theta. False is the paper's ablation "w/o O": theta is 1, unclamped, and
+    layer 0 is added whatever `sign` says.
     """
     theta_max: Limit = 5.0
     """Maximum |theta|."""
@@ -62,9 +62,11 @@ class IncoSettings(Settings):
     @classmethod
     def _fill_from_preset(cls, values: Any) -> Any:
         preset = values.get("preset") if isinstance(values, Mapping) else None
-        return {**PRESETS[preset], **values} if isinstance(preset, str) and preset in PRESETS else values
+        if isinstance(preset, str) and preset in PRESETS:
+            return {**PRESETS[preset], **values}
+        return values
 
     @property
     def active(self) -> bool:
-        """Whether `inco` does anything."""
+        """Whether InCo is on."""
         return self.preset != "off"

@@ -15,7 +15,7 @@ import torch
 from motley.core.part import size_in_bytes, take
 from motley.engine.base import Engine, Failure, Job
 from motley.engine.device import on_device
-from motley.methods.base import Collection, Method
+from motley.methods.base import Collection, ServerAlgorithm
 from motley.server.state import ServerState
 from motley.server.timing import Timer
 from motley.server.validation import collection_error
@@ -51,7 +51,7 @@ class MethodCollection:
     size_of: (client, round) -> the client's size.
     """
 
-    method: Method
+    algorithm: ServerAlgorithm
     split: Split
     size_of: Callable[[int, int], str]
 
@@ -59,14 +59,16 @@ class MethodCollection:
         """Return jobs for the clients that the method wants to ask after this round."""
         jobs = []
         number = server.round_number
-        for client in self.method.collection_clients(number):
+        for client in self.algorithm.collection_clients(number):
             size = self.size_of(client, number)
             job = Job(
                 round_number=number,
                 client=client,
                 size=size,
                 state=take(server.model, self.split.evaluated(size, number)),
-                broadcast=self.method.broadcast(server.method_state, server.state, number, client),
+                broadcast=self.algorithm.broadcast(
+                    server.method_state, server.state, number, client
+                ),
                 client_state_round=server.client_state_rounds.get(client),
             )
             jobs.append(job)
@@ -74,11 +76,11 @@ class MethodCollection:
 
     def error(self, server: ServerState, collection: Collection) -> str | None:
         """Try the collection on its own."""
-        return collection_error(self.method, server, collection)
+        return collection_error(self.algorithm, server, collection)
 
     def apply(self, server: ServerState, collections: Sequence[Collection]) -> ServerState:
         """Let the method use the collections."""
-        method_state, model = self.method.apply_collection(
+        method_state, model = self.algorithm.apply_collection(
             server.method_state, server.model, collections
         )
         return replace(server.with_model(model), method_state=method_state)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from motley.core.merge import Aggregate
 from motley.core.update import ClientUpdate
-from motley.methods.base import Method
+from motley.methods.base import ServerAlgorithm
 from motley.server.pipeline import StageResult
 from motley.server.state import ServerState
 
@@ -22,16 +22,16 @@ class AggregateUpdates:
     Both see the global state that the clients started from.
     """
 
-    method: Method
+    algorithm: ServerAlgorithm
     name: str = "method"
 
     def __call__(
         self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]
     ) -> StageResult:
         """Ignore the aggregate so far: there is none yet."""
-        aggregate = self.method.aggregate(server.method_state, server.state, updates)
-        method_state = self.method.update(server.method_state, server.state, updates)
-        metrics = self.method.metrics(method_state, updates)
+        aggregate = self.algorithm.aggregate(server.method_state, server.state, updates)
+        method_state = self.algorithm.update(server.method_state, server.state, updates)
+        metrics = self.algorithm.metrics(method_state, updates)
         return StageResult(replace(server, method_state=method_state), aggregate, metrics)
 
 
@@ -39,26 +39,26 @@ class AggregateUpdates:
 class MethodCorrection:
     """Let the method adjust the aggregated delta before it is applied (FedDyn's h)."""
 
-    method: Method
+    algorithm: ServerAlgorithm
     name: str = "method-correction"
 
     def __call__(
         self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]
     ) -> StageResult:
         """Adjust the delta with the method state after this round's update."""
-        return StageResult(server, self.method.adjust_aggregate(server.method_state, aggregate))
+        return StageResult(server, self.algorithm.adjust_aggregate(server.method_state, aggregate))
 
 
 @dataclass(frozen=True)
 class PostProcess:
     """Let the method work on the new global state, for example by distillation."""
 
-    method: Method
+    algorithm: ServerAlgorithm
     name: str = "post-process"
 
     def __call__(
         self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]
     ) -> StageResult:
         """Replace the global state by what the method makes of it."""
-        state = self.method.post_process(server.method_state, server.state, updates)
+        state = self.algorithm.post_process(server.method_state, server.state, updates)
         return StageResult(replace(server, state=state), aggregate)

@@ -26,7 +26,7 @@ from motley.core.update import ClientUpdate
 from motley.engine.base import Done, Engine, Failure, Job
 from motley.evaluate import Evaluation, Evaluator
 from motley.limits import allocating
-from motley.methods.base import Method
+from motley.methods.base import ServerAlgorithm
 from motley.privacy import Accountant
 from motley.server.collection import CollectionStage, run_collections
 from motley.server.metrics import Metrics, PendingMetrics
@@ -56,7 +56,7 @@ class RoundContext:
     """
 
     engine: Engine
-    method: Method
+    algorithm: ServerAlgorithm
     split: Split
     size_of: Callable[[int, int], str]
     sample: Sampler
@@ -196,7 +196,7 @@ def end_round(
     )
     server = collected.server
     evaluation = None
-    if context.method.info.is_evaluated(server.round_number):
+    if context.algorithm.info.is_evaluated(server.round_number):
         with timer.phase("evaluate"):
             evaluation = context.evaluator.start(server.model, server.round_number)
     return Ending(
@@ -258,7 +258,9 @@ def make_job(context: RoundContext, server: ServerState, round_number: int, clie
         client=client,
         size=size,
         state=take(server.state, part),
-        broadcast=context.method.broadcast(server.method_state, server.state, round_number, client),
+        broadcast=context.algorithm.broadcast(
+            server.method_state, server.state, round_number, client
+        ),
         client_state_round=server.client_state_rounds.get(client),
     )
 
@@ -308,7 +310,7 @@ def start_check(
     """
 
     def error(update: ClientUpdate) -> str | None:
-        return payload_error(context.method, server, update)
+        return payload_error(context.algorithm, server, update)
 
     return UpdateCheck(
         updates,

@@ -29,7 +29,7 @@ from torch.nn.utils import get_total_norm
 from motley.core.async_copy import AsyncCopy
 from motley.core.part import Part, State, select
 from motley.core.update import ClientUpdate
-from motley.methods.base import Collection, Method
+from motley.methods.base import Collection, ServerAlgorithm
 from motley.models.moments import MOMENTS, layers_in
 from motley.server.state import ServerState
 from motley.server.timing import Timer
@@ -148,7 +148,9 @@ def _vector(scalars: Sequence[Tensor]) -> Tensor:
 # ---- payloads and collections, which only the method can judge
 
 
-def payload_error(method: Method, server: ServerState, update: ClientUpdate) -> str | None:
+def payload_error(
+    algorithm: ServerAlgorithm, server: ServerState, update: ClientUpdate
+) -> str | None:
     """Say why the method cannot use an update's payload, by trying it alone; None if it can."""
 
     def use() -> None:
@@ -157,19 +159,21 @@ def payload_error(method: Method, server: ServerState, update: ClientUpdate) -> 
                 shape = update.payload[local].shape
                 if shape != server.state[piece.name].shape:
                     raise ValueError(f"{local!r} has shape {tuple(shape)}")
-        method.aggregate(server.method_state, server.state, [update])
-        method.update(server.method_state, server.state, [update])
+        algorithm.aggregate(server.method_state, server.state, [update])
+        algorithm.update(server.method_state, server.state, [update])
 
     return _error_of_trying("payload", use)
 
 
-def collection_error(method: Method, server: ServerState, collection: Collection) -> str | None:
+def collection_error(
+    algorithm: ServerAlgorithm, server: ServerState, collection: Collection
+) -> str | None:
     """Say why the method cannot use a collection, by trying it on its own; None if it can."""
 
     def use() -> None:
         if has_nonfinite(collection.values.values()):
             raise ValueError("it holds a number that is not finite")
-        method.apply_collection(server.method_state, server.model, [collection])
+        algorithm.apply_collection(server.method_state, server.model, [collection])
 
     return _error_of_trying("collection", use)
 
