@@ -69,7 +69,7 @@ def store(file: Path | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         federation = Federation(config, dataset=synthetic_dataset("cifar10"), memory_folder=Path(folder))
         assert isinstance(federation.engine, LocalEngine)
-        kept, server, filed = federation.engine.clients.memory, federation.start(), 0
+        kept, server, filed = federation.engine.clients.memory, federation.initial_state(), 0
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         begin = time.perf_counter()
         for round_number in range(1, ROUNDS + 1):
@@ -123,11 +123,11 @@ def write_message(folder: Path, size: str, batch_size: int) -> int:
     import torch
     from safetensors.torch import save_file
 
+    from motley.assembly import build_split
     from motley.config import load_config
     from motley.core.part import take
     from motley.data.dataset import Examples
     from motley.data.device import DeviceData
-    from motley.federation import build_split
     from motley.flower.run_config import to_text
     from motley.plan import cost_of
 

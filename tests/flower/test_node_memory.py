@@ -47,7 +47,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_federation_builds_no_model_before_it_needs_one(built: list[str]) -> None:
     federation = Federation(tiny_config())
-    server = federation.start()
+    server = federation.initial_state()
     assert built == []
     federation.evaluate(server.state)
     assert built == ["resnet10", "resnet14", "resnet18"]

@@ -10,13 +10,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from motley.assembly import build_split
+from motley.assembly import build_split, load_dataset_of
 from motley.bench import SHAPES, synthetic_dataset
 from motley.config import Config, load_config
 from motley.core.errors import MotleyError
 from motley.data import Dataset
 from motley.data.device import DeviceData
-from motley.federation import load_dataset_of
 from motley.plan import NODE_RUNTIME, Budget, Cost, costs_of, largest_fitting, read_budgets
 
 COLUMNS = ("parameters", "GFLOPs\nper step", "activ.\nMB", "memory\nMB", "MB per\nround")

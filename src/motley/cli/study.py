@@ -17,8 +17,9 @@ from motley.config import parse_overrides
 from motley.core.errors import MotleyError
 from motley.federation import Federation
 from motley.files import output_folder
-from motley.round import Record, Server
 from motley.runs.callbacks import Callback
+from motley.server.record import RoundRecord
+from motley.server.state import ServerState
 from motley.studies.declaration import Study, load_study, studies
 from motley.studies.results import (
     COLUMNS,
@@ -220,11 +221,11 @@ class _Watcher(StudyWatcher, Callback):
         self.left -= self.rounds_of_run
         self.console.print(f"  left out: {reason}", highlight=False, markup=False, soft_wrap=True)
 
-    def on_start(self, federation: Federation, server: Server) -> None:
+    def on_start(self, federation: Federation, server: ServerState) -> None:
         self.left -= server.round_number
         self.rounds_of_run -= server.round_number
 
-    def on_round(self, server: Server, record: Record) -> None:
+    def on_round(self, server: ServerState, record: RoundRecord) -> None:
         self.played, self.left = self.played + 1, self.left - 1
         self.rounds_of_run -= 1
         self.bar.update(

@@ -15,7 +15,7 @@ def place(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor to a device in a model's layout: grouped operations need equal layouts."""
+    """Move a tensor to a device, laid out as a model's: grouped operations need equal layouts."""
     if device.type == "cuda" and tensor.dim() == 4:
         return tensor.to(device, memory_format=torch.channels_last)
     return tensor.to(device)

@@ -66,8 +66,7 @@ class TaskSource:
             protected_methods=frozenset({"/flwr.proto.Runtime/AcquireTask"}),
         )
         version = RuntimeVersionHttpInterceptor(component_name="SuperExec")
-        interceptors = [version, proof]
-        return RuntimeHttpClient.from_server_address(self.address, True, None, interceptors=interceptors)
+        return RuntimeHttpClient.from_server_address(self.address, True, None, interceptors=[version, proof])
 
 
 @dataclass(frozen=True)

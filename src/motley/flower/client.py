@@ -16,15 +16,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import torch
-from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import ConfigRecord, ConfigRecordValues, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from motley.client.job import Job
-from motley.config import Config
 from motley.core.part import State
 from motley.engine.base import EngineSettings
-from motley.engine.device import choose_devices, set_precision
+from motley.engine.device import choose_devices
 from motley.files import write_secret
 from motley.flower.arrays import pack
 from motley.flower.costs import count_costs
@@ -191,7 +189,7 @@ def answer(
     payload: State | None = None,
 ) -> RecordDict:
     """Return what travels back. A client that had nothing to do answers with no examples."""
-    about = {
+    about: dict[str, ConfigRecordValues] = {
         "round": job.round_number,
         "client": job.client,
         "num_examples": num_examples,
@@ -219,7 +217,7 @@ def build_client(node: NodeSettings, request: Request, size: str) -> Client:
     folder = Path(node.memory)
     examples, partition = read_examples(node, request)
     with failing_as("node-settings"):
-        (device, *_) = choose_devices(node.device)
+        choose_devices(node.device)
         secret = None
         if request.config.privacy.active and not node.repeatable:
             secret = own_secret(folder)
@@ -228,15 +226,8 @@ def build_client(node: NodeSettings, request: Request, size: str) -> Client:
     with failing_as("bad-config"):
         engine = validate(EngineSettings, {**request.config.engine.model_dump(), **own})
         config = request.config.model_copy(update={"engine": engine})
-        prepare_process(config, device)
         classes = request.classes
         return Client(config, size, examples, partition, classes, folder=folder, secret=secret)
-
-
-def prepare_process(config: Config, device: torch.device) -> None:
-    """Set what torch keeps once per process; a node's process works for one client only."""
-    set_precision(config.engine.precision, device)
-    torch.set_num_threads(config.engine.threads)
 
 
 def own_secret(folder: Path) -> bytes:

@@ -7,7 +7,7 @@ from typing import Any
 
 from flwr.app import RecordDict
 
-from motley.client.job import Job
+from motley.client.job import CollectionName, Job
 from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.flower.arrays import unpack
@@ -15,7 +15,7 @@ from motley.flower.failures import NodeError, failing_as
 from motley.flower.run_config import from_text
 from motley.flower.settings import NodeSettings
 
-COLLECTIONS = ("method", "statistics")
+COLLECTIONS: dict[str, CollectionName] = {"method": "method", "statistics": "statistics"}
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def read_job(node: NodeSettings, request: Request) -> Job:
             unpack(arrays, "state"),
             unpack(arrays, "broadcast"),
             state_round if state_round >= 0 else None,
-            collection,
+            COLLECTIONS[collection],
         )
     if client != node.client:
         reason = f"client = {node.client}: the job is for client {client}."

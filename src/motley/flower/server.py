@@ -19,10 +19,10 @@ from motley.data.device import DeviceData
 from motley.federation import Federation
 from motley.flower.engine import FlowerEngine, Nodes
 from motley.plan import assigned, costs_of, read_budgets
-from motley.round import Server
 from motley.runs.callbacks import Callback
 from motley.runs.folder import RunFolder
 from motley.runs.run import resume_run, start_run
+from motley.server.state import ServerState
 from motley.settings import validate
 
 app = ServerApp()
@@ -46,7 +46,9 @@ def main(grid: Grid, context: Context) -> None:
         raise
 
 
-def serve(grid: Grid, new: Config | None, path: Path, watchers: Iterable[Callback] = ()) -> tuple[Federation, Server]:
+def serve(
+    grid: Grid, new: Config | None, path: Path, watchers: Iterable[Callback] = ()
+) -> tuple[Federation, ServerState]:
     """Start a run on the nodes of a grid. Without a configuration, resume the run in the folder."""
     config = new or RunFolder.open(path).read_config()
     dataset = load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)

@@ -15,11 +15,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from motley.aggregate.inco import IncoSettings
 from motley.core.merge import Aggregate, merge
 from motley.core.part import State
 from motley.core.registry import Registry
 from motley.core.update import ClientUpdate
+from motley.methods.inco_settings import IncoSettings
 from motley.methods.info import ClientInfo, FederationInfo
 from motley.methods.step import Step
 from motley.models.stages import chain_of
