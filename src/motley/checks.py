@@ -81,10 +81,7 @@ def check_weights_fit(split: Split, sizes: Iterable[str], device: torch.device) 
 
 
 def check_client_state(config: Config, split: Split, method: Method) -> None:
-    """Refuse methods with client state if a client's part changes from round to round:
-
-    the state is of one part.
-    """
+    """Refuse methods with client state, which belongs to one part, if clients' parts change."""
     if config.federation.size_assignment == "dynamic":
         why = "federation.size_assignment = 'dynamic'"
     elif split.moves:

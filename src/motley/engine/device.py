@@ -26,8 +26,7 @@ def choose_devices(setting: str) -> list[torch.device]:
     """Return the devices that `engine.device` names. The first is the server's home device.
 
     `auto` is every GPU that is visible, or else the CPU. The CPU may be named several times, which
-    changes nothing but
-    the code that runs: what several devices do can then be tried without them.
+    changes nothing but the code that runs: the code for several devices can be tried without them.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if setting == "auto":
@@ -61,9 +60,9 @@ def place(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor to a device, laid out as `place` lays out a model's:
+    """Move a tensor to a device with the memory layout that `place` gives to a model.
 
-    grouped operations need equal layouts.
+    Grouped operations are fast only if all layouts are equal.
     """
     if device.type == "cuda" and tensor.dim() == 4:
         return tensor.to(device, memory_format=torch.channels_last)
