@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 from motley.assembly import assign_sizes
+from motley.client.job import Job
 from motley.core.errors import MotleyError
 from motley.core.part import size_in_bytes, take
 from motley.core.update import ClientUpdate
 from motley.data import Dataset, Examples
-from motley.engine.base import Done, Engine, Job
+from motley.engine.base import Done, Engine
 from motley.federation import Federation
 from motley.server.record import RoundRecord
 from motley.server.state import ServerState

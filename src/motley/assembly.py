@@ -1,7 +1,7 @@
 """Builds the objects that a configuration names, from its data set to its engine.
 
 A federation puts all of them together (`federation.py`); a node needs those of its one client
-(`client.py`).
+(`node.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from motley.checks import check_client_state, check_partition
+from motley.client.state_store import ClientStateStore
 from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.core.part import State
@@ -25,7 +26,6 @@ from motley.data import Dataset, load_dataset
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
 from motley.engine import Clients, DebugEngine, LocalEngine
-from motley.engine.memory import MemoryStore
 from motley.limits import allocating
 from motley.methods import METHODS, FederationInfo, Method
 from motley.models import MODELS, ImageShape
@@ -254,9 +254,9 @@ def compiles(config: Config) -> bool:
     return config.engine.compile and config.engine.name != "debug"
 
 
-def _store(config: Config, folder: Path | None, devices: Sequence[torch.device]) -> MemoryStore:
+def _store(config: Config, folder: Path | None, devices: Sequence[torch.device]) -> ClientStateStore:
     """Return the store of the clients' states: on a GPU only if all of them train on it."""
     near = 0
     if devices[0].type == "cuda" and len(devices) == 1:
         near = int(config.engine.client_state_gpu_fraction * torch.cuda.get_device_properties(devices[0]).total_memory)
-    return MemoryStore(folder, int(config.engine.client_state_host_gib * 2**30), near, devices[0])
+    return ClientStateStore(folder, int(config.engine.client_state_host_gib * 2**30), near, devices[0])

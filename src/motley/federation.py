@@ -33,13 +33,14 @@ from motley.checks import (
     check_weights_fit,
 )
 from motley.config import Config
+from motley.core.device import on_device
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.data import Dataset
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
 from motley.engine import Engine, Job
-from motley.engine.device import choose_devices, numerics, on_device, request_hardware_queues
+from motley.engine.device import choose_devices, numerics, request_hardware_queues
 from motley.evaluate import Evaluator, Score
 from motley.privacy import Accountant
 from motley.server import rounds, speculation

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from motley.client.training import TrainingSettings
 from motley.core.merge import apply
 from motley.core.part import Piece, State
 from motley.core.update import ClientUpdate
-from motley.engine.training import TrainingSettings
 from motley.federation import Federation
 from motley.methods import METHODS, FederationInfo, FedNova
 from motley.methods.fednova import FedNovaSettings, progress

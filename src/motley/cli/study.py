@@ -124,7 +124,7 @@ def study(
 def _list() -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("study", style="bold", no_wrap=True)
-    table.add_column("what it is")
+    table.add_column("description")
     table.add_column("cells x seeds", justify="right")
     declared_studies = studies()
     names = [_FIRST, *(name for name in declared_studies if name != _FIRST)]

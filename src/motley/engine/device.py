@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
 
 from motley.core.errors import MotleyError
 
@@ -51,24 +50,6 @@ def _refused(setting: str, reason: str) -> MotleyError:
     return MotleyError(f"engine.device = {setting!r}: {reason}.")
 
 
-def place(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a model to a device; on a GPU with channels last in memory: faster convolutions."""
-    model = model.to(device)
-    if device.type == "cuda":
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return model
-
-
-def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor to a device with the memory layout that `place` gives to a model.
-
-    Grouped operations are fast only if all layouts are equal.
-    """
-    if device.type == "cuda" and tensor.dim() == 4:
-        return tensor.to(device, memory_format=torch.channels_last)
-    return tensor.to(device)
-
-
 @contextmanager
 def numerics(precision: str, threads: int) -> Iterator[None]:
     """Compute with a precision and a number of CPU threads inside the block, then restore both.
@@ -92,9 +73,3 @@ def _set_numerics(matmul_tf32: bool, cudnn_tf32: bool, threads: int) -> None:
     torch.backends.cudnn.allow_tf32 = cudnn_tf32
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
-
-
-def use_generator(generator: torch.Generator | None) -> None:
-    """Let torch's random functions on a generator's GPU draw from its state."""
-    if generator is not None:
-        torch.cuda.default_generators[generator.device.index].graphsafe_set_state(generator.graphsafe_get_state())

@@ -1,4 +1,4 @@
-"""Flower's own simulation: nodes that are tasks of Ray, for those who want to compare or already live there."""
+"""Flower's own simulation engine, with nodes as Ray tasks, to compare it with the local engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_U
 
 
 def simulate(new: Config | None, path: Path, watchers: Iterable[Callback] = ()) -> tuple[Federation, ServerState]:
-    """Play a run, as `serve` does, on simulated nodes: one worker a core, every client's share as the run deals it."""
+    """Run a federation, as `serve` does, on simulated nodes: one Ray worker per core.
+
+    Every node trains on its client's share of the run's data set.
+    """
     config = new or RunFolder.open(path).read_config()
     played: list[tuple[Federation, ServerState]] = []
     app = ServerApp()

@@ -134,7 +134,7 @@ class DrawTimeline(Callback):
     def on_start(self, federation: Federation, server: ServerState) -> None:
         assert isinstance(federation.engine, LocalEngine)
         self.timeline = Timeline(*federation.devices)
-        federation.engine.clients.timeline = self.timeline
+        federation.engine.record(self.timeline)
 
     def on_stop(self, server: ServerState) -> None:
         spans = self.timeline.spans()

@@ -12,9 +12,9 @@ from typing import Protocol
 
 import torch
 
+from motley.core.device import on_device
 from motley.core.part import size_in_bytes, take
 from motley.engine.base import Engine, Failure, Job
-from motley.engine.device import on_device
 from motley.methods.base import Collection, ServerAlgorithm
 from motley.server.state import ServerState
 from motley.server.timing import Timer

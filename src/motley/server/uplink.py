@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from motley.client.encoding import Encoding, decoded
+from motley.core.device import on_device
 from motley.core.part import State
 from motley.core.randomness import key
 from motley.core.update import ClientUpdate
 from motley.engine.base import Job
-from motley.engine.device import on_device
-from motley.engine.encoding import Encoding, decoded
 
 
 @dataclass(frozen=True)

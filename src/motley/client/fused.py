@@ -1,10 +1,11 @@
 """Motley's kernels put into a model from outside.
 
-A small network's step on a GPU is bound by the number of its kernels and by how well they share the GPU with those of
-other clients, not by arithmetic. Models are plain modules that know nothing of this. The engine replaces modules of its
-own copy of a model, one for one: a layer by a layer with a kernel, and a residual block by a block that runs its norm,
-addition and ReLU as one kernel. A replacement has the same children and parameters under the same names, so a model's
-state is what it was.
+A small network's step on a GPU is bound by the number of its kernels and by how well they share the
+GPU with those of other clients, not by arithmetic. Models are plain modules that know nothing of
+this. The engine replaces modules of its own copy of a model, one for one: a layer by a layer with a
+kernel, and a residual block by a block that runs its norm, addition and ReLU as one kernel. A
+replacement has the same children and parameters under the same names, so a model's state is what it
+was.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ if AVAILABLE:
 
 
 def apply_kernels(model: nn.Module, kernels: Collection[str] = ALL) -> None:
-    """Replace modules of a model, in place, by those with the kernels of the given names, if there is Triton."""
+    """Replace modules of a model, in place, by those with the kernels of the given names, if there
+    is Triton.
+    """
     if not AVAILABLE:
         return
     for parent in list(model.modules()):
@@ -48,9 +51,19 @@ def _layer(layer: nn.Module, kernels: Collection[str]) -> nn.Module | None:
 
     Only torch's own classes are replaced: a subclass may compute something else.
     """
-    if type(layer) is nn.BatchNorm2d and "norm" in kernels and layer.affine and layer.running_mean is not None:
+    if (
+        type(layer) is nn.BatchNorm2d
+        and "norm" in kernels
+        and layer.affine
+        and layer.running_mean is not None
+    ):
         return FusedBatchNorm.of(layer)
-    if type(layer) is nn.Conv2d and "conv" in kernels and layer.bias is None and not isinstance(layer.padding, str):
+    if (
+        type(layer) is nn.Conv2d
+        and "conv" in kernels
+        and layer.bias is None
+        and not isinstance(layer.padding, str)
+    ):
         return FusedConv2d.of(layer)
     return None
 
@@ -80,7 +93,7 @@ def _fuse_preact(model: preact.PreActResNet) -> None:
 
 
 def _can_fuse(block: nn.Module) -> bool:
-    """Tell whether all norms of a residual block have kernels; group norms, for example, have none."""
+    """Tell whether all norms of a residual block have kernels. Group norms have none."""
     norms = [child for name, child in block.named_children() if name.startswith("bn")]
     return isinstance(block, resnet.Block) and all(type(norm) is FusedBatchNorm for norm in norms)
 
@@ -113,7 +126,9 @@ class FusedBlock(nn.Module):
 
 
 class FusedStage(nn.Sequential):
-    """Fused blocks behind each other: the gradients of a block's two uses are added in the kernel before it."""
+    """Fused blocks behind each other: the gradients of a block's two uses are added in the kernel
+    before it.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         pair = (x, x)

@@ -1,7 +1,7 @@
-"""One client on its own: it trains the part it is sent, with its own examples, and builds no other size's model.
+"""One client on its own, as a node runs it: it trains the part that it is sent on its own examples.
 
-This is what a node is. It has no server, no evaluation and no account of privacy, and no test set. A client lasts for
-one message: its memory is free again before the answer is packed.
+It builds the model of its own size and no other. There is no server, no evaluation, no privacy
+ledger and no test set. Threads and precision of the process are left to the node's app.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from motley.splits.check import check_outputs
 
 
 class Client:
-    """A client of one size, ready for a job."""
+    """A client of one size."""
 
     def __init__(
         self,
@@ -36,7 +36,11 @@ class Client:
         folder: Path,
         secret: bytes | None = None,
     ) -> None:
-        """`folder` keeps the client's state. `secret` keys the noise of `privacy`; without one, the run's seed does."""
+        """Build the client's model for the examples that `partition` gives to it.
+
+        `folder` keeps the client's state. `secret` keys the noise of `privacy`, or without one the
+        run's seed.
+        """
         self.config = config
         if config.engine.device != "cpu":
             request_hardware_queues()
@@ -56,9 +60,10 @@ class Client:
             self._engine = LocalEngine(clients, slots=1, stack=config.engine.vmap_clients)
 
     def train(self, job: Job, forget: int) -> ClientUpdate | None:
-        """Do a job, which loses its state; None if the client has too few examples for a step.
+        """Train a part; return None if the client has too few examples for a step.
 
-        The client's state is in its folder afterwards, and those of rounds before `forget` are not.
+        On a CPU the job loses its state, to free the memory. The new client state is saved in the
+        folder before this returns, and states of rounds before `forget` are deleted.
         """
         with self._numerics():
             uploads = self._engine.train([job], lambda client: None)
@@ -67,7 +72,7 @@ class Client:
         return uploads[0] if uploads else None
 
     def collect(self, job: Job) -> Collection | None:
-        """Answer for the method's collection; None if the client has no examples."""
+        """Return the client's part of a collection; None if it has no examples."""
         with self._numerics():
             collections = self._engine.collect([job])
         return collections[0] if collections else None
