@@ -14,7 +14,7 @@ from motley.client.learner import Learner
 from motley.core.merge import merge
 from motley.federation import Federation
 from motley.models.exits import answers_of
-from motley.server.rounds import complete_update
+from motley.server.exchange import complete_update
 from tests.conftest import tiny_config
 from tests.methods.test_contract import FAST, played
 
