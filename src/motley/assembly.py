@@ -57,8 +57,8 @@ def build_split(config: Config, shape: ImageShape, classes: int) -> Split:
     """Return the split of a configuration for the shape of its images. Its models have no memory yet."""
 
     def build(size: str) -> Any:
-        architecture = MODELS[size]
-        model = architecture.build(getattr(config.model, architecture.family), shape, classes)
+        spec = MODELS[size]
+        model = spec.make(getattr(config.model, spec.family), shape, classes)
         return with_projection(model, config.model.projection)
 
     builds = {size: partial(build, size) for size in config.model.sizes}

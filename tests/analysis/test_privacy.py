@@ -43,7 +43,7 @@ def test_noise_is_in_deviations_of_the_features() -> None:
 def test_unprotected_shallow_features_give_a_digit_away(digit: torch.Tensor) -> None:
     """The papers' stem, untrained: all of the image is in its features."""
     torch.manual_seed(1)
-    model = MODELS["resnet10"].build(ResNetSettings(), ImageShape(1, 16, 16), 10).eval().requires_grad_(False)
+    model = MODELS["resnet10"].make(ResNetSettings(), ImageShape(1, 16, 16), 10).eval().requires_grad_(False)
     found = attack(extractor(model), digit, steps=150)
     quality = {name: sum(map(ssim, digit, images)) / len(digit) for name, images in found.items()}
     plain, noisy, mean = quality.values()

@@ -46,8 +46,11 @@ def apply_kernels(model: nn.Module, kernels: Collection[str] = ALL) -> None:
 def _layer(layer: nn.Module, kernels: Collection[str]) -> nn.Module | None:
     """Return what takes the place of one layer, or None if it stays.
 
-    Only torch's own classes are replaced: a subclass may compute something else.
+    Only torch's own classes are replaced, because a subclass may compute something else. A layer with a hook, such as
+    HeteroFL's scaler, stays, because its replacement would not have the hook.
     """
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        return None
     if type(layer) is nn.BatchNorm2d and "norm" in kernels and layer.affine and layer.running_mean is not None:
         return FusedBatchNorm.of(layer)
     if type(layer) is nn.Conv2d and "conv" in kernels and layer.bias is None and not isinstance(layer.padding, str):
@@ -56,7 +59,8 @@ def _layer(layer: nn.Module, kernels: Collection[str]) -> nn.Module | None:
 
 
 def _fuse_stem(model: resnet.ResNet | preact.PreActResNet, kernels: Collection[str]) -> None:
-    if "stem" in kernels and type(model.conv1) in (nn.Conv2d, FusedConv2d):
+    plain = type(model.conv1) in (nn.Conv2d, FusedConv2d) and not model.conv1._forward_hooks
+    if plain and "stem" in kernels:
         model.conv1 = FusedStem.of(model.conv1)
 
 
@@ -64,7 +68,7 @@ def _fuse_resnet(model: resnet.ResNet) -> None:
     if type(model.bn1) is FusedBatchNorm:
         model.bn1 = FusedBatchNormReLU.of(model.bn1)
         model.relu = nn.Identity()
-    for name in resnet.STAGES:
+    for name in resnet.LAYERS:
         stage = getattr(model, name)
         if all(_can_fuse(block) for block in stage):
             setattr(model, name, FusedStage(*(FusedBlock(block) for block in stage)))

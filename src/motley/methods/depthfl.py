@@ -20,7 +20,7 @@ from torch import Tensor
 from motley.methods.base import METHODS
 from motley.methods.feddyn import FedDyn, FedDynSettings
 from motley.methods.scalefl import divergence
-from motley.models.exits import answers_of
+from motley.splits.exits import answers_of
 
 if TYPE_CHECKING:
     from motley.engine.learner import Learner

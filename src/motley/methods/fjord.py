@@ -6,7 +6,7 @@ Horvath et al., FjORD: Fair and Accurate Federated Learning under Heterogeneous 
     CE(z_p),    or with self-distillation    CE(z_max) + CE(softmax(z_max), detached; z_p)
 
 Over networks of one width this is FedAvg. The width is drawn on the device, and narrower answers are masked wide ones
-(`motley.models.ordered`): no step depends on the host, at the price of a narrow answer costing as much as a wide one.
+(`splits/ordered_dropout.py`): no step depends on the host, and a narrow answer costs as much as a wide one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from motley.methods.base import METHODS, Method, MethodSettings
-from motley.models.ordered import narrowed, widths_of
+from motley.splits.ordered_dropout import narrowed, widths_of
 
 if TYPE_CHECKING:
     from motley.engine.learner import Learner

@@ -27,13 +27,10 @@ from motley.core.merge import Aggregate, apply, merge
 from motley.core.part import State, take
 from motley.core.update import ClientUpdate
 from motley.methods.base import METHODS, Collection, Method, MethodSettings
+from motley.models.spec import classifiers_of
 
 if TYPE_CHECKING:
     from motley.engine.learner import Learner
-
-
-CLASSIFIERS = ("fc", "head", "classify")
-"""What the layer is called, in any family, that puts out an answer a class."""
 
 
 class HeteroFLSettings(MethodSettings):
@@ -82,8 +79,10 @@ class HeteroFL(Method):
         return replace(update, row_weights=dict.fromkeys(self._classifier(update.size), held))
 
     def _classifier(self, size: str) -> list[str]:
-        names = self.info.split.parameters_of(size)
-        return [name for name in names if name.rpartition(".")[0].rpartition(".")[2] in CLASSIFIERS]
+        """Return the parameters of the layers that return one number per class."""
+        split = self.info.split
+        layers = classifiers_of(split.blueprints[size].spec)
+        return [name for name in split.parameters_of(size) if name.rpartition(".")[0] in layers]
 
     # ---- statistics for evaluation
 

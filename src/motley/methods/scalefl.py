@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from motley.methods.base import METHODS, Method, MethodSettings
-from motley.models.exits import answers_of
+from motley.splits.exits import answers_of
 
 if TYPE_CHECKING:
     from motley.engine.learner import Learner
