@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from motley.bench import measure, stand_in
+from motley.bench import measure, synthetic_dataset
 from motley.config import load_config
 from motley.data import Dataset
 from motley.kernels import ALL
@@ -139,7 +139,7 @@ def main() -> None:
     if not known.issuperset(chosen):
         parser.error(f"--variants: {', '.join(set(chosen) - known)} unknown; allowed are {', '.join(sorted(known))}")
     began = time.perf_counter()
-    dataset = stand_in("cifar10")
+    dataset = synthetic_dataset("cifar10")
     results: list[dict[str, Any]] = []
     for precision, variant in plan(precisions, chosen):
         elapsed = time.perf_counter() - began

@@ -25,7 +25,7 @@ from motley.limits import allocating, check_fits
 from motley.methods import METHODS, FederationInfo, Method
 from motley.models import MODELS, ImageShape
 from motley.models.projection import with_projection
-from motley.privacy import Guard, refuse_leaks
+from motley.privacy import DPMechanism, refuse_leaks
 from motley.splits import SPLITS, Split
 
 
@@ -99,7 +99,7 @@ def build_method(
     )
     method = METHODS[config.method.name](config.method, world)
     refuse_states_of_other_parts(config, split, method)
-    refuse_leaks(config, split, method)
+    refuse_leaks(config.privacy, split, method, statistics=config.server.statistics, dynamic_sizes=dynamic)
     return method
 
 
@@ -149,7 +149,7 @@ def build_clients(
         seed=config.seed,
         memory=_store(config, folder, [data.device for data in copies]),
         elsewhere=copies[1:],
-        guard=Guard(config.privacy, config.seed, secret) if config.privacy.active else None,
+        dp=DPMechanism(config.privacy, config.seed, secret) if config.privacy.active else None,
         encoding=config.uplink.dtype,
         lean=lean,
     )

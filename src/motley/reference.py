@@ -1,6 +1,7 @@
-"""The reference of all settings, made from the settings classes: keys, types, defaults, allowed values, descriptions.
+"""The reference of all settings, generated from the settings classes.
 
-`motley list settings` prints it, and docs/settings.md is the same as Markdown (`motley list settings --markdown`).
+It lists keys, types, defaults, allowed values and descriptions. `motley list settings` prints it,
+and docs/settings.md is the same as Markdown (`motley list settings --markdown`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from motley.methods import METHODS
 from motley.settings import Limit
 from motley.splits import SPLITS
 
+#: Python types and pydantic's bounds -> words for users.
 _TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "text"}
 _LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -30,9 +32,10 @@ INTRODUCTION = """# All settings
 This page is generated from the code by `motley list settings --markdown`; do not edit it by hand.
 
 A key such as `training.rounds` is written `rounds = 20` under `[training]` in a TOML file, and
-`--set training.rounds=20` on the command line. Missing keys take their defaults, or the values of the preset that the
-run starts from (`motley list presets`). Unknown keys are rejected, with a suggestion. Relative paths in a TOML file
-start from that file's folder, those on the command line from the working folder.
+`--set training.rounds=20` on the command line. Missing keys take their defaults, or the values of
+the preset that the run starts from (`motley list presets`). Unknown keys are rejected, with a
+suggestion. Relative paths in a TOML file are relative to that file's folder, those on the command
+line to the working folder.
 """
 
 
@@ -42,7 +45,7 @@ class Setting:
 
     key: str
     type: str
-    #: As TOML would have it; empty if the key must be given.
+    #: The default in TOML syntax. Empty if the key is required.
     default: str
     allowed: str
     description: str
@@ -50,7 +53,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Section:
-    """The settings of one table, or those that a choice such as method.name = "fedprox" adds to it."""
+    """The settings of one table, or those that a choice like method.name = "fedprox" adds to it."""
 
     title: str
     description: str
@@ -58,46 +61,56 @@ class Section:
 
 
 def sections() -> list[Section]:
-    """Return all settings: table by table, and after each the additional keys of its choices."""
-    found = list(_tables(Config, ""))
-    found += _choices("data.partition", "data.partition.name", [(entry.name, entry.item) for entry in PARTITIONS])
-    found += _choices("split", "split.name", [(entry.name, entry.item.Settings) for entry in SPLITS])
-    found += _choices("method", "method.name", [(entry.name, entry.item.Settings) for entry in METHODS])
-    return [section for section in found if section.settings or section.description]
+    """Return all settings, table by table, and then the additional keys of the choices."""
+    all_sections = list(_tables(Config, ""))
+    partitions = [(entry.name, entry.item) for entry in PARTITIONS]
+    all_sections.extend(_choices("data.partition", "data.partition.name", partitions))
+    splits = [(entry.name, entry.item.Settings) for entry in SPLITS]
+    all_sections.extend(_choices("split", "split.name", splits))
+    methods = [(entry.name, entry.item.Settings) for entry in METHODS]
+    all_sections.extend(_choices("method", "method.name", methods))
+    return [section for section in all_sections if section.settings or section.description]
 
 
 def _tables(cls: type[BaseModel], prefix: str) -> Iterator[Section]:
-    """Yield the keys of a settings class, then its tables."""
-    plain = {name: field for name, field in cls.model_fields.items() if _model(field) is None}
-    title = f"[{prefix[:-1]}]" if prefix else "Top level"
-    if plain:
-        yield Section(title, _first_paragraph(cls), tuple(_setting(prefix, *item) for item in plain.items()))
+    """Yield the plain keys of a settings class as one section, then the sections of its tables."""
+    settings = []
     for name, field in cls.model_fields.items():
-        inner = _model(field)
-        if inner is not None:
-            yield from _tables(inner, f"{prefix}{name}.")
+        if _model(field) is None:
+            settings.append(_setting(prefix, name, field))
+    if settings:
+        title = f"[{prefix[:-1]}]" if prefix else "Top level"
+        yield Section(title, _first_paragraph(cls), tuple(settings))
+    for name, field in cls.model_fields.items():
+        table = _model(field)
+        if table is not None:
+            yield from _tables(table, f"{prefix}{name}.")
 
 
 def _choices(prefix: str, chooser: str, classes: Iterable[tuple[str, type[BaseModel]]]) -> Iterator[Section]:
-    """Yield, for each class that a key chooses, the settings that only this choice has or that it changes.
+    """Yield, for each choice, the settings that it adds or whose defaults it changes.
 
-    Choices with the same additional settings share one section.
+    `classes` has the name and the settings class of each choice. Choices with the same additional
+    settings share one section.
     """
-    members: dict[tuple[Setting, ...], list[str]] = {}
+    names_by_settings: dict[tuple[Setting, ...], list[str]] = {}
     combined: list[Section] = []
     for name, cls in classes:
         base = _base(cls)
-        if len(cls.__bases__) > 1:  # FedImpro on top of another method: no need to repeat what both have
+        if len(cls.__bases__) > 1:
+            # FedImpro combined with another method: refer to both instead of repeating their keys.
             parents = [parent for parent in cls.__bases__ if issubclass(parent, BaseModel)]
             both = " and ".join(f"`{parent.model_fields['name'].default}`" for parent in parents)
             combined.append(Section(f'[{prefix}], if {chooser} = "{name}"', f"The settings of {both}.", ()))
             continue
-        own = []
+        additional = []
         for key, field in cls.model_fields.items():
-            if key != "name" and _model(field) is None and _differs(base.model_fields.get(key), field):
-                own.append(_setting(f"{prefix}.", key, field))
-        members.setdefault(tuple(own), []).append(name)
-    for settings, names in members.items():
+            if key == "name" or _model(field) is not None:
+                continue
+            if _differs(base.model_fields.get(key), field):
+                additional.append(_setting(f"{prefix}.", key, field))
+        names_by_settings.setdefault(tuple(additional), []).append(name)
+    for settings, names in names_by_settings.items():
         quoted = " or ".join(f'"{name}"' for name in names)
         if settings:
             yield Section(f"[{prefix}], if {chooser} = {quoted}", "", settings)
@@ -105,10 +118,10 @@ def _choices(prefix: str, chooser: str, classes: Iterable[tuple[str, type[BaseMo
 
 
 def _base(cls: type[BaseModel]) -> type[BaseModel]:
-    """Return the settings class whose keys all choices share: the last one before `Settings` itself."""
-    family = [ancestor for ancestor in cls.__mro__ if issubclass(ancestor, BaseModel)]
-    names = [ancestor.__name__ for ancestor in family]
-    return family[names.index("Settings") - 1]
+    """Return the settings class whose keys all choices share: the direct child of `Settings`."""
+    ancestors = [ancestor for ancestor in cls.__mro__ if issubclass(ancestor, BaseModel)]
+    names = [ancestor.__name__ for ancestor in ancestors]
+    return ancestors[names.index("Settings") - 1]
 
 
 def _differs(base: FieldInfo | None, field: FieldInfo) -> bool:
@@ -116,6 +129,7 @@ def _differs(base: FieldInfo | None, field: FieldInfo) -> bool:
 
 
 def _model(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the settings class of a field that is a table, or None for a plain value."""
     annotation = field.annotation
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
@@ -123,11 +137,11 @@ def _model(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _setting(prefix: str, name: str, field: FieldInfo) -> Setting:
-    kind, allowed = _type(field.annotation)
+    type_name, allowed = _type(field.annotation)
     limits = _limits(field.metadata)
     return Setting(
         key=f"{prefix}{name}",
-        type=kind,
+        type=type_name,
         default=_default(field) or _resolved(f"{prefix}{name}"),
         allowed=", ".join(part for part in (allowed, limits) if part),
         description=" ".join((field.description or "").split()),
@@ -135,36 +149,38 @@ def _setting(prefix: str, name: str, field: FieldInfo) -> Setting:
 
 
 def _type(annotation: Any) -> tuple[str, str]:
-    """Return the name of a type, and the values it allows."""
+    """Return the name of a type, and the values that it allows."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if annotation == Limit or (origin in (Union, types.UnionType) and "off" in get_args(inner[-1])):
         return "number", 'above 0, or "off"'
     if origin is Annotated:
-        kind, allowed = _type(inner[0])
+        type_name, allowed = _type(inner[0])
         limits = ", ".join(part for part in (allowed, _limits(inner[1:])) if part)
-        return kind, limits
+        return type_name, limits
     if origin is Literal:
         return "text", ", ".join(json.dumps(value) for value in inner)
     if origin is tuple:
-        kind, allowed = _type(inner[0])
-        return f"list of {_plural(kind)}", f"each {allowed}" if allowed else ""
+        type_name, allowed = _type(inner[0])
+        return f"list of {_plural(type_name)}", f"each {allowed}" if allowed else ""
     return _TYPES.get(annotation, str(annotation)), ""
 
 
-def _plural(kind: str) -> str:
-    return {"text": "texts", "true or false": "booleans"}.get(kind, f"{kind}s")
+def _plural(type_name: str) -> str:
+    return {"text": "texts", "true or false": "booleans"}.get(type_name, f"{type_name}s")
 
 
 def _limits(metadata: Iterable[Any]) -> str:
     """Return the bounds of a number in words."""
-    words = []
+    texts = []
     for item in metadata:
-        for part in (item, *getattr(item, "metadata", ())):
+        # A pydantic field inside an Annotated type has its bounds in a metadata list of its own.
+        for constraint in (item, *getattr(item, "metadata", ())):
             for name, word in _LIMITS.items():
-                bound = getattr(part, name, None)
+                bound = getattr(constraint, name, None)
                 if bound is not None:
-                    words.append(f"{word} {bound:g}" if isinstance(bound, float) else f"{word} {bound}")
-    return ", ".join(words)
+                    number = f"{bound:g}" if isinstance(bound, float) else str(bound)
+                    texts.append(f"{word} {number}")
+    return ", ".join(texts)
 
 
 def _default(field: FieldInfo) -> str:
@@ -181,10 +197,13 @@ def _default(field: FieldInfo) -> str:
 
 
 def _resolved(key: str) -> str:
-    """Return the value of a key without a default of its own in an empty configuration, if it has one there."""
+    """Return the value of a key in an empty configuration, or an empty string if it has none.
+
+    For keys without a static default, whose value is computed when a configuration is validated.
+    """
     value: Any = Config.model_validate({}).model_dump(mode="json")
-    for step in key.split("."):
-        value = value.get(step) if isinstance(value, dict) else None
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
     return "" if value is None else json.dumps(value)
 
 

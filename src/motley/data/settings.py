@@ -1,4 +1,4 @@
-"""The `[data]` table: which data set, how it is transformed and how it is dealt to the clients."""
+"""The `[data]` table: the data set, its transform and its partition among the clients."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from motley.settings import Settings, validate
 
 
 class DataSettings(Settings):
-    """Which data set, how it is transformed and how it is dealt to the clients."""
+    """The data set, its transform and its partition among the clients."""
 
     name: str = "digits"
     """The data set (`motley list datasets`)."""
     path: str = ""
-    """Your own data file, for data.name = "npz". In a TOML file, a relative path starts from that file's folder."""
+    """Your own data file, for data.name = "npz". In a TOML file, a relative path starts from that
+    file's folder.
+    """
     root: str = ""
     """Folder with the named data sets; empty: $MOTLEY_DATA if it is set, else ~/.cache/motley."""
     transform: TransformSettings = TransformSettings()
@@ -43,16 +45,15 @@ class DataSettings(Settings):
         if not isinstance(value, dict):
             return value
         values = {"name": "dirichlet", **value}
-        return validate(
-            PARTITIONS.entry(str(values["name"]), "data.partition.name").item, values, where="data.partition"
-        )
+        settings = PARTITIONS.entry(str(values["name"]), "data.partition.name").item
+        return validate(settings, values, where="data.partition")
 
     @property
     def root_path(self) -> Path | None:
-        """The folder of the data sets, where one is set."""
+        """The folder with the data sets, if one is set."""
         return Path(self.root).expanduser() if self.root else None
 
     @property
     def file_path(self) -> Path | None:
-        """The user's own file, where one is set."""
+        """The user's own file, if one is set."""
         return Path(self.path).expanduser() if self.path else None

@@ -135,7 +135,7 @@ class Engine(Protocol):
         """Train every job's client. A client without a single batch is left out of the answer."""
         ...
 
-    def collect(self, jobs: Sequence[Job]) -> list[Collection]:
+    def collect(self, jobs: Sequence[Job]) -> Sequence[Collection | Failure]:
         """Ask every job's client for the collection that the job names, without training.
 
         A client without a single example is left out of the answer.

@@ -25,6 +25,7 @@ from motley.engine.batches import Batches
 from motley.engine.compilation import compilation, compile_model, no_compilation
 from motley.engine.device import on_device, place, use_generator
 from motley.engine.fused import apply_kernels
+from motley.engine.optimizers import Optimizer
 from motley.engine.training import Plan, TrainingSettings, reset
 from motley.engine.weights import Weights, working_type
 from motley.kernels import AVAILABLE
@@ -109,7 +110,7 @@ class Learner:
         self.optimizer = self._optimizer(self.parameters.values(), self.weights)
         self.publishes = "optimizer" in self._kernels
         """Whether the optimiser reads gradients where they lie, and its step is seen by the model without `publish`."""
-        self._optimizers: dict[tuple[str, ...], torch.optim.Optimizer] = {}
+        self._optimizers: dict[tuple[str, ...], Optimizer] = {}
         self.lr: Tensor | float = self.optimizer.param_groups[0]["lr"]
         self.round = torch.zeros((), dtype=torch.long, device=device)
         self.samples = torch.zeros((), dtype=torch.long, device=device)
@@ -123,7 +124,7 @@ class Learner:
         """The examples of the client, all of them."""
         self.generator = torch.Generator(device) if device.type == "cuda" else None
 
-    def _optimizer(self, tensors: Iterable[Tensor], weights: Weights | None = None) -> torch.optim.Optimizer:
+    def _optimizer(self, tensors: Iterable[Tensor], weights: Weights | None = None) -> Optimizer:
         fused = "optimizer" in self._kernels
         return self.training.optimizer.build(tensors, self.device, fused, weights, self.weights.scale)
 
@@ -242,6 +243,14 @@ class Learner:
         with self.without_compilation():
             return change, self.method.payload(self), self.method.next_client_state(self), self._loss.clone()
 
+    def drop_moments(self) -> None:
+        """Free the optimiser's state after the last step: the next client starts with a new one.
+
+        Not for a GPU, where captured steps write into it.
+        """
+        for optimizer in (self.optimizer, *self._optimizers.values()):
+            optimizer.state.clear()
+
     def _drop_gradients(self) -> None:
         """Free the gradients of a step: the next forward pass, or the change, takes their memory.
 
@@ -281,7 +290,7 @@ class Learner:
             return
         if self.publishes and not self.training.max_grad_norm and not by_norms:
             towards = list(self.anchors if towards is None else towards)
-            self.optimizer.pull(towards, strengths)  # type: ignore[attr-defined]
+            self.optimizer.pull(towards, strengths)  # type: ignore[union-attr]
             return
         offsets = self.offsets(towards, by_norms=by_norms)
         if isinstance(strength, Mapping):
@@ -340,7 +349,7 @@ class Learner:
         with _restored(self._buffers):
             yield
 
-    def optimizer_of(self, names: Iterable[str]) -> torch.optim.Optimizer:
+    def optimizer_of(self, names: Iterable[str]) -> Optimizer:
         """Return an optimiser of its own for some parameters, for a step apart from the others; fresh every turn."""
         self.weights.gather()
         own = tuple(names)

@@ -13,6 +13,7 @@ from torch import Tensor
 from motley.core.part import by_type
 from motley.core.randomness import generator
 from motley.data.device import DRAWS
+from motley.engine.optimizers import CpuAdam, CpuSGD, Optimizer
 from motley.settings import Settings
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class OptimizerSettings(Settings):
         fused: bool = False,
         weights: Weights | None = None,
         scale: LossScale | None = None,
-    ) -> torch.optim.Optimizer:
+    ) -> Optimizer:
         """Return the optimiser; on a GPU one that a graph can capture, with its learning rate on the device.
 
         A fused one reads the gradients of the parameters' 16-bit copies, and writes these copies. With a scale of the
@@ -63,6 +64,12 @@ class OptimizerSettings(Settings):
                 return FusedSGD(list(parameters), lr, self.momentum, self.weight_decay, weights, scale)
             decoupled = self.name == "adamw"
             return FusedAdam(list(parameters), lr, self.betas, self.weight_decay, weights, scale, decoupled=decoupled)
+        parameters = list(parameters)
+        if device.type == "cpu" and len({parameter.dtype for parameter in parameters}) == 1:
+            if self.name == "sgd":
+                return CpuSGD(parameters, self.lr, self.momentum, self.weight_decay)
+            decoupled = self.name == "adamw"
+            return CpuAdam(parameters, self.lr, self.betas, self.weight_decay, decoupled=decoupled)
         optimizer: torch.optim.Optimizer
         shared = {"lr": lr, "weight_decay": self.weight_decay, "fused": True}
         if self.name == "sgd":
@@ -116,7 +123,7 @@ class TrainingSettings(Settings):
         return self.steps or max(1, round(self.epochs * epoch_steps))
 
 
-def reset(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def reset(optimizer: Optimizer, lr: float) -> None:
     """Let an optimiser start anew, in place: captured steps write into its tensors."""
     tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
     for moments in by_type(tensors):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from motley.core.errors import MotleyError
+from motley.core.meta import on_meta
 from motley.core.part import Part, Piece, State
 from motley.core.randomness import torch_seed
 from motley.core.registry import Registry
@@ -75,7 +76,7 @@ class Blueprint:
 def build_on_meta(name: str, build: Callable[[], nn.Module]) -> nn.Module:
     """Build a model without memory. Users' models can raise anything; the message names the model."""
     try:
-        with torch.device("meta"), allocating(f"model.sizes: {name!r}"):
+        with on_meta(), allocating(f"model.sizes: {name!r}"):
             module = build()
     except MotleyError:
         raise
