@@ -28,7 +28,7 @@ def main() -> None:
     options = arguments(__doc__).parse_args()
     model = MODELS["resnet18"].make(ResNetSettings(stem="cifar"), ImageShape(3, 32, 32), 10)
     model = model.cuda().to(memory_format=torch.channels_last)
-    apply_kernels(model)
+    model = apply_kernels(model)
     weights = Weights(model, "fp16")
 
     def seconds(length: int) -> float:

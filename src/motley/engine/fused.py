@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from motley.kernels import ALL, AVAILABLE
 from motley.models import preact, resnet
+from motley.models.spec import declare, spec_of
 
 if AVAILABLE:
     from motley.kernels.layers import (
@@ -26,10 +27,10 @@ if AVAILABLE:
     )
 
 
-def apply_kernels(model: nn.Module, kernels: Collection[str] = ALL) -> None:
-    """Replace modules of a model, in place, by those with the kernels of the given names, if there is Triton."""
+def apply_kernels(model: nn.Module, kernels: Collection[str] = ALL) -> nn.Module:
+    """Return a model with the kernels of the given names in it, if there is Triton. The model given is used up."""
     if not AVAILABLE:
-        return
+        return model
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             replacement = _layer(child, kernels)
@@ -38,9 +39,13 @@ def apply_kernels(model: nn.Module, kernels: Collection[str] = ALL) -> None:
     if isinstance(model, resnet.ResNet):
         _fuse_stem(model, kernels)
         _fuse_resnet(model)
+        # A subclass, such as a network with exits, has a forward pass of its own.
+        if type(model) is resnet.ResNet and all(isinstance(stage, FusedStage) for stage in model.stages):
+            return FusedResNet(model)
     elif isinstance(model, preact.PreActResNet):
         _fuse_stem(model, kernels)
         _fuse_preact(model)
+    return model
 
 
 def _layer(layer: nn.Module, kernels: Collection[str]) -> nn.Module | None:
@@ -120,11 +125,33 @@ class FusedStage(nn.Sequential):
     """Fused blocks behind each other: the gradients of a block's two uses are added in the kernel before it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        pair = (x, x)
+        return self.twice((x, x))[0]
+
+    def twice(self, inputs: Pair) -> Pair:
+        """Return the result for two uses, from inputs for two uses."""
         for block in self:
             assert isinstance(block, FusedBlock)
-            pair = block.twice(pair)
-        return pair[0]
+            inputs = block.twice(inputs)
+        return inputs
+
+
+class FusedResNet(resnet.ResNet):
+    """A ResNet of fused stages, which hands results for two uses on from stage to stage."""
+
+    def __init__(self, model: resnet.ResNet) -> None:
+        nn.Module.__init__(self)
+        for name, child in model.named_children():
+            self.add_module(name, child)
+        self.train(model.training)
+        declare(self, spec_of(model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        pair = (x, x)
+        for stage in self.stages:
+            assert isinstance(stage, FusedStage)
+            pair = stage.twice(pair)
+        return self.fc(self.pool(pair[0]))
 
 
 class FusedPreActBlock(nn.Module):
