@@ -234,7 +234,7 @@ class Config(Settings):
             )
         if odd := sorted(set(federation.sizes) - set(sizes)):
             raise MotleyError(f"federation.sizes: {unknown('size', odd[0], sizes)}")
-        if method.inco.active and not METHODS[method.name].exchanges_weights:
+        if method.inco.active and not METHODS[method.name].requirements.exchanges_weights:
             raise MotleyError(
                 f"method.inco.preset = {method.inco.preset!r}: {method.name!r} exchanges no weights, so there is no "
                 "change to work on. Use method.inco.preset = 'off'."
