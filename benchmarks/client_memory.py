@@ -4,8 +4,8 @@
     OMP_NUM_THREADS=1 python benchmarks/client_memory.py node [--size resnet10] [--batch-size 16] [--json FILE]
 
 `store`: host memory with SCAFFOLD on the InCo setting: 100 clients, five ResNets, one control variate per client. Every
-client files a control variate as large as its own part in each of three rounds, as `MemoryStore` would see it in a run;
-nothing is trained. Printed are the bytes filed and the process's peak.
+client stores a control variate as large as its own part in each of three rounds, as in a run, but nothing is trained.
+Printed are the bytes stored and the process's peak.
 
 `node`: the resident memory of a Flower node that answers one training message, beside the memory that `motley plan`
 prints for its size. The run has the five ResNets of the InCo setting at full width, and the node a file with a few

@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from motley.client.fused import apply_kernels
+from motley.client.weights import TYPES, lower
+from motley.core.device import place
 from motley.core.part import State, take
 from motley.data.device import DeviceData
-from motley.engine.device import place
-from motley.engine.fused import apply_kernels
-from motley.engine.weights import TYPES, lower
 from motley.federation import Federation
 from motley.runs.checkpoint import checkpoints, read_checkpoint
 from motley.runs.folder import RunFolder

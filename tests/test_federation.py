@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from motley.client.job import Job
 from motley.core.errors import MotleyError
 from motley.core.part import take
 from motley.core.update import ClientUpdate
 from motley.data import Dataset, Examples
-from motley.engine.base import Done, Engine, Job
+from motley.engine.base import Done, Engine
 from motley.federation import Federation, assign_sizes, size_in_bytes
 from motley.round import Record, Server
 from tests.conftest import tiny_config

@@ -146,7 +146,7 @@ def registered(build: Callable[[Any, ImageShape, int], nn.Module]) -> Iterator[s
     [
         (
             "tuple",
-            r"'mine' returns a tuple; a model returns a tensor of logits, .* one column for each of 10 classes\.",
+            r"'mine' returns a tuple; a model returns one row of 10 logits per image\.",
         ),
         ("aux", "'mine' returns a tuple"),
         ("few", r"'mine' returns shape \(2, 9\) for 2 images, not \(2, 10\)"),

@@ -1,6 +1,6 @@
 """The objects that a configuration names: its split, its sizes, its method, and the clients that a process plays.
 
-A federation puts all of them together (`federation.py`), a node those of its one client (`client.py`).
+A federation puts all of them together (`federation.py`), a node those of its one client (`node.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from motley.client.state_store import ClientStateStore
 from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.core.part import State
@@ -20,7 +21,6 @@ from motley.core.randomness import generator
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
 from motley.engine import Clients, DebugEngine, LocalEngine
-from motley.engine.memory import MemoryStore
 from motley.limits import allocating, check_fits
 from motley.methods import METHODS, FederationInfo, Method
 from motley.models import MODELS, ImageShape
@@ -172,9 +172,9 @@ def compiles(config: Config) -> bool:
     return config.engine.compile and config.engine.name != "debug"
 
 
-def _store(config: Config, folder: Path | None, devices: Sequence[torch.device]) -> MemoryStore:
+def _store(config: Config, folder: Path | None, devices: Sequence[torch.device]) -> ClientStateStore:
     """Return the store of the clients' states: on a GPU only if all of them train on it."""
     near = 0
     if devices[0].type == "cuda" and len(devices) == 1:
         near = int(config.engine.client_state_gpu_fraction * torch.cuda.get_device_properties(devices[0]).total_memory)
-    return MemoryStore(folder, int(config.engine.client_state_host_gib * 2**30), near, devices[0])
+    return ClientStateStore(folder, int(config.engine.client_state_host_gib * 2**30), near, devices[0])

@@ -17,11 +17,11 @@ import tomli_w
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from motley.aggregate.server_optim import ServerOptimizerSettings
+from motley.client.encoding import Encoding
+from motley.client.training import TrainingSettings
 from motley.core.errors import MotleyError, unknown
 from motley.data.settings import DataSettings
 from motley.engine.base import EngineSettings
-from motley.engine.encoding import Encoding
-from motley.engine.training import TrainingSettings
 from motley.evaluate import EvaluationSettings
 from motley.methods import METHODS, MethodSettings
 from motley.methods.names import spelled_out

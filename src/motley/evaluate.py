@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from motley.client.compilation import compilation, compile_model, no_compilation
+from motley.client.fused import apply_kernels
 from motley.core.async_copy import AsyncCopy
+from motley.core.device import place
 from motley.core.part import State, by_type, take
 from motley.data.device import DeviceData
-from motley.engine.compilation import compilation, compile_model, no_compilation
-from motley.engine.device import place
-from motley.engine.fused import apply_kernels
 from motley.settings import Settings
 from motley.splits.base import Split
 

@@ -42,8 +42,10 @@ from motley.assembly import (
     compiles,
     size_in_bytes,
 )
+from motley.client.encoding import decoded
 from motley.config import Config
 from motley.core.async_copy import AsyncCopy
+from motley.core.device import on_device
 from motley.core.errors import MotleyError
 from motley.core.merge import Aggregate, apply
 from motley.core.part import State, take
@@ -53,8 +55,7 @@ from motley.data import Dataset, load_dataset
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
 from motley.engine import Engine, Failure, Job
-from motley.engine.device import choose_devices, on_device, set_precision
-from motley.engine.encoding import decoded
+from motley.engine.device import choose_devices, set_precision
 from motley.evaluate import Evaluator
 from motley.limits import allocating
 from motley.methods.base import Collection

@@ -27,10 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from motley.client.encoding import Encoding, encoded
+from motley.client.training import TrainingSettings
 from motley.core.errors import MotleyError, unknown
 from motley.core.meta import on_meta
-from motley.engine.encoding import Encoding, encoded
-from motley.engine.training import TrainingSettings
 from motley.limits import allocating, is_out_of_memory
 from motley.models import ImageShape
 from motley.splits import Split

@@ -1,4 +1,4 @@
-"""The base of every settings class, and the message a user gets when a setting is wrong."""
+"""The base class of all settings, and the messages about wrong settings."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def _limit(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+#: A bound that can be turned off.
 Limit: TypeAlias = Annotated[Positive | Literal["off"], WrapValidator(_limit)]
-"""A bound that can be turned off."""
 
 
 class Settings(BaseModel):
-    """Typed, frozen and closed: an unknown key is an error, not ignored in silence.
+    """Typed and immutable settings. Unknown keys are errors.
 
-    The strings below the attributes are their documentation, for users: `motley list settings` prints them.
+    The strings below the attributes are documentation for users: `motley list settings` prints them.
     """
 
     model_config = ConfigDict(
@@ -63,7 +63,7 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _one_value_is_a_list(cls, value: Any, info: ValidationInfo) -> Any:
-        """Accept one word for a list of words, also with commas between several: resnet10,resnet14."""
+        """Accept a single value for a list, and words separated by commas: resnet10,resnet14."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         if get_origin(annotation) is tuple and get_args(annotation)[1:] == (...,):
             item = get_args(annotation)[0]
@@ -77,7 +77,7 @@ class Settings(BaseModel):
 
 
 def validate(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
-    """Build `cls` from plain values; on failure name each key, what was given and what is allowed."""
+    """Build `cls` from plain values. The error names each wrong key, its value and what is allowed."""
     try:
         return cls.model_validate(dict(values))
     except ValidationError as error:
@@ -106,7 +106,7 @@ def _problems(cls: type[BaseModel], error: ValidationError, where: str) -> Itera
 
 
 def _owner(cls: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel] | None:
-    """Follow a key path from `cls` to the settings class that was to hold its last key; places in a list count not."""
+    """Follow a key path from `cls` to the settings class at its end. List indices are skipped."""
     owner: type[BaseModel] | None = cls
     for step in path:
         if isinstance(step, int):
@@ -126,7 +126,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested table as one with dotted names."""
+    """Flatten a nested table to one with dotted names."""
     result: dict[str, Any] = {}
     for name, value in table.items():
         if isinstance(value, Mapping):

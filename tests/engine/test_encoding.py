@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from motley.client.encoding import TYPES, Encoding, decoded, encoded
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.core.update import ClientUpdate
-from motley.engine.encoding import TYPES, Encoding, decoded, encoded
 from motley.federation import Federation
 from motley.round import Record
 from motley.runs.checkpoint import fingerprint

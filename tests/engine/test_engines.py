@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from motley.engine.base import Job
+from motley.client.job import Job
 from motley.federation import Federation
 from motley.runs.checkpoint import fingerprint
 from motley.runs.run import run_rounds

@@ -246,7 +246,8 @@ def test_two_devices_agree_with_one(method: str, numbers: tuple[int, ...], monke
     devices = [torch.device("cuda", number) for number in numbers]
     monkeypatch.setattr("motley.federation.choose_devices", lambda setting: devices)
     federation = Federation(tiny_config(*EXACT, *settings))
-    timeline = federation.engine.clients.timeline = Timeline(*federation.devices)  # type: ignore[attr-defined]
+    timeline = Timeline(*federation.devices)
+    federation.engine.record(timeline)  # type: ignore[attr-defined]
     generators = [torch.cuda.get_rng_state(device) for device in devices]
     server = federation.start()
     for _ in range(3):

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from motley.client.fused import apply_kernels
+from motley.client.training import OptimizerSettings, reset
+from motley.client.weights import Weights, working_type
 from motley.engine.device import set_precision
-from motley.engine.fused import apply_kernels
-from motley.engine.training import OptimizerSettings, reset
-from motley.engine.weights import Weights, working_type
 from motley.kernels import AVAILABLE
 from motley.models import MODELS, ImageShape
 from motley.models.preact import PreActSettings
@@ -114,7 +114,7 @@ def test_the_first_convolution_equals_torchs(shape: tuple[int, ...], dtype: torc
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-@pytest.mark.parametrize("gathered", [False, True], ids=["lying", "gathered"])
+@pytest.mark.parametrize("gathered", [False, True], ids=["raw_gradients", "gathered"])
 @pytest.mark.parametrize("pulled", [False, True], ids=["", "pulled"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_fused_optimizers_equal_torchs(
     def step() -> list[torch.Tensor]:
         weights.backward(model(images).float().square().mean())
         factor = 1 if weights.scale is None else 1 / weights.scale.value
-        seen = [gradient.float() * factor for gradient in weights.lying if gradient is not None]
+        seen = [gradient.float() * factor for gradient in weights.raw_gradients if gradient is not None]
         if gathered:
             weights.gather()
         if pulled:
@@ -161,7 +161,7 @@ def test_fused_optimizers_equal_torchs(
         with torch.no_grad():
             torch._foreach_copy_(mine, before)
         reset(fused, settings.lr)
-        weights.publish()
+        weights.sync()
         graph = torch.cuda.CUDAGraph()
         if captured:
             fused.reserve(1)
@@ -182,7 +182,7 @@ def test_fused_optimizers_equal_torchs(
         assert copy is None or torch.equal(copy, one.detach().to(copy.dtype))
 
 
-@pytest.mark.parametrize("gathered", [False, True], ids=["lying", "gathered"])
+@pytest.mark.parametrize("gathered", [False, True], ids=["raw_gradients", "gathered"])
 @pytest.mark.parametrize("settings", [OptimizerSettings(lr=1e-2), OptimizerSettings(name="sgd", lr=1e-2, momentum=0.9)])
 def test_optimizers_leave_out_the_steps_that_torchs_leave_out(settings: OptimizerSettings, gathered: bool) -> None:
     """With gradients that are not finite in one tensor or another, once and again."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from motley.engine.training import OptimizerSettings, reset
+from motley.client.training import OptimizerSettings, reset
 
 SETTINGS = {
     "adam": OptimizerSettings(name="adam", lr=0.01, betas=(0.8, 0.95)),

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from motley.client.clients import Clients
 from motley.core.update import ClientUpdate
 from motley.engine import local, stack
-from motley.engine.clients import Clients
 from motley.engine.stack import Stack, unfold_convolutions
 from motley.federation import Federation
 from tests.conftest import tiny_config

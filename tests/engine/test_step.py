@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from motley.client.learner import Learner
 from motley.core.part import State
-from motley.engine.learner import Learner
 from motley.federation import Federation
 from tests.methods.turns import SGD, federation_of, seated
 

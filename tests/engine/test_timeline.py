@@ -16,7 +16,8 @@ from tests.conftest import tiny_config
 
 def test_every_turn_is_a_span_and_a_slot_holds_one_client_at_a_time() -> None:
     federation = Federation(tiny_config("engine.slots=2", "federation.clients_per_round=6"))
-    timeline = federation.engine.clients.timeline = Timeline(federation.device)  # type: ignore[attr-defined]
+    timeline = Timeline(federation.device)
+    federation.engine.record(timeline)  # type: ignore[attr-defined]
     server, first = federation.play(federation.start())
     _, second = federation.play(server)
     spans = timeline.spans()
@@ -44,7 +45,8 @@ def test_the_debug_engine_has_no_slots_to_draw(tmp_path: Path) -> None:
 
 def test_only_the_last_rounds_are_drawn(tmp_path: Path) -> None:
     federation = Federation(tiny_config("training.steps=1"))
-    timeline = federation.engine.clients.timeline = Timeline(federation.device)  # type: ignore[attr-defined]
+    timeline = Timeline(federation.device)
+    federation.engine.record(timeline)  # type: ignore[attr-defined]
     server = federation.start()
     for _ in range(4):
         server, _ = federation.play(server)

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from motley.client.training import OptimizerSettings, Plan, TrainingSettings, make_plan
 from motley.core.errors import MotleyError
 from motley.data.device import DRAWS
 from motley.data.partition import Partition
-from motley.engine.training import OptimizerSettings, Plan, TrainingSettings, make_plan
 from motley.federation import Federation
 from motley.round import Record
 from tests.conftest import tiny_config
@@ -75,7 +75,7 @@ def test_batches_of_an_epoch(samples: int, smallest: int, drop_last: bool, lengt
     ],
 )
 def test_steps_of_a_turn(epochs: float, steps: int, epoch_steps: int, turn: int) -> None:
-    assert TrainingSettings(epochs=epochs, steps=steps).turn_steps(epoch_steps) == turn
+    assert TrainingSettings(epochs=epochs, steps=steps).local_steps(epoch_steps) == turn
 
 
 @settings(derandomize=True, deadline=None)

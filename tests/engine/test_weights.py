@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from motley.client.training import OptimizerSettings
+from motley.client.weights import TYPES, LossScale, Weights
 from motley.core.errors import MotleyError
 from motley.core.part import State
-from motley.engine.training import OptimizerSettings
-from motley.engine.weights import TYPES, LossScale, Weights
 from motley.federation import Federation
 from motley.models import MODELS, ImageShape
 from motley.models.vit import ViTSettings
@@ -41,7 +41,7 @@ def train(model: nn.Module, weights: Weights, steps: int) -> State:
         with torch.no_grad():
             for master in weights.masters.values():
                 master.mul_(0.999)
-        weights.publish()
+        weights.sync()
     return {name: master.detach().clone() for name, master in weights.masters.items()}
 
 
@@ -98,7 +98,7 @@ def test_steps_whose_gradients_do_not_fit_are_left_out_until_they_do(settings: O
         weights.backward(100 * model.weight.float().sum())
         weights.gather()
         optimizer.step()
-        weights.publish()
+        weights.sync()
         if left_out:
             assert torch.equal(master.detach(), start)
         else:

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from motley.client.job import Job
+from motley.client.learner import shapes_of
+from motley.client.training import OptimizerSettings
 from motley.core.update import ClientUpdate
-from motley.engine.base import Done, Engine, Job
-from motley.engine.learner import shapes_of
-from motley.engine.training import OptimizerSettings
+from motley.engine.base import Done, Engine
 from motley.federation import Federation
 from motley.methods import METHODS
 from motley.round import Server

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from motley.aggregate.inco import inco
+from motley.client.training import TrainingSettings
 from motley.core.merge import apply
 from motley.core.part import Piece, State
 from motley.core.update import ClientUpdate
-from motley.engine.training import TrainingSettings
 from motley.federation import Federation
 from motley.methods import METHODS, FederationInfo, FedNova
 from motley.methods.fednova import FedNovaSettings, progress

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from motley.client.learner import Learner
 from motley.core.merge import merge
-from motley.engine.learner import Learner
 from motley.federation import Federation
 from motley.splits.exits import answers_of
 from tests.conftest import tiny_config

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from motley.analysis.gradient_variance import gradient_variance
+from motley.client.learner import Learner
 from motley.config import load_config, read_resolved
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.core.update import ClientUpdate
-from motley.engine.learner import Learner
 from motley.federation import Federation
 from motley.methods.fedimpro import DRAWN_LOSS, OWN, SCRATCH, WEIGHT, FedImproClient, FedImproSettings
 from motley.methods.fedimpro_statistics import balanced, draw, moments, pooled, repeated

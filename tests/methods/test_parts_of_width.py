@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from motley.client.clients import COLLECTED
 from motley.core.merge import add_shares
 from motley.core.part import State, add_at, select, take
-from motley.engine.clients import COLLECTED
 from motley.federation import Federation
 from motley.methods import METHODS, FederationInfo
 from motley.models import ImageShape

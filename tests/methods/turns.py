@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from motley.client.job import Job
+from motley.client.learner import Learner
 from motley.core.part import State
-from motley.engine.base import Job
-from motley.engine.learner import Learner
 from motley.federation import Federation
 from motley.round import Server
 from tests.conftest import tiny_config

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from motley.engine.memory import MemoryStore
+from motley.client.state_store import ClientStateStore
 from motley.round import Server
 from motley.runs.checkpoint import checkpoints, fingerprint, load_checkpoint
 from motley.runs.metrics import MetricsLog
@@ -252,7 +252,7 @@ def stateful_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def client_states(folder: Path) -> dict[tuple[int, int], str]:
     """Return the hashes of the client states that the newest checkpoint refers to."""
-    store = MemoryStore(folder / "clients")
+    store = ClientStateStore(folder / "clients")
     hashes = {}
     for client, state_round in saved(folder).remembered.items():
         hashes[client, state_round] = fingerprint(store.get(client, state_round))
@@ -308,7 +308,7 @@ def test_client_states_of_an_incomplete_round_are_replaced(tmp_path: Path, state
     folder = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
         stateful.run(folder, STATEFUL, 2 * CLIENTS_PER_ROUND + 1, killed=False)
-    stale = MemoryStore(folder / "clients")
+    stale = ClientStateStore(folder / "clients")
     for number in (3, 4, 5):
         for client in range(6):
             stale.put(client, number, {"another": torch.tensor(number)})

@@ -1,4 +1,4 @@
-"""Which part of the global state each split gives to each size."""
+"""The part of the global state that each split gives to each size."""
 
 from __future__ import annotations
 

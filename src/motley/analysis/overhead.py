@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from motley.analysis.findings import ANALYSES, Findings, new_figure
+from motley.client.clients import own_randomness
+from motley.client.learner import Learner
 from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.core.update import ClientUpdate
 from motley.engine import DebugEngine, Job
-from motley.engine.clients import own_randomness
-from motley.engine.learner import Learner
 from motley.federation import Federation, size_in_bytes
 from motley.plan import LiveBytes
 from motley.runs.folder import RunFolder

@@ -6,7 +6,6 @@ import os
 import re
 
 import torch
-from torch import Tensor, nn
 
 from motley.core.errors import MotleyError
 
@@ -43,21 +42,6 @@ def _refused(setting: str, reason: str) -> MotleyError:
     return MotleyError(f"engine.device = {setting!r}: {reason}.")
 
 
-def place(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a model to a device; on a GPU with channels last in memory, where convolutions are faster."""
-    model = model.to(device)
-    if device.type == "cuda":
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return model
-
-
-def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor to a device, laid out as `place` lays out a model's: grouped operations need equal layouts."""
-    if device.type == "cuda" and tensor.dim() == 4:
-        return tensor.to(device, memory_format=torch.channels_last)
-    return tensor.to(device)
-
-
 def set_precision(precision: str, device: torch.device) -> None:
     """Allow or forbid tf32 in matrix products and convolutions on a GPU."""
     if precision in ("fp16", "bf16") and device.type == "cpu":
@@ -67,9 +51,3 @@ def set_precision(precision: str, device: torch.device) -> None:
     allowed = precision != "fp32"
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
-
-
-def use_generator(generator: torch.Generator | None) -> None:
-    """Make a GPU generator's state the one that torch's random functions on its device draw from."""
-    if generator is not None:
-        torch.cuda.default_generators[generator.device.index].graphsafe_set_state(generator.graphsafe_get_state())

@@ -21,10 +21,10 @@ from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from motley.assembly import build_split
-from motley.client import Client
+from motley.client.job import Job
 from motley.config import Config
 from motley.core.part import State
-from motley.engine.base import EngineSettings, Job
+from motley.engine.base import EngineSettings
 from motley.engine.device import choose_devices, set_precision
 from motley.files import write_secret
 from motley.flower.arrays import pack
@@ -33,6 +33,7 @@ from motley.flower.failures import NodeError, failing_as, keep_text
 from motley.flower.request import Request, read_job, read_request
 from motley.flower.settings import NodeSettings, read_node
 from motley.models import ImageShape
+from motley.node import Client
 from motley.plan import Budget, Cost, cost_of, costs_of, largest_fitting
 from motley.settings import validate
 from motley.splits import Split

@@ -16,11 +16,12 @@ import torch
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
+from motley.client.job import Job
 from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.core.update import ClientUpdate
 from motley.data import Dataset
-from motley.engine.base import Done, Failure, Job
+from motley.engine.base import Done, Failure
 from motley.flower.answers import Answers
 from motley.flower.arrays import pack, size_in_bytes, unpack
 from motley.flower.failures import is_nodes_own, told

@@ -7,9 +7,9 @@ from typing import Any
 
 from flwr.app import RecordDict
 
+from motley.client.job import Job
 from motley.config import Config
 from motley.core.errors import MotleyError
-from motley.engine.base import Job
 from motley.flower.arrays import unpack
 from motley.flower.failures import NodeError, failing_as
 from motley.flower.run_config import from_text

@@ -133,7 +133,7 @@ class DrawTimeline(Callback):
     def on_start(self, federation: Federation, server: Server) -> None:
         assert isinstance(federation.engine, LocalEngine)
         self.timeline = Timeline(*federation.devices)
-        federation.engine.clients.timeline = self.timeline
+        federation.engine.record(self.timeline)
 
     def on_stop(self, server: Server) -> None:
         spans = self.timeline.spans()

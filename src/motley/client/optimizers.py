@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class CpuOptimizer(ABC):
-    """What both optimizers share: one group of parameters, and tensors that belong to each of them."""
+    """The base of both: one group of parameters, and the tensors that belong to each of them."""
 
     def __init__(self, parameters: Sequence[Tensor], lr: float, weight_decay: float) -> None:
         self.param_groups: list[dict[str, Any]] = [{"params": list(parameters), "lr": lr}]
@@ -34,7 +34,9 @@ class CpuOptimizer(ABC):
     @torch.no_grad()
     def step(self) -> None:
         """Take a step with all parameters that have gradients."""
-        parameters = [parameter for parameter in self.param_groups[0]["params"] if parameter.grad is not None]
+        parameters = [
+            parameter for parameter in self.param_groups[0]["params"] if parameter.grad is not None
+        ]
         if parameters:
             self.update(parameters, [parameter.grad for parameter in parameters])
 
@@ -101,7 +103,9 @@ class CpuAdam(CpuOptimizer):
 class CpuSGD(CpuOptimizer):
     """SGD, with or without momentum."""
 
-    def __init__(self, parameters: Sequence[Tensor], lr: float, momentum: float, weight_decay: float) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], lr: float, momentum: float, weight_decay: float
+    ) -> None:
         super().__init__(parameters, lr, weight_decay)
         self.momentum = momentum
 

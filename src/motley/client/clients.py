@@ -1,4 +1,4 @@
-"""The clients that this process plays: their examples, their memory, and the learners they train in."""
+"""The clients that this process runs: their examples, their states, and the learners they use."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from motley.aggregate.recalibration import batch_moments
+from motley.client.encoding import Encoding, encoded, without_residual
+from motley.client.job import Job
+from motley.client.learner import Learner
+from motley.client.state_store import ClientStateStore
+from motley.client.training import NO_STEPS, Plan, TrainingSettings, make_plan
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.core.update import ClientUpdate
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
-from motley.engine.base import Job
-from motley.engine.encoding import Encoding, encoded, without_residual
-from motley.engine.learner import Learner
-from motley.engine.memory import MemoryStore
-from motley.engine.timeline import Timeline
-from motley.engine.training import NO_STEPS, Plan, TrainingSettings, make_plan
 from motley.methods.base import Collection, Method
 from motley.privacy.mechanism import DPMechanism
 
-#: Collection batches are this many times larger than training batches, because no activations are kept.
+#: Collection batches are this many times larger than training batches: no activations are kept.
 COLLECTED = 8
 
 
@@ -42,28 +41,27 @@ class Clients:
         kernels: Names[str] = (),
         compiled: bool = False,
         seed: int,
-        memory: MemoryStore,
+        memory: ClientStateStore,
         elsewhere: Sequence[DeviceData] = (),
         dp: DPMechanism | None = None,
         encoding: Encoding = "fp32",
         lean: bool = False,
     ) -> None:
-        """`lean`: take as little memory as a step needs. Batches are made one by one, and on a CPU a job loses its
-        state once its client has a copy, so the caller must not need it again.
+        """`lean`: take as little memory as a step needs. Batches are made one by one, and on a CPU
+        a job loses its state once its client has a copy, so the caller must not need it again.
         """
         self.method, self.data, self.partition, self.training = method, data, partition, training
         self.precision, self.seed, self.memory = precision, seed, memory
         self.kernels, self.compiled = kernels, compiled
         self.dp, self.encoding, self.lean = dp, encoding, lean
+        #: The examples on each device that clients train on; the home device comes first.
         self.copies = [data, *elsewhere]
-        """The examples on each device that clients train on; the home device comes first."""
-        self.timeline: Timeline | None = None
-        """Set to have slots note who trains where and when."""
         self._smallest: dict[str, int] = {}
         smallest = max(self.smallest_batch(size) for size in method.info.split.sizes)
         if training.batch_size < smallest:
             raise MotleyError(
-                f"training.batch_size = {training.batch_size}: BatchNorm trains on batches of at least {smallest}."
+                f"training.batch_size = {training.batch_size}: BatchNorm trains on batches of at "
+                f"least {smallest}."
             )
 
     @property
@@ -78,7 +76,8 @@ class Clients:
 
     def learner(self, size: str, where: int = 0) -> Learner:
         """Return a fresh learner of a size on one of the devices."""
-        longest = self.training.turn_steps(len(self.training.epoch_lengths(int(self.partition.sizes.max()), 1)))
+        epoch = self.training.epoch_lengths(int(self.partition.sizes.max()), 1)
+        longest = self.training.local_steps(len(epoch))
         model = self.method.info.split.build(size)
         return Learner(
             model,
@@ -96,7 +95,9 @@ class Clients:
         """Return the fewest examples a batch may have: BatchNorm cannot train on one."""
         if size not in self._smallest:
             modules = self.method.info.split.blueprints[size].module.modules()
-            batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules)
+            batch_norm = any(
+                isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules
+            )
             self._smallest[size] = 2 if batch_norm else 1
         return self._smallest[size]
 
@@ -104,10 +105,10 @@ class Clients:
         """Return how many examples a client has."""
         return len(self.partition.of(client))
 
-    def turn_steps(self, job: Job) -> int:
+    def local_steps(self, job: Job) -> int:
         """Return how many steps a job takes."""
         epoch = self.training.epoch_lengths(self.samples(job.client), self.smallest_batch(job.size))
-        return self.training.turn_steps(len(epoch))
+        return self.training.local_steps(len(epoch))
 
     def plan(self, job: Job) -> Plan:
         """Draw a job's batches."""
@@ -133,8 +134,8 @@ class Clients:
         """Put a client into a learner."""
         learner.rows = self.partition.of(job.client)
         learner.load(job, client_state, plan, self.seed)
-        # A slot on a GPU is loaded twice, before and after its step is captured. The state is in host memory there,
-        # and the training is not.
+        # A slot on a GPU is loaded twice, before and after its step is captured. The state is in
+        # host memory there, and the training is not.
         if self.lean and self.device.type == "cpu":
             job.state.clear()
 
@@ -147,19 +148,26 @@ class Clients:
         needs = self.method.requirements
         if (payload and not needs.payload) or bool(client_state) != needs.client_state:
             raise TypeError(
-                f"{type(self.method.client).__name__}.finish returned a payload of {sorted(payload)} and a client "
-                f"state of {sorted(client_state)}; its method declares {needs}."
+                f"{type(self.method.client).__name__}.finish returned a payload of "
+                f"{sorted(payload)} and a client state of {sorted(client_state)}; its method "
+                f"declares {needs}."
             )
         return self.update(learner.job, delta, payload, client_state, loss, learner.num_steps)
 
     def update(
-        self, job: Job, delta: State, payload: State, client_state: State, loss: Tensor, num_steps: int
+        self,
+        job: Job,
+        delta: State,
+        payload: State,
+        client_state: State,
+        loss: Tensor,
+        num_steps: int,
     ) -> ClientUpdate:
         """Return a client's update as it leaves the client, and store the client's state.
 
-        This is the upload boundary: deltas are privatized or encoded here, whichever engine ran the client. With
-        differential privacy, the number of examples, the number of steps and the loss are withheld. `loss` is the sum
-        over the steps.
+        This is the upload boundary: deltas are privatized or encoded here, whichever engine ran the
+        client. With differential privacy, the number of examples, the number of steps and the loss
+        are withheld. `loss` is the sum over the steps.
         """
         client, round_number = job.client, job.round_number
         if self.dp is not None:
@@ -187,7 +195,12 @@ class Clients:
 
         In single precision whatever the training precision, because collections serve evaluation.
         """
-        once = {"epochs": 1.0, "steps": 0, "drop_last": False, "batch_size": COLLECTED * self.training.batch_size}
+        once = {
+            "epochs": 1.0,
+            "steps": 0,
+            "drop_last": False,
+            "batch_size": COLLECTED * self.training.batch_size,
+        }
         whole = self.training.model_copy(update=once)
         plan = make_plan(
             whole,
@@ -212,10 +225,16 @@ class Clients:
 
 @contextmanager
 def own_randomness(*devices: torch.device) -> Iterator[None]:
-    """Leave the caller's generators as they were: steps key torch's own ones. The first device is the current one."""
+    """Leave the caller's generators as they were: steps key torch's own ones. The first device is
+    the current one.
+    """
     home = torch.cuda.device(devices[0]) if devices[0].type == "cuda" else nullcontext()
     with home, torch.random.fork_rng(devices=[]):
-        defaults = [torch.cuda.default_generators[device.index] for device in devices if device.type == "cuda"]
+        defaults = [
+            torch.cuda.default_generators[device.index]
+            for device in devices
+            if device.type == "cuda"
+        ]
         before = [default.graphsafe_get_state() for default in defaults]
         try:
             yield

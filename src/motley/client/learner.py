@@ -1,8 +1,8 @@
 """One client in training: its model, its optimizer, and the `Step` that its algorithm sees.
 
-All tensors stay in place for the learner's whole life. Loading a client copies its values into them,
-and a step reads its batch by a counter on the device. So a step can be captured once as a CUDA graph
-and replayed for any client of the same size.
+All tensors stay in place for the learner's whole life. Loading a client copies its values into
+them, and a step reads its batch by a counter on the device. So a step can be captured once as a
+CUDA graph and replayed for any client of the same size.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from motley.client.batches import Batches
+from motley.client.compilation import compilation, compile_model, no_compilation
+from motley.client.fused import apply_kernels
+from motley.client.job import Job
+from motley.client.optimizers import Optimizer
+from motley.client.training import Plan, TrainingSettings, reset
+from motley.client.weights import Weights, working_type
+from motley.core.device import on_device, place, use_generator
 from motley.core.part import State, by_type
 from motley.core.randomness import key
 from motley.core.tensors import add_, difference, norms
 from motley.data.device import DeviceData
-from motley.engine.base import Job
-from motley.engine.batches import Batches
-from motley.engine.compilation import compilation, compile_model, no_compilation
-from motley.engine.device import on_device, place, use_generator
-from motley.engine.fused import apply_kernels
-from motley.engine.optimizers import Optimizer
-from motley.engine.training import Plan, TrainingSettings, reset
-from motley.engine.weights import Weights, working_type
 from motley.kernels import AVAILABLE
 from motley.methods.base import ClientAlgorithm
 
@@ -39,7 +39,10 @@ Forward: TypeAlias = Callable[[nn.Module, Tensor], Tensor]
 
 def shapes_of(*states: State) -> object:
     """Return a key for the names and shapes of states, whatever the order of their names."""
-    return tuple(tuple(sorted((name, tuple(tensor.shape)) for name, tensor in state.items())) for state in states)
+    return tuple(
+        tuple(sorted((name, tuple(tensor.shape)) for name, tensor in state.items()))
+        for state in states
+    )
 
 
 class _Forward(nn.Module):
@@ -99,7 +102,7 @@ class Learner:
         compiled: bool = False,
         lean: bool = False,
     ) -> None:
-        """`kernels`: the names of Motley's kernels to use on a GPU. `compiled`: compile the model."""
+        """`kernels`: names of Motley's kernels to use on a GPU. `compiled`: compile the model."""
         device = data.device
         self._kernels = frozenset(kernels) if device.type == "cuda" and AVAILABLE else frozenset()
         self.model = apply_kernels(place(model, device).train(), self._kernels)
@@ -117,14 +120,15 @@ class Learner:
         self._buffers = [group for group in buffers if group]
         self._received_by_type = by_type(self.received.values())
         self._state_by_type = by_type(self.state.values())
-        #: Tensors for a broadcast, a client state and scratch values, by the shapes of the first two.
+        #: Tensors for a broadcast, a client state and scratch values, by the shapes of the first
+        #: two.
         self._rooms: dict[object, tuple[State, State, dict[str, State]]] = {}
         self.broadcast: State = {}
         self.client_state: State = {}
         self.scratch: dict[str, State] = {}
         self._proximal: _Proximal | None = None
-        #: Whether the optimizer is ours: it reads gradients where `backward` leaves them, adds a proximal
-        #: term on the way, and writes the model's 16-bit weights.
+        #: Whether the optimizer is ours: it reads gradients where `backward` leaves them, adds a
+        #: proximal term on the way, and writes the model's 16-bit weights.
         self.fused_optimizer = "optimizer" in self._kernels
         self.optimizer = self._make_optimizer(self.weights.masters.values(), self.weights)
         self._optimizers: dict[tuple[str, ...], Optimizer] = {}
@@ -141,7 +145,9 @@ class Learner:
         self.rows = np.zeros(0, dtype=np.int64)
         self.generator = torch.Generator(device) if device.type == "cuda" else None
 
-    def _make_optimizer(self, tensors: Iterable[Tensor], weights: Weights | None = None) -> Optimizer:
+    def _make_optimizer(
+        self, tensors: Iterable[Tensor], weights: Weights | None = None
+    ) -> Optimizer:
         fused, scale = self.fused_optimizer, self.weights.scale
         return self.training.optimizer.build(tensors, self.device, fused, weights, scale)
 
@@ -161,7 +167,7 @@ class Learner:
         return {n: on_device(torch.zeros_like(t), self.device) for n, t in state.items()}
 
     def receive(self, state: State) -> None:
-        """Copy a part into the model. On its own, without `load`, for passes that need no method."""
+        """Copy a part into the model. Passes that need no method use this without `load`."""
         with torch.no_grad():
             given = by_type(state[name] for name in self.received)
             groups = zip(self._received_by_type, self._state_by_type, given, strict=True)
@@ -257,7 +263,7 @@ class Learner:
         return compilation() if self._compiled else nullcontext()
 
     def without_compilation(self) -> AbstractContextManager[None]:
-        """Run the model as it is inside the block, for passes other than steps with whole batches."""
+        """Run the model uncompiled inside the block: only steps with whole batches are compiled."""
         return no_compilation() if self._compiled else nullcontext()
 
     @contextmanager
@@ -273,7 +279,7 @@ class Learner:
             optimizer.settle()
 
     def result(self) -> tuple[State, State, State, Tensor]:
-        """Return the delta, the payload, the next client state and the summed loss, on the device."""
+        """Return delta, payload, next client state and summed loss, all on the device."""
         with torch.no_grad():
             floats, others = (
                 torch._foreach_sub(live, received) if live else ()
@@ -323,7 +329,9 @@ class Learner:
         if not self.fused_optimizer:
             self.weights.gather()
 
-    def proximal(self, mu: float | Mapping[str, float], center: State | None = None, *, norms: bool = False) -> None:
+    def proximal(
+        self, mu: float | Mapping[str, float], center: State | None = None, *, norms: bool = False
+    ) -> None:
         """Add `mu * (params - center)` to the gradients, see `Step.proximal`.
 
         The term is added when somebody reads `grads`. If nobody does, our own optimizer adds it in
@@ -348,7 +356,7 @@ class Learner:
         add_(self.weights.gradients(), offsets, term.mu)
 
     def optimize(self, names: Iterable[str] | None = None) -> None:
-        """Clip the gradients if the run asks for it, and let the optimizer change the parameters."""
+        """Clip the gradients if the run asks for it, and take the optimizer's step."""
         if names is not None:
             self._add_proximal()
             self.weights.gather()
@@ -379,7 +387,7 @@ class Learner:
 
     def sync(self) -> None:
         """Let the model compute with `params` as they are now."""
-        self.weights.publish()
+        self.weights.sync()
 
     @contextmanager
     def preserve_weights(self) -> Iterator[None]:
@@ -408,7 +416,9 @@ class Learner:
         return output
 
     def _in_model_types(self, state: State) -> State:
-        """Return a state in the types that the model computes with; one grouped copy if they differ."""
+        """Return a state in the types that the model computes with; one grouped copy if they
+        differ.
+        """
         own = {name: state[name] for name in self._computing}
         wanted = {n: t for n, t in self._computing.items() if t.dtype != own[n].dtype}
         if wanted:

@@ -1,23 +1,21 @@
-"""The `[training]` table: how a client trains, and the plan of one turn that follows from it."""
+"""The `[training]` table: how a client trains, and the plan of one round that follows from it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from motley.client.optimizers import CpuAdam, CpuSGD, Optimizer
+from motley.client.weights import LossScale, Weights
 from motley.core.part import by_type
 from motley.core.randomness import generator
 from motley.data.device import DRAWS
-from motley.engine.optimizers import CpuAdam, CpuSGD, Optimizer
 from motley.settings import Settings
-
-if TYPE_CHECKING:
-    from motley.engine.weights import LossScale, Weights
 
 Momentum: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
@@ -39,7 +37,9 @@ class OptimizerSettings(Settings):
     @model_validator(mode="after")
     def _momentum_is_for_sgd(self) -> OptimizerSettings:
         if self.momentum and self.name != "sgd":
-            raise ValueError(f"momentum = {self.momentum} is for optimizer.name = 'sgd', not {self.name!r}")
+            raise ValueError(
+                f"momentum = {self.momentum} is for optimizer.name = 'sgd', not {self.name!r}"
+            )
         return self
 
     def build(
@@ -50,10 +50,11 @@ class OptimizerSettings(Settings):
         weights: Weights | None = None,
         scale: LossScale | None = None,
     ) -> Optimizer:
-        """Return the optimiser; on a GPU one that a graph can capture, with its learning rate on the device.
+        """Return the optimizer; on a GPU one that a graph can capture, with its learning rate
+        there.
 
-        A fused one reads the gradients of the parameters' 16-bit copies, and writes these copies. With a scale of the
-        loss, steps with gradients that are not finite are left out.
+        A fused one reads the gradients of the parameters' 16-bit copies, and writes these copies.
+        With a loss scale, steps with gradients that are not finite are skipped.
         """
         cuda = device.type == "cuda"
         lr: Any = torch.tensor(self.lr, device=device) if cuda else self.lr
@@ -61,11 +62,22 @@ class OptimizerSettings(Settings):
             from motley.kernels.optimizers import FusedAdam, FusedSGD
 
             if self.name == "sgd":
-                return FusedSGD(list(parameters), lr, self.momentum, self.weight_decay, weights, scale)
+                return FusedSGD(
+                    list(parameters), lr, self.momentum, self.weight_decay, weights, scale
+                )
             decoupled = self.name == "adamw"
-            return FusedAdam(list(parameters), lr, self.betas, self.weight_decay, weights, scale, decoupled=decoupled)
+            return FusedAdam(
+                list(parameters),
+                lr,
+                self.betas,
+                self.weight_decay,
+                weights,
+                scale,
+                decoupled=decoupled,
+            )
         parameters = list(parameters)
-        if device.type == "cpu" and len({parameter.dtype for parameter in parameters}) == 1:
+        one_type = len({parameter.dtype for parameter in parameters}) == 1
+        if device.type == "cpu" and one_type and scale is None:
             if self.name == "sgd":
                 return CpuSGD(parameters, self.lr, self.momentum, self.weight_decay)
             decoupled = self.name == "adamw"
@@ -111,21 +123,23 @@ class TrainingSettings(Settings):
         return self.optimizer.lr * self.lr_decay ** (round_number - 1) * self.lr_gamma**drops
 
     def epoch_lengths(self, samples: int, smallest: int) -> list[int]:
-        """Return the sizes of an epoch's batches; none where the client has no batch of at least `smallest`."""
+        """Return the lengths of an epoch's batches, none of them shorter than `smallest`."""
         full, rest = divmod(samples, self.batch_size)
         keep_rest = rest >= smallest and (full == 0 or not self.drop_last)
         return [self.batch_size] * full + [rest] * (rest > 0 and keep_rest)
 
-    def turn_steps(self, epoch_steps: int) -> int:
-        """Return the number of steps of a turn whose epochs have this many."""
+    def local_steps(self, epoch_steps: int) -> int:
+        """Return the number of steps in a round, given the number of steps in an epoch."""
         if not epoch_steps:
             return 0
         return self.steps or max(1, round(self.epochs * epoch_steps))
 
 
 def reset(optimizer: Optimizer, lr: float) -> None:
-    """Let an optimiser start anew, in place: captured steps write into its tensors."""
-    tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+    """Let an optimizer start anew, in place: captured steps write into its tensors."""
+    tensors: list[Tensor] = []
+    for state in optimizer.state.values():
+        tensors.extend(value for value in state.values() if isinstance(value, Tensor))
     for moments in by_type(tensors):
         if moments:
             torch._foreach_zero_(moments)
@@ -137,17 +151,17 @@ def reset(optimizer: Optimizer, lr: float) -> None:
 
 
 class Plan(NamedTuple):
-    """One turn: which examples are in which batch, and the random numbers their augmentation uses."""
+    """One client's round: the examples of every batch, and random numbers for augmentation."""
 
     lengths: list[int]
+    #: (steps, batch size); a shorter batch leaves the end of its row unused.
     rows: Tensor
-    """(steps, batch size); a shorter batch leaves the end of its row unused."""
+    #: (steps, batch size, DRAWS) numbers in [0, 1).
     draws: Tensor | None
-    """(steps, batch size, DRAWS) numbers in [0, 1)."""
 
 
+#: The plan of a client that does not train.
 NO_STEPS = Plan([], torch.zeros((0, 1), dtype=torch.long), None)
-"""The plan of a client that does not train."""
 
 
 def make_plan(
@@ -160,9 +174,9 @@ def make_plan(
     round_number: int,
     client: int,
 ) -> Plan:
-    """Draw a client's batches for a round: a fresh permutation of its examples an epoch."""
+    """Draw a client's batches for a round: a fresh permutation of its examples per epoch."""
     epoch = training.epoch_lengths(len(examples), smallest)
-    steps = training.turn_steps(len(epoch))
+    steps = training.local_steps(len(epoch))
     lengths = [epoch[step % len(epoch)] for step in range(steps)]
     rows = np.zeros((steps, training.batch_size), dtype=np.int64)
     numbers = generator(seed, "batches", round_number, client)
@@ -174,5 +188,6 @@ def make_plan(
     draws = None
     if augmented:
         shape = (steps, training.batch_size, DRAWS)
-        draws = torch.from_numpy(generator(seed, "augmentation", round_number, client).random(shape, dtype=np.float32))
+        numbers = generator(seed, "augmentation", round_number, client)
+        draws = torch.from_numpy(numbers.random(shape, dtype=np.float32))
     return Plan(lengths, torch.from_numpy(rows), draws)

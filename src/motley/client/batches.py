@@ -1,4 +1,6 @@
-"""A turn's batches on the device, read by a counter there: no step asks the host which batch is next."""
+"""A client's batches on the device, read by a counter there: no step asks the host for the next
+one.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +9,30 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from motley.client.training import Plan
 from motley.core.async_copy import tensor_on
 from motley.data.device import DRAWS, DeviceData
-from motley.engine.training import Plan
 
+#: Maximum memory for a client's prepared batches.
 PREPARED_BYTES = 256 * 2**20
-"""Most memory for the prepared batches of a turn."""
 
 
 class Batches:
-    """Room for the plan of a turn, and for its images where that is not too much.
+    """The plan of a client's round, and its images if they are not too large.
 
-    Images that fit are made once, when the plan comes: the kernels for index, crop, flip and cutout, small as they are,
-    would otherwise take a fifth of a small model's step. A lean client has room for one batch of images only, and makes
-    each batch when it is needed.
+    Images that fit are prepared once, when the plan is loaded: the kernels for index, crop, flip
+    and cutout, small as they are, would otherwise take a fifth of a small model's step. A lean
+    client has memory for one batch of images only, and prepares each batch when it is needed.
     """
 
-    def __init__(self, data: DeviceData, batch_size: int, longest: int, dtype: torch.dtype, lean: bool = False) -> None:
+    def __init__(
+        self,
+        data: DeviceData,
+        batch_size: int,
+        longest: int,
+        dtype: torch.dtype,
+        lean: bool = False,
+    ) -> None:
         device, shape = data.device, data.shape
         self.data, self.dtype = data, dtype
         self._cursor = torch.zeros(1, dtype=torch.long, device=device)
@@ -33,11 +42,12 @@ class Batches:
         room = (longest, batch_size, shape.height, shape.width, shape.channels)
         fits = torch.Size(room).numel() * dtype.itemsize <= PREPARED_BYTES and not lean
         self._images = torch.zeros(room, dtype=dtype, device=device) if fits else None
-        # Filled like the prepared batches, so that images have the same strides, and convolutions the same bits.
+        # Filled like the prepared batches, so that images have the same strides, and convolutions
+        # the same bits.
         self._batch = torch.zeros(room[1:], dtype=dtype, device=device) if lean else None
 
     def load(self, plan: Plan) -> None:
-        """Take over a plan and point at its first batch."""
+        """Load a plan and point at its first batch."""
         self.rewind()
         steps = len(plan.lengths)
         if not steps:
@@ -55,7 +65,7 @@ class Batches:
         self._cursor.zero_()
 
     def next(self, length: int) -> tuple[Tensor, Tensor]:
-        """Return the first `length` examples of the batch pointed at, and point at the one after it."""
+        """Return the first `length` examples of the current batch, and point at the next batch."""
         if self._images is not None:
             images = self._first(self._images, length).permute(0, 3, 1, 2)
             labels = self._first(self._labels, length)
@@ -71,18 +81,23 @@ class Batches:
         return images.to(self.dtype), labels
 
     def first(self, count: int, lengths: Sequence[int]) -> Tensor:
-        """Return the first `count` images of a turn whose batches have these lengths, from the start again and again
-        where it has fewer.
+        """Return the first `count` images of the plan, given its batches' lengths; they repeat if
+        there are fewer.
         """
-        places = [step * self._rows.shape[1] + at for step, length in enumerate(lengths) for at in range(length)][
-            :count
-        ]
-        chosen = tensor_on([places[at % len(places)] for at in range(count)], torch.long, self.data.device)
+        batch_size = self._rows.shape[1]
+        places: list[int] = []
+        for step, length in enumerate(lengths):
+            places.extend(range(step * batch_size, step * batch_size + length))
+        places = places[:count]
+        repeated = [places[at % len(places)] for at in range(count)]
+        chosen = tensor_on(repeated, torch.long, self.data.device)
         draws = self._draws.flatten(0, 1)[chosen] if self.data.random else None
         return self.data.batch(self._rows.flatten()[chosen], draws)[0].to(self.dtype)
 
     def _first(self, room: Tensor, length: int) -> Tensor:
-        """Return what a room holds of the batch pointed at; on a CPU, where the counter can be read, without a copy."""
+        """Return the current batch's part of a tensor. On a CPU the counter can be read, so no copy
+        is needed.
+        """
         if room.is_cuda:
             return room.index_select(0, self._cursor)[0, :length]
         return room[int(self._cursor), :length]

@@ -1,10 +1,11 @@
 """Motley's kernels put into a model from outside.
 
-A small network's step on a GPU is bound by the number of its kernels and by how well they share the GPU with those of
-other clients, not by arithmetic. Models are plain modules that know nothing of this. The engine replaces modules of its
-own copy of a model, one for one: a layer by a layer with a kernel, and a residual block by a block that runs its norm,
-addition and ReLU as one kernel. A replacement has the same children and parameters under the same names, so a model's
-state is what it was.
+A small network's step on a GPU is bound by the number of its kernels and by how well they share the
+GPU with those of other clients, not by arithmetic. Models are plain modules that know nothing of
+this. The engine replaces modules of its own copy of a model, one for one: a layer by a layer with a
+kernel, and a residual block by a block that runs its norm, addition and ReLU as one kernel. A
+replacement has the same children and parameters under the same names, so a model's state is what it
+was.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ if AVAILABLE:
 
 
 def apply_kernels(model: nn.Module, kernels: Collection[str] = ALL) -> nn.Module:
-    """Return a model with the kernels of the given names in it, if there is Triton. The model given is used up."""
+    """Return a model with the kernels of the given names in it, if there is Triton.
+
+    The model that is given is used up.
+    """
     if not AVAILABLE:
         return model
     for parent in list(model.modules()):
@@ -40,7 +44,9 @@ def apply_kernels(model: nn.Module, kernels: Collection[str] = ALL) -> nn.Module
         _fuse_stem(model, kernels)
         _fuse_resnet(model)
         # A subclass, such as a network with exits, has a forward pass of its own.
-        if type(model) is resnet.ResNet and all(isinstance(stage, FusedStage) for stage in model.stages):
+        if type(model) is resnet.ResNet and all(
+            isinstance(stage, FusedStage) for stage in model.stages
+        ):
             return FusedResNet(model)
     elif isinstance(model, preact.PreActResNet):
         _fuse_stem(model, kernels)
@@ -51,14 +57,24 @@ def apply_kernels(model: nn.Module, kernels: Collection[str] = ALL) -> nn.Module
 def _layer(layer: nn.Module, kernels: Collection[str]) -> nn.Module | None:
     """Return what takes the place of one layer, or None if it stays.
 
-    Only torch's own classes are replaced, because a subclass may compute something else. A layer with a hook, such as
-    HeteroFL's scaler, stays, because its replacement would not have the hook.
+    Only torch's own classes are replaced, because a subclass may compute something else. A layer
+    with a hook, such as HeteroFL's scaler, stays, because its replacement would not have the hook.
     """
     if layer._forward_hooks or layer._forward_pre_hooks:
         return None
-    if type(layer) is nn.BatchNorm2d and "norm" in kernels and layer.affine and layer.running_mean is not None:
+    if (
+        type(layer) is nn.BatchNorm2d
+        and "norm" in kernels
+        and layer.affine
+        and layer.running_mean is not None
+    ):
         return FusedBatchNorm.of(layer)
-    if type(layer) is nn.Conv2d and "conv" in kernels and layer.bias is None and not isinstance(layer.padding, str):
+    if (
+        type(layer) is nn.Conv2d
+        and "conv" in kernels
+        and layer.bias is None
+        and not isinstance(layer.padding, str)
+    ):
         return FusedConv2d.of(layer)
     return None
 
@@ -89,7 +105,7 @@ def _fuse_preact(model: preact.PreActResNet) -> None:
 
 
 def _can_fuse(block: nn.Module) -> bool:
-    """Tell whether all norms of a residual block have kernels; group norms, for example, have none."""
+    """Tell whether all norms of a residual block have kernels. Group norms have none."""
     norms = [child for name, child in block.named_children() if name.startswith("bn")]
     return isinstance(block, resnet.Block) and all(type(norm) is FusedBatchNorm for norm in norms)
 
@@ -122,7 +138,9 @@ class FusedBlock(nn.Module):
 
 
 class FusedStage(nn.Sequential):
-    """Fused blocks behind each other: the gradients of a block's two uses are added in the kernel before it."""
+    """Fused blocks behind each other: the gradients of a block's two uses are added in the kernel
+    before it.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return self.twice((x, x))[0]

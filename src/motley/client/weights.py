@@ -1,9 +1,10 @@
-"""A model's weights as a step sees them: in single precision, or as 16-bit copies of single-precision masters.
+"""The weights of a step: in single precision, or as 16-bit copies of single-precision masters.
 
-In bf16 and fp16 the model computes with low-precision copies of all parameters but those of batch norms. An optimiser
-of our own (`kernels/optimizers.py`) reads their gradients where they lie, and writes the copies. For any other, and for
-a method that wants to see gradients, they are gathered into the masters' in one grouped copy, and the masters go out
-to the copies in another after the step. Casting weights one by one, as autocast does, would cost a small network a
+In bf16 and fp16 the model computes with 16-bit copies of all parameters but those of batch norms.
+Motley's own optimizer (`kernels/optimizers.py`) reads the copies' gradients where backward leaves
+them, and writes the copies. For any other optimizer, and for a method that reads gradients, the
+gradients are copied to the masters in one grouped call, and after the step the masters are copied
+to the copies in another. Casting weights one by one, as autocast does, would cost a small network a
 quarter of its kernels.
 """
 
@@ -28,51 +29,58 @@ def working_type(precision: str) -> torch.dtype:
 
 def lower(model: nn.Module, precision: str) -> dict[str, nn.Parameter]:
     """Put a model's parameters into the working precision, in place; return those that changed."""
-    kept = {p for module in model.modules() if isinstance(module, _BatchNorm) for p in module.parameters()}
     if precision not in TYPES:
         return {}
-    lowered = {name: p for name, p in model.named_parameters() if p not in kept}
+    of_norms: set[nn.Parameter] = set()
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            of_norms.update(module.parameters())
+    lowered = {name: p for name, p in model.named_parameters() if p not in of_norms}
     for parameter in lowered.values():
         parameter.data = parameter.data.to(TYPES[precision])
     return lowered
 
 
 class LossScale:
-    """The factor on the loss in fp16, and what becomes of it, all on the device.
+    """The factor on the loss in fp16, which changes on the device.
 
-    A step with a gradient that is not finite is left out and the scale halved for the next one.
+    A step with a gradient that is not finite is skipped, and the scale is halved for the next one.
     """
 
+    #: The initial and the smallest scale. All scales are powers of two, so scaling changes no
+    #: digit.
     HIGHEST, LOWEST = 2.0**12, 1.0
-    """Where it begins, and where it ends: all powers of two, so that scaling changes no digit."""
+    #: Steps after which a scale that was halved is doubled again.
     PATIENCE = 50
-    """Steps after which a scale that was halved is doubled again."""
 
     def __init__(self, device: torch.device) -> None:
         self.value = torch.full((), self.HIGHEST, device=device)
+        #: Steps since the scale was last changed.
         self.good = torch.zeros((), dtype=torch.int32, device=device)
-        """Steps since the scale was last changed."""
+        #: 1 if this step's gradients hold a number that is not finite, else 0.
         self.found = torch.zeros((), device=device)
-        """Whether this step's gradients hold a number that is not finite: a one, or else a zero."""
         self._one = torch.ones((), device=device)
 
     def reset(self) -> None:
-        """Begin anew: a turn does not depend on the turns before it."""
+        """Start anew: a client does not depend on the clients before it."""
         self.value.fill_(self.HIGHEST)
         self.good.zero_()
         self.found.zero_()
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let one of torch's fused optimisers leave such steps out; those of our own do it in their kernels."""
+        """Let one of torch's fused optimizers skip such steps. Motley's kernels do so already."""
         optimizer.register_step_pre_hook(self._look)
         optimizer.register_step_post_hook(self._adjust)
         optimizer.found_inf = self.found  # type: ignore[attr-defined]
-        for parameter in _parameters(optimizer):
-            if optimizer.defaults.get("momentum"):  # else a first step that is left out leaves unset memory here
+        if optimizer.defaults.get("momentum"):
+            # torch would create the buffer in the first step, with unset memory if it is skipped.
+            for parameter in _parameters(optimizer):
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     def _look(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        gradients = [parameter.grad for parameter in _parameters(optimizer) if parameter.grad is not None]
+        gradients = [
+            parameter.grad for parameter in _parameters(optimizer) if parameter.grad is not None
+        ]
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found, self._one)
 
     def _adjust(self, *_: object) -> None:
@@ -93,20 +101,22 @@ class Weights:
         masters = {name: parameter.detach().clone() for name, parameter in whole.items()}
         copies = lower(model, precision)
         self.masters: State = {
-            name: masters[name].requires_grad_() if name in copies else parameter for name, parameter in whole.items()
+            name: masters[name].requires_grad_() if name in copies else parameter
+            for name, parameter in whole.items()
         }
+        #: The 16-bit copy of each master, or None if the model computes with the master itself.
         self.copies: list[Tensor | None] = [copies.get(name) for name in whole]
-        """What the model computes with in the place of each master; None where it is the master itself."""
         self._pairs = [(self.masters[name], copy) for name, copy in copies.items()]
         self._computing: list[Tensor] = list(whole.values())
         self.scale = LossScale(self._computing[0].device) if precision == "fp16" else None
         #: Whether the gradients, where `backward` left them, are those of the scaled loss.
         self.scaled = False
-        #: The names that the last loss reached. Others may have old gradients, where captured steps write them.
+        #: The names that the last loss reached. Others may still have the gradients of an earlier
+        #: one.
         self._reached: list[str] = []
 
     def backward(self, loss: Tensor) -> None:
-        """Compute gradients and leave them where they come up: see `lying`."""
+        """Compute gradients, and leave them where they are (`raw_gradients`)."""
         for tensor in self._computing:
             tensor.grad = None
         (loss if self.scale is None else loss * self.scale.value).backward()
@@ -115,7 +125,7 @@ class Weights:
         self._reached = [name for name, tensor in pairs if tensor.grad is not None]
 
     def gradients(self) -> State:
-        """Return the gradients of the last `backward` by name, in single precision and without the loss's scale."""
+        """Return the gradients of the last `backward` by name, as `gather` leaves them."""
         self.gather()
         gradients = {}
         for name in self._reached:
@@ -125,13 +135,18 @@ class Weights:
         return gradients
 
     @property
-    def lying(self) -> list[Tensor | None]:
-        """The gradients as they lie, in the order of `masters`: of copies, or the masters' own once gathered."""
+    def raw_gradients(self) -> list[Tensor | None]:
+        """The gradients in the order of `masters`: those of the copies, or the masters' once
+        gathered.
+        """
         pairs = zip(self.masters.values(), self.copies, strict=True)
-        return [copy.grad if copy is not None and copy.grad is not None else master.grad for master, copy in pairs]
+        return [
+            copy.grad if copy is not None and copy.grad is not None else master.grad
+            for master, copy in pairs
+        ]
 
     def gather(self) -> None:
-        """Put the gradients, in single precision and without the loss's scale, into the masters."""
+        """Copy the gradients to the masters, in single precision and without the loss's scale."""
         rooms, gradients = [], []
         for master, copy in self._pairs:
             if copy.grad is not None:
@@ -147,7 +162,7 @@ class Weights:
             torch._foreach_div_(own, self.scale.value)
             self.scaled = False
 
-    def publish(self) -> None:
+    def sync(self) -> None:
         """Let the model compute with the masters as they are now."""
         if not self._pairs:
             return
@@ -159,9 +174,9 @@ class Weights:
     def single_precision(self) -> Iterator[None]:
         """Let the model compute with the masters themselves inside the block.
 
-        For passes whose results are evaluated, such as statistics for batch norms: taken from the rounded copies, they
-        would not be those of the weights that they are used with. Captured steps are not affected, because they
-        address the copies' memory, which comes back unchanged.
+        For passes whose results are evaluated, such as statistics for batch norms: taken from the
+        rounded copies, they would not be those of the weights that they are used with. Captured
+        steps are not affected, because they address the copies' memory, which comes back unchanged.
         """
         copies_data = [copy.data for _, copy in self._pairs]
         for master, copy in self._pairs:
