@@ -255,8 +255,13 @@ class UnfoldedConvolution(nn.Module):
 
 
 def unfold_convolutions(model: nn.Module) -> None:
-    """Replace a model's plain convolutions by matrix products, in place. Names of tensors stay."""
+    """Replace a model's plain convolutions, in place, by ones that compute as matrix products."""
     for parent in list(model.modules()):
-        for name, module in list(parent.named_children()):
-            if isinstance(module, nn.Conv2d) and module.groups == 1 and module.dilation == (1, 1):
-                setattr(parent, name, UnfoldedConvolution(module))
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Conv2d and _is_plain(child):
+                setattr(parent, name, UnfoldedConvolution(child))
+
+
+def _is_plain(convolution: nn.Conv2d) -> bool:
+    zeros_around = convolution.padding_mode == "zeros" and not isinstance(convolution.padding, str)
+    return zeros_around and convolution.groups == 1 and convolution.dilation == (1, 1)

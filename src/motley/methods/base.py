@@ -39,6 +39,11 @@ class MethodSettings(Settings):
     """The method (`motley list methods`). The papers' names, such as InCoProx, are accepted too."""
     inco: IncoSettings = IncoSettings()
 
+    @property
+    def label(self) -> str:
+        """The method's name, and InCo's preset if InCo runs on top of it."""
+        return f"{self.name} + InCo ({self.inco.preset})" if self.inco.active else self.name
+
 
 @dataclass(frozen=True)
 class Requirements:

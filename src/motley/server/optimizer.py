@@ -9,6 +9,7 @@
 Hsu, Qi and Brown, Measuring the Effects of Non-Identical Data Distribution, 2019 (FedAvgM); Reddi
 et al., Adaptive Federated Optimization, ICLR 2021 (the others; no bias correction). D is the delta
 after the earlier stages.
+
 Moments advance only for coordinates that somebody held: a layer without an owner does not drift on
 old momentum. Only parameters are optimized; buffers keep their plain mean.
 """
@@ -51,14 +52,12 @@ class ServerOptimizerSettings(Settings):
     """
 
     name: Literal["none", "momentum", "adam", "yogi", "adagrad"] = "none"
-    """The server's optimizer.
-
-    momentum is FedAvgM; adam, yogi and adagrad are FedAdam, FedYogi and FedAdagrad.
+    """The server's optimizer. momentum is FedAvgM; adam, yogi and adagrad are FedAdam, FedYogi and
+    FedAdagrad.
     """
     lr: float = Field(default=1.0, gt=0)
-    """Learning rate of the server's optimizer.
-
-    Its default depends on the optimizer, as those of beta1 and tau do.
+    """Learning rate of the server's optimizer. Its default depends on the optimizer, as those of
+    beta1 and tau do.
     """
     beta1: Decay = 0.9
     """Decay of the first moment."""
@@ -67,9 +66,8 @@ class ServerOptimizerSettings(Settings):
     tau: float = Field(default=1e-3, gt=0)
     """Added to the square root of the second moment (adam, yogi, adagrad)."""
     initial: Literal["tau-squared", "zero"] = "tau-squared"
-    """Initial value of the second moment:
-
-    tau squared, as in the paper, or zero, as in many implementations.
+    """Initial value of the second moment: tau squared, as in the paper, or zero, as in many
+    implementations.
     """
     nesterov: bool = False
     """Nesterov momentum (momentum only), as in Hsu et al."""
