@@ -69,8 +69,8 @@ def main() -> None:
     server = federation.to_device(read_checkpoint(checkpoints(folder.checkpoints)[-1]))
     data = DeviceData(federation.dataset.test, federation.config.data.transform, federation.device, augment=False)
     states = {"raw": server.state}
-    if server.averaged is not None:
-        states["EMA"] = server.averaged
+    if server.ema is not None:
+        states["EMA"] = server.ema
     result = {"round": server.round_number, "trained in": federation.config.engine.precision, "accuracy": {}}
     for name, state in states.items():
         for precision in ("fp32", "tf32", "bf16"):

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import tomli_w
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
-from motley.aggregate.server_optim import ServerOptimizerSettings
 from motley.client.encoding import Encoding
 from motley.client.training import TrainingSettings
 from motley.core.errors import MotleyError, unknown
@@ -34,6 +33,7 @@ from motley.models.vgg import VGGSettings
 from motley.models.vit import ViTSettings
 from motley.privacy.settings import PrivacySettings
 from motley.renames import reject_old_names, with_new_names
+from motley.server.optimizer import ServerOptimizerSettings
 from motley.settings import Settings, validate
 from motley.splits import SPLITS, SplitSettings
 

@@ -13,7 +13,6 @@ from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.core.update import ClientUpdate
 from motley.federation import Federation
-from motley.round import Record
 from motley.runs.checkpoint import fingerprint
 from motley.runs.metrics import MetricsLog
 from motley.runs.run import resume_run, start_run
@@ -95,8 +94,8 @@ def test_a_resumed_run_remembers_what_rounding_took(tmp_path: Path, method: str)
 
 def test_an_upload_that_was_not_taken_leaves_no_residual() -> None:
     federation = Federation(tiny_config("uplink.dtype=fp16"))
-    server = federation.start()
-    job = federation.jobs(server, Record(1))[0]
+    server = federation.initial_state()
+    job = federation.jobs(server)[0]
 
     def upload(round_number: int, remembers: int | None) -> str:
         sent = replace(job, round_number=round_number, client_state_round=remembers)
@@ -115,7 +114,7 @@ def test_an_upload_that_was_not_taken_leaves_no_residual() -> None:
 @pytest.mark.parametrize("moving", ["split.channels=rolling", "federation.size_assignment=dynamic"])
 def test_parts_that_move_are_refused(moving: str) -> None:
     width = ("split.name=width", "model.sizes=['resnet10']", "split.rates=[0.5,1.0]")
-    with pytest.raises(MotleyError, match=r"uplink.dtype = 'fp16': clients remember what rounding took"):
+    with pytest.raises(MotleyError, match=r"uplink.dtype = 'fp16': clients keep the rounding errors"):
         Federation(tiny_config("uplink.dtype=fp16", *width, moving))
 
 

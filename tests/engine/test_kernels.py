@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from motley.client.fused import apply_kernels
 from motley.client.training import OptimizerSettings, reset
 from motley.client.weights import Weights, working_type
-from motley.engine.device import set_precision
+from motley.engine.device import numerics
 from motley.kernels import AVAILABLE
 from motley.models import MODELS, ImageShape
 from motley.models.preact import PreActSettings
@@ -93,11 +94,18 @@ def test_another_length_compiles_no_kernel_anew() -> None:
     assert step(128) > first
 
 
+@pytest.fixture
+def single_precision() -> Iterator[None]:
+    """Keep torch's own operations from using tf32."""
+    with numerics("fp32", torch.get_num_threads()):
+        yield
+
+
+@pytest.mark.usefixtures("single_precision")
 @pytest.mark.parametrize("shape", [(64, 3, 32, 7, 2), (50, 1, 28, 7, 2), (64, 3, 32, 3, 1)])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_the_first_convolution_equals_torchs(shape: tuple[int, ...], dtype: torch.dtype, limit: float) -> None:
     torch.manual_seed(0)
-    set_precision("fp32", torch.device("cuda"))
     count, channels, side, kernel, stride = shape
     plain = nn.Conv2d(channels, 64, kernel, stride=stride, padding=kernel // 2, bias=False).to("cuda", dtype)
     plain = plain.to(memory_format=torch.channels_last)
@@ -282,10 +290,10 @@ FAMILIES: dict[str, Any] = {
 }
 
 
+@pytest.mark.usefixtures("single_precision")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_with_kernels_is_the_same_function_under_the_same_names(name: str) -> None:
     torch.manual_seed(0)
-    set_precision("fp32", torch.device("cuda"))
     plain = MODELS[name].make(FAMILIES[name], ImageShape(3, 32, 32), 10).cuda().to(memory_format=torch.channels_last)
     fused = apply_kernels(deepcopy(plain))
     assert list(fused.state_dict()) == list(plain.state_dict())

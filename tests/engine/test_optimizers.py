@@ -77,7 +77,7 @@ import sys
 from motley.federation import Federation
 from tests.conftest import tiny_config
 federation = Federation(tiny_config("training.rounds=1"))
-federation.play(federation.start())
+federation.run_round(federation.initial_state())
 assert "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -15,7 +15,6 @@ from motley.core.errors import MotleyError
 from motley.data.device import DRAWS
 from motley.data.partition import Partition
 from motley.federation import Federation
-from motley.round import Record
 from tests.conftest import tiny_config
 
 
@@ -200,10 +199,9 @@ def test_one_example_more_or_less(engine: str, norm: str, steps: dict[int, int])
     sizes = (1, 17, 16, 18, 2, 5)
     clients = federation.engine.clients  # type: ignore[attr-defined]
     clients.partition = Partition(np.arange(sum(sizes)), np.concatenate([[0], np.cumsum(sizes)]))
-    server, record = federation.start(), Record(1)
-    jobs = federation.jobs(server, record)
-    uploads = federation.engine.train(jobs, lambda client: None)
-    federation.fitting(jobs, uploads, record)
+    server = federation.initial_state()
+    uploads = federation.engine.train(federation.jobs(server), lambda client: None)
+    _, record = federation.run_round(server)
     assert {upload.client: upload.num_steps for upload in uploads} == steps
     assert {upload.client: upload.num_examples for upload in uploads} == {client: sizes[client] for client in steps}
     assert record.idle == [client for client in range(6) if client not in steps]

@@ -114,15 +114,15 @@ def test_steps_whose_gradients_do_not_fit_are_left_out_until_they_do(settings: O
 
 def test_a_turn_does_not_see_the_scale_that_another_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a scale that no gradient fits under at first, one slot for all clients gives what a slot each gives."""
-    monkeypatch.setattr("motley.federation.set_precision", lambda *_: None)
+    monkeypatch.setattr("motley.federation.check_precision", lambda *_: None)
     monkeypatch.setattr(LossScale, "HIGHEST", 2.0**24)
     ends = []
     for slots in (1, 3):
         federation = Federation(tiny_config("engine.precision=fp16", f"engine.slots={slots}", "training.steps=30"))
-        server, record = federation.play(federation.start())
+        server, record = federation.run_round(federation.initial_state())
         assert not record.refused
         ends.append(fingerprint(server.state))
-    assert ends[0] == ends[1] != fingerprint(federation.start().state)
+    assert ends[0] == ends[1] != fingerprint(federation.initial_state().state)
 
 
 @pytest.mark.parametrize("precision", TYPES)

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from motley.analysis.replay import global_model
+from motley.assembly import assign_sizes
 from motley.config import load_config
 from motley.core.errors import MotleyError
 from motley.core.part import State, select, take
 from motley.data.device import DeviceData
-from motley.federation import Federation, assign_sizes
+from motley.federation import Federation
 from motley.models.channels import CLASSES, Axis, axes, positions
 from motley.splits import Width
 from motley.splits.width import Scaler
@@ -188,9 +189,9 @@ def test_the_first_rolling_window_has_the_leading_channels_and_the_next_begins_o
 def test_a_narrow_size_is_evaluated_as_the_rounds_clients_held_it(rule: str, window: int) -> None:
     """The channels of a rolling window were trained together; the leading ones were not."""
     federation = federation_of(*MODELS["basic"], f"split.channels={rule}", "training.steps=1", "evaluation.every=3")
-    server = federation.start()
+    server = federation.initial_state()
     for _ in range(3):
-        server, record = federation.play(server)
+        server, record = federation.run_round(server)
     scores = {number: federation.evaluate(server.model, number) for number in (0, 3)}
     assert record.scores == scores[3]
     size = "resnet18-w0.5"
@@ -249,7 +250,7 @@ def test_statistics_are_shared_or_a_size_has_its_own_or_there_are_none(statistic
     federation = federation_of(
         *MODELS["basic"], f"split.normalization_statistics={statistics}", "split.channels=rolling", "training.steps=1"
     )
-    server, record = federation.play(federation.start())
+    server, record = federation.run_round(federation.initial_state())
     assert not record.refused and all(torch.isfinite(t).all() for t in server.state.values())
     assert {n: t.shape for n, t in federation.split.frame.items()} == {n: t.shape for n, t in server.state.items()}
     kept = [name for name in server.state if "running_" in name]
@@ -278,7 +279,7 @@ def test_dynamic_sizes_are_redrawn_every_round_and_keep_their_shares() -> None:
     for sizes in rounds:
         assert [sizes.count(f"mlp2-w{rate:g}") for rate in RATES] == [2, 4, 0, 2]
     federation = Federation(config)
-    jobs = [federation.job(federation.start(), 2, client) for client in range(8)]
+    jobs = [federation.job(federation.initial_state(), 2, client) for client in range(8)]
     assert tuple(job.size for job in jobs) == rounds[1]
     assert tuple(federation.size_of(client, 1) for client in range(8)) == rounds[0]
 

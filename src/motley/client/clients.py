@@ -9,7 +9,6 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from motley.aggregate.recalibration import batch_moments
 from motley.client.encoding import Encoding, encoded, without_residual
 from motley.client.job import Job
 from motley.client.learner import Learner
@@ -21,6 +20,7 @@ from motley.core.update import ClientUpdate
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
 from motley.methods.base import Collection, Method
+from motley.models.moments import batch_moments
 from motley.privacy.mechanism import DPMechanism
 
 #: Collection batches are this many times larger than training batches: no activations are kept.

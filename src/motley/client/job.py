@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from motley.core.part import State
+
+#: A method's own collection, or BatchNorm statistics (`motley.server.recalibration`).
+CollectionName: TypeAlias = Literal["method", "statistics"]
 
 
 @dataclass(frozen=True)
@@ -24,5 +27,5 @@ class Job:
     #: use. None: no such round yet.
     client_state_round: int | None = None
     #: For `Engine.collect`: the method's own collection, or BatchNorm statistics
-    #: (`motley.aggregate.recalibration`).
-    collection: Literal["method", "statistics"] = "method"
+    #: (`motley.server.recalibration`).
+    collection: CollectionName = "method"

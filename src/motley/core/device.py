@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 def place(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a model to a device; on a GPU in channels-last layout, which is faster for convolutions."""
+    """Move a model to a device; on a GPU with channels last, which is faster for convolutions."""
     model = model.to(device)
     if device.type == "cuda":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -15,7 +15,7 @@ def place(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor to a device in the layout of a model's tensors: grouped operations need equal layouts."""
+    """Move a tensor to a device, laid out as a model's: grouped operations need equal layouts."""
     if device.type == "cuda" and tensor.dim() == 4:
         return tensor.to(device, memory_format=torch.channels_last)
     return tensor.to(device)

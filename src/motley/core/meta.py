@@ -11,8 +11,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 #: Functions that draw initial values into a tensor and return it.
-DRAWS_VALUES: frozenset[Any] = frozenset(
-    {torch.Tensor.normal_, torch.Tensor.uniform_, nn.init.normal_, nn.init.uniform_}
+DRAWS_VALUES: tuple[Any, ...] = (
+    torch.Tensor.normal_,
+    torch.Tensor.uniform_,
+    nn.init.normal_,
+    nn.init.uniform_,
 )
 
 

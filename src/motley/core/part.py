@@ -59,6 +59,11 @@ def take(state: Mapping[str, Tensor], part: Part) -> State:
     return {local: select(state[piece.name], piece.index) for local, piece in part.items()}
 
 
+def size_in_bytes(state: Mapping[str, Tensor]) -> int:
+    """Return how many bytes a state takes when it is sent."""
+    return sum(tensor.nbytes for tensor in state.values())
+
+
 def select(tensor: Tensor, index: Index | None) -> Tensor:
     """Return the block of `tensor` that `index` selects, one choice per dimension."""
     if index is None:

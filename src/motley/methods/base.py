@@ -15,11 +15,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from motley.aggregate.inco import IncoSettings
 from motley.core.merge import Aggregate, merge
 from motley.core.part import State
 from motley.core.registry import Registry
 from motley.core.update import ClientUpdate
+from motley.methods.inco_settings import IncoSettings
 from motley.methods.info import ClientInfo, FederationInfo
 from motley.methods.step import Step
 from motley.models.stages import chain_of
@@ -38,6 +38,11 @@ class MethodSettings(Settings):
     name: str = "fedavg"
     """The method (`motley list methods`). The papers' names, such as InCoProx, are accepted too."""
     inco: IncoSettings = IncoSettings()
+
+    @property
+    def label(self) -> str:
+        """The method's name, and InCo's preset if InCo runs on top of it."""
+        return f"{self.name} + InCo ({self.inco.preset})" if self.inco.active else self.name
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from motley.aggregate.averaging import average
+from motley.server.ema import moving_average
 
 
 def test_early_rounds_are_a_plain_mean_and_later_ones_decay() -> None:
@@ -13,7 +13,7 @@ def test_early_rounds_are_a_plain_mean_and_later_ones_decay() -> None:
     values = [8.0, 2.0, 5.0, 1.0]
     seen = []
     for number, value in enumerate(values, start=1):
-        averaged = average(averaged, {"w": torch.tensor([value]), "n": torch.tensor(number)}, 0.6, number)
+        averaged = moving_average(averaged, {"w": torch.tensor([value]), "n": torch.tensor(number)}, 0.6, number)
         seen.append(averaged["w"].item())
     assert seen == pytest.approx([8.0, 5.0, 0.6 * 5 + 0.4 * 5, 0.6 * 5 + 0.4 * 1])  # the third: 0.6 < 2/3
     assert averaged is not None and averaged["n"].item() == 4
@@ -21,7 +21,7 @@ def test_early_rounds_are_a_plain_mean_and_later_ones_decay() -> None:
 
 def test_the_average_is_no_view_of_the_state() -> None:
     state = {"w": torch.ones(2)}
-    averaged = average(None, state, 0.9, 1)
+    averaged = moving_average(None, state, 0.9, 1)
     state["w"].zero_()
     assert averaged["w"].tolist() == [1.0, 1.0]
 
@@ -29,5 +29,5 @@ def test_the_average_is_no_view_of_the_state() -> None:
 def test_high_decay_begins_as_the_mean_of_all_rounds() -> None:
     averaged = None
     for number in range(1, 6):
-        averaged = average(averaged, {"w": torch.tensor([float(number)])}, 0.99, number)
+        averaged = moving_average(averaged, {"w": torch.tensor([float(number)])}, 0.99, number)
     assert averaged is not None and averaged["w"].item() == pytest.approx(3.0)

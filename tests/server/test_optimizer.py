@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from motley.aggregate.server_optim import ServerOptimizerSettings, optimize
 from motley.config import load_config
 from motley.core.merge import Aggregate
 from motley.core.part import State
+from motley.server.optimizer import ServerOptimizerSettings, optimize
 from tests.conftest import refused
 
 RECORDED = json.loads((Path(__file__).parent / "fixtures" / "flower_strategies.json").read_text())["cases"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from motley.aggregate.noise import perturbed
 from motley.federation import Federation
 from motley.runs.checkpoint import fingerprint
+from motley.server.exchange import complete_update
+from motley.server.uplink import perturbed
 from tests.conftest import refused, tiny_config
 
 
@@ -32,19 +33,19 @@ def test_noise_is_keyed_and_only_on_what_is_named() -> None:
 
 def test_a_federations_noise_is_each_clients_and_rounds_own() -> None:
     federation = Federation(tiny_config("uplink.noise=0.5"))
-    server = federation.start()
+    server = federation.initial_state()
     jobs = [federation.job(server, number, client) for number, client in ((1, 0), (1, 1), (2, 0))]
     upload = federation.engine.train(jobs[:1], lambda client: None)[0]
     noises = []
     for job in jobs:
-        change = federation.update(job, upload).delta
+        change = complete_update(federation.context, job, upload).delta
         noises.append(change["conv1.weight"] - upload.delta["conv1.weight"])
         buffers = change.keys() - federation.split.parameters_of(job.size)
         assert buffers and all(torch.equal(change[name], upload.delta[name]) for name in buffers)
     assert all(noise.any() for noise in noises)
     assert not torch.equal(noises[0], noises[1]) and not torch.equal(noises[0], noises[2])
-    again = federation.update(jobs[0], upload).delta
-    assert fingerprint(dict(again)) == fingerprint(dict(federation.update(jobs[0], upload).delta))
+    again = complete_update(federation.context, jobs[0], upload).delta
+    assert fingerprint(dict(again)) == fingerprint(dict(complete_update(federation.context, jobs[0], upload).delta))
 
 
 def test_noise_is_not_negative() -> None:

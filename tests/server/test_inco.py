@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from motley.aggregate.inco import Coefficients, IncoSettings, inco
 from motley.core.errors import MotleyError
+from motley.methods.inco_settings import IncoSettings
 from motley.models import CrossLayer
+from motley.server.inco import Coefficients, inco
 from motley.settings import validate
 
 PAIR = [CrossLayer("shallow", "deep")]
