@@ -19,6 +19,7 @@ from motley.kernels import AVAILABLE
 from motley.models import MODELS, ImageShape
 from motley.models.preact import PreActSettings
 from motley.models.resnet import ResNetSettings
+from motley.splits.width import Scaler
 
 if AVAILABLE:
     from motley.kernels import convolve
@@ -312,3 +313,17 @@ def test_a_model_with_kernels_is_the_same_function_under_the_same_names(name: st
         assert float((mine.grad.double() - theirs.grad).norm() / theirs.grad.norm()) < 1e-2, label
     for mine, theirs in zip(fused.buffers(), exact.buffers(), strict=True):
         torch.testing.assert_close(mine.double(), theirs.double(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("single_precision")
+def test_a_layer_with_a_hook_keeps_it() -> None:
+    """HeteroFL's scaler is a hook on a convolution, and a replacement would not have it."""
+    torch.manual_seed(0)
+    plain = MODELS["resnet10"].make(ResNetSettings(width=0.25), ImageShape(3, 32, 32), 10).cuda().eval()
+    for layer in (plain.conv1, plain.layer1[0].conv1):
+        layer.register_forward_hook(Scaler(0.5))
+    plain = plain.to(memory_format=torch.channels_last)
+    fused = apply_kernels(deepcopy(plain))
+    images = torch.randn(4, 3, 32, 32, device="cuda").to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        torch.testing.assert_close(fused(images), plain(images), rtol=1e-4, atol=1e-4)
