@@ -24,7 +24,7 @@ from motley.splits.width import Scaler
 if AVAILABLE:
     from motley.kernels import convolve
     from motley.kernels import norm as norm_kernels
-    from motley.kernels.layers import FusedBatchNorm, FusedConv2d, FusedStem
+    from motley.kernels.layers import FusedBatchNorm, FusedConv2d, FusedMaxPool2d, FusedStem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -246,6 +246,29 @@ def test_a_pass_leaves_no_memory_behind(backward: bool) -> None:
     before = torch.cuda.memory_allocated()
     once()
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("shape", [(64, 64, 16, 16), (7, 70, 9, 11)])
+@pytest.mark.parametrize("twice", [False, True])
+def test_max_pooling_equals_torchs(shape: tuple[int, ...], twice: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape, device="cuda").relu().to(memory_format=torch.channels_last)
+    plain = nn.MaxPool2d(3, 2, 1)
+    fused = FusedMaxPool2d.of(plain)
+    inputs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
+    wanted, given = plain(inputs[0]), fused(inputs[1], twice=twice)
+    weight = torch.randn_like(wanted)
+    if twice:
+        given, again = given
+        (wanted * weight * 2).sum().backward()
+        (given * weight + again * weight).sum().backward()
+    else:
+        (wanted * weight).sum().backward()
+        (given * weight).sum().backward()
+    assert torch.equal(given, wanted)
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+    with torch.no_grad():
+        assert torch.equal(fused(x), wanted)
 
 
 @pytest.mark.parametrize(
