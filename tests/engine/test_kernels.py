@@ -327,13 +327,22 @@ def test_a_model_with_kernels_is_the_same_function_under_the_same_names(name: st
     for training in (True, False):
         with torch.set_grad_enabled(training):
             wanted, given = exact.train(training)(images.double()), fused.train(training)(images)
+            torchs = plain.train(training)(images)
         torch.testing.assert_close(given.double(), wanted, rtol=1e-3, atol=1e-3)
         if training:
-            wanted.square().mean().backward()
-            given.square().mean().backward()
-    for (label, mine), theirs in zip(fused.named_parameters(), exact.parameters(), strict=True):
-        assert mine.grad is not None and theirs.grad is not None
-        assert float((mine.grad.double() - theirs.grad).norm() / theirs.grad.norm()) < 1e-2, label
+            for logits in (wanted, given, torchs):
+                logits.square().mean().backward()
+    exact_gradients = dict(exact.named_parameters())
+    torchs_gradients = dict(plain.named_parameters())
+    for label, parameter in fused.named_parameters():
+        exact_gradient = exact_gradients[label].grad
+
+        def error(gradient: torch.Tensor, exact_gradient: torch.Tensor = exact_gradient) -> float:
+            return float((gradient.double() - exact_gradient).norm() / exact_gradient.norm())
+
+        # Behind fifty layers even torch's own gradients in single precision are off by some percent.
+        allowed = max(1e-2, 3 * error(torchs_gradients[label].grad))
+        assert error(parameter.grad) < allowed, label
     for mine, theirs in zip(fused.buffers(), exact.buffers(), strict=True):
         torch.testing.assert_close(mine.double(), theirs.double(), rtol=1e-4, atol=1e-4)
 
