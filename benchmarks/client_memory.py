@@ -75,7 +75,9 @@ def store(file: Path | None) -> None:
         for round_number in range(1, ROUNDS + 1):
             for client, size in enumerate(federation.sizes):
                 job = federation.job(server, round_number, client)
-                memory = {n: torch.randn_like(t) for n, t in federation.method.memory(size, job.state).items()}
+                memory = {
+                    n: torch.randn_like(t) for n, t in federation.method.initial_client_state(size, job.state).items()
+                }
                 filed += sum(tensor.nbytes for tensor in memory.values()) if round_number == 1 else 0
                 kept.put(client, round_number, memory)
             kept.save(dict.fromkeys(range(len(federation.sizes)), round_number))

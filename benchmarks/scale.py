@@ -30,8 +30,8 @@ import torch
 from report import arguments, machine, report
 
 from motley.config import Config, load_config
-from motley.core.merge import Update
 from motley.core.part import State, take
+from motley.core.update import ClientUpdate
 from motley.data import Dataset, Examples
 from motley.engine.learner import Learner
 from motley.federation import Federation
@@ -50,37 +50,37 @@ NEVER = 10**9
 class Control(Method):
     """Gradients are corrected by c - c_i; c_i is the mean gradient of the client's last turn (SCAFFOLD, option II)."""
 
-    def start(self) -> State:
-        state = self.world.split.initial(self.world.seed)
-        return {name: torch.zeros_like(state[name]) for name in sorted(self.world.split.parameters)}
+    def init(self) -> State:
+        state = self.info.split.initial(self.info.seed)
+        return {name: torch.zeros_like(state[name]) for name in sorted(self.info.split.parameters)}
 
-    def message(self, server: State, state: State, round_number: int, client: int) -> State:
-        return take(server, self.world.split.part(self.world.sizes[client]))
+    def broadcast(self, server: State, state: State, round_number: int, client: int) -> State:
+        return take(server, self.info.split.part(self.info.sizes[client]))
 
-    def memory(self, size: str, received: State) -> State:
+    def initial_client_state(self, size: str, received: State) -> State:
         return {name: torch.zeros_like(tensor) for name, tensor in received.items()}
 
-    def correct_gradient(self, learner: Learner) -> None:
+    def after_backward(self, learner: Learner) -> None:
         for name, parameter in learner.parameters.items():
             assert parameter.grad is not None
             parameter.grad.add_(learner.message[name]).sub_(learner.memory[name])
 
-    def remember(self, learner: Learner) -> State:
+    def next_client_state(self, learner: Learner) -> State:
         scale = 1 / (learner.taken * float(learner.lr))
         return {
             name: learner.memory[name] - learner.message[name] + scale * (learner.start[name] - parameter.detach())
             for name, parameter in learner.parameters.items()
         }
 
-    def reply(self, learner: Learner) -> State:
-        return {name: control - learner.memory[name] for name, control in self.remember(learner).items()}
+    def payload(self, learner: Learner) -> State:
+        return {name: control - learner.memory[name] for name, control in self.next_client_state(learner).items()}
 
-    def learn(self, server: State, state: State, updates: Sequence[Update]) -> State:
+    def update(self, server: State, state: State, updates: Sequence[ClientUpdate]) -> State:
         sums = {name: torch.zeros_like(tensor) for name, tensor in server.items()}
         for update in updates:
-            for name, change in update.message.items():
+            for name, change in update.payload.items():
                 sums[update.part[name].name] += change
-        return {name: control + sums[name] / self.world.owners(name) for name, control in server.items()}
+        return {name: control + sums[name] / self.info.owners(name) for name, control in server.items()}
 
 
 # ---- one federation

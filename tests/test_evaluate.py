@@ -165,7 +165,7 @@ def test_the_moving_average_is_what_is_evaluated() -> None:
 @pytest.mark.parametrize(("every", "evaluated"), [(1, [1, 2, 3]), (2, [2, 3]), (3, [3]), (9, [3])])
 def test_evaluation_every_k_rounds_and_at_the_end(every: int, evaluated: list[int]) -> None:
     federation = Federation(tiny_config(f"evaluation.every={every}", "training.rounds=3"))
-    assert [number for number in (1, 2, 3) if federation.method.world.is_evaluated(number)] == evaluated
+    assert [number for number in (1, 2, 3) if federation.method.info.is_evaluated(number)] == evaluated
 
 
 # ---- what a series comes to

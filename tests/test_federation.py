@@ -14,13 +14,14 @@ from safetensors.torch import save_file
 
 from motley.core.errors import MotleyError
 from motley.core.part import take
+from motley.core.update import ClientUpdate
 from motley.data import Dataset, Examples
-from motley.engine.base import Done, Engine, Job, Upload
+from motley.engine.base import Done, Engine, Job
 from motley.federation import Federation, assign_sizes, size_in_bytes
 from motley.round import Record, Server
 from tests.conftest import tiny_config
 
-Change = Callable[[Upload], Upload]
+Change = Callable[[ClientUpdate], ClientUpdate]
 
 
 class Tampered:
@@ -31,12 +32,12 @@ class Tampered:
     def __init__(self, engine: Engine, changes: dict[int, Change]) -> None:
         self.engine, self.changes = engine, changes
 
-    def train(self, jobs: Sequence[Job], done: Done) -> list[Upload]:
+    def train(self, jobs: Sequence[Job], done: Done) -> list[ClientUpdate]:
         return [self.changes.get(u.client, lambda u: u)(u) for u in self.engine.train(jobs, done)]
 
 
-def with_change(name: str, value: torch.Tensor) -> Change:
-    return lambda upload: replace(upload, change={**upload.change, name: value})
+def with_delta(name: str, value: torch.Tensor) -> Change:
+    return lambda upload: replace(upload, delta={**upload.delta, name: value})
 
 
 def test_a_bad_upload_is_refused_and_the_round_goes_on() -> None:
@@ -47,10 +48,10 @@ def test_a_bad_upload_is_refused_and_the_round_goes_on() -> None:
     federation.engine = Tampered(  # type: ignore[assignment]
         honest,
         {
-            0: with_change("fc.bias", bias),
-            1: with_change("fc.bias", torch.zeros(3)),
-            2: with_change("backdoor", torch.zeros(3)),
-            3: lambda u: replace(u, change={n: t for n, t in u.change.items() if n != "fc.bias"}),
+            0: with_delta("fc.bias", bias),
+            1: with_delta("fc.bias", torch.zeros(3)),
+            2: with_delta("backdoor", torch.zeros(3)),
+            3: lambda u: replace(u, delta={n: t for n, t in u.delta.items() if n != "fc.bias"}),
         },
     )
     after, record = federation.play(server)
@@ -61,14 +62,14 @@ def test_a_bad_upload_is_refused_and_the_round_goes_on() -> None:
     assert after.remembered.keys() == {4, 5}
     jobs = [federation.job(server, 1, client) for client in (4, 5)]
     good = honest.train(jobs, lambda client: None)
-    expected = server.state["fc.bias"] + (good[0].change["fc.bias"] + good[1].change["fc.bias"]) / 2
+    expected = server.state["fc.bias"] + (good[0].delta["fc.bias"] + good[1].delta["fc.bias"]) / 2
     assert torch.allclose(after.state["fc.bias"], expected)
 
 
 def test_a_message_that_is_not_finite_is_refused() -> None:
     federation = Federation(tiny_config("method.name=scaffold", "federation.clients_per_round=6"))
     federation.engine = Tampered(  # type: ignore[assignment]
-        federation.engine, {2: lambda u: replace(u, message={**u.message, "fc.bias": torch.full((10,), float("nan"))})}
+        federation.engine, {2: lambda u: replace(u, payload={**u.payload, "fc.bias": torch.full((10,), float("nan"))})}
     )
     after, record = federation.play(federation.start())
     assert record.refused == {2: "it holds a number that is not finite."}
@@ -93,14 +94,14 @@ def test_a_merge_queued_before_the_verdict_is_made_again_without_what_was_refuse
 
     def played(*bad: int) -> tuple[Server, Record]:
         federation = Federation(tiny_config("federation.clients_per_round=6", "method.inco.preset=official"))
-        spoil = with_change("fc.bias", torch.full((10,), float("nan")))
+        spoil = with_delta("fc.bias", torch.full((10,), float("nan")))
         federation.engine = Tampered(federation.engine, dict.fromkeys(bad, spoil))  # type: ignore[assignment]
         return federation.play(federation.start())
 
     for bad in ((), (1, 4)):
         expected, at_once = played(*bad)
         with monkeypatch.context() as patched:
-            patched.setattr("motley.core.async_copy.Later.ready", property(lambda self: False))
+            patched.setattr("motley.core.async_copy.AsyncCopy.ready", property(lambda self: False))
             after, late = played(*bad)
         assert late.refused.keys() == set(bad) == at_once.refused.keys()
         assert (late.inco, late.train_loss, late.scores) == (at_once.inco, at_once.train_loss, at_once.scores)
@@ -111,7 +112,7 @@ def test_a_merge_queued_before_the_verdict_is_made_again_without_what_was_refuse
 def test_a_round_in_which_everybody_is_refused_changes_nothing() -> None:
     federation = Federation(tiny_config())
     server = federation.start()
-    spoil = with_change("fc.bias", torch.full((10,), float("inf")))
+    spoil = with_delta("fc.bias", torch.full((10,), float("inf")))
     federation.engine = Tampered(federation.engine, dict.fromkeys(range(6), spoil))  # type: ignore[assignment]
     after, record = federation.play(server)
     assert after.round_number == 1 and len(record.refused) == 4
@@ -168,7 +169,7 @@ def test_weights_by_samples() -> None:
     federation.sample = lambda number, attempt=0: [0, 1, 2]  # type: ignore[method-assign]
     after, _ = federation.play(server)
     counts = [len(federation.partition.of(client)) for client in range(3)]
-    mean = sum(n * u.change["fc.bias"] for n, u in zip(counts, uploads, strict=True)) / sum(counts)
+    mean = sum(n * u.delta["fc.bias"] for n, u in zip(counts, uploads, strict=True)) / sum(counts)
     assert torch.allclose(after.state["fc.bias"], server.state["fc.bias"] + mean, atol=1e-6)
 
 

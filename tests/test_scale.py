@@ -25,10 +25,10 @@ MEBIBYTE = 2**20
 class Keeping(Method):
     """Every client keeps its last weights."""
 
-    def memory(self, size: str, received: State) -> State:
+    def initial_client_state(self, size: str, received: State) -> State:
         return received
 
-    def remember(self, learner: Learner) -> State:
+    def next_client_state(self, learner: Learner) -> State:
         return {name: tensor.detach().clone() for name, tensor in learner.tensors.items()}
 
 

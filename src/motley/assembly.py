@@ -22,7 +22,7 @@ from motley.data.partition import Partition
 from motley.engine import Clients, DebugEngine, LocalEngine
 from motley.engine.memory import MemoryStore
 from motley.limits import allocating, check_fits
-from motley.methods import METHODS, Method, World
+from motley.methods import METHODS, FederationInfo, Method
 from motley.models import MODELS, ImageShape
 from motley.models.projection import with_projection
 from motley.privacy import Guard, refuse_leaks
@@ -87,7 +87,7 @@ def build_method(
     `drawn` returns the size of a client in a round; it is asked if sizes are drawn anew in every round.
     """
     dynamic = config.federation.size_assignment == "dynamic"
-    world = World(
+    world = FederationInfo(
         split,
         sizes,
         classes,
@@ -116,7 +116,7 @@ def refuse_states_of_other_parts(config: Config, split: Split, method: Method) -
             f"uplink.dtype = {config.uplink.dtype!r}: clients remember what rounding took from their "
             f"parts, which {why} changes from round to round. Use 'fp32', or parts that stay."
         )
-    if type(method).memory is not Method.memory:
+    if type(method).initial_client_state is not Method.initial_client_state:
         raise MotleyError(
             f"method.name = {config.method.name!r}: its clients remember something of their parts, which "
             f"{why} changes from round to round. Choose another method, or parts that stay."

@@ -65,7 +65,7 @@ def measure(config: Config, setting: str, rounds: int, warm_up: int, dataset: Da
     aggregate = federation.method.aggregate
 
     def counting(server: Any, state: Any, updates: Any) -> Any:
-        steps.append(sum(update.steps for update in updates))
+        steps.append(sum(update.num_steps for update in updates))
         return aggregate(server, state, updates)
 
     federation.method.aggregate = counting  # type: ignore[method-assign]

@@ -12,10 +12,11 @@ import torch
 
 from motley.assembly import assign_sizes, build_clients, build_method, build_split, check_weights_fit
 from motley.config import Config
+from motley.core.update import ClientUpdate
 from motley.data.dataset import Examples
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
-from motley.engine import Job, LocalEngine, Upload
+from motley.engine import Job, LocalEngine
 from motley.engine.device import choose_devices, set_precision
 from motley.methods.base import Collection
 from motley.splits.check import check_outputs
@@ -54,7 +55,7 @@ class Client:
         clients = build_clients(config, method, [data], partition, folder, secret=secret, lean=device.type == "cpu")
         self._engine = LocalEngine(clients, slots=1, stack=config.engine.vmap_clients)
 
-    def train(self, job: Job, forget: int) -> Upload | None:
+    def train(self, job: Job, forget: int) -> ClientUpdate | None:
         """Do a job, which loses its state; None if the client has too few examples for a step.
 
         The client's state is in its folder afterwards, and those of rounds before `forget` are not.

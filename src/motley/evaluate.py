@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from motley.core.async_copy import Later
+from motley.core.async_copy import AsyncCopy
 from motley.core.part import State, by_type, take
 from motley.data.device import DeviceData
 from motley.engine.device import place
@@ -107,7 +107,7 @@ class Evaluator:
 class Evaluation:
     """An evaluation that the device may still be at."""
 
-    def __init__(self, counts: dict[str, Later], seen: list[int]) -> None:
+    def __init__(self, counts: dict[str, AsyncCopy], seen: list[int]) -> None:
         self._counts, self._seen = counts, seen
 
     @property
@@ -160,12 +160,12 @@ class _Size:
         #: Correct predictions per class; the last place holds the summed loss.
         self._counts = torch.zeros(classes + 1, dtype=torch.float64, device=self.device)
 
-    def start(self, own: State) -> Later:
+    def start(self, own: State) -> AsyncCopy:
         """Evaluate a client's state without waiting for the device."""
         if self.stream is None:
             self._copy(own)
             self._count()
-            return Later(self._counts.clone())
+            return AsyncCopy(self._counts.clone())
         server = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(server)
         with torch.cuda.stream(self.stream):
@@ -178,7 +178,7 @@ class _Size:
                 with torch.cuda.graph(self._graph, stream=self.stream):
                     self._count()
             self._graph.replay()
-            return Later(self._counts)
+            return AsyncCopy(self._counts)
 
     @torch.no_grad()
     def _copy(self, own: State) -> None:

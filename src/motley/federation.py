@@ -42,15 +42,16 @@ from motley.assembly import (
     uses_fused_kernels,
 )
 from motley.config import Config
-from motley.core.async_copy import Later
+from motley.core.async_copy import AsyncCopy
 from motley.core.errors import MotleyError
-from motley.core.merge import Merged, Update, apply
+from motley.core.merge import Aggregate, apply
 from motley.core.part import State, take
 from motley.core.randomness import generator, key
+from motley.core.update import ClientUpdate
 from motley.data import Dataset, load_dataset
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
-from motley.engine import Engine, Failure, Job, Upload
+from motley.engine import Engine, Failure, Job
 from motley.engine.device import choose_devices, on_device, set_precision
 from motley.engine.encoding import decoded
 from motley.evaluate import Evaluator
@@ -178,7 +179,7 @@ class Federation:
         state = self.split.initial(self.config.seed)
         if self.config.model.weights:
             state = with_weights(state, Path(self.config.model.weights))
-        return self.to_device(Server(0, state, None, self.method.start(), {}))
+        return self.to_device(Server(0, state, None, self.method.init(), {}))
 
     def to_device(self, server: Server) -> Server:
         """Return a server whose tensors are on the federation's device."""
@@ -225,8 +226,8 @@ class Federation:
             with allocating(f"round {record.round_number}: training with batches of {self.config.training.batch_size}"):
                 answers = self.engine.train(jobs, done)
             fitting = self.fitting(jobs, answers, record)
-            losses = Later(_stacked([upload.loss for upload in fitting]))
-            blemished = Later(_stacked([blemish(_all_of(upload)) for upload in fitting]))
+            losses = AsyncCopy(_stacked([upload.loss for upload in fitting]))
+            blemished = AsyncCopy(_stacked([blemish(_all_of(upload)) for upload in fitting]))
         queued = self.engine.trusted and not blemished.ready
         early = self.conclude(server, self.updates(jobs, fitting), record) if queued else None
         with record.timed("train"):
@@ -240,14 +241,14 @@ class Federation:
             return early
         return self.conclude(server, updates, record)
 
-    def conclude(self, server: Server, updates: Sequence[Update], record: Record) -> Server:
+    def conclude(self, server: Server, updates: Sequence[ClientUpdate], record: Record) -> Server:
         """End a round: merge, collect where the method wants to, recalibrate statistics, and begin to evaluate."""
         record.expect_nothing()
         with record.timed("merge"):
             after = self.merge(server, updates, record)
         after = self.collect(after, record)
         after = self.recalibrate(after, record)
-        if self.method.world.is_evaluated(record.round_number):
+        if self.method.info.is_evaluated(record.round_number):
             with record.timed("evaluate"):
                 record.evaluation = self.evaluate.start(after.model, after.round_number)
         return after
@@ -267,25 +268,27 @@ class Federation:
         """Return what each sampled client is sent."""
         record.clients = self.sample(record.round_number, attempt)
         jobs = [self.job(server, record.round_number, client) for client in record.clients]
-        record.bytes_down += sum(size_in_bytes(job.state) + size_in_bytes(job.message) for job in jobs)
+        record.bytes_down += sum(size_in_bytes(job.state) + size_in_bytes(job.broadcast) for job in jobs)
         return jobs
 
     def job(self, server: Server, round_number: int, client: int) -> Job:
         """Return what one client is sent."""
         size = self.size_of(client, round_number)
         part = self.split.part(size, round_number, client)
-        message = self.method.message(server.method, server.state, round_number, client)
+        message = self.method.broadcast(server.method, server.state, round_number, client)
         return Job(round_number, client, size, take(server.state, part), message, server.remembered.get(client))
 
-    def fitting(self, jobs: Sequence[Job], answers: Sequence[Upload | Failure], record: Record) -> list[Upload]:
+    def fitting(
+        self, jobs: Sequence[Job], answers: Sequence[ClientUpdate | Failure], record: Record
+    ) -> list[ClientUpdate]:
         """Return the uploads that have the names and shapes of what was sent out; refuse the others, with a reason."""
         sent = {job.client: job for job in jobs}
         record.refused = {answer.client: answer.reason for answer in answers if isinstance(answer, Failure)}
-        uploads = [answer for answer in answers if isinstance(answer, Upload)]
-        record.bytes_up += sum(size_in_bytes(upload.change) + size_in_bytes(upload.message) for upload in uploads)
+        uploads = [answer for answer in answers if isinstance(answer, ClientUpdate)]
+        record.bytes_up += sum(size_in_bytes(upload.delta) + size_in_bytes(upload.payload) for upload in uploads)
         uploads = [self.decoded(sent[upload.client], upload) for upload in uploads]
         for upload in uploads:
-            reason = misfit(sent[upload.client].state, upload.change)
+            reason = misfit(sent[upload.client].state, upload.delta)
             if reason:
                 record.refused[upload.client] = reason
         answered = {answer.client for answer in answers}
@@ -293,8 +296,8 @@ class Federation:
         return [upload for upload in uploads if upload.client not in record.refused]
 
     def admit(
-        self, fitting: Sequence[Upload], losses: Sequence[float], blemished: Sequence[float], record: Record
-    ) -> list[Upload]:
+        self, fitting: Sequence[ClientUpdate], losses: Sequence[float], blemished: Sequence[float], record: Record
+    ) -> list[ClientUpdate]:
         """Return the uploads of which every number is finite; refuse the others. Guarded ones come without a loss."""
         taken, kept = [], []
         told = not self.config.privacy.active
@@ -310,72 +313,70 @@ class Federation:
             record.train_loss = sum(kept) / len(kept)
         return taken
 
-    def decoded(self, job: Job, upload: Upload) -> Upload:
+    def decoded(self, job: Job, upload: ClientUpdate) -> ClientUpdate:
         """Return an upload with its change as the server computes with it, and where it does."""
-        change = decoded(upload.change, job.state, self.config.uplink.dtype)
+        delta = decoded(upload.delta, job.state, self.config.uplink.dtype)
         if self.engine.trusted:
-            return replace(upload, change=change)
+            return replace(upload, delta=delta)
         loss = upload.loss.to(self.device)
-        return replace(upload, change=self.here(change), message=self.here(upload.message), loss=loss)
+        return replace(upload, delta=self.here(delta), payload=self.here(upload.payload), loss=loss)
 
-    def usable(self, server: Server, updates: Sequence[Update], record: Record) -> list[Update]:
+    def usable(self, server: Server, updates: Sequence[ClientUpdate], record: Record) -> list[ClientUpdate]:
         """Return the updates whose messages the method can use. Nodes may send anything, so each is tried alone."""
 
-        def use(update: Update) -> None:
+        def use(update: ClientUpdate) -> None:
             held = {local: server.state[piece.name] for local, piece in update.part.items() if piece.index is None}
-            for name in update.message.keys() & held.keys():
-                if update.message[name].shape != held[name].shape:
-                    raise ValueError(f"{name!r} has shape {tuple(update.message[name].shape)}")
+            for name in update.payload.keys() & held.keys():
+                if update.payload[name].shape != held[name].shape:
+                    raise ValueError(f"{name!r} has shape {tuple(update.payload[name].shape)}")
             self.method.aggregate(server.method, server.state, [update])
-            self.method.learn(server.method, server.state, [update])
+            self.method.update(server.method, server.state, [update])
 
         for update in updates:
             if reason := unusable("message", partial(use, update)):
                 record.refused[update.client] = reason
         return [update for update in updates if update.client not in record.refused]
 
-    def updates(self, jobs: Sequence[Job], uploads: Sequence[Upload]) -> list[Update]:
+    def updates(self, jobs: Sequence[Job], uploads: Sequence[ClientUpdate]) -> list[ClientUpdate]:
         """Return uploads with what the server knows of their senders."""
         sent = {job.client: job for job in jobs}
         return [self.update(sent[upload.client], upload) for upload in uploads]
 
-    def update(self, job: Job, upload: Upload) -> Update:
+    def update(self, job: Job, upload: ClientUpdate) -> ClientUpdate:
         """Return an upload with what the server knows of its sender, and with the noise it met on its way."""
-        change, noise = upload.change, self.config.uplink.noise
+        delta, noise = upload.delta, self.config.uplink.noise
         if noise:
             names = [name for name in job.state if name in self.split.parameters_of(job.size)]
-            change = perturbed(change, names, noise, key(self.config.seed, "noise", job.round_number, job.client))
-        return Update(
-            upload.client,
-            self.split.part(job.size, job.round_number, job.client),
-            change,
-            weight=float(upload.samples) if self.config.server.weighting == "samples" else 1.0,
+            delta = perturbed(delta, names, noise, key(self.config.seed, "noise", job.round_number, job.client))
+        return replace(
+            upload,
+            delta=delta,
+            part=self.split.part(job.size, job.round_number, job.client),
+            weight=float(upload.num_examples) if self.config.server.weighting == "samples" else 1.0,
             size=job.size,
-            message=upload.message,
-            samples=upload.samples,
-            steps=upload.steps,
+            round_number=job.round_number,
         )
 
-    def merge(self, server: Server, updates: Sequence[Update], record: Record) -> Server:
+    def merge(self, server: Server, updates: Sequence[ClientUpdate], record: Record) -> Server:
         """Return the server after the clients' changes."""
         number, spent = record.round_number, self.spend(server, updates, record)
         if not updates:
             return replace(server, round_number=number, spent=spent)
         merged = self.method.aggregate(server.method, server.state, updates)
-        method = self.method.learn(server.method, server.state, updates)
+        method = self.method.update(server.method, server.state, updates)
         numbers = self.method.metrics(method, updates)
         asked = {name: number for name, number in numbers.items() if isinstance(number, Tensor)}
         record.method = {name: number for name, number in numbers.items() if not isinstance(number, Tensor)}
-        found = Later(_stacked([number.float() for number in asked.values()]))
+        found = AsyncCopy(_stacked([number.float() for number in asked.values()]))
         record.awaited.append((found, lambda values: record.method.update(zip(asked, values, strict=True))))
-        merged = self.method.correct(method, self.mix(merged, record))
+        merged = self.method.adjust_aggregate(method, self.mix(merged, record))
         optimizer, merged = optimize(server.optimizer, merged, self.split.parameters, self.config.server.optimizer)
         state = apply(server.state, merged, self.split.parameters, self.config.server.lr)
-        state = self.method.refine(method, state, updates)
+        state = self.method.post_process(method, state, updates)
         remembered = {**server.remembered, **{update.client: number for update in updates}}
         return Server(number, state, self.averaged(server, state, number), method, remembered, optimizer, spent)
 
-    def spend(self, server: Server, updates: Sequence[Update], record: Record) -> Spent:
+    def spend(self, server: Server, updates: Sequence[ClientUpdate], record: Record) -> Spent:
         """Return what is spent after this round, and note what that comes to."""
         if self.accountant is None:
             return server.spent
@@ -384,17 +385,17 @@ class Federation:
         record.epsilon = self.accountant.epsilon(spent)
         return spent
 
-    def mix(self, merged: Merged, record: Record) -> Merged:
+    def mix(self, merged: Aggregate, record: Record) -> Aggregate:
         """Apply InCo to the mean change, and note its coefficients."""
         settings = self.config.method.inco
         if not settings.active:
             return merged
-        change, coefficients = inco(merged.change, self.split.cross_layers, settings, merged.covered)
+        change, coefficients = inco(merged.delta, self.split.cross_layers, settings, merged.covered)
         if coefficients:
             layers = list(coefficients)
-            found = Later(torch.stack([torch.stack(tuple(row)) for row in coefficients.values()]))
+            found = AsyncCopy(torch.stack([torch.stack(tuple(row)) for row in coefficients.values()]))
             record.awaited.append((found, lambda rows: record.inco.update(_by_layer(layers, rows))))
-        return merged.with_change(change)
+        return merged.with_delta(change)
 
     def averaged(self, server: Server, state: State, round_number: int) -> State | None:
         """Return the moving average of the state, where one is kept."""
@@ -403,7 +404,7 @@ class Federation:
 
     def collect(self, server: Server, record: Record) -> Server:
         """Ask clients for the method's collection on the model that is evaluated, where the method wants one."""
-        clients = self.method.collectors(record.round_number)
+        clients = self.method.collection_clients(record.round_number)
         if not clients:
             return server
         with record.timed("collect"):
@@ -417,13 +418,13 @@ class Federation:
             collections = self.collected(jobs, reason, record)
             if not collections:
                 return server
-            method, model = self.method.use(server.method, server.model, collections)
+            method, model = self.method.apply_collection(server.method, server.model, collections)
         return replace(server.with_model(model), method=method)
 
     def _try_collection(self, server: Server, one: Collection) -> None:
         if one.values and blemish(one.values):
             raise ValueError("it holds a number that is not finite")
-        self.method.use(server.method, server.model, [one])
+        self.method.apply_collection(server.method, server.model, [one])
 
     def recalibrate(self, server: Server, record: Record) -> Server:
         """Replace the running statistics of the evaluated model by those of the clients' data (server.statistics)."""
@@ -456,7 +457,7 @@ class Federation:
         if settings.statistics != "recalibrate":
             return False
         if settings.statistics_every == 0:
-            return self.method.world.is_evaluated(round_number)
+            return self.method.info.is_evaluated(round_number)
         return round_number % settings.statistics_every == 0 or round_number == self.config.training.rounds
 
     def collected(
@@ -464,7 +465,7 @@ class Federation:
     ) -> Sequence[Collection]:
         """Return the clients' collections. Nodes may send anything, so theirs are refused if there is a reason to."""
         collections = self.engine.collect(jobs)
-        record.bytes_down += sum(size_in_bytes(job.state) + size_in_bytes(job.message) for job in jobs)
+        record.bytes_down += sum(size_in_bytes(job.state) + size_in_bytes(job.broadcast) for job in jobs)
         record.bytes_up += sum(size_in_bytes(collection.values) for collection in collections)
         if self.engine.trusted:
             return collections
@@ -485,9 +486,9 @@ def _by_layer(layers: Iterable[str], rows: Iterable[Sequence[float]]) -> dict[st
     return {layer: dict(zip(Coefficients._fields, row, strict=True)) for layer, row in zip(layers, rows, strict=True)}
 
 
-def _all_of(upload: Upload) -> State:
+def _all_of(upload: ClientUpdate) -> State:
     """Return the tensors of an upload, those of the method's message too."""
-    return {**upload.change, **{f"message/{name}": tensor for name, tensor in upload.message.items()}}
+    return {**upload.delta, **{f"message/{name}": tensor for name, tensor in upload.payload.items()}}
 
 
 def _stacked(scalars: Sequence[Tensor]) -> Tensor:

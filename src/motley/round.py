@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from motley.core.async_copy import Later
+from motley.core.async_copy import AsyncCopy
 from motley.core.part import State
 from motley.evaluate import Evaluation, Score
 from motley.privacy import Spent
@@ -68,7 +68,7 @@ class Record:
     """What the run has cost in privacy so far: for who sees models, and for who sees uploads."""
     evaluation: Evaluation | None = None
     """Where the scores will come from, until they are settled."""
-    awaited: list[tuple[Later, Callable[[list[Any]], None]]] = field(default_factory=list)
+    awaited: list[tuple[AsyncCopy, Callable[[list[Any]], None]]] = field(default_factory=list)
     """Other numbers that will come from the device, and what notes them."""
 
     @property

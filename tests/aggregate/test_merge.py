@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from motley.core.merge import Merged, Update, add_shares, apply, merge
+from motley.core.merge import Aggregate, add_shares, apply, merge
 from motley.core.part import Part, Piece, State, take
+from motley.core.update import ClientUpdate
 
 SHAPES = {"stem": (4, 2), "deep.weight": (3, 4, 2), "deep.running_var": (4,), "scale": (5,)}
 COUNT = "deep.num_batches_tracked"
@@ -79,7 +80,7 @@ def slow_take(state: State, part: Part) -> dict[str, dict[tuple[int, ...], float
     return taken
 
 
-def slow_merge(state: State, updates: list[Update]) -> dict[str, dict[tuple[int, ...], float]]:
+def slow_merge(state: State, updates: list[ClientUpdate]) -> dict[str, dict[tuple[int, ...], float]]:
     """The weighted mean of every coordinate that somebody holds, one number at a time, in double precision."""
     sums: dict[str, dict[tuple[int, ...], tuple[float, float]]] = {}
     for update in updates:
@@ -88,10 +89,12 @@ def slow_merge(state: State, updates: list[Update]) -> dict[str, dict[tuple[int,
             for place in itertools.product(*(range(len(axis)) for axis in axes)):
                 there = tuple(axis[k] for axis, k in zip(axes, place, strict=True))
                 held = sums.setdefault(piece.name, {})
-                own = update.weight * (update.rows[local][place[0]].item() if local in update.rows else 1.0)
+                own = update.weight
+                if local in update.row_weights:
+                    own *= update.row_weights[local][place[0]].item()
                 if own:
                     total, weight = held.get(there, (0.0, 0.0))
-                    held[there] = total + own * update.change[local][place].item(), weight + own
+                    held[there] = total + own * update.delta[local][place].item(), weight + own
     return {name: {at: total / weight for at, (total, weight) in held.items()} for name, held in sums.items()}
 
 
@@ -111,7 +114,7 @@ def counting(length: int) -> st.SearchStrategy[Tensor]:
 
 
 @st.composite
-def rounds(draw: st.DrawFn) -> tuple[State, list[Update]]:
+def rounds(draw: st.DrawFn) -> tuple[State, list[ClientUpdate]]:
     state = global_state(draw(st.integers(0, 1000)))
     updates = []
     for client, part in enumerate(draw(st.lists(parts(), max_size=5))):
@@ -119,7 +122,7 @@ def rounds(draw: st.DrawFn) -> tuple[State, list[Update]]:
         change = changes(state, part, draw(st.integers(0, 1000)))
         some = draw(st.sets(st.sampled_from(sorted(part.keys() - {"count"}))))
         rows = {local: draw(counting(len(change[local]))) for local in sorted(some)}
-        updates.append(Update(client, part, change, weight, rows=rows))
+        updates.append(ClientUpdate(client=client, part=part, delta=change, weight=weight, row_weights=rows))
     return state, updates
 
 
@@ -136,17 +139,17 @@ def test_take_equals_the_reference(seed: int, part: Part) -> None:
 
 @given(rounds())
 @settings(max_examples=150, deadline=None)
-def test_merge_equals_the_reference(played: tuple[State, list[Update]]) -> None:
+def test_merge_equals_the_reference(played: tuple[State, list[ClientUpdate]]) -> None:
     state, updates = played
     merged = merge(state, updates)
     expected = slow_merge(state, updates)
-    assert merged.change.keys() == expected.keys()
+    assert merged.delta.keys() == expected.keys()
     for name, held in expected.items():
         mask = merged.covered[name]
         for place in itertools.product(*(range(n) for n in state[name].shape)):
             assert (mask is None or bool(mask[place])) == (place in held)
             mean = held.get(place, 0.0)
-            value = merged.change[name][place].item()
+            value = merged.delta[name][place].item()
             if state[name].is_floating_point():
                 assert value == pytest.approx(mean, rel=1e-5, abs=1e-5)
             else:
@@ -155,7 +158,7 @@ def test_merge_equals_the_reference(played: tuple[State, list[Update]]) -> None:
 
 @given(rounds())
 @settings(max_examples=150, deadline=None)
-def test_apply_adds_where_somebody_held_and_nowhere_else(played: tuple[State, list[Update]]) -> None:
+def test_apply_adds_where_somebody_held_and_nowhere_else(played: tuple[State, list[ClientUpdate]]) -> None:
     state, updates = played
     state["scale"][0] = -0.0
     after = apply(state, merge(state, updates), SHAPES, step=0.5)
@@ -176,12 +179,12 @@ def test_apply_adds_where_somebody_held_and_nowhere_else(played: tuple[State, li
 
 @given(rounds(), st.randoms())
 @settings(max_examples=50, deadline=None)
-def test_arrival_order_does_not_matter(played: tuple[State, list[Update]], random: object) -> None:
+def test_arrival_order_does_not_matter(played: tuple[State, list[ClientUpdate]], random: object) -> None:
     state, updates = played
     shuffled = list(updates)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     one, other = merge(state, updates), merge(state, shuffled)
-    assert all(torch.equal(one.change[name], other.change[name]) for name in one.change)
+    assert all(torch.equal(one.delta[name], other.delta[name]) for name in one.delta)
 
 
 def test_three_numbers_by_hand() -> None:
@@ -190,22 +193,22 @@ def test_three_numbers_by_hand() -> None:
     narrow = {"w": Piece("w", (slice(0, 2),))}
     wide = {"w": Piece("w", (slice(0, 3),))}
     updates = [
-        Update(0, narrow, {"w": torch.tensor([4.0, 8.0])}, weight=1.0),
-        Update(1, wide, {"w": torch.tensor([0.0, 4.0, 5.0])}, weight=3.0),
+        ClientUpdate(client=0, part=narrow, delta={"w": torch.tensor([4.0, 8.0])}, weight=1.0),
+        ClientUpdate(client=1, part=wide, delta={"w": torch.tensor([0.0, 4.0, 5.0])}, weight=3.0),
     ]
     merged = merge(state, updates)
-    assert merged.change["w"].tolist() == [1.0, 5.0, 5.0, 0.0]  # (4 + 0)/4, (8 + 12)/4, 15/3, nobody
+    assert merged.delta["w"].tolist() == [1.0, 5.0, 5.0, 0.0]  # (4 + 0)/4, (8 + 12)/4, 15/3, nobody
     assert apply(state, merged, {"w"})["w"].tolist() == [11.0, 25.0, 35.0, 40.0]
 
 
 def test_a_whole_and_a_sliced_owner_share_a_tensor() -> None:
     state = {"w": torch.zeros(3)}
     updates = [
-        Update(0, {"w": Piece("w")}, {"w": torch.tensor([2.0, 2.0, 2.0])}),
-        Update(1, {"w": Piece("w", (torch.tensor([2, 0]),))}, {"w": torch.tensor([4.0, 6.0])}),
+        ClientUpdate(client=0, part={"w": Piece("w")}, delta={"w": torch.tensor([2.0, 2.0, 2.0])}),
+        ClientUpdate(client=1, part={"w": Piece("w", (torch.tensor([2, 0]),))}, delta={"w": torch.tensor([4.0, 6.0])}),
     ]
     merged = merge(state, updates)
-    assert merged.change["w"].tolist() == [4.0, 2.0, 3.0]
+    assert merged.delta["w"].tolist() == [4.0, 2.0, 3.0]
     assert merged.covered["w"] is None
 
 
@@ -213,7 +216,11 @@ def test_running_variance_stays_above_zero_and_counters_stay_whole() -> None:
     state = {"bn.running_var": torch.tensor([0.5]), "bn.num_batches_tracked": torch.tensor(3)}
     part = {name: Piece(name) for name in state}
     updates = [
-        Update(c, part, {"bn.running_var": torch.tensor([-0.9]), "bn.num_batches_tracked": torch.tensor(5 + 2 * c)})
+        ClientUpdate(
+            client=c,
+            part=part,
+            delta={"bn.running_var": torch.tensor([-0.9]), "bn.num_batches_tracked": torch.tensor(5 + 2 * c)},
+        )
         for c in range(2)
     ]
     after = apply(state, merge(state, updates), set())
@@ -224,7 +231,7 @@ def test_running_variance_stays_above_zero_and_counters_stay_whole() -> None:
 
 def test_the_step_is_for_parameters_only() -> None:
     state = {"w": torch.tensor([1.0]), "bn.running_mean": torch.tensor([1.0])}
-    merged = Merged({"w": torch.tensor([1.0]), "bn.running_mean": torch.tensor([1.0])}, dict.fromkeys(state))
+    merged = Aggregate({"w": torch.tensor([1.0]), "bn.running_mean": torch.tensor([1.0])}, dict.fromkeys(state))
     after = apply(state, merged, {"w"}, step=0.2)
     assert after["w"].item() == pytest.approx(1.2)
     assert after["bn.running_mean"].item() == 2.0
@@ -233,7 +240,8 @@ def test_the_step_is_for_parameters_only() -> None:
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
 def test_a_weight_must_be_positive(weight: float) -> None:
     with pytest.raises(ValueError, match="client 3"):
-        merge({"w": torch.zeros(1)}, [Update(3, {"w": Piece("w")}, {"w": torch.ones(1)}, weight=weight)])
+        update = ClientUpdate(client=3, part={"w": Piece("w")}, delta={"w": torch.ones(1)}, weight=weight)
+        merge({"w": torch.zeros(1)}, [update])
 
 
 def test_shares_are_over_all_owners_and_only_of_names_that_are_kept() -> None:
@@ -241,11 +249,15 @@ def test_shares_are_over_all_owners_and_only_of_names_that_are_kept() -> None:
     whole = {"w": Piece("whole"), "p": Piece("pieces", (slice(0, 2),)), "b": Piece("buffer")}
     other = {"w": Piece("whole"), "p": Piece("pieces", (torch.tensor([2, 0]),))}
     updates = [
-        Update(1, other, {"w": torch.tensor([4.0, 0.0]), "p": torch.tensor([1.0, 2.0])}),
-        Update(0, whole, {"w": torch.tensor([8.0, 4.0]), "p": torch.tensor([3.0, 6.0]), "b": torch.ones(1)}),
+        ClientUpdate(client=1, part=other, delta={"w": torch.tensor([4.0, 0.0]), "p": torch.tensor([1.0, 2.0])}),
+        ClientUpdate(
+            client=0,
+            part=whole,
+            delta={"w": torch.tensor([8.0, 4.0]), "p": torch.tensor([3.0, 6.0]), "b": torch.ones(1)},
+        ),
     ]
     owners = {"whole": 4, "pieces": 10}
-    after = add_shares(kept, updates, lambda update: update.change, lambda name, _: owners[name])
+    after = add_shares(kept, updates, lambda update: update.delta, lambda name, _: owners[name])
     assert {name: tensor.tolist() for name, tensor in after.items()} == {
         "whole": [4.0, 2.0],
         "pieces": pytest.approx([0.5, 0.6, 0.1]),

@@ -37,14 +37,14 @@ def test_a_federations_noise_is_each_clients_and_rounds_own() -> None:
     upload = federation.engine.train(jobs[:1], lambda client: None)[0]
     noises = []
     for job in jobs:
-        change = federation.update(job, upload).change
-        noises.append(change["conv1.weight"] - upload.change["conv1.weight"])
+        change = federation.update(job, upload).delta
+        noises.append(change["conv1.weight"] - upload.delta["conv1.weight"])
         buffers = change.keys() - federation.split.parameters_of(job.size)
-        assert buffers and all(torch.equal(change[name], upload.change[name]) for name in buffers)
+        assert buffers and all(torch.equal(change[name], upload.delta[name]) for name in buffers)
     assert all(noise.any() for noise in noises)
     assert not torch.equal(noises[0], noises[1]) and not torch.equal(noises[0], noises[2])
-    again = federation.update(jobs[0], upload).change
-    assert fingerprint(dict(again)) == fingerprint(dict(federation.update(jobs[0], upload).change))
+    again = federation.update(jobs[0], upload).delta
+    assert fingerprint(dict(again)) == fingerprint(dict(federation.update(jobs[0], upload).delta))
 
 
 def test_noise_is_not_negative() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from motley.aggregate.server_optim import ServerOptimizerSettings, optimize
 from motley.config import load_config
-from motley.core.merge import Merged
+from motley.core.merge import Aggregate
 from motley.core.part import State
 from tests.conftest import refused
 
@@ -34,9 +34,9 @@ def stepped(
     moments: State, change: State, settings: ServerOptimizerSettings, covered: dict[str, Any] | None = None
 ) -> tuple[State, State]:
     """Return moments and step for a change whose names are all parameters but `buffer`."""
-    merged = Merged(change, {**dict.fromkeys(change), **(covered or {})})
+    merged = Aggregate(change, {**dict.fromkeys(change), **(covered or {})})
     moments, merged = optimize(moments, merged, {name for name in change if name != "buffer"}, settings)
-    return moments, merged.change
+    return moments, merged.delta
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -115,14 +115,14 @@ def test_moments_rest_where_nobody_held_a_coordinate(name: str) -> None:
 
 def test_buffers_have_no_moments_and_keep_their_mean() -> None:
     change = {"w": torch.ones(2), "buffer": torch.ones(2), "count": torch.tensor(3)}
-    merged = Merged(change, dict.fromkeys(change))
+    merged = Aggregate(change, dict.fromkeys(change))
     moments, after = optimize({}, merged, {"w"}, ServerOptimizerSettings(name="adam"))
     assert moments.keys() == {"first/w", "second/w"}
-    assert torch.equal(after.change["buffer"], change["buffer"]) and torch.equal(after.change["count"], change["count"])
+    assert torch.equal(after.delta["buffer"], change["buffer"]) and torch.equal(after.delta["count"], change["count"])
 
 
 def test_none_is_the_mean_itself() -> None:
-    merged = Merged({"w": torch.ones(2)}, {"w": None})
+    merged = Aggregate({"w": torch.ones(2)}, {"w": None})
     assert optimize({}, merged, {"w"}, ServerOptimizerSettings()) == ({}, merged)
 
 

@@ -72,8 +72,8 @@ def test_turns_of_clients_with_few_examples(engine: str, model: str, drop_last: 
     server = federation.start()
     jobs = [federation.job(server, 1, client) for client in range(len(HELD))]
     uploads = {upload.client: upload for upload in federation.engine.train(jobs, lambda client: None)}
-    assert [uploads[c].steps if c in uploads else 0 for c in range(len(HELD))] == STEPS[model, drop_last]
-    assert all(upload.samples == HELD[client] and math.isfinite(upload.loss) for client, upload in uploads.items())
+    assert [uploads[c].num_steps if c in uploads else 0 for c in range(len(HELD))] == STEPS[model, drop_last]
+    assert all(upload.num_examples == HELD[client] and math.isfinite(upload.loss) for client, upload in uploads.items())
 
 
 @engines

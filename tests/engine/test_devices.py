@@ -149,7 +149,7 @@ def test_a_job_is_carried_over_and_its_upload_back() -> None:
     job = federation.job(server, 1, 1)
     slot = federation.engine.pool.seat(job)
     assert isinstance(slot, AwaySlot) and slot.learner.job is not None
-    for sent, here in ((job.state, slot.learner.job.state), (job.message, slot.learner.job.message)):
+    for sent, here in ((job.state, slot.learner.job.state), (job.broadcast, slot.learner.job.broadcast)):
         assert sent and all(torch.equal(sent[name], here[name]) for name in sent)
         assert not {t.data_ptr() for t in sent.values()} & {t.data_ptr() for t in here.values()}
     assert slot.advance()

@@ -10,7 +10,7 @@ import torch
 
 from motley.core.errors import MotleyError
 from motley.core.part import State
-from motley.engine.base import Upload
+from motley.core.update import ClientUpdate
 from motley.engine.encoding import TYPES, Encoding, decoded, encoded
 from motley.federation import Federation
 from motley.round import Record
@@ -99,10 +99,10 @@ def test_an_upload_that_was_not_taken_leaves_no_residual() -> None:
     job = federation.jobs(server, Record(1))[0]
 
     def upload(round_number: int, remembers: int | None) -> str:
-        sent = replace(job, round_number=round_number, remembers=remembers)
+        sent = replace(job, round_number=round_number, client_state_round=remembers)
         (answer,) = federation.engine.train([sent], lambda client: None)
-        assert isinstance(answer, Upload)
-        return fingerprint(answer.change)
+        assert isinstance(answer, ClientUpdate)
+        return fingerprint(answer.delta)
 
     upload(1, None)
     fresh, after_one = upload(2, None), upload(2, 1)

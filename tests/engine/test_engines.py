@@ -63,7 +63,7 @@ def test_jobs_do_not_depend_on_company_or_order() -> None:
     together = {upload.client: upload for upload in federation.engine.train(jobs, lambda client: None)}
     for job in reversed(jobs):
         (alone,) = federation.engine.train([job], lambda client: None)
-        assert fingerprint(alone.change) == fingerprint(together[job.client].change)
+        assert fingerprint(alone.delta) == fingerprint(together[job.client].delta)
         assert alone.loss == together[job.client].loss
 
 
@@ -102,7 +102,7 @@ def test_a_client_learns_what_a_hand_written_loop_learns(engine: str) -> None:
         losses.append(loss.item())
     assert upload.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     for name, tensor in model.state_dict().items():
-        assert torch.allclose((tensor - job.state[name]).float(), upload.change[name].float(), rtol=1e-4, atol=1e-6)
+        assert torch.allclose((tensor - job.state[name]).float(), upload.delta[name].float(), rtol=1e-4, atol=1e-6)
 
 
 def test_a_client_without_a_batch_is_left_out() -> None:

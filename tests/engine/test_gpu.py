@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from motley.core.part import State
-from motley.engine import Job, LocalEngine, Upload
+from motley.core.update import ClientUpdate
+from motley.engine import Job, LocalEngine
 from motley.engine.base import Done
 from motley.engine.timeline import Timeline
 from motley.federation import Federation
@@ -227,12 +228,12 @@ class Nodes(LocalEngine):
 
     trusted = False
 
-    def train(self, jobs: Sequence[Job], done: Done) -> list[Upload]:
+    def train(self, jobs: Sequence[Job], done: Done) -> list[ClientUpdate]:
         def there(state: State) -> State:
             return {name: tensor.cpu() for name, tensor in state.items()}
 
         uploads = super().train(jobs, done)
-        return [replace(u, change=there(u.change), message=there(u.message), loss=u.loss.cpu()) for u in uploads]
+        return [replace(u, delta=there(u.delta), payload=there(u.payload), loss=u.loss.cpu()) for u in uploads]
 
     def collect(self, jobs: Sequence[Job]) -> list[Collection]:
         return [replace(c, values={n: v.cpu() for n, v in c.values.items()}) for c in super().collect(jobs)]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from motley.core.update import ClientUpdate
 from motley.engine import local, stack
-from motley.engine.base import Upload
 from motley.engine.clients import Clients
 from motley.engine.stack import Stack, unfold_convolutions
 from motley.federation import Federation
@@ -30,7 +30,7 @@ def with_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "can_stack", can_stack)
 
 
-def uploads(*overrides: str) -> list[Upload]:
+def uploads(*overrides: str) -> list[ClientUpdate]:
     federation = Federation(tiny_config(*overrides))
     server = federation.start()
     jobs = [federation.job(server, 2, client) for client in range(6)]
@@ -49,12 +49,12 @@ def uploads(*overrides: str) -> list[Upload]:
 def test_stacked_clients_learn_what_they_learn_alone(more: tuple[str, ...], width: int) -> None:
     alone, stacked = uploads("engine.name=debug", *more), uploads(f"engine.vmap_clients={width}", *more)
     assert [upload.client for upload in alone] == [upload.client for upload in stacked]
-    assert len({upload.steps for upload in alone}) > 1  # so that some clients end before others
+    assert len({upload.num_steps for upload in alone}) > 1  # so that some clients end before others
     for one, other in zip(alone, stacked, strict=True):
-        assert (one.steps, one.samples) == (other.steps, other.samples)
+        assert (one.num_steps, one.num_examples) == (other.num_steps, other.num_examples)
         assert float(other.loss) == pytest.approx(float(one.loss), rel=1e-5)
-        for name, tensor in one.change.items():
-            torch.testing.assert_close(other.change[name], tensor, rtol=1e-3, atol=2e-5)
+        for name, tensor in one.delta.items():
+            torch.testing.assert_close(other.delta[name], tensor, rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.parametrize("more", [("training.lr_decay=0.5", "training.batch_size=7", "training.drop_last=true")])
@@ -64,15 +64,15 @@ def test_short_batches_and_late_rounds(more: tuple[str, ...]) -> None:
         uploads("engine.vmap_clients=3", *PERCEPTRONS, *more),
     )
     for one, other in zip(alone, stacked, strict=True):
-        for name, tensor in one.change.items():
-            torch.testing.assert_close(other.change[name], tensor, rtol=1e-3, atol=2e-5)
+        for name, tensor in one.delta.items():
+            torch.testing.assert_close(other.delta[name], tensor, rtol=1e-3, atol=2e-5)
 
 
 def test_dropout_is_repeatable_and_differs_between_clients_and_rounds() -> None:
     more = ("model.sizes=['cnn']", "split.name=homogeneous", "engine.vmap_clients=6")
     first, again = uploads(*more), uploads(*more)
     for one, other in zip(first, again, strict=True):
-        assert all(torch.equal(one.change[name], other.change[name]) for name in one.change)
+        assert all(torch.equal(one.delta[name], other.delta[name]) for name in one.delta)
     federation = Federation(tiny_config(*more))
     together = Stack(federation.engine.clients, "cnn", 2)  # type: ignore[attr-defined]
     state = {n: torch.stack([t, t]) for n, t in federation.start().state.items()}
@@ -86,7 +86,7 @@ def test_what_cannot_be_stacked_trains_in_slots(more: tuple[str, ...]) -> None:
     settings = ("model.sizes=['mlp1']", "training.epochs=1", *more)
     plain, stacked = uploads(*settings), uploads("engine.vmap_clients=4", *settings)
     for one, other in zip(plain, stacked, strict=True):
-        assert all(torch.equal(one.change[name], other.change[name]) for name in one.change)
+        assert all(torch.equal(one.delta[name], other.delta[name]) for name in one.delta)
 
 
 def test_convolutions_on_a_cpu_train_in_slots(monkeypatch: pytest.MonkeyPatch) -> None:

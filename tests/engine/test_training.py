@@ -205,8 +205,8 @@ def test_one_example_more_or_less(engine: str, norm: str, steps: dict[int, int])
     jobs = federation.jobs(server, record)
     uploads = federation.engine.train(jobs, lambda client: None)
     federation.fitting(jobs, uploads, record)
-    assert {upload.client: upload.steps for upload in uploads} == steps
-    assert {upload.client: upload.samples for upload in uploads} == {client: sizes[client] for client in steps}
+    assert {upload.client: upload.num_steps for upload in uploads} == steps
+    assert {upload.client: upload.num_examples for upload in uploads} == {client: sizes[client] for client in steps}
     assert record.idle == [client for client in range(6) if client not in steps]
     assert record.refused == {}
 

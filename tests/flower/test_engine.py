@@ -181,7 +181,7 @@ def answered(reply: Message, **arrays: dict[str, torch.Tensor]) -> Message:
     return reply
 
 
-def with_change(edit: dict[str, torch.Tensor]) -> Misdeed:
+def with_delta(edit: dict[str, torch.Tensor]) -> Misdeed:
     return lambda sent, reply: [answered(reply, change={**unpack(reply.content["arrays"], "change"), **edit})]
 
 
@@ -210,12 +210,12 @@ def wordy(sent: Message, reply: Message) -> list[Message]:
 MISDEEDS: dict[str, tuple[Misdeed, str]] = {
     "is silent": (lambda sent, reply: [], "it did not answer within 0.05 s."),
     "fails": (lambda sent, reply: [Message(Error(2, "a\nb: c"), reply_to=sent)], "its node failed: b: c"),
-    "sends NaN": (with_change({"fc.bias": torch.full((10,), torch.nan)}), "it holds a number that is not finite."),
+    "sends NaN": (with_delta({"fc.bias": torch.full((10,), torch.nan)}), "it holds a number that is not finite."),
     "has no loss": (saying(loss=torch.nan), "its loss is not finite."),
-    "sends another shape": (with_change({"fc.bias": torch.zeros(9)}), "'fc.bias' has shape (9,); (10,) was sent out."),
-    "sends another type": (with_change({"fc.bias": torch.zeros(10).double()}), "'fc.bias' is torch.float64"),
-    "sends an unknown name": (with_change({"fc.bios": torch.zeros(10)}), "unknown name 'fc.bios'"),
-    "sends too much": (with_change({"x": torch.zeros(2**19)}), "MiB; engine.flower.max_reply_mib = 1."),
+    "sends another shape": (with_delta({"fc.bias": torch.zeros(9)}), "'fc.bias' has shape (9,); (10,) was sent out."),
+    "sends another type": (with_delta({"fc.bias": torch.zeros(10).double()}), "'fc.bias' is torch.float64"),
+    "sends an unknown name": (with_delta({"fc.bios": torch.zeros(10)}), "unknown name 'fc.bios'"),
+    "sends too much": (with_delta({"x": torch.zeros(2**19)}), "MiB; engine.flower.max_reply_mib = 1."),
     "answers for another round": (saying(round=7), "it is for round 7; round 1 was asked."),
     "answers for another client": (saying(client=0), "it is for client 0; client 1 was asked."),
     "lies about its steps": (saying(steps=0), "it claims to have trained in no steps."),
@@ -471,7 +471,7 @@ def test_nodes_draw_their_noise_from_secrets_of_their_own(grid: Grid, tmp_path: 
     federation = Federation(three_nodes(*GUARDED, "engine.name=local"))
     jobs = [federation.job(federation.start(), 1, 1)]
     (known,) = federation.engine.train(jobs, lambda client: None)
-    differences = torch.cat([(sent["first"][0][n] - t).flatten() for n, t in known.change.items()])  # type: ignore[union-attr]
+    differences = torch.cat([(sent["first"][0][n] - t).flatten() for n, t in known.delta.items()])  # type: ignore[union-attr]
     assert abs(float(differences.std()) - 2**0.5 * 0.1) < 0.002, "the run's seed gives another noise"
     secret = grid.nodes[999].parent / "client-1" / "secret"
     assert len(secret.read_bytes()) == 32 and secret.stat().st_mode & 0o077 == 0

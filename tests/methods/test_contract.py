@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from motley.engine.base import Done, Engine, Job, Upload
+from motley.core.update import ClientUpdate
+from motley.engine.base import Done, Engine, Job
 from motley.engine.learner import shapes_of
 from motley.engine.training import OptimizerSettings
 from motley.federation import Federation
@@ -72,12 +73,12 @@ class Watched:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.uploads: list[Upload] = []
+        self.uploads: list[ClientUpdate] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def train(self, jobs: Sequence[Job], done: Done) -> list[Upload]:
+    def train(self, jobs: Sequence[Job], done: Done) -> list[ClientUpdate]:
         self.uploads = self.engine.train(jobs, done)
         return self.uploads
 
@@ -96,7 +97,7 @@ def played(federation: Federation, server: Server, rounds: int) -> Server:
 def everything(federation: Federation, server: Server) -> dict[str, str]:
     """Return hashes of all that a server holds and of what the clients it names remember."""
     memory = federation.engine.clients.memory  # type: ignore[attr-defined]
-    remembers = bool(federation.method.memory(federation.sizes[0], federation.job(server, 1, 0).state))
+    remembers = bool(federation.method.initial_client_state(federation.sizes[0], federation.job(server, 1, 0).state))
     hashes = {section: fingerprint(getattr(server, section)) for section in ("state", "method", "optimizer")}
     remembered = {str(c): fingerprint(memory.get(c, made)) for c, made in server.remembered.items() if remembers}
     return {**hashes, **remembered}
@@ -128,7 +129,7 @@ def test_buffers_get_the_plain_mean_and_parameters_move(case: str) -> None:
     changes: dict[str, list[torch.Tensor]] = {}
     for upload in watched.uploads:
         for local, piece in federation.split.part(federation.sizes[upload.client]).items():
-            changes.setdefault(piece.name, []).append(upload.change[local])
+            changes.setdefault(piece.name, []).append(upload.delta[local])
     assert any(name.endswith("running_var") for name in changes)
     for name, given in changes.items():
         if name in federation.split.parameters:

@@ -28,8 +28,8 @@ def test_a_client_whose_size_is_redrawn_gets_features_of_this_rounds_width() -> 
     for number in range(4, 12):
         for client in range(6):
             job = federation.job(server, number, client)
-            assert job.message[IN].shape[1] == len(job.state["layers.0.bias"])
-            widths.add((client, job.message[IN].shape[1]))
+            assert job.broadcast[IN].shape[1] == len(job.state["layers.0.bias"])
+            widths.add((client, job.broadcast[IN].shape[1]))
     assert len(widths) == 12
 
 
@@ -38,7 +38,7 @@ def test_a_client_whose_size_is_redrawn_gets_statistics_of_this_rounds_width() -
     for number in range(4, 12):
         for client in range(6):
             job = federation.job(server, number, client)
-            assert job.message[f"{OWN}mean"].shape[1] == len(job.state["layers.0.bias"])
+            assert job.broadcast[f"{OWN}mean"].shape[1] == len(job.state["layers.0.bias"])
 
 
 def test_classifier_rows_by_label_in_a_transformer_too() -> None:

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from motley.aggregate.inco import inco
-from motley.core.merge import Update, apply
+from motley.core.merge import apply
 from motley.core.part import Piece, State
+from motley.core.update import ClientUpdate
 from motley.federation import Federation
-from motley.methods import METHODS, FedNova, World
+from motley.methods import METHODS, FederationInfo, FedNova
 from motley.methods.fednova import FedNovaSettings, progress
 from motley.models import ImageShape
 from motley.round import Server
@@ -111,7 +112,7 @@ def test_fedavg_over_parts_is_the_mean_over_owners() -> None:
     uploads = federation.engine.train(jobs, lambda client: None)
     end, _ = federation.play(server)
     for name in federation.split.parameters:
-        given = [upload.change[name] for upload in uploads if name in upload.change]
+        given = [upload.delta[name] for upload in uploads if name in upload.delta]
         expected = server.state[name] + (torch.stack(given).mean(0) if given else 0)
         torch.testing.assert_close(end.state[name], expected, rtol=1e-5, atol=1e-7)
 
@@ -145,7 +146,7 @@ def test_progress_is_how_far_torchs_sgd_goes_along_a_constant_gradient(momentum:
 
 
 def nova(split: object, **settings: object) -> FedNova:
-    return FedNova(FedNovaSettings(**settings), World(split, (), 10, 1, 1, ImageShape(1, 8, 8)))  # type: ignore[arg-type]
+    return FedNova(FedNovaSettings(**settings), FederationInfo(split, (), 10, 1, 1, ImageShape(1, 8, 8)))  # type: ignore[arg-type]
 
 
 class Names:
@@ -158,19 +159,27 @@ PART = {name: Piece(name) for name in ("a.weight", "b.weight", "a.running_var")}
 STATE = {"a.weight": torch.zeros(2), "b.weight": torch.zeros(1), "a.running_var": torch.ones(2)}
 
 
-def update(client: int, part: dict[str, Piece], value: float, steps: int, weight: float) -> Update:
+def update(client: int, part: dict[str, Piece], value: float, steps: int, weight: float) -> ClientUpdate:
     change = {
         local: torch.full_like(STATE[p.name] if p.index is None else STATE[p.name][p.index], value)
         for local, p in part.items()
     }
     message = {"progress": torch.tensor(float(steps))}
-    return Update(client, part, change, weight, message=message, samples=int(weight), steps=steps)
+    return ClientUpdate(
+        client=client,
+        part=part,
+        delta=change,
+        weight=weight,
+        payload=message,
+        num_examples=int(weight),
+        num_steps=steps,
+    )
 
 
 def test_steps_in_proportion_to_samples_give_the_uniform_mean_times_a_server_step() -> None:
     samples, values = [10, 20, 50], [0.3, -0.1, 0.2]
     updates = [update(i, PART, v, 2 * n, n) for i, (n, v) in enumerate(zip(samples, values, strict=True))]
-    change = nova(Names()).aggregate({}, STATE, updates).change
+    change = nova(Names()).aggregate({}, STATE, updates).delta
     server_step = 3 * sum(n * n for n in samples) / sum(samples) ** 2
     assert server_step > 1
     assert change["a.weight"].tolist() == pytest.approx([server_step * sum(values) / 3] * 2, rel=1e-6)
@@ -183,15 +192,15 @@ def test_tau_is_a_layers_own_and_in_pieces_a_coordinates_own() -> None:
     first = {"a.weight": Piece("a.weight", (slice(0, 1),))}
     second = {**first, "b.weight": Piece("b.weight")}
     updates = [update(0, first, 1.0, 1, 1.0), update(1, second, 2.0, 4, 1.0), update(2, PART, 3.0, 10, 1.0)]
-    change = nova(Names()).aggregate({}, STATE, updates).change
+    change = nova(Names()).aggregate({}, STATE, updates).delta
     assert change["b.weight"].item() == pytest.approx((2 / 4 + 3 / 10) / 2 * 7, rel=1e-6)
     assert change["a.weight"].tolist() == pytest.approx([(1 / 1 + 2 / 4 + 3 / 10) / 3 * 5, 3.0], rel=1e-6)
 
 
 def test_with_a_proximal_term_the_server_counts_steps() -> None:
     updates = [update(0, PART, 1.0, 2, 1.0), update(1, PART, 3.0, 6, 1.0)]
-    halved = [Update(**{**vars(u), "message": {"progress": u.message["progress"] / 2}}) for u in updates]
-    change = nova(Names(), mu=0.1).aggregate({}, STATE, halved).change
+    halved = [ClientUpdate(**{**vars(u), "payload": {"progress": u.payload["progress"] / 2}}) for u in updates]
+    change = nova(Names(), mu=0.1).aggregate({}, STATE, halved).delta
     assert change["a.weight"].tolist() == pytest.approx([(1 / 1 + 3 / 3) / 2 * 4] * 2, rel=1e-6)
 
 
@@ -199,7 +208,7 @@ def test_scaled_buffers_are_the_deviation_and_a_variance_stays_at_zero_or_above(
     updates = [update(0, PART, -0.9, 1, 1.0), update(1, PART, -0.9, 9, 1.0)]
     for scaled, expected in ((False, -0.9), (True, -0.9 * (1 + 1 / 9) / 2 * 5)):
         merged = nova(Names(), scale_buffers=scaled).aggregate({}, STATE, updates)
-        assert merged.change["a.running_var"].tolist() == pytest.approx([expected] * 2, rel=1e-6)
+        assert merged.delta["a.running_var"].tolist() == pytest.approx([expected] * 2, rel=1e-6)
         state = apply(STATE, merged, Names.parameters)
         assert state["a.running_var"].tolist() == pytest.approx([max(0.0, 1 + expected)] * 2, abs=1e-6)
 
@@ -219,7 +228,7 @@ def test_c_is_the_mean_of_all_owners_c_i_after_every_round(split: str, initial: 
     assert all(bool(tensor.any()) != zero for name, tensor in server.method.items() if name.endswith("conv1.weight"))
     for _ in range(3):
         server, _ = federation.play(server)
-        own = {c: federation.method.memory(size, {}) for c, size in enumerate(federation.sizes)}
+        own = {c: federation.method.initial_client_state(size, {}) for c, size in enumerate(federation.sizes)}
         own.update(memories(federation, server))
         for name, control in server.method.items():
             parts = {c: federation.split.part(size) for c, size in enumerate(federation.sizes)}
@@ -267,7 +276,7 @@ def test_the_dual_is_added_after_inco() -> None:
     jobs = [federation.job(before, 2, client) for client in (4, 5)]
     uploads = federation.engine.train(jobs, lambda client: None)
     end, _ = federation.play(before)
-    mean = {name: (uploads[0].change[name] + uploads[1].change[name]) / 2 for name in uploads[0].change}
+    mean = {name: (uploads[0].delta[name] + uploads[1].delta[name]) / 2 for name in uploads[0].delta}
     refined, _ = inco(mean, federation.split.cross_layers, federation.config.method.inco)
     for pair in federation.split.cross_layers:
         expected = before.state[pair.target] + refined[pair.target] + end.method[pair.target]

@@ -104,9 +104,9 @@ def test_inclusivefl_mixes_last_blocks_with_the_next_sizes_deeper_blocks(beta: f
     jobs = [federation.job(server, 1, client) for client in range(6)]
     uploads = federation.engine.train(jobs, lambda client: None)
     updates = [federation.update(job, upload) for job, upload in zip(jobs, uploads, strict=True)]
-    plain = merge(server.state, updates).change
-    found = federation.method.aggregate({}, server.state, updates).change
-    middle = [upload.change for upload in uploads if federation.sizes[upload.client] == "resnet14"]
+    plain = merge(server.state, updates).delta
+    found = federation.method.aggregate({}, server.state, updates).delta
+    middle = [upload.delta for upload in uploads if federation.sizes[upload.client] == "resnet14"]
     name = "layer4.0.conv2.weight"
     teachers = [torch.stack([change[f"layer4.{block}.conv2.weight"] for change in middle]).mean(0) for block in (0, 1)]
     expected = (1 - beta) * plain[f"resnet10/{name}"] + beta * torch.stack(teachers).mean(0)

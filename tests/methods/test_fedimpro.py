@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from motley.analysis.gradient_variance import gradient_variance
 from motley.config import load_config, read_resolved
 from motley.core.errors import MotleyError
-from motley.core.merge import Update
 from motley.core.part import State
+from motley.core.update import ClientUpdate
 from motley.engine.learner import Learner
 from motley.federation import Federation
 from motley.methods.class_statistics import balanced, draw, moments, pooled, repeated
@@ -134,8 +134,8 @@ def test_equation_7_by_hand() -> None:
     def sent(value: float) -> State:
         return {f"{OWN}mean": torch.full((10, 1), value), f"{OWN}spread": torch.full((10, 1), value / 10)}
 
-    updates = [Update(c, {}, {}, size="mlp2", message=sent(v)) for c, v in ((0, 2.0), (3, 6.0))]
-    after_round = federation.method.learn(server.method, server.state, updates)
+    updates = [ClientUpdate(client=c, part={}, delta={}, size="mlp2", payload=sent(v)) for c, v in ((0, 2.0), (3, 6.0))]
+    after_round = federation.method.update(server.method, server.state, updates)
     mean, spread = (after_round[name] for name in server.method)
     torch.testing.assert_close(mean, 0.75 * before + 0.25 * 4)
     torch.testing.assert_close(spread, torch.full((10, 1), 0.75 * 0.01 + 0.25 * 0.4))
@@ -145,7 +145,7 @@ def test_equation_7_by_hand() -> None:
 def test_noise_on_what_is_sent_has_the_scale_asked_for(degree: float) -> None:
     federation, learner = first_learner(*MLP, "model.mlp.hidden=400", f"method.noise={degree}")
     torch.manual_seed(0)
-    reply = federation.method.reply(learner)
+    reply = federation.method.payload(learner)
     for name in (f"{OWN}mean", f"{OWN}spread"):
         noise = reply[name] - learner.notes[name]
         assert float(noise.std()) == pytest.approx(degree, rel=0.05) and abs(float(noise.mean())) < 0.1 * degree
@@ -218,7 +218,9 @@ def test_the_record_has_loss_and_weight_the_shared_deviation_and_how_far_means_a
         numbers = {DRAWN_LOSS: torch.tensor(loss), WEIGHT: torch.tensor(0.25)}
         return {f"{OWN}mean": torch.full((10, 1), value), f"{OWN}spread": torch.ones(10, 1), **numbers}
 
-    updates = [Update(c, {}, {}, size="mlp2", message=sent(v, v)) for c, v in ((0, 2.0), (3, 6.0))]
+    updates = [
+        ClientUpdate(client=c, part={}, delta={}, size="mlp2", payload=sent(v, v)) for c, v in ((0, 2.0), (3, 6.0))
+    ]
     found = {name: float(value) for name, value in federation.method.metrics(held, updates).items()}
     deviation = 2.0 if spread == "variance" else 4.0
     assert found == pytest.approx({"drawn_loss": 4.0, "weight": 0.25, "deviation": deviation, "means_apart": 2.0})

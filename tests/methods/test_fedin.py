@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from motley.config import load_config
 from motley.core.errors import MotleyError
-from motley.core.merge import Update
 from motley.core.part import State
-from motley.engine.base import Upload
+from motley.core.update import ClientUpdate
 from motley.methods.feature_pool import IN, OUT, collect, draw, entries
 from motley.methods.fedin import FedInSettings, intermediate, projected
 from motley.models.stages import chain_of, run
@@ -116,19 +115,19 @@ def test_a_turn_is_the_papers(rule: str) -> None:
         model.load_state_dict(job.state)
         resized = nn.functional.interpolate(images, (8, 8), mode="bilinear", antialias=False)
         batches = [(resized[row], labels[row]) for row in rows]
-        expected = reference(model, batches, job.message[IN], job.message[OUT], rule).state_dict()
-        for name, change in upload.change.items():
+        expected = reference(model, batches, job.broadcast[IN], job.broadcast[OUT], rule).state_dict()
+        for name, change in upload.delta.items():
             torch.testing.assert_close(job.state[name] + change, expected[name], rtol=1e-4, atol=2e-6)
         assert_features_are(upload, model, batches[0][0])
 
 
-def assert_features_are(upload: Upload, trained: nn.Module, images: Tensor) -> None:
+def assert_features_are(upload: ClientUpdate, trained: nn.Module, images: Tensor) -> None:
     """A client sends what entered and left the intermediate layers of its trained model on its first batch."""
     chain = chain_of(trained)
     with torch.no_grad():
         s_in = run(chain[:1], images)
-        torch.testing.assert_close(upload.message[IN], s_in, rtol=1e-3, atol=1e-5)
-        torch.testing.assert_close(upload.message[OUT], run(chain[1:-1], s_in), rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(upload.payload[IN], s_in, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(upload.payload[OUT], run(chain[1:-1], s_in), rtol=1e-3, atol=1e-5)
 
 
 def test_the_inner_gradient_reaches_intermediate_layers_only() -> None:
@@ -165,7 +164,7 @@ def test_without_features_it_is_fedprox_bit_for_bit(overrides: tuple[str, ...]) 
     _, plain = after(2, *overrides, name="fedprox")
     federation, without = after(2, *overrides, "method.samples=0")
     assert same_bits(without.state, plain.state) and not without.method
-    assert not any(job.message for job in jobs_of(federation, without))
+    assert not any(job.broadcast for job in jobs_of(federation, without))
     _, other = after(2, *overrides)
     assert not same_bits(other.state, plain.state)
 
@@ -178,11 +177,11 @@ def test_without_proximal_term_and_features_it_is_fedavg() -> None:
 # ---- the pool
 
 
-def given(clients: dict[int, float], width: int = 3) -> list[Update]:
+def given(clients: dict[int, float], width: int = 3) -> list[ClientUpdate]:
     def message(value: float) -> State:
         return {IN: torch.full((2, width), value), OUT: torch.full((2, 1), value)}
 
-    return [Update(client, {}, {}, message=message(value)) for client, value in clients.items()]
+    return [ClientUpdate(client=client, part={}, delta={}, payload=message(value)) for client, value in clients.items()]
 
 
 SHAPES = (torch.Size([3]), torch.Size([1]))
@@ -208,7 +207,7 @@ def test_in_a_federation_too_nobody_receives_its_own() -> None:
     assert len(own) == 6
     for client in range(6):
         for number in range(4, 30):
-            received = federation.job(server, number, client).message[OUT].split(16)
+            received = federation.job(server, number, client).broadcast[OUT].split(16)
             assert len(received) == 3
             senders = {c for c, features in own.items() for batch in received if torch.equal(batch, features)}
             assert senders and client not in senders
@@ -334,7 +333,7 @@ def test_models_of_two_families_exchange_projected_features() -> None:
     senders: set[tuple[str, str]] = set()
     for number in range(2, 30):
         for client in range(6):
-            received = federation.job(server, number, client).message[IN]
+            received = federation.job(server, number, client).broadcast[IN]
             sender = next(e.client for e in entries(server.method) if torch.equal(server.method[e.name(IN)], received))
             senders.add((sizes[sender], sizes[client]))
     assert senders == {(one, other) for one in ("vit1", "cnn") for other in ("vit1", "cnn")}
@@ -363,7 +362,7 @@ def test_without_a_projection_families_keep_their_features_to_themselves() -> No
     federation, server = after(2, *FAMILIES, "method.projection=0", *SGD)
     shapes = {size: federation.method._shapes[size][0] for size in ("vit1", "cnn")}  # type: ignore[attr-defined]
     for client in range(6):
-        message = federation.job(server, 3, client).message
+        message = federation.job(server, 3, client).broadcast
         assert message and message[IN].shape[1:] == shapes[federation.sizes[client]]
 
 

@@ -13,7 +13,7 @@ from motley.core.merge import add_shares
 from motley.core.part import State, add_at, select, take
 from motley.engine.clients import COLLECTED
 from motley.federation import Federation
-from motley.methods import METHODS, World
+from motley.methods import METHODS, FederationInfo
 from motley.models import ImageShape
 from motley.round import Server
 from motley.runs.checkpoint import load_checkpoint, save_checkpoint
@@ -165,7 +165,7 @@ def test_the_first_round_of_fedrolex_is_heterofls() -> None:
 
 def test_owners_are_counted_by_coordinate_where_parts_are_pieces() -> None:
     federation = federation_of(*WIDTH, "federation.size_fractions=[1,1,1]")
-    world = federation.method.world
+    world = federation.method.info
     width = len(federation.start().state["bn1.weight"])
     expected = [6.0] * (width // 4) + [4.0] * (width // 4) + [2.0] * (width // 2)
     assert world.owners("bn1.weight").tolist() == expected  # type: ignore[union-attr]
@@ -184,21 +184,21 @@ def test_the_server_keeps_the_mean_over_all_owners_of_what_clients_keep(name: st
         part = federation.split.part(federation.sizes[client])
         for local, tensor in store.get(client, made).items():
             add_at(sums[part[local].name], part[local].index, tensor)
-    owners = {key: federation.method.world.owners(key) for key in sums}
+    owners = {key: federation.method.info.owners(key) for key in sums}
     for key, total in sums.items():
         torch.testing.assert_close(server.method[key], total / owners[key], rtol=1e-3, atol=1e-6)
 
 
 def test_shares_of_pieces_by_hand() -> None:
-    from motley.core.merge import Update
     from motley.core.part import Piece
+    from motley.core.update import ClientUpdate
 
     updates = [
-        Update(0, {"a": Piece("w")}, {"a": torch.tensor([3.0, 3.0])}),
-        Update(1, {"a": Piece("w", (slice(0, 1),))}, {"a": torch.tensor([6.0])}),
+        ClientUpdate(client=0, part={"a": Piece("w")}, delta={"a": torch.tensor([3.0, 3.0])}),
+        ClientUpdate(client=1, part={"a": Piece("w", (slice(0, 1),))}, delta={"a": torch.tensor([6.0])}),
     ]
     owners = {"w": torch.tensor([3.0, 1.0])}
-    total = add_shares({"w": torch.zeros(2)}, updates, lambda update: update.change, lambda name, _: owners[name])
+    total = add_shares({"w": torch.zeros(2)}, updates, lambda update: update.delta, lambda name, _: owners[name])
     assert total["w"].tolist() == [3.0, 3.0]
 
 
@@ -236,7 +236,7 @@ def test_classifier_rows_are_the_mean_over_clients_that_have_the_label() -> None
         index = federation.split.part(federation.sizes[upload.client])["fc.weight"].index
         for label in {int(label) for label in labels[federation.partition.of(upload.client)]}:
             row = select(sums, index)[label] if index else sums[label]
-            row += upload.change["fc.weight"][label]
+            row += upload.delta["fc.weight"][label]
             (select(counts, index) if index else counts)[label] += 1
     expected = server.state["fc.weight"] + sums / counts.clamp(min=1)
     torch.testing.assert_close(end.state["fc.weight"], expected)
@@ -292,5 +292,5 @@ def test_steps_can_be_captured(case: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_world_without_pieces_counts_by_name() -> None:
     federation = federation_of("split.name=depth")
-    world = World(federation.split, federation.sizes, 10, 1, 1, ImageShape(1, 16, 16))
+    world = FederationInfo(federation.split, federation.sizes, 10, 1, 1, ImageShape(1, 16, 16))
     assert {world.owners(name) for name in federation.split.parameters} == {2, 4, 6}

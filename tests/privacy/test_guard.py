@@ -35,7 +35,7 @@ def change(scale: float = 1.0) -> State:
 
 def uploads(federation: Federation) -> dict[int, State]:
     jobs = federation.jobs(federation.start(), Record(1))
-    return {answer.client: answer.change for answer in federation.engine.train(jobs, lambda client: None)}  # type: ignore[union-attr]
+    return {answer.client: answer.delta for answer in federation.engine.train(jobs, lambda client: None)}  # type: ignore[union-attr]
 
 
 # ---- clip
@@ -103,8 +103,8 @@ def test_every_upload_is_bounded_and_says_nothing_else(engine: str) -> None:
     federation = Federation(tiny_config(*CLIPPED, f"engine.name={engine}"))
     jobs = federation.jobs(federation.start(), Record(1))
     for answer in federation.engine.train(jobs, lambda client: None):
-        assert norm(answer.change) <= 0.5 * (1 + 1e-6)  # type: ignore[union-attr]
-        assert (answer.samples, answer.steps, answer.message) == (1, 1, {})  # type: ignore[union-attr]
+        assert norm(answer.delta) <= 0.5 * (1 + 1e-6)  # type: ignore[union-attr]
+        assert (answer.num_examples, answer.num_steps, answer.payload) == (1, 1, {})  # type: ignore[union-attr]
         assert math.isnan(answer.loss)  # type: ignore[union-attr]
 
 

@@ -21,7 +21,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from motley.core.merge import Merged
+from motley.core.merge import Aggregate
 from motley.core.part import State
 from motley.settings import Settings
 
@@ -70,13 +70,13 @@ class ServerOptimizerSettings(Settings):
 
 
 def optimize(
-    moments: State, merged: Merged, parameters: Collection[str], settings: ServerOptimizerSettings
-) -> tuple[State, Merged]:
+    moments: State, merged: Aggregate, parameters: Collection[str], settings: ServerOptimizerSettings
+) -> tuple[State, Aggregate]:
     """Return the moments after a round, and the optimiser's step in the place of the mean change."""
     if settings.name == "none":
         return moments, merged
-    names = [name for name in merged.change if name in parameters]
-    gradients = [merged.change[name] for name in names]
+    names = [name for name in merged.delta if name in parameters]
+    gradients = [merged.delta[name] for name in names]
     rule = _momentum if settings.name == "momentum" else _adaptive
     before = {kind: _moments(moments, kind, names, gradients, settings) for kind in _kinds(settings)}
     steps, after = rule(gradients, before, settings)
@@ -85,7 +85,7 @@ def optimize(
         for name, new, old in zip(names, tensors, before[kind], strict=True):
             held = merged.covered[name]
             kept[f"{kind}/{name}"] = new if held is None else torch.where(held, new, old)
-    return kept, merged.with_change({**merged.change, **dict(zip(names, steps, strict=True))})
+    return kept, merged.with_delta({**merged.delta, **dict(zip(names, steps, strict=True))})
 
 
 def _kinds(settings: ServerOptimizerSettings) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ def _levels(federation: Federation, layers: Mapping[str, float]) -> dict[str, fl
     """Return the sums over the low and the high level: cut as the run's method cuts them, or else in the middle."""
     split = federation.split
     try:
-        levels = Levels(federation.method.world, getattr(federation.config.method, "cut", ""))
+        levels = Levels(federation.method.info, getattr(federation.config.method, "cut", ""))
     except MotleyError:  # a model that is no chain of stages has no levels
         return {}
     high = set()

@@ -12,7 +12,8 @@ from torch import Tensor
 from motley.analysis.cka import linear_cka
 from motley.analysis.findings import ANALYSES, Findings, new_figure
 from motley.analysis.replay import kept_rounds, next_round
-from motley.core.merge import Update, merge
+from motley.core.merge import merge
+from motley.core.update import ClientUpdate
 from motley.federation import Federation
 from motley.round import Server
 
@@ -32,10 +33,14 @@ def quantiles(change: Tensor) -> list[float]:
 def mean_change(federation: Federation, server: Server) -> dict[str, Tensor]:
     """Return the mean change of the round after a server's, for weights of two dimensions and more."""
     updates = [
-        Update(one.client, federation.split.part(one.size, server.round_number + 1, one.client), one.change)
+        ClientUpdate(
+            client=one.client,
+            part=federation.split.part(one.size, server.round_number + 1, one.client),
+            delta=one.change,
+        )
         for one in next_round(federation, server)
     ]
-    change = merge(server.state, updates).change
+    change = merge(server.state, updates).delta
     return {name: tensor for name, tensor in change.items() if name in federation.split.parameters and tensor.dim() > 1}
 
 

@@ -19,7 +19,8 @@ from motley.analysis.findings import ANALYSES, Findings, new_figure
 from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.core.part import State
-from motley.engine import DebugEngine, Job, Upload
+from motley.core.update import ClientUpdate
+from motley.engine import DebugEngine, Job
 from motley.engine.clients import own_randomness
 from motley.engine.learner import Learner
 from motley.federation import Federation, size_in_bytes
@@ -85,22 +86,24 @@ def overhead_of(federation: Federation) -> Overhead:
     assert isinstance(engine, DebugEngine)
     jobs = [federation.job(server, 1, client) for client in _one_of_each(federation, 1)]
     sent = {job.client: job for job in jobs}
-    uploads = [answer for answer in engine.train(jobs, lambda client: None) if isinstance(answer, Upload)]
+    uploads = [answer for answer in engine.train(jobs, lambda client: None) if isinstance(answer, ClientUpdate)]
     updates = [federation.update(sent[upload.client], upload) for upload in uploads]
-    learned = federation.method.learn(server.method, server.state, updates)
+    learned = federation.method.update(server.method, server.state, updates)
     again = [(c, federation.size_of(c, 2)) for c in _one_of_each(federation, 2)]
-    messages = [federation.method.message(learned, server.state, 2, client) for client, _ in again]
+    messages = [federation.method.broadcast(learned, server.state, 2, client) for client, _ in again]
     states = {job.size: job.state for job in jobs}
     second = [Job(2, c, s, states[s], message) for (c, s), message in zip(again, messages, strict=True)]
     steps = [step_of(engine, job) for job in second]
-    parameters = [{n: u.change[n] for n in federation.split.parameters_of(u.size)} for u in updates]
+    parameters = [{n: u.delta[n] for n in federation.split.parameters_of(u.size)} for u in updates]
     return Overhead(
         sizes=len(jobs),
         parameters=fmean(map(_numbers, parameters)),
-        message=fmean(_numbers(update.message) for update in updates),
+        message=fmean(_numbers(update.payload) for update in updates),
         model_bytes=sum(size_in_bytes(job.state) for job in jobs),
         received_bytes=fmean(map(size_in_bytes, messages)),
-        remembered_bytes=fmean(size_in_bytes(federation.method.memory(job.size, job.state)) for job in jobs),
+        remembered_bytes=fmean(
+            size_in_bytes(federation.method.initial_client_state(job.size, job.state)) for job in jobs
+        ),
         flops=fmean(step.flops for step in steps),
         peak_bytes=fmean(step.peak_bytes for step in steps),
     )

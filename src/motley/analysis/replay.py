@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from motley.core.errors import MotleyError
 from motley.core.part import State, take
+from motley.core.update import ClientUpdate
 from motley.data import Examples
 from motley.data.device import DeviceData
-from motley.engine import Upload
 from motley.federation import Federation
 from motley.round import Record, Server
 from motley.runs.checkpoint import checkpoints, read_checkpoint
@@ -75,11 +75,11 @@ def next_round(federation: Federation, server: Server) -> list[Trained]:
         Trained(
             upload.client,
             jobs[upload.client].size,
-            upload.change,
-            {name: tensor + upload.change[name] for name, tensor in jobs[upload.client].state.items()},
+            upload.delta,
+            {name: tensor + upload.delta[name] for name, tensor in jobs[upload.client].state.items()},
         )
         for upload in uploads
-        if isinstance(upload, Upload)
+        if isinstance(upload, ClientUpdate)
     ]
 
 

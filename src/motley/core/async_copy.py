@@ -1,4 +1,4 @@
-"""Values from the device to the host and back, without either waiting for the other."""
+"""Copies between host and device in which neither waits for the other."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 
-class Later:
-    """A tensor's values for the host, which need not wait for a GPU to compute them: the copy is queued behind them."""
+class AsyncCopy:
+    """A copy of a tensor to the host, queued behind the GPU's work, so that the host need not wait for it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._end: torch.cuda.Event | None = None
@@ -26,20 +26,22 @@ class Later:
         return self._end is None or self._end.query()
 
     def read(self) -> list[Any]:
-        """Return the values, once the device is done."""
+        """Wait for the copy, and return the values."""
         if self._end is not None:
             self._end.synchronize()
         values: list[Any] = self._values.tolist()
         return values
 
 
-def sent(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers on a device."""
-    return queued(torch.tensor(values, dtype=dtype), device)
+def tensor_on(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of these numbers on a device, without waiting for the device."""
+    return to_device(torch.tensor(values, dtype=dtype), device)
 
 
-def queued(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a small tensor on a device. From ordinary memory, the host would wait for all that a GPU has to do."""
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a small tensor to a device. A plain copy would make the host wait for all queued work of the GPU; one from
+    pinned memory does not.
+    """
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -11,44 +11,32 @@ Four rules, each one a mistake that public implementations have made:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from motley.core.async_copy import sent
-from motley.core.part import Index, Part, Piece, State, add_at, is_view, open_grid, select
+from motley.core.async_copy import tensor_on
+from motley.core.part import Index, Piece, State, add_at, is_view, open_grid, select
+from motley.core.update import ClientUpdate
 
 
 @dataclass(frozen=True)
-class Update:
-    """What the server knows of one client's turn: which part it held, how it changed it, and the method's message."""
+class Aggregate:
+    """The mean delta under global names.
 
-    client: int
-    part: Part
-    change: Mapping[str, Tensor]
-    weight: float = 1.0
-    size: str = ""
-    rows: Mapping[str, Tensor] = field(default_factory=dict)
-    """For some of its tensors, a factor a row on the client's weight, on the device: 0 where a row does not count."""
-    message: State = field(default_factory=dict)
-    samples: int = 0
-    steps: int = 0
+    `covered[name]` says which coordinates had an owner; None means all of them.
+    """
 
-
-@dataclass(frozen=True)
-class Merged:
-    """The mean change under its global names. `covered[name]` is None where every coordinate had an owner."""
-
-    change: State
+    delta: State
     covered: dict[str, Tensor | None]
 
-    def with_change(self, change: State) -> Merged:
-        """Return the same coverage with another change."""
-        return replace(self, change=change)
+    def with_delta(self, delta: State) -> Aggregate:
+        """Return the same coverage with another delta."""
+        return replace(self, delta=delta)
 
 
-def merge(state: Mapping[str, Tensor], updates: Iterable[Update]) -> Merged:
+def merge(state: Mapping[str, Tensor], updates: Iterable[ClientUpdate]) -> Aggregate:
     """Return the weighted mean change of every coordinate over its owners; names without an owner are absent.
 
     Whole tensors have one weight a name and are added a client at a time in one grouped call, and so are slices;
@@ -65,12 +53,12 @@ def merge(state: Mapping[str, Tensor], updates: Iterable[Update]) -> Merged:
         fresh: State = {}
         into, values = [], []
         for local, piece in update.part.items():
-            name, index, value = piece.name, piece.index, update.change[local]
+            name, index, value = piece.name, piece.index, update.delta[local]
             if index is None and not value.is_floating_point():
                 integers.setdefault(name, []).append((value, update.weight))
                 continue
-            if local in update.rows:
-                pieces.add_rows(piece, value, update.weight * update.rows[local])
+            if local in update.row_weights:
+                pieces.add_rows(piece, value, update.weight * update.row_weights[local])
             elif index is None:
                 whole[name] = whole.get(name, 0.0) + update.weight
                 if name in totals:
@@ -87,7 +75,7 @@ def merge(state: Mapping[str, Tensor], updates: Iterable[Update]) -> Merged:
             totals.update(zip(fresh, torch._foreach_mul(list(fresh.values()), update.weight), strict=True))
     covered = _divide(totals, whole, pieces.weights())
     means = _integer_means(integers)
-    return Merged({**totals, **means}, {**covered, **dict.fromkeys(means)})
+    return Aggregate({**totals, **means}, {**covered, **dict.fromkeys(means)})
 
 
 @dataclass
@@ -192,8 +180,8 @@ def _integer_means(integers: dict[str, list[tuple[Tensor, float]]]) -> State:
     device = firsts[0].device
     flat = torch.cat([value.reshape(-1) for values in integers.values() for value, _ in values])
     sums = torch.zeros(start, dtype=torch.float64, device=device)
-    weighted = flat.double() * sent(shares, torch.float64, device)
-    sums.index_add_(0, sent(owner, torch.long, device), weighted)
+    weighted = flat.double() * tensor_on(shares, torch.float64, device)
+    sums.index_add_(0, tensor_on(owner, torch.long, device), weighted)
     whole = (sums + 1e-9 * sums.sign()).trunc()
     parts = whole.split([first.numel() for first in firsts])
     return {
@@ -204,8 +192,8 @@ def _integer_means(integers: dict[str, list[tuple[Tensor, float]]]) -> State:
 
 def add_shares(
     state: Mapping[str, Tensor],
-    updates: Iterable[Update],
-    values: Callable[[Update], Mapping[str, Tensor]],
+    updates: Iterable[ClientUpdate],
+    values: Callable[[ClientUpdate], Mapping[str, Tensor]],
     owners: Callable[[str, torch.device], int | Tensor],
 ) -> State:
     """Return `state` plus the clients' values, each divided by the number of all its owners, present or not.
@@ -234,13 +222,13 @@ def add_shares(
     return after
 
 
-def apply(state: Mapping[str, Tensor], merged: Merged, parameters: Collection[str], step: float = 1.0) -> State:
+def apply(state: Mapping[str, Tensor], merged: Aggregate, parameters: Collection[str], step: float = 1.0) -> State:
     """Return the state after the change; `step` scales parameters only. What nobody held stays, bit for bit."""
     after = dict(state)
     for (scale, _), names in _alike(merged, parameters, step).items():
-        sums = torch._foreach_add([state[name] for name in names], [merged.change[name] for name in names], alpha=scale)
+        sums = torch._foreach_add([state[name] for name in names], [merged.delta[name] for name in names], alpha=scale)
         after.update(zip(names, sums, strict=True))
-    variances = [after[name] for name in merged.change if name.endswith("running_var")]
+    variances = [after[name] for name in merged.delta if name.endswith("running_var")]
     if variances:
         torch._foreach_clamp_min_(variances, 0.0)
     for name, mask in merged.covered.items():
@@ -249,10 +237,10 @@ def apply(state: Mapping[str, Tensor], merged: Merged, parameters: Collection[st
     return after
 
 
-def _alike(merged: Merged, parameters: Collection[str], step: float) -> dict[tuple[float, torch.dtype], list[str]]:
+def _alike(merged: Aggregate, parameters: Collection[str], step: float) -> dict[tuple[float, torch.dtype], list[str]]:
     """Group the changed names by the factor on their change and by type; buffers are never scaled."""
     groups: dict[tuple[float, torch.dtype], list[str]] = {}
-    for name, change in merged.change.items():
+    for name, change in merged.delta.items():
         scale = step if step != 1 and name in parameters else 1
         groups.setdefault((scale, change.dtype), []).append(name)
     return groups

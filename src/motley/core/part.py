@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from motley.core.async_copy import queued
+from motley.core.async_copy import to_device
 
 State: TypeAlias = dict[str, Tensor]
 Index: TypeAlias = tuple[slice | Tensor, ...]
@@ -56,7 +56,7 @@ def select(tensor: Tensor, index: Index | None) -> Tensor:
         if isinstance(chosen, slice):
             tensor = tensor[(slice(None),) * dim + (chosen,)]
         else:
-            tensor = tensor.index_select(dim, queued(chosen, tensor.device))
+            tensor = tensor.index_select(dim, to_device(chosen, tensor.device))
     return tensor
 
 
@@ -78,7 +78,7 @@ def open_grid(tensor: Tensor, index: Index) -> tuple[Tensor, ...]:
     positions = [
         torch.arange(tensor.shape[dim], device=tensor.device)[chosen]
         if isinstance(chosen, slice)
-        else queued(chosen, tensor.device)
+        else to_device(chosen, tensor.device)
         for dim, chosen in enumerate(index)
     ]
     last = tensor.dim() - 1

@@ -35,15 +35,15 @@ class AwaySlot(Slot):
         """Carry a job over and start its turn."""
         self._sent = job
         with self._on_both():
-            here = replace(job, state=carried(job.state, self.device), message=carried(job.message, self.device))
+            here = replace(job, state=carried(job.state, self.device), broadcast=carried(job.broadcast, self.device))
             super().load(here, plan)
 
     def unload(self) -> Turn:
         """End the turn and carry it home."""
         with self._on_both():
             turn = super().unload()
-            change, reply = carried(turn.change, self.home), carried(turn.reply, self.home)
-            return replace(turn, job=self._sent, change=change, reply=reply, loss=turn.loss.to(self.home, copy=True))
+            delta, payload = carried(turn.delta, self.home), carried(turn.payload, self.home)
+            return replace(turn, job=self._sent, delta=delta, payload=payload, loss=turn.loss.to(self.home, copy=True))
 
     def follow(self) -> None:
         """Let the slot's streams wait for the work so far on both devices."""

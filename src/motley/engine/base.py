@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
 from pydantic import Field
-from torch import Tensor
 
 from motley.core.part import State
+from motley.core.update import ClientUpdate
 from motley.methods.base import Collection
 from motley.settings import Settings
 
@@ -80,24 +80,14 @@ class Job:
     size: str
     state: State
     """The client's part of the global state under its own names: views, which the engine copies and never changes."""
-    message: State = field(default_factory=dict)
-    remembers: int | None = None
-    """The round whose memory the client is to use: that of its last upload which the server took."""
+    broadcast: State = field(default_factory=dict)
+    """What the method sends to the client beside its part."""
+    client_state_round: int | None = None
+    """The round of the client's last accepted update, which is the round of the client state to use; None: no such
+    round yet.
+    """
     collection: Literal["method", "statistics"] = "method"
     """For `Engine.collect`: the method's own collection, or BatchNorm statistics (`aggregate/recalibration.py`)."""
-
-
-@dataclass(frozen=True)
-class Upload:
-    """What a client sends back."""
-
-    client: int
-    change: State
-    message: State
-    samples: int
-    steps: int
-    loss: Tensor
-    """Mean training loss over the turn's steps; a GPU may still be at it, as at the change."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +108,7 @@ class Engine(Protocol):
     trusted: ClassVar[bool]
     """Whether clients are this process's own. Others may send anything, so what they send is tried before it counts."""
 
-    def train(self, jobs: Sequence[Job], done: Done) -> Sequence[Upload | Failure]:
+    def train(self, jobs: Sequence[Job], done: Done) -> Sequence[ClientUpdate | Failure]:
         """Train every job's client. A client without a single batch is left out of the answer."""
         ...
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from motley.core.async_copy import sent
+from motley.core.async_copy import tensor_on
 from motley.data.device import DRAWS, DeviceData
 from motley.engine.training import Plan
 
@@ -77,7 +77,7 @@ class Batches:
         places = [step * self._rows.shape[1] + at for step, length in enumerate(lengths) for at in range(length)][
             :count
         ]
-        chosen = sent([places[at % len(places)] for at in range(count)], torch.long, self.data.device)
+        chosen = tensor_on([places[at % len(places)] for at in range(count)], torch.long, self.data.device)
         draws = self._draws.flatten(0, 1)[chosen] if self.data.random else None
         return self.data.batch(self._rows.flatten()[chosen], draws)[0].to(self.dtype)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,9 +12,10 @@ from torch import Tensor, nn
 from motley.aggregate.recalibration import batch_moments
 from motley.core.errors import MotleyError
 from motley.core.part import State
+from motley.core.update import ClientUpdate
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
-from motley.engine.base import Job, Upload
+from motley.engine.base import Job
 from motley.engine.encoding import Encoding, encoded, without_residual
 from motley.engine.learner import Learner
 from motley.engine.memory import MemoryStore
@@ -33,8 +33,8 @@ class Turn:
     """A turn that is over, its tensors still on the device."""
 
     job: Job
-    change: State
-    reply: State
+    delta: State
+    payload: State
     loss: Tensor
     steps: int
     remembers: bool = False
@@ -71,7 +71,7 @@ class Clients:
         self.timeline: Timeline | None = None
         """Set to have slots note who trains where and when."""
         self._smallest: dict[str, int] = {}
-        smallest = max(self.smallest_batch(size) for size in method.world.split.sizes)
+        smallest = max(self.smallest_batch(size) for size in method.info.split.sizes)
         if training.batch_size < smallest:
             raise MotleyError(
                 f"training.batch_size = {training.batch_size}: BatchNorm trains on batches of at least {smallest}."
@@ -90,7 +90,7 @@ class Clients:
     def learner(self, size: str, where: int = 0) -> Learner:
         """Return a fresh learner of a size on one of the devices."""
         longest = self.training.turn_steps(len(self.training.epoch_lengths(int(self.partition.sizes.max()), 1)))
-        model = self.method.world.split.build(size)
+        model = self.method.info.split.build(size)
         return Learner(
             model,
             self.method,
@@ -105,7 +105,7 @@ class Clients:
     def smallest_batch(self, size: str) -> int:
         """Return the fewest examples a batch may have: BatchNorm cannot train on one."""
         if size not in self._smallest:
-            modules = self.method.world.split.blueprints[size].module.modules()
+            modules = self.method.info.split.blueprints[size].module.modules()
             batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules)
             self._smallest[size] = 2 if batch_norm else 1
         return self._smallest[size]
@@ -133,10 +133,10 @@ class Clients:
 
     def recall(self, job: Job) -> State:
         """Return the memory a job's client starts its turn with."""
-        fresh = self.method.memory(job.size, job.state)
-        if not fresh or job.remembers is None:
+        fresh = self.method.initial_client_state(job.size, job.state)
+        if not fresh or job.client_state_round is None:
             return fresh
-        return without_residual(self.memory.recall(job.client, job.remembers))
+        return without_residual(self.memory.recall(job.client, job.client_state_round))
 
     def seat(self, learner: Learner, job: Job, plan: Plan, memory: State) -> None:
         """Put a client into a learner."""
@@ -150,34 +150,42 @@ class Clients:
     def finish(self, learner: Learner) -> Turn:
         """Take a client out of its learner, with what it sends and what it remembers."""
         assert learner.job is not None
-        change, reply, memory, loss = learner.upload()
+        delta, payload, memory, loss = learner.upload()
         self.memory.put(learner.job.client, learner.job.round_number, memory)
-        return Turn(learner.job, change, reply, loss, learner.taken, remembers=bool(memory))
+        return Turn(learner.job, delta, payload, loss, learner.taken, remembers=bool(memory))
 
-    def uploads(self, turns: Sequence[Turn]) -> list[Upload]:
+    def uploads(self, turns: Sequence[Turn]) -> list[ClientUpdate]:
         """Return the uploads of finished turns in the order of client ids, without waiting for the device.
 
         This is the door: what is guarded or encoded is so here, whichever way the client was run. A client that guards
-        its change says neither how many examples it has, nor how many steps it took, nor its loss.
+        its delta says neither how many examples it has, nor how many steps it took, nor its loss.
         """
         uploads = []
         for turn in sorted(turns, key=lambda turn: turn.job.client):
-            client, change = turn.job.client, turn.change
+            client, delta = turn.job.client, turn.delta
             if self.guard is not None:
-                change = self.guard.guarded(change, turn.job.round_number, client)
-                uploads.append(Upload(client, change, {}, samples=1, steps=1, loss=torch.tensor(math.nan)))
+                delta = self.guard.guarded(delta, turn.job.round_number, client)
+                uploads.append(ClientUpdate(client=client, delta=delta, num_examples=1, num_steps=1))
                 continue
             if self.encoding != "fp32":
-                change = self._encoded(turn)
+                delta = self._encoded(turn)
             loss = turn.loss / turn.steps
-            uploads.append(Upload(client, change, turn.reply, self.samples(client), turn.steps, loss))
+            update = ClientUpdate(
+                client=client,
+                delta=delta,
+                payload=turn.payload,
+                num_examples=self.samples(client),
+                num_steps=turn.steps,
+                loss=loss,
+            )
+            uploads.append(update)
         return uploads
 
     def _encoded(self, turn: Turn) -> State:
         """Return a delta as it travels; its rounding errors are filed with the client's state."""
         job = turn.job
-        before = self.memory.recall(job.client, job.remembers) if job.remembers is not None else {}
-        wire, residual = encoded(turn.change, before, self.encoding)
+        before = self.memory.recall(job.client, job.client_state_round) if job.client_state_round is not None else {}
+        wire, residual = encoded(turn.delta, before, self.encoding)
         own = self.memory.get(job.client, job.round_number) if turn.remembers else {}
         self.memory.put(job.client, job.round_number, {**own, **residual})
         return wire

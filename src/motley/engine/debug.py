@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from motley.engine.base import Done, Job, Upload
+from motley.core.update import ClientUpdate
+from motley.engine.base import Done, Job
 from motley.engine.clients import Clients, own_randomness
 from motley.methods.base import Collection
 
@@ -21,7 +22,7 @@ class DebugEngine:
     def __init__(self, clients: Clients) -> None:
         self.clients = clients
 
-    def train(self, jobs: Sequence[Job], done: Done) -> list[Upload]:
+    def train(self, jobs: Sequence[Job], done: Done) -> list[ClientUpdate]:
         """Train every job's client."""
         turns = []
         with own_randomness(self.clients.device):

@@ -150,10 +150,10 @@ class Learner:
         """Take a client's seat: its part, message, memory and plan, with a fresh optimiser."""
         self.job, self.lengths, self.taken = job, plan.lengths, 0
         self._seed = seed
-        self.hold(job.message, memory)
+        self.hold(job.broadcast, memory)
         self.receive(job.state)
         with torch.no_grad():
-            for room, given in ((self.message, job.message), (self.memory, memory)):
+            for room, given in ((self.message, job.broadcast), (self.memory, memory)):
                 for into, values in zip(by_type(room.values()), by_type(given[name] for name in room), strict=True):
                     if into:
                         torch._foreach_copy_(into, values, non_blocking=True)
@@ -167,7 +167,7 @@ class Learner:
         self.samples.fill_(samples)
         self._loss.zero_()
         self.seed_turn()
-        self.method.begin(self)
+        self.method.before_training(self)
 
     @property
     def finished(self) -> bool:
@@ -222,7 +222,7 @@ class Learner:
         change = {name: next(differences[not tensor.is_floating_point()]) for name, tensor in self.start.items()}
         self.seed_step()
         self.use_generator()
-        return change, self.method.reply(self), self.method.remember(self), self._loss.clone()
+        return change, self.method.payload(self), self.method.next_client_state(self), self._loss.clone()
 
     def _drop_gradients(self) -> None:
         """Free the gradients of a step: the next forward pass, or the change, takes their memory.
@@ -255,7 +255,7 @@ class Learner:
     ) -> None:
         """Add strength times `offsets`, the gradient of a proximal term.
 
-        For the end of `correct_gradient`: where the optimiser is ours it adds theta - towards on its way, and who looks
+        For the end of `after_backward`: where the optimiser is ours it adds theta - towards on its way, and who looks
         at the gradients afterwards does not see it.
         """
         strengths = [strength[name] if isinstance(strength, Mapping) else strength for name in self.parameters]

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import ClassVar, TypeAlias
 
-from motley.engine.base import Done, Job, Upload
+from motley.core.update import ClientUpdate
+from motley.engine.base import Done, Job
 from motley.engine.clients import Clients, Turn, own_randomness
 from motley.engine.pool import SlotPool
 from motley.engine.slots import Slot
@@ -37,7 +38,7 @@ class LocalEngine:
         pools = [SlotPool(clients, a_size, where) for where in range(len(clients.devices))]
         self.pool: SlotPool | Spread = Spread(pools) if len(pools) > 1 else pools[0]
 
-    def train(self, jobs: Sequence[Job], done: Done) -> list[Upload]:
+    def train(self, jobs: Sequence[Job], done: Done) -> list[ClientUpdate]:
         """Train every job's client."""
         waiting = self._queues(jobs)
         busy: list[Slot] = []

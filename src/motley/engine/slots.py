@@ -114,7 +114,7 @@ class Slot:
 
     def _captured(self, job: Job, memory: State) -> dict[int, torch.cuda.CUDAGraph]:
         """Return the graphs for a job's shapes. What warming up did to the weights is overwritten by the next load."""
-        shapes = shapes_of(job.message, memory)
+        shapes = shapes_of(job.broadcast, memory)
         if shapes not in self._captures:
             self.clients.seat(self.learner, job, self.clients.plan(job), memory)
             self._warm_up()

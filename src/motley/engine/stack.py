@@ -31,14 +31,24 @@ from motley.engine.training import Plan, reset
 from motley.engine.weights import TYPES
 from motley.methods.base import Method
 
-HOOKS = ("memory", "begin", "loss", "correct_gradient", "correct_weights", "step", "descend", "reply", "remember")
+HOOKS = (
+    "initial_client_state",
+    "before_training",
+    "loss",
+    "after_backward",
+    "after_step",
+    "step",
+    "descend",
+    "payload",
+    "next_client_state",
+)
 WARM_UP = 3
 """Eager steps before a capture."""
 
 
 def can_stack(clients: Clients, size: str) -> bool:
     """Tell whether clients of a size can train side by side with their method, and gain by it."""
-    method, module = type(clients.method), clients.method.world.split.blueprints[size].module
+    method, module = type(clients.method), clients.method.info.split.blueprints[size].module
     plain = all(getattr(method, hook) is getattr(Method, hook) for hook in HOOKS)
     buffers = any(True for _ in module.buffers())
     slower = clients.device.type == "cpu" and any(isinstance(part, nn.Conv2d) for part in module.modules())
@@ -53,7 +63,7 @@ class Stack:
     def __init__(self, clients: Clients, size: str, width: int) -> None:
         self.clients, self.size, self.width = clients, size, width
         device, training, shape = clients.device, clients.training, clients.data.shape
-        model = clients.method.world.split.build(size).to(device).train()
+        model = clients.method.info.split.build(size).to(device).train()
         unfold_convolutions(model)
         self._answers = vmap(lambda state, images: functional_call(model, state, (images,)), randomness="different")
         self.start: State = {

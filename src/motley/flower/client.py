@@ -113,7 +113,7 @@ def train(node: NodeSettings, content: RecordDict) -> RecordDict:
     upload = client_of(node, about, job.size).train(job, about["forget"])
     if upload is None:
         return answer(job)
-    return answer(job, upload.samples, upload.steps, float(upload.loss), upload.change, upload.message)
+    return answer(job, upload.num_examples, upload.num_steps, float(upload.loss), upload.delta, upload.payload)
 
 
 def collect(node: NodeSettings, content: RecordDict) -> RecordDict:

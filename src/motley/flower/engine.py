@@ -18,8 +18,9 @@ from flwr.serverapp import Grid
 
 from motley.config import Config
 from motley.core.errors import MotleyError
+from motley.core.update import ClientUpdate
 from motley.data import Dataset
-from motley.engine.base import Done, Failure, Job, Upload
+from motley.engine.base import Done, Failure, Job
 from motley.flower.answers import Answers
 from motley.flower.arrays import pack, size_in_bytes, unpack
 from motley.flower.failures import is_nodes_own, told
@@ -112,13 +113,13 @@ class FlowerEngine:
         self.nodes, self.grid, self.answers, self.settings = nodes, nodes.grid, nodes.answers, nodes.settings
         self._forget: dict[int, int] = {}
 
-    def train(self, jobs: Sequence[Job], done: Done) -> Sequence[Upload | Failure]:
+    def train(self, jobs: Sequence[Job], done: Done) -> Sequence[ClientUpdate | Failure]:
         """Send every job to its client's node; return what comes back in time, in the order of clients."""
-        answers: list[Upload | Failure] = []
+        answers: list[ClientUpdate | Failure] = []
         for job, answer in self._ask(jobs, MessageType.TRAIN):
-            if isinstance(answer, Upload) and answer.samples and not answer.steps:
+            if isinstance(answer, ClientUpdate) and answer.num_examples and not answer.num_steps:
                 answer = Failure(job.client, "it claims to have trained in no steps.")
-            if isinstance(answer, Failure) or answer.samples:
+            if isinstance(answer, Failure) or answer.num_examples:
                 answers.append(answer)
             done(job.client)
         return sorted(answers, key=lambda answer: answer.client)
@@ -126,9 +127,9 @@ class FlowerEngine:
     def collect(self, jobs: Sequence[Job]) -> list[Collection]:
         """Ask every job's client for a collection; clients that do not answer are left out."""
         collections = [
-            Collection(job.client, answer.samples, answer.message, job.size, job.round_number)
+            Collection(job.client, answer.num_examples, answer.payload, job.size, job.round_number)
             for job, answer in self._ask(jobs, COLLECT)
-            if isinstance(answer, Upload) and answer.samples
+            if isinstance(answer, ClientUpdate) and answer.num_examples
         ]
         return sorted(collections, key=lambda collection: collection.client)
 
@@ -139,7 +140,7 @@ class FlowerEngine:
         """Tell each node with its next job which memories are no longer needed."""
         self._forget = rounds
 
-    def _ask(self, jobs: Sequence[Job], kind: str) -> Iterator[tuple[Job, Upload | Failure]]:
+    def _ask(self, jobs: Sequence[Job], kind: str) -> Iterator[tuple[Job, ClientUpdate | Failure]]:
         """Send jobs out, and return each with its answer as it comes, or with the reason why there is none."""
         found = self.nodes.find([job.client for job in jobs])
         for job in jobs:
@@ -166,14 +167,14 @@ class FlowerEngine:
             round=job.round_number,
             client=job.client,
             size=job.size,
-            remembers=-1 if job.remembers is None else job.remembers,
+            client_state_round=-1 if job.client_state_round is None else job.client_state_round,
             forget=self._forget.get(job.client, 0),
             collection=job.collection,
         )
-        content = RecordDict({"job": about, "arrays": pack(state=job.state, message=job.message)})
+        content = RecordDict({"job": about, "arrays": pack(state=job.state, message=job.broadcast)})
         return Message(content, node, kind, ttl=self.settings.timeout_s + GRACE_S, group_id=str(job.round_number))
 
-    def _answer(self, job: Job, reply: Message) -> Upload | Failure:
+    def _answer(self, job: Job, reply: Message) -> ClientUpdate | Failure:
         """Return the upload in a reply, or what is wrong with it."""
         if reply.has_error():
             return Failure(job.client, f"its node {told(reply.error.reason)}")
@@ -182,7 +183,7 @@ class FlowerEngine:
         except (MotleyError, KeyError, TypeError, ValueError) as error:
             return Failure(job.client, f"its answer was refused: {error}")
 
-    def _upload(self, job: Job, content: RecordDict) -> Upload:
+    def _upload(self, job: Job, content: RecordDict) -> ClientUpdate:
         about: Any = content["upload"]
         arrays: Any = content["arrays"]
         for name, expected in (("client", job.client), ("round", job.round_number)):
@@ -193,7 +194,10 @@ class FlowerEngine:
             raise MotleyError(f"it has {size:.1f} MiB; engine.flower.max_reply_mib = {self.settings.max_reply_mib:g}.")
         samples, steps = number(about, "samples"), number(about, "steps")
         change, message = unpack(arrays, "change"), unpack(arrays, "message")
-        return Upload(job.client, change, message, samples, steps, torch.tensor(float(about["loss"])))
+        loss = torch.tensor(float(about["loss"]))
+        return ClientUpdate(
+            client=job.client, delta=change, payload=message, num_examples=samples, num_steps=steps, loss=loss
+        )
 
 
 def number(record: Any, name: str) -> int:

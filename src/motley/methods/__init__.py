@@ -1,6 +1,6 @@
 """Methods, one file each."""
 
-from motley.methods.base import METHODS, Collection, Method, MethodSettings, World
+from motley.methods.base import METHODS, Collection, FederationInfo, Method, MethodSettings
 from motley.methods.depthfl import DepthFL
 from motley.methods.fedavg import FedAvg
 from motley.methods.feddyn import FedDyn
@@ -32,6 +32,7 @@ __all__ = [
     "FedNova",
     "FedProx",
     "FedSpeed",
+    "FederationInfo",
     "FjORD",
     "HeteroFL",
     "InclusiveFL",
@@ -40,5 +41,4 @@ __all__ = [
     "Moon",
     "Scaffold",
     "ScaleFL",
-    "World",
 ]

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from motley.aggregate.inco import IncoSettings
-from motley.core.async_copy import queued
-from motley.core.merge import Merged, Update, merge
+from motley.core.async_copy import to_device
+from motley.core.merge import Aggregate, merge
 from motley.core.part import State, add_at
 from motley.core.registry import Registry
+from motley.core.update import ClientUpdate
 from motley.models import ImageShape
 from motley.settings import Settings
 from motley.splits.base import Split
@@ -45,7 +46,7 @@ class MethodSettings(Settings):
 
 
 @dataclass(frozen=True)
-class World:
+class FederationInfo:
     """What a method may know of the federation it serves."""
 
     split: Split
@@ -76,7 +77,7 @@ class World:
         """
         count = self._owners[name]
         if isinstance(count, Tensor):
-            count = self._owners[name] = queued(count, torch.device(device))
+            count = self._owners[name] = to_device(count, torch.device(device))
         return count
 
     @cached_property
@@ -111,45 +112,45 @@ class Method:
     Settings: ClassVar[type[MethodSettings]] = MethodSettings
     exchanges_weights: ClassVar[bool] = True
     """False for methods that send logits, prototypes or features only; InCo has nothing to act on there."""
-    #: True for methods whose training depends on `World.rounds`: a run that is extended later then differs from one
-    #: that had all its rounds from the start.
+    #: True for methods whose training depends on `FederationInfo.rounds`: a run that is extended later then differs
+    #: from one that had all its rounds from the start.
     uses_total_rounds: ClassVar[bool] = False
 
-    def __init__(self, settings: MethodSettings, world: World) -> None:
+    def __init__(self, settings: MethodSettings, world: FederationInfo) -> None:
         self.settings = settings
-        self.world = world
+        self.info = world
 
     # ---- server, before training
 
-    def start(self) -> State:
+    def init(self) -> State:
         """Return the method's own server state before the first round (control variates, a feature pool)."""
         return {}
 
-    def message(self, server: State, state: State, round_number: int, client: int) -> State:
+    def broadcast(self, server: State, state: State, round_number: int, client: int) -> State:
         """Return what travels to a client beside its part."""
         return {}
 
     # ---- client
 
-    def memory(self, size: str, received: State) -> State:
+    def initial_client_state(self, size: str, received: State) -> State:
         """Return what a client of this size remembers before its first turn, when it receives this part.
 
         It is kept between rounds where the client trains. Which of the part's names are parameters:
-        `self.world.split.parameters_of(size)`.
+        `self.info.split.parameters_of(size)`.
         """
         return {}
 
-    def begin(self, learner: Learner) -> None:
+    def before_training(self, learner: Learner) -> None:
         """Prepare a turn, once the part, the message and the memory are in place. Not captured."""
 
     def loss(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
         """Return what the client minimises on a batch."""
         return learner.cross_entropy(learner.model(images), labels)
 
-    def correct_gradient(self, learner: Learner) -> None:
+    def after_backward(self, learner: Learner) -> None:
         """Change the gradients before the optimiser's step."""
 
-    def correct_weights(self, learner: Learner) -> None:
+    def after_step(self, learner: Learner) -> None:
         """Change the weights after the optimiser's step."""
 
     def step(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
@@ -161,54 +162,54 @@ class Method:
 
     def descend(self, learner: Learner) -> None:
         """Go where the gradients point: the second half of a step, no hook of its own."""
-        self.correct_gradient(learner)
+        self.after_backward(learner)
         learner.clip_gradient()
         learner.optimizer.step()
-        if type(self).correct_weights is not Method.correct_weights or not learner.publishes:
-            self.correct_weights(learner)
+        if type(self).after_step is not Method.after_step or not learner.publishes:
+            self.after_step(learner)
             learner.publish()
 
-    def reply(self, learner: Learner) -> State:
+    def payload(self, learner: Learner) -> State:
         """Return what travels to the server beside the change, on the learner's device. Not captured."""
         return {}
 
-    def remember(self, learner: Learner) -> State:
+    def next_client_state(self, learner: Learner) -> State:
         """Return the client's memory after its turn. Not captured."""
         return {}
 
     # ---- server, after training
 
-    def aggregate(self, server: State, state: State, updates: Sequence[Update]) -> Merged:
+    def aggregate(self, server: State, state: State, updates: Sequence[ClientUpdate]) -> Aggregate:
         """Return the mean change, before InCo."""
         return merge(state, updates)
 
-    def learn(self, server: State, state: State, updates: Sequence[Update]) -> State:
+    def update(self, server: State, state: State, updates: Sequence[ClientUpdate]) -> State:
         """Return the method's server state after the round. `state` is the global state the clients started from."""
         return server
 
-    def correct(self, server: State, merged: Merged) -> Merged:
+    def adjust_aggregate(self, server: State, merged: Aggregate) -> Aggregate:
         """Return the change after InCo and before it is applied (FedDyn's h). `server` is what `learn` returned."""
         return merged
 
-    def refine(self, server: State, state: State, updates: Sequence[Update]) -> State:
+    def post_process(self, server: State, state: State, updates: Sequence[ClientUpdate]) -> State:
         """Return the new global state after training at the server (distillation)."""
         return state
 
-    def metrics(self, server: State, updates: Sequence[Update]) -> dict[str, Tensor | float]:
+    def metrics(self, server: State, updates: Sequence[ClientUpdate]) -> dict[str, Tensor | float]:
         """Return numbers of the method's own for the round's record. `server` is what `learn` returned.
 
         Here they are what clients reported: each number's mean over those who sent it as `reported/NAME`.
         """
         sent: dict[str, list[Tensor]] = {}
         for update in updates:
-            for name, number in update.message.items():
+            for name, number in update.payload.items():
                 if name.startswith(REPORTED):
                     sent.setdefault(name.removeprefix(REPORTED), []).append(number.float().mean())
         return {name: torch.stack(numbers).mean() for name, numbers in sent.items()}
 
     # ---- a pass over clients that does not train
 
-    def collectors(self, round_number: int) -> Sequence[int]:
+    def collection_clients(self, round_number: int) -> Sequence[int]:
         """Return the clients that are asked for a collection after this round."""
         return ()
 
@@ -216,7 +217,7 @@ class Method:
         """Return a client's answer, from one pass over its data without augmentation."""
         return {}
 
-    def use(self, server: State, state: State, collections: Sequence[Collection]) -> tuple[State, State]:
+    def apply_collection(self, server: State, state: State, collections: Sequence[Collection]) -> tuple[State, State]:
         """Return the method's server state and the global state, with what the clients answered."""
         return server, state
 

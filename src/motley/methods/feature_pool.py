@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from motley.core.merge import Update
 from motley.core.part import State
+from motley.core.update import ClientUpdate
 
 IN, OUT = "features/in", "features/out"
 """What a message and a reply call them."""
@@ -37,11 +37,11 @@ def entries(server: State) -> list[Entry]:
     return sorted(Entry(*map(int, name.split("/")[:2])) for name in server if name.endswith(IN))
 
 
-def collect(server: State, updates: Sequence[Update], most: int, stale: bool) -> State:
+def collect(server: State, updates: Sequence[ClientUpdate], most: int, stale: bool) -> State:
     """Return the pool after a round: the newest features of each client, of at most `most` clients."""
     held = entries(server)
     number = 1 + max((entry.round_number for entry in held), default=0)
-    given = {Entry(number, u.client): u.message for u in updates if IN in u.message and OUT in u.message}
+    given = {Entry(number, u.client): u.payload for u in updates if IN in u.payload and OUT in u.payload}
     if not given:
         return server
     newcomers = {entry.client for entry in given}

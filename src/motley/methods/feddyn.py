@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 import torch
 from pydantic import Field
 
-from motley.core.merge import Merged, Update, add_shares
+from motley.core.merge import Aggregate, add_shares
 from motley.core.part import State
+from motley.core.update import ClientUpdate
 from motley.methods.base import METHODS, Method, MethodSettings
 
 if TYPE_CHECKING:
@@ -44,25 +45,25 @@ class FedDyn(Method):
     Settings = FedDynSettings
     settings: FedDynSettings
 
-    def start(self) -> State:
-        return self.world.split.zeros()
+    def init(self) -> State:
+        return self.info.split.zeros()
 
-    def memory(self, size: str, received: State) -> State:
-        own = self.world.split.parameters_of(size)
+    def initial_client_state(self, size: str, received: State) -> State:
+        own = self.info.split.parameters_of(size)
         return {name: torch.zeros_like(tensor) for name, tensor in received.items() if name in own}
 
-    def correct_gradient(self, learner: Learner) -> None:
+    def after_backward(self, learner: Learner) -> None:
         towards = torch._foreach_sub(learner.anchors, learner.in_order(learner.memory))
         learner.pull(self.settings.alpha, towards)
 
-    def remember(self, learner: Learner) -> State:
+    def next_client_state(self, learner: Learner) -> State:
         changes = torch._foreach_sub(learner.trained, learner.anchors)
         return learner.by_name(torch._foreach_add(learner.in_order(learner.memory), changes))
 
-    def learn(self, server: State, state: State, updates: Sequence[Update]) -> State:
-        return add_shares(server, updates, lambda update: update.change, self.world.owners)
+    def update(self, server: State, state: State, updates: Sequence[ClientUpdate]) -> State:
+        return add_shares(server, updates, lambda update: update.delta, self.info.owners)
 
-    def correct(self, server: State, merged: Merged) -> Merged:
-        own = [name for name in merged.change if name in server]
-        sums = torch._foreach_add([merged.change[name] for name in own], [server[name] for name in own])
-        return merged.with_change({**merged.change, **dict(zip(own, sums, strict=True))})
+    def adjust_aggregate(self, server: State, merged: Aggregate) -> Aggregate:
+        own = [name for name in merged.delta if name in server]
+        sums = torch._foreach_add([merged.delta[name] for name in own], [server[name] for name in own])
+        return merged.with_delta({**merged.delta, **dict(zip(own, sums, strict=True))})

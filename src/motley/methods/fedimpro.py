@@ -23,10 +23,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from motley.core.merge import Update
 from motley.core.part import State
 from motley.core.randomness import torch_seed
-from motley.methods.base import METHODS, REPORTED, Method, MethodSettings, World
+from motley.core.update import ClientUpdate
+from motley.methods.base import METHODS, REPORTED, FederationInfo, Method, MethodSettings
 from motley.methods.class_statistics import Moments, balanced, draw, moments, pooled, repeated
 from motley.methods.levels import Levels
 from motley.models.stages import Chain, chain_of, run
@@ -126,7 +126,7 @@ class FedImpro(Method):
     Settings = FedImproSettings
     settings: FedImproSettings
 
-    def __init__(self, settings: MethodSettings, world: World) -> None:
+    def __init__(self, settings: MethodSettings, world: FederationInfo) -> None:
         super().__init__(settings, world)
         self._levels = Levels(world, self.settings.cut)
         common = self.settings.share == "shape"
@@ -135,31 +135,31 @@ class FedImpro(Method):
 
     # ---- server
 
-    def start(self) -> State:
+    def init(self) -> State:
         own: State = {}
         for size, group in self._groups.items():
-            shape = (self.world.classes, self._levels.shapes[size].numel())
-            with torch_seed(self.world.seed, "features", group):
+            shape = (self.info.classes, self._levels.shapes[size].numel())
+            with torch_seed(self.info.seed, "features", group):
                 own[f"{OWN}{group}/mean"] = torch.rand(shape)
             own[f"{OWN}{group}/spread"] = torch.full(shape, self._spread(INITIAL_DEVIATION))
-        return {**super().start(), **own}
+        return {**super().init(), **own}
 
-    def message(self, server: State, state: State, round_number: int, client: int) -> State:
-        group = self._groups[self.world.size_of(client, round_number)]
+    def broadcast(self, server: State, state: State, round_number: int, client: int) -> State:
+        group = self._groups[self.info.size_of(client, round_number)]
         own = {f"{OWN}{name}": server[f"{OWN}{group}/{name}"] for name in ("mean", "spread")}
-        return {**super().message(server, state, round_number, client), **own}
+        return {**super().broadcast(server, state, round_number, client), **own}
 
-    def learn(self, server: State, state: State, updates: Sequence[Update]) -> State:
+    def update(self, server: State, state: State, updates: Sequence[ClientUpdate]) -> State:
         own = {name: tensor for name, tensor in server.items() if name.startswith(OWN)}
         for group in dict.fromkeys(self._groups[update.size] for update in updates):
-            given = [update.message for update in updates if self._groups[update.size] == group]
+            given = [update.payload for update in updates if self._groups[update.size] == group]
             for name, (value, known) in self._merged(given).items():
                 held = own[f"{OWN}{group}/{name}"]
                 own[f"{OWN}{group}/{name}"] = held + (1 - self.settings.beta_g) * known * (value - held)
-        others = [replace(update, message=_without_own(update.message)) for update in updates]
-        return {**super().learn(_without_own(server), state, others), **own}
+        others = [replace(update, payload=_without_own(update.payload)) for update in updates]
+        return {**super().update(_without_own(server), state, others), **own}
 
-    def metrics(self, server: State, updates: Sequence[Update]) -> dict[str, Tensor | float]:
+    def metrics(self, server: State, updates: Sequence[ClientUpdate]) -> dict[str, Tensor | float]:
         """Return the drawn features' loss and weight, the deviation they are drawn with, and how far apart the means
         are that clients sent: both as root mean squares over classes and values.
         """
@@ -167,7 +167,7 @@ class FedImpro(Method):
         variance = held.clamp_min(0) if self.settings.spread == "variance" else held.square()
         apart = []
         for group in dict.fromkeys(self._groups[update.size] for update in updates):
-            means = [u.message[f"{OWN}mean"] for u in updates if self._groups[u.size] == group]
+            means = [u.payload[f"{OWN}mean"] for u in updates if self._groups[u.size] == group]
             apart.append(torch.stack(means).var(0, correction=0).flatten())
         own = {"deviation": variance.mean().sqrt(), "means_apart": torch.cat(apart).mean().sqrt()}
         return {**super().metrics(server, updates), **own}
@@ -186,13 +186,13 @@ class FedImpro(Method):
 
     # ---- client
 
-    def begin(self, learner: Learner) -> None:
-        super().begin(learner)
+    def before_training(self, learner: Learner) -> None:
+        super().before_training(learner)
         assert learner.job is not None
         epoch = (learner.job.round_number - 1) * learner.training.epochs
         learner.note(WEIGHT, torch.tensor(self.settings.weight_at(epoch)))
         learner.note(DRAWN_LOSS, torch.zeros(()))
-        learner.note(f"{OWN}counts", torch.zeros(self.world.classes))
+        learner.note(f"{OWN}counts", torch.zeros(self.info.classes))
         for name in ("mean", "spread"):
             learner.note(f"{OWN}{name}", learner.message[f"{OWN}{name}"])
 
@@ -212,7 +212,7 @@ class FedImpro(Method):
         self._observe(learner, features.detach().flatten(1).float(), labels)
         return loss
 
-    def reply(self, learner: Learner) -> State:
+    def payload(self, learner: Learner) -> State:
         own = {name: learner.notes[f"{OWN}{name}"].clone() for name in ("mean", "spread")}
         if self.settings.noise:
             own = {name: tensor + self.settings.noise * torch.randn_like(tensor) for name, tensor in own.items()}
@@ -222,14 +222,14 @@ class FedImpro(Method):
         if self.settings.weight:
             sent[DRAWN_LOSS] = learner.notes[DRAWN_LOSS] / max(learner.taken, 1)
             sent[WEIGHT] = learner.notes[WEIGHT].clone()
-        return {**super().reply(learner), **sent}
+        return {**super().payload(learner), **sent}
 
     # ---- what the loss is made of
 
     def _drawn_labels(self, labels: Tensor) -> Tensor:
         count = max(1, round(self.settings.ratio * len(labels)))
         if self.settings.labels == "balanced":
-            return balanced(labels, self.world.classes, count)
+            return balanced(labels, self.info.classes, count)
         return repeated(labels, count)
 
     def _drawn(self, learner: Learner, labels: Tensor, features: Tensor) -> Tensor:
@@ -253,7 +253,7 @@ class FedImpro(Method):
     def _observe(self, learner: Learner, features: Tensor, labels: Tensor) -> None:
         """Let the client's statistics follow a batch (Eq. 6), in place; a deviation takes two examples of a class."""
         mean, spread, counts = (learner.notes[f"{OWN}{name}"] for name in ("mean", "spread", "counts"))
-        batch = moments(features, labels, self.world.classes)
+        batch = moments(features, labels, self.info.classes)
         new = batch.variance if self.settings.spread == "variance" else batch.variance.sqrt()
         if self.settings.deviation_max != "off":
             new = new.clamp_max(self._spread(self.settings.deviation_max))

@@ -27,10 +27,10 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from motley.core.errors import MotleyError
-from motley.core.merge import Update
 from motley.core.part import State
 from motley.core.randomness import generator, torch_seed
-from motley.methods.base import METHODS, REPORTED, Method, MethodSettings, World
+from motley.core.update import ClientUpdate
+from motley.methods.base import METHODS, REPORTED, FederationInfo, Method, MethodSettings
 from motley.methods.feature_pool import IN, OUT, Shapes, collect, draw, entries
 from motley.methods.fedprox import Proximal
 from motley.models.layers import apart
@@ -98,7 +98,7 @@ class FedIN(Method):
     Settings = FedInSettings
     settings: FedInSettings
 
-    def __init__(self, settings: MethodSettings, world: World) -> None:
+    def __init__(self, settings: MethodSettings, world: FederationInfo) -> None:
         super().__init__(settings, world)
         for size, blueprint in world.split.blueprints.items():
             if not intermediate(blueprint.module):
@@ -106,17 +106,17 @@ class FedIN(Method):
 
     # ---- server
 
-    def message(self, server: State, state: State, round_number: int, client: int) -> State:
-        numbers = generator(self.world.seed, "features", round_number, client)
-        shapes = self._travelling(self.world.size_of(client, round_number))
+    def broadcast(self, server: State, state: State, round_number: int, client: int) -> State:
+        numbers = generator(self.info.seed, "features", round_number, client)
+        shapes = self._travelling(self.info.size_of(client, round_number))
         return draw(server, client, shapes, self.settings.samples, numbers)
 
-    def learn(self, server: State, state: State, updates: Sequence[Update]) -> State:
+    def update(self, server: State, state: State, updates: Sequence[ClientUpdate]) -> State:
         return collect(server, updates, self.settings.pool, self.settings.stale)
 
-    def metrics(self, server: State, updates: Sequence[Update]) -> dict[str, Tensor | float]:
+    def metrics(self, server: State, updates: Sequence[ClientUpdate]) -> dict[str, Tensor | float]:
         """Return L_IN, whose features the pool has, and how many megabytes of features were sent for it."""
-        sent = sum(tensor.nbytes for u in updates for name, tensor in u.message.items() if name in (IN, OUT))
+        sent = sum(tensor.nbytes for u in updates for name, tensor in u.payload.items() if name in (IN, OUT))
         own = {"pool": float(len(entries(server))), "feature_mb_up": sent / 1e6}
         return {**super().metrics(server, updates), **(own if self.settings.samples else {})}
 
@@ -127,8 +127,8 @@ class FedIN(Method):
 
     @cached_property
     def _shapes(self) -> dict[str, Shapes]:
-        chains = {size: chain_of(blueprint.module) for size, blueprint in self.world.split.blueprints.items()}
-        image = self.world.image
+        chains = {size: chain_of(blueprint.module) for size, blueprint in self.info.split.blueprints.items()}
+        image = self.info.image
         return {size: (shape_behind(c[:1], image), shape_behind(c[:-1], image)) for size, c in chains.items()}
 
     # ---- client
@@ -198,7 +198,7 @@ class FedIN(Method):
         return loss
 
     @torch.no_grad()
-    def reply(self, learner: Learner) -> State:
+    def payload(self, learner: Learner) -> State:
         if not self.settings.samples:
             return {}
         images = learner.first_images(self.settings.batch or learner.training.batch_size)
@@ -237,12 +237,12 @@ class FedIN(Method):
 
     # ---- features of one length: a fixed random projection for each shape, and back by its transpose
 
-    def begin(self, learner: Learner) -> None:
+    def before_training(self, learner: Learner) -> None:
         learner.note(IN_LOSS, torch.zeros(()))
         if self.settings.projection and IN not in learner.notes:
             for end, shape in zip((IN, OUT), self._own_shapes(learner), strict=True):
                 matrix = torch.empty(self.settings.projection, shape.numel())
-                with torch_seed(self.world.seed, "projection", end, shape.numel()):
+                with torch_seed(self.info.seed, "projection", end, shape.numel()):
                     learner.note(end, nn.init.orthogonal_(matrix))
 
     def _projected(self, learner: Learner, end: str, features: Tensor) -> Tensor:

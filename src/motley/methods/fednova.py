@@ -20,9 +20,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from motley.core.async_copy import sent
-from motley.core.merge import Merged, Update, merge
+from motley.core.async_copy import tensor_on
+from motley.core.merge import Aggregate, merge
 from motley.core.part import State, select
+from motley.core.update import ClientUpdate
 from motley.methods.base import METHODS
 from motley.methods.fedprox import FedProx, FedProxSettings
 
@@ -49,7 +50,7 @@ class FedNova(FedProx):
     Settings = FedNovaSettings
     settings: FedNovaSettings
 
-    def reply(self, learner: Learner) -> State:
+    def payload(self, learner: Learner) -> State:
         assert learner.job is not None
         training, made = learner.training, float(learner.taken)
         if training.optimizer.name == "sgd":
@@ -57,22 +58,22 @@ class FedNova(FedProx):
             made = progress(learner.taken, training.optimizer.momentum, pull)
         return {"progress": torch.full((), made, device=learner.device)}
 
-    def aggregate(self, server: State, state: State, updates: Sequence[Update]) -> Merged:
-        made = torch.stack([update.message["progress"].double().reshape(()) for update in updates])
+    def aggregate(self, server: State, state: State, updates: Sequence[ClientUpdate]) -> Aggregate:
+        made = torch.stack([update.payload["progress"].double().reshape(()) for update in updates])
         most = made.max()
         normalised = {name for name in state if self._normalised(name, state)}
         merged = merge(state, [self._divided(u, a, normalised) for u, a in zip(updates, made / most, strict=True)])
-        counted = sent([u.steps for u in updates], made.dtype, made.device) if self.settings.mu else made
+        counted = tensor_on([u.num_steps for u in updates], made.dtype, made.device) if self.settings.mu else made
         tau = effective(state, updates, counted / most, normalised)
-        return merged.with_change({n: c * tau[n] if n in tau else c for n, c in merged.change.items()})
+        return merged.with_delta({n: c * tau[n] if n in tau else c for n, c in merged.delta.items()})
 
     def _normalised(self, name: str, state: State) -> bool:
-        return name in self.world.split.parameters or (self.settings.scale_buffers and state[name].is_floating_point())
+        return name in self.info.split.parameters or (self.settings.scale_buffers and state[name].is_floating_point())
 
-    def _divided(self, update: Update, a: Tensor, names: set[str]) -> Update:
+    def _divided(self, update: ClientUpdate, a: Tensor, names: set[str]) -> ClientUpdate:
         own = [local for local, piece in update.part.items() if piece.name in names]
-        rates = torch._foreach_div([update.change[local] for local in own], a.float())
-        return replace(update, change={**update.change, **dict(zip(own, rates, strict=True))})
+        rates = torch._foreach_div([update.delta[local] for local in own], a.float())
+        return replace(update, delta={**update.delta, **dict(zip(own, rates, strict=True))})
 
 
 def progress(steps: int, momentum: float, pull: float) -> float:
@@ -87,7 +88,7 @@ def progress(steps: int, momentum: float, pull: float) -> float:
     return distance
 
 
-def effective(state: State, updates: Sequence[Update], made: Tensor, names: set[str]) -> State:
+def effective(state: State, updates: Sequence[ClientUpdate], made: Tensor, names: set[str]) -> State:
     """Return the mean of `made` over owners: a number a name, or one a coordinate of names that come in pieces.
 
     All on the device: a host that read `made` would wait for the round's training.
@@ -97,10 +98,10 @@ def effective(state: State, updates: Sequence[Update], made: Tensor, names: set[
     for update, value in zip(updates, made.float(), strict=True):
         part = {local: piece for local, piece in update.part.items() if piece.name in pieced}
         given = {n: value.expand(select(state[piece.name], piece.index).shape) for n, piece in part.items()}
-        counts.append(replace(update, part=part, change=given))
+        counts.append(replace(update, part=part, delta=given))
     held = [{piece.name for piece in update.part.values()} for update in updates]
     whole = sorted(set().union(*held) & names - pieced)
     weights = [u.weight * (name in own) for name in whole for u, own in zip(updates, held, strict=True)]
-    owned = sent(weights, made.dtype, made.device).reshape(len(whole), len(updates))
+    owned = tensor_on(weights, made.dtype, made.device).reshape(len(whole), len(updates))
     means = ((owned * made).sum(1) / owned.sum(1)).float()
-    return {**dict(zip(whole, means, strict=True)), **merge(state, counts).change}
+    return {**dict(zip(whole, means, strict=True)), **merge(state, counts).delta}

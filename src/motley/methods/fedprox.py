@@ -48,5 +48,5 @@ class FedProx(Method):
     Settings = FedProxSettings
     settings: FedProxSettings
 
-    def correct_gradient(self, learner: Learner) -> None:
+    def after_backward(self, learner: Learner) -> None:
         learner.pull(self.settings.mu, by_norms=self.settings.proximal == "norms")

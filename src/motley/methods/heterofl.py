@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from motley.core.merge import Merged, Update, apply, merge
+from motley.core.merge import Aggregate, apply, merge
 from motley.core.part import State, take
+from motley.core.update import ClientUpdate
 from motley.methods.base import METHODS, Collection, Method, MethodSettings
 
 if TYPE_CHECKING:
@@ -60,39 +61,39 @@ class HeteroFL(Method):
     Settings = HeteroFLSettings
     settings: HeteroFLSettings
 
-    def begin(self, learner: Learner) -> None:
-        learner.note("held", learner.held_classes(self.world.classes))
+    def before_training(self, learner: Learner) -> None:
+        learner.note("held", learner.held_classes(self.info.classes))
 
     def loss(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
         answers = learner.model(images)
         return learner.cross_entropy(answers * learner.notes["held"] if self.settings.masked else answers, labels)
 
-    def reply(self, learner: Learner) -> State:
+    def payload(self, learner: Learner) -> State:
         return {"held": learner.notes["held"].clone()} if self.settings.classifier_rows == "holders" else {}
 
-    def aggregate(self, server: State, state: State, updates: Sequence[Update]) -> Merged:
+    def aggregate(self, server: State, state: State, updates: Sequence[ClientUpdate]) -> Aggregate:
         if self.settings.classifier_rows == "holders":
             updates = [self._own_rows(update) for update in updates]
         return merge(state, updates)
 
-    def _own_rows(self, update: Update) -> Update:
+    def _own_rows(self, update: ClientUpdate) -> ClientUpdate:
         """Return an update in which the rows of classes that its client does not have do not count."""
-        held = (update.message["held"] > 0).float()
-        return replace(update, rows=dict.fromkeys(self._classifier(update.size), held))
+        held = (update.payload["held"] > 0).float()
+        return replace(update, row_weights=dict.fromkeys(self._classifier(update.size), held))
 
     def _classifier(self, size: str) -> list[str]:
-        names = self.world.split.parameters_of(size)
+        names = self.info.split.parameters_of(size)
         return [name for name in names if name.rpartition(".")[0].rpartition(".")[2] in CLASSIFIERS]
 
     # ---- statistics for evaluation
 
-    def collectors(self, round_number: int) -> Sequence[int]:
-        passes = self.settings.statistics == "pass" and self.world.is_evaluated(round_number)
-        return range(len(self.world.sizes)) if passes and self._has_statistics else ()
+    def collection_clients(self, round_number: int) -> Sequence[int]:
+        passes = self.settings.statistics == "pass" and self.info.is_evaluated(round_number)
+        return range(len(self.info.sizes)) if passes and self._has_statistics else ()
 
     @property
     def _has_statistics(self) -> bool:
-        return any(name.endswith("running_mean") for name in self.world.split.frame)
+        return any(name.endswith("running_mean") for name in self.info.split.frame)
 
     def collect(self, learner: Learner, batches: Iterable[tuple[Tensor, Tensor]]) -> State:
         """Return the mean over batches, by their number of examples, of every batch norm's mean and variance.
@@ -118,13 +119,13 @@ class HeteroFL(Method):
                 norm.momentum = momentum
         return {name: tensor.clone() for name, tensor in kept.items()} if seen else {}
 
-    def use(self, server: State, state: State, collections: Sequence[Collection]) -> tuple[State, State]:
+    def apply_collection(self, server: State, state: State, collections: Sequence[Collection]) -> tuple[State, State]:
         updates = [self._statistics(state, collection) for collection in collections if collection.values]
         return server, apply(state, merge(state, updates), ())
 
-    def _statistics(self, state: State, collection: Collection) -> Update:
-        whole = self.world.split.evaluated(collection.size, collection.round_number)
+    def _statistics(self, state: State, collection: Collection) -> ClientUpdate:
+        whole = self.info.split.evaluated(collection.size, collection.round_number)
         part = {name: whole[name] for name in collection.values}
         before = take(state, part)
         change = {name: value - before[name] for name, value in collection.values.items()}
-        return Update(collection.client, part, change, weight=float(collection.samples))
+        return ClientUpdate(client=collection.client, part=part, delta=change, weight=float(collection.samples))

@@ -20,8 +20,9 @@ from dataclasses import replace
 import torch
 from pydantic import Field
 
-from motley.core.merge import Merged, Update, merge
+from motley.core.merge import Aggregate, merge
 from motley.core.part import State
+from motley.core.update import ClientUpdate
 from motley.methods.base import METHODS, Method, MethodSettings
 from motley.splits.inclusive import Inclusive
 
@@ -43,23 +44,23 @@ class InclusiveFL(Method):
     Settings = InclusiveFLSettings
     settings: InclusiveFLSettings
 
-    def aggregate(self, server: State, state: State, updates: Sequence[Update]) -> Merged:
-        merged, split = merge(state, updates), self.world.split
+    def aggregate(self, server: State, state: State, updates: Sequence[ClientUpdate]) -> Aggregate:
+        merged, split = merge(state, updates), self.info.split
         if not isinstance(split, Inclusive) or not self.settings.beta:
             return merged
-        change = dict(merged.change)
+        change = dict(merged.delta)
         for size, larger in zip(split.by_depth, split.by_depth[1:], strict=False):
             means = self._mean_of(state, [update for update in updates if update.size == larger])
             for name, sources in split.taught_by(size, larger).items():
-                if name in merged.change and all(source in means for source in sources):
+                if name in merged.delta and all(source in means for source in sources):
                     taught = torch.stack([means[source] for source in sources]).mean(0)
-                    change[name] = torch.lerp(merged.change[name], taught, self.settings.beta)
-        return merged.with_change(change)
+                    change[name] = torch.lerp(merged.delta[name], taught, self.settings.beta)
+        return merged.with_delta(change)
 
-    def _mean_of(self, state: State, updates: Sequence[Update]) -> State:
+    def _mean_of(self, state: State, updates: Sequence[ClientUpdate]) -> State:
         """Return the mean change of one size's clients alone, under its own names."""
         own = [
             replace(update, part={local: replace(p, name=local) for local, p in update.part.items()})
             for update in updates
         ]
-        return merge(state, own).change
+        return merge(state, own).delta

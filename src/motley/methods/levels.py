@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from motley.core.errors import MotleyError, unknown
-from motley.methods.base import World
+from motley.methods.base import FederationInfo
 from motley.models.stages import Chain, chain_of, shape_behind
 
 
 class Levels:
     """One cut for every size: behind a named stage, or in the middle of the shortest model of the size's family."""
 
-    def __init__(self, world: World, cut: str) -> None:
+    def __init__(self, world: FederationInfo, cut: str) -> None:
         self._blueprints = world.split.blueprints
         self._chains = {size: chain_of(blueprint.module) for size, blueprint in self._blueprints.items()}
         self._stages = {size: self._low_stages(size, cut or self._middle(size)) for size in self._chains}

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from motley.core.part import State
-from motley.methods.base import METHODS, Method, MethodSettings, World
+from motley.methods.base import METHODS, FederationInfo, Method, MethodSettings
 from motley.models.projection import representation_and_answer
 from motley.models.stages import chain_of
 
@@ -45,12 +45,12 @@ class Moon(Method):
     Settings = MoonSettings
     settings: MoonSettings
 
-    def __init__(self, settings: MethodSettings, world: World) -> None:
+    def __init__(self, settings: MethodSettings, world: FederationInfo) -> None:
         super().__init__(settings, world)
         for blueprint in world.split.blueprints.values():
             chain_of(blueprint.module)
 
-    def memory(self, size: str, received: State) -> State:
+    def initial_client_state(self, size: str, received: State) -> State:
         return received
 
     def loss(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Moon(Method):
         contrast = F.softplus((far - near) / self.settings.temperature).mean()
         return learner.cross_entropy(answer, labels) + self.settings.mu * contrast
 
-    def remember(self, learner: Learner) -> State:
+    def next_client_state(self, learner: Learner) -> State:
         return {name: tensor.detach() for name, tensor in learner.tensors.items()}
 
 

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from motley.core.merge import Update, add_shares
+from motley.core.merge import add_shares
 from motley.core.part import State, take
 from motley.core.randomness import key
+from motley.core.update import ClientUpdate
 from motley.methods.base import METHODS, Method, MethodSettings
 
 if TYPE_CHECKING:
@@ -49,32 +50,32 @@ class Scaffold(Method):
     Settings = ScaffoldSettings
     settings: ScaffoldSettings
 
-    def start(self) -> State:
+    def init(self) -> State:
         return self._initial
 
     @cached_property
     def _initial(self) -> State:
-        split = self.world.split
+        split = self.info.split
         if self.settings.initial == "zeros":
             return split.zeros()
-        drawn = split.initial(key(self.world.seed, "control variates"))
+        drawn = split.initial(key(self.info.seed, "control variates"))
         return {name: tensor for name, tensor in drawn.items() if name in split.parameters}
 
-    def message(self, server: State, state: State, round_number: int, client: int) -> State:
-        part = self.world.split.part(self.world.size_of(client, round_number), round_number, client)
+    def broadcast(self, server: State, state: State, round_number: int, client: int) -> State:
+        part = self.info.split.part(self.info.size_of(client, round_number), round_number, client)
         return take(server, {name: piece for name, piece in part.items() if piece.name in server})
 
-    def memory(self, size: str, received: State) -> State:
-        part = self.world.split.part(size)
+    def initial_client_state(self, size: str, received: State) -> State:
+        part = self.info.split.part(size)
         return take(self._initial, {name: piece for name, piece in part.items() if piece.name in self._initial})
 
-    def begin(self, learner: Learner) -> None:
+    def before_training(self, learner: Learner) -> None:
         """Put lr (c - c_i), which every step takes away, in the place of c."""
         drift = learner.in_order(learner.message)
         torch._foreach_sub_(drift, learner.in_order(learner.memory))
         torch._foreach_mul_(drift, learner.lr)
 
-    def correct_weights(self, learner: Learner) -> None:
+    def after_step(self, learner: Learner) -> None:
         torch._foreach_sub_(learner.trained, learner.in_order(learner.message))
 
     def _control(self, learner: Learner) -> tuple[Tensor, ...]:
@@ -85,11 +86,11 @@ class Scaffold(Method):
         torch._foreach_div_(control, learner.lr)
         return control
 
-    def reply(self, learner: Learner) -> State:
+    def payload(self, learner: Learner) -> State:
         return learner.by_name(torch._foreach_sub(self._control(learner), learner.in_order(learner.memory)))
 
-    def remember(self, learner: Learner) -> State:
+    def next_client_state(self, learner: Learner) -> State:
         return learner.by_name(self._control(learner))
 
-    def learn(self, server: State, state: State, updates: Sequence[Update]) -> State:
-        return add_shares(server, updates, lambda update: update.message, self.world.owners)
+    def update(self, server: State, state: State, updates: Sequence[ClientUpdate]) -> State:
+        return add_shares(server, updates, lambda update: update.payload, self.info.owners)

@@ -54,7 +54,7 @@ class ScaleFL(Method):
             return learner.cross_entropy(last, labels)
         exits = len(early) + 1
         teacher = last.detach() if self.settings.teacher == "detached" else last
-        begun = (learner.round > self.settings.begin * self.world.rounds).float()
+        begun = (learner.round > self.settings.begin * self.info.rounds).float()
         total = exits * learner.cross_entropy(last, labels)
         for number, answer in enumerate(early, 1):
             taught = self.settings.gamma * begun * self._divergence(teacher, answer)

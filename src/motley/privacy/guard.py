@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from motley.config import Config
     from motley.splits import Split
 
-LEAKS = ("reply", "aggregate", "learn", "refine", "collectors", "collect", "use")
+LEAKS = ("payload", "aggregate", "update", "post_process", "collection_clients", "collect", "apply_collection")
 """Hooks of a method that send more than the change, or make more of it than its mean over owners."""
 
 
