@@ -27,7 +27,7 @@ from torch import Tensor
 
 from motley.aggregate.admit import blemish, misfit, unusable
 from motley.aggregate.averaging import average
-from motley.aggregate.inco import Coefficients, inco
+from motley.aggregate.inco import Coefficients, IncoSettings, inco
 from motley.aggregate.noise import perturbed
 from motley.aggregate.recalibration import check_report, check_settings, pool
 from motley.aggregate.server_optim import optimize
@@ -41,7 +41,7 @@ from motley.assembly import (
     size_in_bytes,
     uses_fused_kernels,
 )
-from motley.config import Config
+from motley.config import Config, RecalibrationSettings
 from motley.core.async_copy import AsyncCopy
 from motley.core.errors import MotleyError
 from motley.core.merge import Aggregate, apply
@@ -137,7 +137,7 @@ class Federation:
             self.partition = deal(config, self.dataset, partition)
         if config.method.inco.active and not self.split.cross_layers:
             raise MotleyError(
-                f"method.inco.preset = {config.method.inco.preset!r}: {', '.join(config.model.sizes)} have no layers "
+                f"method.inco.variant = {config.method.inco.variant!r}: {', '.join(config.model.sizes)} have no layers "
                 "of one shape behind each other, so there is nothing to mix."
             )
         self.sizes = self._within_budgets(train) if config.federation.budgets else assign_sizes(config)
@@ -388,7 +388,7 @@ class Federation:
     def mix(self, merged: Aggregate, record: Record) -> Aggregate:
         """Apply InCo to the mean change, and note its coefficients."""
         settings = self.config.method.inco
-        if not settings.active:
+        if not isinstance(settings, IncoSettings):
             return merged
         change, coefficients = inco(merged.delta, self.split.cross_layers, settings, merged.covered)
         if coefficients:
@@ -428,10 +428,10 @@ class Federation:
 
     def recalibrate(self, server: Server, record: Record) -> Server:
         """Replace the running statistics of the evaluated model by those of the clients' data (server.statistics)."""
-        number, settings = record.round_number, self.config.server
-        if not self.is_recalibrated(number):
+        number, settings = record.round_number, self.config.server.statistics
+        if not isinstance(settings, RecalibrationSettings) or not self.is_recalibrated(number):
             return server
-        clients = record.clients if settings.statistics_clients == "round" else range(len(self.sizes))
+        clients = record.clients if settings.clients == "round" else range(len(self.sizes))
         with record.timed("collect"):
             jobs = []
             for client in clients:
@@ -453,12 +453,12 @@ class Federation:
 
     def is_recalibrated(self, round_number: int) -> bool:
         """Tell whether running statistics are recalibrated after a round."""
-        settings = self.config.server
-        if settings.statistics != "recalibrate":
+        settings = self.config.server.statistics
+        if not isinstance(settings, RecalibrationSettings):
             return False
-        if settings.statistics_every == 0:
+        if settings.every == 0:
             return self.method.info.is_evaluated(round_number)
-        return round_number % settings.statistics_every == 0 or round_number == self.config.training.rounds
+        return round_number % settings.every == 0 or round_number == self.config.training.rounds
 
     def collected(
         self, jobs: Sequence[Job], reason: Callable[[Collection], str | None], record: Record

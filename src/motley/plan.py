@@ -105,8 +105,7 @@ def cost_of(split: Split, size: str, shape: ImageShape, training: TrainingSettin
             loss.backward()
     weights = _bytes(model.parameters())
     whole = weights + _bytes(model.buffers())
-    moments = {"adam": 2, "adamw": 2}.get(training.optimizer.name, int(training.optimizer.momentum > 0))
-    fixed = 2 * whole + moments * weights + images.nbytes
+    fixed = 2 * whole + training.optimizer.moments * weights + images.nbytes
     parameters = sum(parameter.numel() for parameter in model.parameters())
     sent, _ = encoded(model.state_dict(), {}, upload)
     return Cost(parameters, counter.get_total_flops(), activations, fixed + live.peak, whole + _bytes(sent.values()))

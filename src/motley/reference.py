@@ -17,10 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from motley.config import Config
-from motley.data import PARTITIONS
-from motley.methods import METHODS
-from motley.settings import Limit
-from motley.splits import SPLITS
+from motley.settings import Choice, Limit, RegistryChoice, TableOf, table_of
 
 _TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "text"}
 _LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -59,71 +56,62 @@ class Section:
 
 def sections() -> list[Section]:
     """Return all settings: table by table, and after each the additional keys of its choices."""
-    found = list(_tables(Config, ""))
-    found += _choices("data.partition", "data.partition.name", [(entry.name, entry.item) for entry in PARTITIONS])
-    found += _choices("split", "split.name", [(entry.name, entry.item.Settings) for entry in SPLITS])
-    found += _choices("method", "method.name", [(entry.name, entry.item.Settings) for entry in METHODS])
-    return [section for section in found if section.settings or section.description]
+    all_sections = list(_tables(TableOf(Config), ""))
+    return [section for section in all_sections if section.settings or section.description]
 
 
-def _tables(cls: type[BaseModel], prefix: str) -> Iterator[Section]:
-    """Yield the keys of a settings class, then its tables."""
-    plain = {name: field for name, field in cls.model_fields.items() if _model(field) is None}
+def _tables(table: TableOf, prefix: str) -> Iterator[Section]:
+    """Yield the keys of a table, then the keys of its choices, then the tables inside it."""
     title = f"[{prefix[:-1]}]" if prefix else "Top level"
-    if plain:
-        yield Section(title, _first_paragraph(cls), tuple(_setting(prefix, *item) for item in plain.items()))
-    for name, field in cls.model_fields.items():
-        inner = _model(field)
+    settings = []
+    for name, field in table.cls.model_fields.items():
+        if table_of(field) is None:
+            settings.append(describe(prefix, name, field, table.choice))
+    if settings:
+        yield Section(title, first_paragraph(table.cls), tuple(settings))
+    if table.choice is not None:
+        yield from _choices(table.cls, prefix[:-1], table.choice)
+    for name, field in table.cls.model_fields.items():
+        inner = table_of(field)
         if inner is not None:
             yield from _tables(inner, f"{prefix}{name}.")
 
 
-def _choices(prefix: str, chooser: str, classes: Iterable[tuple[str, type[BaseModel]]]) -> Iterator[Section]:
-    """Yield, for each class that a key chooses, the settings that only this choice has or that it changes.
+def _choices(base: type[BaseModel], prefix: str, choice: Choice) -> Iterator[Section]:
+    """Yield the settings that only some choices have, or that they change.
 
-    Choices with the same additional settings share one section.
+    Choices with the same settings share a section.
     """
     members: dict[tuple[Setting, ...], list[str]] = {}
     combined: list[Section] = []
-    for name, cls in classes:
-        base = _base(cls)
-        if len(cls.__bases__) > 1:  # FedImpro on top of another method: no need to repeat what both have
+    for name, cls in choice.classes.items():
+        if len(cls.__bases__) > 1:  # FedImpro on top of another method: no need to repeat the settings of both
             parents = [parent for parent in cls.__bases__ if issubclass(parent, BaseModel)]
             both = " and ".join(f"`{parent.model_fields['name'].default}`" for parent in parents)
-            combined.append(Section(f'[{prefix}], if {chooser} = "{name}"', f"The settings of {both}.", ()))
+            title = f'[{prefix}], if {prefix}.{choice.key} = "{name}"'
+            combined.append(Section(title, f"The settings of {both}.", ()))
             continue
-        own = []
+        settings = []
         for key, field in cls.model_fields.items():
-            if key != "name" and _model(field) is None and _differs(base.model_fields.get(key), field):
-                own.append(_setting(f"{prefix}.", key, field))
-        members.setdefault(tuple(own), []).append(name)
-    for settings, names in members.items():
+            if key != choice.key and table_of(field) is None and _differs(base.model_fields.get(key), field):
+                settings.append(describe(f"{prefix}.", key, field))
+        members.setdefault(tuple(settings), []).append(name)
+    for same, names in members.items():
         quoted = " or ".join(f'"{name}"' for name in names)
-        if settings:
-            yield Section(f"[{prefix}], if {chooser} = {quoted}", "", settings)
+        if same:
+            yield Section(f"[{prefix}], if {prefix}.{choice.key} = {quoted}", "", same)
     yield from combined
-
-
-def _base(cls: type[BaseModel]) -> type[BaseModel]:
-    """Return the settings class whose keys all choices share: the last one before `Settings` itself."""
-    family = [ancestor for ancestor in cls.__mro__ if issubclass(ancestor, BaseModel)]
-    names = [ancestor.__name__ for ancestor in family]
-    return family[names.index("Settings") - 1]
 
 
 def _differs(base: FieldInfo | None, field: FieldInfo) -> bool:
     return base is None or (base.default, base.description) != (field.default, field.description)
 
 
-def _model(field: FieldInfo) -> type[BaseModel] | None:
-    annotation = field.annotation
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return None
-
-
-def _setting(prefix: str, name: str, field: FieldInfo) -> Setting:
+def describe(prefix: str, name: str, field: FieldInfo, choice: Choice | None = None) -> Setting:
+    """Return what is known of a key; `choice` is that of its table."""
     kind, allowed = _type(field.annotation)
+    if choice is not None and name == choice.key and not isinstance(choice, RegistryChoice):
+        allowed = ", ".join(json.dumps(option) for option in choice.classes)
     limits = _limits(field.metadata)
     return Setting(
         key=f"{prefix}{name}",
@@ -188,7 +176,8 @@ def _resolved(key: str) -> str:
     return "" if value is None else json.dumps(value)
 
 
-def _first_paragraph(cls: type[BaseModel]) -> str:
+def first_paragraph(cls: type[BaseModel]) -> str:
+    """Return the first paragraph of a class's documentation, on one line."""
     return " ".join((cls.__doc__ or "").split("\n\n")[0].split())
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from motley.core.errors import MotleyError
 from motley.data.device import DRAWS
 from motley.data.partition import Partition
-from motley.engine.training import OptimizerSettings, Plan, TrainingSettings, make_plan
+from motley.engine.training import OPTIMIZERS, AdamSettings, Plan, SGDSettings, TrainingSettings, make_plan
 from motley.federation import Federation
 from motley.round import Record
 from tests.conftest import tiny_config
@@ -215,7 +215,7 @@ def test_one_example_more_or_less(engine: str, norm: str, steps: dict[int, int])
 
 
 def test_the_learning_rate_of_a_round() -> None:
-    training = TrainingSettings(lr_decay=0.5, optimizer=OptimizerSettings(lr=0.8))
+    training = TrainingSettings(lr_decay=0.5, optimizer=AdamSettings(lr=0.8))
     assert [training.lr(number) for number in (1, 2, 4)] == [0.8, 0.4, 0.1]
     assert TrainingSettings().lr(500) == TrainingSettings().optimizer.lr
 
@@ -229,7 +229,7 @@ def test_the_learning_rate_of_a_round() -> None:
     ],
 )
 def test_optimisers(settings: dict[str, Any], kind: type) -> None:
-    optimizer = OptimizerSettings(lr=0.3, **settings).build(nn.Linear(2, 2).parameters(), torch.device("cpu"))
+    optimizer = OPTIMIZERS.validate({"lr": 0.3, **settings}).build(nn.Linear(2, 2).parameters(), torch.device("cpu"))
     assert type(optimizer) is kind
     group = optimizer.param_groups[0]
     assert group["lr"] == 0.3
@@ -237,9 +237,8 @@ def test_optimisers(settings: dict[str, Any], kind: type) -> None:
     assert group.get("momentum", 0) == settings.get("momentum", 0)
 
 
-def test_momentum_is_for_sgd() -> None:
-    with pytest.raises(ValueError, match="momentum"):
-        OptimizerSettings(name="adam", momentum=0.9)
+def test_a_parameter_costs_an_optimiser_as_many_tensors_as_it_keeps() -> None:
+    assert [AdamSettings().moments, SGDSettings().moments, SGDSettings(momentum=0.9).moments] == [2, 0, 1]
 
 
 def test_the_learning_rate_drops_after_the_rounds_named() -> None:

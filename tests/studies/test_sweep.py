@@ -57,7 +57,7 @@ def test_what_only_the_user_can_give_is_asked_for(shared_data: Path) -> None:
 def test_a_setting_that_cannot_work_is_told_with_its_line(sweep: Path) -> None:
     sweep.write_text(sweep.read_text().replace('against = "HeteroAvg"', "set.method.mu = 1.0"))
     (reason,) = [reason for reason, names in missing(cells(sweep)).items() if names == ["InCoAvg"]]
-    assert "unknown key 'mu'" in reason
+    assert "method.mu = 1.0: has no effect with method.name = 'fedavg'" in reason
 
 
 def test_cells_that_ask_for_one_run_share_it(sweep: Path) -> None:

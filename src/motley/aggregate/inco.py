@@ -10,36 +10,48 @@ paper and its released code differ: each difference is a setting.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from pydantic import model_validator
 from torch import Tensor
 
 from motley.core.part import State
 from motley.models import CrossLayer
-from motley.settings import Limit, Positive, Settings
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "off": {},
-    "official": {},
-    "paper": {"granularity": "tensor", "sign": "minus", "theta_max": "off", "element_max": "off", "epsilon": 1e-30},
-}
-"""What each preset changes; the fields' defaults are what the authors' released code does ("official").
-"paper" is Algorithm 1 to the letter: no clamps, no epsilon (1e-30 only keeps 0/0 away), and raw products. For line 8
-takes alpha and beta from Theorem 3.1, whose g carry no prime, though line 7 has just defined normalised g'; and Section
-5.4 explains a falling beta by shrinking gradients, which a cosine would not show. `products = "normalized"` is the
-reading by the order of lines 7 and 8: there line 9 is an exact projection.
-"""
+from motley.settings import Choice, Limit, Positive, Settings
 
 
-class IncoSettings(Settings):
-    """InCo Aggregation on top of the method: a preset, and the values that differ from it."""
+class IncoOff(Settings):
+    """InCo Aggregation on top of the method. The keys below are for every variant but "off"."""
 
-    preset: Literal["off", "paper", "official"] = "off"
+    lasting = ()
+
+    variant: Literal["off", "paper", "official"] = "off"
     """off, or InCo as the paper describes it (paper) or as its authors released it (official). The other keys override
-    the preset, and are ignored with "off".
+    the variant's values.
     """
+
+    @property
+    def active(self) -> bool:
+        """Whether InCo changes anything."""
+        return self.variant != "off"
+
+
+class IncoSettings(IncoOff):
+    """A variant of InCo, and the values that differ from it.
+
+    The fields' defaults are what the authors' released code does ("official"). "paper" is Algorithm 1 to the
+    letter: no clamps, no epsilon (1e-30 only avoids 0/0), and raw products. The products are raw because line 8 takes
+    alpha and beta from Theorem 3.1, whose g carry no prime, though line 7 has just defined normalised g'; and because
+    Section 5.4 explains a falling beta by shrinking gradients, which a cosine would not show. `products = "normalized"`
+    is the reading by the order of lines 7 and 8: there line 9 is an exact projection.
+    """
+
+    variants: ClassVar[dict[str, dict[str, Any]]] = {
+        "official": {},
+        "paper": {"granularity": "tensor", "sign": "minus", "theta_max": "off", "element_max": "off", "epsilon": 1e-30},
+    }
+
+    variant: Literal["paper", "official"] = "official"
     granularity: Literal["kernel", "tensor"] = "kernel"
     """kernel: one theta per (out, in) kernel of a 4-D weight, and one per tensor of any other weight. tensor: one per
     tensor throughout.
@@ -63,16 +75,8 @@ class IncoSettings(Settings):
     epsilon: Positive = 1e-7
     """Added to alpha and to both norms before dividing by them."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_preset(cls, values: Any) -> Any:
-        preset = values.get("preset") if isinstance(values, Mapping) else None
-        return {**PRESETS[preset], **values} if isinstance(preset, str) and preset in PRESETS else values
 
-    @property
-    def active(self) -> bool:
-        """Whether `inco` does anything."""
-        return self.preset != "off"
+INCO = Choice("off", {"off": IncoOff, "paper": IncoSettings, "official": IncoSettings}, key="variant")
 
 
 class Coefficients(NamedTuple):
@@ -97,7 +101,7 @@ def inco(
     kernels (where theta is one a tensor: the coordinates) that are covered in both source and target.
     """
     refined, coefficients = dict(change), {}
-    for alike in _alike(change, pairs, covered or {}).values() if settings.active else ():
+    for alike in _alike(change, pairs, covered or {}).values():
         deep, shallow = (torch.stack([change[getattr(pair, end)] for pair, _ in alike]) for end in ("target", "source"))
         held = torch.stack([mask for _, mask in alike if mask is not None]) if alike[0][1] is not None else None
         mixed, values = _refine(deep, shallow, held, settings)

@@ -1,9 +1,9 @@
 """Recalibrated BatchNorm statistics: the running statistics of the evaluated model, computed from all clients' data.
 
 A round averages the running statistics of a few clients, whose labels are skewed and whose weights are not those of the
-merged model. Recalibration (`server.statistics = "recalibrate"`) replaces the result. Every client gets its part of the
-model that will be evaluated, passes its examples through it once, without augmentation and in single precision, and
-reports per BatchNorm layer and channel
+merged model. Recalibration (`server.statistics.name = "recalibrate"`) replaces the result. Every client gets its
+part of the model that will be evaluated, passes its examples through it once, without augmentation and in single
+precision, and reports per BatchNorm layer and channel
 
     n = number of the layer's inputs,    s = sum of the inputs,    q = sum of their squares.
 
@@ -194,21 +194,21 @@ def check_report(model: State, part: Part, moments: State) -> None:
 
 def check_settings(config: Config, split: Split) -> None:
     """Refuse recalibration if there are no statistics to recalibrate, or if the method computes its own."""
-    if config.server.statistics != "recalibrate":
+    if config.server.statistics.name != "recalibrate":
         return
-    setting = "server.statistics = 'recalibrate'"
+    setting = "server.statistics.name = 'recalibrate'"
     if config.split.normalization_statistics == "batch":
         raise MotleyError(
             f"{setting}: with split.normalization_statistics = 'batch' there are no running statistics to recalibrate. "
-            "Use split.normalization_statistics = 'per-size' or 'shared', or server.statistics = 'averaged'."
+            "Use split.normalization_statistics = 'per-size' or 'shared', or server.statistics.name = 'averaged'."
         )
     if not any(norms_of(blueprint.module) for blueprint in split.blueprints.values()):
         raise MotleyError(
             f"{setting}: {', '.join(split.sizes)} have no BatchNorm layers with running statistics, so there is "
-            "nothing to recalibrate. Use server.statistics = 'averaged'."
+            "nothing to recalibrate. Use server.statistics.name = 'averaged'."
         )
     if getattr(config.method, "statistics", "") == "pass":
         raise MotleyError(
             f"{setting}: method.statistics = 'pass' already replaces the statistics before each evaluation, by the "
-            "method's own formula. Use method.statistics = 'running', or server.statistics = 'averaged'."
+            "method's own formula. Use method.statistics = 'running', or server.statistics.name = 'averaged'."
         )

@@ -14,59 +14,85 @@ Parameters only; buffers keep their plain mean.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Collection
+from typing import Annotated, Literal, TypeAlias
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from motley.core.merge import Aggregate
 from motley.core.part import State
-from motley.settings import Settings
+from motley.settings import Choice, Settings
 
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
 
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "momentum": {},
-    "adam": {"lr": 0.01},
-    "yogi": {"lr": 0.01},
-    "adagrad": {"lr": 0.1, "beta1": 0.0, "tau": 0.01},
-}
-"""What each optimiser changes in the fields' defaults: for the adaptive ones, the paper's choice for CIFAR-10."""
-
 
 class ServerOptimizerSettings(Settings):
-    """The server's optimiser, which takes the averaged delta as its gradient. Defaults depend on the optimiser."""
+    """The server's optimiser, which takes the averaged delta as its gradient. Without one, the delta is the step."""
 
-    name: Literal["none", "momentum", "adam", "yogi", "adagrad"] = "none"
+    lasting = ()
+
+    name: str = "none"
     """The server's optimiser. momentum is FedAvgM; adam, yogi and adagrad are FedAdam, FedYogi and FedAdagrad."""
+
+
+class MomentumSettings(ServerOptimizerSettings):
+    """FedAvgM."""
+
+    name: Literal["momentum"] = "momentum"
     lr: float = Field(default=1.0, gt=0)
-    """Learning rate of the server's optimiser. Its default depends on the optimiser, as those of beta1 and tau do."""
+    """Learning rate of the server's optimiser."""
+    beta1: Decay = 0.9
+    """Momentum."""
+    nesterov: bool = False
+    """Nesterov momentum, as in Hsu et al."""
+
+
+class AdaptiveSettings(ServerOptimizerSettings):
+    """The adaptive optimisers. Defaults are the paper's choices for CIFAR-10."""
+
+    lr: float = Field(default=0.01, gt=0)
+    """Learning rate of the server's optimiser."""
     beta1: Decay = 0.9
     """Decay of the first moment."""
-    beta2: Decay = 0.99
-    """Decay of the second moment (adam, yogi)."""
     tau: float = Field(default=1e-3, gt=0)
-    """Added to the square root of the second moment (adam, yogi, adagrad)."""
+    """Added to the square root of the second moment."""
     initial: Literal["tau-squared", "zero"] = "tau-squared"
     """Initial value of the second moment: tau squared, as in the paper, or zero, as in many implementations."""
-    nesterov: bool = False
-    """Nesterov momentum (momentum only), as in Hsu et al."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_name(cls, values: Any) -> Any:
-        name = values.get("name") if isinstance(values, Mapping) else None
-        return {**OPTIMIZERS[name], **values} if isinstance(name, str) and name in OPTIMIZERS else values
 
-    @model_validator(mode="after")
-    def _nesterov_is_for_momentum(self) -> ServerOptimizerSettings:
-        if self.nesterov and self.name != "momentum":
-            raise ValueError(f"nesterov = true is for optimizer.name = 'momentum', not {self.name!r}")
-        return self
+class AdagradSettings(AdaptiveSettings):
+    """FedAdagrad."""
+
+    name: Literal["adagrad"] = "adagrad"
+    lr: float = Field(default=0.1, gt=0)
+    """Learning rate of the server's optimiser."""
+    beta1: Decay = 0.0
+    """Decay of the first moment."""
+    tau: float = Field(default=0.01, gt=0)
+    """Added to the square root of the second moment."""
+
+
+class AdamSettings(AdaptiveSettings):
+    """FedAdam, and FedYogi, which has the same settings."""
+
+    name: Literal["adam", "yogi"] = "adam"
+    beta2: Decay = 0.99
+    """Decay of the second moment."""
+
+
+SERVER_OPTIMIZERS = Choice(
+    "none",
+    {
+        "none": ServerOptimizerSettings,
+        "momentum": MomentumSettings,
+        "adam": AdamSettings,
+        "yogi": AdamSettings,
+        "adagrad": AdagradSettings,
+    },
+)
 
 
 def optimize(
@@ -77,9 +103,12 @@ def optimize(
         return moments, merged
     names = [name for name in merged.delta if name in parameters]
     gradients = [merged.delta[name] for name in names]
-    rule = _momentum if settings.name == "momentum" else _adaptive
     before = {kind: _moments(moments, kind, names, gradients, settings) for kind in _kinds(settings)}
-    steps, after = rule(gradients, before, settings)
+    if isinstance(settings, MomentumSettings):
+        steps, after = _momentum(gradients, before, settings)
+    else:
+        assert isinstance(settings, AdaptiveSettings)
+        steps, after = _adaptive(gradients, before, settings)
     kept = dict(moments)
     for kind, tensors in after.items():
         for name, new, old in zip(names, tensors, before[kind], strict=True):
@@ -96,13 +125,15 @@ def _moments(
     moments: State, kind: str, names: list[str], like: list[Tensor], settings: ServerOptimizerSettings
 ) -> list[Tensor]:
     """Return the moments of names; those that nobody held so far are new."""
-    start = settings.tau**2 if kind == "second" and settings.initial == "tau-squared" else 0.0
+    start = 0.0
+    if kind == "second" and isinstance(settings, AdaptiveSettings) and settings.initial == "tau-squared":
+        start = settings.tau**2
     found = [moments.get(f"{kind}/{name}") for name in names]
     return [torch.full_like(t, start) if m is None else m for m, t in zip(found, like, strict=True)]
 
 
 def _momentum(
-    gradients: list[Tensor], moments: dict[str, list[Tensor]], settings: ServerOptimizerSettings
+    gradients: list[Tensor], moments: dict[str, list[Tensor]], settings: MomentumSettings
 ) -> tuple[Tensors, dict[str, Tensors]]:
     first = torch._foreach_add(torch._foreach_mul(moments["first"], settings.beta1), gradients)
     ahead = torch._foreach_add(gradients, first, alpha=settings.beta1) if settings.nesterov else first
@@ -110,7 +141,7 @@ def _momentum(
 
 
 def _adaptive(
-    gradients: list[Tensor], moments: dict[str, list[Tensor]], settings: ServerOptimizerSettings
+    gradients: list[Tensor], moments: dict[str, list[Tensor]], settings: AdaptiveSettings
 ) -> tuple[Tensors, dict[str, Tensors]]:
     first = torch._foreach_mul(moments["first"], settings.beta1)
     torch._foreach_add_(first, gradients, alpha=1 - settings.beta1)
@@ -122,9 +153,9 @@ def _adaptive(
     return steps, {"first": first, "second": second}
 
 
-def _second(second: list[Tensor], squares: Tensors, settings: ServerOptimizerSettings) -> Tensors:
+def _second(second: list[Tensor], squares: Tensors, settings: AdaptiveSettings) -> Tensors:
     """Return the second moment after a round."""
-    if settings.name == "adagrad":
+    if not isinstance(settings, AdamSettings):
         return torch._foreach_add(second, squares)
     if settings.name == "yogi":
         signs = torch._foreach_sign(torch._foreach_sub(second, squares))

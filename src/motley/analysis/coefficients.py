@@ -24,7 +24,7 @@ def coefficients(paths: Sequence[Path]) -> Findings:
             for layer, values in line.get("inco", {}).items()
         ]
         if not own:
-            raise MotleyError(f"{path} has no coefficients: it ran without InCo (method.inco.preset).")
+            raise MotleyError(f"{path} has no coefficients: it ran without InCo (method.inco.variant).")
         rows += own
     figure = new_figure(5 * len(DRAWN), 3.5 * len(paths))
     for line, path in zip(figure.subplots(len(paths), len(DRAWN), squeeze=False), paths, strict=True):

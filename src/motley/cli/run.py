@@ -21,7 +21,11 @@ def run(
     engine: str = typer.Option("", help="Run clients with another engine: local, debug or flower-simulation."),
     out: Path | None = typer.Option(None, help="The run's folder; by default the next free one under runs/."),
 ) -> None:
-    """Train a federation from one TOML file, a preset, or the defaults."""
+    """Train a federation from one TOML file, a preset, or the defaults.
+
+    `motley config` with the same file, preset and overrides prints all settings that the run would have, with their
+    documentation. `motley list settings` prints all settings that exist.
+    """
     chosen = [f"engine.name={engine}"] if engine else []
     config = load_config(file, preset=preset, overrides=[*set_, *chosen])
     stem = config.preset or f"{config.data.name}-{config.method.name}"

@@ -49,7 +49,7 @@ def _fingerprint(folder: RunFolder) -> str | None:
 
 def title(config: Config) -> str:
     """Return the data and the method of a run in a few words."""
-    inco = f" + InCo ({config.method.inco.preset})" if config.method.inco.active else ""
+    inco = f" + InCo ({config.method.inco.variant})" if config.method.inco.active else ""
     return f"{config.data.name}, {config.method.name}{inco}"
 
 
@@ -164,7 +164,7 @@ def as_plain(folder: RunFolder, *, with_fingerprint: bool = True) -> dict[str, A
         "run": str(folder.path),
         "data": config.data.name,
         "method": config.method.name,
-        "inco": inco.preset if inco.active else None,
+        "inco": inco.variant if inco.active else None,
         "split": config.split.name,
         "preset": config.preset or None,
         "seed": config.seed,

@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -22,7 +22,7 @@ from pydantic import Field
 from motley.core.errors import MotleyError
 from motley.core.randomness import generator
 from motley.core.registry import Registry
-from motley.settings import Settings
+from motley.settings import NamesFile, Settings
 
 TRIES = 50
 DRAWS = 20_000_000
@@ -73,7 +73,9 @@ class Partition:
 class PartitionSettings(Settings):
     """Which samples of a labelled data set each client holds."""
 
-    name: str
+    lasting = ()
+
+    name: str = "dirichlet"
     """How samples are dealt to clients (`motley list partitions`)."""
 
     @abstractmethod
@@ -282,7 +284,7 @@ class FromFile(PartitionSettings):
     """
 
     name: Literal["file"] = "file"
-    path: Path
+    path: Annotated[Path, NamesFile()]
     """The .json or .npz file with one list of sample indices per client."""
     allow_shared: bool = False
     """Allow two clients to hold the same sample. One client never holds a sample twice."""

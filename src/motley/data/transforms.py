@@ -5,6 +5,7 @@ Pixels are scaled to [0, 1] first; `mean` and `std` then normalise. Augmentation
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -15,9 +16,11 @@ from motley.settings import Settings
 
 
 class TransformSettings(Settings):
-    """Resizing, normalisation and augmentation of images. Missing keys take the values of the preset."""
+    """Resizing, normalisation and augmentation of images. Missing keys take the values of the variant."""
 
-    preset: str = "plain"
+    lasting = ()
+
+    variant: str = "plain"
     """plain, or a paper's transform for this data set: inco, inco-vit, fedimpro. The other keys of the table override
     it.
     """
@@ -57,7 +60,8 @@ _CIFAR = {"mean": [0.4914, 0.4822, 0.4465], "std": [0.2470, 0.2435, 0.2616], "cr
 _HALF = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}
 _VIT = {"resize": 224, "resized_crop": True, "flip": True, **_HALF}
 
-PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+#: Variant -> data set -> the values that the variant gives to other keys.
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {"digits": {"resize": 16}},
     "inco": {"cifar10": {**_CIFAR, "cutout": 16}, "fashion-mnist": {"resize": 32}},
     "inco-vit": {"cifar10": _VIT, "fashion-mnist": {"resize": 224}},
@@ -65,15 +69,15 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def fill_preset(given: dict[str, Any], data_name: str) -> dict[str, Any]:
-    """Return the transform's values: those of its preset for this data set, under what the user gave."""
-    preset = str(given.get("preset", "plain"))
-    if preset not in PRESETS:
-        raise MotleyError(f"data.transform.preset: {unknown('transform', preset, PRESETS)}")
-    for_data = PRESETS[preset]
-    if preset != "plain" and data_name not in for_data:
+def variants_for(data_name: str, transform: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the values of every variant for a data set. A transform whose variant has none for it is an error."""
+    variant = str(transform.get("variant", "plain"))
+    if variant not in VARIANTS:
+        raise MotleyError(f"data.transform.variant: {unknown('transform', variant, VARIANTS)}")
+    data_sets = VARIANTS[variant]
+    if variant != "plain" and data_name not in data_sets:
         raise MotleyError(
-            f"data.transform.preset = {preset!r}: is defined for {', '.join(sorted(for_data))}, not for {data_name!r}. "
-            "Use data.transform.preset = 'plain', which is defined for every data set."
+            f"data.transform.variant = {variant!r}: is defined for {', '.join(sorted(data_sets))}, not for "
+            f"{data_name!r}. Use data.transform.variant = 'plain', which is defined for every data set."
         )
-    return {**for_data.get(data_name, {}), **given}
+    return {name: values.get(data_name, {}) for name, values in VARIANTS.items()}

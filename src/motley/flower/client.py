@@ -126,10 +126,10 @@ def collect(node: NodeSettings, content: RecordDict) -> RecordDict:
     client = client_of(node, about, job.size)
     if client.config.privacy.active:
         raise NodeError("refused-by-node", "the job asks for a collection, but runs with [privacy] have none.")
-    if job.collection == "statistics" and client.config.server.statistics != "recalibrate":
+    if job.collection == "statistics" and client.config.server.statistics.name != "recalibrate":
         raise NodeError(
             "refused-by-node",
-            "the job asks for BatchNorm statistics; the run has server.statistics = 'averaged'.",
+            "the job asks for BatchNorm statistics; the run has server.statistics.name = 'averaged'.",
         )
     collection = client.collect(job)
     if collection is None:

@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
+from pydantic import SerializeAsAny
 from torch import Tensor
 
-from motley.aggregate.inco import IncoSettings
+from motley.aggregate.inco import INCO, IncoOff
 from motley.core.async_copy import to_device
 from motley.core.merge import Aggregate, merge
 from motley.core.part import State, add_at
@@ -40,9 +41,11 @@ class MethodSettings(Settings):
     A method with settings of its own derives its class from this one.
     """
 
+    lasting = ("inco",)
+
     name: str = "fedavg"
     """The method (`motley list methods`). The papers' names, such as InCoProx, are accepted too."""
-    inco: IncoSettings = IncoSettings()
+    inco: Annotated[SerializeAsAny[IncoOff], INCO] = IncoOff()
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,10 @@ class FedNova(FedProx):
     def payload(self, learner: Learner) -> State:
         assert learner.job is not None
         training, made = learner.training, float(learner.taken)
-        if training.optimizer.name == "sgd":
+        momentum = training.optimizer.sgd_momentum
+        if momentum is not None:  # with other optimisers, every step counts alike
             pull = self.settings.mu * training.lr(learner.job.round_number)
-            made = progress(learner.taken, training.optimizer.momentum, pull)
+            made = progress(learner.taken, momentum, pull)
         return {"progress": torch.full((), made, device=learner.device)}
 
     def aggregate(self, server: State, state: State, updates: Sequence[ClientUpdate]) -> Aggregate:

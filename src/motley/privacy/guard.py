@@ -90,10 +90,10 @@ def refuse_leaks(config: Config, split: Split, method: Method) -> None:
             f"method.name = {config.method.name!r}: {on} guards changes that are averaged, and this method does more "
             f"with clients than that ({', '.join(hooks)}). Use a method that does not, such as 'fedavg' or 'fedprox'."
         )
-    if config.server.statistics == "recalibrate":
+    if config.server.statistics.name == "recalibrate":
         raise MotleyError(
-            f"server.statistics = 'recalibrate': {on} guards changes, and the sums of activations that clients would "
-            "report are neither clipped nor noised. Use server.statistics = 'averaged'."
+            f"server.statistics.name = 'recalibrate': {on} guards changes, and the sums of activations that clients "
+            "would report are neither clipped nor noised. Use server.statistics.name = 'averaged'."
         )
     if buffers := sorted(name for name in split.frame if name not in split.parameters):
         statistics = config.split.normalization_statistics

@@ -316,7 +316,7 @@ def _shown(value: Any) -> str:
 
 def method_title(config: Config) -> str:
     """Return a run's method, and its InCo."""
-    inco = f" + InCo ({config.method.inco.preset})" if config.method.inco.active else ""
+    inco = f" + InCo ({config.method.inco.variant})" if config.method.inco.active else ""
     return config.method.name + inco
 
 

@@ -44,6 +44,12 @@ RENAMED: dict[str, Rename] = {
     "model.resnet.taps": Rename("model.resnet.trim_dead_taps", {"all": False, "effective": True}),
     "split.answer": Rename("split.output"),
     "run.keep": Rename("run.keep_checkpoints"),
+    "data.transform.preset": Rename("data.transform.variant"),
+    "method.preset": Rename("method.variant"),
+    "method.inco.preset": Rename("method.inco.variant"),
+    "server.statistics": Rename("server.statistics.name"),
+    "server.statistics_every": Rename("server.statistics.every"),
+    "server.statistics_clients": Rename("server.statistics.clients"),
 }
 
 
@@ -89,9 +95,10 @@ def _get(values: Mapping[str, Any], key: str) -> Any:
 
 
 def _has(values: Mapping[str, Any], key: str) -> bool:
+    """Tell whether a key has a value. A table does not count: server.statistics was a text, and is a table now."""
     *path, name = key.split(".")
     *_, table = _tables(values, path)
-    return isinstance(table, Mapping) and name in table
+    return isinstance(table, Mapping) and name in table and not isinstance(table[name], Mapping)
 
 
 def _pop(values: dict[str, Any], key: str) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from motley.core.errors import MotleyError, unknown
-from motley.methods.base import METHODS
+from motley.methods import METHODS
 from motley.splits import SPLITS
 
 Table = Mapping[str, Any]
@@ -21,17 +21,17 @@ Table = Mapping[str, Any]
 PREFIXES: dict[str, tuple[str, dict[str, Any]]] = {
     "Fed": (
         "nothing shared between sizes: the baselines of InCo's preprint",
-        {"split.name": "grouped", "method.inco.preset": "off"},
+        {"split.name": "grouped", "method.inco.variant": "off"},
     ),
     "Hetero": (
         "layer by layer over all sizes: the baselines of the InCo paper",
-        {"split.name": "depth", "method.inco.preset": "off"},
+        {"split.name": "depth", "method.inco.variant": "off"},
     ),
     "InCo": (
-        'layer by layer, with InCo; method.inco.preset = "paper" may be set beside it',
+        'layer by layer, with InCo; method.inco.variant = "paper" may be set beside it',
         {
             "split.name": "depth",
-            "method.inco.preset": "official",
+            "method.inco.variant": "official",
             "method.inco.normalize": True,
             "method.inco.optimize": True,
         },
@@ -108,7 +108,7 @@ SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
 _FEDIN = {
     "method.name": "fedin",
     "split.name": "depth",
-    "method.inco.preset": "off",
+    "method.inco.variant": "off",
     "method.mu": 0.1,
     "method.samples": 1,
     "method.combine": "simplified",
@@ -119,7 +119,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "FedIN (+Noise)": ("its version with noise on features", {**_FEDIN, "method.noise": 0.8}),
     "FedIN w/o IN": ("its ablation without features", {**_FEDIN, "method.samples": 0}),
     "FedIN w/o Prox": ("its ablation without the proximal term", {**_FEDIN, "method.mu": 0.0}),
-    "FedImpro": ("over whatever split is set", {"method.name": "fedimpro", "method.inco.preset": "off"}),
+    "FedImpro": ("over whatever split is set", {"method.name": "fedimpro", "method.inco.variant": "off"}),
     "FedIN w/o Opt": ("its ablation that adds both gradients up", {**_FEDIN, "method.combine": "sum"}),
 }
 """Names of single methods and their variants, by the papers that have them."""
@@ -145,9 +145,9 @@ def spelled_out(values: Table, below: Table) -> Table:
     if name not in NAMES:
         raise MotleyError("method.name: " + unknown("method", name, (entry.name for entry in METHODS), also=NAMES))
     meaning = dict(NAMES[name])
-    under = _get(below, "method.inco.preset")
-    if meaning.get("method.inco.preset", "off") != "off" and under not in (None, "off"):
-        meaning["method.inco.preset"] = under
+    under = _get(below, "method.inco.variant")
+    if meaning.get("method.inco.variant", "off") != "off" and under not in (None, "off"):
+        meaning["method.inco.variant"] = under
     values = _with(values, "method.name", meaning.pop("method.name"))
     for key, value in meaning.items():
         given = _get(values, key)
@@ -164,7 +164,7 @@ def spelled_out(values: Table, below: Table) -> Table:
 def _agree(key: str, given: Any, meant: Any) -> bool:
     if key == "split.name":
         return given not in SPLITS or SPLITS.entry(given).name == meant  # what is no split is refused later
-    if key == "method.inco.preset":
+    if key == "method.inco.variant":
         return (given == "off") == (meant == "off")
     return bool(given == meant)
 
