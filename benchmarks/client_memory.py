@@ -60,14 +60,14 @@ def store(file: Path | None) -> None:
     import torch
     from report import machine, report
 
-    from motley.bench import stand_in
+    from motley.bench import synthetic_dataset
     from motley.config import load_config
     from motley.engine import LocalEngine
     from motley.federation import Federation
 
     config = load_config(preset=PRESET, overrides=["method.name=HeteroScaffold", "engine.device=cpu"])
     with tempfile.TemporaryDirectory() as folder:
-        federation = Federation(config, dataset=stand_in("cifar10"), memory_folder=Path(folder))
+        federation = Federation(config, dataset=synthetic_dataset("cifar10"), memory_folder=Path(folder))
         assert isinstance(federation.engine, LocalEngine)
         kept, server, filed = federation.engine.clients.memory, federation.start(), 0
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -203,7 +203,7 @@ def answer(folder: Path, began: float) -> None:
         lap(what)
         peaks.append(resident("VmHWM") - before)
         assert not reply.has_error(), reply.error
-        assert reply.content["upload"]["steps"] == STEPS
+        assert reply.content["update"]["num_steps"] == STEPS
         del message, reply
     print(json.dumps({"peaks": peaks, "seconds": seconds}))
 
@@ -215,7 +215,7 @@ def read_message(folder: Path) -> Any:
     about = json.loads((folder / "about.json").read_text())
     content = (folder / "state.safetensors").read_bytes()
     arrays = ArrayRecord({"state": Array("uint8", (len(content),), "safetensors", content)})
-    job = ConfigRecord({**about, "round": 1, "client": 0, "remembers": -1, "forget": 0})
+    job = ConfigRecord({**about, "round": 1, "client": 0, "client_state_round": -1, "forget": 0})
     message = Message(RecordDict({"job": job, "arrays": arrays}), 1, "train")
     message.metadata.__dict__["_message_id"] = "message-1"
     return message

@@ -18,9 +18,9 @@ from torch import nn
 from motley.core.part import State, take
 from motley.data.device import DeviceData
 from motley.engine.device import place
+from motley.engine.fused import apply_kernels
 from motley.engine.weights import TYPES, lower
 from motley.federation import Federation
-from motley.models.layers import use_fused
 from motley.runs.checkpoint import checkpoints, read_checkpoint
 from motley.runs.folder import RunFolder
 
@@ -52,7 +52,7 @@ def evaluate(federation: Federation, state: State, data: DeviceData, precision: 
         model.load_state_dict(take(state, federation.split.part(size)))
         lower(model, precision)
         if precision != "fp32" and federation.device.type == "cuda":
-            use_fused(model)
+            apply_kernels(model)
         scores[size] = accuracy(model, data, TYPES.get(precision, torch.float32))
     scores["mean"] = sum(scores.values()) / len(scores)
     return scores

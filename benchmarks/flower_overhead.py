@@ -34,7 +34,7 @@ from motley.deploy.folder import DeploySettings, create
 from motley.flower.simulation import simulate
 from motley.runs.checkpoint import fingerprint, load_checkpoint
 from motley.runs.metrics import MetricsLog
-from motley.runs.play import begin
+from motley.runs.run import start_run
 
 STOP_S = 30.0
 
@@ -60,7 +60,7 @@ def federation(epochs: int, rounds: int, engine: str) -> Config:
 
 def in_process(folder: Path, epochs: int, rounds: int) -> Path:
     """Play on the local engine."""
-    begin(federation(epochs, rounds, "local"), folder / "run")
+    start_run(federation(epochs, rounds, "local"), folder / "run")
     return folder / "run"
 
 

@@ -15,9 +15,9 @@ import torch
 from report import arguments, machine, report
 from torch.nn import functional as F
 
+from motley.engine.fused import apply_kernels
 from motley.engine.weights import Weights
 from motley.models import MODELS, ImageShape
-from motley.models.layers import use_fused
 from motley.models.resnet import ResNetSettings
 
 LENGTHS = (128, 127, 101, 64, 37, 5)
@@ -28,7 +28,7 @@ def main() -> None:
     options = arguments(__doc__).parse_args()
     model = MODELS["resnet18"].build(ResNetSettings(stem="cifar"), ImageShape(3, 32, 32), 10)
     model = model.cuda().to(memory_format=torch.channels_last)
-    use_fused(model)
+    apply_kernels(model)
     weights = Weights(model, "fp16")
 
     def seconds(length: int) -> float:

@@ -36,7 +36,7 @@ from motley.data import Dataset, Examples
 from motley.engine.learner import Learner
 from motley.federation import Federation
 from motley.methods import METHODS, Method
-from motley.runs.play import KeepCheckpoints
+from motley.runs.callbacks import SaveCheckpoints
 
 LIMIT = 8 * 2**30
 """Bytes of address space a federation may use."""
@@ -137,7 +137,7 @@ def measure(clients: int, method: str, rounds: int) -> dict[str, Any]:
         for number in range(100):
             federation.sample(number)
         sampling = (time.perf_counter() - begin) / 100
-        keeper = KeepCheckpoints(Path(folder) / "checkpoints", every=1, keep=2)
+        keeper = SaveCheckpoints(Path(folder) / "checkpoints", every=1, keep=2)
         server = federation.start()
         keeper.on_start(federation, server)
         playing, saving, peaks = [], [], []

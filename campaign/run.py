@@ -28,7 +28,7 @@ from typing import Any
 from motley.config import parse_overrides
 from motley.runs.folder import RunFolder
 from motley.studies.declaration import load_study
-from motley.studies.sweep import Planned, plan
+from motley.studies.sweep import PlannedRun, plan_cells
 
 #: Rounds between two sets of InCo coefficients that are kept: every round of every layer would be megabytes.
 COEFFICIENTS_EVERY = 10
@@ -44,7 +44,7 @@ class Task:
     method: str
     data: str
     case: str
-    run: Planned
+    run: PlannedRun
     result: Path
 
     @property
@@ -70,10 +70,10 @@ def read_queue(queue: Path, results: Path) -> Iterator[Task]:
         asked = parser.parse_args(shlex.split(line))
         study = load_study(asked.study)
         overrides = parse_overrides(asked.set)
-        cells = plan(study, "full", data=asked.data, cases=asked.case, methods=asked.method, overrides=overrides)
+        cells = plan_cells(study, "full", data=asked.data, cases=asked.case, methods=asked.method, overrides=overrides)
         for cell in cells:
             if cell.missing:
-                reasons = " ".join(lack.reason for lack in cell.missing)
+                reasons = " ".join(entry.reason for entry in cell.missing)
                 raise SystemExit(f"{line}: {cell.method} cannot run here: {reasons}")
             for run in cell.runs:
                 if asked.seed and run.seed not in asked.seed:

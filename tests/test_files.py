@@ -1,4 +1,4 @@
-"""Output files and folders: whole or not at all, followed through links, and refused before anything is computed."""
+"""Output files and folders: written completely or not at all, and checked before a computation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_file_is_replaced_only_at_the_end(tmp_path: Path) -> None:
         file.write(b"new")
         assert path.read_text() == "old"
     assert path.read_text() == "new"
-    assert [found.name for found in tmp_path.iterdir()] == ["x"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
 
 
 def test_a_failure_leaves_the_old_content_and_nothing_else(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_a_failure_leaves_the_old_content_and_nothing_else(tmp_path: Path) -> No
         file.write(b"new")
         raise ZeroDivisionError
     assert path.read_text() == "old"
-    assert [found.name for found in tmp_path.iterdir()] == ["x"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
 
 
 def test_a_link_is_followed(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_device_is_written_to_and_stays_a_device() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
-def test_a_full_device_is_an_error_and_stays_a_device() -> None:
+def test_a_full_device_raises_an_error_and_stays_a_device() -> None:
     with pytest.raises(MotleyError, match="/dev/full: cannot be written: No space left on device"):
         write_atomically(Path("/dev/full"), b"too much")
     assert is_stream(Path("/dev/full"))
@@ -79,16 +79,16 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
         ("file/x", "cannot be written: there is no folder"),
     ],
 )
-def test_a_path_that_cannot_be_written_is_refused_before_the_block(tmp_path: Path, name: str, said: str) -> None:
+def test_a_path_that_cannot_be_written_is_rejected_before_the_block(tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     with pytest.raises(MotleyError) as raised, output_file(tmp_path / name):
         pytest.fail("the block was entered")
     assert str(raised.value).startswith(f"{tmp_path / name}: ") and said in str(raised.value)
-    assert sorted(found.name for found in tmp_path.iterdir()) == ["file", "folder"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "folder"]
 
 
-def test_a_folder_is_made_and_removed_again_if_nothing_was_written(tmp_path: Path) -> None:
+def test_a_folder_is_created_and_removed_again_if_nothing_was_written(tmp_path: Path) -> None:
     with output_folder(tmp_path / "a" / "b") as folder:
         assert folder.is_dir() and not list(folder.iterdir())
     assert folder.is_dir()
@@ -102,19 +102,19 @@ def test_a_folder_is_made_and_removed_again_if_nothing_was_written(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])
-def test_a_folder_that_is_a_file_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_folder_that_is_a_file_is_rejected(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(MotleyError, match="file"), output_folder(tmp_path / name):
         pytest.fail("the block was entered")
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc is a folder in which nothing can be made")
-def test_a_folder_that_cannot_be_made_is_refused() -> None:
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, in which no folder can be created")
+def test_a_folder_that_cannot_be_created_is_rejected() -> None:
     with pytest.raises(MotleyError, match="/proc/nothing: cannot be written: "), output_folder(Path("/proc/nothing")):
         pytest.fail("the block was entered")
 
 
-def test_a_new_folder_is_checked_without_being_made(tmp_path: Path) -> None:
+def test_a_new_folder_is_checked_without_being_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     check_new_folder(tmp_path / "a" / "b")
     assert not (tmp_path / "a").exists()

@@ -1,4 +1,4 @@
-"""Settings that no machine has the memory for, and data sets, models and files that are not what is expected."""
+"""Settings that need too much memory, and data sets, models and files of the wrong kind."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ CPU = torch.device("cpu")
         ("training.epochs=1e13", r"round 1: training with batches of 32: there is not enough memory"),
     ],
 )
-def test_what_no_machine_can_hold_is_refused_by_its_setting(override: str, said: str) -> None:
+def test_a_setting_that_needs_too_much_memory_is_named(override: str, said: str) -> None:
     with pytest.raises(MotleyError, match=said):
         federation = Federation(tiny_config(override))
         federation.play(federation.start())
 
 
-def test_a_plan_of_something_too_large_is_refused() -> None:
+def test_a_plan_that_is_too_large_is_rejected() -> None:
     with pytest.raises(MotleyError, match=r"'resnet10' with training\.batch_size = 100000000000000000: there is not"):
         costs_in(tiny_config("training.batch_size=100000000000000000"))
 
@@ -71,7 +71,7 @@ def test_only_failed_allocations_are_turned_into_messages() -> None:
     assert not is_out_of_memory(ValueError("out of memory"))
 
 
-def test_what_fits_is_let_through() -> None:
+def test_sizes_that_fit_are_accepted() -> None:
     memory = memory_of(CPU)
     assert memory is not None and memory > 2**28
     check_fits("half of it", memory // 2, CPU)

@@ -25,7 +25,7 @@ from motley.config import Config
 from motley.federation import Federation
 from motley.round import Server
 from motley.runs.checkpoint import fingerprint
-from motley.runs.play import begin, resume
+from motley.runs.run import resume_run, start_run
 from tests.conftest import tiny_config
 
 RECORDED = Path(__file__).with_name("pinned.json")
@@ -178,9 +178,9 @@ def test_a_federation_ends_where_it_ended(case: str, recorded: dict[str, Any]) -
 def test_resumed_halves_end_there_too(case: str, recorded: dict[str, Any], tmp_path: Path) -> None:
     config = config_of(case)
     half = config.model_copy(update={"training": config.training.model_copy(update={"rounds": 1})})
-    begin(half, tmp_path / "run")
+    start_run(half, tmp_path / "run")
     (tmp_path / "run" / "config.toml").write_text(config.to_toml(), encoding="utf-8")
-    _, server = resume(tmp_path / "run")
+    _, server = resume_run(tmp_path / "run")
     if machine() == recorded["machine"]:
         assert hash_of(server) == recorded["cases"][case]["hash"]
     assert server.round_number == 2

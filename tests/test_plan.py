@@ -119,9 +119,11 @@ def test_costs_by_hand() -> None:
     assert cost.traffic == 2 * 4 * cost.parameters
     half = costs_in(tiny_config(*tiny, "uplink.dtype=fp16"))["mlp1"]
     assert half.traffic == (4 + 2) * cost.parameters
-    assert 2 * 4 * cost.parameters < cost.memory < 20 * 4 * cost.parameters
+    assert cost.exchange_memory == 5 * 4 * cost.parameters
+    assert 3 * 4 * cost.parameters < cost.step_memory < 20 * 4 * cost.parameters
+    assert cost.memory == max(cost.step_memory, cost.exchange_memory)
     adam = costs_in(tiny_config(*tiny))["mlp1"]
-    assert adam.memory - cost.memory == 2 * 4 * cost.parameters
+    assert adam.step_memory - cost.step_memory == 2 * 4 * cost.parameters
     double = costs_in(tiny_config(*tiny, "training.batch_size=8"))["mlp1"]
     assert double.activations > 1.8 * cost.activations and double.parameters == cost.parameters
 
@@ -214,7 +216,7 @@ def test_numbers_are_clients_in_any_order() -> None:
 
 @pytest.mark.parametrize("first", ["client", "size"])
 def test_no_number_is_cut_at_80_columns(first: str) -> None:
-    wide = Cost(117_452_362, int(123.4e9), int(5_836.2e6), int(13_378.2e6), int(1_139.73e6))
+    wide = Cost(117_452_362, int(123.4e9), int(5_836.2e6), int(13_378.2e6), 0, int(1_139.73e6))
     rows = [("watch-of-a-long-name", "resnet26-w0.125", wide), ("laptop", "none fits", None)]
     console = Console(width=80, file=StringIO())
     with console.capture() as captured:

@@ -16,7 +16,7 @@ from motley.data import Dataset, Examples
 from motley.engine.learner import Learner
 from motley.federation import Federation, size_in_bytes
 from motley.methods import METHODS, Method
-from motley.runs.play import KeepCheckpoints
+from motley.runs.callbacks import SaveCheckpoints
 
 CLIENTS, A_ROUND = 10_000, 200
 MEBIBYTE = 2**20
@@ -70,7 +70,7 @@ def checkpoint_bytes(folder: Path, data: Dataset, method: str, clients: int) -> 
     """Play one round with the same clients, however many there are, and return what its checkpoint weighs."""
     federation = Federation(config(method, clients), dataset=data, memory_folder=folder / "clients")
     federation.sample = lambda number, attempt=0: list(range(A_ROUND))  # type: ignore[method-assign]
-    keeper = KeepCheckpoints(folder / "checkpoints", every=1, keep=1)
+    keeper = SaveCheckpoints(folder / "checkpoints", every=1, keep=1)
     keeper.on_start(federation, federation.start())
     keeper.on_round(*federation.play(federation.start()))
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -25,7 +25,7 @@ from motley.limits import allocating, check_fits
 from motley.methods import METHODS, FederationInfo, Method
 from motley.models import MODELS, ImageShape
 from motley.models.projection import with_projection
-from motley.privacy import Guard, refuse_leaks
+from motley.privacy import DPMechanism, refuse_leaks
 from motley.splits import SPLITS, Split
 
 
@@ -99,7 +99,7 @@ def build_method(
     )
     method = METHODS[config.method.name](config.method, world)
     refuse_states_of_other_parts(config, split, method)
-    refuse_leaks(config, split, method)
+    refuse_leaks(config.privacy, split, method, statistics=config.server.statistics.name, dynamic_sizes=dynamic)
     return method
 
 
@@ -144,11 +144,12 @@ def build_clients(
         partition,
         config.training,
         precision=config.engine.precision,
-        fused=uses_fused_kernels(config),
+        kernels=chosen_kernels(config),
+        compiled=compiles(config),
         seed=config.seed,
         memory=_store(config, folder, [data.device for data in copies]),
         elsewhere=copies[1:],
-        guard=Guard(config.privacy, config.seed, secret) if config.privacy.active else None,
+        dp=DPMechanism(config.privacy, config.seed, secret) if config.privacy.active else None,
         encoding=config.uplink.dtype,
         lean=lean,
     )
@@ -161,9 +162,14 @@ def build_engine(config: Config, clients: Clients) -> DebugEngine | LocalEngine:
     return LocalEngine(clients, config.engine.slots, config.engine.vmap_clients)
 
 
-def uses_fused_kernels(config: Config) -> bool:
-    """Tell whether models run with Motley's own kernels, where the device has them."""
-    return config.engine.kernels and config.engine.name != "debug"
+def chosen_kernels(config: Config) -> frozenset[str]:
+    """Return the names of Motley's own kernels that a run uses on a GPU; the debug engine uses none."""
+    return frozenset() if config.engine.name == "debug" else config.engine.kernel_names
+
+
+def compiles(config: Config) -> bool:
+    """Tell whether models are compiled; in the debug engine they never are."""
+    return config.engine.compile and config.engine.name != "debug"
 
 
 def _store(config: Config, folder: Path | None, devices: Sequence[torch.device]) -> MemoryStore:

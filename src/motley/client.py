@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from motley.assembly import assign_sizes, build_clients, build_method, build_split, check_weights_fit
 from motley.config import Config
 from motley.core.update import ClientUpdate
@@ -17,7 +15,7 @@ from motley.data.dataset import Examples
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
 from motley.engine import Job, LocalEngine
-from motley.engine.device import choose_devices, set_precision
+from motley.engine.device import choose_devices
 from motley.methods.base import Collection
 from motley.splits.check import check_outputs
 
@@ -39,8 +37,6 @@ class Client:
         """`folder` keeps the client's state. `secret` keys the noise of `privacy`; without one, the run's seed does."""
         self.config = config
         (device, *_) = choose_devices(config.engine.device)
-        set_precision(config.engine.precision, device)
-        torch.set_num_threads(config.engine.threads)
         data = DeviceData(examples, config.data.transform, device, augment=True)
         data.check_batch_fits("training.batch_size", config.training.batch_size)
         split = build_split(config, data.shape, classes)

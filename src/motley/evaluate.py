@@ -9,7 +9,7 @@ rounds it cost ten points of accuracy.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated
@@ -17,13 +17,14 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from motley.core.async_copy import AsyncCopy
 from motley.core.part import State, by_type, take
 from motley.data.device import DeviceData
+from motley.engine.compilation import compilation, compile_model, no_compilation
 from motley.engine.device import place
-from motley.models.layers import use_fused
+from motley.engine.fused import apply_kernels
 from motley.settings import Settings
 from motley.splits.base import Split
 
@@ -68,10 +69,11 @@ class Evaluator:
         data: Callable[[], DeviceData],
         classes: int,
         settings: EvaluationSettings,
-        fused: bool = False,
+        kernels: Collection[str] = (),
+        compiled: bool = False,
     ) -> None:
         self._split, self._data, self._classes = split, data, classes
-        self._settings, self._fused = settings, fused
+        self._settings, self._kernels, self._compiled = settings, kernels, compiled
         self._sizes: dict[str, _Size] = {}
 
     def __call__(self, state: Mapping[str, Tensor], round_number: int = 0) -> dict[str, Score]:
@@ -89,7 +91,8 @@ class Evaluator:
     def _size(self, name: str) -> _Size:
         """Return the model of a size, which is built when it is first evaluated."""
         if name not in self._sizes:
-            self._sizes[name] = _Size(self._split, name, self._batches, self._classes, self._fused)
+            model = self._split.build(name)
+            self._sizes[name] = _Size(model, self._batches, self._classes, self._kernels, self._compiled)
         return self._sizes[name]
 
     @cached_property
@@ -134,7 +137,7 @@ class TestBatches:
     __test__ = False
 
     def __init__(self, data: DeviceData, batch_size: int) -> None:
-        self.data = data
+        self.data, self.size = data, min(batch_size, len(data))
         self._rows = torch.arange(len(data), device=data.device).split(batch_size)
         fits = len(data) * math.prod(data.shape) * torch.float32.itemsize <= PREPARED_BYTES
         self._prepared = [data.batch(rows) for rows in self._rows] if fits else None
@@ -148,11 +151,16 @@ class TestBatches:
 class _Size:
     """A model that stays, into which a state is copied to be evaluated."""
 
-    def __init__(self, split: Split, size: str, batches: TestBatches, classes: int, fused: bool) -> None:
+    def __init__(
+        self, model: nn.Module, batches: TestBatches, classes: int, kernels: Collection[str], compiled: bool
+    ) -> None:
         self.batches, self.device = batches, batches.data.device
-        self.model = place(split.build(size), self.device).eval()
-        if fused and self.device.type == "cuda":
-            use_fused(self.model)
+        self.model = place(model, self.device).eval()
+        if self.device.type == "cuda":
+            apply_kernels(self.model, kernels)
+        self._compiled = compiled
+        if compiled:
+            compile_model(self.model)
         self._tensors = self.model.state_dict()
         self._into = by_type(self._tensors.values())
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -192,9 +200,16 @@ class _Size:
         self._counts.zero_()
         right, loss = self._counts[:-1], self._counts[-1]
         for images, labels in self.batches:
-            logits = self.model(images)
+            logits = self._logits(images)
             loss += F.cross_entropy(logits, labels, reduction="sum")
             right.index_add_(0, labels, (logits.argmax(1) == labels).double())
+
+    def _logits(self, images: Tensor) -> Tensor:
+        """Run the model; a compiled one is compiled for whole batches, and the last batch may be shorter."""
+        if not self._compiled:
+            return self.model(images)
+        with compilation() if len(images) == self.batches.size else no_compilation():
+            return self.model(images)
 
 
 @dataclass(frozen=True)

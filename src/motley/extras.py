@@ -1,7 +1,8 @@
 """Optional dependencies.
 
-The base install needs torch, numpy, pydantic, typer, rich, safetensors and tomli-w. All other libraries belong to an
-extra of pyproject.toml. They are imported where they are used, after `require` has said whether they are there.
+The base install needs torch, numpy, pydantic, typer, rich, safetensors and tomli-w. All other
+libraries belong to an extra in pyproject.toml. They are imported where they are used, after
+`require` has checked that they are installed.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ EXTRAS = {
 def require(module: str, needed_for: str) -> None:
     """Raise a MotleyError with the command to install `module`, unless it can be imported.
 
-    Call it before long computations, not only before the import. `needed_for` is the subject of the message, such as
-    "the report".
+    Call it before long computations, not only before the import. `needed_for` is the subject of
+    the message, such as "the report".
     """
     try:
         import_module(module)

@@ -38,8 +38,9 @@ from motley.assembly import (
     build_method,
     build_split,
     check_weights_fit,
+    chosen_kernels,
+    compiles,
     size_in_bytes,
-    uses_fused_kernels,
 )
 from motley.config import Config, RecalibrationSettings
 from motley.core.async_copy import AsyncCopy
@@ -58,7 +59,7 @@ from motley.evaluate import Evaluator
 from motley.limits import allocating
 from motley.methods.base import Collection
 from motley.plan import assigned, costs_of, read_budgets
-from motley.privacy import Accountant, Spent
+from motley.privacy import Accountant, PrivacyLedger
 from motley.round import Record, Server
 from motley.splits.check import check_outputs
 
@@ -146,8 +147,14 @@ class Federation:
         check_settings(config, self.split)
         private = config.privacy.active
         self.accountant = Accountant(config.privacy, self.split, self.sizes) if private else None
-        fused = uses_fused_kernels(config)
-        self.evaluate = Evaluator(self.split, self._test_data, self.dataset.classes, config.evaluation, fused)
+        self.evaluate = Evaluator(
+            self.split,
+            self._test_data,
+            self.dataset.classes,
+            config.evaluation,
+            kernels=chosen_kernels(config),
+            compiled=compiles(config),
+        )
         if engine is not None:
             self.engine: Engine = engine(self)
             return
@@ -376,8 +383,8 @@ class Federation:
         remembered = {**server.remembered, **{update.client: number for update in updates}}
         return Server(number, state, self.averaged(server, state, number), method, remembered, optimizer, spent)
 
-    def spend(self, server: Server, updates: Sequence[ClientUpdate], record: Record) -> Spent:
-        """Return what is spent after this round, and note what that comes to."""
+    def spend(self, server: Server, updates: Sequence[ClientUpdate], record: Record) -> PrivacyLedger:
+        """Return the privacy ledger after this round, and record epsilon."""
         if self.accountant is None:
             return server.spent
         before = [c for attempt in range(len(record.repeated)) for c in self.sample(record.round_number, attempt)]
@@ -464,12 +471,16 @@ class Federation:
         self, jobs: Sequence[Job], reason: Callable[[Collection], str | None], record: Record
     ) -> Sequence[Collection]:
         """Return the clients' collections. Nodes may send anything, so theirs are refused if there is a reason to."""
-        collections = self.engine.collect(jobs)
+        answers = self.engine.collect(jobs)
+        collections = [answer for answer in answers if isinstance(answer, Collection)]
         record.bytes_down += sum(size_in_bytes(job.state) + size_in_bytes(job.broadcast) for job in jobs)
         record.bytes_up += sum(size_in_bytes(collection.values) for collection in collections)
         if self.engine.trusted:
             return collections
         accepted, refused = [], {}
+        for answer in answers:
+            if isinstance(answer, Failure):
+                refused[answer.client] = f"its collection failed: {answer.reason}"
         for collection in collections:
             one = replace(collection, values=self.here(collection.values))
             why = reason(one)

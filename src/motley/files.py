@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, and output paths that are checked before the computing starts."""
+"""Write files completely or not at all, and check output paths before a long computation starts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from motley.core.errors import MotleyError
 
 @contextmanager
 def output_file(path: Path) -> Iterator[io.BytesIO]:
-    """Open a file for writing, and put it in place only if the block ends without an exception.
+    """Open a file for writing, and replace the old one only if the block ends without an exception.
 
-    Open it before a long computation: a path that cannot be written then costs no time. What the block writes is kept
-    in memory, goes to a temporary file in the same folder at the end, and that replaces the old file. So either the old
-    or the new content is there, whatever happens, and after an exception nothing is left behind. A symbolic link is
-    followed, not replaced. Devices and pipes such as /dev/stdout are written to directly.
+    Open it before a long computation, so that a path that cannot be written is reported at once.
+    The block writes into memory. At the end, the content is written to a temporary file in the same
+    folder, which then replaces the old file: at any moment either the old or the new content is
+    there, and after an exception nothing is left behind. A symbolic link is followed, not replaced.
+    Devices and pipes such as /dev/stdout are written to directly.
     """
     if path.is_dir():
         raise MotleyError(f"{path}: is a folder; give the name of a file.")
     content = io.BytesIO()
     if is_stream(path):
-        # "a", not "w": standard output may be redirected to a file with >>, which must not be truncated.
+        # Append: standard output may be redirected to a file with >>, which must not be truncated.
         with _errors_named(path):
             stream = path.open("ab", buffering=0)
         with stream:
@@ -54,15 +55,16 @@ def output_file(path: Path) -> Iterator[io.BytesIO]:
 
 
 def _write_all(file: io.FileIO, content: io.BytesIO) -> None:
-    """Write everything to an unbuffered file, which may take less than it is given at a time."""
-    left = content.getbuffer()
-    while len(left):
-        left = left[file.write(left) or 0 :]
+    """Write everything. One write to an unbuffered file may accept only a part of the bytes."""
+    remaining = content.getbuffer()
+    while len(remaining):
+        written = file.write(remaining) or 0
+        remaining = remaining[written:]
 
 
 @contextmanager
 def _errors_named(path: Path) -> Iterator[None]:
-    """Name the output file in an error: that of a full disk, for one, does not."""
+    """Name the output file in error messages. The error of a full disk, for one, does not."""
     try:
         yield
     except OSError as error:
@@ -70,15 +72,16 @@ def _errors_named(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that, whatever happens, either the old or the new content is there."""
+    """Write a file so that at any moment either the old or the new content is there."""
     with output_file(path) as file:
         file.write(content)
 
 
 def is_stream(path: Path) -> bool:
-    """Tell whether a path is a device or a pipe, which must be written to and never replaced.
+    """Return whether a path is a device or a pipe, which must be written to and never replaced.
 
-    Everything under /dev counts: /dev/stdout is a link, and what it links to may be a pipe without a name.
+    Everything under /dev and /proc counts: /dev/stdout is a link, possibly to a pipe without a
+    name, which `exists` does not see.
     """
     if path.is_absolute() and path.parts[1:2] in (("dev",), ("proc",)) and not path.is_dir():
         return os.path.lexists(path)
@@ -87,9 +90,9 @@ def is_stream(path: Path) -> bool:
 
 @contextmanager
 def output_folder(path: Path) -> Iterator[Path]:
-    """Make a folder and check that files can be written to it, before a long computation fills it.
+    """Create a folder and check that files can be written to it, before a long computation.
 
-    If the block fails before anything was written, the folders that were made here are removed again.
+    If the block fails before anything was written, the folders that were created are removed again.
     """
     missing = []
     for folder in (path, *path.parents):
@@ -99,11 +102,11 @@ def output_folder(path: Path) -> Iterator[Path]:
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as file:
-            file.write(b"some bytes, to notice a full disk")
+            file.write(b"some bytes, to detect a full disk")
     except FileExistsError:
         raise MotleyError(f"{path}: is a file; give the name of a folder.") from None
     except NotADirectoryError:
-        raise MotleyError(f"{path}: cannot be made: a part of this path is a file.") from None
+        raise MotleyError(f"{path}: cannot be created: a part of this path is a file.") from None
     except OSError as error:
         _remove_empty(missing)
         raise MotleyError(f"{path}: cannot be written: {error.strerror}.") from None
@@ -115,7 +118,7 @@ def output_folder(path: Path) -> Iterator[Path]:
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    """Remove folders, innermost first, up to the first one that holds something."""
+    """Remove folders in the given order, innermost first. Stop at the first that is not empty."""
     for folder in folders:
         try:
             folder.rmdir()
@@ -124,18 +127,18 @@ def _remove_empty(folders: list[Path]) -> None:
 
 
 def check_new_folder(path: Path) -> None:
-    """Raise if a folder cannot be made at `path`, without making it."""
+    """Raise if a folder cannot be created at `path`, without creating it."""
     existing = path
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     if existing != path and not existing.is_dir():
-        raise MotleyError(f"{path}: cannot be made: {existing} is a file.")
+        raise MotleyError(f"{path}: cannot be created: {existing} is a file.")
     if existing.is_dir() and not os.access(existing, os.W_OK | os.X_OK):
-        raise MotleyError(f"{path}: cannot be made: {existing} is not writable.")
+        raise MotleyError(f"{path}: cannot be created: {existing} is not writable.")
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the list of names in a folder, is on the disk."""
+    """Wait until a file's content, or a folder's list of names, is on disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -144,6 +147,7 @@ def flush(path: Path) -> None:
 
 
 def write_secret(path: Path, content: bytes) -> None:
-    """Write a new file that only its owner can read, from its first moment on."""
+    """Write a new file that only its owner can read."""
+    # Created with its final mode before there is anything to read in it.
     path.touch(mode=0o600, exist_ok=False)
     path.write_bytes(content)

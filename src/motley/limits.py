@@ -1,6 +1,4 @@
-"""What does not fit into memory: checked before it is built where the size is known, and otherwise told without a
-traceback.
-"""
+"""Memory limits: check sizes before allocating, and turn failed allocations into messages."""
 
 from __future__ import annotations
 
@@ -12,10 +10,11 @@ from typing import TYPE_CHECKING
 from motley.core.errors import MotleyError
 
 if TYPE_CHECKING:
-    # The command line needs this module for its error messages, and should not import torch for them.
+    # The command line uses this module for its error messages and must not import torch for that.
     import torch
 
-_TORCH_SAYS = (
+#: Texts of the RuntimeErrors that torch raises if memory is not sufficient.
+_TORCH_MESSAGES = (
     "can't allocate memory",
     "not enough memory",
     "out of memory",
@@ -26,44 +25,45 @@ _TORCH_SAYS = (
 
 
 def memory_of(device: torch.device) -> int | None:
-    """Return the bytes of memory that a device has in all; None if the operating system does not say."""
+    """Return a device's total memory in bytes, or None if the operating system does not tell."""
     if device.type == "cuda":
         import torch
 
         return int(torch.cuda.get_device_properties(device).total_memory)
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # not on every system
+    except (AttributeError, ValueError, OSError):  # not available on every system
         return None
 
 
 def check_fits(what: str, needed: int, device: torch.device) -> None:
-    """Refuse something that is larger than all the memory of the device it is for."""
+    """Raise if `needed` bytes exceed the device's total memory. `what` starts the message."""
     available = memory_of(device)
     if available is not None and needed > available:
-        raise MotleyError(
-            f"{what} takes {needed / 1e9:,.1f} GB; {_name(device)} has {available / 1e9:,.1f} GB of memory."
-        )
-
-
-def _name(device: torch.device) -> str:
-    return "this machine" if device.type == "cpu" else str(device)
+        place = "this machine" if device.type == "cpu" else str(device)
+        raise MotleyError(f"{what} takes {needed / 1e9:,.1f} GB; {place} has {available / 1e9:,.1f} GB of memory.")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an exception is of Python, NumPy or torch having too little memory. Torch's is a RuntimeError."""
+    """Return whether Python, NumPy or torch raised an exception because memory was insufficient.
+
+    Torch on a CPU raises a plain RuntimeError, which only its text identifies.
+    """
     if isinstance(error, MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TORCH_SAYS)
+    if not isinstance(error, RuntimeError):
+        return False
+    return any(text in str(error) for text in _TORCH_MESSAGES)
 
 
 @contextmanager
 def allocating(what: str) -> Iterator[None]:
-    """Turn a failed allocation inside the block into a message that says for what the memory was wanted."""
+    """Turn a failed allocation in the block into a message that says what the memory was for."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        reason = str(error).strip().splitlines() or ["no reason given"]
-        raise MotleyError(f"{what}: there is not enough memory for this ({reason[0][:200]}).") from error
+        lines = str(error).strip().splitlines()
+        reason = lines[0][:200] if lines else "no reason given"
+        raise MotleyError(f"{what}: there is not enough memory for this ({reason}).") from error

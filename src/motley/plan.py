@@ -1,9 +1,15 @@
-"""What each size costs a client, and the largest one that fits a client's budget.
+"""What each size costs a client, and the largest size that fits a client's budget.
 
-Costs are of one training step at the batch size, counted on a model without values: nothing is allocated, so a plan for
-a fleet takes seconds on any machine. Memory is the largest sum of what is alive at once: the weights and a copy of them
-as they were received, the optimiser's state, and whatever the forward and the backward pass hold at their fullest.
-Scratch space of libraries is not in it, nor are a method's own extras (a second model, control variates).
+Costs are counted on a model without values (on torch's meta device): nothing is allocated, so a plan
+for a fleet takes seconds on any machine. A client's memory is the larger of two peaks:
+
+- of a training step: the weights, a copy of them as they were received, the optimizer's state, and
+  the most that the forward and the backward pass hold at once;
+- of the exchange with the server, which counts if the optimizer keeps no state: the weights, the
+  received copy, the delta, and the two copies of the delta that its encoding needs.
+
+Not counted are the libraries' scratch space and a method's extras (a second model, control variates).
+A process that is a node also needs a fixed amount of memory: see `NODE_RUNTIME`.
 """
 
 from __future__ import annotations
@@ -22,11 +28,21 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from motley.core.errors import MotleyError, unknown
+from motley.core.meta import on_meta
 from motley.engine.encoding import Encoding, encoded
 from motley.engine.training import TrainingSettings
 from motley.limits import allocating, is_out_of_memory
 from motley.models import ImageShape
 from motley.splits import Split
+
+#: Bytes that a node's process needs beside `Cost.memory` and beside what `import torch` takes:
+#: Flower's and Motley's modules (64 MB), and the code and tables of torch's libraries that are
+#: loaded when a model first trains (about 80 MB). It does not depend on the model. Measured with
+#: torch 2.13 and Flower 1.41 on an x86 CPU; tests/flower/test_node_memory.py checks it.
+NODE_RUNTIME = 145_000_000
+
+#: Copies of a client's state during the exchange: model, received, delta, and two while it is encoded.
+EXCHANGE_COPIES = 5
 
 
 @dataclass(frozen=True)
@@ -34,19 +50,26 @@ class Cost:
     """What one size takes."""
 
     parameters: int
+    #: Of a training step, forward and backward.
     flops: int
-    """Of a step: forward and backward."""
+    #: Bytes that the forward pass leaves for the backward pass.
     activations: int
-    """Bytes that the forward pass leaves for the backward pass."""
-    memory: int
-    """Bytes in all."""
+    #: Bytes at the peak of a training step.
+    step_memory: int
+    #: Bytes at the peak of the exchange with the server.
+    exchange_memory: int
+    #: Bytes per round: the part down and its delta up.
     traffic: int
-    """Bytes a round: the part down and its change up."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes that a client needs."""
+        return max(self.step_memory, self.exchange_memory)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a client has; None: no limit."""
+    """The limits of a client; None: no limit."""
 
     client: str
     memory_mb: float | None = None
@@ -64,15 +87,18 @@ class Budget:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows what a computation allocates and lets go of; `peak` is the most that was alive at once.
+    """Follows what a computation allocates and frees.
 
-    Tensors that were `held` before it are not counted.
+    `now` is the number of bytes that are allocated, `peak` the highest it has been. Tensors in
+    `existing` are not counted.
     """
 
-    def __init__(self, held: Iterable[Tensor]) -> None:
+    def __init__(self, existing: Iterable[Tensor]) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet(tensor.untyped_storage() for tensor in held)
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        for tensor in existing:
+            self._seen.add(tensor.untyped_storage())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
@@ -93,22 +119,36 @@ class LiveBytes(TorchDispatchMode):
         self.now -= count
 
 
-def cost_of(split: Split, size: str, shape: ImageShape, training: TrainingSettings, upload: Encoding = "fp32") -> Cost:
-    """Return the cost of a training step of a size, and its traffic if deltas are uploaded in an encoding."""
-    what = f"{size!r} with training.batch_size = {training.batch_size}"
-    with torch.device("meta"), allocating(what):
+def cost_of(
+    split: Split,
+    size: str,
+    shape: ImageShape,
+    training: TrainingSettings,
+    upload: Encoding = "fp32",
+) -> Cost:
+    """Return the cost of a size. `upload` is the encoding of its deltas (uplink.dtype)."""
+    described = f"{size!r} with training.batch_size = {training.batch_size}"
+    with on_meta(), allocating(described):
         model = split.blueprints[size].build().train()
         images = torch.empty(training.batch_size, *shape)
-        with LiveBytes([*model.parameters(), *model.buffers()]) as live, FlopCounterMode(display=False) as counter:
+        existing = [*model.parameters(), *model.buffers()]
+        with LiveBytes(existing) as live, FlopCounterMode(display=False) as counter:
             loss = _outputs(model, images, size).square().mean()
             activations = live.now
             loss.backward()
-    weights = _bytes(model.parameters())
-    whole = weights + _bytes(model.buffers())
-    fixed = 2 * whole + training.optimizer.moments * weights + images.nbytes
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    sent, _ = encoded(model.state_dict(), {}, upload)
-    return Cost(parameters, counter.get_total_flops(), activations, fixed + live.peak, whole + _bytes(sent.values()))
+    parameter_bytes = _bytes(model.parameters())
+    state_bytes = parameter_bytes + _bytes(model.buffers())
+    model_and_received = 2 * state_bytes
+    moments = training.optimizer.moments * parameter_bytes
+    encoded_delta, _ = encoded(model.state_dict(), {}, upload)
+    return Cost(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        flops=counter.get_total_flops(),
+        activations=activations,
+        step_memory=model_and_received + moments + images.nbytes + live.peak,
+        exchange_memory=EXCHANGE_COPIES * state_bytes,
+        traffic=state_bytes + _bytes(encoded_delta.values()),
+    )
 
 
 def _outputs(model: torch.nn.Module, images: Tensor, size: str) -> Tensor:

@@ -1,6 +1,7 @@
-"""The reference of all settings, made from the settings classes: keys, types, defaults, allowed values, descriptions.
+"""The reference of all settings, generated from the settings classes.
 
-`motley list settings` prints it, and docs/settings.md is the same as Markdown (`motley list settings --markdown`).
+It lists keys, types, defaults, allowed values and descriptions. `motley list settings` prints it,
+and docs/settings.md is the same as Markdown (`motley list settings --markdown`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pydantic_core import PydanticUndefined
 from motley.config import Config
 from motley.settings import Choice, Limit, RegistryChoice, TableOf, table_of
 
+#: Python types and pydantic's bounds -> words for users.
 _TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "text"}
 _LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -27,9 +29,10 @@ INTRODUCTION = """# All settings
 This page is generated from the code by `motley list settings --markdown`; do not edit it by hand.
 
 A key such as `training.rounds` is written `rounds = 20` under `[training]` in a TOML file, and
-`--set training.rounds=20` on the command line. Missing keys take their defaults, or the values of the preset that the
-run starts from (`motley list presets`). Unknown keys are rejected, with a suggestion. Relative paths in a TOML file
-start from that file's folder, those on the command line from the working folder.
+`--set training.rounds=20` on the command line. Missing keys take their defaults, or the values of
+the preset that the run starts from (`motley list presets`). Unknown keys are rejected, with a
+suggestion. Relative paths in a TOML file are relative to that file's folder, those on the command
+line to the working folder.
 """
 
 
@@ -39,7 +42,7 @@ class Setting:
 
     key: str
     type: str
-    #: As TOML would have it; empty if the key must be given.
+    #: The default in TOML syntax. Empty if the key is required.
     default: str
     allowed: str
     description: str
@@ -47,7 +50,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Section:
-    """The settings of one table, or those that a choice such as method.name = "fedprox" adds to it."""
+    """The settings of one table, or those that a choice like method.name = "fedprox" adds to it."""
 
     title: str
     description: str
@@ -62,12 +65,12 @@ def sections() -> list[Section]:
 
 def _tables(table: TableOf, prefix: str) -> Iterator[Section]:
     """Yield the keys of a table, then the keys of its choices, then the tables inside it."""
-    title = f"[{prefix[:-1]}]" if prefix else "Top level"
     settings = []
     for name, field in table.cls.model_fields.items():
         if table_of(field) is None:
             settings.append(describe(prefix, name, field, table.choice))
     if settings:
+        title = f"[{prefix[:-1]}]" if prefix else "Top level"
         yield Section(title, first_paragraph(table.cls), tuple(settings))
     if table.choice is not None:
         yield from _choices(table.cls, prefix[:-1], table.choice)
@@ -78,28 +81,32 @@ def _tables(table: TableOf, prefix: str) -> Iterator[Section]:
 
 
 def _choices(base: type[BaseModel], prefix: str, choice: Choice) -> Iterator[Section]:
-    """Yield the settings that only some choices have, or that they change.
+    """Yield the settings that a choice adds to those of the base class, or whose defaults it changes.
 
-    Choices with the same settings share a section.
+    Choices with the same additional settings share one section.
     """
-    members: dict[tuple[Setting, ...], list[str]] = {}
+    chooser = f"{prefix}.{choice.key}"
+    names_by_settings: dict[tuple[Setting, ...], list[str]] = {}
     combined: list[Section] = []
     for name, cls in choice.classes.items():
-        if len(cls.__bases__) > 1:  # FedImpro on top of another method: no need to repeat the settings of both
+        if len(cls.__bases__) > 1:
+            # FedImpro combined with another method: refer to both instead of repeating their keys.
             parents = [parent for parent in cls.__bases__ if issubclass(parent, BaseModel)]
             both = " and ".join(f"`{parent.model_fields['name'].default}`" for parent in parents)
-            title = f'[{prefix}], if {prefix}.{choice.key} = "{name}"'
+            title = f'[{prefix}], if {chooser} = "{name}"'
             combined.append(Section(title, f"The settings of {both}.", ()))
             continue
-        settings = []
+        additional = []
         for key, field in cls.model_fields.items():
-            if key != choice.key and table_of(field) is None and _differs(base.model_fields.get(key), field):
-                settings.append(describe(f"{prefix}.", key, field))
-        members.setdefault(tuple(settings), []).append(name)
-    for same, names in members.items():
+            if key == choice.key or table_of(field) is not None:
+                continue
+            if _differs(base.model_fields.get(key), field):
+                additional.append(describe(f"{prefix}.", key, field))
+        names_by_settings.setdefault(tuple(additional), []).append(name)
+    for settings, names in names_by_settings.items():
         quoted = " or ".join(f'"{name}"' for name in names)
-        if same:
-            yield Section(f"[{prefix}], if {prefix}.{choice.key} = {quoted}", "", same)
+        if settings:
+            yield Section(f"[{prefix}], if {chooser} = {quoted}", "", settings)
     yield from combined
 
 
@@ -109,13 +116,13 @@ def _differs(base: FieldInfo | None, field: FieldInfo) -> bool:
 
 def describe(prefix: str, name: str, field: FieldInfo, choice: Choice | None = None) -> Setting:
     """Return what is known of a key; `choice` is that of its table."""
-    kind, allowed = _type(field.annotation)
+    type_name, allowed = _type(field.annotation)
     if choice is not None and name == choice.key and not isinstance(choice, RegistryChoice):
         allowed = ", ".join(json.dumps(option) for option in choice.classes)
     limits = _limits(field.metadata)
     return Setting(
         key=f"{prefix}{name}",
-        type=kind,
+        type=type_name,
         default=_default(field) or _resolved(f"{prefix}{name}"),
         allowed=", ".join(part for part in (allowed, limits) if part),
         description=" ".join((field.description or "").split()),
@@ -123,36 +130,38 @@ def describe(prefix: str, name: str, field: FieldInfo, choice: Choice | None = N
 
 
 def _type(annotation: Any) -> tuple[str, str]:
-    """Return the name of a type, and the values it allows."""
+    """Return the name of a type, and the values that it allows."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if annotation == Limit or (origin in (Union, types.UnionType) and "off" in get_args(inner[-1])):
         return "number", 'above 0, or "off"'
     if origin is Annotated:
-        kind, allowed = _type(inner[0])
+        type_name, allowed = _type(inner[0])
         limits = ", ".join(part for part in (allowed, _limits(inner[1:])) if part)
-        return kind, limits
+        return type_name, limits
     if origin is Literal:
         return "text", ", ".join(json.dumps(value) for value in inner)
     if origin is tuple:
-        kind, allowed = _type(inner[0])
-        return f"list of {_plural(kind)}", f"each {allowed}" if allowed else ""
+        type_name, allowed = _type(inner[0])
+        return f"list of {_plural(type_name)}", f"each {allowed}" if allowed else ""
     return _TYPES.get(annotation, str(annotation)), ""
 
 
-def _plural(kind: str) -> str:
-    return {"text": "texts", "true or false": "booleans"}.get(kind, f"{kind}s")
+def _plural(type_name: str) -> str:
+    return {"text": "texts", "true or false": "booleans"}.get(type_name, f"{type_name}s")
 
 
 def _limits(metadata: Iterable[Any]) -> str:
     """Return the bounds of a number in words."""
-    words = []
+    texts = []
     for item in metadata:
-        for part in (item, *getattr(item, "metadata", ())):
+        # A pydantic field inside an Annotated type has its bounds in a metadata list of its own.
+        for constraint in (item, *getattr(item, "metadata", ())):
             for name, word in _LIMITS.items():
-                bound = getattr(part, name, None)
+                bound = getattr(constraint, name, None)
                 if bound is not None:
-                    words.append(f"{word} {bound:g}" if isinstance(bound, float) else f"{word} {bound}")
-    return ", ".join(words)
+                    number = f"{bound:g}" if isinstance(bound, float) else str(bound)
+                    texts.append(f"{word} {number}")
+    return ", ".join(texts)
 
 
 def _default(field: FieldInfo) -> str:
@@ -169,10 +178,13 @@ def _default(field: FieldInfo) -> str:
 
 
 def _resolved(key: str) -> str:
-    """Return the value of a key without a default of its own in an empty configuration, if it has one there."""
+    """Return the value of a key in an empty configuration, or an empty string if it has none.
+
+    For keys without a static default, whose value is computed when a configuration is validated.
+    """
     value: Any = Config.model_validate({}).model_dump(mode="json")
-    for step in key.split("."):
-        value = value.get(step) if isinstance(value, dict) else None
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
     return "" if value is None else json.dumps(value)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from motley.core.async_copy import AsyncCopy
 from motley.core.part import State
 from motley.evaluate import Evaluation, Score
-from motley.privacy import Spent
+from motley.privacy import PrivacyLedger
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Server:
     """Client -> the round of its last upload that was taken."""
     optimizer: State = field(default_factory=dict)
     """The server optimiser's moments."""
-    spent: Spent = field(default_factory=Spent)
-    """What the rounds so far did that costs privacy."""
+    spent: PrivacyLedger = field(default_factory=PrivacyLedger)
+    """The privacy cost of the rounds so far."""
 
     @property
     def model(self) -> State:

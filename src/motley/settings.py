@@ -44,7 +44,8 @@ Limit: TypeAlias = Annotated[Positive | Literal["off"], WrapValidator(_limit)]
 class NamesFile:
     """Marks a setting whose value is the path of a file or folder.
 
-    Relative paths are resolved when a configuration is read, and a Flower node takes no such setting from a server.
+    Relative paths are resolved when a configuration is read, and a Flower node takes no such
+    setting from a server.
     """
 
 
@@ -55,17 +56,24 @@ FilePath: TypeAlias = Annotated[str, NamesFile()]
 class Settings(BaseModel):
     """Typed, frozen and closed: an unknown key is an error and is not silently ignored.
 
-    The strings below the attributes are their documentation for users: `motley list settings` prints them.
+    The strings below the attributes are their documentation for users: `motley list settings`
+    prints them.
     """
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
     )
 
-    #: For a table with a key `variant`: the values that each variant gives to other keys of the table.
+    #: For a table with a key `variant`: the values that each variant gives to other keys of the
+    #: table.
     variants: ClassVar[Mapping[str, Table]] = {}
-    #: The keys that keep the values of lower layers if a higher layer changes the table's `name` or `variant`. A dot
-    #: leads into a table: "transform.variant". None: all keys, because `name` does not change what they mean.
+    #: The keys that keep the values of lower layers if a higher layer changes the table's `name` or
+    #: `variant`. A dot leads into a table: "transform.variant". None: all keys, because `name` does
+    #: not change what they mean.
     lasting: ClassVar[tuple[str, ...] | None] = None
 
     @model_validator(mode="before")
@@ -79,7 +87,8 @@ class Settings(BaseModel):
     @classmethod
     def _numbers_are_not_bools(cls, value: Any, info: ValidationInfo) -> Any:
         """Reject true and false, which pydantic would accept as 1 and 0."""
-        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation in (int, float):
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and annotation in (int, float):
             raise ValueError("should be a number")
         return value
 
@@ -94,7 +103,7 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _one_value_is_a_list(cls, value: Any, info: ValidationInfo) -> Any:
-        """Accept one word for a list of words, also with commas between several: resnet10,resnet14."""
+        """Accept a word for a list of words, also several with commas: resnet10,resnet14."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         if get_origin(annotation) is tuple and get_args(annotation)[1:] == (...,):
             item = get_args(annotation)[0]
@@ -102,15 +111,16 @@ class Settings(BaseModel):
                 item = get_args(item)[0]
             if item is str and isinstance(value, str) and value:
                 return [word.strip() for word in value.split(",")]
-            if item in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if item in (int, float) and is_number:
                 return [value]
         return value
 
     @classmethod
     def kept_below(cls, below: Table, above: Table) -> Table:
-        """Return the values of a lower layer's table that stay if a higher layer gives the table other values.
+        """Return the values of a lower layer that stay if a higher layer gives the table others.
 
-        Called for tables without a choice (see `Choice.kept_below` for the others).
+        This is for tables without a choice; `Choice.kept_below` is for the others.
         """
         variant = cls.model_fields.get("variant")
         if variant is None or not _changes("variant", variant.default, below, above):
@@ -135,7 +145,7 @@ def _changes(key: str, default: Any, below: Table, above: Table) -> bool:
 
 
 def only(values: Table, keys: tuple[str, ...] | None) -> Table:
-    """Return the part of a table that `keys` name; a dot leads into a table inside it. None: all of it."""
+    """Return some keys of a table; a dot leads into a table inside it. None: all keys."""
     if keys is None:
         return values
     result: dict[str, Any] = {}
@@ -153,11 +163,15 @@ def only(values: Table, keys: tuple[str, ...] | None) -> Table:
 
 
 class Choice:
-    """A table whose keys depend on one of them, usually `name`: each name has a settings class of its own.
+    """A table with one settings class per name. Its key `name` chooses the class.
 
-    An annotation of a field, such as `optimizer: Annotated[OptimizerSettings, OPTIMIZERS] = AdamSettings()`. All
-    classes derive from the annotated one. This is pydantic's discriminated union, with three differences: the key has a
-    default, registries can grow, and a key of another choice is rejected with the names that it is for.
+    It annotates a field, as in
+
+        optimizer: Annotated[OptimizerSettings, OPTIMIZERS] = AdamSettings()
+
+    where OPTIMIZERS is a Choice whose classes derive from OptimizerSettings. This is a discriminated
+    union. It differs from pydantic's in three ways: the key has a default, the classes may come from
+    a registry that grows, and the error about a key of another choice says which names it is for.
     """
 
     def __init__(self, default: str, classes: Mapping[str, type[Settings]], key: str = "name") -> None:
@@ -169,7 +183,7 @@ class Choice:
         return self._classes
 
     def own_name(self, name: Any) -> Any:
-        """Return the name that an alias stands for. Anything that is not an alias is returned as it is."""
+        """Return the name that an alias stands for, and any other value as it is."""
         return name
 
     def class_of(self, values: Table) -> type[Settings] | None:
@@ -190,7 +204,7 @@ class Choice:
         return validate(cls, values)
 
     def kept_below(self, below: Table, above: Table) -> Table:
-        """Return the values of a lower layer's table that stay if a higher layer gives the table other values."""
+        """Return the values of a lower layer that stay if a higher layer gives the table others."""
         old = self.own_name(below.get(self.key, self.default))
         new = self.own_name(above.get(self.key, old))
         cls = self.class_of({self.key: new})
@@ -218,13 +232,14 @@ class Choice:
         try:
             return cls.model_validate({**values, self.key: self.own_name(name)})
         except ValidationError as error:
-            # Nested errors travel in the context, so that `validate` can report them beside those of other tables.
+            # Nested errors travel in the context, so that `validate` can report them beside those
+            # of other tables.
             context = {"error": error, "problems": Chosen(self, self.own_name(name), cls)}
             raise PydanticCustomError("chosen_table", "{error}", context) from None
 
 
 class RegistryChoice(Choice):
-    """A choice among the entries of a registry, such as methods, which can be registered at any time."""
+    """A choice among the entries of a registry. Entries can be added at any time."""
 
     def __init__(self, default: str, registry: Registry[Any], settings_of: Callable[[Any], type[Settings]]) -> None:
         super().__init__(default, {})
@@ -237,7 +252,9 @@ class RegistryChoice(Choice):
 
     def own_name(self, name: Any) -> Any:
         """Return the name that an alias stands for."""
-        return self._registry.entry(name).name if isinstance(name, str) and name in self._registry else name
+        if isinstance(name, str) and name in self._registry:
+            return self._registry.entry(name).name
+        return name
 
     def unknown_name(self, label: str, name: Any) -> str:
         """Return the message about a name that is not registered."""
@@ -255,7 +272,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class TableOf:
-    """What is known of a field that is a table: its class (of a choice: the common base), and the choice."""
+    """A field that is a table: its class, or for a table with a choice the common base class."""
 
     cls: type[Settings]
     choice: Choice | None = None
@@ -281,7 +298,7 @@ def no_effect(values: Any, because: str) -> PydanticCustomError:
 
 
 def validate(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
-    """Build `cls` from plain values; on failure name each key, what was given and what is allowed."""
+    """Build `cls` from plain values. Errors name each key, its value and what is allowed."""
     try:
         return cls.model_validate(dict(values))
     except ValidationError as error:
@@ -306,7 +323,8 @@ def _problems(cls: type[BaseModel], error: ValidationError, where: str, chosen: 
             yield f"{label}{given}: {_unknown_key(cls, item['loc'], where, chosen)}"
         elif item["type"] == "model_type":
             owner = _owner(cls, item["loc"])
-            yield f"{label}{given}: is a table; set a key of it: {', '.join(owner.model_fields if owner else ())}."
+            keys = ", ".join(owner.model_fields if owner else ())
+            yield f"{label}{given}: is a table; set a key of it: {keys}."
         elif item["type"] == "tuple_type":
             yield f"{label}{given}: should be a list."
         elif item["type"] == "missing":
@@ -318,20 +336,21 @@ def _problems(cls: type[BaseModel], error: ValidationError, where: str, chosen: 
 
 
 def _unknown_key(cls: type[BaseModel], loc: tuple[int | str, ...], where: str, chosen: Chosen | None) -> str:
-    """Return the message about a key that its table does not have, perhaps because another choice was made."""
+    """Return the message about a key that its table does not have with the choice that was made."""
     key = str(loc[-1])
     if chosen is not None and len(loc) == 1:
         names = [repr(name) for name in chosen.choice.names_with(key)]
         if names:
             *others, last = names
             all_names = f"{', '.join(others)} and {last}" if others else last
-            return f"has no effect with {where}.{chosen.choice.key} = {chosen.name!r}; it is for {all_names}."
+            choice = f"{where}.{chosen.choice.key} = {chosen.name!r}"
+            return f"has no effect with {choice}; it is for {all_names}."
     owner = _owner(cls, loc[:-1])
     return unknown("key", key, owner.model_fields if owner else ())
 
 
 def _owner(cls: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel] | None:
-    """Follow a key path from `cls` to the class of the table at its end. List indices are skipped."""
+    """Follow a key path from `cls` to the class of the table at its end, without list indices."""
     owner: type[BaseModel] | None = cls
     for step in path:
         if isinstance(step, int):

@@ -17,7 +17,7 @@ from motley.engine import Job
 from motley.federation import Federation
 from motley.round import Record, Server
 from motley.runs.checkpoint import fingerprint
-from motley.runs.play import begin, resume
+from motley.runs.run import resume_run, start_run
 from tests.conftest import tiny_config
 from tests.methods.test_contract import NoValueIsRead
 
@@ -219,11 +219,11 @@ def test_only_the_rounds_clients_are_asked_if_that_is_set() -> None:
 @pytest.mark.parametrize("average", [0.0, 0.9], ids=["raw", "ema"])
 def test_a_resumed_run_ends_in_the_same_bits(average: float, tmp_path: Path) -> None:
     config = tiny_config(*BRIEF, *RECALIBRATED, f"server.ema_decay={average}")
-    _, whole = begin(config, tmp_path / "whole")
+    _, whole = start_run(config, tmp_path / "whole")
     half = config.model_copy(update={"training": config.training.model_copy(update={"rounds": 1})})
-    begin(half, tmp_path / "half")
+    start_run(half, tmp_path / "half")
     (tmp_path / "half" / "config.toml").write_text(config.to_toml(), encoding="utf-8")
-    _, resumed = resume(tmp_path / "half")
+    _, resumed = resume_run(tmp_path / "half")
     assert fingerprint(resumed.state) == fingerprint(whole.state)
     assert fingerprint(resumed.model) == fingerprint(whole.model)
 

@@ -1,4 +1,4 @@
-"""Every analysis on a real run: a table, two pictures, and nothing of the run changed."""
+"""Every analysis on a real run: it writes a table and two figures and does not change the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from motley.analysis.divergence import HIGH, LOW, WHOLE, layer_divergence, weigh
 from motley.analysis.features import features, stages
 from motley.analysis.gradient_variance import gradient_variance
 from motley.analysis.gradients import quantiles
-from motley.analysis.replay import global_model, next_round, opened, own_examples
+from motley.analysis.replay import client_examples, global_model, open_run, train_next_round
 from motley.analysis.wasserstein import stage_distances
 from motley.core.errors import MotleyError
 from motley.models import MODELS, ImageShape
@@ -22,26 +22,34 @@ from motley.runs.checkpoint import checkpoints, read_checkpoint
 from tests.cli.conftest import call
 from tests.report.conftest import small_run
 
-WANTED = {
-    *("cka", "coefficients", "divergence", "embedding", "gradients", "overhead", "privacy", "sizes", "variance"),
+NAMES = {
+    "cka",
+    "coefficients",
+    "divergence",
+    "embedding",
+    "gradients",
+    "overhead",
+    "privacy",
+    "sizes",
+    "variance",
     "wasserstein",
 }
 
 
-def state_of(run: Path) -> dict[Path, int]:
+def modification_times(run: Path) -> dict[Path, int]:
     return {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.is_file()}
 
 
-def test_the_analyses_are_all_there() -> None:
-    assert {entry.name for entry in ANALYSES} == WANTED
+def test_all_analyses_are_registered() -> None:
+    assert {entry.name for entry in ANALYSES} == NAMES
 
 
-@pytest.mark.parametrize("name", sorted(WANTED))
-def test_each_leaves_a_table_and_pictures(run: Path, tmp_path: Path, name: str) -> None:
-    before = state_of(run)
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_each_writes_a_table_and_figures(run: Path, tmp_path: Path, name: str) -> None:
+    before = modification_times(run)
     answer = call("analyze", name, run, "-o", tmp_path)
     assert answer.code == 0, answer.err
-    assert state_of(run) == before
+    assert modification_times(run) == before
     rows = list(csv.DictReader((tmp_path / f"{name}.csv").open()))
     assert rows
     assert {row["run"] for row in rows} == {"run"}
@@ -51,27 +59,27 @@ def test_each_leaves_a_table_and_pictures(run: Path, tmp_path: Path, name: str) 
         assert {row["round"] for row in rows} == {"1", "2", "3"}
 
 
-def test_the_round_that_is_played_again_is_the_runs_own(run: Path) -> None:
-    """On a CPU the clients of round 2, trained again after checkpoint 1, lead to checkpoint 2 bit for bit."""
-    with opened(run) as (federation, servers):
+def test_a_repeated_round_is_bit_identical_to_the_runs_own(run: Path) -> None:
+    """On a CPU, round 2 repeated from checkpoint 1 gives checkpoint 2."""
+    with open_run(run) as (federation, servers):
         again, _ = federation.play(servers[0])
-        trained = next_round(federation, servers[0])
+        trained = train_next_round(federation, servers[0])
     second = read_checkpoint(checkpoints(run / "checkpoints")[1])
     assert all(torch.equal(again.state[name], tensor) for name, tensor in second.state.items())
     assert [one.client for one in trained] == federation.sample(2)
 
 
-def test_changes_of_two_runs_are_compared(run: Path, tmp_path: Path) -> None:
+def test_deltas_of_two_runs_are_compared(run: Path, tmp_path: Path) -> None:
     other = small_run(
         tmp_path / "other", "data.partition.alpha=5.0", "run.keep_checkpoints=5", "run.checkpoint_every=1"
     )
     rows = ANALYSES["gradients"]([run, other]).rows
-    similar = [row[-1] for row in rows if row[0] == "other"]
-    assert all(0 < value <= 1 for value in similar)
+    similarities = [row[-1] for row in rows if row[0] == "other"]
+    assert all(0 < value <= 1 for value in similarities)
     assert all(row[-1] is None for row in rows if row[0] == "run")
 
 
-def test_what_a_run_lacks_is_said(run: Path, tmp_path: Path) -> None:
+def test_runs_that_cannot_be_analyzed_are_rejected(run: Path, tmp_path: Path) -> None:
     plain = small_run(tmp_path / "plain", "method.name=HeteroAvg")
     with pytest.raises(MotleyError, match="ran without InCo"):
         ANALYSES["coefficients"]([plain])
@@ -82,26 +90,29 @@ def test_what_a_run_lacks_is_said(run: Path, tmp_path: Path) -> None:
     assert "has no checkpoint yet" in call("analyze", "cka", tmp_path / "new").err
 
 
-def test_memory_that_is_gone_is_begun_anew(tmp_path: Path) -> None:
+def test_deleted_client_states_start_from_their_initial_values(tmp_path: Path) -> None:
     path = small_run(tmp_path / "scaffold", "method.name=HeteroScaffold")
     assert (path / "clients").exists()
-    with opened(path) as (federation, servers):
-        with_memory = next_round(federation, servers[-1])
+    with open_run(path) as (federation, servers):
+        with_client_states = train_next_round(federation, servers[-1])
     for file in (path / "clients").iterdir():
         file.unlink()
     (path / "clients").rmdir()
-    with opened(path) as (federation, servers):
+    with open_run(path) as (federation, servers):
         assert not servers[-1].remembered
-        assert len(next_round(federation, servers[-1])) == len(with_memory)
+        assert len(train_next_round(federation, servers[-1])) == len(with_client_states)
 
 
 def test_divergence_is_that_of_the_clients_of_the_next_round(run: Path) -> None:
     rows = ANALYSES["divergence"]([run]).rows
-    with opened(run) as (federation, servers):
-        trained = next_round(federation, servers[0])
-    models = [{name: one.state[name] for name in sorted(federation.split.parameters_of(one.size))} for one in trained]
-    found = {row[2]: row[3] for row in rows if row[1] == 1}
-    assert found == pytest.approx({WHOLE: weight_divergence(models), **layer_divergence(models)})
+    with open_run(run) as (federation, servers):
+        trained = train_next_round(federation, servers[0])
+    models = []
+    for client in trained:
+        names = sorted(federation.split.parameters_of(client.size))
+        models.append({name: client.state[name] for name in names})
+    values = {row[2]: row[3] for row in rows if row[1] == 1}
+    assert values == pytest.approx({WHOLE: weight_divergence(models), **layer_divergence(models)})
 
 
 @pytest.mark.parametrize("rule", ["leading", "random"])
@@ -114,33 +125,34 @@ def test_divergence_of_parts_in_width_is_over_the_holders_of_every_channel(tmp_p
 
 
 def test_variance_is_that_of_the_gradients_of_the_clients_own_examples(tmp_path: Path) -> None:
-    """With one size for all, by autograd on all examples of a client at once."""
+    """With one size for all clients, compared with autograd on all examples of a client at once."""
     same = ("model.sizes=['mlp2']", "split.name=homogeneous", "method.name=fedavg", "method.inco.variant=off")
     path = small_run(tmp_path / "same", *same)
     rows = ANALYSES["variance"]([path]).rows
-    with opened(path) as (federation, servers):
+    with open_run(path) as (federation, servers):
         gradients = []
         for client in federation.sample(servers[-1].round_number + 1):
             model = global_model(federation, servers[-1], "mlp2").train()
-            images, labels = own_examples(federation, client)
+            images, labels = client_examples(federation, client)
             assert labels.tolist() == federation.dataset.train.labels[federation.partition.of(client)].tolist()
             torch.nn.functional.cross_entropy(model(images), labels).backward()
             gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     newest = {row[2]: row[3] for row in rows if row[1] == servers[-1].round_number}
-    wanted = gradient_variance(gradients)
-    assert {layer: newest[layer] for layer in wanted} == pytest.approx(wanted, rel=1e-4)
-    assert newest[WHOLE] == pytest.approx(sum(wanted.values()), rel=1e-4)
-    assert newest[LOW] == pytest.approx(wanted["layers.0"], rel=1e-4)  # the middle of mlp2
-    assert newest[HIGH] == pytest.approx(wanted["layers.1"] + wanted["head"], rel=1e-4)
+    expected = gradient_variance(gradients)
+    assert {layer: newest[layer] for layer in expected} == pytest.approx(expected, rel=1e-4)
+    assert newest[WHOLE] == pytest.approx(sum(expected.values()), rel=1e-4)
+    assert newest[LOW] == pytest.approx(expected["layers.0"], rel=1e-4)  # mlp2 is cut in the middle
+    assert newest[HIGH] == pytest.approx(expected["layers.1"] + expected["head"], rel=1e-4)
 
 
 def test_distances_are_over_pairs_with_a_class_and_a_shape_in_common() -> None:
     def client(value: float, label: int, width: int = 2) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         return {"one": torch.full((3, 1), value), "two": torch.full((3, width), value)}, torch.full((3,), label)
 
-    found = stage_distances([client(0, 1), client(2, 1), client(7, 0), client(4, 1, width=5)])
-    assert found["one"] == (pytest.approx((2 + 4 + 2) / 3), 3)
-    assert found["two"][1] == 1
+    clients = [client(0, 1), client(2, 1), client(7, 0), client(4, 1, width=5)]
+    distances = stage_distances(clients)
+    assert distances["one"] == (pytest.approx((2 + 4 + 2) / 3), 3)
+    assert distances["two"][1] == 1
 
 
 def test_quantiles_by_hand() -> None:
@@ -149,7 +161,7 @@ def test_quantiles_by_hand() -> None:
 
 def test_stages_of_every_family() -> None:
     model = MODELS["resnet14"].build(ResNetSettings(width=0.0625), ImageShape(1, 32, 32), 10).eval()
-    found = features(model, torch.zeros(2, 1, 32, 32))
-    assert list(found) == ["stage 1", "stage 2", "stage 3", "stage 4"]
-    assert found["stage 4"].shape == (2, 32)
+    outputs = features(model, torch.zeros(2, 1, 32, 32))
+    assert list(outputs) == ["stage 1", "stage 2", "stage 3", "stage 4"]
+    assert outputs["stage 4"].shape == (2, 32)
     assert list(stages(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU()))) == ["0"]

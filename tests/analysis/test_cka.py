@@ -1,4 +1,4 @@
-"""CKA against what it must be: 1 for a rotated and scaled copy, near 0 for strangers, and the textbook's formula."""
+"""CKA: 1 for a rotated and scaled copy, near 0 for independent features, and by definition."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from torch import Tensor
 from motley.analysis.cka import linear_cka, mean_off_diagonal, minibatch_cka, similarity, unbiased_hsic
 
 
-def drawn(*shape: int, seed: int = 1) -> Tensor:
+def gaussian(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def textbook(x: Tensor, y: Tensor) -> float:
-    """HSIC(K, L) / sqrt(HSIC(K, K) HSIC(L, L)) with the centring matrix written out."""
+def by_definition(x: Tensor, y: Tensor) -> float:
+    """Return HSIC(K, L) / sqrt(HSIC(K, K) HSIC(L, L)), with an explicit centering matrix."""
     count = len(x)
-    centring = torch.eye(count, dtype=torch.float64) - 1 / count
+    centering = torch.eye(count, dtype=torch.float64) - 1 / count
 
     def hsic(k: Tensor, ell: Tensor) -> Tensor:
-        return torch.trace(k @ centring @ ell @ centring) / (count - 1) ** 2
+        return torch.trace(k @ centering @ ell @ centering) / (count - 1) ** 2
 
     k, ell = x @ x.T, y @ y.T
     return float(hsic(k, ell) / (hsic(k, k) * hsic(ell, ell)).sqrt())
 
 
 def test_a_rotated_and_scaled_copy_is_the_same() -> None:
-    x = drawn(60, 12)
-    rotation = torch.linalg.qr(drawn(12, 12, seed=2)).Q
+    x = gaussian(60, 12)
+    rotation = torch.linalg.qr(gaussian(12, 12, seed=2)).Q
     copy = 7.5 * x @ rotation + 3.0
     assert linear_cka(x, copy) == pytest.approx(1.0, abs=1e-9)
     assert minibatch_cka([(x, copy)]) == pytest.approx(1.0, abs=1e-9)
     assert minibatch_cka(zip(x.split(20), copy.split(20), strict=True)) == pytest.approx(1.0, abs=1e-9)
 
 
-def test_independent_features_are_strangers() -> None:
-    x, y = drawn(2000, 5), drawn(2000, 5, seed=3)
+def test_independent_features_are_not_similar() -> None:
+    x, y = gaussian(2000, 5), gaussian(2000, 5, seed=3)
     assert linear_cka(x, y) < 0.02
     assert abs(minibatch_cka(zip(x.split(100), y.split(100), strict=True))) < 0.02
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_small_matrices_agree_with_the_textbook(seed: int) -> None:
-    x, y = drawn(7, 3, seed=seed), drawn(7, 4, seed=seed + 10)
-    assert linear_cka(x, y) == pytest.approx(textbook(x, y))
+def test_small_matrices_agree_with_the_definition(seed: int) -> None:
+    x, y = gaussian(7, 3, seed=seed), gaussian(7, 4, seed=seed + 10)
+    assert linear_cka(x, y) == pytest.approx(by_definition(x, y))
 
 
-def test_hsic_is_unbiased_where_the_plain_one_is_not() -> None:
-    """Of few examples, independent features look alike to the biased estimate, but not on average to this one."""
-    pairs = [(drawn(8, 30, seed=seed), drawn(8, 30, seed=seed + 1000)) for seed in range(300)]
+def test_hsic_is_unbiased() -> None:
+    """With few examples, the biased estimate is large even for independent features."""
+    pairs = [(gaussian(8, 30, seed=seed), gaussian(8, 30, seed=seed + 1000)) for seed in range(300)]
     biased = sum(linear_cka(x, y) for x, y in pairs) / len(pairs)
     unbiased = sum(float(unbiased_hsic(x @ x.T, y @ y.T)) for x, y in pairs) / len(pairs)
     scale = sum(float(unbiased_hsic(x @ x.T, x @ x.T)) for x, _ in pairs) / len(pairs)
@@ -56,8 +56,8 @@ def test_hsic_is_unbiased_where_the_plain_one_is_not() -> None:
     assert abs(unbiased / scale) < 0.05
 
 
-def test_clients_are_compared_where_both_have_the_stage() -> None:
-    x = drawn(40, 6)
+def test_clients_are_compared_at_stages_that_both_have() -> None:
+    x = gaussian(40, 6)
     matrices = similarity([{"a": x}, {"a": 2 * x, "b": x}], batch=20)
     assert matrices["a"] == pytest.approx(torch.ones(2, 2), abs=1e-5)
     assert matrices["b"].isnan().sum() == 3

@@ -1,4 +1,4 @@
-"""Divergence of weights, variance of gradients, distance of features: by hand, and in closed form."""
+"""Divergence of weights, variance of gradients, distance of features, by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from motley.core.errors import MotleyError
 
 
 def test_divergence_by_hand() -> None:
-    """Means are (1, 0) and 4; the distances are (1, 3) from the first and (1, 3) from the second client."""
+    """The means are (1, 0) and 4. Both clients have distances of 1 and 3 to them."""
     models = [
         {"a.weight": torch.tensor([0.0, 0.0]), "a.bias": torch.tensor([1.0])},
         {"a.weight": torch.tensor([2.0, 0.0]), "a.bias": torch.tensor([7.0])},
@@ -35,14 +35,14 @@ def test_a_layers_mean_is_over_the_models_that_have_it() -> None:
     assert weight_divergence(models) == pytest.approx((math.sqrt(4 + 4) + 0 + math.sqrt(4 + 4)) / 3)
 
 
-def test_a_layer_that_one_client_has_says_nothing() -> None:
+def test_a_layer_of_one_client_is_left_out() -> None:
     first = {"a.weight": torch.tensor([0.0, 0.0]), "b.weight": torch.zeros(1)}
     models = [first, {"a.weight": torch.tensor([6.0, 8.0])}]
     assert layer_divergence(models) == {"a": 5.0}
 
 
-def test_of_a_tensor_that_clients_hold_in_part_every_numbers_mean_is_over_its_holders() -> None:
-    """The first number's mean is 3 and the second's 8: distances are 3 from the first client, 3 from the second."""
+def test_the_mean_of_a_coordinate_is_over_the_clients_that_hold_it() -> None:
+    """The means of the coordinates are 3 and 8. Both clients have a distance of 3 to them."""
     models = [{"a.weight": torch.tensor([0.0, torch.nan])}, {"a.weight": torch.tensor([6.0, 8.0])}]
     assert weight_divergence(models) == layer_divergence(models)["a"] == 3.0
 
@@ -58,19 +58,20 @@ def test_equal_models_do_not_diverge() -> None:
 def test_gradient_variance_by_hand() -> None:
     one = {"a.weight": torch.tensor([1.0, 0.0]), "a.bias": torch.tensor([0.0]), "b.weight": torch.tensor([5.0])}
     other = {"a.weight": torch.tensor([3.0, 4.0]), "a.bias": torch.tensor([6.0])}
-    assert gradient_variance([one, other]) == pytest.approx({"a": 1 + 4 + 9})  # a layer of one client varies in nothing
+    # Layer b is left out, because only one client has it.
+    assert gradient_variance([one, other]) == pytest.approx({"a": 1 + 4 + 9})
 
 
-def test_gradient_variance_is_torchs() -> None:
+def test_gradient_variance_equals_torchs() -> None:
     rows = torch.randn(5, 7, dtype=torch.float64)
-    found = gradient_variance([{"w": row} for row in rows])
-    assert found == pytest.approx({"w": float(rows.var(0, correction=0).sum())})
+    variance = gradient_variance([{"w": row} for row in rows])
+    assert variance == pytest.approx({"w": float(rows.var(0, correction=0).sum())})
 
 
 # ---- features
 
 
-def test_distance_of_numbers_is_the_area_between_their_quantiles() -> None:
+def test_distance_in_one_dimension_is_the_area_between_quantile_functions() -> None:
     one, other = torch.tensor([[0.0], [1.0], [3.0]]), torch.tensor([[8.0], [5.0], [6.0]])
     assert sliced_wasserstein(one, other) == pytest.approx(5.0)
     assert sliced_wasserstein(torch.tensor([[0.0], [1.0]]), torch.tensor([[0.0], [1.0], [2.0]])) == pytest.approx(0.5)
@@ -78,14 +79,17 @@ def test_distance_of_numbers_is_the_area_between_their_quantiles() -> None:
 
 
 def test_distance_of_a_shift_is_its_length_times_the_mean_cosine() -> None:
-    """In the plane a direction's mean |cosine| is 2 / pi, and all points move by the same along it."""
+    """In two dimensions, the mean |cosine| between a random direction and the shift is 2 / pi."""
     points = torch.randn(50, 2)
     moved = points + torch.tensor([3.0, 4.0])
     assert sliced_wasserstein(points, moved, directions=4000) == pytest.approx(5 * 2 / math.pi, rel=0.03)
 
 
 def test_the_conditional_distance_weighs_classes_by_both_sides() -> None:
-    """Class 0 is apart by 2 and class 1 by 10; shares are 1/4 and 3/4 here, 1/2 and 1/2 there."""
+    """The distances are 2 (class 0) and 10 (class 1).
+
+    The classes' probabilities are 1/4 and 3/4 in one set, 1/2 and 1/2 in the other.
+    """
     features, labels = torch.tensor([[0.0], [1.0], [1.0], [1.0]]), torch.tensor([0, 1, 1, 1])
     others, other_labels = torch.tensor([[2.0], [11.0]]), torch.tensor([0, 1])
     expected = 0.5 * (0.25 * 2 + 0.75 * 10) + 0.5 * (0.5 * 2 + 0.5 * 10)
@@ -93,15 +97,16 @@ def test_the_conditional_distance_weighs_classes_by_both_sides() -> None:
     assert conditional_wasserstein(others, other_labels, features, labels) == pytest.approx(expected)
 
 
-def test_clients_with_equal_conditionals_are_near_whatever_their_labels() -> None:
-    numbers = torch.Generator().manual_seed(0)
+def test_label_skew_alone_gives_a_small_conditional_distance() -> None:
+    generator = torch.Generator().manual_seed(0)
     labels, others = torch.tensor([0] * 900 + [1] * 100), torch.tensor([0] * 100 + [1] * 900)
-    one, two = (torch.randn(1000, 1, generator=numbers) + 20 * at[:, None] for at in (labels, others))
+    one = torch.randn(1000, 1, generator=generator) + 20 * labels[:, None]
+    two = torch.randn(1000, 1, generator=generator) + 20 * others[:, None]
     assert conditional_wasserstein(one, labels, two, others) < 0.3
     assert sliced_wasserstein(one, two) > 10
 
 
-def test_a_class_of_one_side_leaves_the_comparison() -> None:
+def test_a_class_that_one_side_lacks_is_left_out() -> None:
     one, labels = torch.tensor([[0.0], [50.0]]), torch.tensor([0, 1])
     assert conditional_wasserstein(one, labels, torch.tensor([[1.0]]), torch.tensor([0])) == pytest.approx(1.0)
     with pytest.raises(MotleyError, match="no class in common"):

@@ -1,4 +1,4 @@
-"""The command line in this process, and one tiny run for all who only read it."""
+"""The command line, called in this process, and one tiny run that tests may read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.conftest import TINY
 
 
 class Answer(NamedTuple):
-    """What a command left behind."""
+    """The exit status and the output of a command."""
 
     code: int
     out: str
@@ -31,7 +31,7 @@ def overrides(*more: str) -> list[str]:
 
 
 def call(*arguments: object) -> Answer:
-    """Run the command line with arguments; an exception that is no clean exit is the test's."""
+    """Run the command line with arguments. Exceptions other than SystemExit reach the test."""
     out, err = StringIO(), StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr("sys.argv", ["motley", *map(str, arguments)])
@@ -46,13 +46,13 @@ def call(*arguments: object) -> Answer:
 
 @pytest.fixture
 def motley(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Return the command line, in an empty working folder."""
+    """Return the command line, called in an empty working folder."""
     monkeypatch.chdir(tmp_path)
     return call
 
 
 class TinyRun(NamedTuple):
-    """A finished run and what its command printed."""
+    """A finished run and the output of its command."""
 
     path: Path
     answer: Answer
@@ -60,7 +60,7 @@ class TinyRun(NamedTuple):
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    """Return a finished run of three rounds, to be read and not changed."""
+    """Return a finished run of three rounds. Tests must not change it."""
     path = tmp_path_factory.mktemp("tiny") / "run"
     more = ("evaluation.last_k=2", "evaluation.targets=[0.01, 1.0]", "method.inco.variant=official")
     return TinyRun(path, call("run", *overrides(*more), "--out", path))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from motley.bench import Timing, measure, save, stand_in
+from motley.bench import Timing, measure, save, synthetic_dataset
 from motley.cli import app
 from motley.core.errors import MotleyError
 from tests.conftest import TINY, tiny_config
@@ -19,7 +19,7 @@ def test_a_timing_accounts_for_the_whole_round() -> None:
     assert timing.ms_round > 0 and timing.peak_mb > 0
     assert sum(timing.share.values()) == pytest.approx(1.0, abs=0.02)
     assert timing.share["train"] > timing.share["merge"]
-    steps = 4 * 2  # clients a round, steps a client
+    steps = 4 * 2  # clients per round, steps per client
     assert timing.ms_client_step * steps == pytest.approx(timing.ms_round * timing.share["train"], rel=0.5)
 
 
@@ -52,7 +52,7 @@ def test_a_file_without_timings_is_named(tmp_path: Path) -> None:
     assert "x.json" in str(result.exception)
 
 
-def test_stand_ins_have_the_shape_of_the_real_ones() -> None:
+def test_synthetic_data_sets_have_the_shape_of_the_real_ones() -> None:
     with pytest.raises(MotleyError, match="digits"):
-        stand_in("digits")
-    assert stand_in("fashion-mnist").train.images.shape == (60_000, 28, 28, 1)
+        synthetic_dataset("digits")
+    assert synthetic_dataset("fashion-mnist").train.images.shape == (60_000, 28, 28, 1)

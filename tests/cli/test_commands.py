@@ -1,4 +1,4 @@
-"""Commands are imported when they are chosen, and no command imports more than it needs."""
+"""Commands are imported when they are used, and import no more than they need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from motley.cli import COMMANDS
 from motley.cli.commands import LazyCommand
 from tests.without_extras import BLOCKED
 
-#: Calls the command line, and prints the top-level modules that were imported by then as the last line.
+#: Calls the command line and prints the top-level modules imported by then as the last line.
 SCRIPT = """
 import json, sys
 from motley.cli import main
@@ -29,7 +29,7 @@ print(json.dumps([status, modules]))
 
 
 def imported_by(*arguments: str) -> tuple[int, set[str]]:
-    """Return the exit status of a command in a process of its own, and the top-level modules that it imported."""
+    """Run a command in its own process. Return its exit status and the modules it imported."""
     ended = subprocess.run([sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, check=True)
     status, modules = json.loads(ended.stdout.splitlines()[-1])
     return status, set(modules)

@@ -1,4 +1,4 @@
-"""How commands fail: one message and an exit status, never a traceback, whatever goes wrong."""
+"""Failing commands print one message and set an exit status, and never show a traceback."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = ("model.sizes=resnet10", "federation.clients_per_round=2", "run.tensorbo
 
 
 def assert_message(answer: Answer, *parts: str, code: int = 2) -> None:
-    """Check that a command ended with one message on stderr that says these things."""
+    """Check that a command ended with one message on stderr that contains these parts."""
     assert answer.code == code, answer
     assert "Traceback" not in answer.err + answer.out
     assert answer.err.startswith("motley: "), answer.err
@@ -50,7 +50,7 @@ def assert_message(answer: Answer, *parts: str, code: int = 2) -> None:
         ),
         (MemoryError("Unable to allocate 7 TiB"), "there is not enough memory: Unable to allocate 7 TiB."),
         (
-            RuntimeError("[enforce fail at alloc_cpu.cpp:1] . DefaultCPUAllocator: can't allocate memory: you tried"),
+            RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried"),
             "there is not enough memory: ",
         ),
         (RuntimeError("Storage size calculation overflowed with sizes=[1]"), "there is not enough memory: "),
@@ -123,7 +123,7 @@ class FullOutput(io.StringIO):
 
 @pytest.fixture
 def full_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every command write to a full disk."""
+    """Make every command write to a full disk."""
     monkeypatch.setattr("tests.cli.conftest.StringIO", _outputs().__next__)
 
 
@@ -148,7 +148,7 @@ def test_a_run_whose_log_cannot_be_written_trains_to_its_end(motley: Command, tm
     assert_message(
         answer,
         "the standard output cannot be written: No space left on device. The training goes on.",
-        f"the run is complete, but the standard output could not be written: No space left on device. "
+        "run is complete, but the standard output could not be written: No space left on device.",
         f"To see its results: motley show {tmp_path / 'run'}",
     )
     assert answer.err.count("The training goes on") == 1
@@ -160,7 +160,7 @@ def test_a_run_whose_log_cannot_be_written_trains_to_its_end(motley: Command, tm
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Let no file of this process grow beyond a size: writing fails then as it does on a full disk."""
+    """Limit the size of files in this process: writing then fails as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -232,7 +232,7 @@ def test_a_wrong_output_path_is_refused_before_the_computing(
     def never(*arguments: object, **options: object) -> None:
         pytest.fail("something was computed")
 
-    for module, name in (("report.page", "render"), ("cli.bench", "measure"), ("cli.study", "play_study")):
+    for module, name in (("report.page", "render"), ("cli.bench", "measure"), ("cli.study", "run_study")):
         monkeypatch.setattr(importlib.import_module(f"motley.{module}"), name, never)
     (tmp_path / "afile").touch()
     words = {"RUN": tiny_run.path, "OUT": "afile/x"}
@@ -244,9 +244,9 @@ def test_a_wrong_output_path_is_refused_before_the_computing(
 def test_a_run_folder_that_cannot_be_made_is_refused_before_the_data_are_read(
     motley: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("motley.runs.play.Federation", lambda *_, **__: pytest.fail("data were read"))
+    monkeypatch.setattr("motley.runs.run.Federation", lambda *_, **__: pytest.fail("data were read"))
     (tmp_path / "afile").touch()
-    assert_message(motley("run", *overrides(), "--out", "afile/x"), "afile/x: cannot be made: afile is a file.")
+    assert_message(motley("run", *overrides(), "--out", "afile/x"), "afile/x: cannot be created: afile is a file.")
 
 
 def test_a_report_goes_to_the_standard_output_or_through_a_link(
@@ -288,14 +288,14 @@ def test_a_damaged_line_of_metrics_is_named_by_every_command(
         ("analyze", "sizes", damaged),
     ):
         answer = motley(*arguments)
-        assert_message(answer, f"{damaged / 'metrics.jsonl'}, line {at + 1}: is not the metrics of a round: ")
+        assert_message(answer, f"{damaged / 'metrics.jsonl'}, line {at + 1}: these are not the metrics of a round: ")
 
 
 def test_a_number_too_few_among_a_rounds_bytes_is_named(motley: Command, damaged: Path) -> None:
     lines = [json.loads(text) for text in (damaged / "metrics.jsonl").read_text().splitlines()]
     del lines[1]["bytes"]["up"]
     (damaged / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert_message(motley("show", damaged), "line 2: is not the metrics of a round: bytes.up: field required.")
+    assert_message(motley("show", damaged), "line 2: these are not the metrics of a round: bytes.up: field required.")
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe", b""])
@@ -315,7 +315,7 @@ def test_a_configuration_edited_to_another_model_is_refused(motley: Command, dam
     assert old in text
     config.write_text(text.replace(old, new))
     answer = motley("resume", damaged)
-    assert_message(answer, "describes another model than its checkpoint of round 3 holds. The first difference is ")
+    assert_message(answer, "describes a different model than the checkpoint of round 3. The first difference is ")
 
 
 @pytest.mark.parametrize("name", ["server.json", "state.safetensors"])
@@ -329,7 +329,7 @@ def test_a_damaged_checkpoint_is_named(motley: Command, damaged: Path, name: str
         assert_message(motley(*arguments), name, "cannot be read", "Remove ")
 
 
-# --- too much is asked for
+# --- requests that are too large
 
 
 @pytest.mark.parametrize(

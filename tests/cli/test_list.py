@@ -1,4 +1,4 @@
-"""`motley list`: one line for everything that is registered, all settings, and the runs of a folder."""
+"""`motley list`: one line per registered name, all settings, and the runs in a folder."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_damaged_run_does_not_hide_the_others(motley: Command, tiny_run: TinyR
         shutil.copytree(tiny_run.path, tmp_path / "runs" / name)
     (tmp_path / "runs" / "a" / "metrics.jsonl").write_text("null\n")
     _, first, second = motley("list", "runs").out.splitlines()
-    assert "unreadable: runs/a/metrics.jsonl, line 1: is not the metrics of a round" in first
+    assert "unreadable: runs/a/metrics.jsonl, line 1: these are not the metrics of a round" in first
     assert second.split()[0] == "runs/b" and second.split()[-1] == "finished"
 
 

@@ -41,7 +41,7 @@ def test_rounds_that_were_played_cannot_be_undone(motley: Command, tmp_path: Pat
     start(motley, tmp_path / "run", "training.rounds=2")
     before = (tmp_path / "run" / "config.toml").read_text()
     answer = motley("resume", "run", "--rounds", 1)
-    assert answer == (2, "", "motley: --rounds 1: run has already played 2 rounds; they cannot be undone.\n")
+    assert answer == (2, "", "motley: --rounds 1: run has already completed 2 rounds.\n")
     assert (tmp_path / "run" / "config.toml").read_text() == before
     assert "This run is already finished." in motley("resume", "run", "--rounds", 2).out
     assert motley("resume", "run", "--rounds", 0).code == 2

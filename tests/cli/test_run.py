@@ -31,19 +31,20 @@ SMALL = ("model.sizes=['resnet10']", "federation.clients_per_round=2", "evaluati
 
 
 def snapshot(folder: Path) -> dict[Path, tuple[int, bytes]]:
-    """Return when each file of a folder was changed, and what it holds."""
+    """Return the modification time and the content of each file in a folder."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
 def kept(path: Path | str) -> str:
-    """Return the end of a run's output: where it is, and what to do with it."""
+    """Return the last two lines of a run's output."""
     name = shlex.quote(str(path))
-    return f"kept in {path}\nnext: motley show {name}, motley report {name}, motley analyze sizes {name}\n"
+    commands = f"motley show {name}, motley report {name}, motley analyze sizes {name}"
+    return f"kept in {path}\nnext: {commands}\n"
 
 
 def child(*arguments: object, **options: object) -> subprocess.Popen[str]:
-    """Start the command line as a process of its own, in which Ctrl-C works however pytest was started."""
+    """Start the command line in its own process, where Ctrl-C works however pytest was started."""
     return subprocess.Popen(
         [sys.executable, "-m", "motley", *map(str, arguments)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "100"},
@@ -130,7 +131,7 @@ def test_a_run_from_a_file_is_named_after_its_data_and_method(motley: Command, t
     )
 
 
-# --- what is refused
+# --- rejected invocations
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,7 @@ def test_help_names_every_command(motley: Command) -> None:
     assert all(re.search(rf"\b{name}\b", answer.out) for name in ("run", "resume", "show", "list"))
 
 
-# --- as a process
+# --- in its own process
 
 
 def test_an_error_of_the_real_process_goes_to_stderr_with_code_2(tmp_path: Path) -> None:
@@ -211,7 +212,7 @@ def test_an_error_of_the_real_process_goes_to_stderr_with_code_2(tmp_path: Path)
 
 
 def test_ctrl_c_saves_and_tells_how_to_resume_and_the_result_is_the_same(motley: Command, tmp_path: Path) -> None:
-    """Checkpoints are due only at the end here, so what is resumed is what Ctrl-C saved."""
+    """No checkpoint is due before the end, so the run resumes from the one that Ctrl-C saved."""
     run = tmp_path / "a run"
     arguments = overrides(*SMALL, "training.rounds=12", "run.checkpoint_every=12")
     process = child("run", *arguments, "--out", run, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -263,11 +264,11 @@ def test_a_second_signal_does_not_break_what_the_first_one_saves(
     assert "To continue: motley resume" in out
     written = len((tmp_path / "run/metrics.jsonl").read_text().splitlines())
     saved = [path.name for path in (tmp_path / "run/checkpoints").iterdir()]
-    assert saved in ([f"round-{written:06d}"], [f"round-{written - 1:06d}"])  # its last line may be of a broken round
+    assert saved in ([f"round-{written:06d}"], [f"round-{written - 1:06d}"])  # its last line may be incomplete
 
 
 def test_a_terminal_that_is_closed_costs_no_round(tmp_path: Path) -> None:
-    """What happens when a connection drops: SIGHUP, and a display that can no longer be written."""
+    """When a connection drops, the run gets SIGHUP and its display can no longer be written."""
     ours, theirs = pty.openpty()
     arguments = overrides(*SMALL, "training.rounds=500", "run.checkpoint_every=500")
     run = tmp_path / "run"

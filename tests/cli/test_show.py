@@ -1,4 +1,4 @@
-"""`motley show`: its numbers are those of the metrics, and what is no run is refused."""
+"""`motley show` prints the numbers of the metrics and rejects folders that are not runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def table(text: str) -> dict[str, list[str]]:
 
 
 def percent(value: float) -> str:
-    """Return a share as the table shows it."""
+    """Return a fraction as the table shows it."""
     return f"{100 * value:.2f}%"
 
 
@@ -107,7 +107,7 @@ def test_metrics_that_are_broken_in_the_middle_are_named(motley: Command, run_of
     run = run_of([line(1)], end="broken\n" + json.dumps(line(2)) + "\n")
     answer = motley("show", run)
     assert (answer.code, answer.out) == (2, "")
-    assert "metrics.jsonl, line 2: is not the metrics of a round: it is not JSON" in answer.err
+    assert "metrics.jsonl, line 2: these are not the metrics of a round: not JSON" in answer.err
 
 
 def test_a_run_without_a_finished_round_says_so(motley: Command, run_of: Any) -> None:

@@ -1,4 +1,4 @@
-"""`motley study` from the outside."""
+"""`motley study`, called as a command."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_nothing_to_run_is_an_error(motley: Command) -> None:
     answer = motley("study", "fedimpro-table8")
     assert answer.code == 2
     assert "missing: femnist" in answer.out
-    assert "nothing of it can run here" in answer.err
+    assert "none of it can run here" in answer.err
 
 
 def test_a_sweep_of_ones_own(motley: Command, tmp_path: Path) -> None:

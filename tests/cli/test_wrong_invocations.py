@@ -1,7 +1,7 @@
-"""Wrong invocations: each ends with exit status 2 and a message that says what is wrong, and writes nothing.
+"""Wrong invocations exit with status 2 and a message that says what is wrong, and write nothing.
 
-The working folder holds: R (a finished run of three rounds), adir (an empty folder), afile, bad.toml (not TOML),
-binary.toml (not text), ok.toml (a configuration), list.json (not timings).
+The working folder contains R (a finished run of three rounds), adir (an empty folder), afile,
+bad.toml (not TOML), binary.toml (not text), ok.toml (a configuration) and list.json (not timings).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WRONG = [
     ("watch R --port 99999", "99999 is not in the range 0<=x<=65535."),
     ("study inco-table2 --seeds -1", "-1 is not in the range x>=0."),
     ("deploy init", "Missing argument 'DIR'."),
-    # --- files that are to be read
+    # --- input files
     ("run none.toml", "none.toml: there is no such configuration file."),
     ("run bad.toml", "bad.toml: is not valid TOML: "),
     ("run binary.toml", "binary.toml: cannot be read: "),
@@ -64,8 +64,8 @@ WRONG = [
     ("report adir", "adir is neither a run (config.toml) nor a study (study.json)."),
     ("watch none", "none is neither a run (config.toml) nor a study (study.json)."),
     ("analyze sizes none", "none is not a run: there is no config.toml in it."),
-    ("bench --compare list.json --compare list.json", "list.json holds no timings: "),
-    ("bench --compare none --compare list.json", "none holds no timings: "),
+    ("bench --compare list.json --compare list.json", "list.json is not a file of timings: "),
+    ("bench --compare none --compare list.json", "none is not a file of timings: "),
     ("deploy server none", "none"),
     ("deploy run none", "none"),
     ("run --set model.weights=none", "none': cannot be read: "),
@@ -79,12 +79,12 @@ WRONG = [
     ("run --set data.partition.name=file --set data.partition.path=afile", "must end in .json or .npz."),
     # --- outputs
     ("run --out afile", "afile already exists and is a file; a run needs a folder of its own."),
-    ("run --out afile/x", "afile/x: cannot be made: afile is a file."),
+    ("run --out afile/x", "afile/x: cannot be created: afile is a file."),
     (
         "run --out R",
-        "R already exists and is not empty; a run needs a folder of its own. To continue it: motley resume",
+        "R already exists and is not empty; a run needs a folder of its own. To continue it:",
     ),
-    ("resume R --rounds 2", "--rounds 2: R has already played 3 rounds; they cannot be undone."),
+    ("resume R --rounds 2", "--rounds 2: R has already completed 3 rounds."),
     ("bench --json nodir/b.json", "nodir/b.json: cannot be written: there is no folder "),
     ("bench --json adir", "adir: is a folder; give the name of a file."),
     ("report R -o adir", "adir: is a folder; give the name of a file."),
@@ -144,7 +144,7 @@ WRONG = [
     ("run --set method.name=fedprox --set method.mu=-1", "method.mu = -1: should be greater than or equal to 0."),
     ("run --set split.name=width --set split.rates=2", "split.rates.0 = 2: should be less than or equal to 1."),
     ("deploy init f --port 0", "port = 0: should be greater than or equal to 1."),
-    # --- names that nobody knows
+    # --- unknown names
     ("run --set data.name=cifar-10", "data.name: unknown data set 'cifar-10'. Did you mean 'cifar10'?"),
     ("run --set data.transform.variant=incoo", "unknown transform 'incoo'. Did you mean 'inco'?"),
     ("run --set data.partition.name=dirichlett", "unknown partition 'dirichlett'. Did you mean 'dirichlet'?"),
@@ -192,19 +192,19 @@ WRONG = [
     ("run --set privacy.noise=1", "noise = 1 is in units of clip, which is 0"),
     ("run --set privacy.clip=1 --set server.weighting=samples", "Use server.weighting = 'uniform'."),
     ("run --set engine.precision=fp16 --set engine.device=cpu", "engine.precision = 'fp16': is for a GPU"),
-    ("bench --synthetic", "data.name = 'digits': --synthetic can stand in for cifar10, fashion-mnist."),
+    ("bench --synthetic", "data.name = 'digits': --synthetic can only replace cifar10, fashion-mnist."),
 ]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return all files of a folder but a run's lock file, which a command may touch."""
+    """Return all files in a folder except a run's lock file, which a command may touch."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, tiny_run: TinyRun) -> Path:
-    """Return a folder with right and wrong files."""
+    """Return a folder with valid and invalid files."""
     folder = tmp_path_factory.mktemp("place")
     shutil.copytree(tiny_run.path, folder / "R", ignore=shutil.ignore_patterns("tensorboard"))
     (folder / "adir").mkdir()

@@ -1,4 +1,4 @@
-"""The reader of pickled CIFAR batches, on the layouts that exist and on files that were made to do harm."""
+"""The reader of pickled CIFAR batches, on all layouts that exist and on malicious files."""
 
 from __future__ import annotations
 
@@ -19,14 +19,23 @@ from motley.data.datasets import cifar10
 from motley.data.datasets.cifar_pickle import read_pickled_batch
 
 ROWS = np.random.default_rng(0).integers(0, 256, (2, 3072), dtype=np.uint8)
-BATCH = {b"batch_label": b"a batch", b"labels": [3, 9], b"data": ROWS, b"filenames": [b"one.png", b"two.png"]}
+BATCH = {
+    b"batch_label": b"a batch",
+    b"labels": [3, 9],
+    b"data": ROWS,
+    b"filenames": [b"one.png", b"two.png"],
+}
 LIMIT = 100_000
 
 
 def released(rows: np.ndarray = ROWS, core: bytes = b"core") -> bytes:
-    """Return a batch as Python 2's cPickle wrote those of the original release, with its memo and short strings."""
+    """Return a batch as in the original release, written by Python 2's cPickle.
+
+    Memo entries and short strings are included.
+    """
     shape = b"K" + bytes([len(rows)]) + b"M" + struct.pack("<H", rows.shape[1]) + b"\x86"
-    dtype = b"cnumpy\ndtype\nq\x0aU\x02u1K\x00K\x01\x87Rq\x0b(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+    dtype = b"cnumpy\ndtype\nq\x0aU\x02u1K\x00K\x01\x87Rq\x0b"
+    dtype += b"(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
     array = b"cnumpy." + core + b".multiarray\n_reconstruct\nq\x07cnumpy\nndarray\nq\x08K\x00\x85U\x01b\x87Rq\x09"
     array += b"(K\x01" + shape + dtype + b"\x89T" + struct.pack("<i", rows.size) + rows.tobytes() + b"tb"
     names = b"U\x09filenamesq\x0c]q\x0d(U\x07one.pngq\x0eU\x07two.pngr\x0f\x00\x00\x00e"
@@ -45,7 +54,7 @@ def test_the_layout_of_the_original_release_is_read(core: bytes, tmp_path: Path)
     batch = read_pickled_batch(written(tmp_path, released(core=core)), LIMIT)
     assert np.array_equal(batch["data"], ROWS)
     assert batch["labels"] == [3, 9] and batch["filenames"] == [b"one.png", b"two.png"]
-    assert pickle.loads(released(), encoding="bytes")[b"labels"] == [3, 9]  # the file is what pickle takes it for
+    assert pickle.loads(released(), encoding="bytes")[b"labels"] == [3, 9]  # pickle agrees
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -76,25 +85,25 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 # --- attacks
 
 ATTACKS: dict[str, bytes] = {
-    # An array of one object whose pointer is eight bytes of the file, and which is then replaced: it is freed.
+    # An object array whose one pointer is eight bytes of the file. Replacing the object frees it.
     "crash": b"cnumpy\nndarray\n(K\x01\x85cnumpy\ndtype\nU\x01O\x85R\x96"
     + struct.pack("<Q", 8)
     + b"AAAAAAAAtRK\x00Ns.",
-    # The same by way of an array's state.
+    # The same through an array's state.
     "state": b"\x80\x02cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01O\x87R"
     b"(K\x01K\x01\x85cnumpy\ndtype\nU\x01O\x85R\x89U\x08AAAAAAAAtb.",
-    # 2.9 GiB for an announced shape, and as much for a place in the memo.
+    # A declared shape, and a memo index, that would allocate 2.9 GiB each.
     "shape": b"\x80\x02cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n"
     b"\x8a\x05\x00\x00\x00\xc0\x00\x85U\x01b\x87R.",
     "memo": b"\x80\x02}r\x00\x00\x00\x10.",
-    # A string of 1 MB that is encoded a thousand times over.
+    # A string of 1 MB that is encoded a thousand times.
     "encode": b"\x80\x02](X\x40\x42\x0f\x00"
     + b"a" * 1_000_000
     + b"q\x00"
     + b"c_codecs\nencode\nh\x00U\x06latin1\x86R" * 1000
     + b"e.",
     "announced": b"\x80\x02\x8e" + struct.pack("<Q", 2**62) + b"abc.",
-    # Tuples in tuples: hashing them overflows the stack, and so might freeing them.
+    # Nested tuples: hashing them overflows the stack, and freeing them might, too.
     "nested key": b"\x80\x02})" + b"\x85" * 900_000 + b"Ns.",
     "nested": b"\x80\x02)" + b"\x85" * 900_000 + b".",
     "many": b"\x80\x04" + b"}\x94" * 1_000_000 + b".",
@@ -128,7 +137,7 @@ for file in sorted(Path(sys.argv[1]).iterdir()):
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
 def test_attacks_are_refused_in_little_memory(tmp_path: Path) -> None:
-    """Each in a process of its own, which may take 700 MB more than it has."""
+    """Each attack runs in its own process, which may allocate at most 700 MB."""
     for name, content in ATTACKS.items():
         (tmp_path / name).write_bytes(content)
     command = [sys.executable, "-c", ATTACKED, str(tmp_path)]
@@ -151,9 +160,18 @@ def test_attacks_are_refused_in_little_memory(tmp_path: Path) -> None:
         ),
         (b"\x80\x02i", r"refused to load pickle opcode b'i'"),
         (b"\x80\x02c" + b"x" * 10_000 + b"\ny\n.", r"refused to load 'x{100}', which"),
-        (released().replace(b"U\x02u1", b"U\x02f4"), "a call of numpy.dtype with unexpected arguments"),
-        (released().replace(b"K\x02M\x00\x0c", b"K\x03M\x00\x0c"), "shape does not match its bytes"),
-        (released().replace(b"K\x02M\x00\x0c", b"\x8a\x01\xffM\x00\x0c"), "shape does not match its bytes"),
+        (
+            released().replace(b"U\x02u1", b"U\x02f4"),
+            "a call of numpy.dtype with unexpected arguments",
+        ),
+        (
+            released().replace(b"K\x02M\x00\x0c", b"K\x03M\x00\x0c"),
+            "shape does not match its bytes",
+        ),
+        (
+            released().replace(b"K\x02M\x00\x0c", b"\x8a\x01\xffM\x00\x0c"),
+            "shape does not match its bytes",
+        ),
         (b"\x80\x02K\x01}b.", "refused to load a state for a int"),
         (b"\x80\x02K\x01.", "it holds a int, not a dict"),
     ],
@@ -164,10 +182,13 @@ def test_a_refusal_says_what_was_wanted(content: bytes, said: str, tmp_path: Pat
 
 
 def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
-    """Changed, lost, doubled and foreign bytes, mostly outside the image data."""
+    """Change, delete, duplicate and insert bytes, mostly outside the image data."""
     numbers = np.random.default_rng(1)
     small = ROWS
-    originals = [released(small), *(pickle.dumps({**BATCH, b"data": small}, protocol) for protocol in (2, 4, 5))]
+    originals = [
+        released(small),
+        *(pickle.dumps({**BATCH, b"data": small}, protocol) for protocol in (2, 4, 5)),
+    ]
     opcodes = "".join(known.code for known in pickletools.opcodes).encode("latin1")
     read = 0
     for trial in range(600):

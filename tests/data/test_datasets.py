@@ -1,4 +1,4 @@
-"""The readers, on small files in the real formats, and on the real files where they are at hand."""
+"""The readers, on small files in the real formats, and on the real files if they are present."""
 
 from __future__ import annotations
 
@@ -101,7 +101,11 @@ def test_a_path_that_would_not_be_read_is_refused(name: str, tmp_path: Path) -> 
     ],
 )
 def test_missing_files_are_named_with_the_places_and_the_remedy(
-    name: str, files: tuple[str, ...], folders: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    files: tuple[str, ...],
+    folders: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MOTLEY_DATA", str(tmp_path))
     with pytest.raises(MotleyError) as caught:
@@ -117,7 +121,11 @@ def test_missing_files_are_named_with_the_places_and_the_remedy(
 
 def test_digits_are_split_the_same_way_always_and_within_each_class() -> None:
     first, second = load_dataset("digits"), load_dataset("digits")
-    assert (len(first.train) + len(first.test), first.classes, first.shape) == (1797, 10, ImageShape(1, 8, 8))
+    assert (len(first.train) + len(first.test), first.classes, first.shape) == (
+        1797,
+        10,
+        ImageShape(1, 8, 8),
+    )
     assert np.array_equal(first.test.images, second.test.images)
     assert first.train.images.max() == 255 and first.train.images.min() == 0
     in_test = np.bincount(first.test.labels)
@@ -126,7 +134,7 @@ def test_digits_are_split_the_same_way_always_and_within_each_class() -> None:
 
 
 def test_digits_are_those_of_scikit_learn() -> None:
-    """The file in the package holds all its images, in its order: the split depends on it."""
+    """The packaged file has all of its images in the same order, on which the split depends."""
     original = load_digits()
     with digits.FILE.open("rb") as file, np.load(file) as arrays:
         assert np.array_equal(arrays["images"], original.images)
@@ -141,7 +149,12 @@ def idx(array: np.ndarray) -> bytes:
 
 
 def write_fashion(folder: Path, packed: bool) -> list[np.ndarray]:
-    arrays = [images(12, 28, 28), labels(12).astype(np.uint8), images(5, 28, 28), labels(5).astype(np.uint8)]
+    arrays = [
+        images(12, 28, 28),
+        labels(12).astype(np.uint8),
+        images(5, 28, 28),
+        labels(5).astype(np.uint8),
+    ]
     folder.mkdir(parents=True, exist_ok=True)
     for file, array in zip(FILES, arrays, strict=True):
         content = gzip.compress(idx(array)) if packed else idx(array)
@@ -174,8 +187,11 @@ def test_a_folder_that_lacks_one_file_is_told_apart(tmp_path: Path) -> None:
         (b"\x00\x00\x0d\x03" + bytes(20), "starts with 00 00 0d 03"),
         (idx(images(2, 3)), "with 3 dimensions"),
         (idx(images(2, 3, 3))[:10], "ends inside its header"),
-        (idx(images(2, 3, 3))[:-1], r"truncated: shape \(2, 3, 3\) needs 18 values and it holds 17"),
-        (idx(images(2, 3, 3)) + b"x", "bytes too many"),
+        (
+            idx(images(2, 3, 3))[:-1],
+            r"truncated: shape \(2, 3, 3\) needs 18 values and it holds 17",
+        ),
+        (idx(images(2, 3, 3)) + b"x", "extra bytes"),
     ],
 )
 def test_a_damaged_idx_file_is_named(content: bytes, message: str, tmp_path: Path) -> None:
@@ -225,11 +241,15 @@ def test_real_fashion_mnist(shared_data: Path) -> None:
 
 
 def batch(count: int) -> dict[bytes, Any]:
-    return {b"batch_label": b"a batch", b"labels": labels(count).tolist(), b"data": images(count, 3072)}
+    return {
+        b"batch_label": b"a batch",
+        b"labels": labels(count).tolist(),
+        b"data": images(count, 3072),
+    }
 
 
 def python2_batch(rows: np.ndarray, classes: list[int]) -> bytes:
-    """Write what Python 2 wrote for the original release: protocol 2, byte strings, dtype('u1', 0, 1)."""
+    """Write a batch as Python 2 did: protocol 2, byte strings, dtype('u1', 0, 1)."""
 
     def text(value: bytes) -> bytes:
         return b"T" + struct.pack("<i", len(value)) + value
@@ -253,7 +273,12 @@ def test_cifar10_reads_the_standard_folder(folder: str, tmp_path: Path) -> None:
     for file, content in zip((*TRAIN_FILES, TEST_FILE), batches, strict=True):
         (tmp_path / folder / file).write_bytes(pickle.dumps(content, protocol=2))
     data = load_dataset("cifar10", root=tmp_path)
-    assert (len(data.train), len(data.test), data.classes, data.shape) == (20, 4, 10, ImageShape(3, 32, 32))
+    assert (len(data.train), len(data.test), data.classes, data.shape) == (
+        20,
+        4,
+        10,
+        ImageShape(3, 32, 32),
+    )
     rows = np.concatenate([content[b"data"] for content in batches[:5]])
     assert np.array_equal(data.train.images[7, 2, 3], rows[7].reshape(3, 32, 32)[:, 2, 3])
     assert np.array_equal(data.train.images.transpose(0, 3, 1, 2).reshape(20, -1), rows)
@@ -317,7 +342,10 @@ def test_a_malicious_pickle_is_refused_and_not_run(function: str, inside: bool, 
         (pickle.dumps(batch(2), protocol=2)[:500], "truncated or damaged"),
         (pickle.dumps([1, 2], protocol=2), "holds a list"),
         (pickle.dumps({b"labels": [1]}, protocol=2), "has no 'data'"),
-        (pickle.dumps({**batch(2), b"data": images(2, 100)}, protocol=2), r"\(N, 3072\), not uint8 \(2, 100\)"),
+        (
+            pickle.dumps({**batch(2), b"data": images(2, 100)}, protocol=2),
+            r"\(N, 3072\), not uint8 \(2, 100\)",
+        ),
         (pickle.dumps({**batch(2), b"labels": [1, 10]}, protocol=2), "in 0..9"),
         (pickle.dumps({**batch(2), b"labels": [1]}, protocol=2), "2 images but 1 labels"),
     ],
@@ -343,7 +371,12 @@ def test_real_cifar10(shared_data: Path, tmp_path: Path) -> None:
 
 
 def save(path: Path, **changes: Any) -> Path:
-    arrays = {"x_train": images(9, 6, 5), "y_train": labels(9, 3), "x_test": images(4, 6, 5), "y_test": labels(4, 3)}
+    arrays = {
+        "x_train": images(9, 6, 5),
+        "y_train": labels(9, 3),
+        "x_test": images(4, 6, 5),
+        "y_test": labels(4, 3),
+    }
     arrays.update(changes)
     np.savez(path, **{key: value for key, value in arrays.items() if value is not None})
     return path
@@ -371,12 +404,16 @@ def test_npz_tells_the_layout_of_images(stored: tuple[int, ...], shape: ImageSha
 
 def test_npz_scales_floats_between_zero_and_one(tmp_path: Path) -> None:
     x = images(9, 6, 5)
-    path = save(tmp_path / "mine.npz", x_train=(x / 255).astype(np.float32), y_train=labels(9, 3).astype(np.uint8))
+    path = save(
+        tmp_path / "mine.npz",
+        x_train=(x / 255).astype(np.float32),
+        y_train=labels(9, 3).astype(np.uint8),
+    )
     assert np.array_equal(load_dataset("npz", path=path).train.images[..., 0], x)
 
 
 def ragged() -> np.ndarray:
-    """Return images of unlike sizes, as NumPy stores them."""
+    """Return images of different sizes, as NumPy stores them."""
     array = np.empty(9, dtype=object)
     for place in range(9):
         array[place] = images(1, 4 + place, 5)[0]
@@ -384,7 +421,7 @@ def ragged() -> np.ndarray:
 
 
 def test_floats_are_rounded_to_8_bits(tmp_path: Path) -> None:
-    """As the README says; whoever needs more than 256 grey levels has to know."""
+    """The README says so, for users who need more than 256 grey levels."""
     x = np.full((9, 6, 5), 0.5012, np.float32)
     data = load_dataset("npz", path=save(tmp_path / "mine.npz", x_train=x))
     assert (data.train.images == 128).all()
@@ -395,8 +432,14 @@ def test_floats_are_rounded_to_8_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("y_train", "message"),
     [
-        (labels(9, 3) + 1, r"data set 'npz': labels 1\.\.3: class 0 has no example\. .* subtract 1 from all labels\."),
-        (labels(9, 3) * 500_000, r"labels 0\.\.1000000 make 1,000,001 classes, and 999,998 of them have no example\."),
+        (
+            labels(9, 3) + 1,
+            r"'npz': labels 1\.\.3: class 0 has no example\. .* subtract 1 from all labels\.",
+        ),
+        (
+            labels(9, 3) * 500_000,
+            r"labels 0\.\.1000000 make 1,000,001 classes, and 999,998 of them have no example\.",
+        ),
         (labels(9, 2) * 10**15, r"labels 0\.\.1000000000000000 make"),
     ],
 )
@@ -406,7 +449,7 @@ def test_labels_that_are_no_class_numbers_are_refused(y_train: np.ndarray, messa
         Federation(tiny_config("data.name=npz", f"data.path={path}"))
     with pytest.raises(MotleyError, match=message):
         costs_in(tiny_config("data.name=npz", f"data.path={path}"))
-    load_dataset("npz", path=path)  # a node may hold a few classes of the federation's
+    load_dataset("npz", path=path)  # a node may hold only some of the classes
 
 
 def test_a_gap_between_labels_is_allowed(tmp_path: Path) -> None:
@@ -415,18 +458,24 @@ def test_a_gap_between_labels_is_allowed(tmp_path: Path) -> None:
     data.check_inferred_classes()
     assert data.classes == 4
     part = Examples(images(2, 4, 4, 1), np.array([7, 8]))
-    Dataset("mine", part, part, 10).check_inferred_classes()  # the caller has said how many classes there are
+    Dataset("mine", part, part, 10).check_inferred_classes()  # the caller states the number of classes
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"y_test": None, "x_test": None}, r"lacks x_test, y_test\. It holds: x_train, y_train"),
-        ({"x_train": images(9, 6, 5).astype(np.float32)}, r"x_train has floats .* must lie in \[0, 1\]"),
-        ({"x_train": np.full((9, 6, 5), np.nan)}, r"must lie in \[0, 1\]"),
+        (
+            {"x_train": images(9, 6, 5).astype(np.float32)},
+            r"x_train has floats .* must be in \[0, 1\]",
+        ),
+        ({"x_train": np.full((9, 6, 5), np.nan)}, r"must be in \[0, 1\]"),
         ({"x_train": images(9, 6, 5).astype(np.int64)}, "not int64"),
         ({"x_train": images(9, 6)}, r"not \(9, 6\)"),
-        ({"x_train": ragged()}, r"mine\.npz: x_train is an array of Python objects.* All images must have one size"),
+        (
+            {"x_train": ragged()},
+            r"mine\.npz: x_train is an array of Python objects.* All images must have one size",
+        ),
         (
             {"y_train": np.array(["a"] * 9, dtype=object)},
             r"y_train is an array of Python objects.* Labels must be whole",
@@ -458,7 +507,8 @@ def test_npz_explains_a_file_that_is_none(tmp_path: Path) -> None:
             load_dataset("npz", path=tmp_path / name)
         assert "pickle" not in str(raised.value)
     with pytest.raises(
-        MotleyError, match=r"is a folder; data set 'npz' reads one file\. Save four arrays with np\.savez"
+        MotleyError,
+        match=r"is a folder; data set 'npz' reads one file\. Save four arrays with np\.savez",
     ):
         load_dataset("npz", path=tmp_path)
     whole = save(tmp_path / "whole.npz").read_bytes()

@@ -1,4 +1,4 @@
-"""Partitions: what must hold for all of them, what each of them promises, and that skew is real."""
+"""Partitions: properties of all of them, promises of each, and the skew they produce."""
 
 from __future__ import annotations
 
@@ -76,11 +76,18 @@ def test_a_partition_refuses_offsets_that_do_not_fit(offsets: list[int]) -> None
         Partition(np.arange(3), np.array(offsets))
 
 
-# --- what holds for all
+# --- properties of all partitions
 
 
 def test_every_partition_is_registered_under_its_own_name() -> None:
-    assert [entry.name for entry in PARTITIONS] == ["iid", "dirichlet", "dirichlet-equal", "shards", "quantity", "file"]
+    assert [entry.name for entry in PARTITIONS] == [
+        "iid",
+        "dirichlet",
+        "dirichlet-equal",
+        "shards",
+        "quantity",
+        "file",
+    ]
     for entry in PARTITIONS:
         assert entry.item.model_fields["name"].default == entry.name
 
@@ -121,7 +128,8 @@ def test_the_seed_decides_and_nothing_else_does(partition: PartitionSettings) ->
 def test_more_clients_than_samples_is_an_error(partition: PartitionSettings) -> None:
     for clients in (0, -1, 8):
         with pytest.raises(
-            MotleyError, match=rf"federation\.clients = {clients}: should be 1 to 7, the number of training samples"
+            MotleyError,
+            match=rf"federation\.clients = {clients}: should be 1 to 7, the number of training",
         ):
             partition.split(np.zeros(7, dtype=np.int64), clients, seed=0)
     with pytest.raises(MotleyError, match="shape"):
@@ -151,7 +159,7 @@ def test_a_hundred_thousand_clients_are_ordinary(partition: PartitionSettings) -
     assert time.perf_counter() - start < 10
 
 
-# --- what each promises
+# --- promises of each
 
 
 def test_iid_clients_have_nearly_the_global_labels() -> None:
@@ -167,7 +175,10 @@ def test_a_small_alpha_skews_labels_and_a_large_one_does_not(cls: Any) -> None:
 
 
 def test_dirichlet_shares_have_the_moments_of_the_distribution() -> None:
-    """With one class and no cap in force, shares ~ Dir(alpha): mean 1/K, variance (K - 1) / (K^2 (K alpha + 1))."""
+    """With one class and no cap, shares ~ Dir(alpha).
+
+    Their mean is 1/K and their variance (K - 1) / (K^2 (K alpha + 1)).
+    """
     one_class = np.zeros(20_000, dtype=np.int64)
     for alpha in (0.3, 2.0):
         tries = [Dirichlet(alpha=alpha, min_size=1).split(one_class, 5, seed).sizes / 20_000 for seed in range(500)]
@@ -177,7 +188,7 @@ def test_dirichlet_shares_have_the_moments_of_the_distribution() -> None:
 
 @pytest.mark.parametrize(("alpha", "clients", "seed"), [(0.1, 10, 0), (0.5, 20, 1), (0.1, 20, 3)])
 def test_dirichlet_of_a_numpy_seed_is_the_benchmarks(alpha: float, clients: int, seed: int) -> None:
-    """Against its loop, written out with lists and NumPy's global state."""
+    """Compare with the benchmark's loop, written with lists and NumPy's global state."""
     labels = np.arange(3000) % 10
     state = np.random.get_state()
     np.random.seed(seed)
@@ -196,18 +207,24 @@ def test_dirichlet_of_a_numpy_seed_is_the_benchmarks(alpha: float, clients: int,
         if min(map(len, held)) >= 10:
             break
     np.random.set_state(state)
-    assert tries > 1 or (alpha, clients) != (0.1, 20)  # the last case must begin anew
+    assert tries > 1 or (alpha, clients) != (0.1, 20)  # the last case must start over
     ours = Dirichlet(alpha=alpha, numpy_seed=seed).split(labels, clients, seed=3)
     assert [sorted(own) for own in held] == [ours.of(client).tolist() for client in range(clients)]
 
 
 def test_a_benchmark_partition_that_cannot_be_had_is_refused_by_name() -> None:
-    with pytest.raises(MotleyError, match=r"data.partition.numpy_seed = 0: in 50 tries .* 250 has fewer than 10"):
+    with pytest.raises(
+        MotleyError,
+        match=r"numpy_seed = 0: in each of 50 tries, .* 250 clients had fewer than 10",
+    ):
         Dirichlet(alpha=0.001, numpy_seed=0).split(np.arange(3000) % 10, 250, seed=0)
 
 
 def test_dirichlet_gives_nothing_more_to_clients_that_hold_their_share() -> None:
-    """Whoever reaches N / clients gets nothing of later classes, so no client has more than that and one class."""
+    """A client with N / clients samples gets nothing of later classes.
+
+    So no client has more than N / clients plus one class.
+    """
     counts = Dirichlet(alpha=0.3).split(BALANCED, 20, seed=1).label_counts(BALANCED, 10)
     before = np.cumsum(counts, axis=1) - counts
     assert not counts[before >= len(BALANCED) / 20].any()
@@ -236,7 +253,7 @@ def test_transfers_equal_taking_one_by_one_from_the_largest(sizes: np.ndarray, d
 
 
 def test_dirichlet_equal_favours_no_client_by_its_number() -> None:
-    """When classes run out somebody goes without, and that must not be the clients with high numbers."""
+    """When classes run out, some clients go without; these must not be those with high numbers."""
     halves = []
     for seed in range(20):
         counts = DirichletEqual(alpha=0.05).split(BALANCED[:2000], 100, seed).label_counts(BALANCED[:2000], 10)
@@ -296,7 +313,7 @@ def test_object_keys_are_ordered_as_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([[1], [2], [3]], "holds 3 clients, but 2 are wanted"),
+        ([[1], [2], [3]], "holds 3 clients, but federation.clients = 2"),
         ([[1], [2, 10]], r"client 1 holds sample 10, but samples are numbered 0\.\.9"),
         ([[-1], [2]], "client 0 holds sample -1"),
         ([[1], [2, 3, 2]], "client 1 holds sample 2 twice"),
@@ -318,7 +335,10 @@ def test_a_wrong_file_is_explained(content: Any, message: str, tmp_path: Path) -
 
 
 def test_samples_may_be_shared_where_that_is_meant(tmp_path: Path) -> None:
-    assert split_file(tmp_path / "lists.json", [[1, 2], [3, 2]], allow_shared=True) == [[1, 2], [3, 2]]
+    assert split_file(tmp_path / "lists.json", [[1, 2], [3, 2]], allow_shared=True) == [
+        [1, 2],
+        [3, 2],
+    ]
     with pytest.raises(MotleyError, match="twice"):
         split_file(tmp_path / "lists.json", [[1, 1], [3, 2]], allow_shared=True)
 

@@ -1,4 +1,4 @@
-"""The data set on the device, against a slow reference that takes one image and one pixel at a time."""
+"""The data set on the device, against a slow reference that works pixel by pixel."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ LARGEST = 1 - 2**-24
 
 
 def examples(count: int = 12, height: int = 10, width: int = 10, channels: int = 3) -> Examples:
-    """Return random images without a black pixel, so that black can only be padding."""
+    """Return random images without black pixels, so that black can only be padding."""
     numbers = np.random.default_rng(7)
     images = numbers.integers(1, 256, (count, height, width, channels), dtype=np.uint8)
     return Examples(images, numbers.permutation(count))
 
 
 def draws(count: int = 12, seed: int = 3) -> torch.Tensor:
-    """Return random numbers for so many images."""
+    """Return random numbers for `count` images."""
     return torch.from_numpy(np.random.default_rng(seed).random((count, DRAWS), dtype=np.float32))
 
 
 def drawn(value: float, count: int = 1, **columns: float) -> torch.Tensor:
-    """Return draws that are all the same, but for some columns: d4=0.7 is the flip's."""
+    """Return draws that are all equal except for some columns: d4=0.7 sets the flip's."""
     table = torch.full((count, DRAWS), value)
     for name, number in columns.items():
         table[:, int(name[1:])] = number
@@ -53,7 +53,10 @@ def batch(given: Examples, transform: TransformSettings, table: torch.Tensor | N
 
 
 def reference(image: np.ndarray, transform: TransformSettings, numbers: Any = None) -> np.ndarray:
-    """Return one image (height, width, channels) as (channels, height, width), by the description of each step."""
+    """Transform one image (height, width, channels) to (channels, height, width).
+
+    Each step follows its description in the settings.
+    """
     height, width, channels = image.shape
     if numbers is not None:
         if transform.crop_padding:
@@ -80,7 +83,7 @@ def reference(image: np.ndarray, transform: TransformSettings, numbers: Any = No
 
 
 def resized(plane: np.ndarray, side: int) -> np.ndarray:
-    """Scale by weighing pixels with a tent as wide as a new pixel, or as an old one where those are wider."""
+    """Scale with a triangle filter as wide as a new pixel or an old one, whichever is wider."""
 
     def weights(old: int) -> np.ndarray:
         scale = old / side
@@ -96,7 +99,10 @@ def resized(plane: np.ndarray, side: int) -> np.ndarray:
 
 
 def random_box(area: float, aspect: float, x: float, y: float) -> tuple[float, float, float, float]:
-    """Return left, top, width and height as parts of the image: 8 to 100 % of its area, aspect 3/4 to 4/3."""
+    """Return left, top, width and height as fractions of the image.
+
+    The box has 8 to 100 % of its area and an aspect ratio of 3/4 to 4/3.
+    """
     surface = 0.08 + (1 - 0.08) * area
     ratio = math.exp(math.log(3 / 4) + (math.log(4 / 3) - math.log(3 / 4)) * aspect)
     width, height = min(1.0, math.sqrt(surface * ratio)), min(1.0, math.sqrt(surface / ratio))
@@ -104,7 +110,7 @@ def random_box(area: float, aspect: float, x: float, y: float) -> tuple[float, f
 
 
 def sampled(plane: np.ndarray, side: int, box: tuple[float, float, float, float]) -> np.ndarray:
-    """Read a box at side x side places, each between its four nearest pixels."""
+    """Sample a box at side x side points, interpolating between the four nearest pixels."""
     left, top, width, height = box
     rows, columns = plane.shape
     result = np.zeros((side, side))
@@ -121,7 +127,7 @@ def sampled(plane: np.ndarray, side: int, box: tuple[float, float, float, float]
 
 
 def cut_out(planes: np.ndarray, side: int, y: float, x: float) -> None:
-    """Set a square to zero; its centre is a pixel of the image, and what lies outside is lost."""
+    """Set a square to zero. Its centre is a pixel of the image; it is clipped at the border."""
     _, height, width = planes.shape
     top, left = math.floor(y * height) - side // 2, math.floor(x * width) - side // 2
     for row in range(top, top + side):
@@ -231,7 +237,7 @@ def test_pixels_are_scaled_to_one_and_normalised_by_channel() -> None:
 
 @pytest.mark.parametrize(("value", "shift"), [(0.0, 2), (0.5, 0), (LARGEST, -2)])
 def test_a_crop_moves_the_image_and_fills_with_black(value: float, shift: int) -> None:
-    """Draws of 0 keep the padded image's upper left corner, so the image moves down and right by the padding."""
+    """Draws of 0 keep the upper left corner of the padded image: it moves down and right."""
     given = examples(1, 6, 6)
     image = given.images[0].transpose(2, 0, 1) / 255
     expected = np.zeros((3, 6, 6))
@@ -306,7 +312,7 @@ def test_a_box_of_the_whole_area_is_the_image_itself() -> None:
 
 
 def test_a_box_never_leaves_the_image() -> None:
-    """On a ramp from 0 to 255 a pixel's value is its place, and border pixels would show a place outside."""
+    """On a ramp from 0 to 255 a pixel's value is its position, so border pixels would show."""
     side = 100
     ramp = np.linspace(0, 255, side).round().astype(np.uint8)
     images = np.stack([np.tile(ramp, (side, 1)), np.tile(ramp[:, None], (1, side))], axis=-1)
@@ -344,7 +350,7 @@ def test_the_largest_draw_puts_a_cutouts_centre_on_the_last_pixel(size: int) -> 
     assert np.argwhere(black).tolist() == [[size - 1, size - 1]]
 
 
-# --- what does not fit
+# --- settings that do not fit the data
 
 
 def test_normalisation_for_another_number_of_channels_is_refused() -> None:

@@ -18,7 +18,7 @@ from motley.engine.slots import Slot
 from motley.engine.timeline import Timeline, draw
 from motley.federation import Federation
 from motley.runs.checkpoint import fingerprint
-from motley.runs.play import play
+from motley.runs.run import run_rounds
 from tests.conftest import tiny_config
 
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def test_without_a_gpu_there_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None
 
 def hashes(*overrides: str) -> tuple[str, str]:
     federation = Federation(tiny_config("training.rounds=2", *overrides))
-    server = play(federation, federation.start(), [])
+    server = run_rounds(federation, federation.start(), [])
     return fingerprint(server.state), fingerprint(server.method)
 
 
@@ -180,7 +180,7 @@ def test_a_device_short_of_memory_gets_fewer_slots_alone(monkeypatch: pytest.Mon
     no_room_away(1, monkeypatch)
     federation = Federation(tiny_config("training.rounds=2", TWO, *settings))
     with pytest.warns(UserWarning, match="memory for 1 clients") as said:
-        server = play(federation, federation.start(), [])
+        server = run_rounds(federation, federation.start(), [])
     assert len([warning for warning in said if "memory for" in str(warning.message)]) == 1
     assert (fingerprint(server.state), fingerprint(server.method)) == expected
     assert Counter(slot.where for slot in slots_of(federation)) == {0: 3, 1: 1}

@@ -16,7 +16,7 @@ from motley.federation import Federation
 from motley.round import Record
 from motley.runs.checkpoint import fingerprint
 from motley.runs.metrics import MetricsLog
-from motley.runs.play import begin, resume
+from motley.runs.run import resume_run, start_run
 from tests.conftest import refused, tiny_config
 
 ENCODINGS: tuple[Encoding, ...] = ("fp16", "bf16")
@@ -69,7 +69,7 @@ def test_integers_and_odd_types_stay_as_they_are() -> None:
 def test_bytes_halve_and_the_run_learns_the_same(tmp_path: Path, encoding: Encoding) -> None:
     lines = {}
     for name in ("fp32", encoding):
-        begin(tiny_config(f"uplink.dtype={name}", QUIET), tmp_path / name)
+        start_run(tiny_config(f"uplink.dtype={name}", QUIET), tmp_path / name)
         lines[name] = MetricsLog(tmp_path / name / "metrics.jsonl").read()
     for whole, half in zip(lines["fp32"], lines[encoding], strict=True):
         assert whole["bytes"]["down"] == half["bytes"]["down"]
@@ -83,13 +83,13 @@ def test_bytes_halve_and_the_run_learns_the_same(tmp_path: Path, encoding: Encod
 def test_a_resumed_run_remembers_what_rounding_took(tmp_path: Path, method: str) -> None:
     """Client memory of a method's own is beside it, and is none of the method's business."""
     settings = ("uplink.dtype=fp16", f"method.name={method}", QUIET)
-    _, whole = begin(tiny_config(*settings), tmp_path / "whole")
-    begin(tiny_config(*settings, "training.rounds=2"), tmp_path / "half")
+    _, whole = start_run(tiny_config(*settings), tmp_path / "whole")
+    start_run(tiny_config(*settings, "training.rounds=2"), tmp_path / "half")
     file = tmp_path / "half" / "config.toml"
     file.write_text(file.read_text().replace("rounds = 2\n", "rounds = 3\n"))
-    _, resumed = resume(tmp_path / "half")
+    _, resumed = resume_run(tmp_path / "half")
     assert fingerprint(resumed.state) == fingerprint(whole.state)
-    _, plain = begin(tiny_config(f"method.name={method}", QUIET), tmp_path / "plain")
+    _, plain = start_run(tiny_config(f"method.name={method}", QUIET), tmp_path / "plain")
     assert fingerprint(plain.state) != fingerprint(whole.state)
 
 

@@ -8,7 +8,7 @@ import torch
 from motley.engine.base import Job
 from motley.federation import Federation
 from motley.runs.checkpoint import fingerprint
-from motley.runs.play import play
+from motley.runs.run import run_rounds
 from tests.conftest import tiny_config
 
 AUGMENTED = ("data.transform.crop_padding=1", "data.transform.flip=true", "data.transform.cutout=2")
@@ -16,7 +16,7 @@ AUGMENTED = ("data.transform.crop_padding=1", "data.transform.flip=true", "data.
 
 def final_hashes(*overrides: str) -> tuple[str, str]:
     federation = Federation(tiny_config("training.rounds=2", *overrides))
-    server = play(federation, federation.start(), [])
+    server = run_rounds(federation, federation.start(), [])
     return fingerprint(server.state), fingerprint(server.method)
 
 

@@ -73,6 +73,26 @@ def test_slots_agree_with_debug(method: str, model: tuple[str, ...]) -> None:
     assert distance(fast.state, plain.state) < 1e-5
 
 
+@pytest.mark.parametrize("method", ["fedavg", "moon"])
+@pytest.mark.parametrize("family", ["resnet", "vit", "cnn"])
+def test_compiled_models_agree_with_plain_ones(family: str, method: str) -> None:
+    """Compiled dropout draws random numbers of its own, so the network with dropout has it switched off."""
+    settings = (
+        "training.optimizer.name=sgd",
+        "training.optimizer.lr=0.01",
+        "training.batch_size=16",
+        "training.steps=5",
+        f"method.name={method}",
+        *FAMILIES[family],
+    )
+    if family == "cnn":
+        settings += ("model.cnn.map_dropout=0", "model.cnn.hidden_dropout=0")
+    plain, plain_loss = after(2, "engine.slots=2", "engine.kernels=false", *settings)
+    compiled, compiled_loss = after(2, "engine.slots=2", "engine.compile=true", *settings)
+    assert compiled_loss == pytest.approx(plain_loss, rel=1e-4)
+    assert distance(compiled.state, plain.state) < 1e-5
+
+
 WIDTHS = ("split.rates=[1,0.5,0.25]", "model.sizes=['resnet14']")
 EXITS = ("split.cuts=[2,3,6]", "split.rates=[0.5,0.75,1]", "model.sizes=['resnet14']")
 WITH_MORE: dict[str, tuple[str, ...]] = {

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from motley.data import Examples
-from motley.data.device import DRAWS, DeviceData
-from motley.data.transforms import TransformSettings
 from motley.engine.device import set_precision
+from motley.engine.fused import apply_kernels
 from motley.engine.training import AdamSettings, OptimizerSettings, SGDSettings, reset
 from motley.engine.weights import Weights, working_type
 from motley.kernels import AVAILABLE
-from motley.models.layers import BatchNorm, Convolution, MaxPool, Stem, apart, second_use, use_fused
+from motley.models import MODELS, ImageShape
+from motley.models.preact import PreActSettings
+from motley.models.resnet import ResNetSettings
 
 if AVAILABLE:
-    from motley.kernels import convolve, loss
+    from motley.kernels import convolve
     from motley.kernels import norm as norm_kernels
+    from motley.kernels.layers import FusedBatchNorm, FusedConv2d, FusedStem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -40,20 +39,21 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("first", [0, 16])
-def test_fused_norm_equals_torchs(
-    shape: tuple[int, ...], add: bool, relu: bool, dtype: torch.dtype, first: int
-) -> None:
-    """Of one batch, and of two behind each other: in one kernel, or where they are large one after the other."""
+def test_fused_norm_equals_torchs(shape: tuple[int, ...], add: bool, relu: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    plain = BatchNorm(shape[1]).cuda()
+    plain = nn.BatchNorm2d(shape[1]).cuda()
     torch.nn.init.uniform_(plain.weight)
     torch.nn.init.uniform_(plain.bias)
-    fused = deepcopy(plain)
-    use_fused(fused)
+    fused = FusedBatchNorm.of(deepcopy(plain))
 
     def drawn() -> torch.Tensor:
         return (torch.randn(shape, device="cuda") * 2 + 1).to(dtype=dtype, memory_format=torch.channels_last)
+
+    def torchs(x: torch.Tensor, other: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        y = plain(x)
+        y = y if other is None else y + other
+        y = F.relu(y) if relu else y
+        return y, y
 
     x, other, weight = drawn(), drawn(), drawn()
     results = []
@@ -62,9 +62,9 @@ def test_fused_norm_equals_torchs(
     for norm in (plain, fused):
         exact = norm.weight.dtype if dtype == torch.float32 else dtype
         inputs = [x.to(exact).detach().requires_grad_(), other.to(exact).detach().requires_grad_()]
-        with apart(norm, first, both=True) if first else nullcontext():
-            y = norm(inputs[0], inputs[1] if add else None, relu)
-        (y * weight + second_use(y) * other).sum().backward()
+        added = inputs[1] if add else None
+        y, again = torchs(inputs[0], added) if norm is plain else fused(inputs[0], added, relu, twice=True)
+        (y * weight + again * other).sum().backward()
         tracked = norm.num_batches_tracked.float()
         gradients = [i.grad for i in inputs[: 1 + add]]
         results.append(
@@ -87,7 +87,7 @@ def test_another_length_compiles_no_kernel_anew() -> None:
         kernels = [norm_kernels._block_moments, norm_kernels._apply_forward, norm_kernels._apply_backward]
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
-    norm = BatchNorm(64).cuda()
+    norm = nn.BatchNorm2d(64).cuda()
     first = step(127)
     assert first and [step(length) for length in (120, 101, 65, 33)] == [first] * 4
     assert step(128) > first
@@ -99,10 +99,9 @@ def test_the_first_convolution_equals_torchs(shape: tuple[int, ...], dtype: torc
     torch.manual_seed(0)
     set_precision("fp32", torch.device("cuda"))
     count, channels, side, kernel, stride = shape
-    plain = Stem(channels, 64, kernel, stride=stride, padding=kernel // 2, bias=False).to("cuda", dtype)
+    plain = nn.Conv2d(channels, 64, kernel, stride=stride, padding=kernel // 2, bias=False).to("cuda", dtype)
     plain = plain.to(memory_format=torch.channels_last)
-    fused = deepcopy(plain)
-    use_fused(fused)
+    fused = FusedStem.of(deepcopy(plain))
     x = torch.randn(count, channels, side, side, device="cuda", dtype=dtype).to(memory_format=torch.channels_last)
     wanted, given = plain(x), fused(x)
     g = torch.randn_like(wanted)
@@ -222,40 +221,22 @@ def test_optimizers_leave_out_the_steps_that_torchs_leave_out(settings: Optimize
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_pass_leaves_no_memory_behind(backward: bool) -> None:
-    """What a layer puts out for two uses must not keep itself alive: not even Python's collector would find it."""
-    layers = nn.Sequential(MaxPool(3, 2, 1), BatchNorm(64)).cuda()
-    use_fused(layers)
-    layers[1].weight.grad, layers[1].bias.grad = torch.zeros(2, 64, device="cuda").unbind()
+    """A result for two uses must not keep itself alive: not even Python's collector would find it."""
+    norm = FusedBatchNorm.of(nn.BatchNorm2d(64).cuda())
+    norm.weight.grad, norm.bias.grad = torch.zeros(2, 64, device="cuda").unbind()
     x = torch.randn(8, 64, 16, 16, device="cuda").to(memory_format=torch.channels_last)
 
     def once() -> None:
         with torch.set_grad_enabled(backward):
-            pooled = layers[0](x.detach().requires_grad_(backward))
-            y = layers[1](pooled, add=second_use(pooled), relu=True)
+            given = x.detach().requires_grad_(backward)
+            y, again = norm(given, add=given, relu=True, twice=True)
             if backward:
-                (y * second_use(y)).sum().backward()
+                (y * again).sum().backward()
 
     once()
     before = torch.cuda.memory_allocated()
     once()
     assert torch.cuda.memory_allocated() == before
-
-
-@pytest.mark.parametrize("shape", [(64, 64, 16, 16), (7, 70, 9, 11)])
-def test_max_pooling_equals_torchs(shape: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(shape, device="cuda").relu().to(memory_format=torch.channels_last)
-    plain, fused = nn.MaxPool2d(3, 2, 1), MaxPool(3, 2, 1)
-    use_fused(fused)
-    inputs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
-    wanted, given = plain(inputs[0]), fused(inputs[1])
-    weight, other = torch.randn_like(wanted), torch.randn_like(wanted)
-    (wanted * weight + wanted * other).sum().backward()
-    (given * weight + second_use(given) * other).sum().backward()
-    assert second_use(given) is not given and torch.equal(given, wanted)
-    torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
-    with torch.no_grad():
-        assert torch.equal(fused(x), wanted)
 
 
 @pytest.mark.parametrize(
@@ -265,10 +246,9 @@ def test_a_convolutions_weight_gradient_equals_torchs(shape: tuple[int, ...]) ->
     torch.manual_seed(0)
     count, inputs, outputs, side, stride, kernel = shape
     padding = 1 if kernel == 3 else 0
-    plain = Convolution(inputs, outputs, kernel, stride=stride, padding=padding, bias=False)
+    plain = nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=padding, bias=False)
     plain = plain.to("cuda", torch.bfloat16).to(memory_format=torch.channels_last)
-    fused = deepcopy(plain)
-    use_fused(fused)
+    fused = FusedConv2d.of(deepcopy(plain))
     x = torch.randn(count, inputs, side, side, device="cuda", dtype=torch.bfloat16).to(
         memory_format=torch.channels_last
     )
@@ -282,39 +262,46 @@ def test_a_convolutions_weight_gradient_equals_torchs(shape: tuple[int, ...]) ->
     assert all(float((a.float() - b.float()).norm() / b.float().norm()) < 1e-2 for a, b in pairs)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cross_entropy_equals_torchs(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    answers = torch.randn(50, 10, device="cuda", dtype=dtype) * 5
-    labels = torch.randint(0, 10, (50,), device="cuda")
-    mine, theirs = answers.clone().requires_grad_(), answers.clone().requires_grad_()
-    given, wanted = loss.cross_entropy(mine, labels), F.cross_entropy(theirs.float(), labels)
-    (3 * given).backward()
-    (3 * wanted).backward()
-    torch.testing.assert_close(given, wanted)
-    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("change", [{}, {"crop_padding": 4, "flip": True, "cutout": 16}, {"cutout": 5}])
-def test_augmentation_equals_the_plain_one(change: dict[str, Any]) -> None:
-    numbers = np.random.default_rng(0)
-    images = numbers.integers(0, 256, (50, 32, 32, 3), dtype=np.uint8)
-    transform = TransformSettings(mean=(0.4,) * 3, std=(0.2,) * 3, **{"flip": True, **change})
-    data = DeviceData(Examples(images, np.zeros(50, dtype=np.int64)), transform, torch.device("cuda"), augment=True)
-    rows = torch.from_numpy(numbers.integers(0, 50, 70)).cuda()
-    draws = torch.from_numpy(numbers.random((70, DRAWS), dtype=np.float32)).cuda()
-    into = torch.zeros(70, 32, 32, 3, device="cuda")
-    data.fill(into, rows, draws)
-    torch.testing.assert_close(into.permute(0, 3, 1, 2), data.batch(rows, draws)[0])
-
-
 def test_bf16_results_are_rounded_to_the_nearest() -> None:
     """Cut off instead, every value would shrink by a fifth of a percent on average."""
     torch.manual_seed(0)
-    norm = BatchNorm(64).cuda()
-    exact = deepcopy(norm).double()
-    use_fused(norm)
+    plain = nn.BatchNorm2d(64).cuda()
+    exact = deepcopy(plain).double()
+    norm = FusedBatchNorm.of(plain)
     for shape in ((64, 64, 1, 1), (64, 64, 16, 16)):
         x = torch.randn(shape, device="cuda").bfloat16().to(memory_format=torch.channels_last)
         given, wanted = norm(x).double(), exact(x.double())
         assert abs(float(((given - wanted) * wanted.sign()).sum() / wanted.abs().sum())) < 2e-4
+
+
+FAMILIES: dict[str, Any] = {
+    "resnet14": ResNetSettings(width=0.25),
+    "resnet50": ResNetSettings(width=0.25, stem="cifar"),
+    "resnet10": ResNetSettings(width=0.25, norm="group"),
+    "heterofl-resnet18": PreActSettings(width=0.25),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_with_kernels_is_the_same_function_under_the_same_names(name: str) -> None:
+    torch.manual_seed(0)
+    set_precision("fp32", torch.device("cuda"))
+    plain = MODELS[name].build(FAMILIES[name], ImageShape(3, 32, 32), 10).cuda().to(memory_format=torch.channels_last)
+    fused = deepcopy(plain)
+    apply_kernels(fused)
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    assert type(fused.conv1) is FusedStem
+    exact = deepcopy(plain).double()
+    images = torch.randn(16, 3, 32, 32, device="cuda").to(memory_format=torch.channels_last)
+    for training in (True, False):
+        with torch.set_grad_enabled(training):
+            wanted, given = exact.train(training)(images.double()), fused.train(training)(images)
+        torch.testing.assert_close(given.double(), wanted, rtol=1e-3, atol=1e-3)
+        if training:
+            wanted.square().mean().backward()
+            given.square().mean().backward()
+    for (label, mine), theirs in zip(fused.named_parameters(), exact.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None
+        assert float((mine.grad.double() - theirs.grad).norm() / theirs.grad.norm()) < 1e-2, label
+    for mine, theirs in zip(fused.buffers(), exact.buffers(), strict=True):
+        torch.testing.assert_close(mine.double(), theirs.double(), rtol=1e-4, atol=1e-4)

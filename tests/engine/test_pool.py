@@ -14,7 +14,7 @@ from motley.engine.pool import SlotPool
 from motley.engine.slots import Slot
 from motley.federation import Federation
 from motley.runs.checkpoint import fingerprint
-from motley.runs.play import play
+from motley.runs.run import run_rounds
 from tests.conftest import tiny_config
 
 
@@ -48,7 +48,7 @@ def room_for(count: int, where: str, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 def hash_after(*overrides: str) -> str:
     federation = Federation(tiny_config("federation.clients_per_round=6", "training.rounds=2", *overrides))
-    return fingerprint(play(federation, federation.start(), []).state)
+    return fingerprint(run_rounds(federation, federation.start(), []).state)
 
 
 @pytest.mark.parametrize("where", ["make", "load"])

@@ -10,7 +10,7 @@ import pytest
 from motley.core.errors import MotleyError
 from motley.engine.timeline import Timeline, draw
 from motley.federation import Federation
-from motley.runs.play import begin
+from motley.runs.run import start_run
 from tests.conftest import tiny_config
 
 
@@ -31,14 +31,14 @@ def test_every_turn_is_a_span_and_a_slot_holds_one_client_at_a_time() -> None:
 
 
 def test_a_profiled_run_leaves_a_picture(tmp_path: Path) -> None:
-    begin(tiny_config("training.steps=1"), tmp_path / "run", profile=True)
+    start_run(tiny_config("training.steps=1"), tmp_path / "run", profile=True)
     picture = (tmp_path / "run" / "timeline.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 5000
 
 
 def test_the_debug_engine_has_no_slots_to_draw(tmp_path: Path) -> None:
     with pytest.raises(MotleyError, match="debug"):
-        begin(tiny_config("engine.name=debug"), tmp_path / "run", profile=True)
+        start_run(tiny_config("engine.name=debug"), tmp_path / "run", profile=True)
     assert not (tmp_path / "run").exists()
 
 

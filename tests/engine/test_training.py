@@ -9,12 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from motley.core.errors import MotleyError
 from motley.data.device import DRAWS
 from motley.data.partition import Partition
-from motley.engine.training import OPTIMIZERS, AdamSettings, Plan, SGDSettings, TrainingSettings, make_plan
+from motley.engine.training import AdamSettings, Plan, SGDSettings, TrainingSettings, make_plan
 from motley.federation import Federation
 from motley.round import Record
 from tests.conftest import tiny_config
@@ -218,23 +217,6 @@ def test_the_learning_rate_of_a_round() -> None:
     training = TrainingSettings(lr_decay=0.5, optimizer=AdamSettings(lr=0.8))
     assert [training.lr(number) for number in (1, 2, 4)] == [0.8, 0.4, 0.1]
     assert TrainingSettings().lr(500) == TrainingSettings().optimizer.lr
-
-
-@pytest.mark.parametrize(
-    ("settings", "kind"),
-    [
-        ({"name": "adam"}, torch.optim.Adam),
-        ({"name": "adamw", "weight_decay": 0.1}, torch.optim.AdamW),
-        ({"name": "sgd", "momentum": 0.9}, torch.optim.SGD),
-    ],
-)
-def test_optimisers(settings: dict[str, Any], kind: type) -> None:
-    optimizer = OPTIMIZERS.validate({"lr": 0.3, **settings}).build(nn.Linear(2, 2).parameters(), torch.device("cpu"))
-    assert type(optimizer) is kind
-    group = optimizer.param_groups[0]
-    assert group["lr"] == 0.3
-    assert group["weight_decay"] == settings.get("weight_decay", 0)
-    assert group.get("momentum", 0) == settings.get("momentum", 0)
 
 
 def test_a_parameter_costs_an_optimiser_as_many_tensors_as_it_keeps() -> None:

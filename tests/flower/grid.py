@@ -10,7 +10,7 @@ from typing import Any
 from flwr.app import Context, Message, RecordDict
 
 from motley.config import Config, load_config
-from motley.flower.client import app
+from motley.flower.client import NodeApp, build
 from tests.conftest import TINY
 
 Misdeed = Callable[[Message, Message], list[Message]]
@@ -50,6 +50,9 @@ class Grid:
         self.replies: dict[str, list[Message]] = {}
         self.sent = 0
         self.before: Callable[[Message], None] = lambda message: None
+        #: False: a node answers every message as a new process would, and keeps nothing in between.
+        self.keep_alive = True
+        self._apps: dict[Path, NodeApp] = {}
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self.nodes)
@@ -64,10 +67,18 @@ class Grid:
         message.metadata.__dict__["_message_id"] = number
         self.replies[number] = []
         if node in self.nodes:
-            context = Context(1, node, {"motley": str(self.nodes[node])}, RecordDict(), {})
             act = self.misdeeds.get(node, honest) if message.metadata.message_type == self.misdeeds_with else honest
-            self.replies[number] = act(message, app(message, context))
+            self.replies[number] = act(message, self.answer(message))
         return number
+
+    def answer(self, message: Message) -> Message:
+        """Return what the node that a message goes to answers, if it is honest."""
+        node = message.metadata.dst_node_id
+        file = self.nodes[node]
+        if file not in self._apps or not self.keep_alive:
+            self._apps[file] = build()
+        context = Context(1, node, {"motley": str(file)}, RecordDict(), {})
+        return self._apps[file](message, context)
 
     def pull_messages(self, numbers: Iterable[str]) -> list[Message]:
         found: list[Any] = [reply for number in numbers for reply in self.replies.pop(number, [])]

@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 
 from motley.core.part import State
 from motley.flower.arrays import pack, unpack
-from motley.flower.client import asked, build, settings_of
+from motley.flower.client import build, settings_of
 
 LATE_S = 45.0
 """How long the server waits for an answer; the late one takes longer."""
@@ -21,19 +21,21 @@ app = ClientApp()
 
 
 def changed(**more: torch.Tensor) -> Callable[[RecordDict], None]:
-    """Return a misdeed: some tensors of the change are others, or more than were asked for."""
+    """Return a misdeed: some tensors of the delta are others, or more than were asked for."""
 
     def act(content: RecordDict) -> None:
-        change: State = unpack(content["arrays"], "change")
-        content["arrays"] = pack(change={**change, **{name.replace("__", "."): t for name, t in more.items()}})
+        delta: State = unpack(content["arrays"], "delta")
+        for name, tensor in more.items():
+            delta[name.replace("__", ".")] = tensor
+        content["arrays"] = pack(delta=delta)
 
     return act
 
 
 def earlier(content: RecordDict) -> None:
     """Answer for the round before."""
-    about = content["upload"]
-    content["upload"] = ConfigRecord({**about, "round": int(about["round"]) - 1})  # type: ignore[dict-item, arg-type]
+    about = content["update"]
+    content["update"] = ConfigRecord({**about, "round": int(about["round"]) - 1})  # type: ignore[dict-item, arg-type]
 
 
 def late(content: RecordDict) -> None:
@@ -43,7 +45,7 @@ def late(content: RecordDict) -> None:
 
 def garbled(content: RecordDict) -> None:
     """Answer with something that a careless server would unpickle."""
-    content["arrays"]["change"].data = b"\x80\x04\x95 a pickle, say"  # type: ignore[index, union-attr]
+    content["arrays"]["delta"].data = b"\x80\x04\x95 a pickle, say"  # type: ignore[index, union-attr]
 
 
 MISDEEDS: list[tuple[Callable[[RecordDict], None], str]] = [
@@ -52,7 +54,7 @@ MISDEEDS: list[tuple[Callable[[RecordDict], None], str]] = [
     (changed(fc__bios=torch.zeros(10)), "unknown name 'fc.bios'"),
     (changed(x=torch.zeros(2**19)), "MiB; engine.flower.max_reply_mib = 1."),
     (earlier, "it is for round 4; round 5 was asked."),
-    (garbled, "change is not in the format safetensors"),
+    (garbled, "delta is not in the format safetensors"),
     (late, f"it did not answer within {LATE_S:g} s."),
 ]
 """What client 1 does in rounds 1, 2, ... and the reason for which it is refused."""
@@ -69,5 +71,5 @@ def train(message: Message, context: Context) -> Message:
     """Train as asked; client 1 then spoils its answer."""
     reply = honest(message, context)
     if settings_of(context, None).client == 1:
-        MISDEEDS[int(asked(message.content)["round"]) - 1][0](reply.content)
+        MISDEEDS[int(message.metadata.group_id) - 1][0](reply.content)
     return reply

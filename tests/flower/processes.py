@@ -22,6 +22,14 @@ PATIENCE = 600.0
 """Seconds before a test gives up: on a busy machine every message starts a process that imports torch."""
 
 
+def is_worker(process: int) -> bool:
+    """Tell whether a process runs a node's client app."""
+    try:
+        return b"motley.deploy.task" in Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
 class Deployment:
     """The commands of `motley deploy` on one folder, each a process of its own."""
 
@@ -104,6 +112,10 @@ class Deployment:
         for process in self._processes():
             if self._is_ours(process, role):
                 self._kill(process)
+
+    def workers(self, role: str) -> list[int]:
+        """Return the processes of a node that run the client app."""
+        return [process for process in self._processes() if self._is_ours(process, role) and is_worker(process)]
 
     def stranger(self) -> Path:
         """Return the folder of a node with a key that the server does not know."""

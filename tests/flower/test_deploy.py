@@ -11,7 +11,7 @@ pytest.importorskip("flwr")
 
 from motley.flower.server import serve
 from motley.runs.checkpoint import fingerprint, load_checkpoint
-from motley.runs.play import begin
+from motley.runs.run import start_run
 from tests.flower.grid import Grid, in_round_1, three_nodes
 from tests.flower.malicious import LATE_S, MISDEEDS
 from tests.flower.processes import PATIENCE, Deployment
@@ -22,7 +22,7 @@ INCO = ("method.name=InCoAvg", *WAITING)
 
 
 def local(folder: Path, *overrides: str) -> str:
-    _, server = begin(three_nodes(*overrides, "engine.name=local"), folder)
+    _, server = start_run(three_nodes(*overrides, "engine.name=local"), folder)
     return fingerprint(server.state)
 
 

@@ -22,20 +22,18 @@ from motley.core.errors import MotleyError
 from motley.data import load_dataset
 from motley.federation import Federation
 from motley.flower.arrays import pack, unpack
-from motley.flower.client import collect
-from motley.flower.failures import NodeError
 from motley.flower.server import serve
-from motley.flower.settings import NodeBudget, read_node
+from motley.flower.settings import NodeBudget
 from motley.plan import Budget
 from motley.runs.checkpoint import fingerprint
 from motley.runs.metrics import MetricsLog
-from motley.runs.play import begin
+from motley.runs.run import start_run
 from tests.conftest import tiny_config
 from tests.flower.grid import NEVER_S, Grid, Misdeed, in_round_1, three_nodes
 
 
 def local(folder: Path, *overrides: str) -> tuple[str, str]:
-    _, server = begin(three_nodes(*overrides, "engine.name=local"), folder)
+    _, server = start_run(three_nodes(*overrides, "engine.name=local"), folder)
     return fingerprint(server.state), fingerprint(server.method)
 
 
@@ -176,34 +174,34 @@ def test_a_server_that_stopped_goes_on_while_nodes_keep_their_memory(grid: Grid,
 
 def answered(reply: Message, **arrays: dict[str, torch.Tensor]) -> Message:
     """Return a reply with other arrays in it."""
-    mine = {name: arrays.get(name, unpack(reply.content["arrays"], name)) for name in ("change", "message")}
+    mine = {name: arrays.get(name, unpack(reply.content["arrays"], name)) for name in ("delta", "payload")}
     reply.content["arrays"] = pack(**mine)
     return reply
 
 
 def with_delta(edit: dict[str, torch.Tensor]) -> Misdeed:
-    return lambda sent, reply: [answered(reply, change={**unpack(reply.content["arrays"], "change"), **edit})]
+    return lambda sent, reply: [answered(reply, delta={**unpack(reply.content["arrays"], "delta"), **edit})]
 
 
 def saying(**values: object) -> Misdeed:
     def act(sent: Message, reply: Message) -> list[Message]:
-        reply.content["upload"] = ConfigRecord({**reply.content["upload"], **values})  # type: ignore[dict-item]
+        reply.content["update"] = ConfigRecord({**reply.content["update"], **values})  # type: ignore[dict-item]
         return [reply]
 
     return act
 
 
 def garbled(sent: Message, reply: Message) -> list[Message]:
-    reply.content["arrays"]["change"].data = b"\x80\x04\x95 a pickle, say"
+    reply.content["arrays"]["delta"].data = b"\x80\x04\x95 a pickle, say"
     return [reply]
 
 
 def bare(sent: Message, reply: Message) -> list[Message]:
-    return [Message(RecordDict({"upload": ConfigRecord({"client": 1})}), reply_to=sent)]
+    return [Message(RecordDict({"update": ConfigRecord({"client": 1})}), reply_to=sent)]
 
 
 def wordy(sent: Message, reply: Message) -> list[Message]:
-    reply.content["arrays"] = ConfigRecord({"change": "none"})
+    reply.content["arrays"] = ConfigRecord({"delta": "none"})
     return [reply]
 
 
@@ -218,9 +216,9 @@ MISDEEDS: dict[str, tuple[Misdeed, str]] = {
     "sends too much": (with_delta({"x": torch.zeros(2**19)}), "MiB; engine.flower.max_reply_mib = 1."),
     "answers for another round": (saying(round=7), "it is for round 7; round 1 was asked."),
     "answers for another client": (saying(client=0), "it is for client 0; client 1 was asked."),
-    "lies about its steps": (saying(steps=0), "it claims to have trained in no steps."),
-    "counts in words": (saying(samples="many"), "samples = 'many' should be a whole number."),
-    "sends no tensors": (garbled, "change is not in the format safetensors"),
+    "lies about its steps": (saying(num_steps=0), "it claims to have trained in no steps."),
+    "counts in words": (saying(num_examples="many"), "num_examples = 'many' should be a whole number."),
+    "sends no tensors": (garbled, "delta is not in the format safetensors"),
     "sends words for arrays": (wordy, "it holds no arrays."),
     "sends half": (bare, "its answer was refused"),
 }
@@ -236,7 +234,7 @@ def test_a_bad_answer_costs_one_upload_and_is_told(grid: Grid, tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    ("method", "message", "reason"),
+    ("method", "payload", "reason"),
     [
         ("scaffold", {"fc.bias": torch.zeros(1)}, "'fc.bias' has shape (1,)"),
         ("scaffold", {"fc.bios": torch.zeros(10)}, "KeyError('fc.bios')"),
@@ -245,10 +243,10 @@ def test_a_bad_answer_costs_one_upload_and_is_told(grid: Grid, tmp_path: Path, m
         ("fednova", {"progress": torch.tensor(torch.inf)}, "it holds a number that is not finite."),
     ],
 )
-def test_a_message_that_the_method_cannot_use(
-    grid: Grid, tmp_path: Path, method: str, message: dict[str, torch.Tensor], reason: str
+def test_a_payload_that_the_method_cannot_use(
+    grid: Grid, tmp_path: Path, method: str, payload: dict[str, torch.Tensor], reason: str
 ) -> None:
-    grid.misdeeds[999] = lambda sent, reply: [answered(reply, message=message)]
+    grid.misdeeds[999] = lambda sent, reply: [answered(reply, payload=payload)]
     _, server = serve(grid, three_nodes("training.rounds=1", f"method.name={method}"), tmp_path / "run")
     (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
     assert list(line["refused"]) == ["1"] and reason in line["refused"]["1"]
@@ -267,7 +265,7 @@ def test_a_collection_that_the_method_cannot_use(
     grid: Grid, tmp_path: Path, values: dict[str, torch.Tensor], reason: str
 ) -> None:
     grid.misdeeds_with = "train.collect"
-    grid.misdeeds[999] = lambda sent, reply: [answered(reply, message=values)]
+    grid.misdeeds[999] = lambda sent, reply: [answered(reply, payload=values)]
     _, server = serve(grid, three_nodes("training.rounds=1", "method.name=heterofl"), tmp_path / "run")
     (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
     assert list(line["refused"]) == ["1"] and reason in line["refused"]["1"]
@@ -276,7 +274,7 @@ def test_a_collection_that_the_method_cannot_use(
 
 def test_only_the_first_of_two_answers_counts(grid: Grid, tmp_path: Path) -> None:
     def twice(sent: Message, reply: Message) -> list[Message]:
-        return [reply, answered(Message(RecordDict(dict(reply.content)), reply_to=sent), change={})]
+        return [reply, answered(Message(RecordDict(dict(reply.content)), reply_to=sent), delta={})]
 
     grid.misdeeds[999] = twice
     _, server = serve(grid, three_nodes(), tmp_path / "run")
@@ -411,10 +409,10 @@ def arrays_of(message: Message) -> dict[int, str]:
 
 def test_states_travel_whole() -> None:
     state = {"a": torch.randn(2, 3).t(), "b": torch.tensor(7), "c": torch.zeros(0, 4), "d": torch.randn(3).bfloat16()}
-    record = pack(state=state, message={})
+    record = pack(state=state, broadcast={})
     assert isinstance(record, ArrayRecord) and list(record) == ["state"]
     assert fingerprint(unpack(record, "state")) == fingerprint(state)
-    assert unpack(record, "message") == {}
+    assert unpack(record, "broadcast") == {}
 
 
 # ---- privacy and encoding
@@ -464,7 +462,7 @@ def test_nodes_draw_their_noise_from_secrets_of_their_own(grid: Grid, tmp_path: 
     sent: dict[str, list[dict[str, torch.Tensor]]] = {"first": [], "second": []}
     for name, changes in sent.items():
         grid.misdeeds[999] = lambda sent, reply, changes=changes: (  # type: ignore[misc]
-            changes.append(unpack(reply.content["arrays"], "change")) or [reply]
+            changes.append(unpack(reply.content["arrays"], "delta")) or [reply]
         )
         serve(grid, three_nodes(*GUARDED, "training.rounds=1"), tmp_path / name)
     assert fingerprint(sent["first"][0]) == fingerprint(sent["second"][0]), "asked the same, it answers the same"
@@ -482,7 +480,7 @@ def test_a_node_that_wants_more_privacy_than_the_run_gives(
 ) -> None:
     file = grid.nodes[999]
     file.write_text(f"{file.read_text()}\n[privacy]\nclip = 1.0\nnoise = 1.5\n")
-    for run, reason in ((GUARDED, "privacy.noise = 0.2; this node asks for at least 1.5."), ((), "privacy.clip = 0 ")):
+    for run, reason in ((GUARDED, "privacy.noise = 0.2; this node requires at least 1.5."), ((), "privacy.clip = 0 ")):
         with pytest.raises(MotleyError, match="no node came for client 1"):
             serve(Grid(grid.nodes), three_nodes(*run), tmp_path / "run")
         said = capsys.readouterr()
@@ -502,7 +500,7 @@ def test_recalibrated_nodes_end_where_slots_end(grid: Grid, tmp_path: Path, aver
         "method.name=scaffold",
     )
     _, server = serve(grid, three_nodes(*settings), tmp_path / "run")
-    _, expected = begin(three_nodes(*settings, "engine.name=local"), tmp_path / "local")
+    _, expected = start_run(three_nodes(*settings, "engine.name=local"), tmp_path / "local")
     assert fingerprint(server.state) == fingerprint(expected.state)
     assert fingerprint(server.model) == fingerprint(expected.model)
     assert not any("refused" in line for line in MetricsLog(tmp_path / "run" / "metrics.jsonl").read())
@@ -511,13 +509,25 @@ def test_recalibrated_nodes_end_where_slots_end(grid: Grid, tmp_path: Path, aver
 def test_statistics_that_cannot_be_are_refused(grid: Grid, tmp_path: Path) -> None:
     grid.misdeeds_with = "train.collect"
     lie = {"bn1.count": torch.ones(4, dtype=torch.float64)}
-    grid.misdeeds[999] = lambda sent, reply: [answered(reply, message=lie)]
+    grid.misdeeds[999] = lambda sent, reply: [answered(reply, payload=lie)]
     settings = ("training.rounds=1", "training.steps=2", "server.statistics.name=recalibrate")
     _, server = serve(grid, three_nodes(*settings), tmp_path / "run")
     (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
     assert list(line["refused"]) == ["1"]
     assert line["refused"]["1"].startswith("its statistics were refused: ")
     assert sorted(server.remembered) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("settings", ["server.statistics.name=recalibrate", "method.name=heterofl"])
+def test_a_node_that_fails_in_a_collection_is_reported(grid: Grid, tmp_path: Path, settings: str) -> None:
+    grid.misdeeds_with = "train.collect"
+    grid.misdeeds[999] = lambda sent, reply: [Message(Error(0, "training 0123abcd"), reply_to=sent)]
+    _, server = serve(grid, three_nodes("training.rounds=1", "training.steps=2", settings), tmp_path / "run")
+    (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
+    assert line["refused"] == {
+        "1": "its collection failed: its node failed (training), see reference 0123abcd in the node's log."
+    }
+    assert sorted(server.remembered) == [0, 1, 2], "its update counts"
 
 
 def test_a_node_reports_statistics_only_if_the_run_recalibrates(grid: Grid, tmp_path: Path) -> None:
@@ -539,10 +549,12 @@ def test_a_guarded_node_answers_no_collection(grid: Grid, tmp_path: Path) -> Non
 
     def ask_for_a_collection(message: Message) -> None:
         if message.metadata.message_type == "train":
-            node = read_node(grid.nodes[message.metadata.dst_node_id])
-            with pytest.raises(NodeError, match="asks for a collection") as raised:
-                collect(node, RecordDict(dict(message.content.items())))
-            refusals.append(raised.value.kind)
+            node = message.metadata.dst_node_id
+            request = Message(RecordDict(dict(message.content.items())), node, "train.collect")
+            request.metadata.__dict__["_message_id"] = "collection"
+            kind, _ = grid.answer(request).error.reason.split()
+            refusals.append(kind)
+            assert "asks for a collection" in (grid.nodes[node].parent / "node.log").read_text()
 
     grid.before = ask_for_a_collection
     serve(grid, three_nodes(*GUARDED, "training.rounds=1", "training.steps=1"), tmp_path / "run")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import subprocess
+import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -12,18 +12,23 @@ from torch import nn
 
 pytest.importorskip("flwr")
 
+from motley.assembly import build_split
+from motley.config import Config, load_config
 from motley.core.errors import MotleyError
 from motley.data import load_dataset
-from motley.deploy.node import check, task_environment
+from motley.deploy.node import check, worker_environment
 from motley.federation import Federation
 from motley.flower.server import serve
 from motley.flower.settings import read_node
+from motley.models import ImageShape
+from motley.plan import NODE_RUNTIME, cost_of
 from motley.runs.checkpoint import fingerprint
 from motley.runs.metrics import MetricsLog
-from motley.runs.play import begin
+from motley.runs.run import start_run
 from motley.splits import Split
 from tests.conftest import tiny_config
 from tests.flower.grid import Grid, three_nodes, write_nodes
+from tests.flower.processes import Deployment
 
 
 @pytest.fixture
@@ -48,22 +53,6 @@ def test_a_federation_builds_no_model_before_it_needs_one(built: list[str]) -> N
     assert built == ["resnet10", "resnet14", "resnet18"]
     federation.evaluate(server.state)
     assert len(built) == 3
-
-
-def test_a_node_builds_its_own_size_once_per_job(grid: Grid, tmp_path: Path, built: list[str]) -> None:
-    by_message: list[list[str]] = []
-
-    def before(message: object) -> None:
-        by_message.append(list(built))
-        built.clear()
-
-    grid.before = before
-    serve(grid, three_nodes("training.rounds=1", "method.name=moon"), tmp_path / "run")
-    by_message.append(built)
-    *_, first, second, third = by_message
-    assert (first, second) == (["resnet10"], ["resnet14"])
-    assert third[:1] == ["resnet18"], "after it, the server evaluates every size"
-    assert third[1:] == ["resnet10", "resnet14", "resnet18"]
 
 
 def test_a_split_keeps_no_model_and_builds_equal_ones() -> None:
@@ -97,7 +86,7 @@ def test_a_node_needs_no_test_set(grid: Grid, tmp_path: Path, capsys: pytest.Cap
     own_files(grid)
     _, server = serve(grid, three_nodes("training.rounds=1"), tmp_path / "run")
     assert not any("refused" in line for line in MetricsLog(tmp_path / "run" / "metrics.jsonl").read())
-    _, local = begin(three_nodes("training.rounds=1", "engine.name=local"), tmp_path / "local")
+    _, local = start_run(three_nodes("training.rounds=1", "engine.name=local"), tmp_path / "local")
     assert fingerprint(server.state) == fingerprint(local.state)
     file = min(grid.nodes.values())
     file.write_text('superlink = "127.0.0.1:9000"\ninsecure = true\n' + file.read_text())
@@ -135,32 +124,76 @@ def test_a_node_with_little_memory_gives_freed_memory_back(
     file = min(write_nodes(tmp_path).values())
     text = file.read_text().replace('size = "resnet10"', "")
     file.write_text(f"{text}[budget]\n{limits}\n")
-    assert ("MALLOC_MMAP_THRESHOLD_" in task_environment(read_node(file), file)) == gives_back
+    assert ("MALLOC_MMAP_THRESHOLD_" in worker_environment(read_node(file), file)) == gives_back
 
 
-def benchmark() -> ModuleType:
-    """Return benchmarks/client_memory.py."""
-    file = Path(__file__).parents[2] / "benchmarks" / "client_memory.py"
-    spec = importlib.util.spec_from_file_location("client_memory", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def full_width(folder: Path, size: str, rounds: int) -> Config:
+    """Return a run of one client with three steps per round, on 48 random images of 32x32 pixels."""
+    numbers = np.random.default_rng(0)
+    images = numbers.integers(0, 256, (48, 32, 32, 3), dtype=np.uint8)
+    labels = np.arange(48) % 10
+    np.savez(folder / "data.npz", x_train=images, y_train=labels, x_test=images[:16], y_test=labels[:16])
+    settings = (
+        "data.name=npz",
+        f"data.path={folder / 'data.npz'}",
+        "data.partition.name=iid",
+        "data.transform.resize=0",
+        f"model.sizes=['{size}']",
+        "federation.clients=1",
+        "federation.clients_per_round=1",
+        f"training.rounds={rounds}",
+        "training.steps=3",
+        "training.batch_size=16",
+        f"evaluation.every={rounds}",
+        "engine.device=cpu",
+        "engine.name=flower",
+        "run.tensorboard=false",
+    )
+    return load_config(overrides=settings)
+
+
+def peak_of(process: int) -> int:
+    """Return the highest resident memory that a process has had."""
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("Linux tells no VmHWM")
+
+
+def peak_of_importing_torch() -> int:
+    """Return the highest resident memory of a process that imports torch."""
+    program = "import torch; print(open('/proc/self/status').read())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's /proc")
-def test_a_node_takes_the_memory_that_was_planned(tmp_path: Path) -> None:
-    """A node of size resnet10 in a run with five ResNets of full width, in a process of its own.
+@pytest.mark.parametrize("size", ["resnet10", "resnet26"])
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_a_real_node_takes_the_memory_that_was_planned(tmp_path: Path, size: str) -> None:
+    """Its peak above that of importing torch, after one message and after several ones.
 
-    A process's first message also takes about 15 MB that do not depend on the size: the code that oneDNN generates,
-    and Python's own objects. The second is without them.
+    The node has a limit of its memory, so its allocator gives freed memory back to the system.
     """
-    measure = benchmark()
-    planned = measure.write_message(tmp_path, "resnet10", 16)
-    measured = measure.answer_in_a_process(tmp_path, {"MALLOC_MMAP_THRESHOLD_": "65536"})
-    first, second = measured["peaks"]
-    assert abs(second / planned - 1) < 0.15, (second, planned)
-    assert planned < first < 1.3 * planned, (first, planned)
-    as_it_is = measure.answer_in_a_process(tmp_path, {})["peaks"][0]
-    assert planned < as_it_is < 1.6 * planned, (as_it_is, planned)
+    config = full_width(tmp_path, size, rounds=4)
+    shape = ImageShape(3, 32, 32)
+    cost = cost_of(build_split(config, shape, 10), size, shape, config.training)
+    with Deployment(tmp_path / "federation", config, insecure=True) as deployment:
+        file = deployment.folder.nodes / "node-0" / "node.toml"
+        text = file.read_text().replace(f'size = "{size}"', 'size = ""')
+        file.write_text(f"{text}\n[budget]\nmemory_mb = {cost.memory / 1e6 + 1}\n")
+        deployment.serve()
+        deployment.join(0)
+        run = deployment.play()
+        deployment.wait(lambda: len(deployment.lines()) >= 1 or run.poll() is not None)
+        (worker,) = deployment.workers("node-0")
+        first = peak_of(worker)
+        deployment.finish(run)
+        assert deployment.workers("node-0") == [worker], "one process answers all messages"
+        peaks = first, peak_of(worker)
+    assert not any("refused" in line for line in deployment.lines())
+    planned = cost.memory + NODE_RUNTIME
+    for peak in peaks:
+        measured = peak - peak_of_importing_torch()
+        assert abs(measured / planned - 1) < 0.15, (measured, planned)

@@ -103,7 +103,7 @@ class Attacker:
 
     def ask(self, kind: str, text: str, **more: Any) -> Message:
         """Send a message with a configuration, and for a job with the state that fits it."""
-        about = {"config": text, "shape": SHAPE, "round": 1, "client": 0, "size": "resnet10", "remembers": -1}
+        about = {"config": text, "shape": SHAPE, "round": 1, "client": 0, "size": "resnet10", "client_state_round": -1}
         content = {"job": ConfigRecord({**about, "forget": 0, **more})}
         if kind != "query":
             federation = Federation(three_nodes("engine.name=local"))
@@ -183,7 +183,7 @@ def test_a_server_that_names_its_own_paths_is_understood_without_them(attacker: 
     plain = everything_in(attacker.ask("train", three_nodes().to_toml()))
     paths = ("data.name=npz", f"data.path={tmp_path}/a.npz", f"model.weights={tmp_path}/b", "data.transform.resize=8")
     assert everything_in(attacker.ask("train", three_nodes(*paths).to_toml())) == plain
-    assert plain.startswith("arrays.change = ")
+    assert plain.startswith("arrays.delta = ")
 
 
 def test_an_honest_server_sends_no_paths(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_partition_file_is_the_nodes_own(attacker: Attacker, tmp_path: Path) -
     assert "data.partition: is not set." in attacker.log
     (attacker.file.parent / "mine.json").write_text("[[0, 1, 2], [3], [4]]")
     attacker.file.write_text(attacker.file.read_text() + 'partition = "mine.json"\n')
-    assert "'samples': 3" in everything_in(attacker.ask("train", text, client=0))
+    assert "'num_examples': 3" in everything_in(attacker.ask("train", text, client=0))
 
 
 # ---- what travels of a failure
@@ -237,7 +237,8 @@ def test_a_file_in_the_way_is_a_traceback_for_the_node_and_a_word_for_the_server
 
 TEXT = three_nodes().to_toml()
 GUARDED = three_nodes("server.statistics.name=recalibrate", "privacy.clip=1").to_toml()
-JOB = {"config": TEXT, "shape": SHAPE, "round": 1, "client": 0, "size": "resnet10", "remembers": -1, "forget": 0}
+JOB = {"config": TEXT, "shape": SHAPE, "round": 1, "client": 0, "size": "resnet10"}
+JOB |= {"client_state_round": -1, "forget": 0}
 
 BAD_MESSAGES: dict[str, tuple[str, dict[str, Any], str]] = {
     "no job": ("query", {}, "bad-message"),
@@ -271,7 +272,7 @@ BAD_MESSAGES: dict[str, tuple[str, dict[str, Any], str]] = {
     "statistics of a guarded run": (
         "train.collect",
         {"job": ConfigRecord({**JOB, "config": GUARDED, "collection": "statistics"}), "arrays": pack()},  # type: ignore[dict-item]
-        "bad-config",
+        "refused-by-node",
     ),
     "a round of words": ("train", {"job": ConfigRecord({**JOB, "round": "../x"}), "arrays": pack()}, "bad-message"),  # type: ignore[dict-item]
     "no such state": (

@@ -24,7 +24,7 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from motley.flower.arrays import pack, unpack
-from motley.flower.client import asked, build, settings_of
+from motley.flower.client import build, settings_of
 from motley.flower.settings import read_node
 
 TWICE = "answered {} twice: the SuperLink wants {} objects of the first answer, {} of the second"
@@ -62,10 +62,10 @@ def complete(link: FleetHttpClient, reply: Message, wanted: PushMessagesResponse
 
 
 def opposite(reply: Message, message: Message) -> Message:
-    """Return an answer that would count if it were the only one: the change with its signs turned."""
+    """Return an answer that would count if it were the only one: the negated delta."""
     arrays = reply.content["arrays"]
-    change = {name: -tensor for name, tensor in unpack(arrays, "change").items()}
-    content = {"upload": reply.content["upload"], "arrays": pack(change=change, message=unpack(arrays, "message"))}
+    delta = {name: -tensor for name, tensor in unpack(arrays, "delta").items()}
+    content = {"update": reply.content["update"], "arrays": pack(delta=delta, payload=unpack(arrays, "payload"))}
     return Message(RecordDict(content), reply_to=message)
 
 
@@ -79,7 +79,7 @@ def train(half: bool, message: Message, context: Context) -> Message:
         wanted, more = announce(link, reply), announce(link, second)
         counts = len(wanted.objects_to_push), len(more.objects_to_push)
         print(TWICE.format(message.metadata.message_id, *counts), flush=True)
-        if not half or asked(message.content)["round"] != 1:
+        if not half or message.metadata.group_id != "1":
             complete(link, reply, wanted)
     return second
 

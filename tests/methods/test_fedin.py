@@ -249,7 +249,7 @@ def test_every_batch_of_features_has_the_length_asked_for(rows: int) -> None:
     assert {tensor.shape[0] for tensor in server.method.values()} == {rows}
     small = federation.engine.clients.partition.sizes.argmin()  # type: ignore[attr-defined]
     job = federation.job(server, 2, int(small))
-    reply = federation.engine.train([job], lambda client: None)[0].message
+    reply = federation.engine.train([job], lambda client: None)[0].payload
     samples = federation.engine.clients.samples(job.client)  # type: ignore[attr-defined]
     distinct = len(torch.unique(reply[IN], dim=0))
     assert distinct == min(rows, samples)

@@ -12,7 +12,7 @@ from motley.federation import Federation
 from motley.models import MODELS, ImageShape
 from motley.models.cnn import CNN, CNNSettings, cross_layers
 from motley.runs.checkpoint import fingerprint
-from motley.runs.play import play
+from motley.runs.run import run_rounds
 from motley.settings import validate
 from tests.conftest import tiny_config
 
@@ -103,7 +103,7 @@ def test_dropout_is_the_same_under_every_engine() -> None:
     def final(*overrides: str) -> str:
         settings = ("model.sizes=['cnn']", "training.steps=2", "training.batch_size=8", "training.rounds=2")
         federation = Federation(tiny_config(*settings, *overrides))
-        return fingerprint(play(federation, federation.start(), []).state)
+        return fingerprint(run_rounds(federation, federation.start(), []).state)
 
     plain = final("engine.name=debug")
     assert final("engine.slots=1") == plain

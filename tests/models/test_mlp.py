@@ -10,7 +10,7 @@ from motley.federation import Federation
 from motley.models import MODELS, CrossLayer, ImageShape
 from motley.models.mlp import MLP, SIZES, MLPSettings, cross_layers
 from motley.runs.checkpoint import fingerprint
-from motley.runs.play import play
+from motley.runs.run import run_rounds
 from tests.conftest import tiny_config
 
 LARGE = ImageShape(3, 32, 32)
@@ -81,14 +81,14 @@ def test_a_federation_of_three_depths_learns_the_digits_with_inco() -> None:
     )
     federation = Federation(config)
     assert set(federation.start().state) == set(federation.split.build("mlp3").state_dict())
-    server = play(federation, federation.start(), [])
+    server = run_rounds(federation, federation.start(), [])
     assert min(score.accuracy for score in federation.evaluate(server.model).values()) > 0.6
 
 
 def test_one_slot_several_slots_and_debug_agree() -> None:
     def final(*overrides: str) -> str:
         federation = Federation(tiny_config("model.sizes=['mlp1','mlp2','mlp3']", "training.rounds=2", *overrides))
-        return fingerprint(play(federation, federation.start(), []).state)
+        return fingerprint(run_rounds(federation, federation.start(), []).state)
 
     plain = final("engine.name=debug")
     assert final("engine.slots=1") == plain

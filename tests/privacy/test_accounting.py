@@ -1,4 +1,4 @@
-"""Epsilon is the accountant's own number, for the mechanisms that a run really goes through."""
+"""Epsilon equals the accountant library's number for the mechanisms that a run applies."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ pytest.importorskip("dp_accounting")
 import dp_accounting
 
 from motley.federation import Federation
-from motley.privacy import Accountant, Spent
+from motley.privacy import Accountant, PrivacyLedger
 from motley.privacy.accounting import ORDERS
 from motley.runs.metrics import MetricsLog
-from motley.runs.play import begin
+from motley.runs.run import start_run
 from tests.cli.conftest import call
 from tests.conftest import tiny_config
 
-GUARDED = ("split.normalization_statistics=batch", "privacy.clip=0.5", "privacy.noise=2", "run.tensorboard=false")
+PRIVATE = ("split.normalization_statistics=batch", "privacy.clip=0.5", "privacy.noise=2", "run.tensorboard=false")
 ONE_SIZE = ("model.sizes=['resnet10']", "split.name=homogeneous")
 
 
 def directly(multiplier: float, rounds: int, *, asked: int = 1, clients: int = 1, orders: object = ORDERS) -> float:
-    """Return what the library itself says."""
+    """Return the library's own epsilon."""
     replaced = dp_accounting.NeighboringRelation.REPLACE_ONE
     accountant = dp_accounting.rdp.RdpAccountant(orders, neighboring_relation=replaced)
     gaussian = dp_accounting.GaussianDpEvent(multiplier)
@@ -34,7 +34,7 @@ def directly(multiplier: float, rounds: int, *, asked: int = 1, clients: int = 1
 
 def test_clients_of_one_size(tmp_path: Path) -> None:
     """4 of 6 clients, whose noise adds up to twice a client's own; replacing a client moves the sum by 2 clip."""
-    begin(tiny_config(*GUARDED, *ONE_SIZE), tmp_path / "run")
+    start_run(tiny_config(*PRIVATE, *ONE_SIZE), tmp_path / "run")
     lines = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
     spent = [line["epsilon"] for line in lines]
     assert [line["model"] for line in spent] == pytest.approx(
@@ -56,9 +56,9 @@ def test_fewer_orders_than_the_library_tries_are_enough(multiplier: float, asked
 
 def test_it_grows_with_rounds_and_shrinks_with_noise() -> None:
     def epsilons(noise: float) -> list[float]:
-        federation = Federation(tiny_config(*GUARDED, f"privacy.noise={noise}"))
+        federation = Federation(tiny_config(*PRIVATE, f"privacy.noise={noise}"))
         assert federation.accountant is not None
-        spent, answers = Spent(), []
+        spent, answers = PrivacyLedger(), []
         for _ in range(3):
             spent = federation.accountant.after(spent, [0, 2, 4, 5], [0, 2, 4, 5])
             answers.append(federation.accountant.epsilon(spent)["model"])
@@ -70,20 +70,20 @@ def test_it_grows_with_rounds_and_shrinks_with_noise() -> None:
 
 
 def accountant_of(*overrides: str) -> Accountant:
-    federation = Federation(tiny_config(*GUARDED, *overrides))
+    federation = Federation(tiny_config(*PRIVATE, *overrides))
     assert federation.accountant is not None
     return federation.accountant
 
 
-def test_the_size_that_is_worst_off_counts() -> None:
-    """Two of each size. The deepest layers of resnet18 have one owner, what all hold has four."""
+def test_the_largest_epsilon_of_all_sizes_counts() -> None:
+    """The deepest layers of resnet18 have one owner, the layers that all share have four."""
     accountant = accountant_of()
     assert accountant.fewest_owners({"resnet10": 2, "resnet14": 1, "resnet18": 1}) == {
         "resnet10": 4,
         "resnet14": 2,
         "resnet18": 1,
     }
-    spent = accountant.after(Spent(), [0, 1, 2, 4], [0, 1, 2, 4])
+    spent = accountant.after(PrivacyLedger(), [0, 1, 2, 4], [0, 1, 2, 4])
     assert spent.rounds == {"resnet10": {(2, 2, 4): 1}, "resnet14": {(2, 1, 2): 1}, "resnet18": {(2, 1, 1): 1}}
     sizes = [
         directly(math.sqrt(4) * 2 / 2, 1, asked=2, clients=2),
@@ -102,15 +102,15 @@ def test_owners_of_a_part_in_width_are_counted_by_coordinate() -> None:
 
 def test_noise_that_did_not_arrive_is_not_counted() -> None:
     accountant = accountant_of(*ONE_SIZE)
-    spent = accountant.after(Spent(), [0, 1, 2, 3], [0, 3], before=[1, 2, 3, 4])
+    spent = accountant.after(PrivacyLedger(), [0, 1, 2, 3], [0, 3], before=[1, 2, 3, 4])
     assert spent.rounds == {"resnet10": {(6, 4, 2): 1}}
     assert spent.uploads == {0: 1, 1: 2, 2: 2, 3: 2, 4: 1}
     assert accountant.after(spent, [0, 1], []).rounds == spent.rounds
-    assert Spent.from_json(spent.to_json()) == spent  # type: ignore[arg-type]
+    assert PrivacyLedger.from_json(spent.to_json()) == spent  # type: ignore[arg-type]
 
 
 def test_without_noise_epsilon_is_infinite(tmp_path: Path) -> None:
-    begin(tiny_config(*GUARDED, "privacy.noise=0", "training.rounds=1"), tmp_path / "run")
+    start_run(tiny_config(*PRIVATE, "privacy.noise=0", "training.rounds=1"), tmp_path / "run")
     (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
     assert line["epsilon"] == {"model": None, "upload": None}
     assert "client-level epsilon: infinite (adversary sees the global models)" in call("show", tmp_path / "run").out

@@ -1,4 +1,4 @@
-"""Two small runs and a study, made once for all who only read them."""
+"""Small runs and a study, created once per session. Tests only read them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from pathlib import Path
 import pytest
 
 from motley.config import load_config
-from motley.runs.play import begin
+from motley.runs.run import start_run
 from motley.studies.declaration import load_study
-from motley.studies.play import StudyWatcher, outstanding, play_study
 from motley.studies.results import collect, save
-from motley.studies.sweep import plan
+from motley.studies.runner import StudyWatcher, run_study, unfinished_runs
+from motley.studies.sweep import plan_cells
 from tests.studies.conftest import SWEEP
 
 SMALL = ("training.rounds=3", "training.epochs=1", "federation.clients=6", "federation.clients_per_round=3")
 
 
 def small_run(path: Path, *overrides: str) -> Path:
-    """Play a run of three rounds."""
-    begin(load_config(preset="digits-small", overrides=[*SMALL, "run.tensorboard=false", *overrides]), path)
+    """Run three rounds and return the run's folder."""
+    overrides = (*SMALL, "run.tensorboard=false", *overrides)
+    start_run(load_config(preset="digits-small", overrides=overrides), path)
     return path
 
 
@@ -40,6 +41,6 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("study")
     file = folder / "mine.toml"
     file.write_text(SWEEP)
-    cells = plan(load_study(str(file)), "full")
-    play_study(outstanding(cells, folder), folder, StudyWatcher())
+    cells = plan_cells(load_study(str(file)), "full")
+    run_study(unfinished_runs(cells, folder), folder, StudyWatcher())
     return save(load_study(str(file)), "full", cells, collect(cells, folder), folder)

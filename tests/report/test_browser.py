@@ -1,7 +1,8 @@
-"""The report and the live page in a real browser: Debian's Chromium, headless. Skipped where there is none.
+"""The report and the live page in a real browser, headless Chromium, if it is installed.
 
-A probe that is put into the page toggles a series, changes the theme and writes down what it saw; Chromium prints the
-page as it then stands. On the live page it waits until there is news and the page has loaded anew.
+A script that is added to the page (the probe) toggles a series, changes the theme and stores its
+observations in the page, which Chromium prints at the end. On the live page, the probe waits until
+the page has reloaded itself after a change.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from motley.report.material import gather
+from motley.report.report_data import gather
 
 pytest.importorskip("plotly")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -27,7 +28,9 @@ LISTEN = """
 const told = { errors: [], violations: [] };
 window.addEventListener("error", (event) => told.errors.push(event.message));
 window.addEventListener("unhandledrejection", (event) => told.errors.push(String(event.reason)));
-document.addEventListener("securitypolicyviolation", (event) => told.violations.push(event.blockedURI));
+document.addEventListener("securitypolicyviolation", (event) => {
+  told.violations.push(event.blockedURI);
+});
 const loud = console.error;
 console.error = (...words) => { told.errors.push(words.join(" ")); loud(...words); };
 const later = (test, then, tries = 1000) =>
@@ -73,18 +76,27 @@ window.addEventListener("load", () => {
 
 
 def probed(page: str, probe: str) -> str:
-    """Return a page with a probe in it."""
+    """Return a page with the probe added."""
     return page.replace("</head>", f"<script>{LISTEN}{probe}</script></head>")
 
 
 def visit(address: str, folder: Path, width: int = 1200) -> dict[str, Any]:
-    """Open an address and return what the probe in its page wrote down."""
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
-    command += [f"--window-size={width},2000", "--virtual-time-budget=120000", "--dump-dom", address]
+    """Open an address and return the observations of the probe in its page."""
+    command = [
+        str(CHROMIUM),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={folder / 'profile'}",
+        f"--window-size={width},2000",
+        "--virtual-time-budget=120000",
+        "--dump-dom",
+        address,
+    ]
     dump = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    found = re.search(r'data-told="([^"]*)"', dump)
-    assert found, dump[-2000:]
-    return json.loads(unescape(found[1]))
+    match = re.search(r'data-told="([^"]*)"', dump)
+    assert match, dump[-2000:]
+    return json.loads(unescape(match[1]))
 
 
 @pytest.mark.parametrize("width", [1200, 500])
@@ -106,24 +118,29 @@ def test_curves_toggles_and_themes(study: Path, tmp_path: Path, width: int) -> N
 def test_the_live_page_shows_a_new_round_by_itself(
     runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the page asks for news for the second time, round 3 has just been written."""
+    """Round 3 is written just before the page asks for changes for the second time."""
     from motley.report import server as live
 
     folder = tmp_path / "run"
     shutil.copytree(runs[0], folder)
     *before, last = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(before))
-    render, state, asked = live.render, live.state, []
+    render, state = live.render, live.state
+    requests = 0
 
-    def news(path: Path) -> str:
-        asked.append(path)
-        if len(asked) == 2:
+    def state_with_new_round(path: Path) -> str:
+        nonlocal requests
+        requests += 1
+        if requests == 2:
             with (path / "metrics.jsonl").open("a") as file:
                 file.write(last)
         return state(path)
 
-    monkeypatch.setattr(live, "state", news)
-    monkeypatch.setattr(live, "render", lambda *given, **more: probed(render(*given, **more), WATCH))
+    def render_with_probe(*arguments: Any, **options: Any) -> str:
+        return probed(render(*arguments, **options), WATCH)
+
+    monkeypatch.setattr(live, "state", state_with_new_round)
+    monkeypatch.setattr(live, "render", render_with_probe)
     server = live.serve(folder, 0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -133,6 +150,7 @@ def test_the_live_page_shows_a_new_round_by_itself(
         server.shutdown()
         server.server_close()
     assert [load["rounds"] for load in told["seen"]] == [[1, 2], [1, 2, 3]]
-    assert [load["errors"] for load in told["seen"]] == [[], []] and told["errors"] == told["violations"] == []
+    assert [load["errors"] for load in told["seen"]] == [[], []]
+    assert told["errors"] == told["violations"] == []
     assert f"{address}plotly.js" in told["requests"]
     assert all(request.startswith((address, "data:")) for request in told["requests"])

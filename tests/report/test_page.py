@@ -1,4 +1,4 @@
-"""The page as text; tests/report/test_browser.py looks at it in a browser."""
+"""The page as text; tests/report/test_browser.py opens it in a browser."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from motley.core.errors import MotleyError
-from motley.report.material import gather
+from motley.report.report_data import gather
 from tests.cli.conftest import call
 from tests.report.conftest import small_run
 
@@ -19,16 +19,17 @@ def test_everything_is_in_one_file(study: Path, runs: list[Path], tmp_path: Path
     answer = call("report", study, *runs, "-o", tmp_path / "page.html", "--title", "<Mine>")
     assert answer.code == 0, answer.err
     page = (tmp_path / "page.html").read_text()
-    own = re.sub(r"<script>.*?</script>", "", page, flags=re.S)
-    assert "&lt;Mine&gt;" in own
-    assert "http" not in re.sub(r"http-equiv", "", own)
-    assert "src=" not in re.sub(r'src="data:', "", own)
-    for text in ("50 ± 2", "there is no method", "Rounds, traffic and time", "who holds what", "theta per layer"):
+    without_scripts = re.sub(r"<script>.*?</script>", "", page, flags=re.S)
+    assert "&lt;Mine&gt;" in without_scripts
+    assert "http" not in re.sub(r"http-equiv", "", without_scripts)
+    assert "src=" not in re.sub(r'src="data:', "", without_scripts)
+    texts = ("50 ± 2", "there is no method", "Rounds, traffic and time", "data partition", "theta per layer")
+    for text in texts:
         assert text in page
-    assert "data.partition" in own  # the configuration
+    assert "data.partition" in without_scripts  # the configuration
 
 
-def test_a_picture_of_an_analysis_is_put_in(tmp_path: Path) -> None:
+def test_pictures_of_analyses_are_included(tmp_path: Path) -> None:
     from motley.report.page import render
 
     run = small_run(tmp_path / "run")
@@ -37,17 +38,18 @@ def test_a_picture_of_an_analysis_is_put_in(tmp_path: Path) -> None:
     assert 'alt="cka"' in render(gather([run]), "one")
 
 
-def test_what_methods_report_of_themselves_is_drawn(runs: list[Path], tmp_path: Path) -> None:
+def test_metrics_of_methods_are_drawn(runs: list[Path], tmp_path: Path) -> None:
     from motley.report import figures
 
     run = small_run(tmp_path / "run", "method.name=FedIN", "model.sizes=['mlp2','mlp3']")
     panel = next(iter(gather([run]).panels.values()))
-    found = figures.own_numbers(panel, list(panel.series))
-    drawn = {figure.layout.title.text.split(": ")[1]: figure.data[0] for figure in found}
+    drawn = {}
+    for figure in figures.method_metrics(panel, list(panel.series)):
+        drawn[figure.layout.title.text.split(": ")[1]] = figure.data[0]
     assert drawn.keys() == {"pool", "feature mb up", "in loss"}
     assert drawn["pool"].x == (1, 2, 3) and drawn["pool"].y[0] == 3
     assert drawn["in loss"].x == (2, 3) and min(drawn["in loss"].y) > 0
-    assert not figures.own_numbers(next(iter(gather(runs).panels.values())), [])
+    assert not figures.method_metrics(next(iter(gather(runs).panels.values())), [])
 
 
 def test_a_run_without_a_round_has_a_page(runs: list[Path], tmp_path: Path) -> None:
@@ -57,7 +59,7 @@ def test_a_run_without_a_round_has_a_page(runs: list[Path], tmp_path: Path) -> N
     assert "No round has been evaluated yet" in render(gather([tmp_path]), "new")
 
 
-def test_data_that_is_not_here_is_said(runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_data_set_is_reported(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     from motley.report import figures, page
 
     def absent(run: object) -> None:
@@ -67,7 +69,7 @@ def test_data_that_is_not_here_is_said(runs: list[Path], tmp_path: Path, monkeyp
     assert "cannot be drawn here: data set &#x27;x&#x27; was not found." in page.render(gather(runs), "t")
 
 
-def test_lines_can_be_told_apart_and_the_legend_shows_their_dashes(study: Path) -> None:
+def test_line_styles_are_distinct_and_the_legend_shows_their_dashes(study: Path) -> None:
     from motley.report import figures
     from motley.report.page import render
 
@@ -89,7 +91,7 @@ def test_the_sizes_of_one_run_share_a_figure(runs: list[Path]) -> None:
     assert '<ul class="legend">' in page._figure(figure)
 
 
-def test_figures_of_sizes_have_one_scale(runs: list[Path]) -> None:
+def test_figures_of_sizes_have_the_same_scale(runs: list[Path]) -> None:
     from motley.report import page
 
     (panel,) = gather(runs).panels.values()
@@ -108,16 +110,16 @@ def test_losses_times_and_classes_are_drawn(runs: list[Path]) -> None:
     assert min(train.data[0].y) > 0
     times = figures.time(panel, labels).data[0].x
     assert list(times) == sorted(times)
-    heat = figures.classes(panel)
-    assert heat is not None and list(heat.data[0].y) == labels[::-1]
-    assert len(heat.data[0].z[0]) == 10
+    heatmap = figures.classes(panel)
+    assert heatmap is not None and list(heatmap.data[0].y) == labels[::-1]
+    assert len(heatmap.data[0].z[0]) == 10
 
 
 @pytest.mark.parametrize(
     ("done", "says"),
     [(0, "round 0 of 3, no round"), (2, r"round 2 of 3, about \d+ s left"), (3, "finished: 3 rounds")],
 )
-def test_a_live_page_says_how_far_the_run_is(runs: list[Path], tmp_path: Path, done: int, says: str) -> None:
+def test_a_live_page_shows_progress(runs: list[Path], tmp_path: Path, done: int, says: str) -> None:
     from motley.report.page import render
 
     (tmp_path / "config.toml").write_text((runs[0] / "config.toml").read_text())
@@ -128,7 +130,7 @@ def test_a_live_page_says_how_far_the_run_is(runs: list[Path], tmp_path: Path, d
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(20.2, "20 s"), (150, "2 min"), (6000, "1 h 40 min")])
-def test_times_left(seconds: float, text: str) -> None:
+def test_durations(seconds: float, text: str) -> None:
     from motley.report.page import _duration
 
     assert _duration(seconds) == text

@@ -1,4 +1,4 @@
-"""The live page: three answers, this machine only, and news as soon as there is some."""
+"""The live page: three routes, this machine only, and a state that changes with the run."""
 
 from __future__ import annotations
 
@@ -29,45 +29,46 @@ def served(runs: list[Path], tmp_path: Path) -> Iterator[tuple[ThreadingHTTPServ
     server.server_close()
 
 
-def ask(server: ThreadingHTTPServer, path: str, method: str = "GET", host: str = "localhost") -> tuple[int, str]:
+def request(server: ThreadingHTTPServer, path: str, method: str = "GET", host: str = "localhost") -> tuple[int, str]:
+    """Return the status and the content of a response."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     connection.request(method, path, headers={"Host": host})
-    answer = connection.getresponse()
-    return answer.status, answer.read().decode()
+    response = connection.getresponse()
+    return response.status, response.read().decode()
 
 
 def test_the_page_and_its_script(served: tuple[ThreadingHTTPServer, Path]) -> None:
     server, _ = served
-    status, page = ask(server, "/")
+    status, page = request(server, "/")
     assert status == 200
     assert "data-live" in page
     assert len(page) < 1_000_000
-    assert "Plotly" in ask(server, "/plotly.js")[1]
+    assert "Plotly" in request(server, "/plotly.js")[1]
 
 
 @pytest.mark.parametrize("path", ["/config.toml", "/../config.toml", "/%2e%2e/x", "//etc/passwd", "/checkpoints/"])
-def test_no_path_leads_to_a_file(served: tuple[ThreadingHTTPServer, Path], path: str) -> None:
-    assert ask(served[0], path)[0] == 404
+def test_no_path_reads_a_file(served: tuple[ThreadingHTTPServer, Path], path: str) -> None:
+    assert request(served[0], path)[0] == 404
 
 
-def test_it_is_read_only_and_for_this_machine(served: tuple[ThreadingHTTPServer, Path]) -> None:
+def test_the_server_is_read_only_and_local(served: tuple[ThreadingHTTPServer, Path]) -> None:
     server, _ = served
     assert server.server_address[0] == "127.0.0.1"
-    assert ask(server, "/", method="POST")[0] == 501
-    assert ask(server, "/", host="evil.example")[0] == 403
+    assert request(server, "/", method="POST")[0] == 501
+    assert request(server, "/", host="evil.example")[0] == 403
 
 
-def test_a_new_round_is_news(served: tuple[ThreadingHTTPServer, Path]) -> None:
+def test_a_new_round_changes_the_state(served: tuple[ThreadingHTTPServer, Path]) -> None:
     server, folder = served
-    before = ask(server, "/state")[1]
-    assert ask(server, "/state")[1] == before
+    before = request(server, "/state")[1]
+    assert request(server, "/state")[1] == before
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write("{")  # a line that is being written
-    assert ask(server, "/state")[1] != before
-    assert ask(server, "/")[0] == 200
+        file.write("{")  # an incomplete line
+    assert request(server, "/state")[1] != before
+    assert request(server, "/")[0] == 200
 
 
-def test_what_cannot_be_watched_is_said(tmp_path: Path, served: tuple[ThreadingHTTPServer, Path]) -> None:
+def test_watch_reports_what_it_cannot_serve(tmp_path: Path, served: tuple[ThreadingHTTPServer, Path]) -> None:
     assert "neither a run" in call("watch", tmp_path).err
     server, folder = served
     assert f"--port {server.server_port}: cannot be used" in call("watch", folder, "--port", server.server_port).err

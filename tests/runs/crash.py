@@ -1,4 +1,4 @@
-"""Processes that die at a chosen instant: what `kill -9` does, made repeatable."""
+"""Processes that kill themselves at a chosen moment: a repeatable `kill -9`."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from motley.round import Record, Server
-from motley.runs.play import Callback
+from motley.runs.callbacks import Callback
 
 _OPERATIONS = frozenset(("open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate"))
 
 
 def kill_myself() -> None:
-    """Leave without a trace: no handler, no cleaning up."""
+    """Send SIGKILL to this process: no handler runs and nothing is cleaned up."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def watch_operations(folder: Path, before: Callable[[int], None], file: str = "") -> None:
     """Call `before(n)` before this process's n-th operation on a file or folder inside `folder`.
 
-    With `file`, only what happens to files of that name counts. Deleting a tree names its files relative to an open
-    folder, so deletions of that kind count wherever they happen. A hook cannot be taken back: this is for processes
-    that end soon.
+    With `file`, only operations on paths that end with it count. Deleting a tree names its files
+    relative to an open folder, so deletions of that kind count wherever they happen. An audit hook
+    cannot be removed, so this is only for processes that end soon.
     """
     seen = 0
 
@@ -46,7 +46,7 @@ def watch_operations(folder: Path, before: Callable[[int], None], file: str = ""
 
 
 def fork(work: Callable[[], object]) -> int:
-    """Do some short work in a copy of this process; return how that copy ended (negative: by which signal)."""
+    """Call `work` in a fork of this process. Return its exit code; negative: the signal."""
     child = os.fork()
     if child == 0:
         try:
@@ -58,7 +58,7 @@ def fork(work: Callable[[], object]) -> int:
 
 
 class InterruptAt(Callback):
-    """Presses Ctrl-C when a round is over."""
+    """Raises KeyboardInterrupt after a round, as Ctrl-C does."""
 
     def __init__(self, round_number: int) -> None:
         self.round_number = round_number
@@ -68,14 +68,14 @@ class InterruptAt(Callback):
             raise KeyboardInterrupt
 
 
-# ---- whole runs: children of a process that has imported everything, so that they start in no time
+# ---- whole runs: children of a process that has imported everything, so that they start quickly
 
 _IMPORTED = ["motley.cli.run", "motley.cli.resume", "torch._dynamo"]
 _parent = multiprocessing.get_context("forkserver")
 
 
 def start(work: Callable[..., None], *arguments: object) -> ForkServerProcess:
-    """Start a process of its own for a module's function."""
+    """Call a function of a module in a new process."""
     _parent.set_forkserver_preload(_IMPORTED)
     process = _parent.Process(target=work, args=arguments, daemon=True)
     process.start()
@@ -86,8 +86,8 @@ def start(work: Callable[..., None], *arguments: object) -> ForkServerProcess:
 class Fate:
     """The signal that a process sends itself right before its n-th file operation.
 
-    Ctrl-C comes a little later, in the middle of computing: in time of the processor, so that a busy machine makes no
-    difference.
+    SIGINT is sent `later` seconds after it, in the middle of the computation. These are seconds of
+    CPU time, so that the load of the machine makes no difference.
     """
 
     at: int
@@ -96,7 +96,7 @@ class Fate:
     later: float = 0.02
 
     def seal(self, folder: Path) -> None:
-        """Make it happen to this process."""
+        """Install the signal in this process."""
         watch_operations(folder, lambda number: self._strike() if number == self.at else None, self.file)
 
     def _strike(self) -> None:
@@ -108,7 +108,7 @@ class Fate:
 
 
 def motley(folder: Path, arguments: list[str], fate: Fate | None = None) -> None:
-    """Be the command `motley`, with what it says in said.txt beside the run, until the end or until its fate."""
+    """Run the command `motley`, with its output in said.txt beside the run's folder."""
     from motley.cli import main
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -120,7 +120,7 @@ def motley(folder: Path, arguments: list[str], fate: Fate | None = None) -> None
 
 
 def finish(process: ForkServerProcess, seconds: float = 60) -> int:
-    """Wait for a process and return how it ended."""
+    """Wait for a process and return its exit code."""
     process.join(seconds)
     if process.exitcode is None:
         process.kill()
@@ -129,7 +129,7 @@ def finish(process: ForkServerProcess, seconds: float = 60) -> int:
 
 
 def wait_for_rounds(metrics: Path, rounds: int, process: ForkServerProcess, seconds: float = 60) -> None:
-    """Return as soon as so many rounds are in a run's metrics, or the process is over."""
+    """Return as soon as a run's metrics have `rounds` lines, or the process has ended."""
     end = time.monotonic() + seconds
     while process.is_alive() and time.monotonic() < end:
         if metrics.exists() and metrics.read_bytes().count(b"\n") >= rounds:

@@ -1,4 +1,4 @@
-"""A method whose clients and whose server both keep something, made known by name where it is needed."""
+"""A method with client state and server state, registered for as long as a test needs it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from motley.methods import METHODS
-from motley.runs.play import Callback, begin, resume
+from motley.runs.callbacks import Callback
+from motley.runs.run import resume_run, start_run
 from tests.conftest import tiny_config
 from tests.engine.toy_methods import EveryHook
 from tests.runs import crash
@@ -17,13 +18,13 @@ NAME = "remembering"
 
 
 class Remembering(EveryHook):
-    """Every hook, under a name of its own."""
+    """`EveryHook` under another name."""
 
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """Make the method known."""
-    METHODS.register(NAME, "made up for tests")(Remembering)
+    """Register the method."""
+    METHODS.register(NAME, "for tests")(Remembering)
     try:
         yield
     finally:
@@ -31,35 +32,35 @@ def registered() -> Iterator[None]:
 
 
 class DieAt(Callback):
-    """Dies, or is interrupted, after so many turns of clients."""
+    """Kills the process, or raises KeyboardInterrupt, after a number of local updates."""
 
-    def __init__(self, turns: int, *, killed: bool) -> None:
-        self.left, self.killed = turns, killed
+    def __init__(self, updates: int, *, killed: bool) -> None:
+        self.updates_left, self.killed = updates, killed
 
     def on_client(self, client: int) -> None:
-        self.left -= 1
-        if self.left == 0:
+        self.updates_left -= 1
+        if self.updates_left == 0:
             if self.killed:
                 crash.kill_myself()
             raise KeyboardInterrupt
 
 
-def live(folder: Path, overrides: tuple[str, ...], turns: int, killed: bool) -> None:
-    """Begin a run in a new folder, or go on with the one there, and end after so many turns (0: after the last)."""
-    watchers = [DieAt(turns, killed=killed)] if turns else []
+def live(folder: Path, overrides: tuple[str, ...], updates: int, killed: bool) -> None:
+    """Start or resume a run, and stop it after a number of local updates (0: at its end)."""
+    watchers = [DieAt(updates, killed=killed)] if updates else []
     if folder.exists():
-        resume(folder, watchers)
+        resume_run(folder, watchers)
     else:
-        begin(tiny_config(f"method.name={NAME}", *overrides), folder, watchers)
+        start_run(tiny_config(f"method.name={NAME}", *overrides), folder, watchers)
 
 
-def live_registered(folder: Path, overrides: tuple[str, ...], turns: int, killed: bool) -> None:
-    """Do the same in a process of its own."""
+def live_registered(folder: Path, overrides: tuple[str, ...], updates: int, killed: bool) -> None:
+    """Do the same in another process, in which the method is not registered yet."""
     with registered():
-        live(folder, overrides, turns, killed)
+        live(folder, overrides, updates, killed)
 
 
 def live_with_fate(folder: Path, overrides: tuple[str, ...], fate: Fate) -> None:
-    """Go on with a run until its fate."""
+    """Resume a run that sends itself a signal."""
     fate.seal(folder)
-    live_registered(folder, overrides, turns=0, killed=False)
+    live_registered(folder, overrides, updates=0, killed=False)

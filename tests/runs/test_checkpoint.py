@@ -1,4 +1,4 @@
-"""Checkpoints come back bit for bit, and no crash leaves anything but a whole one."""
+"""Checkpoints are restored bit for bit, and after any crash the newest one is complete."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from tests.runs import crash
 
 
 def make_server(round_number: int, seed: int = 0, **changes: Any) -> Server:
-    """Return a server that has a tensor of every kind, different for every round and seed."""
-    numbers = torch.Generator().manual_seed(1000 * round_number + seed)
-    values = torch.randn(3, 4, generator=numbers)
+    """Return a server with tensors of many dtypes, different for every round and seed."""
+    generator = torch.Generator().manual_seed(1000 * round_number + seed)
+    values = torch.randn(3, 4, generator=generator)
     state = {
         "weight": values,
         "half": values.to(torch.bfloat16),
@@ -49,12 +49,12 @@ def make_server(round_number: int, seed: int = 0, **changes: Any) -> Server:
 
 
 def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], list[int]]:
-    """Return everything about a tensor but where it lies."""
+    """Return everything about a tensor except its memory layout."""
     return tensor.dtype, tuple(tensor.shape), tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
 
 
 def everything(server: Server | None) -> object:
-    """Return a server as plain values, each bit of it."""
+    """Return a server as plain values that compare equal only if every bit is equal."""
     if server is None:
         return None
     sections = [
@@ -106,7 +106,7 @@ def test_only_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
     assert everything(load_checkpoint(tmp_path)) == everything(make_server(6))
 
 
-def test_newest_is_by_number_not_by_spelling(tmp_path: Path) -> None:
+def test_checkpoints_are_sorted_by_number_not_by_spelling(tmp_path: Path) -> None:
     for number in (999_999, 1_000_000):
         save_checkpoint(tmp_path, make_server(number), keep=2)
     (tmp_path / "round-2000000 (copy)").mkdir()
@@ -119,7 +119,7 @@ def test_newest_is_by_number_not_by_spelling(tmp_path: Path) -> None:
 
 
 def _torn(number: int) -> Callable[[dict[str, Tensor], Path], None]:
-    """Return a `save_file` that dies when it has written half of its n-th file."""
+    """Return a `save_file` that kills the process in the middle of its n-th file."""
     written = 0
 
     def save(tensors: dict[str, Tensor], path: Path) -> None:
@@ -141,16 +141,19 @@ def _prepared(folder: Path, *servers: Server) -> Path:
 
 
 def _check_after_crash(folder: Path, allowed: list[Server], keep: int) -> int:
-    """Check that one of the allowed servers is there, that the next save works and cleans up; return which it was."""
-    found = everything(load_checkpoint(folder))
-    wanted = [everything(server) for server in allowed]
-    assert found in wanted
+    """Check that an allowed server was saved, and that the next save works and cleans up.
+
+    Return the index of the server that was saved.
+    """
+    loaded = everything(load_checkpoint(folder))
+    expected = [everything(server) for server in allowed]
+    assert loaded in expected
     following = make_server(50)
     save_checkpoint(folder, following, keep)
     assert everything(load_checkpoint(folder)) == everything(following)
     assert len(list(folder.iterdir())) <= keep
     assert all(path.name.startswith("round-") for path in folder.iterdir())
-    return wanted.index(found)
+    return expected.index(loaded)
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -176,7 +179,7 @@ def test_a_crash_before_any_file_operation_leaves_the_old_or_the_new(tmp_path: P
         if ended == 0:
             break
         assert ended == (-signal.SIGKILL if fault == "killed" else 1)
-    assert at > 10, "the operations of a save were not seen"
+    assert at > 10, "the file operations of a save were not counted"
     assert outcomes == sorted(outcomes), "once the new one is there, it stays"
     assert set(outcomes) == {0, 1}
 
@@ -221,8 +224,8 @@ def test_leftovers_of_any_round_are_ignored_and_cleaned(tmp_path: Path) -> None:
     assert _check_after_crash(tmp_path, [older], keep=2) == 0
 
 
-def test_what_is_renamed_into_place_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine may lose power: every file is flushed before the folder gets its name, and the name after."""
+def test_a_checkpoint_is_on_disk_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For power failures: files are flushed before the rename, and the parent folder after it."""
     events: list[str] = []
     fsync, rename = os.fsync, os.rename
 
@@ -235,7 +238,7 @@ def test_what_is_renamed_into_place_is_on_the_disk(tmp_path: Path, monkeypatch: 
         rename(source, target, **options)
 
     if not Path("/proc/self/fd").exists():
-        pytest.skip("open files have no names here")
+        pytest.skip("the names of open files are not available")
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "rename", note_rename)
     save_checkpoint(tmp_path, make_server(1), keep=2)
@@ -245,7 +248,7 @@ def test_what_is_renamed_into_place_is_on_the_disk(tmp_path: Path, monkeypatch: 
     assert events[at + 1 :] == [tmp_path.name]
 
 
-# ---- files that are not what they should be
+# ---- damaged files
 
 
 def _break(path: Path, how: str) -> None:
@@ -260,13 +263,13 @@ def _break(path: Path, how: str) -> None:
 @pytest.mark.parametrize(
     "file", [*(f"{name}.safetensors" for name in ("state", "averaged", "method", "optimizer")), "server.json"]
 )
-def test_a_broken_file_is_named(tmp_path: Path, file: str, how: str) -> None:
+def test_a_damaged_file_is_named(tmp_path: Path, file: str, how: str) -> None:
     older = make_server(2)
     _prepared(tmp_path, older, make_server(4))
     _break(tmp_path / "round-000004" / file, how)
     with pytest.raises(MotleyError, match=f"round-000004/{file} cannot be read") as caught:
         load_checkpoint(tmp_path)
-    assert f"Remove {tmp_path / 'round-000004'} to go on" in str(caught.value)
+    assert f"Remove {tmp_path / 'round-000004'} to continue" in str(caught.value)
     shutil.rmtree(tmp_path / "round-000004")
     assert everything(load_checkpoint(tmp_path)) == everything(older)
 
@@ -284,7 +287,7 @@ def test_a_broken_file_is_named(tmp_path: Path, file: str, how: str) -> None:
     ],
     ids=str,
 )
-def test_numbers_of_another_shape_are_refused(tmp_path: Path, content: object) -> None:
+def test_unexpected_json_is_rejected(tmp_path: Path, content: object) -> None:
     path = save_checkpoint(tmp_path, make_server(1), keep=1)
     (path / "server.json").write_text(json.dumps(content))
     with pytest.raises(MotleyError, match="round-000001"):
@@ -308,10 +311,10 @@ def test_a_pickle_in_disguise_is_not_run(tmp_path: Path, file: str) -> None:
         load_checkpoint(tmp_path / "checkpoints")
     assert not (tmp_path / "run").exists()
     pickle.loads(payload)
-    assert (tmp_path / "run").exists(), "the payload must be able to run, or this shows nothing"
+    assert (tmp_path / "run").exists(), "the payload itself must work, or the test shows nothing"
 
 
-def test_runs_know_no_unpickler() -> None:
+def test_runs_import_no_unpickler() -> None:
     names: set[str] = set()
     for file in Path(motley.runs.__path__[0]).glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -378,7 +381,7 @@ def test_fingerprint_does_not_see_layout_order_or_gradient() -> None:
 
 
 def test_fingerprint_is_the_same_in_every_version() -> None:
-    """Fingerprints are compared across machines and releases; a change of format has to be noticed."""
+    """Fingerprints are compared across machines and releases, so their format must not change."""
     by_hand = hashlib.sha256(b"a|torch.int16|(2,)|\x01\x00\x02\x00" + b"b|torch.float32|()|\x00\x00\x80?").hexdigest()
     state = {"b": torch.tensor(1.0), "a": torch.tensor([1, 2], dtype=torch.int16)}
     assert fingerprint(state) == by_hand

@@ -1,4 +1,4 @@
-"""A run has a folder of its own, and one process at a time."""
+"""Run folders: one run per folder, and one process at a time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from motley.config import Config, load_config, presets
 from motley.core.errors import MotleyError
 from motley.files import write_atomically
 from motley.runs.folder import RunFolder, next_free
-from motley.runs.play import begin
+from motley.runs.run import start_run
 from tests.conftest import tiny_config
 from tests.runs import crash
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Return every file of a folder with its bytes and when it was written."""
+    """Return every file of a folder with its content and modification time."""
     return {
         str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
         for path in sorted(folder.rglob("*"))
@@ -32,7 +32,7 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 
 @pytest.mark.parametrize("file", ["notes.txt", "config.toml", ".hidden", "deep/down/file"])
-def test_a_folder_that_holds_something_is_refused_and_left_alone(tmp_path: Path, file: str) -> None:
+def test_a_folder_that_is_not_empty_is_rejected_and_left_alone(tmp_path: Path, file: str) -> None:
     out = tmp_path / "run"
     (out / file).parent.mkdir(parents=True)
     (out / file).write_text("mine")
@@ -43,7 +43,7 @@ def test_a_folder_that_holds_something_is_refused_and_left_alone(tmp_path: Path,
     assert ("motley resume" in str(caught.value)) == (file == "config.toml")
 
 
-def test_a_file_of_that_name_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_that_name_is_rejected(tmp_path: Path) -> None:
     out = tmp_path / "run"
     out.write_text("mine")
     for path in (out, out / "below"):
@@ -52,10 +52,10 @@ def test_a_file_of_that_name_is_refused(tmp_path: Path) -> None:
     assert out.read_text() == "mine"
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_a_new_or_empty_folder_is_taken(tmp_path: Path, there: bool) -> None:
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_new_or_empty_folder_is_accepted(tmp_path: Path, exists: bool) -> None:
     out = tmp_path / "deep" / "run"
-    if there:
+    if exists:
         out.mkdir(parents=True)
     RunFolder.create(out, tiny_config())
     assert {path.name for path in out.iterdir()} == {"config.toml", "environment.json", ".lock"}
@@ -63,8 +63,8 @@ def test_a_new_or_empty_folder_is_taken(tmp_path: Path, there: bool) -> None:
     assert environment.keys() >= {"motley", "python", "torch", "cores", "gpu"}
 
 
-def test_of_two_runs_at_the_same_moment_one_gets_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rival comes between the look into the folder and the first write."""
+def test_of_two_simultaneous_runs_one_gets_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second run creates its folder between the check and the first write of the first run."""
     mkdir, rivals = Path.mkdir, [tiny_config("seed=2")]
 
     def slow(path: Path, *arguments: object, **options: object) -> None:
@@ -78,10 +78,10 @@ def test_of_two_runs_at_the_same_moment_one_gets_the_folder(tmp_path: Path, monk
     assert RunFolder.open(tmp_path / "run").read_config().seed == 2
 
 
-def test_begin_writes_nothing_before_everything_is_checked(tmp_path: Path) -> None:
+def test_start_run_writes_nothing_before_everything_is_checked(tmp_path: Path) -> None:
     config = tiny_config("data.name=npz", f"data.path={tmp_path}/none.npz")
     with pytest.raises(MotleyError):
-        begin(config, tmp_path / "run")
+        start_run(config, tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -104,7 +104,7 @@ def test_begin_writes_nothing_before_everything_is_checked(tmp_path: Path) -> No
         ),
     ],
 )
-def test_the_saved_configuration_is_the_configuration(tmp_path: Path, config: Config) -> None:
+def test_the_configuration_is_saved_unchanged(tmp_path: Path, config: Config) -> None:
     folder = RunFolder.create(tmp_path / "run", config)
     read = RunFolder.open(tmp_path / "run").read_config()
     assert read == config
@@ -113,7 +113,7 @@ def test_the_saved_configuration_is_the_configuration(tmp_path: Path, config: Co
     assert folder.config.read_text() == read.to_toml()
 
 
-def test_what_is_no_run_is_not_opened(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_not_opened(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(MotleyError, match=r"is not a run: there is no config\.toml"):
             RunFolder.open(path)
@@ -122,19 +122,19 @@ def test_what_is_no_run_is_not_opened(tmp_path: Path) -> None:
 # ---- its lock
 
 
-def test_a_second_process_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+def test_a_second_process_is_rejected_while_the_first_lives(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", tiny_config())
-    ready, tell = os.pipe()
+    ready, signal_ready = os.pipe()
     holder = os.fork()
     if holder == 0:
         with folder.locked():
-            os.write(tell, b"!")
+            os.write(signal_ready, b"!")
             time.sleep(60)
         os._exit(0)
     try:
         assert os.read(ready, 1) == b"!"
         with pytest.raises(MotleyError, match="being written by another process"), folder.locked():
-            pytest.fail("two processes hold one run")
+            pytest.fail("two processes have locked the same run")
     finally:
         os.kill(holder, signal.SIGKILL)
         os.waitpid(holder, 0)
@@ -147,7 +147,7 @@ def test_the_lock_ends_with_its_block_also_after_an_error(tmp_path: Path) -> Non
     with pytest.raises(ZeroDivisionError), folder.locked():
         raise ZeroDivisionError
     with folder.locked(), pytest.raises(MotleyError, match="another process"), folder.locked():
-        pytest.fail("the lock is held twice")
+        pytest.fail("the same run was locked twice")
 
 
 # ---- files and names
@@ -161,15 +161,15 @@ def test_a_crash_leaves_the_old_or_the_new_file(tmp_path: Path, old: bytes | Non
         crash.watch_operations(tmp_path, lambda number: crash.kill_myself() if number == at else None)
         write_atomically(path, new)
 
-    found = []
+    contents_after = []
     for at in range(1, 20):
         if old is not None:
             path.write_bytes(old)
         ended = crash.fork(lambda at=at: write(at))
-        found.append(path.read_bytes() if path.exists() else None)
+        contents_after.append(path.read_bytes() if path.exists() else None)
         if ended == 0:
             break
-    assert found == [old, old, new]
+    assert contents_after == [old, old, new]
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
 

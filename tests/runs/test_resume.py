@@ -1,4 +1,4 @@
-"""Whatever stops a run and whenever, resuming it ends where the undisturbed run ends: bit for bit, on a CPU."""
+"""A run that is stopped at any moment and resumed ends bit-identical to one that never stopped."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from motley.engine.memory import MemoryStore
 from motley.round import Server
 from motley.runs.checkpoint import checkpoints, fingerprint, load_checkpoint
 from motley.runs.metrics import MetricsLog
-from motley.runs.play import begin, resume
+from motley.runs.run import resume_run, start_run
 from tests.conftest import TINY, tiny_config
 from tests.runs import crash, remembering
 from tests.runs.crash import Fate, InterruptAt
 
 ROUNDS = 8
+#: A run in which everything that is kept between rounds matters: EMA, InCo, augmentation, slots.
 SETTINGS = (
     *TINY,
     f"training.rounds={ROUNDS}",
@@ -40,7 +41,6 @@ SETTINGS = (
     "server.ema_decay=0.9",
     "data.transform.crop_padding=1",
 )
-"""A run in which everything that is kept between rounds counts: averaging, InCo, augmentation, several slots."""
 
 
 def saved(folder: Path) -> Server:
@@ -54,7 +54,7 @@ def rounds(folder: Path) -> list[int]:
 
 
 def timeless(folder: Path) -> list[dict[str, Any]]:
-    """Return a run's metrics without the seconds."""
+    """Return a run's metrics without the times."""
     lines = MetricsLog(folder / "metrics.jsonl").read()
     return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
 
@@ -75,7 +75,7 @@ def assert_same_run(folder: Path, undisturbed: Path) -> None:
 
 
 class Commands:
-    """The command `motley` on one run, a process each time."""
+    """Calls the command `motley` on one run, each time in a new process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -92,14 +92,14 @@ class Commands:
         return crash.start(crash.motley, self.folder, arguments, fate)
 
     def say(self, command: str, code: int = 0) -> str:
-        """Run a command to its end and return what it said."""
+        """Run a command to its end and return its output."""
         ended = crash.finish(self.start(command))
         said = (self.folder.parent / "said.txt").read_text()
         assert ended == code, said
         return said
 
     def again(self) -> str:
-        """What a user types next: resume where a run has begun, else run."""
+        """Return what a user types next: resume if the run exists, else run."""
         return "resume" if (self.folder / "config.toml").exists() else "run"
 
 
@@ -117,7 +117,7 @@ def commands(tmp_path: Path) -> Commands:
 
 
 def test_kill_9_resume_and_the_same_fingerprint(commands: Commands, undisturbed: Path) -> None:
-    """The promise as a user meets it: the installed command, a kill in the middle, resume, show --fingerprint."""
+    """The promise as a user meets it: run, a kill in the middle, resume, show --fingerprint."""
     motley = [sys.executable, "-c", "from motley.cli import main; main()"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     overrides = [argument for override in SETTINGS for argument in ("--set", override)]
@@ -125,7 +125,7 @@ def test_kill_9_resume_and_the_same_fingerprint(commands: Commands, undisturbed:
         [*motley, "run", *overrides, "--out", str(commands.folder)],
         env=environment,
         stdout=subprocess.DEVNULL,
-        preexec_fn=lambda: os.nice(10),  # it must not be at its end before this process sees its third round
+        preexec_fn=lambda: os.nice(10),  # slow, so that this process sees its third round in time
     )
     while first.poll() is None and not (commands.metrics.exists() and len(rounds(commands.folder)) >= 3):
         time.sleep(0.005)
@@ -142,7 +142,7 @@ def test_kill_9_resume_and_the_same_fingerprint(commands: Commands, undisturbed:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_killed_again_and_again_at_any_moment(commands: Commands, undisturbed: Path, seed: int) -> None:
-    """Four kills, the first possibly before the run has begun, the others in the middle of a resumed one."""
+    """Four kills, the first possibly before the run has started, the others after a resume."""
     moments = random.Random(seed)
     for wait_for in sorted(moments.sample(range(ROUNDS), 4)):
         process = commands.start(commands.again())
@@ -161,37 +161,37 @@ def saved_round(folder: Path) -> int:
 
 
 def test_killed_at_file_operations(commands: Commands, undisturbed: Path) -> None:
-    """Each life ends right before a file operation of its own: in a config, a line of metrics, a checkpoint, a lock."""
+    """Each process is killed before a random operation on a file: config, metrics, checkpoint..."""
     moments = random.Random(3)
-    began_after = [0]
+    saved_rounds = [0]
     for longest in (20, 20, 20, 70, 70, 70, 70, 70):
         ended = crash.finish(commands.start(commands.again(), Fate(moments.randint(1, longest))))
-        began_after.append(saved_round(commands.folder))
+        saved_rounds.append(saved_round(commands.folder))
         if ended == 0:
             break
         assert ended == -signal.SIGKILL, (commands.folder.parent / "said.txt").read_text()
-    assert len(began_after) > 5
-    assert any(0 < number < ROUNDS for number in began_after), "some life went on from the middle"
+    assert len(saved_rounds) > 5
+    assert any(0 < number < ROUNDS for number in saved_rounds), "one process resumed in the middle"
     if ended:
         commands.say("resume")
     assert_same_run(commands.folder, undisturbed)
 
 
-def test_ctrl_c_keeps_the_last_whole_round(commands: Commands, undisturbed: Path) -> None:
-    """In the round after the first line of metrics, and in a resumed run (which looks at its metrics first)."""
-    for command, lines, whole in (("run", 1, 1), ("resume", 3, 3)):
+def test_ctrl_c_keeps_the_last_complete_round(commands: Commands, undisturbed: Path) -> None:
+    """After the first line of metrics, and in a resumed run (which reads its metrics first)."""
+    for command, lines, completed in (("run", 1, 1), ("resume", 3, 3)):
         process = commands.start(command, Fate(lines, "metrics.jsonl", signal.SIGINT))
         assert crash.finish(process) == 130
         said = (commands.folder.parent / "said.txt").read_text()
         assert f"motley resume {commands.folder}" in said
         assert "Traceback" not in said
-        assert saved_round(commands.folder) == whole, "not only what checkpoint_every had saved"
-        assert rounds(commands.folder) == list(range(1, whole + 1))
-    kept = commands.metrics.read_bytes()
+        assert saved_round(commands.folder) == completed, "also between checkpoint_every rounds"
+        assert rounds(commands.folder) == list(range(1, completed + 1))
+    metrics_before = commands.metrics.read_bytes()
     said = commands.say("resume")
-    assert commands.metrics.read_bytes().startswith(kept), "rounds that were saved are not played again"
-    assert f"round {whole}/{ROUNDS}" not in said
-    assert f"round {whole + 1}/{ROUNDS}" in said
+    assert commands.metrics.read_bytes().startswith(metrics_before), "saved rounds are not run again"
+    assert f"round {completed}/{ROUNDS}" not in said
+    assert f"round {completed + 1}/{ROUNDS}" in said
     assert_same_run(commands.folder, undisturbed)
 
 
@@ -209,7 +209,7 @@ def test_a_live_run_is_not_resumed_and_a_folder_not_used_twice(commands: Command
     try:
         assert "being written by another process" in commands.say("resume", code=2)
         assert "already exists" in commands.say("run", code=2)
-        assert "resnet18" in commands.say("show"), "looking is allowed"
+        assert "resnet18" in commands.say("show"), "reading is allowed"
         assert rounds(commands.folder) == [1]
     finally:
         process.kill()
@@ -219,8 +219,8 @@ def test_a_live_run_is_not_resumed_and_a_folder_not_used_twice(commands: Command
 
 def test_a_finished_run_is_left_as_it_is(undisturbed: Path) -> None:
     def files() -> dict[Path, tuple[int, int]]:
-        found = (path for path in undisturbed.rglob("*") if path.is_file() and path.name != ".lock")
-        return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in found}
+        paths = [path for path in undisturbed.rglob("*") if path.is_file() and path.name != ".lock"]
+        return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in paths}
 
     before = files()
     said = Commands(undisturbed).say("resume")
@@ -229,116 +229,126 @@ def test_a_finished_run_is_left_as_it_is(undisturbed: Path) -> None:
     assert f"round 1/{ROUNDS}" not in said
 
 
-# ---- a method with memory at the clients and state at the server
+# ---- a method with client state and server state
 
 FAST = ("training.batch_size=64", "training.epochs=0.5", "run.checkpoint_every=2", "run.tensorboard=false")
-KEEPS = ("training.rounds=5", "engine.client_state_host_gib=0.0003", *FAST)
-"""Some memories stay in host memory and some do not."""
-TURNS = 4
-"""Clients a round."""
+#: With this limit, some client states stay in host memory and some do not.
+STATEFUL = ("training.rounds=5", "engine.client_state_host_gib=0.0003", *FAST)
+CLIENTS_PER_ROUND = 4  # as in TINY
 
 
 @pytest.fixture(scope="module", autouse=True)
-def known() -> Iterator[None]:
+def registered_method() -> Iterator[None]:
     with remembering.registered():
         yield
 
 
 @pytest.fixture(scope="module")
-def remembered(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("remembered") / "run"
-    remembering.live(folder, KEEPS, turns=0, killed=False)
+def stateful_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stateful") / "run"
+    remembering.live(folder, STATEFUL, updates=0, killed=False)
     return folder
 
 
-def memories(folder: Path) -> dict[tuple[int, int], str]:
-    """Return hashes of the memories that the newest checkpoint names."""
+def client_states(folder: Path) -> dict[tuple[int, int], str]:
+    """Return the hashes of the client states that the newest checkpoint refers to."""
     store = MemoryStore(folder / "clients")
-    return {which: fingerprint(store.get(*which)) for which in saved(folder).remembered.items()}
+    hashes = {}
+    for client, state_round in saved(folder).remembered.items():
+        hashes[client, state_round] = fingerprint(store.get(client, state_round))
+    return hashes
 
 
-def assert_remembers_the_same(folder: Path, undisturbed: Path) -> None:
+def assert_same_run_and_client_states(folder: Path, undisturbed: Path) -> None:
     assert_same_run(folder, undisturbed)
-    assert memories(folder) == memories(undisturbed)
+    assert client_states(folder) == client_states(undisturbed)
 
 
-@pytest.mark.parametrize("turns", [1, TURNS, TURNS + 2, 3 * TURNS - 1, 4 * TURNS + 1])
-def test_interrupted_in_the_middle_of_a_round(tmp_path: Path, remembered: Path, turns: int) -> None:
-    """Clients of the broken round have trained and remembered; the resumed run must know nothing of it."""
+@pytest.mark.parametrize("updates", [1, 4, 6, 11, 17])
+def test_interrupted_in_the_middle_of_a_round(tmp_path: Path, stateful_run: Path, updates: int) -> None:
+    """Clients of the interrupted round have saved new states. A resumed run must not use them."""
     folder = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt) as caught:
-        remembering.live(folder, KEEPS, turns, killed=False)
-    assert saved(folder).round_number == (turns - 1) // TURNS
-    resume(folder)
-    assert_remembers_the_same(folder, remembered)
-    assert caught.tb is not None, "all this while the broken run was still in memory, as in a notebook"
+        remembering.live(folder, STATEFUL, updates, killed=False)
+    assert saved(folder).round_number == (updates - 1) // CLIENTS_PER_ROUND
+    resume_run(folder)
+    assert_same_run_and_client_states(folder, stateful_run)
+    assert caught.tb is not None, "keeps the interrupted run in memory until here, as in a notebook"
 
 
-def test_killed_in_the_middle_of_rounds(tmp_path: Path, remembered: Path) -> None:
-    """Without a moment to save anything: in the first round, in one after a checkpoint, in one long after."""
+def test_killed_in_the_middle_of_rounds(tmp_path: Path, stateful_run: Path) -> None:
+    """Killed in the first round, in a round right after a checkpoint, and in a later one."""
     folder = tmp_path / "run"
-    for turns in (3, 2 * TURNS + 2, 2 * TURNS - 1):
-        process = crash.start(remembering.live_registered, folder, KEEPS, turns, True)
+    for updates in (3, 2 * CLIENTS_PER_ROUND + 2, 2 * CLIENTS_PER_ROUND - 1):
+        process = crash.start(remembering.live_registered, folder, STATEFUL, updates, True)
         assert crash.finish(process) == -signal.SIGKILL
     assert saved_round(folder) == 2
-    resume(folder)
-    assert_remembers_the_same(folder, remembered)
+    resume_run(folder)
+    assert_same_run_and_client_states(folder, stateful_run)
 
 
 @pytest.mark.parametrize("at", [10, 14, 17, 20, 27])
-def test_killed_while_memories_and_checkpoints_are_saved(tmp_path: Path, remembered: Path, at: int) -> None:
-    """Right before file operations of the second and third save, which begin at 10 and 20: the memories are durable
-    by then, and the checkpoint that names them is not. (What a kill does to memories: tests/engine/test_memory.py.)
+def test_killed_while_client_states_and_checkpoints_are_saved(tmp_path: Path, stateful_run: Path, at: int) -> None:
+    """Killed before file operations of the second and third save, which begin at 10 and 20.
+
+    The client states are on disk by then, and the checkpoint that refers to them is not. (Kills
+    while client states are written: tests/engine/test_memory.py.)
     """
     folder = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        remembering.live(folder, KEEPS, 2 * TURNS + 1, killed=False)
-    process = crash.start(remembering.live_with_fate, folder, KEEPS, Fate(at))
+        remembering.live(folder, STATEFUL, 2 * CLIENTS_PER_ROUND + 1, killed=False)
+    process = crash.start(remembering.live_with_fate, folder, STATEFUL, Fate(at))
     assert crash.finish(process) == -signal.SIGKILL
-    resume(folder)
-    assert_remembers_the_same(folder, remembered)
+    resume_run(folder)
+    assert_same_run_and_client_states(folder, stateful_run)
 
 
-def test_memories_of_a_round_that_was_never_completed_are_replaced(tmp_path: Path, remembered: Path) -> None:
-    """A kill between the clients' file and the checkpoint that names what is in it leaves rounds yet to be played."""
+def test_client_states_of_an_incomplete_round_are_replaced(tmp_path: Path, stateful_run: Path) -> None:
+    """A kill between saving client states and the checkpoint leaves states of future rounds."""
     folder = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        remembering.live(folder, KEEPS, 2 * TURNS + 1, killed=False)
+        remembering.live(folder, STATEFUL, 2 * CLIENTS_PER_ROUND + 1, killed=False)
     stale = MemoryStore(folder / "clients")
     for number in (3, 4, 5):
         for client in range(6):
             stale.put(client, number, {"another": torch.tensor(number)})
         stale.save(dict.fromkeys(range(6), number))
-    resume(folder)
-    assert_remembers_the_same(folder, remembered)
+    resume_run(folder)
+    assert_same_run_and_client_states(folder, stateful_run)
 
 
-def test_going_back_to_an_older_checkpoint(tmp_path: Path, remembered: Path) -> None:
-    """What the error about a broken checkpoint advises works: what the one before it names is still there."""
+def test_going_back_to_an_older_checkpoint(tmp_path: Path, stateful_run: Path) -> None:
+    """The advice of the error about a damaged checkpoint works: older client states still exist."""
     folder = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        remembering.live(folder, KEEPS, 4 * TURNS + 1, killed=False)
+        remembering.live(folder, STATEFUL, 4 * CLIENTS_PER_ROUND + 1, killed=False)
     _, newest = checkpoints(folder / "checkpoints")
     newest.rename(folder / "broken")
     assert saved(folder).round_number == 2
-    resume(folder)
-    assert_remembers_the_same(folder, remembered)
+    resume_run(folder)
+    assert_same_run_and_client_states(folder, stateful_run)
 
 
-def test_memories_that_no_kept_checkpoint_names_are_deleted(remembered: Path) -> None:
-    """After rounds 2, 4 and 5 were saved, 4 and 5 are kept: a client's newest memory up to round 4, and that of 5."""
-    assert [path.name for path in checkpoints(remembered / "checkpoints")] == ["round-000004", "round-000005"]
-    trained = {line["round"]: line["clients"] for line in MetricsLog(remembered / "metrics.jsonl").read()}
+def test_client_states_that_no_checkpoint_refers_to_are_deleted(stateful_run: Path) -> None:
+    """Rounds 2, 4 and 5 were saved, and 4 and 5 are kept.
+
+    Each client keeps its newest state up to round 4 and its newest up to round 5.
+    """
+    names = [path.name for path in checkpoints(stateful_run / "checkpoints")]
+    assert names == ["round-000004", "round-000005"]
+    lines = MetricsLog(stateful_run / "metrics.jsonl").read()
+    trained = {line["round"]: line["clients"] for line in lines}
     expected = set()
     for client in range(6):
-        turns = [number for number, clients in trained.items() if client in clients]
-        expected |= {
-            (client, number) for number in (max((t for t in turns if t <= 4), default=0), max(turns)) if number
-        }
-    with sqlite3.connect(remembered / "clients" / "memories.sqlite") as database:
-        found = set(database.execute("SELECT client, round FROM memories"))
-    assert found == expected
-    assert len(found) < sum(map(len, trained.values()))
+        rounds_of_client = [number for number, clients in trained.items() if client in clients]
+        up_to_4 = [number for number in rounds_of_client if number <= 4]
+        if up_to_4:
+            expected.add((client, max(up_to_4)))
+        expected.add((client, max(rounds_of_client)))
+    with sqlite3.connect(stateful_run / "clients" / "memories.sqlite") as database:
+        stored = set(database.execute("SELECT client, round FROM memories"))
+    assert stored == expected
+    assert len(stored) < sum(map(len, trained.values()))
 
 
 # ---- interruptions between rounds
@@ -357,26 +367,26 @@ def test_an_interruption_before_the_metrics_are_written_loses_no_line(
     with monkeypatch.context() as patch:
         patch.setattr(MetricsLog, "append", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            begin(tiny_config(*FAST), tmp_path / "run")
-    resume(tmp_path / "run")
+            start_run(tiny_config(*FAST), tmp_path / "run")
+    resume_run(tmp_path / "run")
     assert rounds(tmp_path / "run") == [1, 2, 3]
 
 
 @pytest.mark.parametrize("at", [1, 2])
 def test_an_interruption_after_the_metrics_are_written_repeats_no_line(tmp_path: Path, at: int) -> None:
     with pytest.raises(KeyboardInterrupt):
-        begin(tiny_config(*FAST), tmp_path / "run", [InterruptAt(at)])
-    resume(tmp_path / "run")
+        start_run(tiny_config(*FAST), tmp_path / "run", [InterruptAt(at)])
+    resume_run(tmp_path / "run")
     assert rounds(tmp_path / "run") == [1, 2, 3]
 
 
-def test_a_setting_of_the_engine_may_change_between_two_lives(tmp_path: Path) -> None:
-    """Slots and debug compute the same, so a run may go on with another engine."""
+def test_the_engine_may_change_when_a_run_is_resumed(tmp_path: Path) -> None:
+    """The local and the debug engine compute the same bits, so a run may continue on the other."""
     plain, changed = tmp_path / "plain", tmp_path / "changed"
-    begin(tiny_config(*FAST), plain)
+    start_run(tiny_config(*FAST), plain)
     with pytest.raises(KeyboardInterrupt):
-        begin(tiny_config(*FAST), changed, [InterruptAt(2)])
+        start_run(tiny_config(*FAST), changed, [InterruptAt(2)])
     config = changed / "config.toml"
     config.write_text(config.read_text().replace('name = "local"', 'name = "debug"'))
-    resume(changed)
+    resume_run(changed)
     assert hashes(saved(changed)) == hashes(saved(plain))

@@ -1,4 +1,4 @@
-"""TensorBoard event files, where tensorboard is installed and wanted."""
+"""TensorBoard event files, if tensorboard is installed and `run.tensorboard` is set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from motley.runs.checkpoint import checkpoints
 from motley.runs.metrics import MetricsLog
-from motley.runs.play import begin, resume
+from motley.runs.run import resume_run, start_run
 from tests.conftest import TINY, tiny_config
 from tests.runs import crash
 from tests.runs.crash import Fate, InterruptAt
@@ -24,10 +24,13 @@ FAST = ("training.batch_size=64", "training.epochs=0.5", "run.checkpoint_every=2
 
 
 def shown(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return what TensorBoard shows of a run: a series of (step, value) a tag."""
+    """Return the series that TensorBoard shows for a run: tag -> list of (step, value)."""
     events = accumulators.EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    series = {}
+    for tag in events.Tags()["scalars"]:
+        series[tag] = [(event.step, event.value) for event in events.Scalars(tag)]
+    return series
 
 
 def assert_shows_the_metrics(folder: Path) -> None:
@@ -37,9 +40,9 @@ def assert_shows_the_metrics(folder: Path) -> None:
     for line in lines:
         expected.setdefault("train/loss", []).append((line["round"], line["train_loss"]))
         expected.setdefault("seconds/round", []).append((line["round"], sum(line["seconds"].values())))
-        for kind in ("accuracy", "loss", "method"):
-            for name, value in line.get(kind, {}).items():
-                expected.setdefault(f"{kind}/{name}", []).append((line["round"], value))
+        for group in ("accuracy", "loss", "method"):
+            for name, value in line.get(group, {}).items():
+                expected.setdefault(f"{group}/{name}", []).append((line["round"], value))
     assert series.keys() == expected.keys()
     for tag, points in expected.items():
         assert [step for step, _ in series[tag]] == [step for step, _ in points], tag
@@ -47,23 +50,23 @@ def assert_shows_the_metrics(folder: Path) -> None:
 
 
 def test_event_files_hold_every_round(tmp_path: Path) -> None:
-    begin(tiny_config(*FAST), tmp_path / "run")
+    start_run(tiny_config(*FAST), tmp_path / "run")
     assert_shows_the_metrics(tmp_path / "run")
     assert [step for step, _ in shown(tmp_path / "run")["accuracy/mean"]] == [1, 2, 3, 4, 5]
 
 
 def test_rounds_that_were_not_evaluated_have_no_accuracy(tmp_path: Path) -> None:
-    begin(tiny_config(*FAST, "evaluation.every=2"), tmp_path / "run")
+    start_run(tiny_config(*FAST, "evaluation.every=2"), tmp_path / "run")
     assert_shows_the_metrics(tmp_path / "run")
     assert [step for step, _ in shown(tmp_path / "run")["accuracy/mean"]] == [2, 4, 5]
 
 
 def test_after_a_resume_no_step_is_shown_twice(tmp_path: Path) -> None:
-    """The interruption comes after round 3 was written and before it counted: it is played and written again."""
+    """Round 3 is interrupted after its metrics were written, so it is run and written again."""
     with pytest.raises(KeyboardInterrupt):
-        begin(tiny_config(*FAST), tmp_path / "run", [InterruptAt(3)])
+        start_run(tiny_config(*FAST), tmp_path / "run", [InterruptAt(3)])
     assert [step for step, _ in shown(tmp_path / "run")["train/loss"]] == [1, 2, 3]
-    resume(tmp_path / "run")
+    resume_run(tmp_path / "run")
     assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 2
     assert_shows_the_metrics(tmp_path / "run")
 
@@ -72,19 +75,19 @@ def test_after_a_resume_no_step_is_shown_twice(tmp_path: Path) -> None:
     "fate", [Fate(4, "metrics.jsonl"), Fate(2, "/checkpoints")], ids=["long after a save", "right after a save"]
 )
 def test_a_kill_loses_no_step_that_was_saved(tmp_path: Path, fate: Fate) -> None:
-    """Rounds 1 and 2 are in a checkpoint and are not played again."""
+    """Rounds 1 and 2 are in a checkpoint and are not run again."""
     folder = tmp_path / "run"
     overrides = [argument for override in (*TINY, *FAST, "engine.threads=1") for argument in ("--set", override)]
     process = crash.start(crash.motley, folder, ["run", *overrides, "--out", str(folder)], fate)
     assert crash.finish(process) == -signal.SIGKILL
     assert [path.name for path in checkpoints(folder / "checkpoints")] == ["round-000002"]
-    time.sleep(1.1)  # event files of different processes are put in order by the second in their names
-    resume(folder)
+    time.sleep(1.1)  # event files are sorted by the time in their names, in whole seconds
+    resume_run(folder)
     assert_shows_the_metrics(folder)
 
 
-def test_none_are_written_where_none_are_wanted(tmp_path: Path) -> None:
-    begin(tiny_config(*FAST, "training.rounds=1", "run.tensorboard=false"), tmp_path / "run")
+def test_event_files_can_be_turned_off(tmp_path: Path) -> None:
+    start_run(tiny_config(*FAST, "training.rounds=1", "run.tensorboard=false"), tmp_path / "run")
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
@@ -99,6 +102,6 @@ def test_a_run_works_without_tensorboard(tmp_path: Path, monkeypatch: pytest.Mon
     for name in [name for name in sys.modules if "tensorboard" in name.split(".")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without)
-    begin(tiny_config(*FAST, "training.rounds=1"), tmp_path / "run")
+    start_run(tiny_config(*FAST, "training.rounds=1"), tmp_path / "run")
     assert not (tmp_path / "run" / "tensorboard").exists()
     assert len(MetricsLog(tmp_path / "run" / "metrics.jsonl").read()) == 1

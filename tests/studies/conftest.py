@@ -1,4 +1,4 @@
-"""A sweep of two methods that plays in a second."""
+"""A study of two methods that runs in a second."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ paper.digits = [80]
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
-    """Return the file of a small sweep."""
+    """Return the file of a small study."""
     file = tmp_path / "mine.toml"
     file.write_text(SWEEP)
     return file

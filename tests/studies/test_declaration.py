@@ -1,4 +1,4 @@
-"""The library's studies are whole, and a user's are checked as strictly."""
+"""Built-in studies are complete, and users' studies are validated in the same way."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ import pytest
 
 from motley.core.errors import MotleyError
 from motley.studies.declaration import load_study, studies
-from motley.studies.sweep import plan
+from motley.studies.sweep import plan_cells
 from tests.studies.conftest import SWEEP
 
 
-def refusal(file: Path, text: str) -> str:
+def rejection(file: Path, text: str) -> str:
+    """Return the message that rejects a study."""
     file.write_text(text)
     with pytest.raises(MotleyError) as raised:
         load_study(str(file))
     return str(raised.value)
 
 
-def test_the_papers_tables_are_there() -> None:
-    wanted = {"inco-table1", "inco-table2", "inco-table2-vit", "inco-table3", "inco-figure7", "inco-figure8"}
-    wanted |= {f"inco-figure{number}" for number in range(15, 20)}
-    wanted |= {"fedin-table1", "fedin-table3", "fedin-table4a", "fedin-table4b", "fedin-table5", "fedin-table6"}
-    wanted |= {f"fedimpro-table{number}" for number in (1, 2, 3, 7, 8, 9, 10, 11)}
-    assert wanted <= set(studies())
+def test_the_papers_tables_are_built_in() -> None:
+    expected = {"inco-table1", "inco-table2", "inco-table2-vit", "inco-table3", "inco-figure7", "inco-figure8"}
+    expected |= {f"inco-figure{number}" for number in range(15, 20)}
+    expected |= {"fedin-table1", "fedin-table3", "fedin-table4a", "fedin-table4b", "fedin-table5", "fedin-table6"}
+    expected |= {f"fedimpro-table{number}" for number in (1, 2, 3, 7, 8, 9, 10, 11)}
+    assert expected <= set(studies())
 
 
 def test_numbers_of_both_versions_of_the_baselines() -> None:
@@ -38,8 +39,8 @@ def test_numbers_of_both_versions_of_the_baselines() -> None:
     assert rows["InCoAvg"].against == "HeteroAvg"
 
 
-def test_settings_of_a_cell_are_the_papers() -> None:
-    cells = plan(load_study("fedimpro-table1"), "full", data=["digits"], methods=["SCAFFOLD"])
+def test_cells_have_the_settings_of_the_paper() -> None:
+    cells = plan_cells(load_study("fedimpro-table1"), "full", data=["digits"], methods=["SCAFFOLD"])
     assert [cell.case for cell in cells][-1] == "a=0.1, E=1, M=100"
     assert cells[-1].runs[0].config.federation.clients == 100
     assert cells[2].runs[0].config.training.epochs == 5
@@ -59,9 +60,9 @@ def test_settings_of_a_cell_are_the_papers() -> None:
         ("[[cases]]", '[[exceptions]]\ndata = ["x"]\nset.seed = 1\n[[cases]]', "exceptions: unknown name 'x'"),
     ],
 )
-def test_a_wrong_sweep_is_refused_by_name(tmp_path: Path, old: str, new: str, says: str) -> None:
+def test_an_invalid_study_is_rejected_by_name(tmp_path: Path, old: str, new: str, says: str) -> None:
     assert old in SWEEP
-    assert says in refusal(tmp_path / "mine.toml", SWEEP.replace(old, new))
+    assert says in rejection(tmp_path / "mine.toml", SWEEP.replace(old, new))
 
 
 def test_unknown_studies_and_files() -> None:
@@ -71,7 +72,7 @@ def test_unknown_studies_and_files() -> None:
         load_study("nowhere.toml")
 
 
-def test_a_file_of_ones_own_runs_in_full_and_a_papers_table_in_short(sweep: Path) -> None:
+def test_a_users_study_runs_in_full_and_a_papers_table_quickly(sweep: Path) -> None:
     assert load_study(str(sweep)).scale == "full"
     assert load_study("inco-table2").scale == "quick"
     assert load_study("demo").scale == "full"
@@ -89,16 +90,16 @@ def test_paths_start_from_the_folder_of_the_study(tmp_path: Path) -> None:
     assert study.methods[1].set["data"]["partition"]["path"] == str(tmp_path / "p.json")
 
 
-def test_tables_of_settings_are_tables(tmp_path: Path) -> None:
-    said = refusal(tmp_path / "mine.toml", SWEEP.replace("seeds = [1, 2]", "set.data = 3"))
+def test_tables_of_settings_must_be_tables(tmp_path: Path) -> None:
+    said = rejection(tmp_path / "mine.toml", SWEEP.replace("seeds = [1, 2]", "set.data = 3"))
     assert "data should be a table" in said
 
 
 def test_the_example_of_the_documentation_can_be_planned(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "studies.md").read_text(encoding="utf-8")
     (tmp_path / "mine.toml").write_text(page.split("```toml\n")[1].split("```")[0])
-    cells = plan(load_study(str(tmp_path / "mine.toml")), "full", data=["hospital A", "hospital B"])
-    reasons = sorted({lack.reason for cell in cells for lack in cell.missing})
-    assert len(reasons) == 2  # nothing but the two files is missing
+    cells = plan_cells(load_study(str(tmp_path / "mine.toml")), "full", data=["hospital A", "hospital B"])
+    reasons = sorted({reason for cell in cells for _, reason in cell.missing})
+    assert len(reasons) == 2  # only the two files are missing
     for reason, name in zip(reasons, ("a.npz", "b.npz"), strict=True):
         assert str(tmp_path / "data" / name) in reason

@@ -1,7 +1,7 @@
-"""Every run of every study of the library can be built: its names exist, its settings fit each other.
+"""Every run of every built-in study can be built: its names exist and its settings are consistent.
 
-Data sets are looked past, for most are not here: random images of their shapes stand in. What cannot be built is
-listed as missing, and is exactly what is named here.
+Most data sets are not available here, so random images of their shapes replace them. The cells
+that cannot be built are listed as missing, and are exactly those named here.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from motley.federation import Federation
 from motley.studies import sweep
 from motley.studies.declaration import Study, studies
 from motley.studies.results import missing
-from motley.studies.sweep import plan
+from motley.studies.sweep import plan_cells
 
 LIBRARY = studies()
+#: Methods of the papers' tables that Motley does not have.
 NOT_BUILT = {"FedGen", "FedET", "CCVR", "FedDF", "SphereFed"}
-"""Methods of the papers' tables that there are not."""
+#: Other missing lines: study -> line -> how the reason begins.
 OTHERWISE_MISSING = {
     "fedin-table3": {"InclusiveFL": "sizes that share no layer"},
     "fedimpro-table8": {
@@ -34,7 +35,6 @@ OTHERWISE_MISSING = {
     },
     "inco-table2-vit": {"inco-table2-vit": "needs ImageNet weights"},
 }
-"""Study -> line -> how the reason begins."""
 
 
 def columns(study: Study) -> list[str]:
@@ -48,76 +48,89 @@ def dataset(name: str) -> Dataset:
     return Dataset(name, examples, examples, 10)
 
 
-SEEN: set[str] = set()
-"""Kinds of configurations that were built already: studies share many."""
+#: The settings that were built already. Studies have many in common.
+BUILT: set[str] = set()
 
 
-def distinct(configs: Iterator[Config]) -> Iterator[Config]:
-    """Return configurations that differ in what can be built, each kind once."""
+def not_built_yet(configs: Iterator[Config]) -> Iterator[Config]:
+    """Yield only configurations whose models, splits and methods no earlier test has built."""
     for config in configs:
         values = config.model_dump(mode="json", include={"model", "split", "method"})
-        kind = json.dumps([SHAPES.get(config.data.name), config.federation.size_assignment, values])
-        if kind not in SEEN:
-            SEEN.add(kind)
+        shape = SHAPES.get(config.data.name)
+        key = json.dumps([shape, config.federation.size_assignment, values])
+        if key not in BUILT:
+            BUILT.add(key)
             yield config
 
 
 @pytest.fixture
-def data_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look past which data sets are here, and draw no models to evaluate: a fifth of the time is left."""
-    monkeypatch.setattr(sweep, "_missing_data", lambda *given: iter(()))
-    monkeypatch.setattr("motley.federation.Evaluator", lambda *given: None)
+def data_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Assume that all data sets are available, and build no evaluator: five times as fast."""
+    monkeypatch.setattr(sweep, "_missing_data", lambda *arguments: iter(()))
+    monkeypatch.setattr("motley.federation.Evaluator", lambda *arguments: None)
 
 
-@pytest.mark.usefixtures("data_are_there")
+@pytest.mark.usefixtures("data_available")
 @pytest.mark.parametrize("name", LIBRARY)
 def test_every_run_can_be_built(name: str) -> None:
     study = LIBRARY[name]
-    cells = plan(study, "full", data=columns(study), seeds=1)
+    cells = plan_cells(study, "full", data=columns(study), seeds=1)
     assert any(cell.runs for cell in cells) or name in OTHERWISE_MISSING
-    for config in distinct(run.config for cell in cells for run in cell.runs):
+    for config in not_built_yet(run.config for cell in cells for run in cell.runs):
         clients = config.federation.clients
         engine = config.engine.model_copy(update={"device": "cpu"})
         partition = Partition.from_owners(np.arange(40) % clients, clients)
         Federation(config.model_copy(update={"engine": engine}), dataset=dataset(config.data.name), partition=partition)
 
 
-def flat(table: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+def flat(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys of nested tables, with their values."""
     for key, value in table.items():
-        yield from flat(value, f"{where}{key}.") if isinstance(value, dict) else [(f"{where}{key}", value)]
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
-@pytest.mark.usefixtures("data_are_there")
+@pytest.mark.usefixtures("data_available")
 @pytest.mark.parametrize("name", LIBRARY)
-def test_what_case_line_and_exceptions_set_is_what_is_run(name: str) -> None:
-    """A preset of a higher layer, for one, undoes what lower ones set one by one."""
+def test_settings_of_case_line_and_exceptions_take_effect(name: str) -> None:
+    """They might not: a preset of a higher layer, for example, overrides keys of lower layers."""
     study = LIBRARY[name]
-    for cell in plan(study, "full", data=columns(study), seeds=1):
+    for cell in plan_cells(study, "full", data=columns(study), seeds=1):
         case = next(case for case in study.cases if case.name == cell.case)
         row = next(row for row in study.methods if row.name == cell.method)
-        special = [e.set for e in study.exceptions if e.matches(cell.method, cell.data, cell.case)]
-        asked = {key: value for layer in (case.set, row.set, *special) for key, value in flat(layer)}
+        expected = {**dict(flat(case.set)), **dict(flat(row.set))}
+        for exception in study.exceptions:
+            if exception.matches(cell.method, cell.data, cell.case):
+                expected |= dict(flat(exception.set))
         for run in cell.runs:
-            found = dict(flat(run.config.model_dump(mode="json")))
-            wrong = {key: found.get(key) for key, value in asked.items() if found.get(key) != value}
-            assert wrong.keys() <= {"method.name"}, (cell.method, cell.column, wrong)
+            actual = dict(flat(run.config.model_dump(mode="json")))
+            wrong = {key for key, value in expected.items() if actual.get(key) != value}
+            assert wrong <= {"method.name"}, (cell.method, cell.column, wrong)
 
 
-@pytest.mark.usefixtures("data_are_there")
+@pytest.mark.usefixtures("data_available")
 @pytest.mark.parametrize("name", LIBRARY)
-def test_what_is_missing_is_listed_with_its_reason(name: str) -> None:
+def test_missing_lines_are_listed_with_their_reasons(name: str) -> None:
     study = LIBRARY[name]
-    told = {who: reason for reason, names in missing(plan(study, "full", data=columns(study))).items() for who in names}
+    reasons = {}
+    for reason, lines in missing(plan_cells(study, "full", data=columns(study))).items():
+        for line in lines:
+            reasons[line] = reason
     expected = {row.name: "there is no method" for row in study.methods if row.name in NOT_BUILT}
     expected |= OTHERWISE_MISSING.get(name, {})
-    assert told.keys() == expected.keys()
-    assert all(told[who].startswith(reason) for who, reason in expected.items())
+    assert reasons.keys() == expected.keys()
+    assert all(reasons[line].startswith(start) for line, start in expected.items())
 
 
-def test_systems_are_run_with_their_own_splits() -> None:
-    """And not, by the method's plain name, over the layers that the other lines share."""
+def test_methods_that_define_a_split_are_run_with_it() -> None:
+    """They are not run with the depth split of the other lines."""
     for name in ("fedin-table1", "fedin-table1-rounds", "inco-splits"):
-        cells = plan(LIBRARY[name], "full", data=["digits"], seeds=1)
-        splits = {cell.method.removesuffix(" + InCo"): cell.runs[0].config.split.name for cell in cells if cell.runs}
-        wanted = {"HeteroFL": "width", "FedRolex": "width", "ScaleFL": "grid", "InclusiveFL": "inclusive"}
-        assert {method: splits[method] for method in wanted} == wanted
+        cells = plan_cells(LIBRARY[name], "full", data=["digits"], seeds=1)
+        splits = {}
+        for cell in cells:
+            if cell.runs:
+                splits[cell.method.removesuffix(" + InCo")] = cell.runs[0].config.split.name
+        expected = {"HeteroFL": "width", "FedRolex": "width", "ScaleFL": "grid", "InclusiveFL": "inclusive"}
+        assert {method: splits[method] for method in expected} == expected

@@ -1,4 +1,4 @@
-"""What is read from a run's metrics."""
+"""The measures of a study, computed from a run's metrics."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ LINES: list[dict[str, Any]] = [
     ],
 )
 def test_measures(name: str, target: float | None, number: float | None) -> None:
-    found = Measure.checked(name).of(LINES, tiny_config("evaluation.last_k=2"), target)
-    assert found == (pytest.approx(number) if number is not None else None)
+    value = Measure.checked(name).of(LINES, tiny_config("evaluation.last_k=2"), target)
+    assert value == (pytest.approx(number) if number is not None else None)
 
 
 @pytest.mark.parametrize(("name", "number"), [("last", 30.0), ("rounds-to", 2)])

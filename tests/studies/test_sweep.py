@@ -1,8 +1,9 @@
-"""From a study to runs: layers, scales, what is missing, and which runs are the same."""
+"""Planning a study: layers, scales, missing lines, and runs shared between cells."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,69 +12,70 @@ from motley.config import parse_overrides
 from motley.core.errors import MotleyError
 from motley.studies.declaration import load_study
 from motley.studies.results import missing
-from motley.studies.sweep import Cell, plan
+from motley.studies.sweep import Cell, plan_cells
 
 
-def cells(sweep: Path, scale: str = "full", **given: object) -> list[Cell]:
-    return plan(load_study(str(sweep)), scale, **given)  # type: ignore[arg-type]
+def cells(sweep: Path, scale: str = "full", **options: Any) -> list[Cell]:
+    return plan_cells(load_study(str(sweep)), scale, **options)
 
 
-def test_scales_trade_rounds_and_seeds() -> None:
+@pytest.mark.parametrize(("scale", "rounds", "seeds"), [("quick", 10, 1), ("half", 50, 3), ("full", 100, 3)])
+def test_scales_shorten_rounds_and_seeds(scale: str, rounds: int, seeds: int) -> None:
+    (cell,) = plan_cells(load_study("inco-table2"), scale, data=["digits"], cases=["alpha 0.5"], methods=["HeteroAvg"])
+    assert cell.runs[0].config.training.rounds == rounds
+    assert len(cell.runs) == seeds
+
+
+def test_selected_cases() -> None:
     study = load_study("inco-table2")
-    planned = {s: plan(study, s, data=["digits"], methods=["HeteroAvg"])[0].runs for s in ("quick", "half", "full")}
-    assert {s: runs[0].config.training.rounds for s, runs in planned.items()} == {"quick": 10, "half": 50, "full": 100}
-    assert {s: len(runs) for s, runs in planned.items()} == {"quick": 1, "half": 3, "full": 3}
-
-
-def test_only_the_cases_asked_for() -> None:
-    study = load_study("inco-table2")
-    planned = plan(study, "quick", data=["digits"], cases=["alpha 1.0"])
+    planned = plan_cells(study, "quick", data=["digits"], cases=["alpha 1.0"])
     assert {cell.case for cell in planned} == {"alpha 1.0"} and len(planned) == len(study.methods)
     assert {run.config.data.partition.alpha for cell in planned for run in cell.runs} == {1.0}  # type: ignore[union-attr]
     with pytest.raises(MotleyError, match="--case alpha 2: unknown name 'alpha 2'"):
-        plan(study, "quick", cases=["alpha 2"])
+        plan_cells(study, "quick", cases=["alpha 2"])
 
 
-def test_the_users_rounds_count_before_the_scale(sweep: Path) -> None:
+def test_overridden_rounds_are_not_scaled(sweep: Path) -> None:
     overrides = parse_overrides(["training.rounds=7"])
     assert cells(sweep, "quick", overrides=overrides)[0].runs[0].config.training.rounds == 7
 
 
 def test_missing_methods_and_data_are_both_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MOTLEY_DATA", str(tmp_path))
-    said = missing(plan(load_study("fedimpro-table10"), "full"))
+    said = missing(plan_cells(load_study("fedimpro-table10"), "full"))
     named = [name for names in said.values() for name in names]
     assert {"SphereFed", "CCVR", "cifar10", "cifar100"} <= set(named)
     assert any("MOTLEY_DATA" in reason for reason in said)
 
 
-def test_what_only_the_user_can_give_is_asked_for(shared_data: Path) -> None:
+def test_settings_that_only_the_user_can_provide_are_named(shared_data: Path) -> None:
     overrides = parse_overrides([f"data.root={shared_data}"])
-    found = plan(load_study("inco-table2-vit"), "quick", data=["fashion-mnist"], overrides=overrides)
-    assert not any(cell.runs for cell in found)
-    assert any("--set model.weights=FILE" in reason for reason in missing(found))
+    study = load_study("inco-table2-vit")
+    planned = plan_cells(study, "quick", data=["fashion-mnist"], overrides=overrides)
+    assert not any(cell.runs for cell in planned)
+    assert any("--set model.weights=FILE" in reason for reason in missing(planned))
 
 
-def test_a_setting_that_cannot_work_is_told_with_its_line(sweep: Path) -> None:
+def test_an_invalid_setting_is_reported_with_its_line(sweep: Path) -> None:
     sweep.write_text(sweep.read_text().replace('against = "HeteroAvg"', "set.method.mu = 1.0"))
     (reason,) = [reason for reason, names in missing(cells(sweep)).items() if names == ["InCoAvg"]]
     assert "method.mu = 1.0: has no effect with method.name = 'fedavg'" in reason
 
 
-def test_cells_that_ask_for_one_run_share_it(sweep: Path) -> None:
+def test_cells_that_need_the_same_run_share_it(sweep: Path) -> None:
     keys = [run.key for cell in cells(sweep) for run in cell.runs]
     assert len(set(keys)) == len(keys) == 4
     quick = [run.key for cell in cells(sweep, "quick") for run in cell.runs]
-    assert set(quick) <= set(keys)  # three rounds are the fewest, at any scale
-    beside = ["run.checkpoint_every=1", "data.root=elsewhere", "engine.device=cpu"]
-    kept = cells(sweep, overrides=parse_overrides(beside))
-    assert [run.key for cell in kept for run in cell.runs] == keys
+    assert set(quick) <= set(keys)  # no scale has fewer than three rounds
+    immaterial = ["run.checkpoint_every=1", "data.root=elsewhere", "engine.device=cpu"]
+    same = cells(sweep, overrides=parse_overrides(immaterial))
+    assert [run.key for cell in same for run in cell.runs] == keys
     for change in ("training.batch_size=4", "data.partition.name=iid", "method.inco.granularity=tensor"):
         other = cells(sweep, overrides=parse_overrides([change]))
         assert not set(keys) & {run.key for cell in other for run in cell.runs}
 
 
-def test_unknown_choices_are_refused(sweep: Path) -> None:
+def test_unknown_names_are_rejected(sweep: Path) -> None:
     with pytest.raises(MotleyError, match="unknown scale 'huge'"):
         cells(sweep, "huge")
     with pytest.raises(MotleyError, match="--data cifar: unknown name 'cifar'"):
@@ -83,7 +85,7 @@ def test_unknown_choices_are_refused(sweep: Path) -> None:
 
 
 def with_data(sweep: Path, data: str, top: str = "") -> Path:
-    """Return the sweep with another table of data sets, and the user's own two files beside it."""
+    """Return the study with another table of data sets, and two data files beside it."""
     text = sweep.read_text().replace('[[data]]\nname = "digits"\n', data).replace("paper.digits", "#")
     sweep.write_text(text.replace("seeds =", f"{top}\nseeds ="))
     images, labels = np.zeros((40, 8, 8), np.uint8), np.arange(40) % 4
@@ -103,7 +105,7 @@ def with_data(sweep: Path, data: str, top: str = "") -> Path:
         ('set.data.path = "b.npz"', '[[data]]\nname = "npz"\npath = "a.npz"\n'),
     ],
 )
-def test_a_study_names_the_users_own_data(sweep: Path, top: str, data: str) -> None:
+def test_a_study_can_name_a_data_file(sweep: Path, top: str, data: str) -> None:
     planned = cells(with_data(sweep, data, top))
     assert all(run.config.data.name == "npz" for cell in planned for run in cell.runs)
     assert {run.config.data.path for cell in planned for run in cell.runs} == {str(sweep.parent / "a.npz")}
@@ -111,13 +113,14 @@ def test_a_study_names_the_users_own_data(sweep: Path, top: str, data: str) -> N
 
 
 def test_several_files_and_named_data_sets_in_one_study(sweep: Path) -> None:
-    data = '[[data]]\nname = "A"\npath = "a.npz"\n[[data]]\nname = "B"\npath = "b.npz"\n[[data]]\nname = "digits"\n'
-    planned = [cell for cell in cells(with_data(sweep, data, 'set.data.path = "a.npz"')) if cell.method == "HeteroAvg"]
+    tables = ('name = "A"\npath = "a.npz"\n', 'name = "B"\npath = "b.npz"\n', 'name = "digits"\n')
+    data = "".join(f"[[data]]\n{table}" for table in tables)
+    planned = cells(with_data(sweep, data, 'set.data.path = "a.npz"'), methods=["HeteroAvg"])
     assert [cell.column for cell in planned] == ["A, alpha 1", "B, alpha 1", "digits, alpha 1"]
     assert [Path(cell.runs[0].config.data.path).name for cell in planned] == ["a.npz", "b.npz", ""]
 
 
-def test_the_advice_on_missing_data_fits_what_is_missing(sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_advice_on_missing_data_depends_on_the_reader(sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOTLEY_DATA", str(sweep.parent / "empty"))
     data = '[[data]]\nname = "npz"\n[[data]]\nname = "C"\npath = "c.npz"\n[[data]]\nname = "cifar10"\n'
     said = {names[0]: reason for reason, names in missing(cells(with_data(sweep, data))).items()}

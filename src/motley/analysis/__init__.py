@@ -1,4 +1,4 @@
-"""Analyses of finished or running runs: each is a function that returns a picture and a table.
+"""Analyses of runs: each is a function that returns a table and a figure (`Findings`).
 
 `motley list analyses` lists them.
 """
@@ -11,7 +11,7 @@ from motley.analysis import (
     gradient_variance,
     gradients,
     overhead,
-    privacy,
+    reconstruction,
     sizes,
     wasserstein,
 )
@@ -28,7 +28,7 @@ __all__ = [
     "gradients",
     "new_figure",
     "overhead",
-    "privacy",
+    "reconstruction",
     "save",
     "sizes",
     "wasserstein",

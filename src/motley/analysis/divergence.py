@@ -1,4 +1,7 @@
-"""How far clients drift apart in a turn: their models' distance to the mean of them (FedImpro, Figures 2b, 3 and 9)."""
+"""Client drift: the distance of clients' models to their mean after a local update.
+
+FedImpro, Figures 2b, 3 and 9.
+"""
 
 from __future__ import annotations
 
@@ -11,85 +14,121 @@ import torch
 from torch import Tensor
 
 from motley.analysis.findings import ANALYSES, Findings, new_figure
-from motley.analysis.replay import kept_rounds, next_round
+from motley.analysis.replay import all_checkpoints, train_next_round
 from motley.core.part import State, add_at
 from motley.federation import Federation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+#: The parameters of clients' models under their global names. A model need not have all parameters.
+#: Coordinates of a parameter that a client does not hold are NaN.
 Models = Sequence[Mapping[str, Tensor]]
-"""Parameters of clients' models under their global names. A model need not have all of them, nor all of one: what it
-does not hold of a tensor is NaN there.
-"""
+#: Names of the whole model and its two levels, among the names of layers.
 WHOLE, LOW, HIGH = "all", "low level", "high level"
-"""What the whole model and its two levels are called among layers."""
 
 
 def weight_divergence(models: Models) -> float:
-    """Return the mean over clients of |theta_i - mean theta|, each number's mean being over the models that have it."""
-    squares = _squared_distances(models)
-    return sum(sum(by_name.values()) ** 0.5 for by_name in squares) / len(models)
+    """Return the mean over clients of |theta_i - mean theta|.
+
+    The mean of each coordinate is over the models that hold it.
+    """
+    norms = [sum(squares.values()) ** 0.5 for squares in _squared_distances(models)]
+    return sum(norms) / len(models)
 
 
 def layer_divergence(models: Models) -> dict[str, float]:
-    """Return the same for each layer that two clients or more have, over those: weight and bias are one layer."""
-    return {layer: sum(s**0.5 for s in squares) / len(squares) for layer, squares in layer_squares(models).items()}
+    """Return the divergence per layer, for layers that at least two clients have.
+
+    Weight and bias count as one layer.
+    """
+    divergences = {}
+    for layer, squares in layer_squares(models).items():
+        norms = [square**0.5 for square in squares]
+        divergences[layer] = sum(norms) / len(norms)
+    return divergences
 
 
 def layer_squares(models: Models) -> dict[str, list[float]]:
-    """Return, for each layer that two models or more have, their squared distances to its mean."""
-    found: dict[str, list[float]] = {}
-    for by_name in _squared_distances(models):
+    """Return the squared distances to the mean per layer, one for each model that has the layer.
+
+    Layers that only one model has are left out.
+    """
+    squares_by_layer: dict[str, list[float]] = {}
+    for squares in _squared_distances(models):
         layers: dict[str, float] = {}
-        for name, square in by_name.items():
-            layers[layer_of(name)] = layers.get(layer_of(name), 0.0) + square
+        for name, square in squares.items():
+            layer = layer_of(name)
+            layers[layer] = layers.get(layer, 0.0) + square
         for layer, square in layers.items():
-            found.setdefault(layer, []).append(square)
-    return {layer: squares for layer, squares in found.items() if len(squares) > 1}
+            squares_by_layer.setdefault(layer, []).append(square)
+    return {layer: squares for layer, squares in squares_by_layer.items() if len(squares) > 1}
 
 
 def _squared_distances(models: Models) -> list[dict[str, float]]:
-    names = dict.fromkeys(name for model in models for name in model)
-    means = {n: torch.stack([m[n].detach().double() for m in models if n in m]).nanmean(0) for n in names}
-    return [{n: float((t.detach() - means[n]).square().nansum()) for n, t in model.items()} for model in models]
+    """Return each model's squared distance to the mean, per parameter."""
+    values: dict[str, list[Tensor]] = {}
+    for model in models:
+        for name, tensor in model.items():
+            values.setdefault(name, []).append(tensor.detach().double())
+    means = {name: torch.stack(tensors).nanmean(0) for name, tensors in values.items()}
+    distances = []
+    for model in models:
+        squares = {}
+        for name, tensor in model.items():
+            squares[name] = float((tensor.detach() - means[name]).square().nansum())
+        distances.append(squares)
+    return distances
 
 
-@ANALYSES.register("divergence", "how far clients drift apart in a turn, a layer and over rounds")
+@ANALYSES.register("divergence", "client drift in a local update, per layer and over rounds")
 def divergence(paths: Sequence[Path]) -> Findings:
-    """Train the round after every checkpoint that was kept, and compare its clients."""
+    """Train the round after every checkpoint, and compare its clients."""
     rows: list[tuple[Any, ...]] = []
-    for run, federation, server in kept_rounds(paths):
-        number, trained = server.round_number + 1, next_round(federation, server)
-        models = [placed(federation, one.size, number, one.client, one.state) for one in trained]
+    for run, federation, server in all_checkpoints(paths):
+        round_number = server.round_number + 1
+        models = []
+        for trained in train_next_round(federation, server):
+            models.append(in_global_shape(federation, trained.size, round_number, trained.client, trained.state))
         layers = layer_divergence(models)
-        found = {WHOLE: weight_divergence(models), **{n: layers[n] for n in in_order(federation, layers)}}
-        rows += [(run, server.round_number, layer, value) for layer, value in found.items()]
-    return Findings(("run", "round", "layer", "divergence"), rows, draw(rows, "mean distance to the mean"))
+        rows.append((run, server.round_number, WHOLE, weight_divergence(models)))
+        for layer in layers_in_order(federation, layers):
+            rows.append((run, server.round_number, layer, layers[layer]))
+    columns = ("run", "round", "layer", "divergence")
+    return Findings(columns, rows, draw(rows, "mean distance to the mean"))
 
 
-def placed(federation: Federation, size: str, round_number: int, client: int, values: State) -> State:
-    """Return a value for each of a client's parameters under its global name, where it lies in the whole."""
+def in_global_shape(federation: Federation, size: str, round_number: int, client: int, values: State) -> State:
+    """Return one tensor per parameter of a client under its global name and in its global shape.
+
+    Coordinates that the client does not hold are NaN.
+    """
     split = federation.split
-    part, found = split.part(size, round_number, client), {}
+    part = split.part(size, round_number, client)
+    result = {}
     for local in sorted(split.parameters_of(size)):
         piece, tensor = part[local], values[local]
         if piece.index is not None:
-            value, held = (torch.zeros(split.frame[piece.name].shape, device=tensor.device) for _ in range(2))
+            shape = split.frame[piece.name].shape
+            value = torch.zeros(shape, device=tensor.device)
+            count = torch.zeros(shape, device=tensor.device)
             add_at(value, piece.index, tensor)
-            add_at(held, piece.index, 1.0)
-            tensor = value.where(held > 0, torch.nan)
-        found[piece.name] = tensor
-    return found
+            add_at(count, piece.index, 1.0)
+            tensor = value.where(count > 0, torch.nan)
+        result[piece.name] = tensor
+    return result
 
 
-def in_order(federation: Federation, layers: Mapping[str, float]) -> list[str]:
-    """Return layers from the first to the last, as the size with the most of them has them."""
+def layers_in_order(federation: Federation, layers: Mapping[str, float]) -> list[str]:
+    """Return the names of layers from first to last, in the order of the size with most of them."""
     split = federation.split
     sizes = sorted(split.sizes, key=lambda size: len(split.parameters_of(size)), reverse=True)
-    parts = [(split.part(size), split.blueprints[size].module) for size in sizes]
-    names = [part[local].name for part, module in parts for local, _ in module.named_parameters()]
-    return [layer for layer in dict.fromkeys(layer_of(name) for name in names) if layer in layers]
+    ordered: dict[str, None] = {}
+    for size in sizes:
+        part = split.part(size)
+        for local, _ in split.blueprints[size].module.named_parameters():
+            ordered[layer_of(part[local].name)] = None
+    return [layer for layer in ordered if layer in layers]
 
 
 def layer_of(name: str) -> str:
@@ -97,21 +136,39 @@ def layer_of(name: str) -> str:
     return name.rpartition(".")[0] or name
 
 
-def draw(rows: list[tuple[Any, ...]], what: str) -> Figure:
-    """Draw (run, round, layer, value): the whole and its levels over rounds, and the newest checkpoint's layers."""
+def draw(rows: list[tuple[Any, ...]], ylabel: str) -> Figure:
+    """Draw rows of (run, round, layer, value).
+
+    On the left the whole model and its levels over rounds, on the right the layers at the newest
+    checkpoint.
+    """
     figure = new_figure(12, 4)
-    over_rounds, a_layer = figure.subplots(1, 2)
-    for run, color in zip(dict.fromkeys(row[0] for row in rows), cycle(f"C{number}" for number in range(10))):
-        for part, style in ((WHOLE, "o-"), (LOW, ":"), (HIGH, "--")):
-            some = [row for row in rows if row[0] == run and row[2] == part]
-            if some:
-                label = run if part == WHOLE else f"{run}, {part}"
-                over_rounds.plot([row[1] for row in some], [row[3] for row in some], style, color=color, label=label)
+    over_rounds, per_layer = figure.subplots(1, 2)
+    colors = cycle(f"C{number}" for number in range(10))
+    styles = {WHOLE: "o-", LOW: ":", HIGH: "--"}
+    for run in dict.fromkeys(row[0] for row in rows):
+        color = next(colors)
+        # Whole model or level -> (round, value); and, of the newest checkpoint, (layer, value).
+        curves: dict[str, list[tuple[int, float]]] = {}
+        newest: list[tuple[str, float]] = []
         last = max(row[1] for row in rows if row[0] == run)
-        newest = [row for row in rows if row[:2] == (run, last) and row[2] not in (WHOLE, LOW, HIGH)]
-        a_layer.plot([row[2] for row in newest], [row[3] for row in newest], ".-", color=color, label=run)
-    over_rounds.set(title="the whole model", xlabel="round", ylabel=what)
-    a_layer.set(title="a layer, newest checkpoint")
-    a_layer.tick_params(axis="x", rotation=90, labelsize=6)
+        for other_run, number, layer, value in rows:
+            if other_run != run:
+                continue
+            if layer in styles:
+                curves.setdefault(layer, []).append((number, value))
+            elif number == last:
+                newest.append((layer, value))
+        for part, style in styles.items():
+            if part in curves:
+                label = run if part == WHOLE else f"{run}, {part}"
+                points = zip(*curves[part], strict=True)
+                over_rounds.plot(*points, style, color=color, label=label)
+        layer_names = [layer for layer, _ in newest]
+        layer_values = [value for _, value in newest]
+        per_layer.plot(layer_names, layer_values, ".-", color=color, label=run)
+    over_rounds.set(title="whole model", xlabel="round", ylabel=ylabel)
+    per_layer.set(title="per layer, newest checkpoint")
+    per_layer.tick_params(axis="x", rotation=90, labelsize=6)
     over_rounds.legend()
     return figure

@@ -11,53 +11,65 @@ import torch
 
 from motley.analysis.features import features
 from motley.analysis.findings import ANALYSES, Findings, new_figure
-from motley.analysis.replay import model_of, next_round, opened, probe_images
+from motley.analysis.replay import model_of, open_run, probe_images, train_next_round
 from motley.extras import require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+#: At most this many clients, classes and test images are drawn.
 CLIENTS, CLASSES, IMAGES = 3, 6, 400
+#: One marker per client.
 MARKERS = "o^s"
 
 
 @ANALYSES.register("embedding", "t-SNE of features by class and client")
 def embedding(paths: Sequence[Path]) -> Findings:
-    """Draw the last stage's features of three clients after their turn; of different sizes where there are several."""
+    """Draw the last stage's features of up to three clients of different sizes.
+
+    The clients are those of the round after the newest checkpoint, after their local updates.
+    """
     require("sklearn", "the analysis embedding")
     from sklearn.manifold import TSNE
 
     rows: list[tuple[Any, ...]] = []
     for path in paths:
-        with opened(path) as (federation, servers):
+        with open_run(path) as (federation, servers):
             images, labels = probe_images(federation, IMAGES)
-            few = labels < CLASSES
-            by_size = {one.size: one for one in next_round(federation, servers[-1])}
-            chosen = [by_size[size] for size in federation.split.sizes if size in by_size][-CLIENTS:]
-            found = []
-            for one in chosen:
-                model = model_of(federation, one.size, one.state)
-                found.append(list(features(model, images[few]).values())[-1].cpu())
-        widest = max(feature.shape[1] for feature in found)
-        padded = [torch.nn.functional.pad(feature, (0, widest - feature.shape[1])) for feature in found]
+            is_drawn = labels < CLASSES
+            images, labels = images[is_drawn], labels[is_drawn]
+            by_size = {client.size: client for client in train_next_round(federation, servers[-1])}
+            clients = [by_size[size] for size in federation.split.sizes if size in by_size][-CLIENTS:]
+            last_features = []
+            for client in clients:
+                model = model_of(federation, client.size, client.state)
+                last_features.append(list(features(model, images).values())[-1].cpu())
+        # Sizes can differ in their number of features. Zeros do not change distances within one.
+        width = max(values.shape[1] for values in last_features)
+        padded = []
+        for values in last_features:
+            padded.append(torch.nn.functional.pad(values, (0, width - values.shape[1])))
         points = TSNE(random_state=0, init="pca").fit_transform(torch.cat(padded).numpy())
-        for one, part in zip(chosen, np.split(points, len(chosen)), strict=True):
-            rows += [
-                (path.name, one.client, one.size, label, x, y)
-                for label, (x, y) in zip(labels[few].tolist(), part.tolist(), strict=True)
-            ]
-    return Findings(("run", "client", "size", "class", "x", "y"), rows, _draw(rows, [path.name for path in paths]))
+        points_of_clients = np.split(points, len(clients))
+        for client, points_of_client in zip(clients, points_of_clients, strict=True):
+            for label, (x, y) in zip(labels.tolist(), points_of_client.tolist(), strict=True):
+                rows.append((path.name, client.client, client.size, label, x, y))
+    columns = ("run", "client", "size", "class", "x", "y")
+    return Findings(columns, rows, _draw(rows, [path.name for path in paths]))
 
 
 def _draw(rows: list[tuple[Any, ...]], runs: list[str]) -> Figure:
+    """Draw one plot per run: colors are classes and markers are clients."""
     figure = new_figure(5 * len(runs), 5)
-    for axis, run in zip(figure.subplots(1, len(runs), squeeze=False)[0], runs, strict=True):
-        own = [row for row in rows if row[0] == run]
-        for marker, client in zip(MARKERS, dict.fromkeys(row[1:3] for row in own), strict=False):
-            part = [row for row in own if row[1:3] == client]
-            xs, ys = [row[4] for row in part], [row[5] for row in part]
-            label = f"client {client[0]} ({client[1]})"
-            axis.scatter(xs, ys, c=[row[3] for row in part], cmap="tab10", vmax=9, s=12, marker=marker, label=label)
-        axis.set(title=run, xticks=[], yticks=[])
+    axes = figure.subplots(1, len(runs), squeeze=False)[0]
+    for axis, name in zip(axes, runs, strict=True):
+        points: dict[str, list[tuple[float, float, int]]] = {}
+        for run, client, size, label, x, y in rows:
+            if run == name:
+                points.setdefault(f"client {client} ({size})", []).append((x, y, label))
+        for marker, (client, points_of_client) in zip(MARKERS, points.items(), strict=False):
+            xs, ys, classes = zip(*points_of_client, strict=True)
+            axis.scatter(xs, ys, c=classes, cmap="tab10", vmax=9, s=12, marker=marker, label=client)
+        axis.set(title=name, xticks=[], yticks=[])
         axis.legend()
     return figure

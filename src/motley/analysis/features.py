@@ -1,8 +1,9 @@
-"""What the stages of a model make of images."""
+"""The features that a model's stages compute from images."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,45 +12,59 @@ from motley.models.resnet import ResNet
 
 
 def stages(model: nn.Module) -> dict[str, nn.Module]:
-    """Return a model's stages in order: stages of a ResNet, blocks of a ViT, layers of a perceptron; else children."""
+    """Return a model's stages in order.
+
+    These are the stages of a ResNet, the blocks of a ViT, the layers of an MLP, and for other
+    models the children that have parameters.
+    """
     if isinstance(model, ResNet):
         return {f"stage {number}": stage for number, stage in enumerate(model.stages, start=1)}
-    for kind in ("blocks", "layers"):
-        if isinstance(found := getattr(model, kind, None), nn.Sequential | nn.ModuleList):
-            return {f"{kind[:-1]} {number}": stage for number, stage in enumerate(found, start=1)}
-    return {name: child for name, child in model.named_children() if any(True for _ in child.parameters())}
+    for attribute, title in (("blocks", "block"), ("layers", "layer")):
+        modules = getattr(model, attribute, None)
+        if isinstance(modules, nn.Sequential | nn.ModuleList):
+            return {f"{title} {number}": module for number, module in enumerate(modules, start=1)}
+    children = {}
+    for name, child in model.named_children():
+        if any(True for _ in child.parameters()):
+            children[name] = child
+    return children
 
 
 @torch.no_grad()
 def features(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
-    """Return what every stage makes of images: one row an image."""
-    found: dict[str, Tensor] = {}
+    """Return the output of every stage, with one row per image."""
+    outputs: dict[str, Tensor] = {}
 
-    def keep(name: str) -> Callable[..., None]:
-        return lambda module, given, answer: found.update({name: answer.flatten(1)})
+    def store_as(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            outputs[name] = output.flatten(1)
 
-    hooks = [stage.register_forward_hook(keep(name)) for name, stage in stages(model).items()]
+        return hook
+
+    handles = []
+    for name, stage in stages(model).items():
+        handles.append(stage.register_forward_hook(store_as(name)))
     try:
         model(images)
     finally:
-        for hook in hooks:
-            hook.remove()
-    return found
+        for handle in handles:
+            handle.remove()
+    return outputs
 
 
 def extractor(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return the shallow part whose output FedIN shares: a ResNet's stem, or else the first stage."""
+    """Return the shallow part whose output FedIN shares: a ResNet's stem, else the first stage."""
     if isinstance(model, ResNet):
         return model.stem
     first = next(iter(stages(model).values()))
 
     def shallow(images: Tensor) -> Tensor:
-        answers: list[Tensor] = []
-        hook = first.register_forward_hook(lambda module, given, answer: answers.append(answer))
+        outputs: list[Tensor] = []
+        handle = first.register_forward_hook(lambda module, inputs, output: outputs.append(output))
         try:
             model(images)
         finally:
-            hook.remove()
-        return answers[0]
+            handle.remove()
+        return outputs[0]
 
     return shallow

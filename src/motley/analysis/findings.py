@@ -1,4 +1,4 @@
-"""What an analysis returns, the registry of all analyses, and how findings are saved."""
+"""The result of an analysis, how it is saved, and the registry of all analyses."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Findings:
-    """What an analysis found: the numbers, and a picture of them."""
+    """The result of an analysis: a table and a figure."""
 
     columns: tuple[str, ...]
     rows: list[tuple[Any, ...]]
     figure: Figure
+    #: Messages about numbers that could not be computed.
     notes: tuple[str, ...] = ()
-    """What could not be found here, and why."""
 
 
+#: Name -> a function of the folders of runs.
 ANALYSES: Registry[Callable[[Sequence[Path]], Findings]] = Registry("analysis")
-"""Name -> a function of the folders of runs."""
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure; its size is in inches."""
+    """Return an empty matplotlib figure. The size is in inches."""
     require("matplotlib", "an analysis")
     from matplotlib.figure import Figure
 
@@ -41,7 +41,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(findings: Findings, folder: Path, name: str) -> list[Path]:
-    """Write the numbers as CSV and the picture as PNG and SVG; return the files."""
+    """Write the table as CSV and the figure as PNG and SVG. Return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     text = io.StringIO(newline="")
     writer = csv.writer(text)

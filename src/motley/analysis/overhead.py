@@ -1,7 +1,8 @@
-"""What a method costs a client: parameters, traffic, computation and memory (FedIN, Table 2).
+"""The cost of a method for a client: parameters, traffic, computation and memory (FedIN, Table 2).
 
-All of it is counted from what really travels, is held and is computed. One client of each size takes a turn of one step
-on a CPU; then a step of the second round is followed operation by operation: in its first, FedIN has no features yet.
+Costs are counted from the tensors that are sent, kept and computed. One client of each size runs a
+local update of one step on a CPU. Then one step of the second round is traced, operation by
+operation; the first round would not do, because FedIN has no features to send before the second.
 """
 
 from __future__ import annotations
@@ -34,96 +35,105 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Overhead:
-    """What clients send, hold and compute; means are over sizes, one client of each."""
+    """The costs of clients. Means are over sizes, with one client of each."""
 
+    #: The number of sizes that at least one client has.
     sizes: int
-    """How many sizes somebody holds."""
+    #: Mean number of parameters that a client sends, the paper's "Params". Buffers are not counted.
     parameters: float
-    """Mean number of parameters that a client sends: FedAvg's "Params". Buffers are not counted, as in the paper."""
-    message: float
-    """Mean number of values that the method adds to them."""
+    #: Mean number of values in the method's payload.
+    payload: float
+    #: The parts of all sizes together, including buffers: the paper's "Memory".
     model_bytes: int
-    """The parts of these sizes together, buffers included: FedAvg's "Memory"."""
-    received_bytes: float
-    """Mean of the method's message to a client."""
-    remembered_bytes: float
-    """Mean of what a client keeps for the method between rounds."""
+    #: Mean size of the method's broadcast to a client.
+    broadcast_bytes: float
+    #: Mean size of the client state that the method keeps between rounds.
+    client_state_bytes: float
+    #: Mean floating-point operations per training step, over all passes of the method.
     flops: float
-    """Mean floating-point operations of a training step, all passes of the method."""
+    #: Mean peak of live memory in a step: weights, the received part, broadcast and client state,
+    #: gradients, optimizer state and activations. Of the examples, one batch counts.
     peak_bytes: float
-    """Mean of what is alive at once when a step is at its fullest: weights, the copy that was received, messages and
-    memories, gradients, the optimiser's state and activations. Examples count as one batch.
-    """
 
     @property
     def method_bytes(self) -> float:
-        """Mean of what a client holds for the method in its turn."""
-        return self.received_bytes + self.remembered_bytes
+        """Mean memory that a client needs for the method during a local update."""
+        return self.broadcast_bytes + self.client_state_bytes
 
     @property
     def kept_bytes(self) -> float:
-        """Mean of what a client keeps between rounds: its part, and what the method remembers."""
-        return self.model_bytes / self.sizes + self.remembered_bytes
+        """Mean memory that a client needs between rounds: its part and its client state."""
+        return self.model_bytes / self.sizes + self.client_state_bytes
 
 
-class Step(NamedTuple):
-    """What one step takes."""
+class StepCost(NamedTuple):
+    """The cost of one training step."""
 
     flops: int
     peak_bytes: int
 
 
-def plainly(config: Config) -> Config:
-    """Return a configuration whose clients take one step on a CPU, by torch's own operations."""
+def one_step_on_cpu(config: Config) -> Config:
+    """Return a configuration whose clients take one step on a CPU, with plain torch operations."""
     engine = config.engine.model_copy(update={"name": "debug", "device": "cpu", "precision": "fp32"})
     training = config.training.model_copy(update={"steps": 1})
     return config.model_copy(update={"engine": engine, "training": training})
 
 
-def overhead_of(federation: Federation) -> Overhead:
-    """Count for a federation of one-step clients (`plainly`)."""
+def measure_overhead(federation: Federation) -> Overhead:
+    """Measure the costs of a federation whose clients take one step (`one_step_on_cpu`)."""
+    method = federation.method
     engine, server = federation.engine, federation.start()
     assert isinstance(engine, DebugEngine)
-    jobs = [federation.job(server, 1, client) for client in _one_of_each(federation, 1)]
-    sent = {job.client: job for job in jobs}
-    uploads = [answer for answer in engine.train(jobs, lambda client: None) if isinstance(answer, ClientUpdate)]
-    updates = [federation.update(sent[upload.client], upload) for upload in uploads]
-    learned = federation.method.update(server.method, server.state, updates)
-    again = [(c, federation.size_of(c, 2)) for c in _one_of_each(federation, 2)]
-    messages = [federation.method.broadcast(learned, server.state, 2, client) for client, _ in again]
-    states = {job.size: job.state for job in jobs}
-    second = [Job(2, c, s, states[s], message) for (c, s), message in zip(again, messages, strict=True)]
-    steps = [step_of(engine, job) for job in second]
-    parameters = [{n: u.delta[n] for n in federation.split.parameters_of(u.size)} for u in updates]
+    # Round 1: one local update per size.
+    jobs = {}
+    for client in _one_client_per_size(federation, 1):
+        jobs[client] = federation.job(server, 1, client)
+    updates = []
+    for update in engine.train(list(jobs.values()), lambda client: None):
+        if isinstance(update, ClientUpdate):
+            updates.append(federation.update(jobs[update.client], update))
+    parameter_counts = []
+    for update in updates:
+        names = federation.split.parameters_of(update.size)
+        parameter_counts.append(_count({name: update.delta[name] for name in names}))
+    states = {job.size: job.state for job in jobs.values()}
+    client_states = [method.initial_client_state(size, state) for size, state in states.items()]
+    # Round 2: trace one step per size. Sizes may have been redrawn.
+    method_state = method.update(server.method, server.state, updates)
+    broadcasts, steps = [], []
+    for client in _one_client_per_size(federation, 2):
+        size = federation.size_of(client, 2)
+        broadcast = method.broadcast(method_state, server.state, 2, client)
+        broadcasts.append(broadcast)
+        steps.append(trace_step(engine, Job(2, client, size, states[size], broadcast)))
     return Overhead(
         sizes=len(jobs),
-        parameters=fmean(map(_numbers, parameters)),
-        message=fmean(_numbers(update.payload) for update in updates),
-        model_bytes=sum(size_in_bytes(job.state) for job in jobs),
-        received_bytes=fmean(map(size_in_bytes, messages)),
-        remembered_bytes=fmean(
-            size_in_bytes(federation.method.initial_client_state(job.size, job.state)) for job in jobs
-        ),
+        parameters=fmean(parameter_counts),
+        payload=fmean(_count(update.payload) for update in updates),
+        model_bytes=sum(size_in_bytes(state) for state in states.values()),
+        broadcast_bytes=fmean(map(size_in_bytes, broadcasts)),
+        client_state_bytes=fmean(map(size_in_bytes, client_states)),
         flops=fmean(step.flops for step in steps),
         peak_bytes=fmean(step.peak_bytes for step in steps),
     )
 
 
-def _one_of_each(federation: Federation, round_number: int) -> list[int]:
-    """Return for every size that somebody holds its client with the most examples."""
-    richest: dict[str, int] = {}
+def _one_client_per_size(federation: Federation, round_number: int) -> list[int]:
+    """Return, for every size that some client has, the client with most examples."""
+    chosen: dict[str, int] = {}
     examples = federation.partition.sizes
     for client in range(federation.config.federation.clients):
         size = federation.size_of(client, round_number)
-        if examples[client] > examples[richest.get(size, client)] or size not in richest:
-            richest[size] = client
-    return list(richest.values())
+        if size not in chosen or examples[client] > examples[chosen[size]]:
+            chosen[size] = client
+    return list(chosen.values())
 
 
-def step_of(engine: DebugEngine, job: Job) -> Step:
-    """Take one step of a client, and follow what it computes and what it has alive.
+def trace_step(engine: DebugEngine, job: Job) -> StepCost:
+    """Run one step of a client, counting its operations and the memory that is live.
 
-    A step before it makes room for the optimiser's state, as every step but a run's first finds it.
+    A first step, which is not counted, allocates the optimizer's state.
     """
     clients = engine.clients
     with own_randomness(clients.device):
@@ -133,38 +143,49 @@ def step_of(engine: DebugEngine, job: Job) -> Step:
         learner.batches.rewind()
         for parameter in learner.parameters.values():
             parameter.grad = None
-        held = _held(learner)
-        with LiveBytes(held) as live, FlopCounterMode(display=False) as counter:
+        permanent = _permanent_tensors(learner)
+        with LiveBytes(permanent) as live, FlopCounterMode(display=False) as counter:
             learner.step(plan.lengths[0])
-    return Step(counter.get_total_flops(), sum(tensor.nbytes for tensor in held) + live.peak)
+    permanent_bytes = sum(tensor.nbytes for tensor in permanent)
+    return StepCost(counter.get_total_flops(), permanent_bytes + live.peak)
 
 
-def _held(learner: Learner) -> list[Tensor]:
-    """Return what a learner keeps from step to step."""
+def _permanent_tensors(learner: Learner) -> list[Tensor]:
+    """Return the tensors that a learner keeps from step to step."""
+    tensors: list[Tensor] = []
     states = (learner.tensors, learner.start, learner.message, learner.memory, learner.notes)
-    moments = [moment for own in learner.optimizer.state.values() for moment in own.values()]
-    return [*(tensor for state in states for tensor in state.values()), *(m for m in moments if isinstance(m, Tensor))]
+    for state in states:
+        tensors.extend(state.values())
+    for optimizer_state in learner.optimizer.state.values():
+        for value in optimizer_state.values():
+            if isinstance(value, Tensor):
+                tensors.append(value)
+    return tensors
 
 
-def _numbers(state: State) -> int:
+def _count(state: State) -> int:
+    """Return the number of values in a state."""
     return sum(tensor.numel() for tensor in state.values())
 
 
 COLUMNS = (
     "run",
     "million parameters",
-    "million values beside them",
+    "million values of payload",
     "MB down",
     "MB up",
-    "GFLOPs a step",
-    "peak MB of a step",
-    "MB kept by a client",
+    "GFLOPs per step",
+    "peak MB per step",
+    "MB kept per client",
 )
 
 
-@ANALYSES.register("overhead", "parameters, traffic, FLOPs and peak memory a client, a method")
+@ANALYSES.register("overhead", "parameters, traffic, FLOPs and peak memory per client")
 def overhead(paths: Sequence[Path]) -> Findings:
-    """Count, as means over sizes; traffic is what the run sent, a client and round."""
+    """Measure the costs of runs, as means over sizes.
+
+    Traffic is that of the run's own rounds, per client and round.
+    """
     rows = [_row(path) for path in paths]
     return Findings(COLUMNS, rows, _draw(rows))
 
@@ -173,10 +194,10 @@ def _draw(rows: list[tuple[Any, ...]]) -> Figure:
     figure = new_figure(12, 2 * (0.9 + 0.4 * len(rows)))
     axes = figure.subplots(2, 4, sharey=True).flatten()
     for number, axis in enumerate(axes[: len(COLUMNS) - 1], start=1):
-        most = max(row[number] for row in rows)
-        bars = axis.barh([row[0] for row in rows], [row[number] for row in rows])
+        values = [row[number] for row in rows]
+        bars = axis.barh([row[0] for row in rows], values)
         axis.bar_label(bars, fmt="%.3g", padding=2)
-        axis.set(title=COLUMNS[number], xlim=(0, 1.3 * most or 1))
+        axis.set(title=COLUMNS[number], xlim=(0, 1.3 * max(values) or 1))
     for axis in axes[len(COLUMNS) - 1 :]:
         axis.axis("off")
     return figure
@@ -184,17 +205,17 @@ def _draw(rows: list[tuple[Any, ...]]) -> Figure:
 
 def _row(path: Path) -> tuple[Any, ...]:
     lines = MetricsLog(path / "metrics.jsonl").read()
-    asked = sum(len(line["clients"]) for line in lines)
+    local_updates = sum(len(line["clients"]) for line in lines)
     config = RunFolder.open(path).read_config()
-    if not asked:
+    if not local_updates:
         raise MotleyError(f"{path} has no finished round yet.")
-    cost = overhead_of(Federation(plainly(config)))
+    cost = measure_overhead(Federation(one_step_on_cpu(config)))
     return (
         path.name,
         cost.parameters / 1e6,
-        cost.message / 1e6,
-        sum(line["bytes"]["down"] for line in lines) / asked / 1e6,
-        sum(line["bytes"]["up"] for line in lines) / asked / 1e6,
+        cost.payload / 1e6,
+        sum(line["bytes"]["down"] for line in lines) / local_updates / 1e6,
+        sum(line["bytes"]["up"] for line in lines) / local_updates / 1e6,
         cost.flops / 1e9,
         cost.peak_bytes / 1e6,
         cost.kept_bytes / 1e6,

@@ -1,7 +1,8 @@
-"""Clients after their turn: what a run does not keep, played again from what it keeps.
+"""Train a round of a finished run again, to obtain the client models that a run does not keep.
 
-Every random choice is keyed, so the round after a checkpoint can be trained again: on a CPU bit for bit as the run had
-it. A run that keeps many checkpoints (`run.keep_checkpoints`) can be looked at over rounds.
+Every random choice is keyed, so the round after a checkpoint can be repeated; on a CPU it is
+bit-identical to the run's own. Runs that keep many checkpoints (`run.keep_checkpoints`) can be
+analyzed over rounds.
 """
 
 from __future__ import annotations
@@ -28,82 +29,89 @@ from motley.runs.folder import RunFolder
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A client right after its turn."""
+class TrainedClient:
+    """A client right after its local update."""
 
     client: int
     size: str
-    change: State
+    delta: State
+    #: The client's own model: the received part plus the delta.
     state: State
-    """What it was sent, with its change: its own model."""
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[Federation, list[Server]]]:
-    """Open a run for looking at: its federation, and the servers of all checkpoints, oldest first.
+def open_run(path: Path) -> Iterator[tuple[Federation, list[Server]]]:
+    """Open a run for analysis: its federation, and the servers of all checkpoints, oldest first.
 
-    What clients remember is copied, so nothing of the run changes; where it is gone, clients begin anew.
+    The run is not changed: client states are copied to a temporary folder. If the run has none
+    (a study deletes them), clients start with their initial state.
     """
     folder = RunFolder.open(path)
     saved = checkpoints(folder.checkpoints)
     if not saved:
         raise MotleyError(f"{path} has no checkpoint yet.")
-    with tempfile.TemporaryDirectory() as scratch:
-        memory = Path(scratch) / "clients"
+    with tempfile.TemporaryDirectory() as temporary:
+        client_states = Path(temporary) / "clients"
         if folder.clients.exists():
-            shutil.copytree(folder.clients, memory)
-        federation = Federation(folder.read_config(), memory_folder=memory)
-        servers = [federation.to_device(read_checkpoint(checkpoint)) for checkpoint in saved]
-        known = memory.exists()
-        yield federation, [server if known else replace(server, remembered={}) for server in servers]
+            shutil.copytree(folder.clients, client_states)
+        federation = Federation(folder.read_config(), memory_folder=client_states)
+        servers = []
+        for checkpoint in saved:
+            server = federation.to_device(read_checkpoint(checkpoint))
+            if not client_states.exists():
+                server = replace(server, remembered={})
+            servers.append(server)
+        yield federation, servers
 
 
-def kept_rounds(paths: Iterable[Path]) -> Iterator[tuple[str, Federation, Server]]:
-    """Yield every checkpoint that the runs have kept: a run's name, its federation, and the server."""
+def all_checkpoints(paths: Iterable[Path]) -> Iterator[tuple[str, Federation, Server]]:
+    """Yield every checkpoint of some runs: the run's name, its federation, and the server."""
     for path in paths:
-        with opened(path) as (federation, servers):
+        with open_run(path) as (federation, servers):
             for server in servers:
                 yield path.name, federation, server
 
 
-def next_round(federation: Federation, server: Server) -> list[Trained]:
-    """Train the clients of the round after a server's."""
+def train_next_round(federation: Federation, server: Server) -> list[TrainedClient]:
+    """Train the clients of the round after `server`. Failed clients are left out."""
     record = Record(server.round_number + 1)
     jobs = {job.client: job for job in federation.jobs(server, record)}
-    uploads = federation.engine.train(list(jobs.values()), lambda client: None)
-    return [
-        Trained(
-            upload.client,
-            jobs[upload.client].size,
-            upload.delta,
-            {name: tensor + upload.delta[name] for name, tensor in jobs[upload.client].state.items()},
-        )
-        for upload in uploads
-        if isinstance(upload, ClientUpdate)
-    ]
+    trained = []
+    for update in federation.engine.train(list(jobs.values()), lambda client: None):
+        if isinstance(update, ClientUpdate):
+            job = jobs[update.client]
+            state = {name: tensor + update.delta[name] for name, tensor in job.state.items()}
+            trained.append(TrainedClient(update.client, job.size, update.delta, state))
+    return trained
 
 
 def model_of(federation: Federation, size: str, state: Mapping[str, Tensor]) -> nn.Module:
-    """Return a model of a size with a client's own state, for evaluation."""
+    """Return a model of a size with the given state, in evaluation mode."""
     model = federation.split.build(size).to(federation.device)
     model.load_state_dict(dict(state))
     return model.eval()
 
 
 def global_model(federation: Federation, server: Server, size: str) -> nn.Module:
-    """Return a size's model as the server hands it out."""
-    return model_of(federation, size, take(server.model, federation.split.evaluated(size, server.round_number)))
+    """Return the global model of a size, as it is evaluated."""
+    part = federation.split.evaluated(size, server.round_number)
+    return model_of(federation, size, take(server.model, part))
 
 
 def probe_images(federation: Federation, count: int) -> tuple[Tensor, Tensor]:
-    """Return the first test images, transformed as for evaluation, and their labels."""
-    data = DeviceData(federation.dataset.test, federation.config.data.transform, federation.device, augment=False)
+    """Return the first `count` test images, transformed as for evaluation, and their labels."""
+    return _batch(federation, federation.dataset.test, count)
+
+
+def client_examples(federation: Federation, client: int, max_count: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return a client's training images without augmentation, and their labels."""
+    train = federation.dataset.train
+    rows = federation.partition.of(client)[:max_count]
+    examples = Examples(train.images[rows], train.labels[rows])
+    return _batch(federation, examples, len(rows))
+
+
+def _batch(federation: Federation, examples: Examples, count: int) -> tuple[Tensor, Tensor]:
+    transform = federation.config.data.transform
+    data = DeviceData(examples, transform, federation.device, augment=False)
     return data.batch(torch.arange(min(count, len(data)), device=federation.device))
-
-
-def own_examples(federation: Federation, client: int, most: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return a client's training images without augmentation, all or the first of them, and their labels."""
-    rows, train = federation.partition.of(client)[:most], federation.dataset.train
-    own = Examples(train.images[rows], train.labels[rows])
-    data = DeviceData(own, federation.config.data.transform, federation.device, augment=False)
-    return data.batch(torch.arange(len(data), device=federation.device))

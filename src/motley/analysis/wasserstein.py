@@ -1,12 +1,14 @@
-"""How far apart the features of two clients are, class by class: FedImpro's Definition 4.1.
+"""Class-conditional distance of two clients' features: FedImpro's Definition 4.1.
 
     C(D, D') = 1/2 E_{y ~ D} W(D|y, D'|y) + 1/2 E_{y ~ D'} W(D|y, D'|y)
 
-W is the Wasserstein distance of order 1. For features of many dimensions it is computed sliced: the mean over random
-directions of the distance along each, which is exact in one dimension and never larger than the whole distance.
+W is the Wasserstein distance of order 1. For features of several dimensions, the sliced distance is
+computed: the mean, over random directions, of the distance of the projections. It is exact in one
+dimension and never larger than the true distance.
 
-The analysis looks at the clients of the round after a checkpoint, after their turn: what each stage of their models
-makes of their own examples, in pairs of clients that have a class in common and features of one shape.
+The clients are those of the round after a checkpoint, after their local updates. The features are
+those that each stage of a client's model computes from the client's own examples. Clients are
+compared in pairs that have a class in common and features of the same shape.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from torch import Tensor
 
 from motley.analysis.features import features
 from motley.analysis.findings import ANALYSES, Findings, new_figure
-from motley.analysis.replay import kept_rounds, model_of, next_round, own_examples
+from motley.analysis.replay import all_checkpoints, client_examples, model_of, train_next_round
 from motley.core.errors import MotleyError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+#: At most this many examples per client are compared.
 EXAMPLES = 200
-"""Most examples of a client that are compared."""
 
 
 def conditional_wasserstein(
@@ -37,74 +39,96 @@ def conditional_wasserstein(
 ) -> float:
     """Return the conditional distance between two sets of labelled features, (examples, ...).
 
-    A class that only one of them has leaves both expectations: there is nothing to compare it with.
+    Classes that only one of them has are left out of both expectations.
     """
     shared = sorted(set(labels.tolist()) & set(other_labels.tolist()))
     if not shared:
         raise MotleyError("the two sets of features have no class in common.")
-    pairs = [(features[labels == label], others[other_labels == label]) for label in shared]
-    distances = torch.tensor([sliced_wasserstein(*pair, directions=directions, seed=seed) for pair in pairs])
-    counts = torch.tensor([[len(one), len(other)] for one, other in pairs], dtype=distances.dtype)
-    return float((counts / counts.sum(0)).mean(1) @ distances)
+    distances, counts = [], []
+    for label in shared:
+        of_class = features[labels == label]
+        others_of_class = others[other_labels == label]
+        distance = sliced_wasserstein(of_class, others_of_class, directions=directions, seed=seed)
+        distances.append(distance)
+        counts.append([len(of_class), len(others_of_class)])
+    # One row per class: its probability in the first and in the second set.
+    probabilities = torch.tensor(counts, dtype=torch.float32)
+    probabilities /= probabilities.sum(0)
+    return float(probabilities.mean(1) @ torch.tensor(distances))
 
 
 def sliced_wasserstein(one: Tensor, other: Tensor, *, directions: int = 64, seed: int = 0) -> float:
-    """Return the mean distance along random directions between two sets of vectors, (examples, ...)."""
-    first, second = (x.detach().flatten(1).double().cpu() for x in (one, other))
+    """Return the sliced distance between two sets of vectors, (examples, ...)."""
+    first = one.detach().flatten(1).double().cpu()
+    second = other.detach().flatten(1).double().cpu()
     if first.shape[1] > 1:
-        numbers = torch.Generator().manual_seed(seed)
-        along = torch.randn(first.shape[1], directions, generator=numbers, dtype=torch.float64)
-        along = along / along.norm(dim=0)
-        first, second = first @ along, second @ along
+        generator = torch.Generator().manual_seed(seed)
+        shape = (first.shape[1], directions)
+        vectors = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        vectors = vectors / vectors.norm(dim=0)
+        first, second = first @ vectors, second @ vectors
     return float(_wasserstein(first, second).mean())
 
 
 def _wasserstein(one: Tensor, other: Tensor) -> Tensor:
-    """Return, for each column, the area between the quantile functions of two sets of numbers, (examples, columns)."""
+    """Return, per column, the area between the quantile functions of two sets of numbers.
+
+    Both are (examples, columns). The quantile functions are step functions, so the area is a sum
+    over the intervals between the steps of either.
+    """
     one, other = one.sort(0).values, other.sort(0).values
-    steps = [torch.arange(1, len(x) + 1, dtype=torch.float64) / len(x) for x in (one, other)]
-    ends = torch.cat(steps).sort().values
+    steps = torch.arange(1, len(one) + 1, dtype=torch.float64) / len(one)
+    other_steps = torch.arange(1, len(other) + 1, dtype=torch.float64) / len(other)
+    ends = torch.cat([steps, other_steps]).sort().values
     lengths = ends.diff(prepend=torch.zeros(1, dtype=torch.float64))
     middles = ends - lengths / 2
-    places = [(middles * len(x)).long().clamp_max(len(x) - 1) for x in (one, other)]
-    return lengths @ (one[places[0]] - other[places[1]]).abs()
+    rows = (middles * len(one)).long().clamp_max(len(one) - 1)
+    other_rows = (middles * len(other)).long().clamp_max(len(other) - 1)
+    return lengths @ (one[rows] - other[other_rows]).abs()
 
 
-@ANALYSES.register("wasserstein", "how far apart clients' features of a class are, a stage and over rounds")
+@ANALYSES.register("wasserstein", "distance of clients' features of the same class, per stage and over rounds")
 def wasserstein(paths: Sequence[Path]) -> Findings:
-    """Train the round after every checkpoint that was kept, and compare its clients' features in pairs."""
+    """Train the round after every checkpoint, and compare its clients' features in pairs."""
     rows: list[tuple[Any, ...]] = []
-    for run, federation, server in kept_rounds(paths):
-        found = []
-        for one in next_round(federation, server):
-            images, labels = own_examples(federation, one.client, EXAMPLES)
-            found.append((features(model_of(federation, one.size, one.state), images), labels))
-        distances = stage_distances(found)
-        rows += [(run, server.round_number, stage, d, pairs) for stage, (d, pairs) in distances.items()]
+    for run, federation, server in all_checkpoints(paths):
+        clients = []
+        for trained in train_next_round(federation, server):
+            images, labels = client_examples(federation, trained.client, EXAMPLES)
+            model = model_of(federation, trained.size, trained.state)
+            clients.append((features(model, images), labels))
+        for stage, (distance, pairs) in stage_distances(clients).items():
+            rows.append((run, server.round_number, stage, distance, pairs))
     if not rows:
-        raise MotleyError("no two clients of a round have a class and features of one shape in common.")
+        raise MotleyError("no two clients of a round have a class in common and features of the same shape.")
     return Findings(("run", "round", "stage", "distance", "pairs"), rows, _draw(rows))
 
 
 def stage_distances(clients: Sequence[tuple[dict[str, Tensor], Tensor]]) -> dict[str, tuple[float, int]]:
-    """Return the mean conditional distance of each stage over pairs of clients, and how many pairs there are."""
-    found: dict[str, list[float]] = {}
+    """Return the mean distance per stage over pairs of clients, and the number of pairs."""
+    distances: dict[str, list[float]] = {}
     for (one, labels), (other, other_labels) in combinations(clients, 2):
         if not set(labels.tolist()) & set(other_labels.tolist()):
             continue
         for stage in one:
             if stage in other and one[stage].shape[1:] == other[stage].shape[1:]:
                 distance = conditional_wasserstein(one[stage], labels, other[stage], other_labels)
-                found.setdefault(stage, []).append(distance)
-    return {stage: (mean(distances), len(distances)) for stage, distances in found.items()}
+                distances.setdefault(stage, []).append(distance)
+    return {stage: (mean(values), len(values)) for stage, values in distances.items()}
 
 
 def _draw(rows: list[tuple[Any, ...]]) -> Figure:
     figure = new_figure(8, 4)
     axis = figure.subplots()
-    for run, stage in dict.fromkeys((row[0], row[2]) for row in rows):
-        own = [row for row in rows if (row[0], row[2]) == (run, stage)]
-        axis.plot([row[1] for row in own], [row[3] for row in own], marker="o", label=f"{run}, {stage}")
-    axis.set(title="features of a class, between clients", xlabel="round", ylabel="sliced Wasserstein distance")
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for run, number, stage, distance, _ in rows:
+        curves.setdefault(f"{run}, {stage}", []).append((number, distance))
+    for label, points in curves.items():
+        axis.plot(*zip(*points, strict=True), marker="o", label=label)
+    axis.set(
+        title="features of a class, between clients",
+        xlabel="round",
+        ylabel="sliced Wasserstein distance",
+    )
     axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure

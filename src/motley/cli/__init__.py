@@ -12,7 +12,8 @@ from motley.cli import failures
 from motley.cli.commands import Group, LazyCommand
 from motley.core.errors import MotleyError
 
-#: All commands in the order of the help. Each line is the first paragraph of the function's docstring.
+#: All commands, in the order of the help. A summary repeats the first paragraph of the function's
+#: docstring, so that `motley --help` need not import the function.
 COMMANDS = (
     LazyCommand(
         "run",
@@ -46,12 +47,12 @@ COMMANDS = (
     ),
     LazyCommand(
         "study",
-        "Compare methods over data sets and seeds: the demo, a paper's table, or a file of your own.",
+        "Compare methods over data sets and seeds: the demo, a paper's table or your own file.",
         "motley.cli.study:study",
     ),
     LazyCommand(
         "report",
-        "Write one self-contained HTML page: curves, tables, traffic, partition, InCo's coefficients, configurations.",
+        "Write one self-contained HTML page: curves, tables, traffic, partition, configurations.",
         "motley.cli.report:report",
     ),
     LazyCommand(
@@ -94,7 +95,9 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def version(show_version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+def version(
+    show_version: bool = typer.Option(False, "--version", help="Print the version."),
+) -> None:
     """Federated learning for a motley crew of devices."""
     if show_version:
         print(motley.__version__)
@@ -102,12 +105,12 @@ def version(show_version: bool = typer.Option(False, "--version", help="Print th
 
 
 def main() -> None:
-    """Run the command line and end the process with its exit status; no exception leaves it as a traceback."""
+    """Run the command line and exit. No exception reaches the user as a traceback."""
     status: str | int | None = 0
     try:
         app(prog_name="motley")
-    except SystemExit as left:
-        status = left.code
+    except SystemExit as exit_request:
+        status = exit_request.code
     except Exception as error:
         status = failures.handle(error)
     problem = failures.flush_output()

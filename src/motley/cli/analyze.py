@@ -1,4 +1,4 @@
-"""`motley analyze`: why a run came out as it did."""
+"""`motley analyze`: run one of the analyses on finished runs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ def analyze(
     ),
 ) -> None:
     """Analyse runs: a picture (PNG and SVG) and its numbers (CSV)."""
-    chosen = ANALYSES.entry(name, "analysis")
-    require("matplotlib", "motley analyze")  # an analysis may compute for minutes before it draws
+    analysis = ANALYSES.entry(name, "analysis")
+    # Checked first: an analysis may compute for minutes before it needs matplotlib.
+    require("matplotlib", "motley analyze")
     for path in paths:
         RunFolder.open(path)
     with output_folder(out or paths[0] / "analysis") as folder:
-        findings = chosen.item(paths)
+        findings = analysis.item(paths)
         for note in findings.notes:
             Console(stderr=True).print(note, highlight=False, markup=False, soft_wrap=True)
-        for file in save(findings, folder, chosen.name):
+        for file in save(findings, folder, analysis.name):
             Console().print(str(file), highlight=False, markup=False, soft_wrap=True)

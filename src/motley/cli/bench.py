@@ -1,4 +1,4 @@
-"""`motley bench`: how fast a configuration runs here."""
+"""`motley bench`: measure how fast a configuration runs on this machine."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from motley.bench import Timing, load, measure, stand_in, to_json
+from motley.bench import Timing, load, measure, synthetic_dataset, to_json
 from motley.config import load_config
 from motley.files import is_stream, output_file
 
 
 def bench(
-    file: Path | None = typer.Argument(None, help="A TOML file; without one, the quickstart preset."),
+    file: Path | None = typer.Argument(None, help="A TOML file. Default: the quickstart preset."),
     preset: str = typer.Option("", help="Start from a named preset (motley list presets)."),
-    set_: list[str] = typer.Option([], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting; repeatable."),
-    rounds: int = typer.Option(20, min=1, help="Rounds that are measured."),
-    warm_up: int = typer.Option(5, min=0, help="Warm-up rounds before them, which are not measured."),
-    synthetic: bool = typer.Option(False, help="Use random images instead of the data set's files."),
+    set_: list[str] = typer.Option(
+        [], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting; repeatable."
+    ),
+    rounds: int = typer.Option(20, min=1, help="Rounds to measure."),
+    warm_up: int = typer.Option(5, min=0, help="Warm-up rounds before that, not measured."),
+    synthetic: bool = typer.Option(
+        False, help="Use random images instead of the data set's files."
+    ),
     json_: Path | None = typer.Option(None, "--json", help="Write the numbers to a file."),
-    compare: list[Path] = typer.Option([], help="Compare two such files instead: --compare OLD --compare NEW."),
+    compare: list[Path] = typer.Option(
+        [], help="Compare two such files instead: --compare OLD --compare NEW."
+    ),
 ) -> None:
     """Measure milliseconds per round and per client step, memory, and where the time goes."""
     console = Console()
@@ -32,7 +38,7 @@ def bench(
         return
     config = load_config(file, preset=preset, overrides=set_)
     setting = " ".join([config.preset or str(file), *set_])
-    dataset = stand_in(config.data.name) if synthetic else None
+    dataset = synthetic_dataset(config.data.name) if synthetic else None
     if json_ is None:
         console.print(table([measure(config, setting, rounds, warm_up, dataset)]))
         return
@@ -44,7 +50,9 @@ def bench(
 
 def table(timings: list[Timing]) -> Table:
     """Return one row per timing."""
-    result = Table("setting", "ms per round", "ms per client step", "peak MB", "where the time goes")
+    result = Table(
+        "setting", "ms per round", "ms per client step", "peak MB", "where the time goes"
+    )
     for timing in timings:
         result.add_row(
             timing.setting,
@@ -57,11 +65,12 @@ def table(timings: list[Timing]) -> Table:
 
 
 def comparison(old: list[Timing], new: list[Timing]) -> Table:
-    """Return one row per setting that both have: old, new, and how many times faster the new one is."""
+    """Return one row per setting that is in both: old and new time, and the speed-up."""
     result = Table("setting", "old ms per round", "new ms per round", "old / new")
-    before = {timing.setting: timing for timing in old}
+    old_ms = {timing.setting: timing.ms_round for timing in old}
     for timing in new:
-        if timing.setting in before:
-            was = before[timing.setting].ms_round
-            result.add_row(timing.setting, f"{was:.1f}", f"{timing.ms_round:.1f}", f"{was / timing.ms_round:.2f}")
+        if timing.setting not in old_ms:
+            continue
+        before, after = old_ms[timing.setting], timing.ms_round
+        result.add_row(timing.setting, f"{before:.1f}", f"{after:.1f}", f"{before / after:.2f}")
     return result

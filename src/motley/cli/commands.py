@@ -1,9 +1,9 @@
-"""The command line's own kinds of command.
+"""Subclasses of typer's commands and groups.
 
-`Command` and `Group` each repair something that older versions of typer get wrong with recent versions of click.
-`LazyCommand` imports a command's module only when the command is used.
+`Command` and `Group` each work around a problem of older versions of typer with recent versions of
+click. `LazyCommand` imports a command's module only when the command is used.
 
-Recent versions of typer do not use click but a copy of their own, so click may be missing.
+Recent versions of typer bundle their own copy of click, so click may not be installed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 class Command(TyperCommand):
     """A command whose `--help` describes its positional arguments.
 
-    typer up to at least 0.20 sets an argument's help before calling click's constructor, and click from 8.5 on sets it
-    to None there. The text is still in the function's signature.
+    Up to 0.20 at least, typer sets an argument's help before it calls click's constructor, which
+    resets it to None from click 8.5 on. The text is still in the function's signature.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -35,7 +35,7 @@ class Command(TyperCommand):
 
 
 def click_suggests_commands() -> bool:
-    """Tell whether typer uses a click that suggests the nearest command by itself, as click does from 8.4 on."""
+    """Tell whether typer uses a click (8.4 or later) that suggests similar commands by itself."""
     if find_spec("click") is None:
         return False
     import click
@@ -44,7 +44,7 @@ def click_suggests_commands() -> bool:
 
 
 class Group(TyperGroup):
-    """A group that suggests the nearest command once. typer would repeat click's suggestion."""
+    """A group that suggests a similar command once. typer would repeat click's suggestion."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -53,18 +53,25 @@ class Group(TyperGroup):
 
 
 class LazyCommand(TyperCommand):
-    """A command that is known by its name and its line in the help until it is used.
+    """A command whose module is imported only when the command is used.
 
-    The modules of most commands import torch, which takes seconds. `motley --help` and `motley --version` do without.
+    Until then only its name and its line in the help are known. Most commands import torch, which
+    takes seconds, and `motley --help` and `motley --version` do not need it.
     """
 
     def __init__(self, name: str, summary: str, function: str) -> None:
-        """Take a name, the first line of the command's help, and the place of its function: "module:function"."""
+        """Describe a command.
+
+        `summary` is the first line of its help, `function` is where to find it: "module:function".
+        """
         super().__init__(name, help=summary)
         self.function = function
 
     def load(self) -> Any:
-        """Import the command's module and return the real command. The function may also be a typer application."""
+        """Import the command's module and return the real command.
+
+        `function` may also name a typer application, which becomes a group of commands.
+        """
         module, _, name = self.function.partition(":")
         function = getattr(import_module(module), name)
         if isinstance(function, typer.Typer):
@@ -73,8 +80,12 @@ class LazyCommand(TyperCommand):
         application.command(self.name, cls=Command)(function)
         return typer.main.get_command(application)
 
-    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Make the context of the real command. click calls this first when a command was chosen, and then runs the
-        command that the context belongs to.
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        """Make the context of the real command.
+
+        click calls this first when a command was chosen, and then runs the command that the context
+        belongs to, so this replaces the lazy command by the real one.
         """
         return self.load().make_context(info_name, args, parent, **extra)

@@ -1,4 +1,4 @@
-"""`motley config`: the resolved configuration of a run, with documentation and the origin of every value."""
+"""`motley config`: all settings of a run, with documentation and the origin of every value."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ LENGTH = 110
 
 
 def config(
-    file: Path | None = typer.Argument(None, help="A TOML file; without one, the quickstart preset."),
+    file: Path | None = typer.Argument(
+        None, help="A TOML file; without one, the quickstart preset."
+    ),
     preset: str = typer.Option("", help="Start from a named preset (motley list presets)."),
-    set_: list[str] = typer.Option([], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting; repeatable."),
+    set_: list[str] = typer.Option(
+        [], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting; repeatable."
+    ),
     plain: bool = typer.Option(False, "--plain", help="Without comments, as a run saves it."),
 ) -> None:
     """Print all settings of a run, with their documentation and where each value comes from.
 
-    Takes the same file, preset and overrides as `motley run`, and trains nothing. The output is a TOML file itself.
-    `motley list settings` prints the settings of all other choices, too.
+    Takes the same file, preset and overrides as `motley run`, and trains nothing. The output is a
+    TOML file itself. `motley list settings` also prints the settings of all other choices.
     """
     resolved = load_with_origins(file, preset=preset, overrides=set_)
     if plain:
@@ -38,7 +42,8 @@ def config(
 
 def annotated(resolved: Resolved) -> Iterator[str]:
     """Yield the lines of a configuration as TOML, with comments."""
-    yield "# Behind every value: where it comes from (default, a preset, a file, --set; with a comma, a paper's name)."
+    yield "# Behind every value: where it comes from (default, a preset, a file or --set)."
+    yield "# A name behind a comma is a paper's name for a method, which stands for the value."
     yield from _table(TableOf(Config), resolved.config, "", resolved)
 
 
@@ -65,7 +70,7 @@ def _table(table: TableOf, settings: Settings, prefix: str, resolved: Resolved) 
 
 
 def _one_line(setting: Setting) -> str:
-    """Return the first sentences of a key's description, and the allowed values if these are words."""
+    """Return the first sentences of a description, and the allowed values if they are words."""
     line, *others = re.split(r"(?<=\.) ", setting.description)
     for sentence in others:
         if len(line) + len(sentence) >= LENGTH:
@@ -82,7 +87,10 @@ def _toml(value: Any) -> str:
 
 
 def _origin(settings: Settings, prefix: str, name: str, resolved: Resolved) -> str:
-    """Return where a value comes from. Values that no layer gave are defaults, or come with the table's variant."""
+    """Return where a value comes from.
+
+    Values that no layer gave are defaults, or belong to the table's variant.
+    """
     origin = resolved.origins.get(f"{prefix}{name}")
     if origin is not None:
         return origin

@@ -1,4 +1,4 @@
-"""`motley deploy`: the same federation on several machines, with Flower."""
+"""`motley deploy`: run a federation on several machines, with Flower."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ deploy = typer.Typer(
     add_completion=False,
 )
 
-FOLDER = typer.Argument(..., metavar="DIR", help="The folder that `motley deploy init` made.")
+FOLDER = typer.Argument(..., metavar="DIR", help="The folder that `motley deploy init` created.")
 
 
 def simulation() -> Callable[..., Any]:
-    """Return the function that plays a run on Flower's simulation engine."""
-    # Ray first: its extra includes Flower, so that one command installs both.
+    """Return the function that runs a federation on Flower's simulation engine."""
+    # Ask for Ray first: its extra includes Flower, so one command installs both.
     require("ray", "engine.name = 'flower-simulation'")
     require("flwr", "engine.name = 'flower-simulation'")
     from motley.flower.simulation import simulate
@@ -37,12 +37,20 @@ def simulation() -> Callable[..., Any]:
 @deploy.command(cls=Command)
 def init(
     path: Path = typer.Argument(..., metavar="DIR", help="A new folder."),
-    file: Path | None = typer.Option(None, "--config", help="A TOML file; without one, the quickstart preset."),
+    file: Path | None = typer.Option(
+        None, "--config", help="A TOML file. Default: the quickstart preset."
+    ),
     preset: str = typer.Option("", help="Start from a named preset (motley list presets)."),
-    set_: list[str] = typer.Option([], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting; repeatable."),
-    host: str = typer.Option("127.0.0.1", help="The name or address that nodes reach the server by."),
+    set_: list[str] = typer.Option(
+        [], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting; repeatable."
+    ),
+    host: str = typer.Option(
+        "127.0.0.1", help="The server's host name or address, as nodes see it."
+    ),
     port: int = typer.Option(8443, help="The server's port."),
-    insecure: bool = typer.Option(False, "--insecure", help="No encryption and no keys: on this machine only."),
+    insecure: bool = typer.Option(
+        False, "--insecure", help="No encryption and no keys; only for tests on one machine."
+    ),
 ) -> None:
     """Write a folder with the run's configuration, certificates, keys, and one folder per node."""
     require("flwr", "motley deploy")
@@ -51,20 +59,24 @@ def init(
     from motley.settings import validate
 
     settings = validate(DeploySettings, {"host": host, "port": port, "insecure": insecure})
-    config = load_config(file, preset=preset, overrides=["server.min_fraction=0.5", *set_, "engine.name=flower"])
+    # Nodes may be away. A round with fewer than half of its updates is repeated, unless --set says
+    # otherwise.
+    overrides = ["server.min_fraction=0.5", *set_, "engine.name=flower"]
+    config = load_config(file, preset=preset, overrides=overrides)
     folder = create(path, config, settings)
     nodes = sorted(folder.nodes.iterdir(), key=lambda node: int(node.name.removeprefix("node-")))
     print(f"{len(nodes)} nodes, server at {settings.address}\n")
     print(f"on the server:     motley deploy server {path}")
     for node in nodes:
-        print(f"on node {node.name.removeprefix('node-'):>3}:       motley deploy node {path}/nodes/{node.name}")
+        number = node.name.removeprefix("node-")
+        print(f"on node {number:>3}:       motley deploy node {path}/nodes/{node.name}")
     print(f"then, to run it:   motley deploy run {path}")
-    print(f"and to look:       motley deploy status {path}")
+    print(f"to see its state:  motley deploy status {path}")
 
 
 @deploy.command(cls=Command)
 def server(path: Path = FOLDER) -> None:
-    """Be the server. Nodes whose keys are in the folder are admitted. Ctrl-C ends it."""
+    """Start the server, which admits nodes whose keys are in the folder. Ctrl-C stops it."""
     require("flwr", "motley deploy")
     from motley.deploy.commands import serve
     from motley.deploy.folder import DeployFolder
@@ -76,9 +88,11 @@ def server(path: Path = FOLDER) -> None:
 @deploy.command(cls=Command)
 def node(
     path: Path = typer.Argument(..., metavar="NODE", help="The node's folder, with its node.toml."),
-    patience: float = typer.Option(120.0, help="Seconds for which a node that the server refuses tries again."),
+    patience: float = typer.Option(
+        120.0, help="Seconds to keep trying if the server rejects the node."
+    ),
 ) -> None:
-    """Be a node: Flower's SuperNode, with the folder's key and data. Ctrl-C ends it."""
+    """Start a node (Flower's SuperNode) with the folder's key and data. Ctrl-C stops it."""
     require("flwr", "motley deploy")
     from motley.deploy.node import be_node
 
@@ -88,7 +102,7 @@ def node(
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """End a block in good order, with the processes that it started, on Ctrl-C and on SIGTERM."""
+    """Leave the block normally on Ctrl-C and SIGTERM, so that it can stop its child processes."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         yield
@@ -98,7 +112,7 @@ def _stopped_by_signals() -> Iterator[None]:
 
 @deploy.command(cls=Command)
 def run(path: Path = FOLDER) -> None:
-    """Begin the federation's run, or resume it after an interruption."""
+    """Start the federation's run, or resume it after an interruption."""
     require("flwr", "motley deploy")
     from motley.deploy.commands import play
     from motley.deploy.folder import DeployFolder
@@ -108,7 +122,7 @@ def run(path: Path = FOLDER) -> None:
 
 @deploy.command(cls=Command)
 def status(path: Path = FOLDER) -> None:
-    """Show nodes and runs as the server knows them."""
+    """Show the nodes and runs that the server knows."""
     require("flwr", "motley deploy")
     from rich.console import Console
 

@@ -1,7 +1,7 @@
-"""Turn exceptions into messages and exit statuses: the only place where the command line does so.
+"""Turn exceptions into messages and exit statuses. Only this module does so.
 
 status 1   a bug in Motley: the message says so and names a file with the traceback
-status 2   something the user can mend: a wrong setting, a damaged file, a full disk, too little memory
+status 2   something the user can fix: a wrong setting, a damaged file, a full disk, no memory
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from safetensors import SafetensorError
 from motley.core.errors import MotleyError
 from motley.limits import is_out_of_memory
 
-#: With this environment variable set, every failure also prints its traceback.
+#: If this environment variable is set, every failure also prints its traceback.
 DEBUG = "MOTLEY_DEBUG"
 
-#: Parts of messages, in lower case, by which torch says that it cannot compute with a number.
+#: Lower-case parts of torch's messages about numbers that are too large for it.
 TOO_LARGE = ("overflow when unpacking", "without overflow")
 
-#: Errors of writing; Python does not say to which file, only that of opening one does.
+#: Errors of writing to an open file. Python does not say to which one.
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
-#: Exceptions that readers of files raise when the content is not what it should be.
+#: Exceptions that file readers raise for damaged content.
 DAMAGED = (
     SafetensorError,
     UnicodeDecodeError,
@@ -69,20 +69,21 @@ def handle(error: Exception) -> int:
 
 
 def explain(error: Exception) -> str | None:
-    """Return the message of a failure that is not a bug in Motley, or None if it is one."""
+    """Return the message for a failure the user can fix, or None for a bug in Motley."""
     if isinstance(error, MotleyError):
         return str(error)
     if is_out_of_memory(error):
         return (
-            f"there is not enough memory: {_first_line(error)} Smaller values of training.batch_size, "
-            "federation.clients, data.transform.resize or the model's width need less."
+            f"there is not enough memory: {_first_line(error)} Try smaller values of "
+            "training.batch_size, federation.clients, data.transform.resize or the model's width."
         )
     if isinstance(error, OverflowError) or any(part in str(error).lower() for part in TOO_LARGE):
         return f"a number in the configuration is too large to compute with: {_first_line(error)}"
     if isinstance(error, OSError):
         return _os_error(error)
     if isinstance(error, sqlite3.Error):
-        return f"the clients' state (clients/memories.sqlite in the run's folder) cannot be used: {_first_line(error)}"
+        file = "clients/memories.sqlite in the run's folder"
+        return f"the clients' state ({file}) cannot be used: {_first_line(error)}"
     if isinstance(error, ValueError) and "embedded null" in str(error):
         return "a path contains a null character."
     if isinstance(error, DAMAGED):
@@ -96,7 +97,10 @@ def _os_error(error: OSError) -> str:
         return f"the standard output or a file cannot be written: {reason}."
     if error.filename is None:
         return f"a file or a connection cannot be used: {reason}."
-    names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
+    names = []
+    for name in (error.filename, error.filename2):
+        if isinstance(name, str | bytes):
+            names.append(os.fsdecode(name))
     return f"{' -> '.join(names) or error.filename}: {reason}."
 
 
@@ -106,7 +110,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _bug(error: Exception) -> str:
-    """Write the traceback of an unexpected exception to a file, and return a message that names it."""
+    """Write the traceback of an unexpected exception to a file; return a message that names it."""
     text = f"motley {' '.join(sys.argv[1:])}\n\n" + "".join(traceback.format_exception(error))
     try:
         descriptor, name = tempfile.mkstemp(prefix="motley-error-", suffix=".txt")
@@ -116,33 +120,38 @@ def _bug(error: Exception) -> str:
     except OSError:
         _to_stderr(text)
         where = "The traceback is above."
-    said = f"{type(error).__name__}: {_first_line(error)}"
-    return f"this is a bug in Motley, not in your input: {said} {where} Please report it with the command you ran."
+    summary = f"{type(error).__name__}: {_first_line(error)}"
+    return (
+        f"this is a bug in Motley, not in your input: {summary} {where} "
+        "Please report it with the command you ran."
+    )
 
 
 def _to_stderr(text: str | Text) -> None:
-    """Print to stderr, if anybody can still read it: it may be on the same full disk as the output."""
+    """Print to stderr. A failure is ignored: it may be redirected to the same full disk."""
     with suppress(OSError):
         Console(stderr=True).print(text, soft_wrap=True, markup=False, highlight=False)
 
 
 def flush_output() -> str | None:
-    """Write what is left of the standard output; if that fails, return why, and leave nothing for a second failure.
+    """Flush the standard output and return the reason if that fails.
 
-    Python flushes again at its exit and would print its own complaint then, so the output is pointed at nothing.
+    After a failure the output is redirected to /dev/null, because Python flushes again at exit and
+    would then print a message of its own.
     """
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        _point_output_at_nothing()  # the reader has left, as `head` does: that is no failure of ours
+        # The reader closed the pipe, as `head` does. This is not an error.
+        _redirect_output_to_null()
     except (OSError, ValueError) as error:
-        _point_output_at_nothing()
+        _redirect_output_to_null()
         return str(getattr(error, "strerror", None) or error)
     return None
 
 
-def _point_output_at_nothing() -> None:
+def _redirect_output_to_null() -> None:
     with suppress(OSError, ValueError, io.UnsupportedOperation):
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, sys.stdout.fileno())
-        os.close(nothing)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)

@@ -1,4 +1,4 @@
-"""`motley list`: what a configuration can choose from, all settings, and the runs of a folder."""
+"""`motley list`: the names a configuration can use, all settings, and the runs in a folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from motley.splits import SPLITS
 
 
 class Kind(StrEnum):
-    """What can be listed."""
+    """The things that can be listed."""
 
     methods = "methods"
     models = "models"
@@ -46,9 +46,11 @@ def list_things(
     kind: Kind = typer.Argument(..., metavar="KIND", help=f"What to list: {_KINDS}."),
     which: str = typer.Argument(
         "",
-        help="With runs, the folder to look in (by default runs/); with settings, a table or a part of a key.",
+        help="With runs: the folder to look in (default: runs/). With settings: part of a key.",
     ),
-    as_markdown: bool = typer.Option(False, "--markdown", help="With settings: print the page docs/settings.md."),
+    as_markdown: bool = typer.Option(
+        False, "--markdown", help="With settings: print the page docs/settings.md."
+    ),
 ) -> None:
     """List methods, models, data sets, partitions, presets, splits, analyses, settings or runs."""
     if which and kind not in (Kind.settings, Kind.runs):
@@ -89,7 +91,9 @@ def _list_presets() -> None:
 def _list_registry(registry: Registry) -> None:
     entries = sorted(registry, key=lambda entry: by_name(entry.name))
     with_papers = any(entry.paper for entry in entries)
-    table = _table(registry.kind.replace(" ", ""), "what it is", *(["paper"] if with_papers else []))
+    table = _table(
+        registry.kind.replace(" ", ""), "what it is", *(["paper"] if with_papers else [])
+    )
     for entry in entries:
         also = f" (also: {', '.join(entry.aliases)})" if entry.aliases else ""
         table.add_row(entry.name, entry.summary + also, *([entry.paper] if with_papers else []))
@@ -105,7 +109,7 @@ def _table(first: str, *others: str) -> Table:
 
 
 def by_name(name: str) -> list[str | int]:
-    """Return the key that names are sorted by: numbers in them count as numbers, so that vgg9 comes before vgg11."""
+    """Return a sort key that compares numbers by value, so that vgg9 comes before vgg11."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
@@ -135,11 +139,15 @@ def _list_settings(which: str, as_markdown: bool) -> None:
 
 
 def _described(setting: Setting) -> Text:
-    """Return a key with its default, type and allowed values on one line, and its description below."""
+    """Return one line with a key, its default, type and allowed values, and one to describe it."""
     default = f" = {setting.default}" if setting.default else " (required)"
     allowed = f": {setting.allowed}" if setting.allowed else ""
     return Text.assemble(
-        "  ", (setting.key, "cyan"), default, (f"  ({setting.type}{allowed})", "dim"), f"\n      {setting.description}"
+        "  ",
+        (setting.key, "cyan"),
+        default,
+        (f"  ({setting.type}{allowed})", "dim"),
+        f"\n      {setting.description}",
     )
 
 
@@ -148,10 +156,13 @@ def _described(setting: Setting) -> Text:
 
 def _list_runs(folder: Path) -> None:
     if not folder.is_dir():
-        raise MotleyError(f"{folder}: there is no such folder. motley list runs FOLDER looks in another one.")
+        raise MotleyError(
+            f"{folder}: there is no such folder. motley list runs FOLDER looks in another one."
+        )
     runs = find_runs(folder)
     if not runs:
-        Console().print(f"There are no runs in {folder}.", highlight=False, markup=False, soft_wrap=True)
+        message = f"There are no runs in {folder}."
+        Console().print(message, highlight=False, markup=False, soft_wrap=True)
         return
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("run", style="bold", overflow="fold", min_width=10)
@@ -162,7 +173,17 @@ def _list_runs(folder: Path) -> None:
     table.add_column("began", min_width=10)
     table.add_column("state", overflow="fold", min_width=8)
     for run in runs:
-        cells = (run.path, run.data, run.method, run.preset, run.round, run.last, run.best, run.began, run.state)
+        cells = (
+            run.path,
+            run.data,
+            run.method,
+            run.preset,
+            run.round,
+            run.last,
+            run.best,
+            run.began,
+            run.state,
+        )
         table.add_row(*(Text(str(cell)) for cell in cells))
     Console().print(table)
 
@@ -172,12 +193,19 @@ def _list_runs(folder: Path) -> None:
 
 def _names() -> Table:
     """Return the papers' names, by beginnings and ends."""
-    table = Table(box=None, pad_edge=False, title="\nNames for a method with a split and InCo", title_justify="left")
+    table = Table(
+        box=None,
+        pad_edge=False,
+        title="\nNames for a method with a split and InCo",
+        title_justify="left",
+    )
     table.add_column("name", style="bold", no_wrap=True)
     table.add_column("stands for")
     table.add_column("what it is")
     for prefix, (summary, settings) in PREFIXES.items():
-        table.add_row(f"{prefix}*", _written({k: v for k, v in settings.items() if v is not True}), summary)
+        table.add_row(
+            f"{prefix}*", _written({k: v for k, v in settings.items() if v is not True}), summary
+        )
     for ablation, settings in ABLATIONS.items():
         table.add_row(f"InCo* {ablation}", _written(settings), "an ablation of the InCo paper")
     for name, (summary, settings) in SYSTEMS.items():
@@ -185,7 +213,11 @@ def _names() -> Table:
     for stem, settings in STEMS.items():
         table.add_row(f"*{stem}", _written(settings), f"Fed{stem}, Hetero{stem} or InCo{stem}")
     for name, (summary, settings) in VARIANTS.items():
-        table.add_row(name, _written({k: v for k, v in settings.items() if k != "method.inco.variant"}), summary)
+        table.add_row(
+            name,
+            _written({k: v for k, v in settings.items() if k != "method.inco.variant"}),
+            summary,
+        )
     return table
 
 

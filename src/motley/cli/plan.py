@@ -1,4 +1,4 @@
-"""`motley plan`: what each size costs, and which one each client of a fleet can hold."""
+"""`motley plan`: the cost of each size, and the largest size that fits each client."""
 
 from __future__ import annotations
 
@@ -11,23 +11,29 @@ from rich.console import Console
 from rich.table import Table
 
 from motley.assembly import build_split
-from motley.bench import SHAPES, stand_in
+from motley.bench import SHAPES, synthetic_dataset
 from motley.config import Config, load_config
 from motley.core.errors import MotleyError
 from motley.data import Dataset
 from motley.data.device import DeviceData
 from motley.federation import load_dataset_of
-from motley.plan import Budget, Cost, costs_of, largest_fitting, read_budgets
+from motley.plan import NODE_RUNTIME, Budget, Cost, costs_of, largest_fitting, read_budgets
 
 COLUMNS = ("parameters", "GFLOPs\nper step", "activ.\nMB", "memory\nMB", "MB per\nround")
 
 
 def plan(
-    file: Path | None = typer.Argument(None, help="A TOML file; without one, the quickstart preset."),
-    budgets: Path | None = typer.Option(None, help="A CSV file: client, and any of memory_mb, parameters, gflops."),
+    file: Path | None = typer.Argument(None, help="A TOML file. Default: the quickstart preset."),
+    budgets: Path | None = typer.Option(
+        None, help="A CSV file with the columns client and any of memory_mb, parameters, gflops."
+    ),
     preset: str = typer.Option("", help="Start from a named preset (motley list presets)."),
-    set_: list[str] = typer.Option([], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting; repeatable."),
-    synthetic: bool = typer.Option(False, help="Random images in place of the data set's files."),
+    set_: list[str] = typer.Option(
+        [], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting; repeatable."
+    ),
+    synthetic: bool = typer.Option(
+        False, help="Use random images instead of the data set's files."
+    ),
 ) -> None:
     """Print the cost of every size, or with --budgets the largest size for every client."""
     config = load_config(file, preset=preset, overrides=set_)
@@ -50,7 +56,7 @@ def _row(budget: Budget, size: str | None, costs: dict[str, Cost]) -> tuple[str,
 
 def costs_in(config: Config, synthetic: bool = False) -> dict[str, Cost]:
     """Return the costs of a configuration's sizes, the largest first."""
-    dataset = stand_in(config.data.name) if synthetic else _dataset_of(config)
+    dataset = synthetic_dataset(config.data.name) if synthetic else _dataset_of(config)
     dataset.check_inferred_classes()
     examples = DeviceData(dataset.train, config.data.transform, torch.device("cpu"), augment=False)
     split = build_split(config, examples.shape, dataset.classes)
@@ -58,25 +64,28 @@ def costs_in(config: Config, synthetic: bool = False) -> dict[str, Cost]:
 
 
 def _dataset_of(config: Config) -> Dataset:
-    """Load the configuration's data set; if it is missing, say how to do without it."""
+    """Load the configuration's data set. If it is missing, the error says how to do without it."""
     try:
         return load_dataset_of(config)
     except MotleyError as error:
         if config.data.name not in SHAPES:
             raise
         raise MotleyError(
-            f"{error}\nA plan needs the shape of the images only: --synthetic uses random images of that shape "
-            "instead of the files."
+            f"{error}\nA plan only needs the shape of the images: --synthetic uses random "
+            "images of that shape instead of the files."
         ) from None
 
 
 def table(rows: list[tuple[str, str, Cost | None]], config: Config, first: str) -> Table:
     """Return one row per client, or per size."""
-    batch = f"activations and memory of a training step with a batch of {config.training.batch_size}"
-    result = Table(caption=batch, caption_justify="left")
+    caption = (
+        f"activations and memory of a training step with a batch of {config.training.batch_size}\n"
+        f"a node's process takes about {NODE_RUNTIME / 1e6:.0f} MB more, beside `import torch`"
+    )
+    result = Table(caption=caption, caption_justify="left")
     for name in [first] if first == "size" else [first, "size"]:
         result.add_column(name, overflow="fold")
-    # Headers of two short lines, and columns that are never shortened: a number that is cut is a wrong number.
+    # Short two-line headers and no_wrap: rich must never truncate a number.
     for header in COLUMNS:
         result.add_column(header, justify="right", no_wrap=True)
     for name, size, cost in rows:

@@ -1,10 +1,11 @@
-"""Progress of a run: a live display in a terminal, plain lines elsewhere.
+"""The progress of a run: a live display in a terminal, plain lines elsewhere.
 
-A display that cannot be written does not stop the training: see `Progress.say`.
+Training continues if the display cannot be written: see `Progress.say`.
 """
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from collections import deque
@@ -23,17 +24,17 @@ from motley.cli.show import print_outcome
 from motley.core.errors import MotleyError
 from motley.federation import Federation
 from motley.round import Record, Server
+from motley.runs.callbacks import Callback
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import overall
-from motley.runs.play import Callback
 
 BARS = "▁▂▃▄▅▆▇█"
-#: Without a terminal, a first round that takes longer than so many seconds is announced with an estimate.
+#: Without a terminal, print an estimate if the first round takes longer than this many seconds.
 PATIENCE = 10.0
 
 
 class Progress(Callback):
-    """The state of every display: how far the run is, how fast it is, and the accuracy of every size."""
+    """The numbers that all displays show: the progress, the speed and the accuracy per size."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -46,10 +47,10 @@ class Progress(Callback):
         self.output_error: OSError | None = None
 
     def say(self, text: str) -> None:
-        """Print a line. If the output cannot be written (a full disk, a closed terminal), the training goes on.
+        """Print a line. If that fails (a full disk, a closed terminal), the training goes on.
 
-        A reader that has left (`motley run | head`) does stop the run, as it stops other programs: rich raises
-        SystemExit for a broken pipe, and the run saves a checkpoint.
+        A closed pipe (`motley run | head`) does stop the run, as it stops other programs: rich
+        raises SystemExit for it, and the run saves a checkpoint.
         """
         if self.output_error is not None:
             return
@@ -59,9 +60,10 @@ class Progress(Callback):
             self.lose_output(error)
 
     def lose_output(self, error: OSError) -> None:
-        """Remember why the output cannot be written, and say so on stderr, once."""
+        """Stop printing, and report the reason on stderr once."""
         self.output_error = error
-        text = f"motley: the standard output cannot be written: {error.strerror}. The training goes on."
+        reason = f"the standard output cannot be written: {error.strerror}"
+        text = f"motley: {reason}. The training goes on."
         with suppress(OSError):
             Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -90,7 +92,7 @@ class Progress(Callback):
 
     @property
     def seconds_per_round(self) -> float:
-        """The mean over the last rounds; in the first round an estimate from its clients so far, or 0."""
+        """The mean over the last rounds. In the first round, an estimate from its clients, or 0."""
         if self.durations:
             return sum(self.durations) / len(self.durations)
         if self.clients_done:
@@ -99,7 +101,10 @@ class Progress(Callback):
 
     @property
     def time_left(self) -> str:
-        """The time until the end of the run, at the present speed; with a tilde if only clients were timed yet."""
+        """The time until the end of the run at the current speed.
+
+        A tilde marks an estimate from single clients, before the first round is complete.
+        """
         if not self.seconds_per_round:
             return "?"
         left = clock_time(self.seconds_per_round * (self.rounds - self.round_number))
@@ -128,15 +133,20 @@ class PlainProgress(Progress):
         waited = time.perf_counter() - self.began
         if not self.durations and not self.estimated and waited > PATIENCE:
             self.estimated = True
+            clients = f"client {self.clients_done}/{self.clients}"
             per_round = clock_time(self.seconds_per_round)
-            self.say(f"client {self.clients_done}/{self.clients}  ~{per_round} per round  left {self.time_left}")
+            self.say(f"{clients}  ~{per_round} per round  left {self.time_left}")
 
     def on_round(self, server: Server, record: Record) -> None:
         super().on_round(server, record)
         parts = [f"round {record.round_number}/{self.rounds}"]
         parts += [f"{size} {score.accuracy:.1%}" for size, score in record.scores.items()]
         parts += [f"mean {overall(record):.1%}"] if record.scores else []
-        parts += [f"train loss {record.train_loss:.3f}", f"{self.durations[-1]:.2f} s", f"left {self.time_left}"]
+        parts += [
+            f"train loss {record.train_loss:.3f}",
+            f"{self.durations[-1]:.2f} s",
+            f"left {self.time_left}",
+        ]
         self.say("  ".join(parts))
 
 
@@ -145,7 +155,9 @@ class LiveProgress(Progress):
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
-        self.live = Live(console=console, get_renderable=self.draw, refresh_per_second=4, transient=True)
+        self.live = Live(
+            console=console, get_renderable=self.draw, refresh_per_second=4, transient=True
+        )
 
     def on_start(self, federation: Federation, server: Server) -> None:
         super().on_start(federation, server)
@@ -159,17 +171,17 @@ class LiveProgress(Progress):
             self.lose_output(error)
 
     def draw(self) -> RenderableType:
-        """Return the display as it stands."""
+        """Return the current display. rich calls this from its own thread."""
         return Group(self._head(), self._table())
 
     def _head(self) -> RenderableType:
         text = partial(Column, no_wrap=True)
-        bar = Column(max_width=30)  # the only one that gives way in a narrow terminal
+        bar = Column(max_width=30)  # the only column that shrinks in a narrow terminal
         grid = Table.grid(text(), bar, text(), text(), text(), text(), padding=(0, 2))
-        part = self.clients_done / self.clients if self.clients else 0.0
+        round_fraction = self.clients_done / self.clients if self.clients else 0.0
         grid.add_row(
             f"[bold]round {min(self.round_number + 1, self.rounds)}/{self.rounds}[/]",
-            ProgressBar(total=max(self.rounds, 1), completed=self.round_number + part),
+            ProgressBar(total=max(self.rounds, 1), completed=self.round_number + round_fraction),
             f"client {self.clients_done}/{self.clients}",
             f"{self.seconds_per_round:.2f} s per round" if self.durations else "",
             f"{self.time_left} left",
@@ -181,31 +193,34 @@ class LiveProgress(Progress):
         if not self.history:
             return Text(f"training on {self.device}, no accuracy yet ...", style="dim")
         table = Table("size", "accuracy", "best", "over rounds", box=None)
+        # A copy, because the training thread may add a size meanwhile.
         for size, values in list(self.history.items()):
             table.add_row(size, f"{values[-1]:.1%}", f"{max(values):.1%}", spark(values))
         return table
 
 
 def spark(values: list[float], width: int = 40) -> str:
-    """Return accuracies as a line of bars from 0 to 1, thinned to a width."""
-    step = max(1, -(-len(values) // width))
-    kept = values[::-1][::step][::-1]
-    return "".join(BARS[min(len(BARS) - 1, int(value * len(BARS)))] for value in kept)
+    """Draw accuracies from 0 to 1 as at most `width` bars. The last value is always included."""
+    step = max(1, math.ceil(len(values) / width))
+    shown = values[::-1][::step][::-1]
+    return "".join(BARS[min(len(BARS) - 1, int(value * len(BARS)))] for value in shown)
 
 
 @contextmanager
 def watch(path: Path) -> Iterator[Progress]:
-    """Show a run's progress; at the end its table, and after an interruption the command to continue."""
+    """Show a run's progress, then its results, or how to continue it after an interruption."""
     console = Console()
     redrawable = console.is_interactive and console.file.isatty()
     progress = LiveProgress(console) if redrawable else PlainProgress(console)
     try:
         yield progress
     except KeyboardInterrupt:
-        after = f" after round {progress.round_number}" if progress.rounds else ""
-        begun = RunFolder(path).config.exists()
-        how = f"{after}. To continue: motley resume {shlex.quote(str(path))}" if begun else " before it began."
-        progress.say(f"\nStopped{how}")
+        if RunFolder(path).config.exists():
+            after = f" after round {progress.round_number}" if progress.rounds else ""
+            command = f"motley resume {shlex.quote(str(path))}"
+            progress.say(f"\nStopped{after}. To continue: {command}")
+        else:
+            progress.say("\nStopped before it began.")
         raise SystemExit(130) from None
     name = shlex.quote(str(path))
     if progress.output_error is not None:

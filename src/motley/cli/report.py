@@ -1,4 +1,4 @@
-"""`motley report`: runs and studies as one HTML file."""
+"""`motley report`: one HTML page about runs and studies."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from rich.console import Console
 
 from motley.extras import require
 from motley.files import is_stream, output_file
-from motley.report.material import gather
+from motley.report.report_data import gather
 
 
 def report(
-    paths: list[Path] = typer.Argument(..., metavar="RUN-or-STUDY...", help="Folders of runs or of studies."),
+    paths: list[Path] = typer.Argument(
+        ..., metavar="RUN-or-STUDY...", help="Folders of runs or of studies."
+    ),
     out: Path = typer.Option(Path("report.html"), "-o", "--out", help="The file to write."),
     title: str = typer.Option("", help="The page's title; by default the folders' names."),
 ) -> None:
-    """Write one self-contained HTML page: curves, tables, traffic, partition, InCo's coefficients, configurations."""
+    """Write one self-contained HTML page: curves, tables, traffic, partition, configurations.
+
+    InCo's coefficients are included if a run used InCo.
+    """
     require("plotly", "motley report")
     from motley.report.page import render
 

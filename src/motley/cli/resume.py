@@ -13,14 +13,15 @@ from motley.config import Config
 from motley.methods import METHODS
 from motley.runs.checkpoint import changed_settings, last_round
 from motley.runs.folder import RunFolder
-from motley.runs.play import resume as resume_run
-from motley.runs.play import set_rounds
+from motley.runs.run import resume_run, set_rounds
 
 
 def resume(
     path: Path = typer.Argument(..., metavar="RUN", help="The run's folder."),
     rounds: int | None = typer.Option(
-        None, min=1, help="Change the number of rounds of the run first, for example to extend a finished run."
+        None,
+        min=1,
+        help="First change the run's number of rounds, for example to extend a finished run.",
     ),
 ) -> None:
     """Continue a run after a crash, Ctrl-C or kill -9, or extend it with --rounds."""
@@ -38,25 +39,29 @@ def resume(
 
 
 def _warnings(folder: RunFolder, before: Config, config: Config) -> list[str]:
-    """Return what the user should know before the run continues with other settings than it began with."""
+    """Return warnings about settings that changed since the run began."""
     warnings = []
-    played = last_round(folder.checkpoints)
+    rounds_done = last_round(folder.checkpoints)
     edited = changed_settings(folder.checkpoints, before)
     if edited:
-        changes = ", ".join(f"{name} = {now!r} (it was {then!r})" for name, (then, now) in edited.items())
-        warnings.append(
-            f"{folder.config} was changed after round {played}: {changes}. The run continues with the new values, "
-            "and its result is that of neither configuration."
+        changes = ", ".join(
+            f"{name} = {new!r} (it was {old!r})" for name, (old, new) in edited.items()
         )
-    longer = config.training.rounds != before.training.rounds or "training.rounds" in edited
-    if played and longer and METHODS[config.method.name].uses_total_rounds:
         warnings.append(
-            f"{config.method.name} schedules its training by the total number of rounds, and rounds 1 to {played} "
-            "were played with another total. The result differs from that of a run which had it from the start."
+            f"{folder.config} was changed after round {rounds_done}: {changes}. The run continues "
+            "with the new values; its result will match neither configuration."
+        )
+    rounds_changed = config.training.rounds != before.training.rounds or "training.rounds" in edited
+    if rounds_done and rounds_changed and METHODS[config.method.name].uses_total_rounds:
+        warnings.append(
+            f"{config.method.name} schedules its training by the total number of rounds, and "
+            f"rounds 1 to {rounds_done} ran with another total. The result differs from that of a "
+            "run which had it from the start."
         )
     return warnings
 
 
 def _warn(warnings: list[str]) -> None:
     for warning in warnings:
-        Console(stderr=True).print(f"motley: warning: {warning}", highlight=False, markup=False, soft_wrap=True)
+        text = f"motley: warning: {warning}"
+        Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,28 @@ from motley.runs.metrics import OVERALL, MetricsLog, Outcome, outcome
 
 
 def show(
-    paths: list[Path] = typer.Argument(..., metavar="RUN...", help="Folders of runs; several are shown side by side."),
-    fingerprint_only: bool = typer.Option(False, "--fingerprint", help="Print a hash of the final global state."),
-    as_json: bool = typer.Option(False, "--json", help="Print a JSON list with one object per run."),
+    paths: list[Path] = typer.Argument(
+        ..., metavar="RUN...", help="Folders of runs; several are shown side by side."
+    ),
+    fingerprint_only: bool = typer.Option(
+        False, "--fingerprint", help="Print a hash of the final global state."
+    ),
+    as_json: bool = typer.Option(
+        False, "--json", help="Print a JSON list with one object per run."
+    ),
 ) -> None:
     """Show the accuracy per size and overall, the communication and the time of runs."""
     if fingerprint_only and as_json:
-        raise MotleyError("--fingerprint and --json: give one of them; --json includes the fingerprint.")
+        raise MotleyError(
+            "--fingerprint and --json: give one of them; --json includes the fingerprint."
+        )
     folders = [RunFolder.open(path) for path in paths]
     if fingerprint_only:
         for folder in folders:
-            mark = _fingerprint(folder)
-            if mark is None:
+            digest = _fingerprint(folder)
+            if digest is None:
                 raise MotleyError(f"{folder.path} has no checkpoint yet.")
-            print(mark if len(folders) == 1 else f"{mark}  {folder.path}")
+            print(digest if len(folders) == 1 else f"{digest}  {folder.path}")
     elif as_json:
         print(json.dumps([as_plain(folder) for folder in folders], indent=2))
     elif len(folders) == 1:
@@ -48,43 +57,48 @@ def _fingerprint(folder: RunFolder) -> str | None:
 
 
 def title(config: Config) -> str:
-    """Return the data and the method of a run in a few words."""
+    """Return a short title: the data set and the method of a run."""
     inco = f" + InCo ({config.method.inco.variant})" if config.method.inco.active else ""
     return f"{config.data.name}, {config.method.name}{inco}"
 
 
 def print_outcome(console: Console, folder: RunFolder) -> None:
-    """Print the table of a run."""
+    """Print the results of a run."""
+    # Paths and names are printed as they are: no colours, no markup, no line breaks.
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     config = folder.read_config()
     lines = MetricsLog(folder.metrics).read()
     if not lines:
-        console.print(f"{folder.path} has no finished round yet.", highlight=False, markup=False, soft_wrap=True)
+        say(f"{folder.path} has no finished round yet.")
         return
-    found = outcome(lines, config.evaluation.last_k, config.evaluation.targets)
+    result = outcome(lines, config.evaluation.last_k, config.evaluation.targets)
     preset = f"preset {config.preset}, " if config.preset else ""
     about = f" ({preset}split {config.split.name}, seed {config.seed})"
     console.print(Text.assemble((title(config), "bold"), about))
-    console.print(f"round {found.rounds} of {config.training.rounds}", highlight=False)
-    if found.accuracy:
-        console.print(accuracy_table(found))
+    say(f"round {result.rounds} of {config.training.rounds}")
+    if result.accuracy:
+        console.print(accuracy_table(result))
     else:
-        console.print("no round has been evaluated yet")
-    for target, number in found.rounds_to.items():
+        say("no round has been evaluated yet")
+    for target, number in result.rounds_to.items():
         reached = f"first reached in round {number}" if number is not None else "not reached"
-        console.print(f"{target:.1%} mean accuracy: {reached}", highlight=False)
-    if lines[-1].get("method"):
-        own = ", ".join(f"{name} {_written(value)}" for name, value in lines[-1]["method"].items())
-        console.print(f"{config.method.name}, last round: {own}", highlight=False, markup=False, soft_wrap=True)
-    phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in found.seconds.items())
-    total = sum(found.seconds.values())
-    console.print(
-        f"communication: {found.bytes_down / 1e6:,.1f} MB down, {found.bytes_up / 1e6:,.1f} MB up", highlight=False
-    )
-    if found.epsilon:
-        model, upload = _epsilon(found.epsilon.get("model")), _epsilon(found.epsilon.get("upload"))
-        whom = f"{model} (adversary sees the global models), {upload} (adversary sees individual updates)"
-        console.print(f"client-level epsilon: {whom}, delta {config.privacy.delta:g}", highlight=False, soft_wrap=True)
-    console.print(f"time: {total:.1f} s, {total / found.rounds:.2f} s per round ({phases})", highlight=False)
+        say(f"{target:.1%} mean accuracy: {reached}")
+    method_numbers = lines[-1].get("method")
+    if method_numbers:
+        numbers = ", ".join(f"{name} {_written(value)}" for name, value in method_numbers.items())
+        say(f"{config.method.name}, last round: {numbers}")
+    down, up = result.bytes_down / 1e6, result.bytes_up / 1e6
+    say(f"communication: {down:,.1f} MB down, {up:,.1f} MB up")
+    if result.epsilon:
+        model = _epsilon(result.epsilon.get("model"))
+        upload = _epsilon(result.epsilon.get("upload"))
+        say(
+            f"client-level epsilon: {model} (adversary sees the global models), "
+            f"{upload} (adversary sees individual updates), delta {config.privacy.delta:g}"
+        )
+    phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in result.seconds.items())
+    total = sum(result.seconds.values())
+    say(f"time: {total:.1f} s, {total / result.rounds:.2f} s per round ({phases})")
 
 
 def _written(value: float | None) -> str:
@@ -95,12 +109,12 @@ def _epsilon(value: float | None) -> str:
     return "infinite" if value is None else f"{value:.2f}"
 
 
-def accuracy_table(found: Outcome) -> Table:
-    """Return one row per size, and one for their mean."""
-    table = Table("size", "last", "best", "best round", f"mean of last {found.averaged}")
+def accuracy_table(result: Outcome) -> Table:
+    """Return one row per size and one for their mean."""
+    table = Table("size", "last", "best", "best round", f"mean of last {result.averaged}")
     for column in table.columns[1:]:
         column.justify = "right"
-    for name, summary in found.accuracy.items():
+    for name, summary in result.accuracy.items():
         if name == OVERALL:
             table.add_section()
         table.add_row(
@@ -118,7 +132,7 @@ def accuracy_table(found: Outcome) -> Table:
 
 
 def side_by_side(folders: Sequence[RunFolder]) -> Table:
-    """Return a table with one column per run: its settings in a few words, its accuracies, traffic and time."""
+    """Return a table with one column per run: main settings, accuracies, traffic and time."""
     plain = [as_plain(folder, with_fingerprint=False) for folder in folders]
     sizes: list[str] = []
     for run in plain:
@@ -130,12 +144,16 @@ def side_by_side(folders: Sequence[RunFolder]) -> Table:
         values = [str(run[name] or "") for run in plain]
         if any(values):
             table.add_row(name, *values)
-    table.add_row("round", *(f"{run['round']} of {run['rounds']}" for run in plain), end_section=True)
+    table.add_row(
+        "round", *(f"{run['round']} of {run['rounds']}" for run in plain), end_section=True
+    )
     for key, words in (("last", "last accuracy"), ("best", "best accuracy")):
         for size in (*sizes, OVERALL):
             row = [_percent(run["accuracy"].get(size, {}).get(key)) for run in plain]
             name = f"{words}, {size}"
-            table.add_row(name, *row, style="bold" if size == OVERALL else "", end_section=size == OVERALL)
+            table.add_row(
+                name, *row, style="bold" if size == OVERALL else "", end_section=size == OVERALL
+            )
     table.add_row("MB down", *(f"{run['bytes']['down'] / 1e6:,.1f}" for run in plain))
     table.add_row("MB up", *(f"{run['bytes']['up'] / 1e6:,.1f}" for run in plain))
     table.add_row("seconds", *(f"{sum(run['seconds'].values()):,.1f}" for run in plain))
@@ -150,9 +168,9 @@ def as_plain(folder: RunFolder, *, with_fingerprint: bool = True) -> dict[str, A
     """Return the results of a run as plain values, for JSON."""
     config = folder.read_config()
     lines = MetricsLog(folder.metrics).read()
-    found = outcome(lines, config.evaluation.last_k, config.evaluation.targets)
+    result = outcome(lines, config.evaluation.last_k, config.evaluation.targets)
     accuracy = {}
-    for size, summary in found.accuracy.items():
+    for size, summary in result.accuracy.items():
         accuracy[size] = {
             "last": summary.last,
             "best": summary.best,
@@ -168,15 +186,15 @@ def as_plain(folder: RunFolder, *, with_fingerprint: bool = True) -> dict[str, A
         "split": config.split.name,
         "preset": config.preset or None,
         "seed": config.seed,
-        "round": found.rounds,
+        "round": result.rounds,
         "rounds": config.training.rounds,
-        "finished": found.rounds >= config.training.rounds,
+        "finished": result.rounds >= config.training.rounds,
         "accuracy": accuracy,
-        "mean_of_last_rounds": found.averaged,
-        "rounds_to": {str(target): number for target, number in found.rounds_to.items()},
-        "bytes": {"down": found.bytes_down, "up": found.bytes_up},
-        "seconds": found.seconds,
-        "epsilon": found.epsilon or None,
+        "mean_of_last_rounds": result.averaged,
+        "rounds_to": {str(target): number for target, number in result.rounds_to.items()},
+        "bytes": {"down": result.bytes_down, "up": result.bytes_up},
+        "seconds": result.seconds,
+        "epsilon": result.epsilon or None,
     }
     if with_fingerprint:
         plain["fingerprint"] = _fingerprint(folder)

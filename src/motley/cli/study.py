@@ -1,4 +1,4 @@
-"""`motley study`: a demonstration, a paper's table, or a study of the user's own."""
+"""`motley study`: run the demo, a paper's table, or a user's own study."""
 
 from __future__ import annotations
 
@@ -18,50 +18,81 @@ from motley.core.errors import MotleyError
 from motley.federation import Federation
 from motley.files import output_folder
 from motley.round import Record, Server
-from motley.runs.play import Callback
+from motley.runs.callbacks import Callback
 from motley.studies.declaration import Study, load_study, studies
-from motley.studies.play import StudyWatcher, outstanding, play_study
-from motley.studies.results import COLUMNS, Result, collect, columns, lines, missing, results_folder, save, used_columns
-from motley.studies.sweep import SCALES, Cell, Planned, plan
+from motley.studies.results import (
+    COLUMNS,
+    Result,
+    collect,
+    columns,
+    missing,
+    results_folder,
+    save,
+    table_row,
+    used_columns,
+)
+from motley.studies.runner import StudyWatcher, run_study, unfinished_runs
+from motley.studies.sweep import SCALES, Cell, PlannedRun, plan_cells
 
 _SCALES = "; ".join(f"{name}: {meaning.summary}" for name, meaning in SCALES.items())
 _FIRST = "demo"
 
 
 def study(
-    name: str = typer.Argument("", help="A study (motley study --list), or a .toml file of your own."),
+    name: str = typer.Argument("", help="A study (motley study --list) or your own .toml file."),
     list_: bool = typer.Option(False, "--list", help="List the studies and exit."),
     scale: str = typer.Option(
-        "", help=f"{_SCALES}. Default: full for a file of your own and for the demo, quick for the papers' tables."
+        "",
+        help=f"{_SCALES}. Default: full for your own files and the demo, quick for papers.",
     ),
     data: list[str] = typer.Option([], help="Only this data set; repeatable."),
     case: list[str] = typer.Option([], help="Only this case, such as 'alpha 0.5'; repeatable."),
     method: list[str] = typer.Option([], help="Only this line of the table; repeatable."),
-    seeds: int = typer.Option(0, min=0, help="At most this many seeds; 0: as many as the scale says."),
-    set_: list[str] = typer.Option([], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting of every run."),
-    plan_only: bool = typer.Option(False, "--plan", help="Say what would run and what is missing, and exit."),
-    out: Path = typer.Option(Path("runs/studies"), help="Folder of the runs and tables; studies share their runs."),
+    seeds: int = typer.Option(
+        0, min=0, help="At most this many seeds; 0: as many as the scale has."
+    ),
+    set_: list[str] = typer.Option(
+        [], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting of every run."
+    ),
+    plan_only: bool = typer.Option(
+        False, "--plan", help="Print what would run and what is missing, and exit."
+    ),
+    out: Path = typer.Option(
+        Path("runs/studies"), help="Folder for runs and tables. Studies share their runs."
+    ),
 ) -> None:
-    """Compare methods over data sets and seeds: the demo, a paper's table, or a file of your own.
+    """Compare methods over data sets and seeds: the demo, a paper's table or your own file.
 
-    Only runs that are not finished yet are run.
+    Runs that are already finished are not repeated.
     """
     console = Console()
     if list_ or not name:
         console.print(_list())
-        console.print(f"\nStart here: motley study {_FIRST}  (two minutes, no data needed)", highlight=False)
+        console.print(
+            f"\nStart here: motley study {_FIRST}  (two minutes, no data needed)", highlight=False
+        )
         return
     chosen = load_study(name)
     scale = scale or chosen.scale
-    cells = plan(chosen, scale, data=data, cases=case, methods=method, seeds=seeds, overrides=parse_overrides(set_))
-    todo = outstanding(cells, out)
+    cells = plan_cells(
+        chosen,
+        scale,
+        data=data,
+        cases=case,
+        methods=method,
+        seeds=seeds,
+        overrides=parse_overrides(set_),
+    )
+    todo = unfinished_runs(cells, out)
     _announce(console, chosen, scale, cells, todo)
     if plan_only:
         return
     if not any(cell.runs for cell in cells):
-        raise MotleyError(f"study {chosen.name!r}: nothing of it can run here (see what is missing above).")
+        raise MotleyError(
+            f"study {chosen.name!r}: none of it can run here. What is missing is listed above."
+        )
     with output_folder(out):
-        pass  # a path that cannot be written is refused before the first run
+        pass  # raises before the first run if the folder cannot be written
 
     def save_results() -> list[Result]:
         results = collect(cells, out)
@@ -71,15 +102,22 @@ def study(
     try:
         save_results()
         with _Watcher(console, todo, save_results) as watcher:
-            play_study(todo, out, watcher)
+            run_study(todo, out, watcher)
     except KeyboardInterrupt:
         again = shlex.join(["motley", *sys.argv[1:]])
-        console.print(f"\nStopped. The same command continues: {again}", highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            f"\nStopped. The same command continues: {again}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
         raise SystemExit(130) from None
     _print_results(console, save_results())
     folder = results_folder(chosen, scale, out)
     console.print(f"kept in {folder}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"as a page: motley report {folder}", highlight=False, markup=False, soft_wrap=True)
+    console.print(
+        f"as a page: motley report {folder}", highlight=False, markup=False, soft_wrap=True
+    )
 
 
 def _list() -> Table:
@@ -98,13 +136,19 @@ def _list() -> Table:
 
 
 def _announce(
-    console: Console, study: Study, scale: str, cells: Sequence[Cell], todo: Sequence[tuple[Cell, Planned]]
+    console: Console,
+    study: Study,
+    scale: str,
+    cells: Sequence[Cell],
+    todo: Sequence[tuple[Cell, PlannedRun]],
 ) -> None:
     console.print(f"[bold]{study.name}[/]: {study.summary}", highlight=False, soft_wrap=True)
     if study.note:
         console.print(study.note, highlight=False, markup=False, soft_wrap=True)
     for reason, names in missing(cells).items():
-        console.print(f"missing: {', '.join(names)}: {reason}", highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            f"missing: {', '.join(names)}: {reason}", highlight=False, markup=False, soft_wrap=True
+        )
     runs = len({run.key for cell in cells for run in cell.runs})
     rounds = sum(run.config.training.rounds for _, run in todo)
     console.print(
@@ -115,23 +159,34 @@ def _announce(
     )
     if scale != "full":
         console.print(
-            f"This is a shortened study: expect other numbers than at --scale full ({SCALES['full'].summary}).",
+            "This is a shortened study: its numbers will differ from those at --scale full "
+            f"({SCALES['full'].summary}).",
             highlight=False,
             soft_wrap=True,
         )
 
 
 class _Watcher(StudyWatcher, Callback):
-    """Progress over the whole study, counted in rounds: one line per run, and a bar if the terminal can redraw it."""
+    """The progress of the whole study, counted in rounds.
+
+    It prints one line per run, and draws a bar if the terminal can be redrawn.
+    """
 
     def __init__(
-        self, console: Console, todo: Sequence[tuple[Cell, Planned]], save_results: Callable[[], object]
+        self,
+        console: Console,
+        todo: Sequence[tuple[Cell, PlannedRun]],
+        save_results: Callable[[], object],
     ) -> None:
         self.console, self.runs, self.number = console, len(todo), 0
         self.save_results = save_results
         self.left = sum(run.config.training.rounds for _, run in todo)
         self.played, self.began = 0, time.perf_counter()
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]} left"))
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[left]} left"),
+        )
         redrawable = console.is_interactive and console.file.isatty()
         self.bar = Progress(*columns, console=console, transient=True, disable=not redrawable)
         self.task = self.bar.add_task("", total=self.left, left="?")
@@ -143,7 +198,7 @@ class _Watcher(StudyWatcher, Callback):
     def __exit__(self, *_: object) -> None:
         self.bar.stop()
 
-    def on_run(self, cell: Cell, run: Planned) -> Iterable[Callback]:
+    def on_run(self, cell: Cell, run: PlannedRun) -> Iterable[Callback]:
         self.number += 1
         where = f"run {self.number}/{self.runs}"
         self.console.print(
@@ -156,11 +211,12 @@ class _Watcher(StudyWatcher, Callback):
         self.bar.update(self.task, description=f"{where}: {cell.method}")
         return [self]
 
-    def on_finished(self, cell: Cell, run: Planned) -> None:
-        # So that `motley watch` and `motley report` show the study while it runs, and nothing is lost if it is stopped.
+    def on_finished(self, cell: Cell, run: PlannedRun) -> None:
+        # Saved after every run, so that `motley watch` and `motley report` can show a study that is
+        # still running, and nothing is lost if it is stopped.
         self.save_results()
 
-    def on_failure(self, cell: Cell, run: Planned, reason: str) -> None:
+    def on_failure(self, cell: Cell, run: PlannedRun, reason: str) -> None:
         self.left -= self.rounds_of_run
         self.console.print(f"  left out: {reason}", highlight=False, markup=False, soft_wrap=True)
 
@@ -171,7 +227,9 @@ class _Watcher(StudyWatcher, Callback):
     def on_round(self, server: Server, record: Record) -> None:
         self.played, self.left = self.played + 1, self.left - 1
         self.rounds_of_run -= 1
-        self.bar.update(self.task, total=self.played + self.left, completed=self.played, left=self._time_left())
+        self.bar.update(
+            self.task, total=self.played + self.left, completed=self.played, left=self._time_left()
+        )
 
     def _time_left(self) -> str:
         if not self.played:
@@ -182,11 +240,16 @@ class _Watcher(StudyWatcher, Callback):
 
 
 def _print_results(console: Console, results: Sequence[Result]) -> None:
-    """Print one table per column of the study, without lines that are missing and without empty columns."""
+    """Print one table per column of the study, without missing lines and empty columns."""
     for title, members in columns(results):
-        rows = [lines(result) for result in members if not result.cell.missing]
+        rows = [table_row(result) for result in members if not result.cell.missing]
         used = used_columns(rows)
-        table = Table(*(COLUMNS[number] for number in used), title=title, title_justify="left", title_style="bold")
+        table = Table(
+            *(COLUMNS[number] for number in used),
+            title=title,
+            title_justify="left",
+            title_style="bold",
+        )
         for row in rows:
             table.add_row(*(row[number] for number in used))
         if rows:

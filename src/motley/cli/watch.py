@@ -1,4 +1,4 @@
-"""`motley watch`: a run's report as a live page."""
+"""`motley watch`: serve a run's report as a live page."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from rich.console import Console
 
 from motley.core.errors import MotleyError
 from motley.extras import require
-from motley.report.material import gather
+from motley.report.report_data import gather
 
 
 def watch(
-    path: Path = typer.Argument(..., metavar="RUN-or-STUDY", help="The folder of a run or a study."),
-    port: int = typer.Option(8421, min=0, max=65535, help="The port on this machine; 0: any free one."),
+    path: Path = typer.Argument(
+        ..., metavar="RUN-or-STUDY", help="The folder of a run or a study."
+    ),
+    port: int = typer.Option(8421, min=0, max=65535, help="The local port; 0: any free one."),
 ) -> None:
     """Serve a run's report on this machine, live while the run goes on, until Ctrl-C."""
     require("plotly", "motley watch")
     from motley.report.server import LOOPBACK, serve
 
-    gather([path])  # rejects a folder that is neither a run nor a study
+    gather([path])  # raises if the folder is neither a run nor a study
     try:
         server = serve(path, port)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""One TOML file is one run: the whole configuration, typed, checked, and resolved before anything starts.
+"""One TOML file is one run. The whole configuration is checked before anything starts.
 
 schema.py       all tables of a configuration, and combinations that cannot work
 layers.py       presets, files and overrides, and the rule by which they are merged
@@ -18,7 +18,13 @@ from motley.config.layers import (
     read_toml,
     resolve,
 )
-from motley.config.schema import Config, FederationSettings, ModelSettings, RecalibrationSettings, ServerSettings
+from motley.config.schema import (
+    Config,
+    FederationSettings,
+    ModelSettings,
+    RecalibrationSettings,
+    ServerSettings,
+)
 
 __all__ = [
     "Config",

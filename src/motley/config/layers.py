@@ -1,9 +1,10 @@
 """From a preset, a file and overrides to one configuration.
 
-There is one rule. Layers are merged table by table, and a higher layer wins. If it changes the `name` or `variant` of a
-table, the other keys of that table in lower layers are dropped, because they belonged to the old choice; only keys that
-hold for every choice stay (`Settings.lasting`, declared by the table's class). Likewise `model.sizes` drops the tables
-of model families that are no longer used.
+There is one rule. Layers are merged table by table, and a higher layer wins. If it changes the
+`name` or `variant` of a table, the other keys of that table in lower layers are dropped, because
+they belonged to the old choice; only keys that hold for every choice stay (`Settings.lasting`,
+declared by the table's class). Likewise `model.sizes` drops the tables of model families that are
+no longer used.
 """
 
 from __future__ import annotations
@@ -43,34 +44,40 @@ class Resolved:
     origins: Mapping[str, str]
 
 
-def load_config(file: Path | None = None, *, preset: str = "", overrides: Iterable[str] = ()) -> Config:
+def load_config(
+    file: Path | None = None, *, preset: str = "", overrides: Iterable[str] = ()
+) -> Config:
     """Read a run's configuration: a preset, then a TOML file on top, then `a.b=c` overrides.
 
-    Relative paths in the file start from the file's folder, those in overrides from the working folder. The result has
-    absolute paths only, so that a run can be resumed from any folder.
+    Relative paths in the file start from the file's folder, those in overrides from the working
+    folder. The result has absolute paths only, so that a run can be resumed from any folder.
     """
     return load_with_origins(file, preset=preset, overrides=overrides).config
 
 
-def load_with_origins(file: Path | None = None, *, preset: str = "", overrides: Iterable[str] = ()) -> Resolved:
+def load_with_origins(
+    file: Path | None = None, *, preset: str = "", overrides: Iterable[str] = ()
+) -> Resolved:
     """Read a run's configuration as `load_config` does, and note where each value comes from."""
     given = absolute_paths(read_toml(file), file.parent) if file else {}
     chosen = parse_overrides(overrides)
     sources = {"--set": chosen.get("preset"), "--preset": preset, str(file): given.get("preset")}
     if file is None:
         sources["default"] = DEFAULT_PRESET
-    origin, preset = next(((origin, str(name)) for origin, name in sources.items() if name), ("default", ""))
+    origin, preset = next(
+        ((origin, str(name)) for origin, name in sources.items() if name), ("default", "")
+    )
     resolved = resolve_with_origins(preset, [Layer(given, str(file)), Layer(chosen, "--set")])
     return Resolved(resolved.config, {**resolved.origins, "preset": origin})
 
 
 def resolve(preset: str, layers: Iterable[Table]) -> Config:
-    """Return the configuration of a preset with layers of settings on it, each above those before it."""
+    """Put layers of settings onto a preset, each above those before it."""
     return resolve_with_origins(preset, [Layer(layer, "") for layer in layers]).config
 
 
 def resolve_with_origins(preset: str, layers: Iterable[Layer]) -> Resolved:
-    """Return the configuration of a preset with layers of settings on it, and where each value comes from."""
+    """Put layers of settings onto a preset, and note where each value comes from."""
     if preset:
         layers = [Layer(_preset_values(preset), f"preset {preset}"), *layers]
     values: dict[str, Any] = {}
@@ -87,7 +94,10 @@ def resolve_with_origins(preset: str, layers: Iterable[Layer]) -> Resolved:
 
 
 def _origins(layer: Layer, plain: Table) -> dict[str, str]:
-    """Return the origin of every key of a layer; `plain` has a paper's name of a method replaced by its settings."""
+    """Return the origin of every key of a layer.
+
+    In `plain`, the layer's settings, a paper's name of a method is replaced by what it stands for.
+    """
     written, replaced = flat(layer.values), flat(plain)
     origins = dict.fromkeys(replaced, layer.origin)
     name = written.get("method.name")
@@ -117,7 +127,7 @@ def merge(table: TableOf | None, below: Table, above: Table) -> dict[str, Any]:
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
-    """Return `a.b=c` overrides as one layer of settings. If a key is set twice, the later value counts."""
+    """Return `a.b=c` overrides as one layer. If a key is set twice, the later value counts."""
     chosen: dict[str, Any] = {}
     for override in overrides:
         chosen = merge(None, chosen, _parse_override(override))
@@ -127,7 +137,9 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
 def _parse_override(text: str) -> dict[str, Any]:
     name, equals, value = (piece.strip() for piece in text.partition("="))
     if not equals or not all(name.split(".")):
-        raise MotleyError(f"--set {text!r}: write it as table.key=value, for example training.rounds=20.")
+        raise MotleyError(
+            f"--set {text!r}: write it as table.key=value, for example training.rounds=20."
+        )
     parsed = _parse_value(value)
     for step in reversed(name.split(".")):
         parsed = {step: parsed}
@@ -135,7 +147,7 @@ def _parse_override(text: str) -> dict[str, Any]:
 
 
 def _parse_value(text: str) -> Any:
-    """Return a value as TOML has it. Quotes may be missing, since a shell removes them: word, or [word, word]."""
+    """Read a TOML value. Quotes may be missing, since a shell removes them: word, [word, word]."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -150,18 +162,20 @@ def _parse_value(text: str) -> Any:
 
 def presets() -> dict[str, str]:
     """Return every preset's name and the comment on its first line."""
-    files = sorted(resources.files("motley.presets").iterdir(), key=lambda file: file.name)
-    return {
-        file.name.removesuffix(".toml"): file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-        for file in files
-        if file.name.endswith(".toml")
-    }
+    summaries = {}
+    for file in sorted(resources.files("motley.presets").iterdir(), key=lambda file: file.name):
+        name, _, ending = file.name.rpartition(".")
+        if ending == "toml":
+            first_line = file.read_text(encoding="utf-8").splitlines()[0]
+            summaries[name] = first_line.removeprefix("# ")
+    return summaries
 
 
 def _preset_values(name: str) -> dict[str, Any]:
     if name not in presets():
         raise MotleyError(unknown("preset", name, presets()))
-    return tomllib.loads((resources.files("motley.presets") / f"{name}.toml").read_text(encoding="utf-8"))
+    file = resources.files("motley.presets") / f"{name}.toml"
+    return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
 def read_toml(file: Path) -> dict[str, Any]:
@@ -179,7 +193,8 @@ def read_toml(file: Path) -> dict[str, Any]:
 def read_resolved(file: Path) -> Config:
     """Read a configuration that was saved with a run.
 
-    It is complete. It may have the setting names of its time, and settings that were saved although they had no effect.
+    It is complete. It may have the setting names of its time, and settings that were saved although
+    they had no effect.
     """
     values = with_new_names(read_toml(file))
     return validate(Config, _without_ineffective(TableOf(Config), values))

@@ -1,7 +1,8 @@
 """Settings that had another name in an earlier version.
 
-A configuration that a user writes is rejected with the new name. A configuration that was saved with a run is read as
-if it had been written with the new names, so that old runs can still be resumed and shown.
+A configuration that a user writes is rejected with the new name. A configuration that was saved
+with a run is read as if it had been written with the new names, so that old runs can still be
+resumed and shown.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def reject_old_names(values: Mapping[str, Any]) -> None:
 
 
 def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a saved configuration, in which old keys and values have their new names."""
+    """Give old keys and values of a saved configuration their new names."""
     result = copy.deepcopy(dict(values))
     for old, rename in RENAMED.items():
         if not _has(result, old):
@@ -95,7 +96,10 @@ def _get(values: Mapping[str, Any], key: str) -> Any:
 
 
 def _has(values: Mapping[str, Any], key: str) -> bool:
-    """Tell whether a key has a value. A table does not count: server.statistics was a text, and is a table now."""
+    """Tell whether a key has a value.
+
+    A table does not count: server.statistics was a text, and is a table now.
+    """
     *path, name = key.split(".")
     *_, table = _tables(values, path)
     return isinstance(table, Mapping) and name in table and not isinstance(table[name], Mapping)

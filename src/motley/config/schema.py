@@ -49,7 +49,7 @@ METHOD = RegistryChoice("fedavg", METHODS, lambda method: method.Settings)
 
 
 class ModelSettings(Settings):
-    """The models of the federation, and the settings of their families. Families of no model have no table."""
+    """The models of the federation, and the settings of the families that they belong to."""
 
     sizes: tuple[str, ...] = ("resnet10", "resnet14", "resnet18", "resnet22", "resnet26")
     """The models of the federation, smallest first (`motley list models`)."""
@@ -60,10 +60,12 @@ class ModelSettings(Settings):
     vgg: VGGSettings | None = None
     preact: PreActSettings | None = None
     projection: int = Field(default=0, ge=0)
-    """Width of a two-layer projection before the last layer, as in MOON's code (256 there); 0: none."""
+    """Width of a two-layer projection before the last layer, as in MOON's code (256 there); 0:
+    none.
+    """
     weights: FilePath = ""
-    """A safetensors file with initial weights. Tensors of the initial global state that have the same name and shape
-    are replaced.
+    """A safetensors file with initial weights. Tensors of the initial global state that have the
+    same name and shape are replaced.
     """
 
     @field_validator("sizes")
@@ -99,7 +101,7 @@ class ModelSettings(Settings):
 
     @classmethod
     def kept_below(cls, below: Table, above: Table) -> Table:
-        """Return a lower layer's values without the tables of families that `sizes` of a higher layer does without."""
+        """Drop the tables of model families that the `sizes` of the higher layer do not use."""
         sizes = above.get("sizes")
         if isinstance(sizes, str):
             sizes = [size.strip() for size in sizes.split(",")]
@@ -117,17 +119,19 @@ class FederationSettings(Settings):
     clients_per_round: int = Field(default=5, ge=1)
     """Number of clients that train in each round."""
     sampler: Literal["uniform", "fedml"] = "uniform"
-    """How a round's clients are sampled. uniform: from the run's seed. fedml: from the round's number alone, after
-    numpy.random.seed(number - 1), as in FedML and code built on it, such as FedImpro's; runs with different seeds then
-    sample the same clients.
+    """How a round's clients are sampled. uniform: from the run's seed. fedml: from the round's
+    number alone, after numpy.random.seed(number - 1), as in FedML and code built on it, such as
+    FedImpro's; runs with different seeds then sample the same clients.
     """
     size_assignment: Literal["blocks", "alternate", "random", "dynamic", "budget"] = "blocks"
-    """How clients get their sizes. blocks: consecutive client ids share a size (as in InCo's code). alternate: in
-    turns. random: drawn once. dynamic: drawn anew for all clients in every round (HeteroFL's "dynamic"). budget: the
-    largest size that fits each client's line in `budgets`.
+    """How clients get their sizes. blocks: consecutive client ids share a size (as in InCo's code).
+    alternate: in turns. random: drawn once. dynamic: drawn anew for all clients in every round
+    (HeteroFL's "dynamic"). budget: the largest size that fits each client's line in `budgets`.
     """
     budgets: FilePath = ""
-    """A CSV file with the clients' budgets, for size_assignment = "budget". `motley plan` shows the resulting sizes."""
+    """A CSV file with the clients' budgets, for size_assignment = "budget". `motley plan` shows the
+    resulting sizes.
+    """
     size_fractions: tuple[float, ...] = ()
     """Fraction of the clients that get each size; empty: equal fractions."""
     sizes: tuple[str, ...] = ()
@@ -140,8 +144,9 @@ class StatisticsSettings(Settings):
     lasting = ()
 
     name: Literal["averaged", "recalibrate"] = "averaged"
-    """averaged: the average over the round's clients. recalibrate: clients pass their data through the evaluated model,
-    and the server computes the mean and variance of all of it. Not with [privacy].
+    """averaged: the average over the round's clients. recalibrate: clients pass their data through
+    the evaluated model, and the server computes the mean and variance of all of it. Not with
+    [privacy].
     """
 
 
@@ -152,30 +157,36 @@ class RecalibrationSettings(StatisticsSettings):
     every: int = Field(default=0, ge=0)
     """Rounds between recalibrations; the last round always has one. 0: before each evaluation."""
     clients: Literal["all", "round"] = "all"
-    """The clients that are asked in a recalibration: all of the federation, or those sampled for the round. Each one
-    receives its part of the model for it.
+    """The clients that are asked in a recalibration: all of the federation, or those sampled for
+    the round. Each one receives its part of the model for it.
     """
 
 
-STATISTICS = Choice("averaged", {"averaged": StatisticsSettings, "recalibrate": RecalibrationSettings})
+STATISTICS = Choice(
+    "averaged", {"averaged": StatisticsSettings, "recalibrate": RecalibrationSettings}
+)
 
 
 class ServerSettings(Settings):
     """How the server combines the clients' deltas."""
 
     weighting: Literal["uniform", "samples"] = "uniform"
-    """Clients' weights in the average. uniform: equal. samples: proportional to their numbers of examples."""
+    """Clients' weights in the average. uniform: equal. samples: proportional to their numbers of
+    examples.
+    """
     lr: float = Field(default=1.0, gt=0)
     """Server learning rate: a factor on the averaged delta."""
-    optimizer: Annotated[SerializeAsAny[ServerOptimizerSettings], SERVER_OPTIMIZERS] = ServerOptimizerSettings()
+    optimizer: Annotated[SerializeAsAny[ServerOptimizerSettings], SERVER_OPTIMIZERS] = (
+        ServerOptimizerSettings()
+    )
     ema_decay: float = Field(default=0.0, ge=0, lt=1)
-    """Decay of an exponential moving average (EMA) of the global model over rounds. The average is evaluated; clients
-    still train from the global model itself. 0: off.
+    """Decay of an exponential moving average (EMA) of the global model over rounds. The average is
+    evaluated; clients still train from the global model itself. 0: off.
     """
     statistics: Annotated[SerializeAsAny[StatisticsSettings], STATISTICS] = StatisticsSettings()
     min_fraction: float = Field(default=0.0, ge=0, le=1)
-    """Fraction of a round's clients whose updates must be accepted. With fewer, the round is repeated with newly
-    sampled clients.
+    """Fraction of a round's clients whose updates must be accepted. With fewer, the round is
+    repeated with newly sampled clients.
     """
     attempts: int = Field(default=3, ge=1)
     """Number of attempts at a round (see `min_fraction`) before the run stops with an error."""
@@ -185,12 +196,12 @@ class UplinkSettings(Settings):
     """How deltas travel to the server."""
 
     noise: float = Field(default=0.0, ge=0)
-    """Noise on every parameter's delta on its way to the server, as a multiple of the delta's standard deviation
-    (InCo, Figure 7).
+    """Noise on every parameter's delta on its way to the server, as a multiple of the delta's
+    standard deviation (InCo, Figure 7).
     """
     dtype: Encoding = "fp32"
-    """Data type in which deltas are sent. fp16 and bf16 halve the upload; the rounding error is kept and added to the
-    client's next delta (error feedback).
+    """Data type in which deltas are sent. fp16 and bf16 halve the upload; the rounding error is
+    kept and added to the client's next delta (error feedback).
     """
 
 
@@ -211,8 +222,12 @@ class Config(Settings):
     preset: str = ""
     """The preset that the values started from; it is recorded with the run."""
     seed: int = Field(default=1, ge=0)
-    """Seed of every random choice. Runs with the same seed share partition, client sampling and initial weights."""
-    data: Annotated[DataSettings, DATA] = Field(default_factory=lambda: DataSettings.model_validate({}))
+    """Seed of every random choice. Runs with the same seed share partition, client sampling and
+    initial weights.
+    """
+    data: Annotated[DataSettings, DATA] = Field(
+        default_factory=lambda: DataSettings.model_validate({})
+    )
     model: ModelSettings = ModelSettings()
     split: Annotated[SerializeAsAny[SplitSettings], SPLIT] = SplitSettings()
     federation: FederationSettings = FederationSettings()
@@ -235,7 +250,15 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:
-        federation, method = self.federation, self.method
+        self._check_clients()
+        self._check_sizes()
+        self._check_method()
+        if self.privacy.active:
+            self._check_privacy()
+        return self
+
+    def _check_clients(self) -> None:
+        federation = self.federation
         sizes = self.split.sizes(self.model.sizes)
         if federation.clients_per_round > federation.clients:
             raise MotleyError(
@@ -243,56 +266,67 @@ class Config(Settings):
                 f"federation.clients = {federation.clients} clients."
             )
         if len(sizes) > federation.clients:
-            raise MotleyError(f"federation.clients = {federation.clients}: fewer than the {len(sizes)} sizes.")
-        if federation.size_fractions and len(federation.size_fractions) != len(sizes):
             raise MotleyError(
-                f"federation.size_fractions = {list(federation.size_fractions)}: {len(sizes)} fractions are needed, "
-                "one per size."
-            )
-        if federation.size_assignment == "budget" and not federation.budgets:
-            raise MotleyError(
-                "federation.size_assignment = 'budget': needs federation.budgets, a CSV file with one line per client."
-            )
-        if federation.budgets and federation.size_assignment != "budget":
-            raise MotleyError(
-                f"federation.budgets = {federation.budgets!r}: is only used with federation.size_assignment = "
-                f"'budget'; it is {federation.size_assignment!r}."
-            )
-        if federation.size_fractions and min(federation.size_fractions) < 0:
-            raise MotleyError(
-                f"federation.size_fractions = {list(federation.size_fractions)}: fractions must not be negative."
-            )
-        if federation.size_fractions and sum(federation.size_fractions) == 0:
-            raise MotleyError(
-                f"federation.size_fractions = {list(federation.size_fractions)}: at least one fraction must be above 0."
+                f"federation.clients = {federation.clients}: fewer than the {len(sizes)} sizes."
             )
         if federation.sizes and len(federation.sizes) != federation.clients:
             raise MotleyError(
-                f"federation.sizes has {len(federation.sizes)} sizes; federation.clients = {federation.clients}."
+                f"federation.sizes has {len(federation.sizes)} sizes; federation.clients = "
+                f"{federation.clients}."
             )
-        if odd := sorted(set(federation.sizes) - set(sizes)):
-            raise MotleyError(f"federation.sizes: {unknown('size', odd[0], sizes)}")
+        unknown_sizes = sorted(set(federation.sizes) - set(sizes))
+        if unknown_sizes:
+            raise MotleyError(f"federation.sizes: {unknown('size', unknown_sizes[0], sizes)}")
+
+    def _check_sizes(self) -> None:
+        federation = self.federation
+        count = len(self.split.sizes(self.model.sizes))
+        fractions = list(federation.size_fractions)
+        if fractions:
+            setting = f"federation.size_fractions = {fractions}"
+            if len(fractions) != count:
+                raise MotleyError(f"{setting}: {count} fractions are needed, one per size.")
+            if min(fractions) < 0:
+                raise MotleyError(f"{setting}: fractions must not be negative.")
+            if sum(fractions) == 0:
+                raise MotleyError(f"{setting}: at least one fraction must be above 0.")
+        if federation.size_assignment == "budget" and not federation.budgets:
+            raise MotleyError(
+                "federation.size_assignment = 'budget': needs federation.budgets, a CSV file with "
+                "one line per client."
+            )
+        if federation.budgets and federation.size_assignment != "budget":
+            raise MotleyError(
+                f"federation.budgets = {federation.budgets!r}: is only used with "
+                "federation.size_assignment = 'budget'; it is "
+                f"{federation.size_assignment!r}."
+            )
+
+    def _check_method(self) -> None:
+        method = self.method
         if method.inco.active and not METHODS[method.name].exchanges_weights:
             raise MotleyError(
-                f"method.inco.variant = {method.inco.variant!r}: {method.name!r} exchanges no weights, so there is no "
-                "change to work on. Use method.inco.variant = 'off'."
+                f"method.inco.variant = {method.inco.variant!r}: {method.name!r} exchanges no "
+                "weights, so there is no delta to work on. Use method.inco.variant = 'off'."
             )
-        if self.privacy.active and self.server.weighting != "uniform":
+
+    def _check_privacy(self) -> None:
+        clip = f"privacy.clip = {self.privacy.clip:g}"
+        if self.server.weighting != "uniform":
             raise MotleyError(
-                f"server.weighting = {self.server.weighting!r}: with privacy.clip = {self.privacy.clip:g} clients do "
-                "not say how many examples they have. Use server.weighting = 'uniform'."
+                f"server.weighting = {self.server.weighting!r}: with {clip} clients do not report "
+                "how many examples they have. Use server.weighting = 'uniform'."
             )
-        if self.privacy.active and federation.sampler == "fedml":
+        if self.federation.sampler == "fedml":
             raise MotleyError(
-                f"federation.sampler = 'fedml': privacy.clip = {self.privacy.clip:g} counts on nobody knowing who "
-                "takes part in a round. Use federation.sampler = 'uniform'."
+                f"federation.sampler = 'fedml': the guarantee of {clip} assumes that nobody knows "
+                "which clients take part in a round. Use federation.sampler = 'uniform'."
             )
-        if self.privacy.active and self.uplink.dtype != "fp32":
+        if self.uplink.dtype != "fp32":
             raise MotleyError(
-                f"uplink.dtype = {self.uplink.dtype!r}: what privacy.clip = {self.privacy.clip:g} costs is known "
-                "for changes that are not rounded. Use uplink.dtype = 'fp32'."
+                f"uplink.dtype = {self.uplink.dtype!r}: the cost of {clip} is known for deltas "
+                "that are not rounded. Use uplink.dtype = 'fp32'."
             )
-        return self
 
     def to_toml(self) -> str:
         """Return the whole configuration, every default written out."""

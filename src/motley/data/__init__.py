@@ -1,4 +1,4 @@
-"""Data: readers, partitions, and the data set on the device."""
+"""Data set readers, partitions among clients, and data that stays on the device."""
 
 from motley.data import datasets
 from motley.data.dataset import DATASETS, Dataset, Examples, load_dataset

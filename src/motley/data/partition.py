@@ -1,8 +1,9 @@
-"""Which samples each client holds.
+"""Partitions of the training samples among the clients.
 
-Every partition but the user's own file is a vector of owners, one for each sample, so it is disjoint and complete by
-construction and gives every client at least one sample. All are drawn from a generator keyed by the seed and the
-partition's name; none reads NumPy's global state. Work is vectorised over clients: 100,000 of them are ordinary.
+Every partition except the user's own file is computed as a vector that names one owner per sample,
+so it is disjoint and complete by construction. Each client gets at least one sample. All random
+numbers come from a generator keyed by the seed and the partition's name, never from NumPy's global
+state. The work is vectorised over clients, because federations of 100,000 clients are supported.
 """
 
 from __future__ import annotations
@@ -24,33 +25,40 @@ from motley.core.randomness import generator
 from motley.core.registry import Registry
 from motley.settings import NamesFile, Settings
 
+#: How often a Dirichlet partition is drawn again when a client has too few samples.
 TRIES = 50
+#: Limit on the random numbers drawn for that. With 10 classes it takes effect before TRIES does if
+#: there are more than 40,000 clients.
 DRAWS = 20_000_000
-"""Most random numbers spent on repeating a Dirichlet partition: past some 40,000 clients it bites before TRIES does."""
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Client i holds samples indices[offsets[i] : offsets[i + 1]]; their order carries no meaning."""
+    """Client i has the samples indices[offsets[i] : offsets[i + 1]], in no particular order."""
 
     indices: np.ndarray
     offsets: np.ndarray
 
     def __post_init__(self) -> None:
-        ends = self.offsets
-        if self.indices.dtype != np.int64 or ends.dtype != np.int64 or self.indices.ndim != 1 or ends.ndim != 1:
-            raise MotleyError("a partition's indices and offsets must be flat int64 arrays.")
-        if len(ends) < 2 or ends[0] != 0 or ends[-1] != len(self.indices) or (np.diff(ends) < 0).any():
-            raise MotleyError("a partition's offsets must rise from 0 to the number of its indices.")
+        for array in (self.indices, self.offsets):
+            if array.dtype != np.int64 or array.ndim != 1:
+                raise MotleyError("a partition's indices and offsets must be flat int64 arrays.")
+        offsets = self.offsets
+        has_bounds = len(offsets) >= 2 and offsets[0] == 0 and offsets[-1] == len(self.indices)
+        if not has_bounds or (np.diff(offsets) < 0).any():
+            raise MotleyError(
+                "a partition's offsets must rise from 0 to the number of its indices."
+            )
 
     @classmethod
     def from_owners(cls, owners: np.ndarray, clients: int) -> Partition:
-        """Build from the client of each sample; a client's samples then come in ascending order."""
+        """Build a partition from each sample's owner. Clients' samples are in ascending order."""
         sizes = np.bincount(owners, minlength=clients)
-        return cls(np.argsort(owners, kind="stable").astype(np.int64, copy=False), _offsets(sizes))
+        indices = np.argsort(owners, kind="stable").astype(np.int64, copy=False)
+        return cls(indices, _offsets(sizes))
 
     def of(self, client: int) -> np.ndarray:
-        """Return the samples of one client: a view, which whoever shuffles it copies first."""
+        """Return the samples of one client. This is a view: copy it before you shuffle it."""
         if not 0 <= client < len(self):
             raise IndexError(f"client {client} of {len(self)}")
         return self.indices[self.offsets[client] : self.offsets[client + 1]]
@@ -60,60 +68,62 @@ class Partition:
 
     @property
     def sizes(self) -> np.ndarray:
-        """How many samples each client holds."""
+        """The number of samples of each client."""
         return np.diff(self.offsets)
 
     def label_counts(self, labels: np.ndarray, classes: int) -> np.ndarray:
-        """Return how many samples of each class each client holds, as (clients, classes)."""
+        """Return the number of samples per client and class, with shape (clients, classes)."""
         owners = np.repeat(np.arange(len(self)), self.sizes)
         cells = owners * classes + labels[self.indices]
         return np.bincount(cells, minlength=len(self) * classes).reshape(len(self), classes)
 
 
 class PartitionSettings(Settings):
-    """Which samples of a labelled data set each client holds."""
+    """The partition of a labelled data set among the clients."""
 
     lasting = ()
 
     name: str = "dirichlet"
-    """How samples are dealt to clients (`motley list partitions`)."""
+    """How samples are distributed to clients (`motley list partitions`)."""
 
     @abstractmethod
     def split(self, labels: np.ndarray, clients: int, seed: int) -> Partition:
-        """Return what each of `clients` clients holds; the same arguments give the same partition."""
+        """Return the partition among `clients` clients, determined by the arguments alone."""
 
 
-class Dealt(PartitionSettings):
-    """A partition that deals every sample to exactly one client, and to every client at least one."""
+class DisjointPartition(PartitionSettings):
+    """A partition with exactly one owner per sample and at least one sample per client."""
 
     def split(self, labels: np.ndarray, clients: int, seed: int) -> Partition:
-        """Deal all samples, by a generator keyed by the seed and the partition's name."""
+        """Distribute all samples, using a generator keyed by the seed and the partition's name."""
         labels = np.asarray(labels)
         if labels.ndim != 1:
             raise MotleyError(f"labels must have shape (N,), not {labels.shape}.")
         if not 1 <= clients <= len(labels):
             raise MotleyError(
-                f"federation.clients = {clients}: should be 1 to {len(labels)}, the number of training samples; "
-                f"partition {self.name!r} gives every client at least one."
+                f"federation.clients = {clients}: should be 1 to {len(labels)}, the number of "
+                f"training samples; partition {self.name!r} gives every client at least one."
             )
-        return Partition.from_owners(self._owners(labels, clients, generator(seed, "partition", self.name)), clients)
+        rng = generator(seed, "partition", self.name)
+        return Partition.from_owners(self._owners(labels, clients, rng), clients)
 
     @abstractmethod
     def _owners(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Return the client of each sample."""
+        """Return the client that owns each sample."""
 
 
 PARTITIONS: Registry[type[PartitionSettings]] = Registry("partition")
 
 
 @PARTITIONS.register("iid", "a random permutation in equal chunks")
-class Iid(Dealt):
-    """Every client draws from the same distribution, and sizes differ by at most one."""
+class Iid(DisjointPartition):
+    """All clients have the same distribution, and their sizes differ by at most one."""
 
     name: Literal["iid"] = "iid"
 
     def _owners(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
-        return _scatter(rng.permutation(len(labels)), _equal_sizes(len(labels), clients))
+        order = rng.permutation(len(labels))
+        return _owners_of_chunks(order, _equal_sizes(len(labels), clients))
 
 
 @PARTITIONS.register(
@@ -121,122 +131,157 @@ class Iid(Dealt):
     "each class is shared out by Dir(alpha): unlike labels and unlike sizes",
     paper="Li, Diao, Chen, He 2022 (NIID-Bench), arXiv:2102.02079",
 )
-class Dirichlet(Dealt):
+class Dirichlet(DisjointPartition):
     """NIID-Bench's label skew.
 
-    For each class k of n_k samples: p ~ Dir(alpha) over clients; p_j = 0 where client j already holds N / clients
-    samples or more; p is renormalised and the shuffled class is cut at floor(n_k * cumsum(p)). Some client is always
-    below N / clients while samples are left, so p never vanishes.
+    For each class k of n_k samples, draw p ~ Dir(alpha) over the clients, set p_j = 0 if client j
+    already has N / clients samples or more, renormalise p, and cut the shuffled class at
+    floor(n_k * cumsum(p)). While samples are left, some client has fewer than N / clients, so p
+    never becomes all zeros.
 
-    The benchmark repeats this until the smallest client holds `min_size`, which for many clients or a small alpha is
-    never. Here it is repeated at most TRIES times; then the try that lacked fewest samples is kept, and its largest
-    clients give samples, drawn at random from their own, to those below the minimum until none is.
+    The benchmark repeats this until the smallest client has `min_size` samples, which may never
+    happen with many clients or a small alpha. Here it is repeated at most TRIES times. After that
+    the attempt that came closest is kept, and the largest clients give random samples of theirs to
+    the clients below the minimum.
     """
 
     name: Literal["dirichlet"] = "dirichlet"
     alpha: float = Field(0.5, gt=0, allow_inf_nan=False)
     """Concentration. Small values give each client few classes, large values approach iid."""
     min_size: int = Field(10, ge=1)
-    """Minimum number of samples per client, or N // clients if there are too few samples for that."""
+    """Minimum number of samples per client, or N // clients if there are too few for that."""
     numpy_seed: int = Field(-1, ge=-1, lt=2**32)
-    """Reproduce NIID-Bench's own partition sample by sample, as its code draws it after numpy.random.seed(numpy_seed),
-    independent of the run's seed. -1: use the run's seed.
+    """Reproduce NIID-Bench's own partition sample by sample, as its code draws it after
+    numpy.random.seed(numpy_seed), independent of the run's seed. -1: use the run's seed.
     """
 
     def _owners(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
-        groups = _by_class(labels)
+        groups = _samples_by_class(labels)
         minimum = min(self.min_size, len(labels) // clients)
         if self.numpy_seed >= 0:
-            return self._benchmark(groups, clients, minimum)
-        counts = self._counts([len(group) for group in groups], clients, minimum, rng)
-        return _raise_smallest(_deal(groups, counts, rng), clients, minimum, rng)
+            return self._niid_bench_owners(groups, clients, minimum)
+        class_sizes = [len(group) for group in groups]
+        counts = self._best_counts(class_sizes, clients, minimum, rng)
+        owners = _owners_from_counts(groups, counts, rng)
+        return _raise_to_minimum(owners, clients, minimum, rng)
 
-    def _counts(self, sizes: list[int], clients: int, minimum: int, rng: np.random.Generator) -> np.ndarray:
-        """Return (classes, clients) counts: the first try that meets the minimum, or the one nearest to it."""
-        best, least = np.empty(0), np.inf
-        for _ in range(max(1, min(TRIES, DRAWS // (clients * len(sizes))))):
-            counts = self._try(sizes, clients, rng)
-            lacking = np.maximum(minimum - counts.sum(axis=0), 0).sum()
-            if lacking < least:
-                best, least = counts, lacking
-            if not lacking:
+    def _best_counts(
+        self, class_sizes: list[int], clients: int, minimum: int, rng: np.random.Generator
+    ) -> np.ndarray:
+        """Return counts of shape (classes, clients).
+
+        These are the first ones drawn that meet the minimum, or else those that come closest to it.
+        """
+        best_counts, best_shortfall = np.empty(0), np.inf
+        tries = max(1, min(TRIES, DRAWS // (clients * len(class_sizes))))
+        for _ in range(tries):
+            counts = self._draw_counts(class_sizes, clients, rng)
+            shortfall = np.maximum(minimum - counts.sum(axis=0), 0).sum()
+            if shortfall < best_shortfall:
+                best_counts, best_shortfall = counts, shortfall
+            if not shortfall:
                 break
-        return best
+        return best_counts
 
-    def _benchmark(self, groups: list[np.ndarray], clients: int, minimum: int) -> np.ndarray:
-        """Return the owners that the benchmark draws, in its order: each class is shuffled, then shared out."""
-        draws = np.random.RandomState(self.numpy_seed)
+    def _draw_counts(
+        self, class_sizes: list[int], clients: int, rng: np.random.Generator
+    ) -> np.ndarray:
+        """Draw counts of shape (classes, clients) once."""
+        counts = np.empty((len(class_sizes), clients), dtype=np.int64)
+        client_sizes = np.zeros(clients, dtype=np.int64)
+        for row, size in zip(counts, class_sizes, strict=True):
+            log_shares = _log_gamma(self.alpha, clients, rng)
+            is_full = client_sizes * clients >= sum(class_sizes)
+            log_shares[is_full] = -np.inf
+            row[:] = _counts_from_shares(size, log_shares)
+            client_sizes += row
+        return counts
+
+    def _niid_bench_owners(
+        self, groups: list[np.ndarray], clients: int, minimum: int
+    ) -> np.ndarray:
+        """Return the owners that the benchmark's own code draws.
+
+        The order of the random calls matters: each class is shuffled before its shares are drawn.
+        """
+        rng = np.random.RandomState(self.numpy_seed)
         samples = sum(map(len, groups))
         owners = np.empty(samples, dtype=np.int64)
         for _ in range(TRIES):
-            held = np.zeros(clients, dtype=np.int64)
+            client_sizes = np.zeros(clients, dtype=np.int64)
             for group in groups:
                 order = group.copy()
-                draws.shuffle(order)
-                shares = draws.dirichlet(np.full(clients, self.alpha)) * (held < samples / clients)
-                if not shares.sum() > 0:  # a tiny alpha, and all to a client that is full: begin anew
-                    held[:] = 0
+                rng.shuffle(order)
+                shares = rng.dirichlet(np.full(clients, self.alpha))
+                shares = shares * (client_sizes < samples / clients)
+                if not shares.sum() > 0:
+                    # With a tiny alpha, a class can go entirely to a client that is full. Setting
+                    # the sizes to zero fails the test for the minimum, so this try is abandoned.
+                    client_sizes[:] = 0
                     break
                 ends = (np.cumsum(shares / shares.sum()) * len(order)).astype(np.int64)[:-1]
                 counts = np.diff(ends, prepend=0, append=len(order))
                 owners[order] = np.repeat(np.arange(clients), counts)
-                held += counts
-            if held.min() >= minimum:
+                client_sizes += counts
+            if client_sizes.min() >= minimum:
                 return owners
         raise MotleyError(
-            f"data.partition.numpy_seed = {self.numpy_seed}: in {TRIES} tries some client of {clients} has fewer than "
-            f"{minimum} samples at alpha = {self.alpha}; fewer clients, a larger alpha or a smaller min_size would do."
+            f"data.partition.numpy_seed = {self.numpy_seed}: in each of {TRIES} tries, one of the "
+            f"{clients} clients had fewer than {minimum} samples (alpha = {self.alpha}). Use fewer "
+            "clients, a larger alpha or a smaller min_size."
         )
 
-    def _try(self, sizes: list[int], clients: int, rng: np.random.Generator) -> np.ndarray:
-        counts = np.empty((len(sizes), clients), dtype=np.int64)
-        held = np.zeros(clients, dtype=np.int64)
-        for row, size in zip(counts, sizes, strict=True):
-            log_shares = _log_gamma(self.alpha, clients, rng)
-            log_shares[held * clients >= sum(sizes)] = -np.inf
-            row[:] = _cut(size, log_shares)
-            held += row
-        return counts
 
-
-@PARTITIONS.register("dirichlet-equal", "every client has its own class mix from Dir(alpha), and all the same size")
-class DirichletEqual(Dealt):
+@PARTITIONS.register(
+    "dirichlet-equal", "a class mix per client from Dir(alpha), and equal sizes for all clients"
+)
+class DirichletEqual(DisjointPartition):
     """Label skew without size skew.
 
-    Client i draws a class mix q_i ~ Dir(alpha) and then its N / clients samples (one more or less) from that mix,
-    without replacement. All clients draw at once. A class that is asked for more than it has serves them in a random
-    order and closes; who is left short draws again from its mix, renormalised over the open classes. Each pass closes a
-    class or is the last.
+    Client i draws a class mix q_i ~ Dir(alpha) and then its N / clients samples (one more or less)
+    from that mix, without replacement. All clients draw at once. If they request more of a class
+    than is left, they are served in a random order and the class is exhausted; clients that are
+    still short draw again from their mix, renormalised over the remaining classes. Each pass
+    exhausts a class or is the last.
     """
 
     name: Literal["dirichlet-equal"] = "dirichlet-equal"
     alpha: float = Field(0.5, gt=0, allow_inf_nan=False)
-    """Concentration. Small values give each client few classes (while classes last), large values approach iid."""
+    """Concentration. Small values give each client few classes (while classes last), large values
+    approach iid.
+    """
 
     def _owners(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
-        groups = _by_class(labels)
-        left = np.array([len(group) for group in groups])
-        short = _equal_sizes(len(labels), clients)
+        groups = _samples_by_class(labels)
+        remaining = np.array([len(group) for group in groups])
+        needed = _equal_sizes(len(labels), clients)
         log_mix = _log_gamma(self.alpha, (clients, len(groups)), rng)
         counts = np.zeros((clients, len(groups)), dtype=np.int64)
-        while short.any():
-            waiting, still_open = np.flatnonzero(short), np.flatnonzero(left)
-            cells = np.ix_(waiting, still_open)
-            asked = rng.multinomial(short[waiting], _softmax(log_mix[cells]))
-            served = np.diff(np.minimum(np.cumsum(asked, axis=0), left[still_open]), axis=0, prepend=0)
+        while needed.any():
+            waiting = np.flatnonzero(needed)
+            available = np.flatnonzero(remaining)
+            cells = np.ix_(waiting, available)
+            requested = rng.multinomial(needed[waiting], _softmax(log_mix[cells]))
+            # Serve clients in order until a class is exhausted: cap the running total, then take
+            # differences. The order is made random below, by permuting the rows of `counts`.
+            total_served = np.minimum(np.cumsum(requested, axis=0), remaining[available])
+            served = np.diff(total_served, axis=0, prepend=0)
             counts[cells] += served
-            short[waiting] -= served.sum(axis=1)
-            left[still_open] -= served.sum(axis=0)
-        return _deal(groups, rng.permutation(counts).T, rng)
+            needed[waiting] -= served.sum(axis=1)
+            remaining[available] -= served.sum(axis=0)
+        return _owners_from_counts(groups, rng.permutation(counts).T, rng)
 
 
 @PARTITIONS.register(
     "shards",
-    "sorted by label and cut in shards, a few for each client",
+    "samples sorted by label and cut into shards, a few per client",
     paper="McMahan et al. 2017, arXiv:1602.05629",
 )
-class Shards(Dealt):
-    """The pathological split of FedAvg's paper: most clients see as many classes as they get shards."""
+class Shards(DisjointPartition):
+    """The pathological partition of the FedAvg paper.
+
+    Most clients see as many classes as they get shards.
+    """
 
     name: Literal["shards"] = "shards"
     shards_per_client: int = Field(2, ge=1)
@@ -246,56 +291,65 @@ class Shards(Dealt):
         shards = clients * self.shards_per_client
         if shards > len(labels):
             raise MotleyError(
-                f"partition 'shards': {clients} clients with {self.shards_per_client} shards each need {shards} "
-                f"samples, but there are {len(labels)}."
+                f"partition 'shards': {clients} clients with {self.shards_per_client} shards each "
+                f"need {shards} samples, but there are {len(labels)}."
             )
         shuffled = rng.permutation(len(labels))
         by_label = shuffled[np.argsort(labels[shuffled], kind="stable")]
-        shard_of = _scatter(by_label, _equal_sizes(len(labels), shards))
-        return rng.permutation(np.repeat(np.arange(clients), self.shards_per_client))[shard_of]
+        shard_of_sample = _owners_of_chunks(by_label, _equal_sizes(len(labels), shards))
+        owner_of_shard = rng.permutation(np.repeat(np.arange(clients), self.shards_per_client))
+        return owner_of_shard[shard_of_sample]
 
 
 @PARTITIONS.register(
     "quantity",
-    "iid labels, but sizes from Dir(alpha)",
+    "iid labels, sizes from Dir(alpha)",
     paper="Li, Diao, Chen, He 2022 (NIID-Bench), arXiv:2102.02079",
 )
-class Quantity(Dealt):
-    """Size skew without label skew: shares ~ Dir(alpha) of a random permutation, the smallest raised to the minimum."""
+class Quantity(DisjointPartition):
+    """Size skew without label skew.
+
+    Shares ~ Dir(alpha) of a random permutation; clients below the minimum are raised to it.
+    """
 
     name: Literal["quantity"] = "quantity"
     alpha: float = Field(0.5, gt=0, allow_inf_nan=False)
     """Concentration. Small values give a few large clients, large values give equal sizes."""
     min_size: int = Field(10, ge=1)
-    """Minimum number of samples per client, or N // clients if there are too few samples for that."""
+    """Minimum number of samples per client, or N // clients if there are too few for that."""
 
     def _owners(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
-        sizes = _cut(len(labels), _log_gamma(self.alpha, clients, rng))
+        sizes = _counts_from_shares(len(labels), _log_gamma(self.alpha, clients, rng))
         given, taken = _transfers(sizes, min(self.min_size, len(labels) // clients))
-        return _scatter(rng.permutation(len(labels)), sizes - given + taken)
+        return _owners_of_chunks(rng.permutation(len(labels)), sizes - given + taken)
 
 
 @PARTITIONS.register("file", "your own lists of sample indices, from a .json or .npz file")
 class FromFile(PartitionSettings):
-    """Index lists from a file, in which samples may be left out.
+    """Index lists from a file. They need not cover all samples.
 
-    JSON: a list of lists, or an object with the keys "0", "1", ... A .npz file: arrays named "0", "1", ..., or "arr_0",
-    "arr_1", ... as `np.savez(path, first, second)` names them.
+    JSON: a list of lists, or an object with the keys "0", "1", ... A .npz file: arrays named "0",
+    "1", ..., or "arr_0", "arr_1", ... as `np.savez(path, first, second)` names them.
     """
 
     name: Literal["file"] = "file"
     path: Annotated[Path, NamesFile()]
     """The .json or .npz file with one list of sample indices per client."""
     allow_shared: bool = False
-    """Allow two clients to hold the same sample. One client never holds a sample twice."""
+    """Allow two clients to hold the same sample. No client may hold a sample twice."""
 
     def split(self, labels: np.ndarray, clients: int, seed: int) -> Partition:
-        """Read the lists and check them against the data set and the number of clients; the seed plays no part."""
+        """Read the lists and check them. The seed is not used."""
         lists = _read_lists(self.path.expanduser())
         if len(lists) != clients:
-            raise MotleyError(f"{self.path} holds {len(lists)} clients, but {clients} are wanted.")
-        arrays = [_whole_numbers(values, f"{self.path}: client {client}") for client, values in enumerate(lists)]
-        partition = Partition(np.concatenate(arrays), _offsets(np.array([len(array) for array in arrays])))
+            raise MotleyError(
+                f"{self.path} holds {len(lists)} clients, but federation.clients = {clients}."
+            )
+        arrays = []
+        for client, values in enumerate(lists):
+            arrays.append(_index_array(values, f"{self.path}: client {client}"))
+        sizes = np.array([len(array) for array in arrays])
+        partition = Partition(np.concatenate(arrays), _offsets(sizes))
         self._check(partition, len(labels))
         return partition
 
@@ -308,18 +362,19 @@ class FromFile(PartitionSettings):
                 f"{self.path}: client {owners[at]} holds sample {partition.indices[at]}, "
                 f"but samples are numbered 0..{samples - 1}."
             )
+        # Sorted by sample and then by owner, repeated samples are neighbours.
         order = np.lexsort((owners, partition.indices))
         index, owner = partition.indices[order], owners[order]
-        again = index[1:] == index[:-1]
-        twice = again & (owner[1:] == owner[:-1])
-        if twice.any():
-            at = int(np.argmax(twice))
+        repeated = index[1:] == index[:-1]
+        repeated_by_owner = repeated & (owner[1:] == owner[:-1])
+        if repeated_by_owner.any():
+            at = int(np.argmax(repeated_by_owner))
             raise MotleyError(f"{self.path}: client {owner[at]} holds sample {index[at]} twice.")
-        if again.any() and not self.allow_shared:
-            at = int(np.argmax(again))
+        if repeated.any() and not self.allow_shared:
+            at = int(np.argmax(repeated))
             raise MotleyError(
-                f"{self.path}: clients {owner[at]} and {owner[at + 1]} both hold sample {index[at]}. "
-                "Set allow_shared = true if that is meant."
+                f"{self.path}: clients {owner[at]} and {owner[at + 1]} both hold "
+                f"sample {index[at]}. Set data.partition.allow_shared = true if that is intended."
             )
 
 
@@ -331,21 +386,23 @@ def _equal_sizes(samples: int, chunks: int) -> np.ndarray:
     return samples // chunks + (np.arange(chunks) < samples % chunks).astype(np.int64)
 
 
-def _by_class(labels: np.ndarray) -> list[np.ndarray]:
-    """Return the samples of each class that occurs."""
+def _samples_by_class(labels: np.ndarray) -> list[np.ndarray]:
+    """Return one array of sample indices per class that occurs."""
     _, sizes = np.unique(labels, return_counts=True)
     return np.split(np.argsort(labels, kind="stable"), np.cumsum(sizes)[:-1])
 
 
-def _scatter(order: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return each sample's owner when the samples in this order are cut in chunks of these sizes."""
+def _owners_of_chunks(order: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Cut the samples, in this order, into chunks of these sizes; return each sample's chunk."""
     owners = np.empty(len(order), dtype=np.int64)
     owners[order] = np.repeat(np.arange(len(sizes)), sizes)
     return owners
 
 
-def _deal(groups: list[np.ndarray], counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return each sample's owner when client j gets counts[k, j] random samples of class k."""
+def _owners_from_counts(
+    groups: list[np.ndarray], counts: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
+    """Give client j counts[k, j] random samples of class k; return each sample's owner."""
     owners = np.empty(sum(map(len, groups)), dtype=np.int64)
     for group, row in zip(groups, counts, strict=True):
         owners[rng.permutation(group)] = np.repeat(np.arange(len(row)), row)
@@ -355,9 +412,9 @@ def _deal(groups: list[np.ndarray], counts: np.ndarray, rng: np.random.Generator
 def _log_gamma(alpha: float, shape: int | tuple[int, int], rng: np.random.Generator) -> np.ndarray:
     """Return logarithms of Gamma(alpha) draws, whose softmax is Dir(alpha).
 
-    Gamma(alpha) = Gamma(alpha + 1) * U^(1 / alpha), and log U is minus an exponential draw. In logarithms no alpha
-    underflows, where plain draws at a small alpha are all zero and their shares NaN. Leaving clients out and
-    renormalising is a softmax over the rest.
+    Gamma(alpha) = Gamma(alpha + 1) * U^(1 / alpha), and log U is minus an exponential draw. Working
+    with logarithms avoids underflow: at a small alpha, plain Gamma draws are all zero and their
+    normalised shares NaN. To leave out clients and renormalise, take the softmax over the others.
     """
     alpha = min(max(alpha, 1e-300), 1e300)
     return np.log(rng.standard_gamma(alpha + 1, shape)) - rng.standard_exponential(shape) / alpha
@@ -368,41 +425,67 @@ def _softmax(logs: np.ndarray) -> np.ndarray:
     return shares / shares.sum(axis=-1, keepdims=True)
 
 
-def _cut(samples: int, log_shares: np.ndarray) -> np.ndarray:
-    """Return whole numbers that add up to `samples`: the steps of floor(samples * cumsum(shares))."""
-    shares = np.cumsum(_softmax(log_shares))
-    return np.diff((shares / shares[-1] * samples).astype(np.int64), prepend=0)
+def _counts_from_shares(samples: int, log_shares: np.ndarray) -> np.ndarray:
+    """Return integers that add up to `samples`: the steps of floor(samples * cumsum(shares))."""
+    cumulative = np.cumsum(_softmax(log_shares))
+    # Divided by the last one, which rounding may leave just below 1: the total must be exact.
+    ends = (cumulative / cumulative[-1] * samples).astype(np.int64)
+    return np.diff(ends, prepend=0)
 
 
 def _transfers(sizes: np.ndarray, minimum: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return what each client gives and takes so that none is below the minimum.
+    """Return how many samples each client gives and takes so that none is below the minimum.
 
-    The result is that of taking one sample after another from the client that is largest at the time: all givers come
-    down to one level, which bisection finds, and the first of them stay one above it.
+    The result is the same as taking one sample at a time from the client that is largest at that
+    moment, without the loop: all givers come down to one level, which is found by bisection, except
+    that the first few of them stay one above it.
     """
     taken = np.maximum(minimum - sizes, 0)
     low, high = minimum, int(sizes.max()) + 1
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if np.maximum(sizes - middle, 0).sum() >= taken.sum() else (low, middle)
+        if np.maximum(sizes - middle, 0).sum() >= taken.sum():
+            low = middle
+        else:
+            high = middle
     given = np.maximum(sizes - low, 0)
-    too_many = int(given.sum() - taken.sum())
-    given[np.flatnonzero(given)[:too_many]] -= 1
+    surplus = int(given.sum() - taken.sum())
+    given[np.flatnonzero(given)[:surplus]] -= 1
     return given, taken
 
 
-def _raise_smallest(owners: np.ndarray, clients: int, minimum: int, rng: np.random.Generator) -> np.ndarray:
-    """Move samples from the largest clients to those below the minimum; who takes from one giver keeps its skew."""
+def _raise_to_minimum(
+    owners: np.ndarray, clients: int, minimum: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Move random samples from the largest clients to those below the minimum.
+
+    Samples are moved giver by giver, so a taker usually takes from one giver and stays skewed.
+    """
     given, taken = _transfers(np.bincount(owners, minlength=clients), minimum)
     if not taken.any():
         return owners
     shuffled = rng.permutation(len(owners))
     by_owner = shuffled[np.argsort(owners[shuffled], kind="stable")]
     giver = owners[by_owner]
-    place = np.arange(len(owners)) - np.searchsorted(giver, np.arange(clients))[giver]
-    moved = owners.copy()
-    moved[by_owner[place < given[giver]]] = np.repeat(np.arange(clients), taken)
-    return moved
+    first_of_client = np.searchsorted(giver, np.arange(clients))
+    rank_in_client = np.arange(len(owners)) - first_of_client[giver]
+    is_given = rank_in_client < given[giver]
+    new_owners = owners.copy()
+    new_owners[by_owner[is_given]] = np.repeat(np.arange(clients), taken)
+    return new_owners
+
+
+#: Everything json, NumPy and zipfile raise for damaged files. RuntimeError is zipfile's, for
+#: encrypted members and unknown compression methods.
+_READ_ERRORS = (
+    ValueError,
+    TypeError,
+    EOFError,
+    OSError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 def _read_lists(path: Path) -> list[Any]:
@@ -415,27 +498,33 @@ def _read_lists(path: Path) -> list[Any]:
             content = json.loads(path.read_text(encoding="utf-8"))
         else:
             with np.load(path, allow_pickle=False) as archive:
-                # savez names arrays that were given no name arr_0, arr_1, ...
+                # np.savez calls unnamed arrays arr_0, arr_1, ...
                 content = {name.removeprefix("arr_"): archive[name] for name in archive.files}
-    except (ValueError, TypeError, EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+    except _READ_ERRORS as error:
         raise MotleyError(f"partition file {path} cannot be read: {error}") from error
     if isinstance(content, Mapping):
-        content = _in_order(content, path)
+        content = _ordered_by_client(content, path)
     if not isinstance(content, list) or not content:
-        raise MotleyError(f"partition file {path} must hold a list of index lists, or one list for each client number.")
+        raise MotleyError(
+            f"partition file {path} must hold a list of index lists, or one list per client number."
+        )
     return content
 
 
-def _in_order(lists: Mapping[str, Any], path: Path) -> list[Any]:
-    missing = [str(client) for client in range(len(lists)) if str(client) not in lists]
-    if missing:
-        raise MotleyError(
-            f"partition file {path} must name its {len(lists)} clients 0..{len(lists) - 1}; it has no {missing[0]!r}."
-        )
-    return [lists[str(client)] for client in range(len(lists))]
+def _ordered_by_client(lists: Mapping[str, Any], path: Path) -> list[Any]:
+    """Return the lists named "0", "1", ... in that order."""
+    ordered = []
+    for client in range(len(lists)):
+        if str(client) not in lists:
+            raise MotleyError(
+                f"partition file {path} must name its {len(lists)} clients 0..{len(lists) - 1}; "
+                f"it has no {str(client)!r}."
+            )
+        ordered.append(lists[str(client)])
+    return ordered
 
 
-def _whole_numbers(values: Any, where: str) -> np.ndarray:
+def _index_array(values: Any, where: str) -> np.ndarray:
     try:
         array = np.asarray(values)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The `[data]` table: which data set, how it is transformed and how it is dealt to the clients."""
+"""The `[data]` table: the data set, its transform and its partition among the clients."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ PARTITION = RegistryChoice("dirichlet", PARTITIONS, lambda partition: partition)
 
 
 class DataSettings(Settings):
-    """Which data set, how it is transformed and how it is dealt to the clients."""
+    """The data set, its transform and its partition among the clients."""
 
-    #: Another data set keeps the variant of the transform, which each data set has its own values for.
+    #: Another data set keeps the transform's variant; it has values of its own for it.
     lasting = ("root", "partition", "transform.variant")
 
     name: str = "digits"
     """The data set (`motley list datasets`)."""
     path: FilePath = ""
-    """Your own data file, for data.name = "npz". In a TOML file, a relative path starts from that file's folder."""
+    """Your own data file, for data.name = "npz". In a TOML file, a relative path starts from that
+    file's folder.
+    """
     root: FilePath = ""
     """Folder with the named data sets; empty: $MOTLEY_DATA if it is set, else ~/.cache/motley."""
     transform: TransformSettings = TransformSettings()
@@ -45,10 +47,10 @@ class DataSettings(Settings):
 
     @property
     def root_path(self) -> Path | None:
-        """The folder of the data sets, where one is set."""
+        """The folder with the data sets, if one is set."""
         return Path(self.root).expanduser() if self.root else None
 
     @property
     def file_path(self) -> Path | None:
-        """The user's own file, where one is set."""
+        """The user's own file, if one is set."""
         return Path(self.path).expanduser() if self.path else None

@@ -1,6 +1,7 @@
-"""What happens to an image between the data set and the model: settings, and the papers' choices by name.
+"""Settings of the image transform between data set and model, and the papers' transforms by name.
 
-Pixels are scaled to [0, 1] first; `mean` and `std` then normalise. Augmentation is for training only.
+Pixels are scaled to [0, 1], then normalised with `mean` and `std`. Only training images are
+augmented.
 """
 
 from __future__ import annotations
@@ -16,22 +17,24 @@ from motley.settings import Settings
 
 
 class TransformSettings(Settings):
-    """Resizing, normalisation and augmentation of images. Missing keys take the values of the variant."""
+    """Resizing, normalisation and augmentation of images. The variant fills in missing keys."""
 
     lasting = ()
 
     variant: str = "plain"
-    """plain, or a paper's transform for this data set: inco, inco-vit, fedimpro. The other keys of the table override
-    it.
+    """plain, or a paper's transform for this data set: inco, inco-vit, fedimpro. The other keys of
+    the table override it.
     """
     resize: int = Field(default=0, ge=0)
     """Side in pixels to which images are scaled (bilinear); 0: they keep their size."""
     mean: tuple[float, ...] = ()
     """Mean per channel that is subtracted, for pixels in 0..1; empty: no normalisation."""
     std: tuple[float, ...] = ()
-    """Standard deviation per channel by which is divided, for pixels in 0..1; empty: no normalisation."""
+    """Standard deviation per channel to divide by, for pixels in 0..1; empty: no normalisation."""
     crop_padding: int = Field(default=0, ge=0)
-    """Pixels of black padding on every side before a random crop of the original size; 0: no random crop."""
+    """Pixels of black padding on every side before a random crop of the original size; 0: no
+    random crop.
+    """
     flip: bool = False
     """Mirror training images left to right with probability 1/2."""
     cutout: int = Field(default=0, ge=0)
@@ -42,7 +45,10 @@ class TransformSettings(Settings):
     @model_validator(mode="after")
     def _fits_together(self) -> TransformSettings:
         if len(self.mean) != len(self.std):
-            raise ValueError(f"mean has {len(self.mean)} values and std {len(self.std)}; one each a channel is needed")
+            raise ValueError(
+                f"mean has {len(self.mean)} values and std {len(self.std)}; "
+                "both need one value per channel"
+            )
         if any(value <= 0 for value in self.std):
             raise ValueError(f"std = {list(self.std)} must be positive")
         if self.resized_crop and not self.resize:
@@ -52,11 +58,16 @@ class TransformSettings(Settings):
         return self
 
     def shape_of(self, shape: ImageShape) -> ImageShape:
-        """Return what images of a shape are after the transform."""
+        """Return the shape of an image after the transform, given its shape before."""
         return ImageShape(shape.channels, self.resize or shape.height, self.resize or shape.width)
 
 
-_CIFAR = {"mean": [0.4914, 0.4822, 0.4465], "std": [0.2470, 0.2435, 0.2616], "crop_padding": 4, "flip": True}
+_CIFAR = {
+    "mean": [0.4914, 0.4822, 0.4465],
+    "std": [0.2470, 0.2435, 0.2616],
+    "crop_padding": 4,
+    "flip": True,
+}
 _HALF = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}
 _VIT = {"resize": 224, "resized_crop": True, "flip": True, **_HALF}
 
@@ -70,14 +81,18 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def variants_for(data_name: str, transform: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the values of every variant for a data set. A transform whose variant has none for it is an error."""
+    """Return the values of every variant for a data set.
+
+    A transform whose variant has no values for the data set is an error.
+    """
     variant = str(transform.get("variant", "plain"))
     if variant not in VARIANTS:
         raise MotleyError(f"data.transform.variant: {unknown('transform', variant, VARIANTS)}")
     data_sets = VARIANTS[variant]
     if variant != "plain" and data_name not in data_sets:
         raise MotleyError(
-            f"data.transform.variant = {variant!r}: is defined for {', '.join(sorted(data_sets))}, not for "
-            f"{data_name!r}. Use data.transform.variant = 'plain', which is defined for every data set."
+            f"data.transform.variant = {variant!r}: is defined for {', '.join(sorted(data_sets))}, "
+            f"not for {data_name!r}. Use data.transform.variant = 'plain', which is "
+            "defined for every data set."
         )
     return {name: values.get(data_name, {}) for name, values in VARIANTS.items()}

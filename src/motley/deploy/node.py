@@ -25,9 +25,9 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
 from motley.core.errors import MotleyError, unknown
 from motley.deploy.commands import FAILED, environment, free_port, node_command, running
-from motley.deploy.worker import CLIENT_APP, TaskSource, run_tasks
+from motley.deploy.worker import CLIENT_APP, TaskSource, WorkerSettings, run_tasks
 from motley.engine.device import choose_devices
-from motley.flower.client import read_data
+from motley.flower.examples import read_data
 from motley.flower.settings import NodeSettings, read_node
 from motley.models import MODELS
 
@@ -38,8 +38,9 @@ except ImportError:  # Windows: a node that is started twice is then refused by 
 
 AGAIN_S = 5.0
 """How long a node waits before it tries again."""
-GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-"""Lets glibc map every larger block on its own, so that it is unmapped when it is freed."""
+#: Lets glibc map every block of at least 2 MiB on its own, so that it is unmapped when it is freed.
+#: A lower limit hardly lowers the peak, and costs many more page faults.
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2 * 2**20)}
 TAIL = 50
 """Lines of a SuperNode's output in which its last words are looked for."""
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -64,7 +65,7 @@ def be_node(file: Path, patience: float, app: str = CLIENT_APP) -> NoReturn:
         end = time.monotonic() + patience
         while True:
             began = time.monotonic()
-            code, said = run_supernode(file, app, task_environment(node, file))
+            code, said = run_supernode(file, worker_settings(node, file, app))
             if time.monotonic() - began > patience:
                 end = time.monotonic() + patience
             reason, can_heal = why_ended(node, file, code, said)
@@ -160,8 +161,13 @@ def only_one(lock: Path) -> Iterator[None]:
 # ---- while it runs
 
 
-def task_environment(node: NodeSettings, file: Path) -> dict[str, str]:
-    """Return the environment of the processes that answer messages.
+def worker_settings(node: NodeSettings, file: Path, app: str = CLIENT_APP) -> WorkerSettings:
+    """Return how the process that answers messages runs."""
+    return WorkerSettings(app, worker_environment(node, file), node.keep_alive_s, node.max_idle_mb)
+
+
+def worker_environment(node: NodeSettings, file: Path) -> dict[str, str]:
+    """Return the environment of the process that answers messages.
 
     A node with a limit of its memory gives freed memory back to the system at once. glibc's malloc would keep up to
     a third more of it, in pieces between those in use; for that it saves page faults, which a step takes time for.
@@ -177,10 +183,10 @@ def home_of(file: Path) -> Path:
     return file.absolute().parent / "flower"
 
 
-def run_supernode(file: Path, app: str, variables: dict[str, str]) -> tuple[int, str]:
-    """Run Flower's SuperNode to its end, and `app` on its messages; return its status and its last lines.
+def run_supernode(file: Path, worker: WorkerSettings) -> tuple[int, str]:
+    """Run Flower's SuperNode to its end, and a worker on its messages; return its status and its last lines.
 
-    Its output is on this terminal, and so is that of the app.
+    The output of both is on this terminal.
     """
     home = home_of(file)
     tasks = TaskSource(home, free_port())
@@ -189,7 +195,7 @@ def run_supernode(file: Path, app: str, variables: dict[str, str]) -> tuple[int,
         said: deque[str] = deque(maxlen=TAIL)
         echo = Thread(target=pass_on, args=(process.stdout, said), daemon=True)
         echo.start()
-        code = run_tasks(process, tasks, app, variables)
+        code = run_tasks(process, tasks, worker)
         echo.join(1.0)
     return code, "".join(said)
 

@@ -10,12 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from motley.core.part import State
 from motley.core.update import ClientUpdate
+from motley.kernels import ALL, LAYERS
 from motley.methods.base import Collection
 from motley.settings import Settings
+
+#: The kernels of `motley.kernels.ALL`.
+KernelName = Literal["conv", "norm", "optimizer", "stem"]
 
 
 class FlowerSettings(Settings):
@@ -52,9 +56,15 @@ class EngineSettings(Settings):
     """CPU threads of torch. Other values change the last bits of results. More than one thread is slow beside other
     busy processes; for large models on an idle machine, use the number of cores.
     """
-    kernels: bool = True
-    """On a GPU, use Motley's own kernels, for example for batch norm with addition and ReLU; always off in the debug
-    engine.
+    kernels: tuple[KernelName, ...] = ("conv", "norm", "optimizer", "stem")
+    """Motley's own kernels to use on a GPU; true: all, false: none. conv: weight gradients of small maps in 16 bits.
+    norm: batch norm with addition and ReLU. optimizer: one kernel over all tensors. stem: the first convolution. Those
+    for layers (conv, norm, stem) are for ResNets, and are not used in compiled models. No effect in the debug engine.
+    """
+    compile: bool = False
+    """Compile models with torch.compile, for batches of the full batch size. The first round takes up to half a minute
+    longer per size. Needs a C++ compiler on a CPU, and Triton on a GPU. No effect in the debug engine and on clients
+    that train in one batched step (vmap_clients). Changes the last bits of results.
     """
     client_state_gpu_fraction: float = Field(default=0.125, ge=0, le=1)
     """Fraction of a GPU's memory for the clients' state between rounds; the rest of the state is kept in host memory.
@@ -69,6 +79,19 @@ class EngineSettings(Settings):
     fp32 if that is the training precision.
     """
     flower: FlowerSettings = FlowerSettings()
+
+    @field_validator("kernels", mode="before")
+    @classmethod
+    def _all_or_none(cls, value: object) -> object:
+        if isinstance(value, bool):
+            return tuple(sorted(ALL)) if value else ()
+        return value
+
+    @property
+    def kernel_names(self) -> frozenset[str]:
+        """The kernels that a run uses on a GPU: a compiled model has no use for those of layers."""
+        chosen = frozenset(self.kernels)
+        return chosen - LAYERS if self.compile else chosen
 
 
 @dataclass(frozen=True)
@@ -112,7 +135,7 @@ class Engine(Protocol):
         """Train every job's client. A client without a single batch is left out of the answer."""
         ...
 
-    def collect(self, jobs: Sequence[Job]) -> list[Collection]:
+    def collect(self, jobs: Sequence[Job]) -> Sequence[Collection | Failure]:
         """Ask every job's client for the collection that the job names, without training.
 
         A client without a single example is left out of the answer.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection as Names
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from motley.engine.memory import MemoryStore
 from motley.engine.timeline import Timeline
 from motley.engine.training import NO_STEPS, Plan, TrainingSettings, make_plan
 from motley.methods.base import Collection, Method
-from motley.privacy.guard import Guard
+from motley.privacy.mechanism import DPMechanism
 
 COLLECTED = 8
 """Collection batches are this many times larger than training batches, because no activations are kept."""
@@ -52,11 +53,12 @@ class Clients:
         training: TrainingSettings,
         *,
         precision: str,
-        fused: bool = False,
+        kernels: Names[str] = (),
+        compiled: bool = False,
         seed: int,
         memory: MemoryStore,
         elsewhere: Sequence[DeviceData] = (),
-        guard: Guard | None = None,
+        dp: DPMechanism | None = None,
         encoding: Encoding = "fp32",
         lean: bool = False,
     ) -> None:
@@ -64,8 +66,9 @@ class Clients:
         state once its client has a copy, so the caller must not need it again.
         """
         self.method, self.data, self.partition, self.training = method, data, partition, training
-        self.precision, self.fused, self.seed, self.memory = precision, fused, seed, memory
-        self.guard, self.encoding, self.lean = guard, encoding, lean
+        self.precision, self.seed, self.memory = precision, seed, memory
+        self.kernels, self.compiled = kernels, compiled
+        self.dp, self.encoding, self.lean = dp, encoding, lean
         self.copies = [data, *elsewhere]
         """The examples on each device that clients train on; the home device comes first."""
         self.timeline: Timeline | None = None
@@ -98,7 +101,8 @@ class Clients:
             self.copies[where],
             longest=max(longest, 1),
             precision=self.precision,
-            fused=self.fused,
+            kernels=self.kernels,
+            compiled=self.compiled,
             lean=self.lean,
         )
 
@@ -150,21 +154,23 @@ class Clients:
     def finish(self, learner: Learner) -> Turn:
         """Take a client out of its learner, with what it sends and what it remembers."""
         assert learner.job is not None
+        if self.lean:
+            learner.drop_moments()
         delta, payload, memory, loss = learner.upload()
         self.memory.put(learner.job.client, learner.job.round_number, memory)
         return Turn(learner.job, delta, payload, loss, learner.taken, remembers=bool(memory))
 
     def uploads(self, turns: Sequence[Turn]) -> list[ClientUpdate]:
-        """Return the uploads of finished turns in the order of client ids, without waiting for the device.
+        """Return the updates of finished turns in the order of client ids, without waiting for the device.
 
-        This is the door: what is guarded or encoded is so here, whichever way the client was run. A client that guards
-        its delta says neither how many examples it has, nor how many steps it took, nor its loss.
+        This is the upload boundary: deltas are privatized or encoded here, whichever engine ran the client. With
+        differential privacy, the number of examples, the number of steps and the loss are withheld.
         """
         uploads = []
         for turn in sorted(turns, key=lambda turn: turn.job.client):
             client, delta = turn.job.client, turn.delta
-            if self.guard is not None:
-                delta = self.guard.guarded(delta, turn.job.round_number, client)
+            if self.dp is not None:
+                delta = self.dp.privatize(delta, turn.job.round_number, client)
                 uploads.append(ClientUpdate(client=client, delta=delta, num_examples=1, num_steps=1))
                 continue
             if self.encoding != "fp32":
@@ -208,12 +214,12 @@ class Clients:
         )
         if job.collection == "statistics":
             learner.receive(job.state)
-            with learner.weights.single_precision():
+            with learner.weights.single_precision(), learner.without_compilation():
                 values = batch_moments(learner.model, learner.examples(plan))
         else:
             self.seat(learner, job, NO_STEPS, self.recall(job))
             learner.seed_step()
-            with learner.weights.single_precision():
+            with learner.weights.single_precision(), learner.without_compilation():
                 values = self.method.collect(learner, learner.examples(plan))
         return Collection(job.client, self.samples(job.client), values, job.size, job.round_number)
 

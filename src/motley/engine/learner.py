@@ -7,8 +7,8 @@ any client of the same size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -22,15 +22,14 @@ from motley.core.randomness import key
 from motley.data.device import DeviceData
 from motley.engine.base import Job
 from motley.engine.batches import Batches
+from motley.engine.compilation import compilation, compile_model, no_compilation
 from motley.engine.device import on_device, place, use_generator
+from motley.engine.fused import apply_kernels
+from motley.engine.optimizers import Optimizer
 from motley.engine.training import Plan, TrainingSettings, reset
 from motley.engine.weights import Weights, working_type
 from motley.kernels import AVAILABLE
 from motley.methods.base import Method
-from motley.models.layers import use_fused
-
-if AVAILABLE:
-    from motley.kernels import loss as loss_kernel
 
 
 def shapes_of(*states: State) -> object:
@@ -76,14 +75,18 @@ class Learner:
         *,
         longest: int,
         precision: str,
-        fused: bool = False,
+        kernels: Collection[str] = (),
+        compiled: bool = False,
         lean: bool = False,
     ) -> None:
+        """`kernels`: the names of Motley's kernels to use on a GPU. `compiled`: compile the model."""
         device = data.device
         self.model = place(model, device).train()
-        self._fused = fused and device.type == "cuda" and AVAILABLE
-        if self._fused:
-            use_fused(self.model)
+        self._kernels = frozenset(kernels) if device.type == "cuda" and AVAILABLE else frozenset()
+        apply_kernels(self.model, self._kernels)
+        self._compiled = compiled
+        if compiled:
+            compile_model(self.model)
         self.method, self.training, self.data, self.device = method, training, data, device
         self.weights = Weights(self.model, precision)
         self.parameters = self.weights.masters
@@ -105,9 +108,9 @@ class Learner:
         self.notes: State = {}
         """What a method keeps for the length of a turn; see `note`."""
         self.optimizer = self._optimizer(self.parameters.values(), self.weights)
-        self.publishes = self._fused
+        self.publishes = "optimizer" in self._kernels
         """Whether the optimiser reads gradients where they lie, and its step is seen by the model without `publish`."""
-        self._optimizers: dict[tuple[str, ...], torch.optim.Optimizer] = {}
+        self._optimizers: dict[tuple[str, ...], Optimizer] = {}
         self.lr: Tensor | float = self.optimizer.param_groups[0]["lr"]
         self.round = torch.zeros((), dtype=torch.long, device=device)
         self.samples = torch.zeros((), dtype=torch.long, device=device)
@@ -121,8 +124,9 @@ class Learner:
         """The examples of the client, all of them."""
         self.generator = torch.Generator(device) if device.type == "cuda" else None
 
-    def _optimizer(self, tensors: Iterable[Tensor], weights: Weights | None = None) -> torch.optim.Optimizer:
-        return self.training.optimizer.build(tensors, self.device, self._fused, weights, self.weights.scale)
+    def _optimizer(self, tensors: Iterable[Tensor], weights: Weights | None = None) -> Optimizer:
+        fused = "optimizer" in self._kernels
+        return self.training.optimizer.build(tensors, self.device, fused, weights, self.weights.scale)
 
     # ---- a turn
 
@@ -167,7 +171,8 @@ class Learner:
         self.samples.fill_(samples)
         self._loss.zero_()
         self.seed_turn()
-        self.method.before_training(self)
+        with self.without_compilation():
+            self.method.before_training(self)
 
     @property
     def finished(self) -> bool:
@@ -196,15 +201,28 @@ class Learner:
         use_generator(self.generator)
 
     def step(self, length: int) -> None:
-        """Take the step that the counter on the device points at. This is what a graph captures."""
-        images, labels = self.batches.next(length)
-        self._loss.add_(self.method.step(self, images, labels).float())
+        """Take the step that the counter on the device points at. This is what a graph captures.
+
+        A compiled model is compiled for whole batches only. Every client's last batch may have a length of its own, and
+        compiling takes longer than many steps, so short batches run as they would without compilation.
+        """
+        whole = length == self.training.batch_size
+        with self._compilation() if whole else self.without_compilation():
+            images, labels = self.batches.next(length)
+            self._loss.add_(self.method.step(self, images, labels).float())
         self._drop_gradients()
+
+    def _compilation(self) -> AbstractContextManager[None]:
+        return compilation() if self._compiled else nullcontext()
+
+    def without_compilation(self) -> AbstractContextManager[None]:
+        """Run the model as it is inside the block, for passes other than steps with whole batches."""
+        return no_compilation() if self._compiled else nullcontext()
 
     @contextmanager
     def captured(self, steps: int) -> Iterator[None]:
         """Do what a capture of some steps needs before and after it."""
-        fused: list[Any] = [self.optimizer, *self._optimizers.values()] if self._fused else []
+        fused: list[Any] = [self.optimizer, *self._optimizers.values()] if self.publishes else []
         for optimizer in fused:
             optimizer.reserve(steps)
         yield
@@ -222,7 +240,16 @@ class Learner:
         change = {name: next(differences[not tensor.is_floating_point()]) for name, tensor in self.start.items()}
         self.seed_step()
         self.use_generator()
-        return change, self.method.payload(self), self.method.next_client_state(self), self._loss.clone()
+        with self.without_compilation():
+            return change, self.method.payload(self), self.method.next_client_state(self), self._loss.clone()
+
+    def drop_moments(self) -> None:
+        """Free the optimiser's state after the last step: the next client starts with a new one.
+
+        Not for a GPU, where captured steps write into it.
+        """
+        for optimizer in (self.optimizer, *self._optimizers.values()):
+            optimizer.state.clear()
 
     def _drop_gradients(self) -> None:
         """Free the gradients of a step: the next forward pass, or the change, takes their memory.
@@ -263,7 +290,7 @@ class Learner:
             return
         if self.publishes and not self.training.max_grad_norm and not by_norms:
             towards = list(self.anchors if towards is None else towards)
-            self.optimizer.pull(towards, strengths)  # type: ignore[attr-defined]
+            self.optimizer.pull(towards, strengths)  # type: ignore[union-attr]
             return
         offsets = self.offsets(towards, by_norms=by_norms)
         if isinstance(strength, Mapping):
@@ -322,7 +349,7 @@ class Learner:
         with _restored(self._buffers):
             yield
 
-    def optimizer_of(self, names: Iterable[str]) -> torch.optim.Optimizer:
+    def optimizer_of(self, names: Iterable[str]) -> Optimizer:
         """Return an optimiser of its own for some parameters, for a step apart from the others; fresh every turn."""
         self.weights.gather()
         own = tuple(names)
@@ -345,8 +372,6 @@ class Learner:
 
     def cross_entropy(self, answers: Tensor, labels: Tensor) -> Tensor:
         """Return the mean cross-entropy of a batch, in single precision."""
-        if self._fused and answers.dim() == 2 and loss_kernel.applies(answers):
-            return loss_kernel.cross_entropy(answers, labels)
         return F.cross_entropy(answers.float(), labels)
 
     def held_classes(self, classes: int) -> Tensor:
@@ -358,7 +383,7 @@ class Learner:
         """Return what this architecture answers with another state, in evaluation mode and without gradient."""
         self.model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.without_compilation():
                 own = {f"model.{name}": tensor for name, tensor in self._working(state).items()}
                 answer: Tensor = functional_call(_Asked(self.model, ask), own, (images,))
         finally:

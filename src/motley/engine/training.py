@@ -13,6 +13,7 @@ from torch import Tensor
 from motley.core.part import by_type
 from motley.core.randomness import generator
 from motley.data.device import DRAWS
+from motley.engine.optimizers import CpuAdam, CpuSGD, Optimizer
 from motley.settings import Choice, Settings
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class OptimizerSettings(Settings):
         fused: bool = False,
         weights: Weights | None = None,
         scale: LossScale | None = None,
-    ) -> torch.optim.Optimizer:
+    ) -> Optimizer:
         """Return the optimiser; on a GPU one that a graph can capture, with its learning rate on the device.
 
         A fused one reads the gradients of the parameters' 16-bit copies, and writes these copies. With a scale of the
@@ -60,12 +61,18 @@ class OptimizerSettings(Settings):
         lr: Any = torch.tensor(self.lr, device=device) if cuda else self.lr
         if fused:
             return self._build_fused(list(parameters), lr, weights, scale)
-        optimizer = self._build_plain(parameters, lr, cuda)
+        parameters = list(parameters)
+        if device.type == "cpu" and len({parameter.dtype for parameter in parameters}) == 1:
+            return self._build_for_cpu(parameters)
+        optimizer = self._build_of_torch(parameters, lr, cuda)
         if scale is not None:
             scale.guard(optimizer)
         return optimizer
 
-    def _build_plain(self, parameters: Iterable[Tensor], lr: Any, cuda: bool) -> torch.optim.Optimizer:
+    def _build_of_torch(self, parameters: list[Tensor], lr: Any, cuda: bool) -> torch.optim.Optimizer:
+        raise NotImplementedError
+
+    def _build_for_cpu(self, parameters: list[Tensor]) -> Optimizer:
         raise NotImplementedError
 
     def _build_fused(
@@ -91,7 +98,10 @@ class SGDSettings(OptimizerSettings):
         """One with momentum, none without."""
         return int(self.momentum > 0)
 
-    def _build_plain(self, parameters: Iterable[Tensor], lr: Any, cuda: bool) -> torch.optim.Optimizer:
+    def _build_for_cpu(self, parameters: list[Tensor]) -> Optimizer:
+        return CpuSGD(parameters, self.lr, self.momentum, self.weight_decay)
+
+    def _build_of_torch(self, parameters: list[Tensor], lr: Any, cuda: bool) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr, self.momentum, weight_decay=self.weight_decay, fused=True)
 
     def _build_fused(
@@ -114,7 +124,11 @@ class AdamSettings(OptimizerSettings):
         """The first and the second moment."""
         return 2
 
-    def _build_plain(self, parameters: Iterable[Tensor], lr: Any, cuda: bool) -> torch.optim.Optimizer:
+    def _build_for_cpu(self, parameters: list[Tensor]) -> Optimizer:
+        decoupled = self.name == "adamw"
+        return CpuAdam(parameters, self.lr, self.betas, self.weight_decay, decoupled=decoupled)
+
+    def _build_of_torch(self, parameters: list[Tensor], lr: Any, cuda: bool) -> torch.optim.Optimizer:
         cls = torch.optim.Adam if self.name == "adam" else torch.optim.AdamW
         return cls(parameters, lr, self.betas, weight_decay=self.weight_decay, capturable=cuda, fused=True)
 
@@ -171,7 +185,7 @@ class TrainingSettings(Settings):
         return self.steps or max(1, round(self.epochs * epoch_steps))
 
 
-def reset(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def reset(optimizer: Optimizer, lr: float) -> None:
     """Let an optimiser start anew, in place: captured steps write into its tensors."""
     tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
     for moments in by_type(tensors):

@@ -7,7 +7,6 @@ to the SuperLink once.
 
 from __future__ import annotations
 
-import torch
 from flwr.app import Array, ArrayRecord
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -24,12 +23,25 @@ def pack(**states: State) -> ArrayRecord:
 
 
 def _array(state: State) -> Array:
-    dense = {
-        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name, tensor in state.items()
-    }
-    content = save(dense)
+    content = save(_separate(state))
     return Array("uint8", (len(content),), ENCODING, content)
+
+
+def _separate(state: State) -> State:
+    """Return dense tensors in host memory that share no storage, as safetensors wants them.
+
+    A tensor is copied only if it must be: a node has little memory.
+    """
+    separate: State = {}
+    storages: set[int] = set()
+    for name, tensor in state.items():
+        dense = tensor.detach().cpu().contiguous()
+        storage = dense.untyped_storage()
+        if storage.nbytes() != dense.nbytes or storage.data_ptr() in storages:
+            dense = dense.clone()
+        storages.add(dense.untyped_storage().data_ptr())
+        separate[name] = dense
+    return separate
 
 
 def unpack(arrays: object, name: str) -> State:

@@ -124,14 +124,15 @@ class FlowerEngine:
             done(job.client)
         return sorted(answers, key=lambda answer: answer.client)
 
-    def collect(self, jobs: Sequence[Job]) -> list[Collection]:
-        """Ask every job's client for a collection; clients that do not answer are left out."""
-        collections = [
-            Collection(job.client, answer.num_examples, answer.payload, job.size, job.round_number)
-            for job, answer in self._ask(jobs, COLLECT)
-            if isinstance(answer, ClientUpdate) and answer.num_examples
-        ]
-        return sorted(collections, key=lambda collection: collection.client)
+    def collect(self, jobs: Sequence[Job]) -> list[Collection | Failure]:
+        """Ask every job's client for a collection; return what comes back in time, in the order of clients."""
+        answers: list[Collection | Failure] = []
+        for job, answer in self._ask(jobs, COLLECT):
+            if isinstance(answer, Failure):
+                answers.append(answer)
+            elif answer.num_examples:
+                answers.append(Collection(job.client, answer.num_examples, answer.payload, job.size, job.round_number))
+        return sorted(answers, key=lambda answer: answer.client)
 
     def save_memory(self, rounds: dict[int, int]) -> None:
         """Nothing is left to do: a node writes its memory before it answers."""
@@ -171,7 +172,7 @@ class FlowerEngine:
             forget=self._forget.get(job.client, 0),
             collection=job.collection,
         )
-        content = RecordDict({"job": about, "arrays": pack(state=job.state, message=job.broadcast)})
+        content = RecordDict({"job": about, "arrays": pack(state=job.state, broadcast=job.broadcast)})
         return Message(content, node, kind, ttl=self.settings.timeout_s + GRACE_S, group_id=str(job.round_number))
 
     def _answer(self, job: Job, reply: Message) -> ClientUpdate | Failure:
@@ -184,19 +185,22 @@ class FlowerEngine:
             return Failure(job.client, f"its answer was refused: {error}")
 
     def _upload(self, job: Job, content: RecordDict) -> ClientUpdate:
-        about: Any = content["upload"]
+        about: Any = content["update"]
         arrays: Any = content["arrays"]
         for name, expected in (("client", job.client), ("round", job.round_number)):
             if (given := number(about, name)) != expected:
                 raise MotleyError(f"it is for {name} {given}; {name} {expected} was asked.")
         size = size_in_bytes(arrays) / 2**20
-        if size > self.settings.max_reply_mib:
-            raise MotleyError(f"it has {size:.1f} MiB; engine.flower.max_reply_mib = {self.settings.max_reply_mib:g}.")
-        samples, steps = number(about, "samples"), number(about, "steps")
-        change, message = unpack(arrays, "change"), unpack(arrays, "message")
-        loss = torch.tensor(float(about["loss"]))
+        limit = self.settings.max_reply_mib
+        if size > limit:
+            raise MotleyError(f"it has {size:.1f} MiB; engine.flower.max_reply_mib = {limit:g}.")
         return ClientUpdate(
-            client=job.client, delta=change, payload=message, num_examples=samples, num_steps=steps, loss=loss
+            client=job.client,
+            delta=unpack(arrays, "delta"),
+            payload=unpack(arrays, "payload"),
+            num_examples=number(about, "num_examples"),
+            num_steps=number(about, "num_steps"),
+            loss=torch.tensor(float(about["loss"])),
         )
 
 

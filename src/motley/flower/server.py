@@ -20,8 +20,9 @@ from motley.federation import Federation
 from motley.flower.engine import FlowerEngine, Nodes
 from motley.plan import assigned, costs_of, read_budgets
 from motley.round import Server
+from motley.runs.callbacks import Callback
 from motley.runs.folder import RunFolder
-from motley.runs.play import Callback, begin, resume
+from motley.runs.run import resume_run, start_run
 from motley.settings import validate
 
 app = ServerApp()
@@ -53,7 +54,7 @@ def serve(grid: Grid, new: Config | None, path: Path, watchers: Iterable[Callbac
     nodes = Nodes(grid, config, dataset)
     found = nodes.find(range(config.federation.clients))
     if new is None:
-        return resume(path, watchers, engine=lambda federation: FlowerEngine(nodes))
+        return resume_run(path, watchers, engine=lambda federation: FlowerEngine(nodes))
     if absent := [client for client in range(config.federation.clients) if client not in found]:
         raise MotleyError(
             f"engine.flower.wait_s = {config.engine.flower.wait_s:g}: no node came for "
@@ -61,7 +62,7 @@ def serve(grid: Grid, new: Config | None, path: Path, watchers: Iterable[Callbac
         )
     config = with_sizes(config, nodes.sizes)
     nodes.use(config)
-    return begin(config, path, watchers, engine=lambda federation: FlowerEngine(nodes))
+    return start_run(config, path, watchers, engine=lambda federation: FlowerEngine(nodes))
 
 
 def with_budgets(config: Config, dataset: Dataset) -> Config:

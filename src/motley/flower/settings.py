@@ -61,6 +61,12 @@ class NodeSettings(Settings):
     """The server's host:port."""
     insecure: bool = False
     """Without encryption and keys: for a server on this machine."""
+    keep_alive_s: float = Field(default=600.0, ge=0)
+    """Seconds that the process that trains stays alive after a message, with its model and data; 0: one process per
+    message.
+    """
+    max_idle_mb: float = Field(default=4000.0, gt=0)
+    """That process ends if it holds more memory than this after a message, in MB of 1e6 bytes (Linux)."""
     privacy: PrivacySettings = PrivacySettings()
     """The least privacy that the node asks for: a run that guards its uploads less is refused."""
     repeatable: bool = False

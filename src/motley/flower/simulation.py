@@ -19,8 +19,8 @@ from motley.flower.client import build
 from motley.flower.server import serve
 from motley.flower.settings import NodeData, NodeSettings
 from motley.round import Server
+from motley.runs.callbacks import Callback
 from motley.runs.folder import RunFolder
-from motley.runs.play import Callback
 
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 

@@ -9,6 +9,11 @@ from torch import Tensor
 
 AVAILABLE = find_spec("triton") is not None
 
+#: Kernels that take the place of a model's layers. A compiled model has no use for them.
+LAYERS = frozenset({"conv", "norm", "stem"})
+#: All kernels, by the names that `engine.kernels` may list.
+ALL = LAYERS | {"optimizer"}
+
 LENGTHS = ("rows", "cut", "span", "blocks", "count")
 """Arguments that depend on how long a batch is: kernels are not compiled anew for their values."""
 

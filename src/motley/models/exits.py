@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from motley.core.errors import MotleyError
 from motley.models.channels import CLASSES, Axis, Channels
-from motley.models.layers import BatchNorm, Convolution
 from motley.models.resnet import ResNet
 from motley.models.stages import Chain, Staged
 from motley.models.vit import ViT
@@ -26,13 +25,13 @@ class ConvolutionHead(nn.Module):
 
     def __init__(self, channels: int, classes: int) -> None:
         super().__init__()
-        self.convs = nn.ModuleList(Convolution(channels, channels, 3, padding=1, bias=False) for _ in range(3))
-        self.norms = nn.ModuleList(BatchNorm(channels) for _ in range(3))
+        self.convs = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(3))
         self.classify = nn.Linear(channels, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         for convolution, norm in zip(self.convs, self.norms, strict=True):
-            x = norm(convolution(x), relu=True)
+            x = F.relu(norm(convolution(x)))
         return self.classify(F.adaptive_avg_pool2d(x, 1).flatten(1))
 
 

@@ -1,65 +1,15 @@
-"""Layers that compute as torch's do, with torch's parameters and names, and on a GPU in fewer or better kernels.
-
-A small network's step there is bound by the number of its kernels and by how well they share the GPU with those of
-other clients, not by arithmetic. `use_fused` lets a model's layers use `motley.kernels`; everywhere else they are
-torch's own functions one after the other.
-"""
+"""Batch norms that take a batch for two."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-
-from motley.kernels import AVAILABLE
-
-if AVAILABLE:
-    from motley.kernels import convolve, pool, stem
-    from motley.kernels import norm as kernel
-
-
-class BatchNorm(nn.BatchNorm2d):
-    """relu(batch_norm(x) + add), with torch's parameters, buffers and names."""
-
-    fused = False
-    """Whether to use the fused kernels where they apply; see `use_fused`."""
-
-    def forward(self, x: Tensor, add: Tensor | None = None, relu: bool = False) -> Tensor:
-        if self.fused and kernel.applies(x, self.training):
-            if not self.training:
-                return kernel.scale_add_relu(x, add, self, relu)
-            return _with_second(*kernel.norm_add_relu(x, add, self, relu))
-        x = super().forward(x)
-        if add is not None:
-            x = x + add
-        return F.relu(x) if relu else x
-
-
-class GroupNorm(nn.GroupNorm):
-    """relu(group_norm(x) + add)."""
-
-    def forward(self, x: Tensor, add: Tensor | None = None, relu: bool = False) -> Tensor:
-        x = super().forward(x)
-        if add is not None:
-            x = x + add
-        return F.relu(x) if relu else x
-
-
-def second_use(x: Tensor) -> Tensor:
-    """Return a tensor for its second use: the same values, and where the kernels can add both gradients, a twin."""
-    second: Tensor = getattr(x, "second", x)
-    return second
-
-
-def _with_second(x: Tensor, second: Tensor) -> Tensor:
-    if second is not x:
-        x.second = second  # type: ignore[attr-defined]
-    return x
 
 
 @contextmanager
@@ -85,61 +35,17 @@ def _norm_apart(
     both: bool,
     x: Tensor,
     add: Tensor | None = None,
-    relu: bool = False,
-) -> Tensor:
-    if isinstance(norm, BatchNorm) and norm.fused and kernel.applies_apart(x, first):
-        return _with_second(*kernel.norm_add_relu(x, add, norm, relu, first, both))
-
+    twice: bool = False,
+    **options: Any,
+) -> Any:
     def part(rows: slice) -> Tensor:
-        plain = add is None and not relu
-        return forward(x[rows]) if plain else forward(x[rows], None if add is None else add[rows], relu)
+        if add is not None:
+            return forward(x[rows], add=add[rows], **options)
+        return forward(x[rows], **options)
 
     before = [] if both else [buffer.clone() for buffer in norm.buffers()]
     others = part(slice(first, None))
     for buffer, value in zip(norm.buffers(), before, strict=False):
         buffer.data.copy_(value)  # behind autograd's back: what it keeps of a buffer is not what it needs
-    return torch.cat([part(slice(first)), others])
-
-
-class Convolution(nn.Conv2d):
-    """A convolution within a network."""
-
-    fused = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return convolve.convolve(x, self) if self.fused and convolve.applies(x, self) else super().forward(x)
-
-
-class MaxPool(nn.MaxPool2d):
-    """The largest value of every window."""
-
-    fused = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not (self.fused and pool.applies(x, self)):
-            return super().forward(x)
-        return _with_second(*pool.max_pool(x))
-
-
-class Stem(nn.Conv2d):
-    """The first convolution of a network, whose input needs no gradient."""
-
-    fused = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return stem.convolve(x, self) if self.fused and stem.applies(x, self) else super().forward(x)
-
-
-def use_fused(model: nn.Module) -> None:
-    """Let a model's layers use our kernels, where there are any."""
-    for module in model.modules():
-        if isinstance(module, BatchNorm | Convolution | MaxPool | Stem):
-            module.fused = AVAILABLE and not (isinstance(module, BatchNorm) and module.running_mean is None)
-
-
-def use_batch_statistics(model: nn.Module) -> None:
-    """Let a model's batch norms keep no statistics: they normalise with those of the batch, in evaluation too."""
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.track_running_stats = False
-            module.running_mean = module.running_var = module.num_batches_tracked = None
+    y = torch.cat([part(slice(first)), others])
+    return (y, y) if twice else y

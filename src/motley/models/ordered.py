@@ -19,7 +19,7 @@ from motley.core.errors import MotleyError
 
 
 class OrderedBatchNorm(nn.BatchNorm2d):
-    """relu(batch_norm(x) + add) with one pair of affine parameters, and a row of running statistics a width."""
+    """Batch norm with one pair of affine parameters, and one row of running statistics per width."""
 
     masks: Tensor
     choice: Tensor | None = None
@@ -36,13 +36,11 @@ class OrderedBatchNorm(nn.BatchNorm2d):
             made._buffers[name] = None if row is None else row.repeat(widths, 1)
         return made
 
-    def forward(self, x: Tensor, add: Tensor | None = None, relu: bool = False) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x = self._normalised(x)
         if self.choice is not None:
             x = x * self.masks.index_select(0, self.choice).view(1, -1, 1, 1).to(x.dtype)
-        if add is not None:
-            x = x + add
-        return F.relu(x) if relu else x
+        return x
 
     def _normalised(self, x: Tensor) -> Tensor:
         """Normalise with the batch's statistics, and let the chosen row follow them; in evaluation, with the row's."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from motley.models.channels import Axis, Channels, of_head
-from motley.models.layers import BatchNorm, Convolution, Stem
 from motley.models.resnet import stage_widths
 from motley.models.spec import MODELS, Architecture, CrossLayer, ImageShape
 from motley.models.stages import Chain, Stage, Staged
@@ -33,17 +32,17 @@ class Block(nn.Module):
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
-        self.bn1 = BatchNorm(inputs)
-        self.conv1 = Convolution(inputs, width, 3, stride=stride, padding=1, bias=False)
-        self.bn2 = BatchNorm(width)
-        self.conv2 = Convolution(width, width, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(inputs)
+        self.conv1 = nn.Conv2d(inputs, width, 3, stride=stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
         changes = stride > 1 or inputs != width
-        self.shortcut = Convolution(inputs, width, 1, stride=stride, bias=False) if changes else None
+        self.shortcut = nn.Conv2d(inputs, width, 1, stride=stride, bias=False) if changes else None
 
     def forward(self, x: Tensor) -> Tensor:
-        active = self.bn1(x, relu=True)
+        active = F.relu(self.bn1(x))
         shortcut = x if self.shortcut is None else self.shortcut(active)
-        return self.conv2(self.bn2(self.conv1(active), relu=True)) + shortcut
+        return self.conv2(F.relu(self.bn2(self.conv1(active)))) + shortcut
 
 
 class PreActResNet(Staged):
@@ -54,13 +53,14 @@ class PreActResNet(Staged):
     ) -> None:
         super().__init__()
         widths = stage_widths(settings.width)
-        self.conv1 = Stem(image.channels, widths[0], 3, padding=1, bias=False)
+        self.conv1 = nn.Conv2d(image.channels, widths[0], 3, padding=1, bias=False)
         made = []
         for stage, ((inputs, width), count) in enumerate(zip(pairwise((widths[0], *widths)), blocks, strict=True)):
             made.append(Block(inputs, width, 2 if stage else 1))
             made += [Block(width, width, 1) for _ in range(count - 1)]
         self.blocks = nn.Sequential(*made)
-        self.norm = BatchNorm(widths[-1])
+        self.norm = nn.BatchNorm2d(widths[-1])
+        self.relu: nn.Module = nn.ReLU()
         self.head = nn.Linear(widths[-1], classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -68,7 +68,7 @@ class PreActResNet(Staged):
 
     def pool(self, x: Tensor) -> Tensor:
         """Return the normalised mean over the last map: one vector an image."""
-        return F.adaptive_avg_pool2d(self.norm(x, relu=True), 1).flatten(1)
+        return F.adaptive_avg_pool2d(self.relu(self.norm(x)), 1).flatten(1)
 
     @property
     def chain(self) -> Chain:

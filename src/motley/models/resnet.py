@@ -14,14 +14,15 @@ from typing import Literal, TypeAlias
 
 from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from motley.models.channels import Axis, Channels, of_head
-from motley.models.layers import BatchNorm, Convolution, GroupNorm, MaxPool, Stem, second_use
 from motley.models.spec import MODELS, Architecture, CrossLayer, ImageShape
 from motley.models.stages import Chain, Stage, Staged
 from motley.models.taps import crop_taps
 from motley.settings import Settings
 
+STAGES = ("layer1", "layer2", "layer3", "layer4")
 STAGE_WIDTHS = (64, 128, 256, 512)
 Pair: TypeAlias = tuple[Tensor, Tensor]
 
@@ -66,13 +67,9 @@ class Block(nn.Module):
     convolutions: int
     downsample: nn.Sequential | None
 
-    def residual(self, x: Tensor, shortcut: Tensor) -> Tensor:
-        """Return relu(f(x) + shortcut)."""
-        raise NotImplementedError
-
-    def forward(self, x: Tensor) -> Tensor:
-        again = second_use(x)
-        return self.residual(x, again if self.downsample is None else self.downsample(again))
+    def shortcut(self, x: Tensor) -> Tensor:
+        """Return s(x)."""
+        return x if self.downsample is None else self.downsample(x)
 
     def helped_by(self, first: Block) -> Iterator[Pair]:
         """Yield (a weight of the stage's first block, the weight of this block that it helps)."""
@@ -93,9 +90,10 @@ class BasicBlock(Block):
         self.bn2 = _norm(width, settings)
         self.downsample = _downsample(inputs, width, stride, settings)
 
-    def residual(self, x: Tensor, shortcut: Tensor) -> Tensor:
-        x = self.bn1(self.conv1(x), relu=True)
-        return self.bn2(self.conv2(x), add=shortcut, relu=True)
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        return F.relu(y + self.shortcut(x))
 
     def helped_by(self, first: Block) -> Iterator[Pair]:
         assert isinstance(first, BasicBlock)
@@ -120,10 +118,11 @@ class Bottleneck(Block):
         self.bn3 = _norm(outputs, settings)
         self.downsample = _downsample(inputs, outputs, stride, settings)
 
-    def residual(self, x: Tensor, shortcut: Tensor) -> Tensor:
-        x = self.bn1(self.conv1(x), relu=True)
-        x = self.bn2(self.conv2(x), relu=True)
-        return self.bn3(self.conv3(x), add=shortcut, relu=True)
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = F.relu(self.bn2(self.conv2(y)))
+        y = self.bn3(self.conv3(y))
+        return F.relu(y + self.shortcut(x))
 
     def helped_by(self, first: Block) -> Iterator[Pair]:
         assert isinstance(first, Bottleneck)
@@ -148,9 +147,10 @@ class ResNet(Staged):
         widths = stage_widths(settings.width)
         large = settings.stem == "imagenet"
         kernel, stride = (7, 2) if large else (3, 1)
-        self.conv1 = Stem(channels, widths[0], kernel, stride=stride, padding=kernel // 2, bias=False)
+        self.conv1 = nn.Conv2d(channels, widths[0], kernel, stride=stride, padding=kernel // 2, bias=False)
         self.bn1 = _norm(widths[0], settings)
-        self.maxpool = MaxPool(3, stride=2, padding=1) if large else nn.Identity()
+        self.relu: nn.Module = nn.ReLU()
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1) if large else nn.Identity()
         outputs = [width * block.expansion for width in widths]
         inputs = [widths[0], *outputs[:-1]]
         make = partial(_stage, block, settings)
@@ -171,7 +171,7 @@ class ResNet(Staged):
 
     def stem(self, x: Tensor) -> Tensor:
         """Return the map that stage 1 is fed."""
-        return self.maxpool(self.bn1(self.conv1(x), relu=True))
+        return self.maxpool(self.relu(self.bn1(self.conv1(x))))
 
     def pool(self, x: Tensor) -> Tensor:
         """Return the mean over the map: one vector an image."""
@@ -239,11 +239,11 @@ def _block_channels(block: Block, name: str, stream: str, read: Axis) -> dict[st
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    return Convolution(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
+    return nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
 
 
 def _norm(channels: int, settings: ResNetSettings) -> nn.Module:
-    return GroupNorm(settings.groups, channels) if settings.norm == "group" else BatchNorm(channels)
+    return nn.GroupNorm(settings.groups, channels) if settings.norm == "group" else nn.BatchNorm2d(channels)
 
 
 def _downsample(inputs: int, outputs: int, stride: int, settings: ResNetSettings) -> nn.Sequential | None:

@@ -1,12 +1,14 @@
-"""Differential privacy of what leaves a client (docs/privacy.md).
+"""Differential privacy of the clients' updates (docs/privacy.md).
 
-settings.py     how strong: `[privacy]`
-guard.py        the client's side: clip the change, add noise; and what cannot be guarded
-accounting.py   the server's side: what the rounds so far have cost, with an accountant library
+settings.py     the `[privacy]` table
+mechanism.py    on the client: clip the delta and add noise
+checks.py       reject configurations in which a client would send something unprotected
+accounting.py   on the server: the epsilon of the rounds so far, by an accountant library
 """
 
-from motley.privacy.accounting import Accountant, Spent
-from motley.privacy.guard import Guard, refuse_leaks
+from motley.privacy.accounting import Accountant, PrivacyLedger
+from motley.privacy.checks import refuse_leaks
+from motley.privacy.mechanism import DPMechanism
 from motley.privacy.settings import PrivacySettings
 
-__all__ = ["Accountant", "Guard", "PrivacySettings", "Spent", "refuse_leaks"]
+__all__ = ["Accountant", "DPMechanism", "PrivacyLedger", "PrivacySettings", "refuse_leaks"]

@@ -1,18 +1,22 @@
-"""What the rounds so far have cost in privacy, by Google's accountant (dp-accounting).
+"""The privacy cost of the rounds so far, computed with Google's dp-accounting.
 
-Two clients' data sets are neighbours if one client's is replaced by any other: the number of clients, and who has
-which size, are public. Replacing a client's data moves its clipped change by at most 2 clip, and its own noise has a
-standard deviation of noise x clip, so one upload is a Gaussian mechanism with multiplier noise / 2. Two numbers follow.
+Two federations are neighbours if one client's data set is replaced by any other. The number of
+clients and the size of each client are public. Replacing a client's data moves its clipped delta by
+at most 2 clip, and the noise on it has the standard deviation noise * clip, so one upload is a
+Gaussian mechanism with noise multiplier noise / 2. Two values of epsilon follow:
 
-`upload`    For whoever sees the uploads, the server first of all: no other client's noise helps, and being sampled is
-            no secret. The uploads of the client that was asked most often, composed.
-`model`     For whoever sees models only, and does not know who took part. A coordinate of the mean change carries the
-            noise of every owner, so with k owners the multiplier is sqrt(k) noise / 2; k is the fewest owners that any
-            coordinate of a size had. In a round that happens to ask m_s clients of a size that n_s have, each of them
-            is as likely as the others: fixed-size sampling without replacement, m_s of n_s. Each size's rounds are
-            composed, and the size that is worst off is stated.
+`upload`    The adversary sees individual updates, as the server does. Other clients' noise does not
+            help, and sampling is no secret. The uploads of the client that was sampled most often
+            are composed.
+`model`     The adversary sees only the global models and does not know who took part. A coordinate
+            of the mean delta carries the noise of all its owners, so with k owners the multiplier
+            is sqrt(k) noise / 2; k is the smallest number of owners over the coordinates of a size.
+            If a round samples m_s of the n_s clients of a size, each of them is equally likely:
+            sampling m_s of n_s without replacement. Each size's rounds are composed, and the
+            largest epsilon of all sizes is reported.
 
-What the server makes of the mean change (InCo, optimisers, averages) costs nothing more.
+Whatever the server computes from the mean delta (InCo, optimisers, averages) is post-processing and
+costs nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,108 +36,157 @@ from motley.extras import require
 from motley.privacy.settings import PrivacySettings
 from motley.splits.base import Split
 
+#: Rényi orders to minimize over. These are a third of the library's default orders and take a fifth
+#: of the time, for the same three digits.
 ORDERS = (1.1, 1.25, 1.5, 1.75, *range(2, 33), 40, 48, 64, 128, 256)
-"""Rényi orders that are tried: a third of the library's own, in a fifth of the time, for the same three digits."""
-Mechanism = tuple[int, int, int]
-"""Clients of a size, how many of them were asked, and the fewest owners of a coordinate of theirs."""
+
+
+class SampledMechanism(NamedTuple):
+    """What one round did to the clients of one size; equal rounds are counted together."""
+
+    #: Number of clients of this size.
+    clients: int
+    #: How many of them were sampled.
+    sampled: int
+    #: The smallest number of owners over the coordinates of this size.
+    owners: int
 
 
 @dataclass(frozen=True)
-class Spent:
-    """What the rounds so far did: enough to state epsilon for any delta."""
+class PrivacyLedger:
+    """A record of the rounds so far, from which epsilon follows for any delta."""
 
-    rounds: Mapping[str, Mapping[Mechanism, int]] = field(default_factory=dict)
-    """Size -> in how many rounds its clients' changes went through which mechanism."""
+    #: By size: the number of rounds with each mechanism.
+    rounds: Mapping[str, Mapping[SampledMechanism, int]] = field(default_factory=dict)
+    #: By client: how often it was sampled.
     uploads: Mapping[int, int] = field(default_factory=dict)
-    """Client -> how often it was asked."""
 
     def to_json(self) -> dict[str, object]:
         """Return plain values, for a checkpoint."""
-        rounds = {size: [[*how, count] for how, count in sorted(seen.items())] for size, seen in self.rounds.items()}
+        rounds = {}
+        for size, counts in self.rounds.items():
+            rounds[size] = [[*mechanism, count] for mechanism, count in sorted(counts.items())]
         return {"rounds": rounds, "uploads": dict(self.uploads)}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Mapping]) -> Spent:
-        """Return what was saved."""
-        rounds = {
-            size: {(int(n), int(m), int(k)): int(count) for n, m, k, count in rows}
-            for size, rows in values.get("rounds", {}).items()
-        }
-        return cls(rounds, {int(client): int(count) for client, count in values.get("uploads", {}).items()})
+    def from_json(cls, values: Mapping[str, Mapping]) -> PrivacyLedger:
+        """Restore a ledger from `to_json`'s values."""
+        rounds: dict[str, dict[SampledMechanism, int]] = {}
+        for size, rows in values.get("rounds", {}).items():
+            counts = rounds.setdefault(size, {})
+            for clients, sampled, owners, count in rows:
+                counts[SampledMechanism(int(clients), int(sampled), int(owners))] = int(count)
+        saved_uploads = values.get("uploads", {})
+        uploads = {int(client): int(count) for client, count in saved_uploads.items()}
+        return cls(rounds, uploads)
 
 
 class Accountant:
-    """Keeps account of a run's privacy."""
+    """Updates the ledger after each round and computes epsilon from it."""
 
     def __init__(self, settings: PrivacySettings, split: Split, sizes: Iterable[str]) -> None:
+        """`sizes` are the sizes of all clients, by client id."""
         self.settings, self.split = settings, split
         self.sizes = tuple(sizes)
-        """The size of every client, by client id."""
-        self._clients = Counter(self.sizes)
-        self._owners: dict[tuple[tuple[str, int], ...], dict[str, int]] = {}
+        self._clients_per_size = Counter(self.sizes)
+        # Cache of `fewest_owners`: most rounds repeat an earlier combination of sizes.
+        self._fewest_owners: dict[tuple[tuple[str, int], ...], dict[str, int]] = {}
         if settings.noise:
             require("dp_accounting", f"privacy.noise = {settings.noise:g}: computing epsilon")
 
-    def after(self, spent: Spent, asked: Iterable[int], taken: Iterable[int], before: Iterable[int] = ()) -> Spent:
-        """Return what is spent after a round that asked clients and took the changes of some of them.
+    def after(
+        self,
+        ledger: PrivacyLedger,
+        sampled: Iterable[int],
+        accepted: Iterable[int],
+        before: Iterable[int] = (),
+    ) -> PrivacyLedger:
+        """Return the ledger after a round.
 
-        `before`: the clients that were asked when the round was played in vain.
+        `sampled` are the round's clients, `accepted` those whose updates were averaged, and
+        `before` the clients of abandoned attempts at the same round.
         """
-        asked = list(asked)
-        sampled, present = (Counter(self.sizes[client] for client in clients) for clients in (asked, taken))
-        owners = self.fewest_owners(present)
-        rounds = {size: Counter(seen) for size, seen in spent.rounds.items()}
-        for size in present:
-            rounds.setdefault(size, Counter())[self._clients[size], sampled[size], owners[size]] += 1
-        return Spent(rounds, Counter(spent.uploads) + Counter(asked) + Counter(before))
+        sampled = list(sampled)
+        sampled_per_size = Counter(self.sizes[client] for client in sampled)
+        accepted_per_size = Counter(self.sizes[client] for client in accepted)
+        owners = self.fewest_owners(accepted_per_size)
+        rounds = {size: Counter(counts) for size, counts in ledger.rounds.items()}
+        for size in accepted_per_size:
+            mechanism = SampledMechanism(
+                self._clients_per_size[size], sampled_per_size[size], owners[size]
+            )
+            rounds.setdefault(size, Counter())[mechanism] += 1
+        uploads = Counter(ledger.uploads) + Counter(sampled) + Counter(before)
+        return PrivacyLedger(rounds, uploads)
 
-    def epsilon(self, spent: Spent) -> dict[str, float]:
-        """Return epsilon for those who see models, and for those who see uploads."""
+    def epsilon(self, ledger: PrivacyLedger) -> dict[str, float]:
+        """Return epsilon for an adversary who sees models, and for one who sees uploads."""
         if not self.settings.noise:
             return {"model": math.inf, "upload": math.inf}
-        own = self.settings.noise / 2
-        sizes = [
-            _composed({(n, m, own * math.sqrt(k)): count for (n, m, k), count in seen.items()}, self.settings.delta)
-            for seen in spent.rounds.values()
-        ]
-        uploads = {(1, 1, own): max(spent.uploads.values(), default=0)}
-        return {"model": max(sizes, default=0.0), "upload": _composed(uploads, self.settings.delta)}
+        # Half of the noise, because replacing a client moves its delta by up to 2 clip.
+        multiplier = self.settings.noise / 2
+        model = 0.0
+        for counts in ledger.rounds.values():
+            mechanisms = {}
+            for (clients, sampled, owners), count in counts.items():
+                mechanisms[clients, sampled, multiplier * math.sqrt(owners)] = count
+            model = max(model, _composed_epsilon(mechanisms, self.settings.delta))
+        most_uploads = max(ledger.uploads.values(), default=0)
+        upload = _composed_epsilon({(1, 1, multiplier): most_uploads}, self.settings.delta)
+        return {"model": model, "upload": upload}
 
-    def fewest_owners(self, present: Mapping[str, int]) -> dict[str, int]:
-        """Return, for each size of which changes are present, how many of them hold its least held coordinate."""
-        key = tuple(sorted(present.items()))
-        if key not in self._owners:
-            names = self.split.parameters
-            held = {name: torch.zeros(self.split.frame[name].shape) for name in names}
-            for size, count in present.items():
+    def fewest_owners(self, clients_per_size: Mapping[str, int]) -> dict[str, int]:
+        """Return the smallest number of owners over the coordinates of each size.
+
+        `clients_per_size` counts the clients whose updates are averaged.
+        """
+        key = tuple(sorted(clients_per_size.items()))
+        if key not in self._fewest_owners:
+            shapes = self.split.frame
+            owners = {name: torch.zeros(shapes[name].shape) for name in self.split.parameters}
+            for size, count in clients_per_size.items():
                 for piece in self.split.part(size).values():
-                    add_at(held[piece.name], piece.index, float(count))
-            self._owners[key] = {
-                size: int(min(select(held[piece.name], piece.index).min() for piece in self.split.part(size).values()))
-                for size in present
-            }
-        return self._owners[key]
+                    add_at(owners[piece.name], piece.index, float(count))
+            fewest = {}
+            for size in clients_per_size:
+                pieces = self.split.part(size).values()
+                fewest[size] = int(
+                    min(select(owners[piece.name], piece.index).min() for piece in pieces)
+                )
+            self._fewest_owners[key] = fewest
+        return self._fewest_owners[key]
 
 
-def _composed(mechanisms: Mapping[tuple[int, int, float], int], delta: float) -> float:
-    """Return epsilon of sampled Gaussian mechanisms, each as often as it is counted."""
+def _composed_epsilon(mechanisms: Mapping[tuple[int, int, float], int], delta: float) -> float:
+    """Return the epsilon of sampled Gaussian mechanisms, each applied `count` times.
+
+    A mechanism is (clients, sampled clients, noise multiplier).
+    """
     import dp_accounting
 
-    curves = [(count, *_curve(*how)) for how, count in mechanisms.items() if count]
-    if not curves:
+    orders: np.ndarray | None = None
+    total: np.ndarray | float = 0.0
+    for mechanism, count in mechanisms.items():
+        if count:
+            orders, divergence = _rdp(*mechanism)
+            total = total + count * divergence
+    if orders is None:
         return 0.0
-    total = sum(count * curve for count, _, curve in curves)
-    epsilon, _ = dp_accounting.rdp.compute_epsilon(curves[0][1], total, delta)
+    epsilon, _ = dp_accounting.rdp.compute_epsilon(orders, total, delta)
     return float(epsilon)
 
 
 @cache
-def _curve(clients: int, asked: int, multiplier: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the orders, and the Rényi divergence at each, of one round. It takes a while, so it is kept."""
+def _rdp(clients: int, sampled: int, multiplier: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the Rényi orders, and the Rényi divergence at each, of one round.
+
+    Cached, because it takes a while: composing rounds then only adds up these vectors.
+    """
     import dp_accounting
 
-    replaced = dp_accounting.NeighboringRelation.REPLACE_ONE
-    accountant = dp_accounting.rdp.RdpAccountant(ORDERS, neighboring_relation=replaced)
+    replace_one = dp_accounting.NeighboringRelation.REPLACE_ONE
+    accountant = dp_accounting.rdp.RdpAccountant(ORDERS, neighboring_relation=replace_one)
     gaussian = dp_accounting.GaussianDpEvent(multiplier)
-    accountant.compose(dp_accounting.SampledWithoutReplacementDpEvent(clients, asked, gaussian))
+    accountant.compose(dp_accounting.SampledWithoutReplacementDpEvent(clients, sampled, gaussian))
+    # The library has no public access to the vectors (0.6).
     return accountant._orders, accountant._rdp

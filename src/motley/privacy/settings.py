@@ -1,4 +1,4 @@
-"""How much of a client's data its uploads may give away."""
+"""The `[privacy]` table."""
 
 from __future__ import annotations
 
@@ -11,32 +11,37 @@ class PrivacySettings(Settings):
     """Differential privacy of the clients' updates, applied on the client."""
 
     clip: float = Field(default=0.0, ge=0)
-    """Maximum norm of a client's delta over all parameters; larger deltas are scaled down to it. 0: no differential
-    privacy.
+    """Maximum norm of a client's delta over all parameters; larger deltas are scaled down to it.
+    0: no differential privacy.
     """
     noise: float = Field(default=0.0, ge=0)
-    """Standard deviation of the Gaussian noise that a client adds to every parameter's delta, as a multiple of `clip`.
+    """Standard deviation of the Gaussian noise that a client adds to every parameter's delta, as a
+    multiple of `clip`.
     """
     delta: float = Field(default=1e-5, gt=0, lt=1)
     """The delta for which epsilon is reported. It should be well below 1 / number of clients."""
 
     @property
     def active(self) -> bool:
-        """Whether clients guard their uploads."""
+        """Whether clients clip their deltas, and withhold everything else."""
         return self.clip > 0
 
     @model_validator(mode="after")
-    def _noise_of_what(self) -> PrivacySettings:
+    def _noise_needs_clip(self) -> PrivacySettings:
         if self.noise and not self.clip:
-            raise ValueError(f"noise = {self.noise:g} is in units of clip, which is 0: give clip a value above 0")
+            raise ValueError(
+                f"noise = {self.noise:g} is in units of clip, which is 0: give clip a value above 0"
+            )
         return self
 
-    def weaker_than(self, asked: PrivacySettings) -> str | None:
-        """Say what falls short of the settings that somebody asks for, or None where nothing does."""
-        if not asked.active:
+    def weaker_than(self, required: PrivacySettings) -> str | None:
+        """Explain how these settings fall short of a node's requirements; None if they do not."""
+        if not required.active:
             return None
         if not self.active:
-            return f"privacy.clip = 0 guards nothing; this node asks for privacy.clip = {asked.clip:g}."
-        if self.noise < asked.noise:
-            return f"privacy.noise = {self.noise:g}; this node asks for at least {asked.noise:g}."
+            needed = f"privacy.clip = {required.clip:g}"
+            return f"privacy.clip = 0 protects nothing; this node requires {needed}."
+        if self.noise < required.noise:
+            needed = f"{required.noise:g}"
+            return f"privacy.noise = {self.noise:g}; this node requires at least {needed}."
         return None

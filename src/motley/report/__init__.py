@@ -1,1 +1,1 @@
-"""The report: runs and studies as one HTML page that needs nothing but a browser."""
+"""The report: runs and studies as one self-contained HTML page."""

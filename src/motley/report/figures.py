@@ -1,4 +1,4 @@
-"""The report's figures, as plotly figures without a theme of their own: the page gives them its colours."""
+"""The report's plotly figures. They have no theme: the page applies its own colors."""
 
 from __future__ import annotations
 
@@ -10,36 +10,41 @@ from plotly import graph_objects as go
 
 from motley.data import load_dataset
 from motley.federation import deal
-from motley.report.material import Panel, Run, Series
+from motley.report.report_data import Panel, Run, Series
 
-#: Colours that can be told apart on a light and on a dark page.
+#: Colors that can be distinguished on a light and on a dark page.
 PALETTE = (
     *("#3f75d6", "#e8710a", "#1a9c3f", "#a445c9", "#00a3bf"),
     *("#c9a100", "#dc3545", "#e66fb4", "#a5714f", "#808b96"),
 )
-#: Dashes of plotly, and the same as an SVG stroke-dasharray for the legend.
+#: Plotly's dash styles, each with the equivalent SVG stroke-dasharray for the legend.
 DASHES = {"solid": "", "dash": "7 4", "dot": "2 3", "dashdot": "8 3 2 3"}
 #: The heat map of a partition shows at most this many clients.
-MOST_CLIENTS = 200
-#: Up to this many rounds every round has a tick. Plotly would put ticks at 1.5 rounds otherwise.
-EVERY_ROUND_TICKED = 12
-#: InCo's coefficients that are drawn, and their titles.
+MAX_CLIENTS = 200
+#: Up to this many rounds, every round has a tick. Otherwise plotly would put ticks at 1.5 rounds.
+MAX_TICKED_ROUNDS = 12
+#: Up to this many classes, every class has a tick.
+MAX_TICKED_CLASSES = 24
+#: The InCo coefficients that are drawn, with their titles.
 COEFFICIENTS = {"theta": "theta per layer", "positive": "share of beta > 0 per layer"}
 
 
 def style(number: int) -> dict[str, Any]:
-    """Return the line style of a series: a colour, and another dash for each time the colours are used up."""
+    """Return the line style of the n-th series. When the colors run out, the dash style changes."""
     dashes = list(DASHES)
     dash = dashes[number // len(PALETTE) % len(dashes)]
     return {"color": PALETTE[number % len(PALETTE)], "dash": dash, "width": 2}
 
 
 def accuracy(panel: Panel, size: str, labels: Sequence[str]) -> go.Figure:
-    """Draw accuracy over rounds: the mean over seeds, with a band of one deviation if there are several seeds."""
+    """Draw accuracy over rounds for one size, or for the mean over sizes.
+
+    Lines are means over seeds. With several seeds, a band shows one standard deviation around it.
+    """
     figure = go.Figure()
     shown = panel.series if size == "mean" else panel.distinct
     for label, series in shown.items():
-        if any(series.key(size) in line["accuracy"] for run in series.runs for line in run.evaluated):
+        if series.has_accuracy(size):
             _curve(figure, series, size, style(labels.index(label)), label, group=label)
     title = _mean_title(panel) if size == "mean" else f"accuracy, {size}"
     _over_rounds(figure, panel, title, "accuracy, %")
@@ -49,30 +54,33 @@ def accuracy(panel: Panel, size: str, labels: Sequence[str]) -> go.Figure:
 def _mean_title(panel: Panel) -> str:
     if all(series.headline == "mean" for series in panel.series.values()):
         return "accuracy, mean over sizes"
-    return "accuracy, mean over sizes or of the size that a line is about"
+    return "accuracy, mean over sizes (or of the one size that a line shows)"
 
 
 def sizes(panel: Panel, series: Series) -> go.Figure:
-    """Draw the accuracies of all sizes of one series in one figure, where they can be compared."""
+    """Draw the accuracies of all sizes of one series in one figure, to compare the sizes."""
     figure = go.Figure()
     for number, size in enumerate(panel.sizes):
         line = style(number)
         if size == "mean":
             line["width"] = 3
         _curve(figure, series, size, line, "mean over sizes" if size == "mean" else size)
-    _over_rounds(figure, panel, "accuracy of every size", "accuracy, %")
+    _over_rounds(figure, panel, "accuracy per size", "accuracy, %")
     return figure
 
 
 def _curve(
     figure: go.Figure, series: Series, size: str, line: dict[str, Any], name: str, group: str | None = None
 ) -> None:
+    """Add the mean over seeds and, with several seeds, the band around it."""
     rounds, values = series.curve(size)
-    means = [round(fmean(row), 2) for row in values]
+    means = [round(fmean(seeds), 2) for seeds in values]
     if values and len(values[0]) > 1:
-        deviations = [stdev(row) for row in values]
-        upper = [round(m + s, 2) for m, s in zip(means, deviations, strict=True)]
-        lower = [round(m - s, 2) for m, s in zip(means, deviations, strict=True)]
+        upper, lower = [], []
+        for mean, seeds in zip(means, values, strict=True):
+            std = stdev(seeds)
+            upper.append(round(mean + std, 2))
+            lower.append(round(mean - std, 2))
         figure.add_scatter(
             x=[*rounds, *reversed(rounds)],
             y=[*upper, *reversed(lower)],
@@ -94,23 +102,24 @@ def _add_line(
     line: dict[str, Any],
     name: str,
     group: str | None = None,
-    **more: Any,
+    **options: Any,
 ) -> None:
-    """Add a line; a single point would be invisible as a line, so it gets a marker."""
+    """Add a line. A single point would be invisible as a line, so it becomes a marker."""
     mode = "lines" if len(x) > 1 else "markers"
-    figure.add_scatter(x=x, y=y, mode=mode, line=line, name=name, legendgroup=group, **more)
+    figure.add_scatter(x=x, y=y, mode=mode, line=line, name=name, legendgroup=group, **options)
 
 
 def _over_rounds(figure: go.Figure, panel: Panel, title: str, unit: str = "") -> None:
+    """Set the title and the axes of a figure whose x axis is the round."""
     last = max((run.rounds_done for run in panel.runs()), default=0)
     axis: dict[str, Any] = {"title": "round"}
-    if last <= EVERY_ROUND_TICKED:
+    if last <= MAX_TICKED_ROUNDS:
         axis |= {"dtick": 1, "tick0": 0}
     figure.update_layout(title=title, xaxis=axis, yaxis_title=unit)
 
 
 def traffic(panel: Panel, labels: Sequence[str]) -> go.Figure:
-    """Draw accuracy against traffic, for the first seed of every series."""
+    """Draw accuracy against traffic, for the first run of every series."""
 
     def megabytes(line: dict[str, Any]) -> float:
         return (line["bytes"]["down"] + line["bytes"]["up"]) / 1e6
@@ -119,7 +128,7 @@ def traffic(panel: Panel, labels: Sequence[str]) -> go.Figure:
 
 
 def time(panel: Panel, labels: Sequence[str]) -> go.Figure:
-    """Draw accuracy against the time that the run took, for the first seed of every series."""
+    """Draw accuracy against computing time, for the first run of every series."""
 
     def seconds(line: dict[str, Any]) -> float:
         return sum(line["seconds"].values())
@@ -130,46 +139,54 @@ def time(panel: Panel, labels: Sequence[str]) -> go.Figure:
 def _accuracy_against(
     panel: Panel, labels: Sequence[str], cost: Callable[[dict[str, Any]], float], title: str, unit: str
 ) -> go.Figure:
+    """Draw accuracy against a cumulative cost; `cost` is that of one line of metrics."""
     figure = go.Figure()
     for label, series in panel.distinct.items():
-        spent, xs, ys = 0.0, [], []
+        total = 0.0
+        costs, accuracies = [], []
         for line in series.runs[0].lines:
-            spent += cost(line)
+            total += cost(line)
             if series.headline in line.get("accuracy", {}):
-                xs.append(round(spent, 3))
-                ys.append(round(100 * line["accuracy"][series.headline], 2))
-        _add_line(figure, xs, ys, style(labels.index(label)), label, label)
+                costs.append(round(total, 3))
+                accuracies.append(round(100 * line["accuracy"][series.headline], 2))
+        _add_line(figure, costs, accuracies, style(labels.index(label)), label, label)
     figure.update_layout(title=title, xaxis_title=unit, yaxis_title="accuracy, %")
     return figure
 
 
 def losses(panel: Panel, labels: Sequence[str]) -> list[go.Figure]:
-    """Draw the test loss (mean over sizes) and the clients' training loss, for the first seed of every series."""
+    """Draw test loss (mean over sizes) and training loss, for the first run of every series."""
     test, train = go.Figure(), go.Figure()
     for label, series in panel.distinct.items():
         line_style = style(labels.index(label))
         lines = series.runs[0].lines
         evaluated = [line for line in lines if line.get("loss")]
         rounds = [line["round"] for line in evaluated]
-        _add_line(test, rounds, [_mean(line["loss"].values()) for line in evaluated], line_style, label, label)
+        test_losses = [_mean(line["loss"].values()) for line in evaluated]
+        _add_line(test, rounds, test_losses, line_style, label, label)
         rounds = [line["round"] for line in lines]
-        _add_line(train, rounds, [line.get("train_loss") for line in lines], line_style, label, label)
+        train_losses = [line.get("train_loss") for line in lines]
+        _add_line(train, rounds, train_losses, line_style, label, label)
     _over_rounds(test, panel, "test loss, mean over sizes", "loss")
     _over_rounds(train, panel, "training loss of the clients", "loss")
     return [test, train]
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean, or None if a value is missing: a loss that was not finite is stored as null."""
-    numbers = list(values)
-    known = [number for number in numbers if number is not None]
-    return round(fmean(known), 4) if known and len(known) == len(numbers) else None
+    """Return the mean, or None if a value is None: a loss that was not finite is stored as null."""
+    numbers = []
+    for value in values:
+        if value is None:
+            return None
+        numbers.append(value)
+    return round(fmean(numbers), 4) if numbers else None
 
 
 def classes(panel: Panel) -> go.Figure | None:
-    """Draw the accuracy of every class at the last evaluation: per series, or per size if there is one series only.
+    """Draw the accuracy per class at the last evaluation, for the first run of every series.
 
-    For the first seed. None if no run has them.
+    There is one row per series, or one row per size if there is only one series. Returns None if
+    no run has accuracies per class.
     """
     rows: dict[str, list[float | None]] = {}
     for label, series in panel.distinct.items():
@@ -181,16 +198,24 @@ def classes(panel: Panel) -> go.Figure | None:
             for size, accuracies in by_size.items():
                 rows[size] = [_percent(value) for value in accuracies]
         else:
-            rows[label] = [_percent(_mean(values)) for values in zip(*by_size.values(), strict=True)]
+            per_class = zip(*by_size.values(), strict=True)
+            rows[label] = [_percent(_mean(over_sizes)) for over_sizes in per_class]
     if not rows:
         return None
-    names = list(rows)[::-1]  # a heat map's first row is its lowest
-    heat = go.Heatmap(z=[rows[name] for name in names], y=names, zmin=0, zmax=100, colorscale="Viridis")
-    heat.update(colorbar={"title": "%"}, hovertemplate="%{y}, class %{x}: %{z:.1f} %<extra></extra>")
-    figure = go.Figure(heat)
-    of = "every size" if len(panel.distinct) == 1 else "mean over sizes"
-    figure.update_layout(title=f"accuracy of every class, last round, {of}", xaxis_title="class")
-    figure.update_xaxes(dtick=1 if len(rows[names[0]]) <= 2 * EVERY_ROUND_TICKED else None)
+    names = list(rows)[::-1]  # plotly draws the first row of a heat map at the bottom
+    heatmap = go.Heatmap(
+        z=[rows[name] for name in names],
+        y=names,
+        zmin=0,
+        zmax=100,
+        colorscale="Viridis",
+        colorbar={"title": "%"},
+        hovertemplate="%{y}, class %{x}: %{z:.1f} %<extra></extra>",
+    )
+    figure = go.Figure(heatmap)
+    scope = "per size" if len(panel.distinct) == 1 else "mean over sizes"
+    figure.update_layout(title=f"accuracy per class, last evaluation, {scope}", xaxis_title="class")
+    figure.update_xaxes(dtick=1 if len(rows[names[0]]) <= MAX_TICKED_CLASSES else None)
     return figure
 
 
@@ -199,44 +224,64 @@ def _percent(value: float | None) -> float | None:
 
 
 def coefficients(panel: Panel, series: Series, name: str) -> go.Figure | None:
-    """Draw one of InCo's coefficients per layer over rounds, for the first seed. None if InCo was off."""
+    """Draw one InCo coefficient per layer over rounds, for the first run. None if InCo was off."""
     lines = [line for line in series.runs[0].lines if line.get("inco")]
     if not lines:
         return None
     figure = go.Figure()
-    for number, layer in enumerate(dict.fromkeys(layer for line in lines for layer in line["inco"])):
-        rows = [line for line in lines if layer in line["inco"]]
-        rounds, values = [line["round"] for line in rows], [line["inco"][layer][name] for line in rows]
+    for number, layer in enumerate(_keys(lines, "inco")):
+        with_layer = [line for line in lines if layer in line["inco"]]
+        rounds = [line["round"] for line in with_layer]
+        values = [line["inco"][layer][name] for line in with_layer]
         _add_line(figure, rounds, values, style(number), layer.removesuffix(".weight"))
     _over_rounds(figure, panel, f"{series.label}: {COEFFICIENTS[name]}")
     return figure
 
 
-def own_numbers(panel: Panel, labels: Sequence[str]) -> list[go.Figure]:
-    """Draw the numbers that methods report themselves, one figure per number, for the first seed of every series."""
-    drawn: dict[str, go.Figure] = {}
+def _keys(lines: Iterable[dict[str, Any]], table: str) -> list[str]:
+    """Return the keys that a table has in any line, in the order of their first appearance."""
+    keys: dict[str, None] = {}
+    for line in lines:
+        keys.update(dict.fromkeys(line[table]))
+    return list(keys)
+
+
+def method_metrics(panel: Panel, labels: Sequence[str]) -> list[go.Figure]:
+    """Draw the metrics that methods report, one figure each, for the first run of every series."""
+    figures: dict[str, go.Figure] = {}
     for label, series in panel.distinct.items():
         lines = [line for line in series.runs[0].lines if line.get("method")]
-        for name in dict.fromkeys(name for line in lines for name in line["method"]):
-            rows = [line for line in lines if name in line["method"]]
-            figure = drawn.setdefault(name, go.Figure())
-            rounds, values = [line["round"] for line in rows], [line["method"][name] for line in rows]
+        for name in _keys(lines, "method"):
+            with_metric = [line for line in lines if name in line["method"]]
+            rounds = [line["round"] for line in with_metric]
+            values = [line["method"][name] for line in with_metric]
+            figure = figures.setdefault(name, go.Figure())
             _add_line(figure, rounds, values, style(labels.index(label)), label, label)
-    for name, figure in drawn.items():
-        _over_rounds(figure, panel, f"the method's own: {name.replace('_', ' ')}")
-    return list(drawn.values())
+    for name, figure in figures.items():
+        _over_rounds(figure, panel, f"method metric: {name.replace('_', ' ')}")
+    return list(figures.values())
 
 
 def partition(run: Run) -> go.Figure:
-    """Draw how many examples of every class each client has. Raises MotleyError if the data set is not here."""
+    """Draw the number of examples per client and class.
+
+    Raises MotleyError if the data set is not on this machine.
+    """
     config = run.config
     dataset = load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
-    counts = deal(config, dataset).label_counts(dataset.train.labels, dataset.classes)[:MOST_CLIENTS]
-    figure = go.Figure(go.Heatmap(z=counts.T.tolist(), colorscale="Viridis", colorbar={"title": "examples"}))
-    figure.update_traces(hovertemplate="client %{x}, class %{y}: %{z} examples<extra></extra>")
-    first = f", the first {MOST_CLIENTS}" if config.federation.clients > MOST_CLIENTS else ""
+    counts = deal(config, dataset).label_counts(dataset.train.labels, dataset.classes)
+    heatmap = go.Heatmap(
+        z=counts[:MAX_CLIENTS].T.tolist(),
+        colorscale="Viridis",
+        colorbar={"title": "examples"},
+        hovertemplate="client %{x}, class %{y}: %{z} examples<extra></extra>",
+    )
+    figure = go.Figure(heatmap)
+    details = f"seed {config.seed}"
+    if config.federation.clients > MAX_CLIENTS:
+        details += f", first {MAX_CLIENTS} clients"
     figure.update_layout(
-        title=f"who holds what: examples per client and class (seed {config.seed}{first})",
+        title=f"data partition: examples per client and class ({details})",
         xaxis_title="client",
         yaxis_title="class",
     )

@@ -1,4 +1,4 @@
-"""The page: one HTML file with everything in it, scripts and figures included. Nothing is fetched from anywhere."""
+"""The report's HTML page: one file that includes all scripts and figures and fetches nothing."""
 
 from __future__ import annotations
 
@@ -14,22 +14,31 @@ from plotly.offline import get_plotlyjs
 
 from motley.core.errors import MotleyError
 from motley.report import figures
-from motley.report.material import Material, Panel, Run, Series
+from motley.report.report_data import Panel, ReportData, Run, Series
 from motley.report.tables import Rows, costs, environments, final
 from motley.studies.results import COLUMNS
 
-#: The time left is estimated from this many of the last rounds.
+#: The remaining time is estimated from the last rounds, this many.
 ROUNDS_TIMED = 20
 
 
-def render(material: Material, title: str, *, live: bool = False) -> str:
-    """Return the page. A live one takes plotly from its own server and looks for news there."""
-    body = "\n".join(_body(material, live))
-    scripts = resources.files("motley.report")
-    css, js = ((scripts / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    plotly = '<script src="plotly.js"></script>' if live else f"<script>{get_plotlyjs()}</script>"
-    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; script-src 'unsafe-inline'"
-    policy += " 'self'; connect-src 'self'" if live else ""
+def render(data: ReportData, title: str, *, live: bool = False) -> str:
+    """Return the page as HTML.
+
+    A live page loads plotly from its server (`report/server.py`), asks it for changes every two
+    seconds, and reloads itself if there are any.
+    """
+    body = "\n".join(_body(data, live))
+    folder = resources.files("motley.report")
+    css = (folder / "page.css").read_text(encoding="utf-8")
+    js = (folder / "page.js").read_text(encoding="utf-8")
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; "
+    policy += "script-src 'unsafe-inline'"
+    if live:
+        plotly = '<script src="plotly.js"></script>'
+        policy += " 'self'; connect-src 'self'"
+    else:
+        plotly = f"<script>{get_plotlyjs()}</script>"
     return f"""<!doctype html>
 <html lang="en"{" data-live" if live else ""}>
 <head>
@@ -51,49 +60,52 @@ def render(material: Material, title: str, *, live: bool = False) -> str:
 
 
 def plotly_script() -> str:
-    """Return plotly's script, for a server that hands it out."""
+    """Return the source of plotly.js, for the live server."""
     return get_plotlyjs()
 
 
-def _body(material: Material, live: bool) -> Iterator[str]:
+def _body(data: ReportData, live: bool) -> Iterator[str]:
     if live:
-        yield from _progress(material)
-    for study in material.studies:
+        yield from _progress(data)
+    for study in data.studies:
         yield from _study(study)
-    if len(material.labels) > 1:
-        yield f'<nav id="series" aria-label="Show or hide">{_chips(material.labels)}</nav>'
-    if material.differences:
-        # Names of settings may break after a dot only.
-        table = _table([[row[0].replace(".", ".\u200b"), *row[1:]] for row in material.differences])
-        yield f"<details><summary>Settings that differ</summary>{table}</details>"
-    for number, panel in enumerate(material.panels.values()):
-        yield f'<details class="panel"{" open" if number == 0 else ""}><summary>{escape(panel.title)}</summary>'
-        yield from _panel(panel, material.labels)
+    if len(data.labels) > 1:
+        yield f'<nav id="series" aria-label="Show or hide">{_checkboxes(data.labels)}</nav>'
+    if data.differences:
+        rows = []
+        for name, *values in data.differences:
+            # A zero-width space after each dot: long names of settings may wrap only there.
+            rows.append([name.replace(".", ".\u200b"), *values])
+        yield f"<details><summary>Settings that differ</summary>{_table(rows)}</details>"
+    for number, panel in enumerate(data.panels.values()):
+        is_open = " open" if number == 0 else ""
+        yield f'<details class="panel"{is_open}><summary>{escape(panel.title)}</summary>'
+        yield from _panel(panel, data.labels)
         yield "</details>"
-    yield from _analyses(material.runs)
-    yield from _what_was_run(material)
+    yield from _analyses(data.runs)
+    yield from _configurations(data)
 
 
-def _progress(material: Material) -> Iterator[str]:
-    """Say how far a live run is. A study says how many of its runs are finished."""
-    runs = material.runs
-    if material.studies:
-        planned = sum(study.get("planned_runs", 0) for study in material.studies)
+def _progress(data: ReportData) -> Iterator[str]:
+    """Yield how far a live run is, or how many runs of a live study are finished."""
+    runs = data.runs
+    if data.studies:
+        planned = sum(study.get("planned_runs", 0) for study in data.studies)
         yield f'<p class="progress">{len(runs)} of {planned} runs finished</p>'
     elif len(runs) == 1:
         yield f'<p class="progress">{escape(progress(runs[0]))}</p>'
 
 
 def progress(run: Run) -> str:
-    """Return how far a run is: "round 3 of 6, about 20 s left"."""
+    """Return how far a run is, such as "round 3 of 6, about 20 s left"."""
     total, done = run.config.training.rounds, run.rounds_done
     if done >= total:
         return f"finished: {total} rounds"
     if not done:
         return f"round 0 of {total}, no round is finished yet"
-    timed = [sum(line["seconds"].values()) for line in run.lines[-ROUNDS_TIMED:]]
-    seconds = sum(timed) / len(timed) * (total - done)
-    return f"round {done} of {total}, about {_duration(seconds)} left"
+    seconds = [sum(line["seconds"].values()) for line in run.lines[-ROUNDS_TIMED:]]
+    remaining = sum(seconds) / len(seconds) * (total - done)
+    return f"round {done} of {total}, about {_duration(remaining)} left"
 
 
 def _duration(seconds: float) -> str:
@@ -103,25 +115,23 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _chips(labels: list[str]) -> str:
-    """Return a checkbox per series, each with a sample of its line."""
-    chips = []
+def _checkboxes(labels: list[str]) -> str:
+    """Return one checkbox per series, each with a sample of its line."""
+    checkboxes = []
     for number, label in enumerate(labels):
         line = figures.style(number)
-        chips.append(
-            f'<label style="--colour: {line["color"]}"><input type="checkbox" checked value="{escape(label)}">'
-            f"{_sample(line)}{escape(label)}</label>"
-        )
-    return "".join(chips)
+        checkbox = f'<input type="checkbox" checked value="{escape(label)}">'
+        text = f"{checkbox}{_sample(line)}{escape(label)}"
+        checkboxes.append(f'<label style="--color: {line["color"]}">{text}</label>')
+    return "".join(checkboxes)
 
 
 def _sample(line: dict[str, Any]) -> str:
-    """Return a short piece of a line, in its colour and with its dashes."""
+    """Return a short line as SVG, in a series' color and dash style."""
     dashes = figures.DASHES[line["dash"]]
-    return (
-        '<svg class="sample" viewBox="0 0 30 10" aria-hidden="true"><line x1="1" y1="5" x2="29" y2="5" '
-        f'stroke="{line["color"]}" stroke-width="3" stroke-dasharray="{dashes}"/></svg>'
-    )
+    stroke = f'stroke="{line["color"]}" stroke-width="3" stroke-dasharray="{dashes}"'
+    path = f'<line x1="1" y1="5" x2="29" y2="5" {stroke}/>'
+    return f'<svg class="sample" viewBox="0 0 30 10" aria-hidden="true">{path}</svg>'
 
 
 def _study(study: dict[str, Any]) -> Iterator[str]:
@@ -129,13 +139,19 @@ def _study(study: dict[str, Any]) -> Iterator[str]:
     note = f" {escape(study['note'])}" if study["note"] else ""
     paper = f"{escape(study['paper'])}. " if study["paper"] else ""
     yield f"<p>{paper}Scale {study['scale']}: {escape(study['scale_means'])}.{note}</p>"
-    for title in dict.fromkeys(cell["column"] for cell in study["cells"]):
-        rows = [cell["line"] for cell in study["cells"] if cell["column"] == title and not cell["missing"]]
+    columns: dict[str, list[list[str]]] = {}
+    for cell in study["cells"]:
+        rows = columns.setdefault(cell["column"], [])
+        if not cell["missing"]:
+            rows.append(cell["line"])
+    for title, rows in columns.items():
         if rows:
             yield f"<h3>{escape(title)}</h3>{_table([list(COLUMNS), *rows])}"
     if study["missing"]:
-        lacks = (f"<li>{escape(', '.join(names))}: {escape(why)}</li>" for why, names in study["missing"].items())
-        yield f"<h3>Missing</h3><ul>{''.join(lacks)}</ul>"
+        items = []
+        for reason, names in study["missing"].items():
+            items.append(f"<li>{escape(', '.join(names))}: {escape(reason)}</li>")
+        yield f"<h3>Missing</h3><ul>{''.join(items)}</ul>"
     yield "</section>"
 
 
@@ -144,17 +160,21 @@ def _panel(panel: Panel, labels: list[str]) -> Iterator[str]:
         yield "<p>No round has been evaluated yet.</p>"
         return
     drawn = _accuracies(panel, labels)
-    drawn += [figures.traffic(panel, labels), figures.time(panel, labels), *figures.losses(panel, labels)]
+    drawn.append(figures.traffic(panel, labels))
+    drawn.append(figures.time(panel, labels))
+    drawn.extend(figures.losses(panel, labels))
     drawn.append(figures.classes(panel))
     for series in panel.distinct.values():
-        drawn += [figures.coefficients(panel, series, name) for name in figures.COEFFICIENTS]
-    drawn += figures.own_numbers(panel, labels)
+        for name in figures.COEFFICIENTS:
+            drawn.append(figures.coefficients(panel, series, name))
+    drawn.extend(figures.method_metrics(panel, labels))
     partition_missing = ""
     try:
         drawn.append(figures.partition(next(panel.runs())))
     except MotleyError as error:
-        partition_missing = f"<p>The partition cannot be drawn here: {escape(str(error).splitlines()[0])}</p>"
-    # Numbers first: on a phone the figures fill several screens.
+        reason = escape(str(error).splitlines()[0])
+        partition_missing = f"<p>The partition cannot be drawn here: {reason}</p>"
+    # Tables come before figures, because on a phone the figures fill several screens.
     yield f"<h3>Accuracy, %</h3>{_table(final(panel))}{_notes(panel.series.values())}"
     figures_html = [_figure(figure) for figure in drawn if figure is not None]
     yield f'<div class="figures">{"".join(figures_html)}</div>{partition_missing}'
@@ -162,7 +182,7 @@ def _panel(panel: Panel, labels: list[str]) -> Iterator[str]:
 
 
 def _accuracies(panel: Panel, labels: list[str]) -> list[Any]:
-    """Return the accuracy figures: all sizes of a single series in one, or one figure per size for several series."""
+    """Return the accuracy figures: one for all sizes of a single series, else one per size."""
     if len(panel.sizes) <= 2:
         return [figures.accuracy(panel, "mean", labels)]
     if len(panel.series) == 1:
@@ -170,21 +190,27 @@ def _accuracies(panel: Panel, labels: list[str]) -> list[Any]:
     drawn = [figures.accuracy(panel, size, labels) for size in panel.sizes]
     values = [value for figure in drawn for trace in figure.data for value in trace.y]
     if values:
-        # One scale for all sizes, so that figures can be compared.
+        # The same scale for all sizes, so that the figures can be compared.
         low, high = min(values), max(values)
-        room = 0.04 * (high - low) + 0.5
+        margin = 0.04 * (high - low) + 0.5
         for figure in drawn:
-            figure.update_yaxes(range=[low - room, high + room])
+            figure.update_yaxes(range=[low - margin, high + margin])
     return drawn
 
 
-def _notes(series: Iterable[Series]) -> str:
-    sentences = [sentence for one in series for sentence in one.repeats]
-    return "".join(f'<p class="note">{escape(sentence)}</p>' for sentence in sentences)
+def _notes(all_series: Iterable[Series]) -> str:
+    paragraphs = []
+    for series in all_series:
+        for sentence in series.repeats:
+            paragraphs.append(f'<p class="note">{escape(sentence)}</p>')
+    return "".join(paragraphs)
 
 
 def _figure(figure: Any) -> str:
-    """Return a figure with its title and legend in HTML, which wraps on a phone; plotly's own would be cut."""
+    """Return a figure with title and legend as HTML text.
+
+    HTML text wraps on a phone, where plotly's own title and legend would be cut off.
+    """
     title = figure.layout.title.text or ""
     figure.update_layout(template="none", title=None)
     entries = []
@@ -199,12 +225,13 @@ def _figure(figure: Any) -> str:
 
 
 def _analyses(runs: list[Run]) -> Iterator[str]:
-    pictures = [(run, picture) for run in runs for picture in sorted((run.path / "analysis").glob("*.png"))]
-    if pictures:
-        yield "<section><h2>Analyses</h2>"
-        for run, picture in pictures:
-            yield f"<h3>{escape(picture.stem)} of {escape(run.path.name)}</h3>{_picture(picture)}"
-        yield "</section>"
+    parts = []
+    for run in runs:
+        for picture in sorted((run.path / "analysis").glob("*.png")):
+            title = f"{picture.stem} of {run.path.name}"
+            parts.append(f"<h3>{escape(title)}</h3>{_picture(picture)}")
+    if parts:
+        yield f"<section><h2>Analyses</h2>{''.join(parts)}</section>"
 
 
 def _picture(file: Path) -> str:
@@ -213,17 +240,28 @@ def _picture(file: Path) -> str:
     return f'<div class="picture">{image}</div>'
 
 
-def _what_was_run(material: Material) -> Iterator[str]:
-    yield "<section><h2>What was run</h2>"
-    yield _table(environments([series for panel in material.panels.values() for series in panel.series.values()]))
-    for run in material.runs:
-        yield f"<details><summary>{escape(run.path.name)}</summary><pre>{escape(run.config.to_toml())}</pre></details>"
+def _configurations(data: ReportData) -> Iterator[str]:
+    """Yield the versions and hardware of all runs, and their complete configurations."""
+    yield "<section><h2>Runs and their settings</h2>"
+    all_series: list[Series] = []
+    for panel in data.panels.values():
+        all_series.extend(panel.series.values())
+    yield _table(environments(all_series))
+    for run in data.runs:
+        config = escape(run.config.to_toml())
+        yield f"<details><summary>{escape(run.path.name)}</summary><pre>{config}</pre></details>"
     yield "</section>"
 
 
 def _table(rows: Rows) -> str:
-    used = [number for number in range(len(rows[0])) if any(row[number] for row in rows[1:])]
-    head, *body = [[escape(row[number]) for number in used] for row in rows]
-    lines = "".join(f"<tr><th>{row[0]}</th>{''.join(f'<td>{cell}</td>' for cell in row[1:])}</tr>" for row in body)
-    heads = "".join(f"<th>{cell}</th>" for cell in head)
-    return f'<div class="table"><table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table></div>'
+    """Return a table whose first row and column are headings. Empty columns are left out."""
+    columns = [number for number in range(len(rows[0])) if any(row[number] for row in rows[1:])]
+    head, *body = [[escape(row[number]) for number in columns] for row in rows]
+    headings = "".join(f"<th>{cell}</th>" for cell in head)
+    lines = []
+    for first, *others in body:
+        cells = "".join(f"<td>{cell}</td>" for cell in others)
+        lines.append(f"<tr><th>{first}</th>{cells}</tr>")
+    thead = f"<thead><tr>{headings}</tr></thead>"
+    tbody = f"<tbody>{''.join(lines)}</tbody>"
+    return f'<div class="table"><table>{thead}{tbody}</table></div>'

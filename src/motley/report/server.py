@@ -1,4 +1,4 @@
-"""The report as a live page: read-only, on this machine only, and nothing but the page itself is served."""
+"""The report as a live page. It is read-only, and only this machine can open it."""
 
 from __future__ import annotations
 
@@ -6,26 +6,34 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from motley.report.material import gather
 from motley.report.page import plotly_script, render
+from motley.report.report_data import gather
 
 LOOPBACK = "127.0.0.1"
 
 
 def state(folder: Path) -> str:
-    """Return a text that changes whenever there is a new round, result or picture."""
-    files = [*folder.glob("metrics.jsonl"), *folder.glob("study.json"), *folder.glob("analysis/*.png")]
+    """Return a text that changes whenever a round, a study's result or a picture is added."""
+    files: list[Path] = []
+    for pattern in ("metrics.jsonl", "study.json", "analysis/*.png"):
+        files.extend(folder.glob(pattern))
     return " ".join(f"{file.name}:{file.stat().st_mtime_ns}" for file in sorted(files))
 
 
 def serve(folder: Path, port: int) -> ThreadingHTTPServer:
-    """Return a server of a run's page; port 0 takes a free one.
+    """Return an HTTP server for the page of a run or a study. Port 0 chooses a free port.
 
-    There are three answers, and none of them depends on the requested path, so no path leads out of the folder.
-    Requests for another host name are rejected, so that no web page can read the report through the user's browser.
+    Only three paths exist and no file is looked up by its path, so no request can read other files.
+    Requests for another host name are rejected, so that no web page can read the report through
+    the user's browser (DNS rebinding).
     """
-    answers: dict[str, tuple[str, Callable[[], str]]] = {
-        "/": ("text/html; charset=utf-8", lambda: render(gather([folder]), folder.resolve().name, live=True)),
+
+    def page() -> str:
+        return render(gather([folder]), folder.resolve().name, live=True)
+
+    # Path -> content type, and a function that returns the content.
+    routes: dict[str, tuple[str, Callable[[], str]]] = {
+        "/": ("text/html; charset=utf-8", page),
         "/state": ("text/plain", lambda: state(folder)),
         "/plotly.js": ("text/javascript", plotly_script),
     }
@@ -34,20 +42,21 @@ def serve(folder: Path, port: int) -> ThreadingHTTPServer:
         def do_GET(self) -> None:
             host = (self.headers.get("Host") or "").partition(":")[0]
             if host not in (LOOPBACK, "localhost"):
-                self.send_error(403, "Only this machine may ask")
-            elif self.path not in answers:
+                self.send_error(403, "Only available on this machine")
+            elif self.path not in routes:
                 self.send_error(404)
             else:
-                kind, make = answers[self.path]
-                content = make().encode()
+                content_type, produce = routes[self.path]
+                content = produce().encode()
+                caching = "max-age=3600" if self.path == "/plotly.js" else "no-store"
                 self.send_response(200)
-                self.send_header("Content-Type", kind)
+                self.send_header("Content-Type", content_type)
                 self.send_header("Content-Length", str(len(content)))
-                self.send_header("Cache-Control", "max-age=3600" if self.path == "/plotly.js" else "no-store")
+                self.send_header("Cache-Control", caching)
                 self.end_headers()
                 self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Log nothing: every open page asks every two seconds."""
+            """Log nothing: every open page sends a request every two seconds."""
 
     return ThreadingHTTPServer((LOOPBACK, port), Handler)

@@ -7,14 +7,17 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from motley.evaluate import Summary
-from motley.report.material import Panel, Run, Series, method_title
+from motley.report.report_data import Panel, Run, Series, method_title
 from motley.studies.statistics import spread
 
 Rows = list[list[str]]
 
 
 def final(panel: Panel) -> Rows:
-    """Return the last, best and mean-of-last-k accuracy of every series, and the latter per size."""
+    """Return the final accuracies of every series: mean of last k, last and best over all sizes.
+
+    The columns per size are means of the last k evaluations.
+    """
     sizes = panel.sizes[1:] if len(panel.sizes) > 2 else []
     rows = [["", "seeds", "mean of last k", "last", "best", *sizes]]
     for series in panel.series.values():
@@ -31,7 +34,10 @@ def final(panel: Panel) -> Rows:
 
 
 def _over_seeds(series: Series, size: str, number: Callable[[Summary], float]) -> str:
-    """Return the mean and deviation over distinct seeds. Several runs of one seed contribute their mean, once."""
+    """Return mean and standard deviation over distinct seeds, as text.
+
+    Several runs of one seed count once, with their mean.
+    """
     size = series.key(size)
     per_seed = []
     for runs in series.by_seed.values():
@@ -42,46 +48,53 @@ def _over_seeds(series: Series, size: str, number: Callable[[Summary], float]) -
                 values.append(100 * number(accuracy[size]))
         if values:
             per_seed.append(fmean(values))
-    found = spread(per_seed)
-    if found is None:
+    over_seeds = spread(per_seed)
+    if over_seeds is None:
         return ""
-    # The column of seeds says how many there are, so that "(one seed)" need not be in every cell.
-    return f"{found.mean:.1f}" if found.std is None else str(found)
+    # A column has the number of seeds, so "(one seed)" is not repeated in every cell.
+    return f"{over_seeds.mean:.1f}" if over_seeds.std is None else str(over_seeds)
 
 
 def targets(panel: Panel) -> tuple[float, ...]:
-    """Return the runs' own targets, and the accuracy that even the weakest run reached, in whole percents."""
-    own = {target for run in panel.runs() for target in run.config.evaluation.targets}
-    best = [run.outcome(()).accuracy["mean"].best for run in panel.runs() if run.evaluated]
-    common = {math.floor(100 * min(best)) / 100} - {0.0} if best else set()
-    return tuple(sorted(own | common))
+    """Return the runs' configured targets, and one that all runs reached.
+
+    The latter is the best accuracy of the weakest run, rounded down to a whole percent.
+    """
+    accuracies: set[float] = set()
+    best = []
+    for run in panel.runs():
+        accuracies.update(run.config.evaluation.targets)
+        if run.evaluated:
+            best.append(run.outcome(()).accuracy["mean"].best)
+    if best:
+        common = math.floor(100 * min(best)) / 100
+        if common > 0:
+            accuracies.add(common)
+    return tuple(sorted(accuracies))
 
 
 def costs(panel: Panel) -> Rows:
-    """Return rounds to targets, traffic and time of every series."""
-    wanted = targets(panel)
-    rows = [["", *(f"rounds to {target:.0%}" for target in wanted), "MB down", "MB up", "seconds", "seconds per round"]]
+    """Return rounds to targets, and traffic and time (means over runs), of every series."""
+    all_targets = targets(panel)
+    headings = [f"rounds to {target:.0%}" for target in all_targets]
+    rows = [["", *headings, "MB down", "MB up", "seconds", "seconds per round"]]
     for series in panel.distinct.values():
-        outcomes = [run.outcome(wanted) for run in series.runs if run.lines]
+        outcomes = [run.outcome(all_targets) for run in series.runs if run.lines]
         if not outcomes:
             continue
-        count = len(outcomes)
-        reached = []
-        for target in wanted:
-            # Targets are about the mean over sizes, which is not what a line about one size shows.
-            mean = series.headline == "mean"
-            reached.append(_rounds([found.rounds_to[target] for found in outcomes]) if mean else "-")
-        seconds = sum(sum(found.seconds.values()) for found in outcomes) / count
-        rows.append(
-            [
-                series.label,
-                *reached,
-                f"{sum(found.bytes_down for found in outcomes) / count / 1e6:,.1f}",
-                f"{sum(found.bytes_up for found in outcomes) / count / 1e6:,.1f}",
-                f"{seconds:,.1f}",
-                f"{seconds / max(found.rounds for found in outcomes):.2f}",
-            ]
-        )
+        row = [series.label]
+        for target in all_targets:
+            # Targets are about the mean over sizes. A series that shows one size has no entry.
+            if series.headline == "mean":
+                row.append(_rounds([outcome.rounds_to[target] for outcome in outcomes]))
+            else:
+                row.append("-")
+        seconds = fmean(sum(outcome.seconds.values()) for outcome in outcomes)
+        row.append(f"{fmean(outcome.bytes_down for outcome in outcomes) / 1e6:,.1f}")
+        row.append(f"{fmean(outcome.bytes_up for outcome in outcomes) / 1e6:,.1f}")
+        row.append(f"{seconds:,.1f}")
+        row.append(f"{seconds / max(outcome.rounds for outcome in outcomes):.2f}")
+        rows.append(row)
     return rows
 
 
@@ -92,19 +105,31 @@ def _rounds(reached: Sequence[int | None]) -> str:
 def environments(series: Sequence[Series]) -> Rows:
     """Return the seed, preset, split, versions and hardware of every run."""
     rows = [["", "folder", "seed", "preset", "split", "rounds", "motley", "torch", "hardware"]]
-    rows += [_environment(one.label, run) for one in series for run in one.runs]
+    for one_series in series:
+        for run in one_series.runs:
+            rows.append(_environment(one_series.label, run))
     return rows
 
 
 def _environment(label: str, run: Run) -> list[str]:
-    config, about = run.config, run.environment
-    gpu = str(about.get("gpu", "none"))
-    hardware = gpu if gpu != "none" else f"{about.get('cores', '?')} cores, {about.get('processor', '?')}"
-    if not about:
+    config, environment = run.config, run.environment
+    gpu = str(environment.get("gpu", "none"))
+    if not environment:
         hardware = "unknown (environment.json cannot be read)"
-    done = run.rounds_done
-    rounds = str(done) if done == config.training.rounds else f"{done} of {config.training.rounds}"
-    versions = [str(about.get(name, "?")) for name in ("motley", "torch")]
-    title = label if label == method_title(config) else f"{label} ({method_title(config)})"
-    folder = run.path.resolve().name
-    return [title, folder, str(config.seed), config.preset or "none", config.split.name, rounds, *versions, hardware]
+    elif gpu != "none":
+        hardware = gpu
+    else:
+        hardware = f"{environment.get('cores', '?')} cores, {environment.get('processor', '?')}"
+    method = method_title(config)
+    done, total = run.rounds_done, config.training.rounds
+    return [
+        label if label == method else f"{label} ({method})",
+        run.path.resolve().name,
+        str(config.seed),
+        config.preset or "none",
+        config.split.name,
+        str(done) if done == total else f"{done} of {total}",
+        str(environment.get("motley", "?")),
+        str(environment.get("torch", "?")),
+        hardware,
+    ]

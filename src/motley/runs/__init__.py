@@ -1,1 +1,1 @@
-"""Runs: the folder of a run, its metrics, its checkpoints, and the loop that writes them."""
+"""Runs: the run folder, its metrics and checkpoints, and the loop that writes them."""

@@ -1,7 +1,8 @@
 """Checkpoints: everything a run needs to continue, safe against being killed at any instant.
 
-A checkpoint is a folder that is written under another name, flushed, and renamed into place, so it is complete or it is
-not there. Tensors are safetensors and the rest is JSON: nothing is ever unpickled.
+A checkpoint is a folder that is written under another name, flushed to disk, and renamed into
+place, so it is either complete or absent. Tensors are stored as safetensors and everything else as
+JSON: nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.files import flush
-from motley.privacy import Spent
+from motley.privacy import PrivacyLedger
 from motley.round import Server
 from motley.settings import flat
 
-#: The attributes of a server that hold tensors. Empty ones are not written.
+#: The attributes of `Server` that hold tensors. Empty ones are not written.
 _SECTIONS = ("state", "averaged", "method", "optimizer")
 #: Prefix of a folder's name while it is being written or deleted.
 _UNFINISHED = "unfinished-"
 
 
 def save_checkpoint(folder: Path, server: Server, keep: int, config: Config | None = None) -> Path:
-    """Write a server into `folder`/round-N and delete all but the newest `keep` checkpoints.
+    """Write `server` to `folder`/round-N and delete all but the newest `keep` checkpoints.
 
-    The configuration is kept with it, so that `changed_settings` can tell when config.toml was edited afterwards.
+    The configuration is saved with it, so that `changed_settings` can tell whether config.toml was
+    edited afterwards.
     """
     unfinished = folder / f"{_UNFINISHED}{server.round_number:06d}"
     try:
@@ -43,7 +45,8 @@ def save_checkpoint(folder: Path, server: Server, keep: int, config: Config | No
             shutil.rmtree(leftover)
         return _write(folder, unfinished, server, keep, config)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(unfinished, ignore_errors=True)  # on a full disk, it would be in the way of everything else
+        # On a full disk, free the space that the incomplete checkpoint takes.
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise MotleyError(
             f"{folder}: the checkpoint of round {server.round_number} cannot be written: {error}. "
             "Earlier checkpoints are complete."
@@ -53,17 +56,19 @@ def save_checkpoint(folder: Path, server: Server, keep: int, config: Config | No
 def _write(folder: Path, unfinished: Path, server: Server, keep: int, config: Config | None) -> Path:
     final = folder / f"round-{server.round_number:06d}"
     unfinished.mkdir(parents=True)
-    sections = {name: tensors for name in _SECTIONS if (tensors := getattr(server, name))}
-    for name, tensors in sections.items():
-        save_file(_storable(tensors), unfinished / f"{name}.safetensors")
-    numbers = {
+    sections = [name for name in _SECTIONS if getattr(server, name)]
+    for name in sections:
+        save_file(_storable(getattr(server, name)), unfinished / f"{name}.safetensors")
+    metadata = {
         "round": server.round_number,
-        "sections": list(sections),
+        "sections": sections,
         "remembered": server.remembered,
         "spent": server.spent.to_json(),
         "config": config.model_dump(mode="json") if config is not None else None,
     }
-    (unfinished / "server.json").write_text(json.dumps(numbers))
+    (unfinished / "server.json").write_text(json.dumps(metadata))
+    # Files and names must be on disk before the rename and the rename before older checkpoints are
+    # deleted: after a power failure, the operating system may have done them in any order.
     for path in (*unfinished.iterdir(), unfinished):
         flush(path)
     if final.exists():
@@ -76,76 +81,96 @@ def _write(folder: Path, unfinished: Path, server: Server, keep: int, config: Co
 
 
 def _storable(tensors: State) -> State:
-    """Return tensors as safetensors wants them: in the host's memory, dense, and no two in the same place."""
-    return {n: t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for n, t in tensors.items()}
+    """Copy tensors into the form that safetensors requires: on the CPU, contiguous, not shared."""
+    copies = {}
+    for name, tensor in tensors.items():
+        copies[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return copies
 
 
 def _delete(checkpoint: Path) -> None:
-    """Delete a checkpoint; one that is half deleted no longer has a checkpoint's name."""
-    shutil.rmtree(checkpoint.rename(checkpoint.with_name(_UNFINISHED + checkpoint.name)))
+    """Delete a checkpoint. It is renamed first, so that a kill leaves no incomplete checkpoint."""
+    renamed = checkpoint.rename(checkpoint.with_name(_UNFINISHED + checkpoint.name))
+    shutil.rmtree(renamed)
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return a folder's complete checkpoints, oldest first."""
-    numbers = {path: path.name.removeprefix("round-") for path in folder.glob("round-*")}
-    return sorted((path for path, number in numbers.items() if number.isdecimal()), key=lambda path: int(numbers[path]))
+    """Return the complete checkpoints in a folder, oldest first."""
+    paths = [path for path in folder.glob("round-*") if _number(path).isdecimal()]
+    return sorted(paths, key=lambda path: int(_number(path)))
+
+
+def _number(checkpoint: Path) -> str:
+    return checkpoint.name.removeprefix("round-")
 
 
 def load_checkpoint(folder: Path) -> Server | None:
-    """Return the server of the newest checkpoint, or None where there is none yet."""
-    found = checkpoints(folder)
-    return read_checkpoint(found[-1]) if found else None
+    """Return the server of the newest checkpoint, or None if there is none yet."""
+    saved = checkpoints(folder)
+    return read_checkpoint(saved[-1]) if saved else None
 
 
 def last_round(folder: Path) -> int:
     """Return the round of the newest checkpoint, 0 if there is none."""
-    found = checkpoints(folder)
-    return int(found[-1].name.removeprefix("round-")) if found else 0
+    saved = checkpoints(folder)
+    return int(_number(saved[-1])) if saved else 0
 
 
 def changed_settings(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ from those of the newest checkpoint: name -> (value then, value now).
+    """Return the settings that differ from those saved with the newest checkpoint.
 
-    Older versions of Motley did not keep the configuration with a checkpoint; nothing has changed then.
+    The result maps a setting's name to (saved value, current value). Checkpoints of older versions
+    of Motley hold no configuration; for those, the result is empty.
     """
-    found = checkpoints(folder)
-    if not found:
+    saved = checkpoints(folder)
+    if not saved:
         return {}
     try:
-        numbers = json.loads((found[-1] / "server.json").read_text())
+        metadata = json.loads((saved[-1] / "server.json").read_text())
     except (OSError, ValueError):
-        return {}  # read_checkpoint reports this
-    saved = numbers.get("config") if isinstance(numbers, dict) else None
-    if not isinstance(saved, dict):
+        return {}  # `read_checkpoint` reports the damage
+    saved_config = metadata.get("config") if isinstance(metadata, dict) else None
+    if not isinstance(saved_config, dict):
         return {}
-    before, now = flat(saved), flat(config.model_dump(mode="json"))
-    names = sorted({*before, *now})
-    return {name: (before.get(name), now.get(name)) for name in names if before.get(name) != now.get(name)}
+    before = flat(saved_config)
+    now = flat(config.model_dump(mode="json"))
+    changes = {}
+    for name in sorted({*before, *now}):
+        if before.get(name) != now.get(name):
+            changes[name] = (before.get(name), now.get(name))
+    return changes
 
 
 def read_checkpoint(checkpoint: Path) -> Server:
-    """Return the server of one checkpoint."""
-    file = checkpoint / "server.json"
+    """Return the server that one checkpoint holds."""
+    file = checkpoint / "server.json"  # the file being read, for the message
     try:
-        numbers = json.loads(file.read_text())
-        remembered = {int(client): int(made) for client, made in numbers["remembered"].items()}
-        round_number, names = int(numbers["round"]), list(numbers["sections"])
+        metadata = json.loads(file.read_text())
+        round_number = int(metadata["round"])
+        section_names = list(metadata["sections"])
+        remembered = {}
+        for client, state_round in metadata["remembered"].items():
+            remembered[int(client)] = int(state_round)
         sections: dict[str, State] = {}
-        for name in names:
+        for name in section_names:
             file = checkpoint / f"{name}.safetensors"
             sections[name] = load_file(file)
-        state, averaged = sections["state"], sections.get("averaged")
-        method, optimizer = sections.get("method", {}), sections.get("optimizer", {})
-        spent = Spent.from_json(numbers.get("spent", {}))
-        return Server(round_number, state, averaged, method, remembered, optimizer, spent)
+        return Server(
+            round_number,
+            state=sections["state"],
+            averaged=sections.get("averaged"),
+            method=sections.get("method", {}),
+            remembered=remembered,
+            optimizer=sections.get("optimizer", {}),
+            spent=PrivacyLedger.from_json(metadata.get("spent", {})),
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise MotleyError(
-            f"{file} cannot be read: {error}. Remove {checkpoint} to go on from the checkpoint before it."
-        ) from None
+        advice = f"Remove {checkpoint} to continue from the checkpoint before it."
+        raise MotleyError(f"{file} cannot be read: {error}. {advice}") from None
 
 
 def fingerprint(state: Mapping[str, Tensor]) -> str:
-    """Return a hash of a state: names, types, shapes and every bit of the values."""
+    """Return a hash of a state's names, dtypes, shapes and every bit of its values."""
     digest = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()

@@ -1,7 +1,7 @@
 """The folder of a run.
 
-config.toml          the resolved configuration: every default written out
-environment.json     versions and hardware the run began on
+config.toml          the resolved configuration, with every default written out
+environment.json     versions and hardware that the run started on
 metrics.jsonl        one line per round
 checkpoints/         round-000010/ and so on, each complete or absent
 clients/             the clients' state between rounds, if the method has one
@@ -28,12 +28,12 @@ from motley.files import check_new_folder, write_atomically
 
 try:
     import fcntl
-except ImportError:  # Windows: two processes on one run are then not told apart
+except ImportError:  # Windows, where nothing stops two processes from writing the same run
     fcntl = None  # type: ignore[assignment]
 
 
 class RunFolder:
-    """Where a run is kept."""
+    """The paths inside a run's folder, and the lock that one process at a time holds."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,39 +48,41 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: Config) -> RunFolder:
-        """Make a new run's folder; one that already holds something is refused, and nothing in it is touched."""
+        """Create the folder of a new run. A folder that is not empty is rejected and left alone."""
         folder = cls(path)
-        folder.refuse_taken()
+        folder.require_free()
         try:
             path.mkdir(parents=True, exist_ok=True)
             folder.lock.touch(exist_ok=False)
         except FileExistsError:
-            raise folder._taken() from None  # of two runs that want the folder at once, one makes the lock file
+            # Of two runs that are started in the same folder at once, one creates the lock file.
+            raise folder._not_free() from None
         except OSError as error:
-            raise MotleyError(f"{path} cannot be made: {error}.") from None
+            raise MotleyError(f"{path} cannot be created: {error}.") from None
         try:
             write_atomically(folder.config, config.to_toml().encode())
-            write_atomically(folder.environment, json.dumps(describe_environment(), indent=2).encode())
+            environment = json.dumps(describe_environment(), indent=2)
+            write_atomically(folder.environment, environment.encode())
         except BaseException:
-            # On a full disk: leave nothing behind that would stand in the way of the same command later.
+            # Leave nothing behind, for example on a full disk: the same command must work later.
             shutil.rmtree(path, ignore_errors=True)
             raise
         return folder
 
-    def refuse_taken(self) -> None:
-        """Raise if a new run cannot be kept here: something is here already, or nothing can be written here."""
+    def require_free(self) -> None:
+        """Raise if a new run cannot be created here: the path is taken or is not writable."""
         try:
-            taken = self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir()))
+            is_free = not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir()))
         except OSError as error:
-            raise MotleyError(f"{self.path} cannot be made: {error}.") from None
-        if taken:
-            raise self._taken()
+            raise MotleyError(f"{self.path} cannot be created: {error}.") from None
+        if not is_free:
+            raise self._not_free()
         check_new_folder(self.path)
 
-    def _taken(self) -> MotleyError:
-        known = f" To continue it: motley resume {self.path}" if self.config.exists() else ""
-        what = "is not empty" if self.path.is_dir() else "is a file"
-        return MotleyError(f"{self.path} already exists and {what}; a run needs a folder of its own.{known}")
+    def _not_free(self) -> MotleyError:
+        reason = "is not empty" if self.path.is_dir() else "is a file"
+        advice = f" To continue it: motley resume {self.path}" if self.config.exists() else ""
+        return MotleyError(f"{self.path} already exists and {reason}; a run needs a folder of its own.{advice}")
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -99,7 +101,7 @@ class RunFolder:
         write_atomically(self.config, config.to_toml().encode())
 
     def is_locked(self) -> bool:
-        """Tell whether a process holds the run at this moment."""
+        """Return whether a process is writing the run at this moment."""
         if fcntl is None or not self.lock.exists():
             return False
         with self.lock.open() as lock:
@@ -111,7 +113,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the run for this process; the lock ends with the process, however it ends."""
+        """Lock the run for this process. The operating system releases it if the process dies."""
         try:
             lock = self.lock.open("w")
         except OSError as error:
@@ -126,7 +128,7 @@ class RunFolder:
 
 
 def next_free(parent: Path, stem: str) -> Path:
-    """Return parent/stem-N with the lowest N that is not taken."""
+    """Return parent/stem-N with the lowest N that does not exist yet."""
     number = 1
     while (parent / f"{stem}-{number}").exists():
         number += 1
@@ -134,7 +136,7 @@ def next_free(parent: Path, stem: str) -> Path:
 
 
 def describe_environment() -> dict[str, str | int]:
-    """Return the versions and the hardware that a run's numbers belong to."""
+    """Return the versions and the hardware, for the record beside a run's results."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
         "motley": motley.__version__,

@@ -1,7 +1,8 @@
-"""The signals that stop a run: Ctrl-C, the signal by which a cluster ends a job, and that of a closed terminal.
+"""Stop a run on SIGINT (Ctrl-C), SIGTERM (a cluster ends the job) and SIGHUP (the terminal closes).
 
-Each of them stops a run, which then saves a checkpoint. A second signal must not break that: people press Ctrl-C twice,
-`timeout` sends its signal twice, and a terminal that closes sends both SIGHUP and SIGTERM.
+A run that is interrupted saves a checkpoint before it ends. A second signal must not interrupt the
+saving: people press Ctrl-C twice, `timeout` sends its signal twice, and a closing terminal sends
+both SIGHUP and SIGTERM.
 """
 
 from __future__ import annotations
@@ -16,35 +17,42 @@ from typing import Any, TypeAlias
 
 Handler: TypeAlias = Callable[[int, FrameType | None], Any] | signal.Handlers
 
-#: For so many seconds after the first signal others are ignored; later ones interrupt the saving too.
-SECONDS = 5.0
-#: The signals' default handlers. A signal with another one is left alone, such as SIGHUP under nohup.
-USUAL: dict[signal.Signals, Handler] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+#: Signals within this many seconds of the first one are ignored. Later ones interrupt again.
+GRACE_SECONDS = 5.0
+#: The signals that stop a run, with Python's default handlers. A signal that has another handler is
+#: left alone, such as SIGHUP under nohup.
+DEFAULT_HANDLERS: dict[signal.Signals, Handler] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+}
 if hasattr(signal, "SIGHUP"):  # not on Windows
-    USUAL[signal.SIGHUP] = signal.SIG_DFL
+    DEFAULT_HANDLERS[signal.SIGHUP] = signal.SIG_DFL
 
 
 @contextmanager
 def one_interrupt() -> Iterator[None]:
-    """Let a block be interrupted once, as by Ctrl-C, with time for its `finally` clauses.
+    """Raise KeyboardInterrupt for the first signal only, so that `finally` clauses can complete.
 
-    Nothing changes outside of the main thread, or for a signal that already means something else.
+    Nothing changes outside the main thread, where Python allows no signal handlers, or for a signal
+    that already has a handler.
     """
     first: float | None = None
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal first
         now = time.monotonic()
-        if first is None or now - first > SECONDS:
+        if first is None or now - first > GRACE_SECONDS:
             first = now
             signal.default_int_handler(number, frame)
 
-    main = threading.current_thread() is threading.main_thread()
-    heard = [number for number, usual in USUAL.items() if main and signal.getsignal(number) == usual]
-    for number in heard:
-        signal.signal(number, interrupt)
+    replaced = []
+    if threading.current_thread() is threading.main_thread():
+        for number, default in DEFAULT_HANDLERS.items():
+            if signal.getsignal(number) == default:
+                signal.signal(number, interrupt)
+                replaced.append(number)
     try:
         yield
     finally:
-        for number in heard:
-            signal.signal(number, USUAL[number])
+        for number in replaced:
+            signal.signal(number, DEFAULT_HANDLERS[number])

@@ -1,9 +1,10 @@
-"""The metrics log: one JSON line per round, and the summary of a run's lines."""
+"""The metrics log, one JSON line per round, and the summary of a run computed from it."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,12 @@ from motley.evaluate import Summary, rounds_to, summarize
 from motley.files import write_atomically
 from motley.round import Record
 
-#: The name of the mean over sizes, beside the sizes' own names.
+#: The key of the mean accuracy over sizes, beside the names of the sizes.
 OVERALL = "mean"
 
 
 def to_line(record: Record) -> dict[str, Any]:
-    """Return a record as plain values."""
+    """Return a round's record as the JSON object that the log holds. Empty fields are left out."""
     line: dict[str, Any] = {"round": record.round_number}
     if record.scores:
         scores = record.scores
@@ -31,19 +32,19 @@ def to_line(record: Record) -> dict[str, Any]:
     line["train_loss"] = _number(record.train_loss)
     line["clients"] = record.clients
     if record.refused:
-        line["refused"] = {str(client): reason for client, reason in record.refused.items()}
+        line["refused"] = _string_keys(record.refused)
     if record.repeated:
-        line["repeated"] = [{str(client): reason for client, reason in reasons.items()} for reasons in record.repeated]
+        line["repeated"] = [_string_keys(reasons) for reasons in record.repeated]
     if record.idle:
         line["idle"] = record.idle
     line["seconds"] = {phase: round(seconds, 4) for phase, seconds in record.seconds.items()}
     line["bytes"] = {"down": record.bytes_down, "up": record.bytes_up}
     if record.epsilon:
-        line["epsilon"] = {who: _number(value) for who, value in record.epsilon.items()}
+        line["epsilon"] = _numbers(record.epsilon)
     if record.inco:
-        line["inco"] = {layer: {n: _number(v) for n, v in row.items()} for layer, row in record.inco.items()}
+        line["inco"] = {layer: _numbers(values) for layer, values in record.inco.items()}
     if record.method:
-        line["method"] = {name: _number(value) for name, value in record.method.items()}
+        line["method"] = _numbers(record.method)
     return line
 
 
@@ -53,17 +54,25 @@ def overall(record: Record) -> float:
 
 
 def _rounded(accuracies: tuple[float | None, ...]) -> list[float | None]:
-    """Round accuracies per class; a class without test images stays None, which is null in JSON."""
+    """Round the accuracies per class. None marks a class without test images."""
     return [None if accuracy is None else round(accuracy, 4) for accuracy in accuracies]
 
 
 def _number(value: float) -> float | None:
-    """JSON has no NaN: a number that is not finite is written as null."""
+    """Round to six digits. NaN and infinity, which JSON does not have, become None (null)."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
+def _numbers(values: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: _number(value) for name, value in values.items()}
+
+
+def _string_keys(reasons: Mapping[int, str]) -> dict[str, str]:
+    return {str(client): reason for client, reason in reasons.items()}
+
+
 class Line(BaseModel):
-    """The fields that every line of metrics must have, and those whose values are computed with. Others are kept."""
+    """The types of the fields that Motley computes with. Other fields are allowed and kept."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -78,7 +87,7 @@ class Line(BaseModel):
 
 
 class MetricsLog:
-    """The file, to which one line per round is appended."""
+    """The file metrics.jsonl, to which one line per round is appended."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -91,13 +100,13 @@ class MetricsLog:
         except OSError as error:
             raise MotleyError(f"{self.path}: cannot be written: {error.strerror}.") from None
 
-    def cut(self, round_number: int) -> None:
-        """Drop lines after a round, and a last line that was not written to its end."""
+    def truncate(self, round_number: int) -> None:
+        """Delete the lines after `round_number`, and a last line that is incomplete."""
         kept = [line for line in self.read() if line["round"] <= round_number]
         write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the lines, checked. A last line that a kill cut short is left out."""
+        """Return the lines, validated. An incomplete last line, left by a kill, is skipped."""
         if not self.path.exists():
             return []
         texts = self.path.read_text(errors="replace").splitlines()
@@ -107,7 +116,7 @@ class MetricsLog:
                 line = json.loads(text)
             except (json.JSONDecodeError, RecursionError):
                 if number < len(texts):
-                    raise self._damaged(number, "it is not JSON") from None
+                    raise self._damaged(number, "not JSON") from None
                 continue
             problem = _problem(line)
             if problem:
@@ -116,22 +125,22 @@ class MetricsLog:
         return lines
 
     def _damaged(self, number: int, problem: str) -> MotleyError:
-        return MotleyError(
-            f"{self.path}, line {number}: is not the metrics of a round: {problem}. Remove the line to continue."
-        )
+        reason = f"these are not the metrics of a round: {problem}"
+        return MotleyError(f"{self.path}, line {number}: {reason}. Remove the line to continue.")
 
 
 def _problem(line: object) -> str:
-    """Say why a line cannot be the metrics of a round; empty if it can."""
+    """Return why a line cannot be the metrics of a round, or an empty string if it can."""
     try:
         Line.model_validate(line)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        return f"{where}: {first['msg'].lower()}" if where else "it is not a table of values"
+        key = ".".join(map(str, first["loc"]))
+        return f"{key}: {first['msg'].lower()}" if key else "not a JSON object"
     assert isinstance(line, dict)
-    if missing := [way for way in ("down", "up") if way not in line["bytes"]]:
-        return f"bytes.{missing[0]}: field required"
+    for direction in ("down", "up"):
+        if direction not in line["bytes"]:
+            return f"bytes.{direction}: field required"
     return ""
 
 
@@ -139,25 +148,27 @@ def _problem(line: object) -> str:
 class Outcome:
     """The summary of a run's metrics."""
 
+    #: The number of completed rounds.
     rounds: int
-    #: Size, or `mean` for the mean over sizes -> its summary.
+    #: Size, or `OVERALL` for the mean over sizes -> summary of its accuracies.
     accuracy: dict[str, Summary]
     rounds_to: dict[float, int | None]
     bytes_down: int
     bytes_up: int
     seconds: dict[str, float]
-    #: The privacy that the run has spent, if it adds noise to updates; None is infinite.
+    #: The privacy spent by the run, if updates are noised. None stands for infinity.
     epsilon: dict[str, float | None]
-    #: The number of accuracies that the mean of the last ones is over: `last_k`, or fewer if there are fewer.
+    #: The number of evaluations that `mean_of_last_k` is over: at most `last_k`.
     averaged: int
 
 
 def outcome(lines: list[dict[str, Any]], last_k: int, targets: tuple[float, ...]) -> Outcome:
-    """Return last, best and mean-of-last-k accuracy per size and overall, rounds to targets, traffic and time."""
+    """Summarize a run: accuracy (last, best, mean of last k), rounds to targets, traffic, time."""
     evaluated = [line for line in lines if line.get("accuracy")]
     rounds = [line["round"] for line in evaluated]
+    names = list(evaluated[0]["accuracy"]) if evaluated else []
     series: dict[str, list[float]] = {}
-    for name in evaluated[0]["accuracy"] if evaluated else ():
+    for name in names:
         if all(name in line["accuracy"] for line in evaluated):
             series[name] = [line["accuracy"][name] for line in evaluated]
     seconds: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""A line for every run below a folder, for `motley list runs`."""
+"""One line per run below a folder, for `motley list runs`."""
 
 from __future__ import annotations
 
@@ -13,50 +13,55 @@ from motley.runs.metrics import OVERALL, MetricsLog, outcome
 
 @dataclass(frozen=True)
 class RunOverview:
-    """One run in a few words. A run that cannot be read has a path and a state only."""
+    """A short description of one run. A run that cannot be read has only a path and a state."""
 
     path: Path
     state: str
     data: str = ""
     method: str = ""
     preset: str = ""
-    #: "3 of 20"
+    #: For example "3 of 20".
     round: str = ""
+    #: Mean accuracy over sizes: of the last evaluation, and the best.
     last: str = ""
     best: str = ""
-    #: Date and time when the run began, in local time.
+    #: Local date and time when the run started.
     began: str = ""
 
 
 def find_runs(folder: Path) -> list[RunOverview]:
-    """Return all runs in a folder and its subfolders, in the order of their names."""
+    """Return all runs in a folder and its subfolders, sorted by path."""
     runs = []
     for config in sorted(folder.rglob("config.toml")):
-        # Other folders have a config.toml too, such as that of a deployment.
-        if (config.parent / "environment.json").exists() or (config.parent / "metrics.jsonl").exists():
-            runs.append(_overview(config.parent))
+        # Other folders contain a config.toml too, such as a deployment's.
+        run = RunFolder(config.parent)
+        if run.environment.exists() or run.metrics.exists():
+            runs.append(_overview(run))
     return runs
 
 
-def _overview(path: Path) -> RunOverview:
-    folder = RunFolder(path)
+def _overview(folder: RunFolder) -> RunOverview:
     try:
         config = folder.read_config()
         lines = MetricsLog(folder.metrics).read()
     except (MotleyError, OSError) as error:
-        return RunOverview(path, state=f"unreadable: {str(error).splitlines()[0]}")
-    found = outcome(lines, config.evaluation.last_k, ())
-    mean = found.accuracy.get(OVERALL)
-    finished = found.rounds >= config.training.rounds
-    first = folder.environment if folder.environment.exists() else folder.config
-    began = datetime.fromtimestamp(first.stat().st_mtime)
+        return RunOverview(folder.path, state=f"unreadable: {str(error).splitlines()[0]}")
+    summary = outcome(lines, config.evaluation.last_k, ())
+    mean = summary.accuracy.get(OVERALL)
+    if summary.rounds >= config.training.rounds:
+        state = "finished"
+    else:
+        state = "running" if folder.is_locked() else "unfinished"
+    # environment.json is written once, when the run starts; config.toml is replaced by --rounds.
+    first_file = folder.environment if folder.environment.exists() else folder.config
+    began = datetime.fromtimestamp(first_file.stat().st_mtime)
     return RunOverview(
-        path=path,
-        state="finished" if finished else ("running" if folder.is_locked() else "unfinished"),
+        path=folder.path,
+        state=state,
         data=config.data.name,
         method=config.method.name + (" + InCo" if config.method.inco.active else ""),
         preset=config.preset,
-        round=f"{found.rounds} of {config.training.rounds}",
+        round=f"{summary.rounds} of {config.training.rounds}",
         last=f"{mean.last:.2%}" if mean else "",
         best=f"{mean.best:.2%}" if mean else "",
         began=f"{began:%Y-%m-%d %H:%M}",

@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from motley.core.errors import MotleyError
+from motley.core.meta import on_meta
 from motley.core.part import Part, Piece, State
 from motley.core.randomness import torch_seed
 from motley.core.registry import Registry
 from motley.limits import allocating
 from motley.models import MODELS, CrossLayer
-from motley.models.layers import use_batch_statistics
 from motley.settings import Settings
 
 OWN_MODELS = "motley.models."
@@ -68,7 +68,7 @@ class Blueprint:
 def build_on_meta(name: str, build: Callable[[], nn.Module]) -> nn.Module:
     """Build a model without memory. Users' models can raise anything; the message names the model."""
     try:
-        with torch.device("meta"), allocating(f"model.sizes: {name!r}"):
+        with on_meta(), allocating(f"model.sizes: {name!r}"):
             module = build()
     except MotleyError:
         raise
@@ -229,8 +229,12 @@ def is_described_by_its_state(blueprint: nn.Module) -> bool:
 
 
 def _without_statistics(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a model whose batch norms keep no statistics, and normalize with their batch in evaluation too."""
     model = build()
-    use_batch_statistics(model)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.track_running_stats = False
+            module.running_mean = module.running_var = module.num_batches_tracked = None
     return model
 
 

@@ -25,6 +25,7 @@ from pydantic import Field, field_validator
 from torch import Tensor, nn
 
 from motley.core.errors import MotleyError
+from motley.core.meta import on_meta
 from motley.core.part import Part, Piece, State
 from motley.core.randomness import generator
 from motley.models import MODELS
@@ -100,7 +101,7 @@ class Width(Split):
 
     def _blueprint(self, level: int) -> Blueprint:
         build = partial(self._build_narrow, level)
-        with torch.device("meta"):
+        with on_meta():
             return replace(self.whole, build=build, module=build())
 
     def _build_narrow(self, level: int) -> nn.Module:

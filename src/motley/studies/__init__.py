@@ -1,1 +1,1 @@
-"""Studies: the papers' tables and figures as declared sweeps, each beside the paper's own numbers."""
+"""Studies: methods compared over data sets and seeds, such as papers' tables and figures."""

@@ -1,13 +1,15 @@
-"""The declaration of a study: a TOML file with methods, data sets, cases, seeds, and the paper's own numbers.
+"""The declaration of a study: a TOML file with methods, data sets, cases, seeds and paper numbers.
 
-A study's table has one line per method and one column per case of each data set; each cell has one run per seed.
-A cell's configuration is built in layers: the study's preset, `set`, the data set, the case, the method and the
-exceptions that match, each on top of those before it. Built-in studies and the user's own files are read the same way.
+A study's table has one line per method and one column per case of each data set. Each cell has one
+run per seed. A cell's configuration is built in layers: the study's preset, `set`, the data set,
+the case, the method and the exceptions that match, each overriding those before it. Built-in
+studies and users' files are read in the same way.
 """
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -22,31 +24,31 @@ from motley.studies.measures import Measure
 
 
 def _check_tables(layer: dict[str, Any]) -> dict[str, Any]:
-    """Reject `set.data = 3`: a study adds keys to these two tables."""
+    """Reject, for example, `set.data = 3`. A study adds keys to the tables data and method."""
     for name in ("data", "method"):
         if not isinstance(layer.get(name, {}), dict):
             raise ValueError(f"{name} should be a table, for example set.{name}.name")
     return layer
 
 
-#: Settings as in a run's file.
+#: Settings as nested tables, as in the configuration file of a run.
 Layer: TypeAlias = Annotated[dict[str, Any], AfterValidator(_check_tables)]
-#: The reader of the user's own data files, the only one that takes a path.
+#: The reader of users' data files, the only reader that takes a path.
 FILE_READER = "npz"
 
 
-class Number(Settings):
-    """A number of a paper, and its standard deviation where the paper gives one."""
+class PaperNumber(Settings):
+    """A number from a paper, with its standard deviation if the paper gives one."""
 
     mean: float
     std: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.mean:g}" + (f" ± {self.std:g}" if self.std is not None else "")
+        return f"{self.mean:g}" if self.std is None else f"{self.mean:g} ± {self.std:g}"
 
 
-def _number(value: Any) -> Any:
-    """Read 67.8, "67.8 ± 3.2", or "" where the paper has none."""
+def _parse_number(value: Any) -> Any:
+    """Parse 67.8, "67.8 ± 3.2", or "" if the paper has no number."""
     if value == "":
         return None
     if isinstance(value, str):
@@ -58,7 +60,7 @@ def _number(value: Any) -> Any:
     return {"mean": value} if isinstance(value, int | float) else value
 
 
-Numbers = tuple[Annotated[Number | None, BeforeValidator(_number)], ...]
+PaperNumbers = tuple[Annotated[PaperNumber | None, BeforeValidator(_parse_number)], ...]
 
 
 class MethodRow(Settings):
@@ -66,21 +68,21 @@ class MethodRow(Settings):
 
     name: str
     set: Layer = Field(default_factory=dict)
-    """Its settings. If they choose no method, the method is the one that is called `name`."""
+    """Settings of this line. If they do not include `method.name`, it is `name`."""
     against: str = ""
-    """The line that it is compared with, seed by seed."""
+    """The line that this one is compared with, seed by seed."""
     whole: bool = False
     """Show the accuracy of the whole model instead of the mean over all sizes."""
     size: str = ""
     """Show the accuracy of this size instead of the mean over all sizes."""
     missing: str = ""
-    """Why the line cannot run, if settings that it needs do not exist. Empty: it can run."""
-    paper: dict[str, Numbers] = Field(default_factory=dict)
+    """Why the line cannot run, if Motley lacks settings that it needs. Empty: it can run."""
+    paper: dict[str, PaperNumbers] = Field(default_factory=dict)
     """Data set -> the paper's number for each case, in percent (or rounds)."""
 
     @property
     def layer(self) -> Layer:
-        """The settings of this line, its method included."""
+        """The settings of this line, including its method."""
         return {**self.set, "method": {"name": self.name, **self.set.get("method", {})}}
 
 
@@ -88,14 +90,14 @@ class DataColumn(Settings):
     """A data set of the table."""
 
     name: str
-    """The column's title, and the data set's name unless `path` or `set.data.name` says otherwise."""
+    """The column's title. Also the data set's name, unless `path` or `set.data.name` is given."""
     path: str = ""
-    """The user's own data file. With a path, `name` can be any title, so that a study can have several files."""
+    """A user's data file. With a path, `name` can be any title: a study can have several files."""
     preset: str = ""
-    """Replaces the study's own preset and its `set`."""
+    """Replaces the study's preset and its `set`."""
     set: Layer = Field(default_factory=dict)
     asked: bool = False
-    """Runs only if --data names it: a stand-in that the paper does not have."""
+    """Run only if --data names it: a substitute that is not in the paper."""
 
     @property
     def reader(self) -> str:
@@ -109,7 +111,7 @@ class DataColumn(Settings):
 
     @property
     def layer(self) -> Layer:
-        """The settings of this data set, its name and file included."""
+        """The settings of this data set, including its name and file."""
         table = {**self.set.get("data", {}), "name": self.reader}
         if self.path:
             table["path"] = self.path
@@ -117,16 +119,16 @@ class DataColumn(Settings):
 
 
 class Case(Settings):
-    """One column per data set: a degree of heterogeneity, a batch size, a layer that is looked at."""
+    """One column per data set, such as a degree of heterogeneity, a batch size or a layer."""
 
     name: str = ""
     set: Layer = Field(default_factory=dict)
     measure: Measure | None = None
-    """The measure of this column, if it is not the study's."""
+    """The measure of this column, if it differs from the study's."""
 
 
-class Exceptional(Settings):
-    """Settings of some cells only. An empty list matches all."""
+class CellException(Settings):
+    """Settings for some cells only. An empty list matches everything."""
 
     methods: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
@@ -134,86 +136,105 @@ class Exceptional(Settings):
     set: Layer
 
     def matches(self, method: str, data: str, case: str) -> bool:
-        """Return whether a cell gets these settings."""
-        pairs = ((self.methods, method), (self.data, data), (self.cases, case))
-        return all(not names or name in names for names, name in pairs)
+        """Return whether these settings apply to a cell."""
+        for names, name in ((self.methods, method), (self.data, data), (self.cases, case)):
+            if names and name not in names:
+                return False
+        return True
 
 
 class Study(Settings):
-    """A declared sweep."""
+    """A study: methods compared over data sets, cases and seeds."""
 
     name: str
     summary: str = ""
     paper: str = ""
     note: str = ""
-    """Remarks that a reader of the table needs."""
+    """Remarks for readers of the table."""
     scale: Literal["quick", "half", "full"] = "full"
-    """The scale that runs if --scale is not given. Built-in studies of papers say "quick"."""
+    """The scale if --scale is not given. For built-in studies of papers it is "quick"."""
     preset: str = ""
     set: Layer = Field(default_factory=dict)
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = (1,)
     measure: Measure = Measure("mean-of-last-k")
     needs: dict[str, str] = Field(default_factory=dict)
-    """Settings that only the user can give -> what they are."""
+    """Settings that only the user can provide -> a description of them."""
     methods: tuple[MethodRow, ...] = Field(min_length=1)
     data: tuple[DataColumn, ...] = Field(min_length=1)
     cases: tuple[Case, ...] = (Case(),)
-    exceptions: tuple[Exceptional, ...] = ()
+    exceptions: tuple[CellException, ...] = ()
     targets: dict[str, tuple[float, ...]] = Field(default_factory=dict)
-    """Data set -> the accuracy in percent that `rounds-to` looks for, one per case."""
+    """Data set -> the target accuracy of `rounds-to` in percent, one per case."""
 
     @model_validator(mode="after")
-    def _names_fit(self) -> Study:
-        methods, data = [row.name for row in self.methods], [column.name for column in self.data]
+    def _check_names(self) -> Study:
+        """Check that names are unique and that references between the tables exist."""
+        methods = [row.name for row in self.methods]
+        data = [column.name for column in self.data]
         cases = [case.name for case in self.cases]
-        for kind, names in (("methods", methods), ("data", data), ("cases", cases), ("seeds", self.seeds)):
+        tables: dict[str, Sequence[object]] = {
+            "methods": methods,
+            "data": data,
+            "cases": cases,
+            "seeds": self.seeds,
+        }
+        for table, names in tables.items():
             if len(set(names)) != len(names):
-                raise MotleyError(f"study {self.name!r}, {kind}: a name is given twice.")
+                raise self._error(table, "a name is given twice.")
         for row in self.methods:
             if row.size and row.whole:
-                raise MotleyError(f"study {self.name!r}, {row.name}: give either size or whole, not both.")
+                raise self._error(row.name, "give either size or whole, not both.")
             if row.against and row.against not in methods:
-                raise MotleyError(f"study {self.name!r}, {row.name}.against: {unknown('line', row.against, methods)}")
-            self._fits_cases(f"{row.name}.paper", row.paper, data)
-        self._fits_cases("targets", self.targets, data)
-        for exceptional in self.exceptions:
-            for given, known in ((exceptional.methods, methods), (exceptional.data, data), (exceptional.cases, cases)):
-                for name in given:
-                    if name not in known:
-                        raise MotleyError(f"study {self.name!r}, exceptions: {unknown('name', name, known)}")
+                raise self._error(f"{row.name}.against", unknown("line", row.against, methods))
+            self._check_one_value_per_case(f"{row.name}.paper", row.paper, data)
+        self._check_one_value_per_case("targets", self.targets, data)
+        for exception in self.exceptions:
+            self._check_known(exception.methods, methods)
+            self._check_known(exception.data, data)
+            self._check_known(exception.cases, cases)
         return self
 
-    def _fits_cases(self, where: str, table: dict[str, Any], data: list[str]) -> None:
-        for name, values in table.items():
+    def _check_one_value_per_case(
+        self, key: str, values_by_data: Mapping[str, Sequence[object]], data: list[str]
+    ) -> None:
+        for name, values in values_by_data.items():
             if name not in data:
-                raise MotleyError(f"study {self.name!r}, {where}: {unknown('data set', name, data)}")
+                raise self._error(key, unknown("data set", name, data))
             if len(values) != len(self.cases):
-                raise MotleyError(
-                    f"study {self.name!r}, {where}.{name}: has {len(values)} numbers; "
-                    f'{len(self.cases)} are needed, one per case ("" for none).'
-                )
+                problem = f"has {len(values)} numbers; {len(self.cases)} are needed"
+                raise self._error(f"{key}.{name}", f'{problem}, one per case ("" for none).')
+
+    def _check_known(self, names: Sequence[str], known: list[str]) -> None:
+        for name in names:
+            if name not in known:
+                raise self._error("exceptions", unknown("name", name, known))
+
+    def _error(self, key: str, problem: str) -> MotleyError:
+        return MotleyError(f"study {self.name!r}, {key}: {problem}")
 
 
 def studies() -> dict[str, Study]:
     """Return the built-in studies by name."""
-    found = {}
-    for file in sorted(resources.files("motley.studies").iterdir(), key=lambda file: file.name):
+    built_in = {}
+    files = resources.files("motley.studies").iterdir()
+    for file in sorted(files, key=lambda file: file.name):
         if file.name.endswith(".toml"):
             name = file.name.removesuffix(".toml")
             values = tomllib.loads(file.read_text(encoding="utf-8"))
-            # A paper's table takes hours: unless its file says otherwise, it is tried in short first.
-            found[name] = _study(name, {"scale": "quick", **values})
-    return found
+            # A paper's table takes hours at full scale, so "quick" is the default here.
+            built_in[name] = _study(name, {"scale": "quick", **values})
+    return built_in
 
 
 def load_study(name: str) -> Study:
-    """Return a built-in study by its name, or the user's own by its file."""
+    """Return a built-in study by its name, or a user's study by its .toml file."""
     if name.endswith(".toml"):
         file = Path(name)
-        return _study(file.stem, _from_folder(read_toml(file), file.parent))
+        return _study(file.stem, _absolute_paths(read_toml(file), file.parent))
     built_in = studies()
     if name not in built_in:
-        raise MotleyError(f"{unknown('study', name, built_in)} A study of your own is a file that ends in .toml.")
+        problem = unknown("study", name, built_in)
+        raise MotleyError(f"{problem} A study of your own is a file that ends in .toml.")
     return built_in[name]
 
 
@@ -221,33 +242,33 @@ def _study(name: str, values: Layer) -> Study:
     return validate(Study, {"name": name, **values}, where=f"study {name}")
 
 
-def _from_folder(values: Layer, folder: Path) -> Layer:
-    """Return a study's values with all paths taken from the folder of its file.
+def _absolute_paths(values: Layer, folder: Path) -> Layer:
+    """Return a study's values with all paths made absolute, relative to the folder of its file.
 
-    The study can then be started from any folder, and its data can be moved together with it.
+    The study can then be started from any folder, and moved together with its data.
     """
     result = dict(values)
     if "set" in values:
-        result["set"] = _paths_from_folder(values["set"], folder)
-    for kind in ("data", "cases", "methods", "exceptions"):
-        if not isinstance(values.get(kind), list):
+        result["set"] = _absolute_paths_of_layer(values["set"], folder)
+    for table in ("data", "cases", "methods", "exceptions"):
+        # Values of the wrong type are kept: validation rejects them later and names their keys.
+        if not isinstance(values.get(table), list):
             continue
         entries = []
-        for entry in values[kind]:
+        for entry in values[table]:
             if isinstance(entry, dict) and "set" in entry:
-                entry = {**entry, "set": _paths_from_folder(entry["set"], folder)}
-            if kind == "data" and isinstance(entry, dict) and isinstance(entry.get("path"), str):
-                entry = {**entry, "path": _whole_path(entry["path"], folder)}
+                entry = {**entry, "set": _absolute_paths_of_layer(entry["set"], folder)}
+            if table == "data" and isinstance(entry, dict) and isinstance(entry.get("path"), str):
+                entry = {**entry, "path": _absolute_path(entry["path"], folder)}
             entries.append(entry)
-        result[kind] = entries
+        result[table] = entries
     return result
 
 
-def _paths_from_folder(layer: Any, folder: Path) -> Any:
-    """Return a layer with absolute paths. A layer that is no table is rejected later, with the name of its key."""
+def _absolute_paths_of_layer(layer: Any, folder: Path) -> Any:
     return absolute_paths(layer, folder) if isinstance(layer, dict) else layer
 
 
-def _whole_path(path: str, folder: Path) -> str:
-    """Return an absolute path; an empty one stays empty, because it stands for "none"."""
+def _absolute_path(path: str, folder: Path) -> str:
+    """Return an absolute path. An empty path stays empty, because it means "none"."""
     return str((folder / Path(path).expanduser()).absolute()) if path else ""

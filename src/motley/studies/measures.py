@@ -1,4 +1,4 @@
-"""The measures of a study: numbers that are read from a run's metrics."""
+"""The measures of a study: numbers computed from a run's metrics."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from motley.core.errors import unknown
 from motley.evaluate import rounds_to
 from motley.runs.metrics import OVERALL, outcome
 
-#: Accuracies in percent -> their names in a run's summary.
+#: Measures that are accuracies in percent -> the attributes of `Summary` that hold them.
 ACCURACIES = {"mean-of-last-k": "mean_of_last_k", "last": "last", "best": "best"}
-#: The first round that reaches the target of the study, or none.
+#: The first round that reaches the study's target, or none.
 ROUNDS = "rounds-to"
-#: positive:LAYER is how often InCo's beta is above 0 in a layer, in percent, over kernels and rounds (InCo, Table 3).
+#: positive:LAYER is how often InCo's beta is above 0 in a layer, in percent, over kernels and
+#: rounds (InCo, Table 3).
 POSITIVE = "positive"
 
 
 class Measure(str):
-    """The name of a measure, checked."""
+    """The name of a measure, validated."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -29,9 +30,11 @@ class Measure(str):
 
     @classmethod
     def checked(cls, name: str) -> Measure:
-        """Return a measure; an unknown name is rejected."""
-        kind, colon, layer = name.partition(":")
-        if name in (*ACCURACIES, ROUNDS) or (kind == POSITIVE and colon and layer):
+        """Return a measure by its name. Unknown names are rejected."""
+        if name in (*ACCURACIES, ROUNDS):
+            return cls(name)
+        prefix, _, layer = name.partition(":")
+        if prefix == POSITIVE and layer:
             return cls(name)
         raise ValueError(unknown("measure", name, (*ACCURACIES, ROUNDS, f"{POSITIVE}:LAYER")))
 
@@ -48,21 +51,29 @@ class Measure(str):
         whole: bool = False,
         size: str = "",
     ) -> float | None:
-        """Return the number of a run, or None if it has none.
+        """Return the value of this measure for a run, or None if it has none.
 
-        Accuracies are the mean over all sizes, or those of the `whole` model or of one `size`.
+        Accuracies are means over all sizes, unless `size` names one or `whole` asks for the whole
+        model's. `target` is the accuracy in percent for "rounds-to".
         """
-        size = size or (whole_model(config) or "" if whole else OVERALL)
+        if not size:
+            size = (whole_model(config) or "") if whole else OVERALL
         if self in ACCURACIES:
             summary = outcome(lines, config.evaluation.last_k, ()).accuracy.get(size)
             return 100 * getattr(summary, ACCURACIES[self]) if summary else None
         if self == ROUNDS:
-            evaluated = [line for line in lines if "accuracy" in line] if target is not None else []
+            if target is None:
+                return None
+            evaluated = [line for line in lines if "accuracy" in line]
+            rounds = [line["round"] for line in evaluated]
             accuracies = [100 * line["accuracy"][size] for line in evaluated]
-            return rounds_to(target or 0.0, [line["round"] for line in evaluated], accuracies)
+            return rounds_to(target, rounds, accuracies)
         layer = self.partition(":")[2]
-        shares = [line["inco"][layer]["positive"] for line in lines if layer in line.get("inco", {})]
-        return 100 * sum(shares) / len(shares) if shares else None
+        fractions = []
+        for line in lines:
+            if layer in line.get("inco", {}):
+                fractions.append(line["inco"][layer]["positive"])
+        return 100 * sum(fractions) / len(fractions) if fractions else None
 
 
 def whole_model(config: Config) -> str | None:

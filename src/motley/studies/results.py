@@ -1,4 +1,4 @@
-"""The results of a study: our numbers beside the paper's, and whether the differences are more than noise."""
+"""The results of a study: our numbers beside the paper's, and whether they differ beyond noise."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from motley.files import write_atomically
 from motley.runs.metrics import OVERALL, MetricsLog
 from motley.studies.declaration import Study
 from motley.studies.measures import whole_model
-from motley.studies.play import finished, run_path
+from motley.studies.runner import finished, run_path
 from motley.studies.statistics import Difference, Spread, against_paper, paired, spread
 from motley.studies.sweep import SCALES, Cell
 
@@ -26,25 +26,27 @@ class Result:
     """One cell of the table."""
 
     cell: Cell
-    #: Seed -> the number of its finished run.
+    #: Seed -> value of the measure, for finished runs.
     values: dict[int, float]
-    #: Seed -> the folder of its finished run.
+    #: Seed -> folder, for finished runs.
     runs: dict[int, str]
-    #: Finished runs without a number, because the target was never reached.
+    #: The number of finished runs that never reached the target.
     unreached: int = 0
-    #: The paired difference to the line that this one is compared with.
+    #: The paired difference to the line that this line is compared with.
     comparison: Difference | None = None
 
     @property
     def ours(self) -> Spread | None:
-        """Mean and deviation over seeds."""
+        """Mean and standard deviation over seeds."""
         return spread(list(self.values.values()))
 
     @property
     def difference(self) -> Difference | None:
-        """Ours less the paper's."""
+        """Our number minus the paper's."""
         ours, paper = self.ours, self.cell.paper
-        return against_paper(ours, paper.mean, paper.std) if ours and paper else None
+        if ours is None or paper is None:
+            return None
+        return against_paper(ours, paper.mean, paper.std)
 
     @property
     def shown(self) -> str:
@@ -53,49 +55,57 @@ class Result:
             return "missing"
         if self.ours is None:
             return "not reached" if self.unreached else "not run"
-        return str(self.ours) + (f", {self.unreached} not reached" if self.unreached else "")
+        suffix = f", {self.unreached} not reached" if self.unreached else ""
+        return f"{self.ours}{suffix}"
 
     @property
     def verdict(self) -> str:
-        """Whether the difference to the paper is more than noise."""
+        """Whether the difference to the paper is larger than the noise, in words."""
         return self.difference.verdict if self.difference else ""
 
 
 def collect(cells: Sequence[Cell], out: Path) -> list[Result]:
-    """Read every cell's finished runs."""
-    found = {(cell.method, cell.column): _read(cell, out) for cell in cells}
-    return [_compared(result, found.get((result.cell.against, result.cell.column))) for result in found.values()]
+    """Read the finished runs of every cell, and compare the lines with each other."""
+    results = {(cell.method, cell.column): _read(cell, out) for cell in cells}
+    compared = []
+    for result in results.values():
+        other = results.get((result.cell.against, result.cell.column))
+        if other is not None:
+            result = replace(result, comparison=_paired_difference(result, other))
+        compared.append(result)
+    return compared
 
 
 def _read(cell: Cell, out: Path) -> Result:
-    values, runs, unreached = {}, {}, 0
+    values = {}
+    runs = {}
+    unreached = 0
     for run in cell.runs:
-        if finished(out, run):
-            path = run_path(out, run)
-            value = cell.measure.of(
-                MetricsLog(path / "metrics.jsonl").read(), run.config, cell.target, cell.whole, cell.size
-            )
-            runs[run.seed] = f"../runs/{run.key}"
-            if value is None:
-                unreached += 1
-            else:
-                values[run.seed] = value
+        if not finished(out, run):
+            continue
+        metrics = MetricsLog(run_path(out, run) / "metrics.jsonl").read()
+        value = cell.measure.of(metrics, run.config, cell.target, cell.whole, cell.size)
+        runs[run.seed] = f"../runs/{run.key}"
+        if value is None:
+            unreached += 1
+        else:
+            values[run.seed] = value
     return Result(cell, values, runs, unreached)
 
 
-def _compared(result: Result, other: Result | None) -> Result:
-    if other is None:
-        return result
-    both = [seed for seed in result.values if seed in other.values]
-    difference = paired([result.values[seed] for seed in both], [other.values[seed] for seed in both])
-    return Result(result.cell, result.values, result.runs, result.unreached, difference)
+def _paired_difference(result: Result, other: Result) -> Difference | None:
+    """Compare two lines over the seeds that both have."""
+    seeds = [seed for seed in result.values if seed in other.values]
+    ours = [result.values[seed] for seed in seeds]
+    theirs = [other.values[seed] for seed in seeds]
+    return paired(ours, theirs)
 
 
 COLUMNS = ("method", "ours", "paper", "ours - paper", "verdict", "compared with")
 
 
-def lines(result: Result) -> tuple[str, ...]:
-    """Return a cell as a line under `COLUMNS`."""
+def table_row(result: Result) -> tuple[str, ...]:
+    """Return a result as the texts under `COLUMNS`."""
     cell = result.cell
     compared = ""
     if result.comparison:
@@ -113,12 +123,12 @@ def lines(result: Result) -> tuple[str, ...]:
 
 
 def used_columns(rows: Sequence[Sequence[str]]) -> list[int]:
-    """Return the numbers of the columns that are not empty in all rows."""
+    """Return the indices of the columns that have text in at least one row."""
     return [number for number in range(len(COLUMNS)) if any(row[number] for row in rows)]
 
 
 def columns(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
-    """Return the results of each column with the column's title."""
+    """Yield each column's title and results."""
     for _, group in groupby(results, key=lambda result: result.cell.column):
         members = list(group)
         cell = members[0].cell
@@ -127,12 +137,14 @@ def columns(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
 
 
 def missing(cells: Sequence[Cell]) -> dict[str, list[str]]:
-    """Return every reason why something cannot run, and the names of the lines and data sets that it concerns."""
-    reasons: dict[str, dict[str, None]] = {}
+    """Return every reason why something cannot run, with the names of its lines and data sets."""
+    names_by_reason: dict[str, list[str]] = {}
     for cell in cells:
-        for lack in cell.missing:
-            reasons.setdefault(lack.reason, {})[lack.name] = None
-    return {reason: list(names) for reason, names in reasons.items()}
+        for name, reason in cell.missing:
+            names = names_by_reason.setdefault(reason, [])
+            if name not in names:
+                names.append(name)
+    return names_by_reason
 
 
 def results_folder(study: Study, scale: str, out: Path) -> Path:
@@ -141,31 +153,34 @@ def results_folder(study: Study, scale: str, out: Path) -> Path:
 
 
 def save(study: Study, scale: str, cells: Sequence[Cell], results: Sequence[Result], out: Path) -> Path:
-    """Write the study's folder and return it."""
+    """Write the study's results and return their folder."""
     folder = results_folder(study, scale, out)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "study.json", json.dumps(_plain(study, scale, cells, results), indent=1).encode())
+    description = json.dumps(_to_json(study, scale, cells, results), indent=1)
+    write_atomically(folder / "study.json", description.encode())
     write_atomically(folder / "table.csv", _csv(results).encode())
     write_atomically(folder / "table.md", _markdown(study, scale, cells, results).encode())
     return folder
 
 
-def _plain(study: Study, scale: str, cells: Sequence[Cell], results: Sequence[Result]) -> dict[str, Any]:
-    about = {"name": study.name, "summary": study.summary, "paper": study.paper, "note": study.note}
-    rows = [
-        {
-            "method": result.cell.method,
-            "column": title,
-            "runs": result.runs,
-            "shows": _size_shown(result.cell),
-            "line": lines(result),
-            "missing": [lack.reason for lack in result.cell.missing],
-        }
-        for title, members in columns(results)
-        for result in members
-    ]
+def _to_json(study: Study, scale: str, cells: Sequence[Cell], results: Sequence[Result]) -> dict[str, Any]:
+    rows = []
+    for title, members in columns(results):
+        for result in members:
+            row = {
+                "method": result.cell.method,
+                "column": title,
+                "runs": result.runs,
+                "shows": _accuracy_key(result.cell),
+                "line": table_row(result),
+                "missing": [entry.reason for entry in result.cell.missing],
+            }
+            rows.append(row)
     return {
-        **about,
+        "name": study.name,
+        "summary": study.summary,
+        "paper": study.paper,
+        "note": study.note,
         "scale": scale,
         "scale_means": SCALES[scale].summary,
         "planned_runs": len({run.key for cell in cells for run in cell.runs}),
@@ -174,8 +189,8 @@ def _plain(study: Study, scale: str, cells: Sequence[Cell], results: Sequence[Re
     }
 
 
-def _size_shown(cell: Cell) -> str:
-    """Return the name of the accuracy in a run's metrics that a cell shows."""
+def _accuracy_key(cell: Cell) -> str:
+    """Return the key of the accuracy in a run's metrics that a cell shows."""
     if cell.whole and cell.runs:
         return whole_model(cell.runs[0].config) or OVERALL
     return cell.size or OVERALL
@@ -189,29 +204,43 @@ def read_saved(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise MotleyError(f"{file} cannot be read: {error}.") from None
     if not isinstance(saved, dict) or not isinstance(saved.get("cells"), list):
-        raise MotleyError(f"{file} is not the description of a study. Run the study again: that writes it anew.")
+        raise MotleyError(f"{file} is not the description of a study. Run the study again to write it.")
     return saved
 
 
-CSV = (
-    *("method", "data", "case", "measure", "mean", "std", "seeds", "paper", "paper std", "difference", "half width"),
-    *("compared with", "paired", "paired half width", "missing"),
+CSV_COLUMNS = (
+    "method",
+    "data",
+    "case",
+    "measure",
+    "mean",
+    "std",
+    "seeds",
+    "paper",
+    "paper std",
+    "difference",
+    "half width",
+    "compared with",
+    "paired",
+    "paired half width",
+    "missing",
 )
 
 
 def _csv(results: Sequence[Result]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CSV)
+    writer.writerow(CSV_COLUMNS)
     for result in results:
-        cell, ours, difference, pair = result.cell, result.ours, result.difference, result.comparison
+        cell = result.cell
+        ours, difference, comparison = result.ours, result.difference, result.comparison
         row: dict[str, Any] = {
             "method": cell.method,
             "data": cell.data,
             "case": cell.case,
             "measure": cell.measure + cell.which_model,
             "seeds": len(result.values),
-            "missing": " ".join(lack.reason for lack in cell.missing),
+            "missing": " ".join(entry.reason for entry in cell.missing),
         }
         if ours:
             row |= {"mean": ours.mean, "std": ours.std}
@@ -219,26 +248,32 @@ def _csv(results: Sequence[Result]) -> str:
             row |= {"paper": cell.paper.mean, "paper std": cell.paper.std}
         if difference:
             row |= {"difference": difference.mean, "half width": difference.half_width}
-        if pair:
-            row |= {"compared with": cell.against, "paired": pair.mean, "paired half width": pair.half_width}
-        writer.writerow(row.get(name) for name in CSV)
+        if comparison:
+            row["compared with"] = cell.against
+            row["paired"] = comparison.mean
+            row["paired half width"] = comparison.half_width
+        writer.writerow(row.get(name) for name in CSV_COLUMNS)
     return text.getvalue()
 
 
 def _markdown(study: Study, scale: str, cells: Sequence[Cell], results: Sequence[Result]) -> str:
-    text = [f"# {study.name}: {study.summary}", "", f"Scale {scale}: {SCALES[scale].summary}. {study.note}".strip()]
+    text = [f"# {study.name}: {study.summary}", ""]
+    text.append(f"Scale {scale}: {SCALES[scale].summary}. {study.note}".strip())
     for title, members in columns(results):
-        rows = [lines(result) for result in members]
+        rows = [table_row(result) for result in members]
         used = used_columns(rows)
-        text += [
-            "",
-            f"## {title}",
-            "",
-            f"| {' | '.join(COLUMNS[number] for number in used)} |",
-            "|" + "---|" * len(used),
-        ]
-        text += [f"| {' | '.join(row[number] for number in used)} |" for row in rows]
-    lacking = missing(cells)
-    if lacking:
-        text += ["", "Missing:", "", *(f"- {', '.join(names)}: {reason}" for reason, names in lacking.items())]
+        text += ["", f"## {title}", ""]
+        text.append(_markdown_row([COLUMNS[number] for number in used]))
+        text.append("|" + "---|" * len(used))
+        for row in rows:
+            text.append(_markdown_row([row[number] for number in used]))
+    names_by_reason = missing(cells)
+    if names_by_reason:
+        text += ["", "Missing:", ""]
+        for reason, names in names_by_reason.items():
+            text.append(f"- {', '.join(names)}: {reason}")
     return "\n".join(text) + "\n"
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

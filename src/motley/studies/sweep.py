@@ -1,10 +1,10 @@
-"""From a study to its runs: every cell's configurations, or the reason why it cannot run here."""
+"""Expand a study into cells: their configurations, or the reasons why they cannot run here."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from motley.data.dataset import data_root
 from motley.data.settings import DataSettings
 from motley.methods import METHODS
 from motley.settings import Table
-from motley.studies.declaration import FILE_READER, Case, DataColumn, MethodRow, Number, Study
+from motley.studies.declaration import FILE_READER, Case, DataColumn, MethodRow, PaperNumber, Study
 from motley.studies.measures import Measure, whole_model
 
 
@@ -38,10 +38,11 @@ SCALES = {
     "half": Scale(0.5, 0, "half of the rounds, all seeds"),
     "full": Scale(1.0, 0, "all rounds, all seeds"),
 }
-FEWEST_ROUNDS = 3
+#: A shortened run has at least this many rounds.
+MIN_ROUNDS = 3
 #: Replaces a data set that has no reader, to find out whether everything else could run.
-STAND_IN = "cifar10"
-#: Settings that do not affect a run's numbers: two runs that differ in these only are the same run.
+SUBSTITUTE_DATASET = "cifar10"
+#: Settings that do not affect a run's numbers. Runs that differ only in these are the same run.
 IMMATERIAL: Any = {
     "run": True,
     "preset": True,
@@ -51,18 +52,18 @@ IMMATERIAL: Any = {
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A run that a cell asks for."""
+class PlannedRun:
+    """A run that a cell needs."""
 
     seed: int
     config: Config
 
     @property
     def key(self) -> str:
-        """The name of the run's folder. Two cells, or two studies, that ask for the same run share it.
+        """The name of the run's folder. Cells and studies that need the same run share it.
 
-        Settings that do not affect the numbers are left out of the digest. All others are in it, defaults too: two
-        partitions with default settings are not the same partition.
+        The digest is over all settings that affect the numbers, including defaults: two partitions
+        with default settings are not the same partition.
         """
         values = self.config.model_dump(mode="json", exclude=IMMATERIAL)
         digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:10]
@@ -70,8 +71,8 @@ class Planned:
         return f"{self.config.data.name}-{self.config.method.name}{inco}-seed{self.seed}-{digest}"
 
 
-class Lack(NamedTuple):
-    """Something that is missing, by its name in the table, and the reason."""
+class Missing(NamedTuple):
+    """A line, data set or study that cannot run, and the reason."""
 
     name: str
     reason: str
@@ -86,30 +87,30 @@ class Cell:
     case: str
     measure: Measure
     against: str
-    paper: Number | None
+    paper: PaperNumber | None
     target: float | None
-    #: Whether its numbers are those of the whole model.
+    #: Whether the cell shows the numbers of the whole model.
     whole: bool = False
-    #: The size whose numbers it shows; empty: the mean over all sizes.
+    #: The size whose numbers the cell shows; empty for the mean over all sizes.
     size: str = ""
-    runs: tuple[Planned, ...] = field(default=())
-    #: Why it cannot run here; empty if it can.
-    missing: tuple[Lack, ...] = ()
+    runs: tuple[PlannedRun, ...] = field(default=())
+    #: Why the cell cannot run here; empty if it can.
+    missing: tuple[Missing, ...] = ()
 
     @property
     def which_model(self) -> str:
-        """Text behind the method's name if the numbers are not the mean over all sizes."""
+        """A suffix to the method's name if the numbers are not means over all sizes."""
         if self.whole:
             return ", whole model"
         return f", {self.size}" if self.size else ""
 
     @property
     def column(self) -> str:
-        """The title of its column."""
+        """The title of the cell's column."""
         return ", ".join(part for part in (self.data, self.case) if part)
 
 
-def plan(
+def plan_cells(
     study: Study,
     scale: str,
     *,
@@ -119,87 +120,102 @@ def plan(
     seeds: int = 0,
     overrides: Table | None = None,
 ) -> list[Cell]:
-    """Return the cells of a study, column by column; `data`, `cases` and `methods` leave out the others."""
+    """Return the cells of a study, column by column.
+
+    `data`, `cases` and `methods` select by name; without them, everything is selected except data
+    sets that run only if they are named. `seeds` is the maximum number of seeds; 0 leaves it to
+    the scale.
+    """
     if scale not in SCALES:
         raise MotleyError(f"--scale: {unknown('scale', scale, SCALES)}")
-    columns = _chosen("--data", study.data, list(data), [column for column in study.data if not column.asked])
-    numbers = [study.cases.index(case) for case in _chosen("--case", study.cases, list(cases), list(study.cases))]
-    rows = _chosen("--method", study.methods, list(methods), list(study.methods))
-    most = seeds or SCALES[scale].seeds or len(study.seeds)
-    chosen = study.seeds[:most]
-    return [
-        _cell(study, SCALES[scale].rounds, chosen, row, column, number, overrides or {})
-        for column in columns
-        for number in numbers
-        for row in rows
-    ]
+    default_data = [column for column in study.data if not column.asked]
+    columns = _select("--data", study.data, list(data), default_data)
+    selected_cases = _select("--case", study.cases, list(cases), list(study.cases))
+    rows = _select("--method", study.methods, list(methods), list(study.methods))
+    max_seeds = seeds or SCALES[scale].seeds or len(study.seeds)
+    planner = _Planner(study, SCALES[scale].rounds, study.seeds[:max_seeds], overrides or {})
+    planned = []
+    for column in columns:
+        for case in selected_cases:
+            for row in rows:
+                planned.append(planner.cell(row, column, case))
+    return planned
 
 
-def _chosen(option: str, declared: Iterable[Any], asked: list[str], default: list[Any]) -> list[Any]:
+def _select(option: str, declared: Iterable[Any], names: list[str], default: list[Any]) -> list[Any]:
     by_name = {item.name: item for item in declared}
-    for name in asked:
+    for name in names:
         if name not in by_name:
             raise MotleyError(f"{option} {name}: {unknown('name', name, by_name)}")
-    return [by_name[name] for name in asked] or default
+    return [by_name[name] for name in names] or default
 
 
-def _cell(
-    study: Study,
-    share: float,
-    seeds: Iterable[int],
-    row: MethodRow,
-    column: DataColumn,
-    number: int,
-    overrides: Table,
-) -> Cell:
-    case = study.cases[number]
-    paper, targets = row.paper.get(column.name), study.targets.get(column.name)
-    runs: tuple[Planned, ...] = ()
-    missing = [*_missing_method(row)]
-    if not missing:
-        try:
-            runs = tuple(_planned(study, share, seed, row, column, case, overrides) for seed in seeds)
-            missing += _missing_needs(study, column, runs[0].config)
-            missing += _missing_size(row, runs[0].config)
-        except MotleyError as error:
-            missing.append(Lack(row.name, str(error).splitlines()[0]))
-    missing += _missing_data(study, column, case, overrides)
-    return Cell(
-        row.name,
-        column.name,
-        case.name,
-        case.measure or study.measure,
-        row.against,
-        paper[number] if paper else None,
-        targets[number] if targets else None,
-        row.whole,
-        row.size,
-        () if missing else runs,
-        tuple(missing),
-    )
+@dataclass(frozen=True)
+class _Planner:
+    """Makes the cells of one study at one scale."""
 
+    study: Study
+    #: Fraction of the rounds that is run.
+    rounds_fraction: float
+    seeds: Sequence[int]
+    #: The user's overrides, above all layers of the study.
+    overrides: Table
 
-def _planned(
-    study: Study, share: float, seed: int, row: MethodRow, column: DataColumn, case: Case, overrides: Table
-) -> Planned:
-    special = [e.set for e in study.exceptions if e.matches(row.name, column.name, case.name)]
-    own = {"seed": seed, "run": {"keep_checkpoints": 1, "tensorboard": False}}
-    layers = [*_data_layers(study, column), case.set, row.layer, *special, own]
-    preset = column.preset or study.preset
-    rounds = resolve(preset, layers).training.rounds
-    fewer = {"training": {"rounds": min(rounds, max(FEWEST_ROUNDS, round(share * rounds)))}}
-    return Planned(seed, resolve(preset, [*layers, fewer, overrides]))
+    def cell(self, row: MethodRow, column: DataColumn, case: Case) -> Cell:
+        """Return one cell, with its runs or with the reasons why it cannot run."""
+        study = self.study
+        runs: tuple[PlannedRun, ...] = ()
+        missing = list(_missing_method(row))
+        if not missing:
+            try:
+                runs = tuple(self._run(seed, row, column, case) for seed in self.seeds)
+                missing.extend(_missing_needs(study, column, runs[0].config))
+                missing.extend(_missing_size(row, runs[0].config))
+            except MotleyError as error:
+                missing.append(Missing(row.name, str(error).splitlines()[0]))
+        missing.extend(_missing_data(study, column, case, self.overrides))
+        number = study.cases.index(case)
+        paper = row.paper.get(column.name)
+        targets = study.targets.get(column.name)
+        return Cell(
+            method=row.name,
+            data=column.name,
+            case=case.name,
+            measure=case.measure or study.measure,
+            against=row.against,
+            paper=paper[number] if paper else None,
+            target=targets[number] if targets else None,
+            whole=row.whole,
+            size=row.size,
+            runs=() if missing else runs,
+            missing=tuple(missing),
+        )
+
+    def _run(self, seed: int, row: MethodRow, column: DataColumn, case: Case) -> PlannedRun:
+        layers = [*_data_layers(self.study, column), case.set, row.layer]
+        for exception in self.study.exceptions:
+            if exception.matches(row.name, column.name, case.name):
+                layers.append(exception.set)
+        layers.append({"seed": seed, "run": {"keep_checkpoints": 1, "tensorboard": False}})
+        preset = column.preset or self.study.preset
+        # The scale applies to the study's rounds. The user's overrides come after it and may set
+        # any number of rounds.
+        rounds = resolve(preset, layers).training.rounds
+        scaled = min(rounds, max(MIN_ROUNDS, round(self.rounds_fraction * rounds)))
+        layers.append({"training": {"rounds": scaled}})
+        return PlannedRun(seed, resolve(preset, [*layers, self.overrides]))
 
 
 def _data_layers(study: Study, column: DataColumn) -> list[Table]:
-    """Return the settings of the study and of a data set, each above those before it.
+    """Return the settings of the study and of a data set, each overriding those before it.
 
-    A path that the study gives for all of its data sets is meant for those that are read from a file. It has to be
-    moved into their layers: a layer that names another data set drops the `data.path` of the layers below it.
+    A path that the study gives for all of its data sets is meant for those that are read from a
+    file. It is moved into their layers, because a layer that names another data set drops the
+    `data.path` of the layers below it.
     """
     layer = column.layer
     if column.reader not in DATASETS:
-        layer = {**layer, "data": {**layer["data"], "name": STAND_IN}}
+        layer = {**layer, "data": {**layer["data"], "name": SUBSTITUTE_DATASET}}
     if column.preset:
         return [layer]
     shared_data = dict(study.set.get("data", {}))
@@ -209,56 +225,64 @@ def _data_layers(study: Study, column: DataColumn) -> list[Table]:
     return [{**study.set, "data": shared_data}, layer]
 
 
-def _missing_method(row: MethodRow) -> Iterator[Lack]:
+def _missing_method(row: MethodRow) -> Iterator[Missing]:
     name = row.layer["method"]["name"]
     if row.missing:
-        yield Lack(row.name, row.missing)
+        yield Missing(row.name, row.missing)
     elif name not in METHODS and name not in NAMES:
-        yield Lack(row.name, f"there is no method {name!r} (motley list methods).")
+        yield Missing(row.name, f"there is no method {name!r} (motley list methods).")
 
 
-def _missing_size(row: MethodRow, config: Config) -> Iterator[Lack]:
+def _missing_size(row: MethodRow, config: Config) -> Iterator[Missing]:
     sizes = config.split.sizes(config.model.sizes)
     if row.whole and not whole_model(config):
-        yield Lack(row.name, "no size is the whole model.")
+        yield Missing(row.name, "no size is the whole model.")
     if row.size and row.size not in sizes:
-        yield Lack(row.name, f"size: {unknown('size', row.size, sizes)}")
+        yield Missing(row.name, f"size: {unknown('size', row.size, sizes)}")
 
 
-def _missing_data(study: Study, column: DataColumn, case: Case, overrides: Table) -> Iterator[Lack]:
+def _missing_data(study: Study, column: DataColumn, case: Case, overrides: Table) -> Iterator[Missing]:
     if column.reader not in DATASETS:
-        yield Lack(column.name, "there is no reader for this data set (motley list datasets).")
+        yield Missing(column.name, "there is no reader for this data set (motley list datasets).")
         return
-    # Only the files matter here. A whole configuration cannot be resolved without a method's settings.
+    # Only the files matter here. The whole configuration cannot be resolved without a method.
     files: dict[str, Any] = {"root": "", "path": ""}
     for layer in (*_data_layers(study, column), case.set, overrides):
-        files |= {key: value for key, value in layer.get("data", {}).items() if key in files}
+        data_table = layer.get("data", {})
+        for key in files:
+            if key in data_table:
+                files[key] = data_table[key]
     data = DataSettings.model_construct(**files)
-    if reason := _unreadable(column.reader, data.root_path or data_root(), data.file_path):
-        yield Lack(column.name, reason)
+    reason = _why_unreadable(column.reader, data.root_path or data_root(), data.file_path)
+    if reason:
+        yield Missing(column.name, reason)
 
 
 @cache
-def _unreadable(name: str, root: Path, path: Path | None) -> str:
-    """Return why a data set cannot be loaded, or nothing. The result is kept: many cells ask for the same data."""
+def _why_unreadable(name: str, root: Path, path: Path | None) -> str:
+    """Return why a data set cannot be loaded, or an empty string.
+
+    Cached, because many cells use the same data.
+    """
     try:
         load_dataset(name, root=root, path=path)
     except MotleyError as error:
         if path is None and name == FILE_READER:
             return f'{str(error).splitlines()[0]} Name it in the study: [[data]] path = "...".'
-        # The reader's own message ends with this advice if the files were not found in the folder of data sets.
-        advice = " Set MOTLEY_DATA to the folder that holds it." if "MOTLEY_DATA" in str(error) else ""
+        # A later line of the reader's message says so if the files are not in the data folder.
+        not_found = "MOTLEY_DATA" in str(error)
+        advice = " Set MOTLEY_DATA to the folder that contains it." if not_found else ""
         return str(error).splitlines()[0] + advice
     return ""
 
 
-def _missing_needs(study: Study, column: DataColumn, config: Config) -> Iterator[Lack]:
+def _missing_needs(study: Study, column: DataColumn, config: Config) -> Iterator[Missing]:
     if column.preset:
         return
     values = config.model_dump()
-    for key, what in study.needs.items():
+    for key, description in study.needs.items():
         value: Any = values
-        for step in key.split("."):
-            value = value[step]
+        for name in key.split("."):
+            value = value[name]
         if not value:
-            yield Lack(study.name, f"needs {what}: --set {key}=FILE.")
+            yield Missing(study.name, f"needs {description}: --set {key}=FILE.")

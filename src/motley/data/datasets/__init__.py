@@ -1,4 +1,4 @@
-"""One file for each data set format; importing this package registers them all."""
+"""One file per data set format. Importing this package registers them all."""
 
 from motley.data.datasets import cifar10, digits, fashion_mnist, npz
 

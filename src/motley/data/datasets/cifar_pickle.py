@@ -1,17 +1,22 @@
-"""Read the pickled batches of CIFAR-10 and CIFAR-100 without Python's pickle machine.
+"""Read the pickled batches of CIFAR-10 and CIFAR-100 without Python's unpickler.
 
-A pickle is a program for a small stack machine, and these files are passed around. Restricting the names that Python's
-own machine looks up does not make it safe: `numpy.ndarray` called with an object dtype takes pointers from the file, a
-memo index of 2**28 allocates gigabytes, and nested tuples overflow the C stack when they are hashed. So the files are
-interpreted here, in Python, with the few opcodes that such a batch consists of:
+A pickle is a program for a small stack machine, and these files are copied from one person to the
+next. Restricting the names that Python's unpickler looks up does not make it safe: `numpy.ndarray`
+called with an object dtype takes pointers from the file, a memo index of 2**28 allocates gigabytes,
+and nested tuples overflow the C stack when they are hashed. So this module interprets the files
+itself, with only the few opcodes that such a batch consists of:
 
-- Globals are never imported. The known ones are markers, and calling a marker runs a function of this module.
-- The only array is one of unsigned bytes, made by `numpy.frombuffer` once its shape matches the number of its bytes.
-- Every operation makes at most one small object or copies bytes that are in the file. The file's size and the number of
-  operations are limited, and so is the memory.
-- Nothing walks through nested values: keys of dicts must be strings, and no value is hashed, compared or printed.
+- Globals are never imported. The known ones are markers, and calling a marker runs a function of
+  this module.
+- The only arrays are of unsigned bytes. They are made by `numpy.frombuffer`, after checking that
+  the shape matches the number of bytes.
+- Every operation creates at most one small object or copies bytes that are in the file. The file's
+  size and the number of operations are limited, and with them the memory.
+- Nothing recurses into nested values: keys of dicts must be strings, and no value is hashed,
+  compared or printed.
 
-Protocols 2 to 5 are read: what Python 2 wrote for the original release, and what Python 3 writes from it.
+Protocols 2 to 5 are supported. Python 2 wrote the original release with protocol 2; people who
+load and save it again with Python 3 produce the others.
 """
 
 from __future__ import annotations
@@ -27,31 +32,42 @@ import numpy as np
 
 from motley.core.errors import MotleyError
 
+#: Twice as many as the largest file needs, which is CIFAR-100's training part as Python 3 writes it
+#: with protocol 2.
 MAX_OPERATIONS = 1_000_000
-"""Twice what the largest file needs: the training part of CIFAR-100, written by Python 3 with protocol 2."""
 
 
 def read_pickled_batch(path: Path, max_bytes: int) -> dict[str, Any]:
-    """Return the dict in a pickled batch: strings, whole numbers, lists, and arrays of unsigned bytes.
+    """Return the dict in a pickled batch: strings, integers, lists and arrays of unsigned bytes.
 
-    Keys are text, however the file spells them. Files larger than `max_bytes` are rejected unread.
+    Keys are returned as `str`, whether the file has them as text or as bytes. Files larger than
+    `max_bytes` are rejected without reading them.
     """
     try:
         size = path.stat().st_size
         if size > max_bytes:
-            raise MotleyError(f"{path} has {size:,} bytes; a batch of this data set has at most {max_bytes:,}.")
+            raise MotleyError(
+                f"{path} has {size:,} bytes; a batch of this data set has at most {max_bytes:,}."
+            )
         raw = path.read_bytes()
     except OSError as error:
         raise MotleyError(f"{path} cannot be read: {error}.") from None
     try:
         batch = _Interpreter(raw).run()
     except _RefusedError as error:
-        raise MotleyError(f"{path}: refused to load {error}. Nothing was run; do not trust this file.") from None
+        raise MotleyError(
+            f"{path}: refused to load {error}. Nothing was run; do not trust this file."
+        ) from None
     except _DamagedError as error:
         raise MotleyError(f"{path} is truncated or damaged: {error}.") from None
     if not isinstance(batch, dict):
-        raise MotleyError(f"{path} is not a pickled batch: it holds a {_kind(batch)}, not a dict.")
-    return {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in batch.items()}
+        raise MotleyError(
+            f"{path} is not a pickled batch: it holds a {_type_name(batch)}, not a dict."
+        )
+    result = {}
+    for key, value in batch.items():
+        result[key.decode("latin1") if isinstance(key, bytes) else key] = value
+    return result
 
 
 class _RefusedError(Exception):
@@ -63,7 +79,7 @@ class _DamagedError(Exception):
 
 
 class _Global(Enum):
-    """Names that an array of bytes needs: markers, which stand in for the objects of that name."""
+    """Markers that stand in for the globals which a pickled byte array refers to."""
 
     RECONSTRUCT = "numpy's _reconstruct"
     FROM_BUFFER = "numpy's _frombuffer"
@@ -84,25 +100,28 @@ _GLOBALS = {
 
 
 class _Bytes:
-    """Stands in for numpy.dtype("u1"), the only one that is read. Its state (byte order, alignment) says nothing."""
+    """Stands in for numpy.dtype("u1"), the only supported dtype.
+
+    Its state (byte order, alignment) is ignored; it has no meaning for single bytes.
+    """
 
 
 class _Array:
-    """An array that was announced and has no values yet; `values` is set by its state."""
+    """An array that was created without values; the BUILD opcode sets `values` later."""
 
     values: np.ndarray | None = None
 
 
-def _kind(value: object) -> str:
+def _type_name(value: object) -> str:
     return "array" if isinstance(value, _Array | np.ndarray) else type(value).__name__
 
 
 def _byte_array(shape: object, dtype: object, fortran: object, content: object) -> np.ndarray:
-    """Return the bytes as an array, if their number is that of the shape."""
+    """Return the bytes as an array, after checking that their number matches the shape."""
     if not isinstance(dtype, _Bytes):
         raise _RefusedError("an array whose dtype is not that of unsigned bytes")
     if not isinstance(content, bytes):
-        raise _RefusedError(f"an array whose content is a {_kind(content)}")
+        raise _RefusedError(f"an array whose content is a {_type_name(content)}")
     if not isinstance(shape, tuple) or len(shape) > 4:
         raise _RefusedError("an array without a plain shape")
     for length in shape:
@@ -123,11 +142,12 @@ class _Interpreter:
         #: Stacks that were set aside by a mark; the items after the mark are in `stack`.
         self.marked: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
-        #: Bytes made by _codecs.encode. Each call copies, so their sum is limited to the file's size.
+        #: Bytes made by _codecs.encode. Each call copies, so the total is limited to the file's
+        #: size.
         self.encoded = 0
 
     def run(self) -> Any:
-        """Return what the pickle leaves on its stack."""
+        """Run the program and return the value it leaves on the stack."""
         for _ in range(MAX_OPERATIONS):
             opcode = self.take(1)
             if opcode == b".":
@@ -151,11 +171,11 @@ class _Interpreter:
         return piece
 
     def skip(self, count: int) -> None:
-        """Pass over bytes."""
+        """Skip bytes."""
         self.take(count)
 
     def number(self, layout: str) -> int:
-        """Return the next number, of a layout that `struct` knows."""
+        """Return the next number; `layout` is a format of the `struct` module."""
         value: int = struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
         return value
 
@@ -226,18 +246,18 @@ class _Interpreter:
         """Add items to the list on the stack."""
         target = self.top()
         if not isinstance(target, list):
-            raise _DamagedError(f"it appends to a {_kind(target)}")
+            raise _DamagedError(f"it appends to a {_type_name(target)}")
         target.extend(items)
 
     def set_items(self, items: list[Any]) -> None:
-        """Add keys and values, in turns, to the dict on the stack."""
+        """Add alternating keys and values to the dict on the stack."""
         target = self.top()
         if not isinstance(target, dict) or len(items) % 2:
-            raise _DamagedError(f"it sets items of a {_kind(target)}")
+            raise _DamagedError(f"it sets items of a {_type_name(target)}")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            # Hashing a nested tuple recurses in C without a limit, so no other key is tried.
+            # Hashing a deeply nested tuple overflows the C stack, so only strings may be keys.
             if not isinstance(key, str | bytes):
-                raise _RefusedError(f"a dict with a {_kind(key)} as key")
+                raise _RefusedError(f"a dict with a {_type_name(key)} as key")
             target[key] = value.values if isinstance(value, _Array) else value
 
     # ---- the memo
@@ -264,7 +284,7 @@ class _Interpreter:
         self.push_global(module, name)
 
     def reduce(self) -> None:
-        """Call one of the known globals: only here, and with arguments of the expected kinds."""
+        """Call one of the known globals, if the arguments have the expected types."""
         arguments, function = self.pop(), self.pop()
         if not isinstance(arguments, tuple):
             raise _DamagedError("the arguments of a call are not a tuple")
@@ -272,17 +292,21 @@ class _Interpreter:
             self.push(_Array())
         elif function is _Global.DTYPE and arguments and _is_one_of(arguments[0], ("u1", "|u1")):
             self.push(_Bytes())
-        elif function is _Global.ENCODE and len(arguments) == 2 and _is_one_of(arguments[1], ("latin1",)):
+        elif (
+            function is _Global.ENCODE
+            and len(arguments) == 2
+            and _is_one_of(arguments[1], ("latin1",))
+        ):
             self.push(self.encode(arguments[0]))
         elif function is _Global.FROM_BUFFER and len(arguments) == 4:
             content, dtype, shape, order = arguments
             self.push(_byte_array(shape, dtype, _is_one_of(order, ("F",)), content))
         else:
-            name = function.value if isinstance(function, _Global) else f"a {_kind(function)}"
+            name = function.value if isinstance(function, _Global) else f"a {_type_name(function)}"
             raise _RefusedError(f"a call of {name} with unexpected arguments")
 
     def encode(self, text: object) -> bytes:
-        """Protocol 2 has no bytes, so Python 3 writes them as text that is to be encoded as latin1."""
+        """Return text encoded as latin1, which is how Python 3 writes bytes with protocol 2."""
         if not isinstance(text, str):
             raise _DamagedError("it encodes something other than text")
         self.encoded += len(text)
@@ -299,20 +323,20 @@ class _Interpreter:
         if isinstance(target, _Bytes):
             return
         if not isinstance(target, _Array) or not isinstance(state, tuple) or len(state) != 5:
-            raise _RefusedError(f"a state for a {_kind(target)}")
+            raise _RefusedError(f"a state for a {_type_name(target)}")
         _, shape, dtype, fortran, content = state
         target.values = _byte_array(shape, dtype, fortran, content)
 
 
 def _is_one_of(value: object, texts: tuple[str, ...]) -> bool:
-    """Tell whether a string of either kind is one of these; nothing else is compared."""
+    """Tell whether `value` is one of `texts`, as text or as bytes. Other types are not compared."""
     if isinstance(value, bytes):
         return value in tuple(text.encode() for text in texts)
     return isinstance(value, str) and value in texts
 
 
 _OPERATIONS: dict[bytes, Callable[[_Interpreter], None]] = {
-    # The protocol's number and the length of a frame, which say nothing here.
+    # The protocol number and the length of a frame. Neither is needed.
     b"\x80": lambda machine: machine.skip(1),
     b"\x95": lambda machine: machine.skip(8),
     b"(": _Interpreter.mark,
@@ -334,10 +358,10 @@ _OPERATIONS: dict[bytes, Callable[[_Interpreter], None]] = {
     b"K": lambda machine: machine.push(machine.number("<B")),
     b"M": lambda machine: machine.push(machine.number("<H")),
     b"\x8a": _Interpreter.push_long,
-    # Strings of Python 2, of bytes.
+    # Python 2's byte strings.
     b"U": lambda machine: machine.push_bytes("<B"),
     b"T": lambda machine: machine.push_bytes("<i"),
-    # Bytes and byte arrays of Python 3.
+    # Python 3's bytes and byte arrays.
     b"C": lambda machine: machine.push_bytes("<B"),
     b"B": lambda machine: machine.push_bytes("<I"),
     b"\x8e": lambda machine: machine.push_bytes("<Q"),
@@ -346,13 +370,13 @@ _OPERATIONS: dict[bytes, Callable[[_Interpreter], None]] = {
     b"X": lambda machine: machine.push_text("<I"),
     b"\x8c": lambda machine: machine.push_text("<B"),
     b"\x8d": lambda machine: machine.push_text("<Q"),
-    # Storing values in the memo, and recalling them.
+    # Storing values in the memo and fetching them.
     b"q": lambda machine: machine.remember(machine.number("<B")),
     b"r": lambda machine: machine.remember(machine.number("<I")),
     b"\x94": lambda machine: machine.remember(len(machine.memo)),
     b"h": lambda machine: machine.recall(machine.number("<B")),
     b"j": lambda machine: machine.recall(machine.number("<I")),
-    # Names, calls and states.
+    # Globals, calls and states.
     b"c": lambda machine: machine.push_global(machine.line(), machine.line()),
     b"\x93": _Interpreter.stack_global,
     b"R": _Interpreter.reduce,

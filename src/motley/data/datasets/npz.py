@@ -1,6 +1,7 @@
 """The user's own images: one .npz file with x_train, y_train, x_test and y_test.
 
-A node evaluates nothing: of its own file, x_train and y_train are read, and the other two may be missing.
+A node does not evaluate: only x_train and y_train are read from its file, and the other two may be
+missing.
 """
 
 from __future__ import annotations
@@ -23,12 +24,18 @@ _NPY_MAGIC = b"\x93NUMPY"
 
 @DATASETS.register("npz", "your own arrays: a .npz file with x_train, y_train, x_test, y_test")
 def load(source: DataSource) -> Dataset:
-    """Read the user's file. The number of classes is inferred: the largest label of either part, plus one."""
+    """Read the user's file. The number of classes is taken to be the largest label plus one."""
     if source.path is None:
-        raise MotleyError(f"data set 'npz' needs a path to a .npz file that holds {', '.join(KEYS)}.")
+        raise MotleyError(
+            f"data set 'npz' needs a path to a .npz file that holds {', '.join(KEYS)}."
+        )
     arrays = read_arrays(source.path.expanduser(), KEYS if source.tested else TRAINING_KEYS)
     train = _examples(arrays, "train", source.path)
-    test = _examples(arrays, "test", source.path) if source.tested else _none_of(train)
+    if source.tested:
+        test = _examples(arrays, "test", source.path)
+    else:
+        test = Examples(train.images[:0], train.labels[:0])
+    # `initial` because the test part may be empty.
     classes = 1 + max(int(part.labels.max(initial=0)) for part in (train, test))
     return Dataset("npz", train, test, classes, classes_inferred=True, tested=source.tested)
 
@@ -38,13 +45,8 @@ def _examples(arrays: Mapping[str, np.ndarray], part: str, path: Path) -> Exampl
     return Examples(images, as_labels(arrays[f"y_{part}"], f"{path}: y_{part}"))
 
 
-def _none_of(examples: Examples) -> Examples:
-    """Return no examples of the shape of others."""
-    return Examples(examples.images[:0], examples.labels[:0])
-
-
 def read_arrays(path: Path, keys: Sequence[str] = KEYS) -> dict[str, np.ndarray]:
-    """Return the arrays of a file that are asked for. Arrays of Python objects are pickles and are refused."""
+    """Return the arrays named `keys`. Arrays of Python objects are rejected, being pickles."""
     if path.is_dir():
         raise MotleyError(f"{path} is a folder; data set 'npz' reads one file. {REMEDY}")
     if not path.exists():
@@ -57,29 +59,34 @@ def read_arrays(path: Path, keys: Sequence[str] = KEYS) -> dict[str, np.ndarray]
         if start == _NPY_MAGIC:
             raise MotleyError(f"{path} holds a single array. {REMEDY}")
         if not zipfile.is_zipfile(path):
-            raise MotleyError(f"{path} is not a .npz file, or is truncated: it starts with {start!r}. {REMEDY}")
+            raise MotleyError(
+                f"{path} is not a .npz file, or is truncated: it starts with {start!r}. {REMEDY}"
+            )
         with np.load(path, allow_pickle=False) as archive:
             missing = [key for key in keys if key not in archive]
             if missing:
-                holds = ", ".join(archive.files) or "nothing"
-                raise MotleyError(f"{path} lacks {', '.join(missing)}. It holds: {holds}. {REMEDY}")
+                present = ", ".join(archive.files) or "nothing"
+                raise MotleyError(
+                    f"{path} lacks {', '.join(missing)}. It holds: {present}. {REMEDY}"
+                )
             return {key: _read_array(archive, key, path) for key in keys}
     except (ValueError, EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        # zipfile raises RuntimeError for encrypted members and for unknown kinds of compression.
+        # zipfile raises RuntimeError for encrypted members and unknown compression methods.
         raise MotleyError(f"{path} is truncated or damaged: {error}") from error
 
 
 def _read_array(archive: np.lib.npyio.NpzFile, key: str, path: Path) -> np.ndarray:
-    """Return one array; NumPy refuses to unpickle, and does not say which array it refuses."""
+    """Return one array. NumPy's own message about a pickled array does not say which one it is."""
     try:
         array = archive[key]
     except ValueError as error:
         if "allow_pickle" not in str(error):
             raise
-        advice = "All images must have one size" if key.startswith("x") else "Labels must be whole numbers"
+        is_images = key.startswith("x")
+        advice = "All images must have one size" if is_images else "Labels must be whole numbers"
         raise MotleyError(
-            f"{path}: {key} is an array of Python objects, which is not read because it is a pickle. {advice}, so that "
-            "NumPy makes one plain array of them."
+            f"{path}: {key} is an array of Python objects, which is not read because it is a "
+            f"pickle. {advice}, so that NumPy makes one plain array of them."
         ) from None
     if not isinstance(array, np.ndarray):
         raise MotleyError(f"{path}: {key} is not an array saved by NumPy.")
@@ -89,12 +96,15 @@ def _read_array(archive: np.lib.npyio.NpzFile, key: str, path: Path) -> np.ndarr
 def as_images(array: np.ndarray, where: str) -> np.ndarray:
     """Return uint8 images with channels last.
 
-    Taken are (N, H, W), (N, H, W, C) and (N, C, H, W). The last is told by its second dimension being 1 or 3 and its
-    fourth being neither. Values are uint8, or floats in [0, 1], which become 0..255; other floats are refused, because
-    a guess at their range would train on wrong images in silence.
+    Accepted shapes are (N, H, W), (N, H, W, C) and (N, C, H, W); the last is recognised by a second
+    dimension of 1 or 3 when the fourth is neither. Values are uint8, or floats in [0, 1], which are
+    scaled to 0..255. Other floats are rejected: a wrong guess at their range would silently train
+    on wrong images.
     """
     if array.ndim not in (3, 4):
-        raise MotleyError(f"{where} must be (N, H, W), (N, H, W, C) or (N, C, H, W), not {array.shape}.")
+        raise MotleyError(
+            f"{where} must be (N, H, W), (N, H, W, C) or (N, C, H, W), not {array.shape}."
+        )
     if array.ndim == 3:
         array = array[..., np.newaxis]
     elif array.shape[1] in (1, 3) and array.shape[3] not in (1, 3):
@@ -107,10 +117,11 @@ def _as_bytes(array: np.ndarray, where: str) -> np.ndarray:
         return array
     if not np.issubdtype(array.dtype, np.floating):
         raise MotleyError(f"{where} must be uint8, or floats in [0, 1], not {array.dtype}.")
-    if array.size and not (array.min() >= 0 and array.max() <= 1):  # also true of NaN
+    # Written as a negation so that NaN, which compares false, is rejected too.
+    if array.size and not (array.min() >= 0 and array.max() <= 1):
         raise MotleyError(
-            f"{where} has floats from {array.min():g} to {array.max():g}; floats must lie in [0, 1]. "
-            "Save other values as uint8."
+            f"{where} has floats from {array.min():g} to {array.max():g}; "
+            "floats must be in [0, 1]. Save other values as uint8."
         )
     return np.rint(array * 255).astype(np.uint8)
 
@@ -118,5 +129,8 @@ def _as_bytes(array: np.ndarray, where: str) -> np.ndarray:
 def as_labels(array: np.ndarray, where: str) -> np.ndarray:
     """Return whole-number labels of shape (N,) as int64."""
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise MotleyError(f"{where} must be whole numbers of shape (N,), not {array.dtype} of shape {array.shape}.")
+        raise MotleyError(
+            f"{where} must be whole numbers of shape (N,), "
+            f"not {array.dtype} of shape {array.shape}."
+        )
     return array.astype(np.int64)

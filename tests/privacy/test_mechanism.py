@@ -1,4 +1,4 @@
-"""What leaves a guarded client: bounded, with noise of the stated size, and nothing beside it."""
+"""With differential privacy, a client sends a bounded delta with the stated noise, and no more."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.federation import Federation
-from motley.privacy import Guard, PrivacySettings
-from motley.privacy.guard import clipped
+from motley.privacy import DPMechanism, PrivacySettings
+from motley.privacy.mechanism import clip_by_norm
 from motley.round import Record
 from motley.runs.checkpoint import fingerprint
-from motley.runs.play import begin, resume
+from motley.runs.run import resume_run, start_run
 from tests.conftest import refused, tiny_config
 
 BATCH = "split.normalization_statistics=batch"
@@ -28,7 +28,7 @@ def norm(state: State) -> float:
     return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in state.values()))
 
 
-def change(scale: float = 1.0) -> State:
+def delta(scale: float = 1.0) -> State:
     numbers = torch.Generator().manual_seed(3)
     return {"a": scale * torch.randn(200, 300, generator=numbers), "b": scale * torch.randn(50, generator=numbers)}
 
@@ -42,23 +42,23 @@ def uploads(federation: Federation) -> dict[int, State]:
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6, 1e18])
-def test_the_norm_of_a_change_is_bounded_and_its_direction_kept(scale: float) -> None:
-    before, after = change(scale), clipped(change(scale), 2.0)
+def test_the_norm_of_a_delta_is_bounded_and_its_direction_kept(scale: float) -> None:
+    before, after = delta(scale), clip_by_norm(delta(scale), 2.0)
     assert norm(after) <= 2.0 * (1 + 1e-6)
     factor = min(1.0, 2.0 / norm(before))
     for name in before:
         torch.testing.assert_close(after[name], before[name] * factor)
 
 
-def test_a_short_change_keeps_its_bits() -> None:
-    assert fingerprint(clipped(change(1e-4), 2.0)) == fingerprint(change(1e-4))
+def test_a_short_delta_keeps_its_bits() -> None:
+    assert fingerprint(clip_by_norm(delta(1e-4), 2.0)) == fingerprint(delta(1e-4))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_change_that_is_not_finite_becomes_zero(bad: float) -> None:
-    broken = {**change(), "c": torch.tensor([0.0, bad])}
-    assert norm(clipped(broken, 2.0)) == 0.0
-    assert norm(clipped({"a": torch.zeros(3)}, 2.0)) == 0.0
+def test_a_delta_that_is_not_finite_becomes_zero(bad: float) -> None:
+    broken = {**delta(), "c": torch.tensor([0.0, bad])}
+    assert norm(clip_by_norm(broken, 2.0)) == 0.0
+    assert norm(clip_by_norm({"a": torch.zeros(3)}, 2.0)) == 0.0
 
 
 # ---- noise
@@ -66,9 +66,9 @@ def test_a_change_that_is_not_finite_becomes_zero(bad: float) -> None:
 
 @pytest.mark.parametrize("secret", [None, b"only the client knows"])
 def test_noise_has_the_stated_standard_deviation(secret: bytes | None) -> None:
-    guard = Guard(PrivacySettings(clip=0.25, noise=3.0), 1, secret)
+    mechanism = DPMechanism(PrivacySettings(clip=0.25, noise=3.0), 1, secret)
     drawn = [
-        guard.guarded(change(), round_number, client)["a"] - clipped(change(), 0.25)["a"]
+        mechanism.privatize(delta(), round_number, client)["a"] - clip_by_norm(delta(), 0.25)["a"]
         for round_number in (1, 2)
         for client in (0, 1)
     ]
@@ -81,17 +81,20 @@ def test_noise_has_the_stated_standard_deviation(secret: bytes | None) -> None:
     assert np.abs(correlations - np.eye(4)).max() < 5 / math.sqrt(count / 4)
 
 
-def test_noise_is_keyed_and_with_a_secret_by_the_change_too() -> None:
+def test_noise_is_keyed_and_with_a_secret_by_the_delta_too() -> None:
     settings = PrivacySettings(clip=1.0, noise=1.0)
 
-    def noise(guard: Guard, scale: float) -> torch.Tensor:
-        return guard.guarded(change(scale), 1, 2)["a"] - clipped(change(scale), 1.0)["a"]
+    def noise(mechanism: DPMechanism, scale: float) -> torch.Tensor:
+        return mechanism.privatize(delta(scale), 1, 2)["a"] - clip_by_norm(delta(scale), 1.0)["a"]
 
-    plain, mine, other = Guard(settings, 1), Guard(settings, 1, b"mine"), Guard(settings, 1, b"another")
-    for guard in (plain, mine):
-        assert fingerprint(guard.guarded(change(), 1, 2)) == fingerprint(guard.guarded(change(), 1, 2))
+    plain = DPMechanism(settings, 1)
+    mine = DPMechanism(settings, 1, b"mine")
+    other = DPMechanism(settings, 1, b"another")
+    for mechanism in (plain, mine):
+        first, second = (mechanism.privatize(delta(), 1, 2) for _ in range(2))
+        assert fingerprint(first) == fingerprint(second)
     torch.testing.assert_close(noise(plain, 1e-5), noise(plain, 2e-5))
-    assert (noise(mine, 1e-5) - noise(mine, 2e-5)).std() > 1, "asked twice, a node must not show its noise"
+    assert (noise(mine, 1e-5) - noise(mine, 2e-5)).std() > 1, "if asked twice, a node must not reveal its noise"
     assert (noise(mine, 1e-5) - noise(other, 1e-5)).std() > 1
 
 
@@ -116,36 +119,36 @@ def test_a_wide_bound_without_noise_changes_no_bit() -> None:
     }
 
 
-def test_clients_side_by_side_are_guarded_too() -> None:
+def test_clients_trained_in_one_batch_are_privatized_too() -> None:
     mlp = ("model.sizes=['mlp2']", "split.name=homogeneous", "privacy.clip=0.01")
     for state in uploads(Federation(tiny_config(*mlp, "engine.vmap_clients=4"))).values():
         assert norm(state) <= 0.01 * (1 + 1e-6)
 
 
-def test_a_resumed_run_is_guarded_with_the_same_noise(tmp_path: Path) -> None:
+def test_a_resumed_run_adds_the_same_noise(tmp_path: Path) -> None:
     pytest.importorskip("dp_accounting")
     settings = (*CLIPPED, "privacy.noise=0.1", "method.name=InCoAvg")
-    _, whole = begin(tiny_config(*settings), tmp_path / "whole")
-    _, half = begin(tiny_config(*settings, "training.rounds=1"), tmp_path / "half")
+    _, whole = start_run(tiny_config(*settings), tmp_path / "whole")
+    _, half = start_run(tiny_config(*settings, "training.rounds=1"), tmp_path / "half")
     file = tmp_path / "half" / "config.toml"
     file.write_text(file.read_text().replace("rounds = 1\n", "rounds = 3\n"))
-    _, resumed = resume(tmp_path / "half")
+    _, resumed = resume_run(tmp_path / "half")
     assert half.round_number == 1 and fingerprint(resumed.state) == fingerprint(whole.state)
     assert resumed.spent == whole.spent
 
 
-# ---- what is refused
+# ---- rejected configurations
 
 
 @pytest.mark.parametrize("method", ["scaffold", "fednova", "feddyn", "fedspeed", "fedin", "fedimpro", "heterofl"])
-def test_methods_that_do_more_than_average_changes(method: str) -> None:
+def test_methods_that_do_more_than_average_deltas_are_rejected(method: str) -> None:
     split = WIDTH if method == "heterofl" else ()
-    with pytest.raises(MotleyError, match=rf"method.name = '{method}': privacy.clip = 0.5 guards changes that are"):
+    with pytest.raises(MotleyError, match=rf"method.name = '{method}': privacy.clip = 0.5 protects deltas that are"):
         Federation(tiny_config(*CLIPPED, f"method.name={method}", *split))
 
 
 @pytest.mark.parametrize("method", ["fedprox", "moon", "InCoAvg"])
-def test_methods_that_only_average_changes(method: str) -> None:
+def test_methods_that_only_average_deltas_are_accepted(method: str) -> None:
     Federation(tiny_config(*CLIPPED, f"method.name={method}"))
 
 
@@ -164,7 +167,7 @@ def test_exits_with_statistics_of_their_own_are_refused_too() -> None:
 
 @pytest.mark.parametrize("moving", ["split.channels=rolling", "federation.size_assignment=dynamic"])
 def test_parts_that_move_are_refused(moving: str) -> None:
-    with pytest.raises(MotleyError, match=r"privacy.clip = 0.5: what it costs is known for parts that stay"):
+    with pytest.raises(MotleyError, match=r"privacy.clip = 0.5: epsilon is known only if every client keeps its part"):
         Federation(tiny_config(*CLIPPED, *WIDTH, moving))
 
 
@@ -174,7 +177,9 @@ def test_settings_that_contradict_each_other() -> None:
         "server.weighting = 'samples': with privacy.clip"
     )
     assert refused("privacy.clip=1", "federation.sampler=fedml").startswith(
-        "federation.sampler = 'fedml': privacy.clip = 1 counts on nobody knowing"
+        "federation.sampler = 'fedml': the guarantee of privacy.clip = 1 assumes"
     )
-    assert refused("privacy.clip=1", "uplink.dtype=fp16").startswith("uplink.dtype = 'fp16': what privacy.clip = 1")
+    assert refused("privacy.clip=1", "uplink.dtype=fp16").startswith(
+        "uplink.dtype = 'fp16': the cost of privacy.clip = 1"
+    )
     assert "privacy.delta = 1" in refused("privacy.delta=1")

@@ -1,4 +1,4 @@
-"""Attacks find an image in its features, and less in protected ones."""
+"""Attacks reconstruct an image from its features, and less from noised or averaged ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from motley.analysis.features import extractor
 from motley.analysis.perceptual import lpips_distance
-from motley.analysis.privacy import attack, protected, psnr, ssim
+from motley.analysis.reconstruction import add_noise, attack, psnr, ssim
 from motley.core.errors import MotleyError
 from motley.data import load_dataset
 from motley.models import MODELS, ImageShape
@@ -21,12 +21,12 @@ from tests.cli.conftest import call
 
 @pytest.fixture(scope="module")
 def digit() -> torch.Tensor:
-    """Return a digit twice, 16 pixels a side."""
+    """Return two digits of 16 x 16 pixels."""
     image = torch.from_numpy(load_dataset("digits").test.images[:2]).permute(0, 3, 1, 2).float() / 255
     return torch.nn.functional.interpolate(image, size=(16, 16), mode="bilinear")
 
 
-def test_an_image_is_like_itself(digit: torch.Tensor) -> None:
+def test_image_quality(digit: torch.Tensor) -> None:
     assert ssim(digit[0], digit[0]) == pytest.approx(1.0)
     noisy = digit[0] + 0.3 * torch.randn(digit[0].shape, generator=torch.Generator().manual_seed(1))
     assert ssim(digit[0], noisy) < 0.9
@@ -35,24 +35,23 @@ def test_an_image_is_like_itself(digit: torch.Tensor) -> None:
     assert psnr(digit[0], noisy) < psnr(digit[0], digit[0] + 0.1)
 
 
-def test_noise_is_in_deviations_of_the_features() -> None:
+def test_noise_is_in_standard_deviations_of_the_features() -> None:
     features = 5 * torch.randn(20_000, generator=torch.Generator().manual_seed(1))
-    assert float((protected(features, 0.8, seed=2) - features).std()) == pytest.approx(4.0, rel=0.03)
+    assert float((add_noise(features, 0.8, seed=2) - features).std()) == pytest.approx(4.0, rel=0.03)
 
 
-def test_unprotected_shallow_features_give_a_digit_away(digit: torch.Tensor) -> None:
-    """The papers' stem, untrained: all of the image is in its features."""
+def test_plain_shallow_features_reveal_a_digit(digit: torch.Tensor) -> None:
+    """The features are those of the papers' stem, untrained, which keep the whole image."""
     torch.manual_seed(1)
     model = MODELS["resnet10"].build(ResNetSettings(), ImageShape(1, 16, 16), 10).eval().requires_grad_(False)
-    found = attack(extractor(model), digit, steps=150)
-    quality = {name: sum(map(ssim, digit, images)) / len(digit) for name, images in found.items()}
-    plain, noisy, mean = quality.values()
+    reconstructions = attack(extractor(model), digit, steps=150)
+    plain, noisy, mean = [sum(map(ssim, digit, images)) / len(digit) for images in reconstructions.values()]
     assert plain > 0.9
     assert plain > noisy + 0.2
     assert plain > mean + 0.2
 
 
-def test_without_lpips_its_column_is_empty_and_it_is_said(
+def test_without_lpips_its_column_is_empty_and_a_note_says_so(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "lpips", None)
@@ -62,8 +61,8 @@ def test_without_lpips_its_column_is_empty_and_it_is_said(
     assert rows and all(row["lpips"] == "" and float(row["ssim"]) <= 1 for row in rows)
 
 
-def test_weights_that_are_not_there_are_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no package, that is what is said."""
+def test_missing_weights_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the package is missing, the message says that instead."""
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     with pytest.raises(MotleyError, match=r"no LPIPS: (AlexNet's weights|No module named|.*torchvision)"):
         lpips_distance()

@@ -1,4 +1,4 @@
-"""The run loop where evaluations are late: on a GPU a round may be counted while the next one trains."""
+"""Late evaluations: on a GPU, a round may still be evaluated while the next one trains."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import pytest
 from motley.evaluate import Evaluation
 from motley.federation import Federation
 from motley.round import Record, Server
-from motley.runs.play import Callback, play
+from motley.runs.callbacks import Callback
+from motley.runs.run import run_rounds
 from tests.conftest import tiny_config
 
 
-class Watch(Callback):
-    """Notes what it sees, and may interrupt at a client of a round."""
+class Recorder(Callback):
+    """Records the events, and interrupts the run after a number of clients."""
 
     def __init__(self, interrupt_after: int = 10**9) -> None:
         self.seen: list[tuple[str, int]] = []
@@ -34,45 +35,48 @@ class Watch(Callback):
         self.seen.append(("stop", server.round_number))
 
 
-def played(watch: Watch) -> Watch:
+def run_with(recorder: Recorder) -> Recorder:
     federation = Federation(tiny_config("training.rounds=3"))
-    play(federation, federation.start(), [watch])
-    return watch
+    run_rounds(federation, federation.start(), [recorder])
+    return recorder
 
 
 @pytest.mark.parametrize("ready", [True, False])
 def test_every_round_is_seen_once_in_order_and_with_its_scores(ready: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = played(Watch())
+    expected = run_with(Recorder())
     monkeypatch.setattr(Evaluation, "ready", property(lambda self: ready))
-    late = played(Watch())
-    assert late.seen == wanted.seen == [("round", 1), ("round", 2), ("round", 3), ("stop", 3)]
-    assert late.scores == wanted.scores and all(late.scores)
+    late = run_with(Recorder())
+    assert late.seen == expected.seen == [("round", 1), ("round", 2), ("round", 3), ("stop", 3)]
+    assert late.scores == expected.scores and all(late.scores)
 
 
 def test_an_interruption_keeps_the_round_whose_evaluation_was_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Evaluation, "ready", property(lambda self: False))
-    a_round = len(Federation(tiny_config()).sample(1))
-    watch = Watch(interrupt_after=2 * a_round + 1)
+    clients_per_round = len(Federation(tiny_config()).sample(1))
+    recorder = Recorder(interrupt_after=2 * clients_per_round + 1)
     with pytest.raises(KeyboardInterrupt):
-        played(watch)
-    assert watch.seen == [("round", 1), ("round", 2), ("stop", 2)]
+        run_with(recorder)
+    assert recorder.seen == [("round", 1), ("round", 2), ("stop", 2)]
 
 
-def test_a_late_round_is_seen_as_soon_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
+def test_a_late_round_is_delivered_as_soon_as_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
 
     def ready(self: Evaluation) -> bool:
-        asked.append(True)
-        return len(asked) > 1  # not when the round is over, but when the next one's first client is done
+        nonlocal calls
+        calls += 1
+        # Not ready when the round ends, but when the first client of the next round has finished.
+        return calls > 1
 
     monkeypatch.setattr(Evaluation, "ready", property(ready))
     seen_before: list[int] = []
 
-    class Order(Watch):
+    class Order(Recorder):
         def on_client(self, client: int) -> None:
             super().on_client(client)
             seen_before.append(len(self.seen))
 
-    played(Order())
-    a_round = len(Federation(tiny_config()).sample(1))
-    assert seen_before[:a_round] == [0] * a_round and seen_before[a_round] == 1
+    run_with(Order())
+    clients_per_round = len(Federation(tiny_config()).sample(1))
+    assert seen_before[:clients_per_round] == [0] * clients_per_round
+    assert seen_before[clients_per_round] == 1

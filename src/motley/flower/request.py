@@ -1,0 +1,84 @@
+"""What a message asks of a node. The server is not trusted: every value is checked before it is used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.app import RecordDict
+
+from motley.config import Config
+from motley.core.errors import MotleyError
+from motley.engine.base import Job
+from motley.flower.arrays import unpack
+from motley.flower.failures import NodeError, failing_as
+from motley.flower.run_config import from_text
+from motley.flower.settings import NodeSettings
+
+COLLECTIONS = ("method", "statistics")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A message to a node, with the run's configuration in the node's terms (run_config.py)."""
+
+    content: RecordDict
+    #: Flower's number of the run.
+    run: int
+    #: The configuration as it was sent.
+    text: str
+    config: Config
+    #: Height, width and channels of the federation's images.
+    image: tuple[int, int, int]
+    classes: int
+
+    def number(self, name: str) -> int:
+        """Return one of the job's whole numbers."""
+        values: Any = self.content["job"]
+        with failing_as("bad-message"):
+            return int(values[name])
+
+
+def read_request(node: NodeSettings, content: RecordDict, run: int) -> Request:
+    """Read a message, and refuse a run that protects this node's updates less than the node asks for."""
+    with failing_as("bad-message"):
+        values: Any = content["job"]
+        text = str(values["config"])
+        height, width, channels, classes = map(int, values["shape"])
+    config = from_text(text, node)
+    if weaker := config.privacy.weaker_than(node.privacy):
+        raise NodeError("refused-by-node", f"the run has {weaker}")
+    clients = config.federation.clients
+    if node.client >= clients:
+        reason = f"client = {node.client}: the run has federation.clients = {clients}."
+        raise NodeError("refused-by-node", reason)
+    return Request(content, run, text, config, (height, width, channels), classes)
+
+
+def read_job(node: NodeSettings, request: Request) -> Job:
+    """Return the job in a message, if it is for this node's client and one of the run's sizes."""
+    with failing_as("bad-message"):
+        values: Any = request.content["job"]
+        size = str(values["size"])
+        client = int(values["client"])
+        state_round = int(values["client_state_round"])
+        collection = str(values.get("collection", "method"))
+        if collection not in COLLECTIONS:
+            raise MotleyError(f"collection = {collection!r}: should be 'method' or 'statistics'.")
+        # Taken out of the message, so that nothing keeps the bytes once they are tensors.
+        arrays = request.content.pop("arrays")
+        job = Job(
+            int(values["round"]),
+            client,
+            size,
+            unpack(arrays, "state"),
+            unpack(arrays, "broadcast"),
+            state_round if state_round >= 0 else None,
+            collection,
+        )
+    if client != node.client:
+        reason = f"client = {node.client}: the job is for client {client}."
+        raise NodeError("refused-by-node", reason)
+    if size not in request.config.split.sizes(request.config.model.sizes):
+        raise NodeError("bad-message", f"the job is for {size!r}: the run has no such size.")
+    return job

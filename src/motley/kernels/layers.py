@@ -1,0 +1,89 @@
+"""torch's layers with Motley's kernels in them: the same parameters, buffers and names, and the same function.
+
+Each is made of a plain layer (`of`), whose tensors it takes over, and falls back to torch's own operations where its
+kernel does not apply. Only for machines with Triton.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from motley.kernels import convolve, stem
+from motley.kernels import norm as norm_kernels
+
+#: One result for two uses: two tensors of one memory, whose gradients arrive apart and are added inside of a kernel.
+Pair: TypeAlias = tuple[Tensor, Tensor]
+
+
+class FusedBatchNorm(nn.BatchNorm2d):
+    """relu(batch_norm(x) + add) in one kernel."""
+
+    @classmethod
+    def of(cls, norm: nn.BatchNorm2d) -> FusedBatchNorm:
+        """Take over the tensors of a norm that keeps running statistics."""
+        fused = cls(norm.num_features, norm.eps, norm.momentum, device="meta")
+        fused.weight, fused.bias = norm.weight, norm.bias
+        for name, buffer in norm.named_buffers():
+            setattr(fused, name, buffer)
+        return fused.train(norm.training)
+
+    def forward(self, x: Tensor, add: Tensor | None = None, relu: bool = False, twice: bool = False) -> Any:
+        """Return the result; if it is needed `twice`, as a pair.
+
+        Called like any module, so that hooks on its inputs see them.
+        """
+        if norm_kernels.applies(x, self.training):
+            if self.training:
+                pair = norm_kernels.norm_add_relu(x, add, self, relu)
+                return pair if twice else pair[0]
+            y = norm_kernels.scale_add_relu(x, add, self, relu)
+        else:
+            y = super().forward(x)
+            if add is not None:
+                y = y + add
+            if relu:
+                y = F.relu(y)
+        return (y, y) if twice else y
+
+
+class FusedBatchNormReLU(FusedBatchNorm):
+    """relu(batch_norm(x)), for a place where a model always has a ReLU behind the norm."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        y: Tensor = super().forward(x, relu=True)
+        return y
+
+
+class FusedConv2d(nn.Conv2d):
+    """A convolution within a network, with its own weight gradient for small maps in 16 bits."""
+
+    @classmethod
+    def of(cls, convolution: nn.Conv2d) -> FusedConv2d:
+        """Take over the weight of a convolution without a bias."""
+        assert not isinstance(convolution.padding, str)
+        fused = cls(
+            convolution.in_channels,
+            convolution.out_channels,
+            convolution.kernel_size,  # type: ignore[arg-type]
+            convolution.stride,  # type: ignore[arg-type]
+            convolution.padding,  # type: ignore[arg-type]
+            convolution.dilation,  # type: ignore[arg-type]
+            convolution.groups,
+            bias=False,
+            device="meta",
+        )
+        fused.weight = convolution.weight
+        return fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        return convolve.convolve(x, self) if convolve.applies(x, self) else super().forward(x)
+
+
+class FusedStem(FusedConv2d):
+    """The first convolution of a network, whose input needs no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return stem.convolve(x, self) if stem.applies(x, self) else nn.Conv2d.forward(self, x)

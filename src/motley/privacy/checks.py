@@ -1,0 +1,64 @@
+"""Reject federations in which a client would send something that is neither clipped nor noised."""
+
+from __future__ import annotations
+
+from motley.core.errors import MotleyError
+from motley.methods.base import Method
+from motley.privacy.settings import PrivacySettings
+from motley.splits import Split
+
+#: Hooks of a method that send more than the delta, or use it other than in a mean over its owners.
+LEAKS = (
+    "payload",
+    "aggregate",
+    "update",
+    "post_process",
+    "collection_clients",
+    "collect",
+    "apply_collection",
+)
+
+
+def refuse_leaks(
+    privacy: PrivacySettings,
+    split: Split,
+    method: Method,
+    *,
+    statistics: str,
+    dynamic_sizes: bool,
+) -> None:
+    """Raise an error if the accounting of `accounting.py` would not cover all that clients send.
+
+    `statistics` is `server.statistics.name`. `dynamic_sizes` says whether clients are given
+    a new size in every round.
+    """
+    if not privacy.active:
+        return
+    setting = f"privacy.clip = {privacy.clip:g}"
+    hooks = [hook for hook in LEAKS if getattr(type(method), hook) is not getattr(Method, hook)]
+    if hooks:
+        raise MotleyError(
+            f"method.name = {method.settings.name!r}: {setting} protects deltas that are averaged, "
+            f"and this method does more with its clients than that ({', '.join(hooks)}). Use a "
+            "method that does not, such as 'fedavg' or 'fedprox'."
+        )
+    if statistics == "recalibrate":
+        raise MotleyError(
+            f"server.statistics.name = 'recalibrate': {setting} protects deltas, and the sums of "
+            "activations that clients would report are neither clipped nor noised. Use "
+            "server.statistics.name = 'averaged'."
+        )
+    buffers = sorted(name for name in split.frame if name not in split.parameters)
+    if buffers:
+        normalization = split.settings.normalization_statistics
+        batch = "" if normalization == "batch" else "'batch', which keeps no statistics, or "
+        raise MotleyError(
+            f"split.normalization_statistics = {normalization!r}: {setting} protects parameters, "
+            f"and clients would send their buffers unprotected ({buffers[0]!r} is one of "
+            f"{len(buffers)}). Use {batch}models without batch norm."
+        )
+    if split.moves or dynamic_sizes:
+        raise MotleyError(
+            f"{setting}: epsilon is known only if every client keeps its part. split.channels and "
+            "federation.size_assignment must not change parts from round to round."
+        )

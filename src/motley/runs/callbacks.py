@@ -1,0 +1,163 @@
+"""Callbacks: everything that happens around a run's rounds and is not part of the algorithm."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from motley.config import Config
+from motley.engine import LocalEngine
+from motley.engine.timeline import Timeline, draw
+from motley.federation import Federation
+from motley.round import Record, Server
+from motley.runs.checkpoint import save_checkpoint
+from motley.runs.folder import RunFolder
+from motley.runs.metrics import MetricsLog, overall
+
+
+class Callback:
+    """Watches a run. By default every event does nothing."""
+
+    def on_start(self, federation: Federation, server: Server) -> None:
+        """Called before the first round; `server` is what the run starts or continues from."""
+
+    def on_client(self, client: int) -> None:
+        """Called after a client has finished its local update."""
+
+    def on_round(self, server: Server, record: Record) -> None:
+        """Called after each round, with the server after that round."""
+
+    def on_stop(self, server: Server) -> None:
+        """Called when the run stops, whether finished, interrupted or failed.
+
+        `server` is the server after the last complete round.
+        """
+
+
+class WriteMetrics(Callback):
+    """Appends one line per round to the metrics log."""
+
+    def __init__(self, log: MetricsLog) -> None:
+        self.log = log
+
+    def on_start(self, federation: Federation, server: Server) -> None:
+        # Rounds after the checkpoint are run again and written again.
+        self.log.truncate(server.round_number)
+
+    def on_round(self, server: Server, record: Record) -> None:
+        self.log.append(record)
+
+
+class SaveCheckpoints(Callback):
+    """Saves a checkpoint every `every` rounds and when the run stops. Keeps the newest `keep`."""
+
+    def __init__(self, folder: Path, every: int, keep: int) -> None:
+        self.folder = folder
+        self.every = every
+        self.keep = keep
+        #: The round of the newest checkpoint; -1 before the first.
+        self.saved_round = -1
+        #: For each checkpoint that is kept, oldest first, the client states that it refers to
+        #: (client -> round of the state).
+        self.client_states: deque[dict[int, int]] = deque(maxlen=keep)
+
+    def on_start(self, federation: Federation, server: Server) -> None:
+        self.federation = federation
+        self.saved_round = server.round_number if server.round_number else -1
+
+    def on_round(self, server: Server, record: Record) -> None:
+        if server.round_number % self.every == 0:
+            self.save(server)
+
+    def on_stop(self, server: Server) -> None:
+        self.save(server)
+        # Also if nothing was left to save: an interrupted round may have begun a transaction in
+        # the client store, and an open transaction keeps the file locked.
+        self.federation.engine.save_memory(server.remembered)
+
+    def save(self, server: Server) -> None:
+        """Save a checkpoint, unless this round has one already.
+
+        The order makes a kill at any moment harmless: client states are written before the
+        checkpoint that refers to them, and states are deleted only afterwards, when no kept
+        checkpoint refers to them.
+        """
+        if server.round_number <= self.saved_round:
+            return
+        engine = self.federation.engine
+        engine.save_memory(server.remembered)
+        save_checkpoint(self.folder, server, self.keep, self.federation.config)
+        self.saved_round = server.round_number
+        self.client_states.append(server.remembered)
+        if len(self.client_states) == self.keep:
+            engine.forget_memory(self.client_states[0])
+
+
+class WriteTensorBoard(Callback):
+    """Writes TensorBoard event files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.writer: Any = None
+
+    def on_start(self, federation: Federation, server: Server) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # TensorBoard hides events from `purge_step` on that an earlier, interrupted process wrote.
+        self.writer = SummaryWriter(str(self.folder), purge_step=server.round_number + 1)
+
+    def on_round(self, server: Server, record: Record) -> None:
+        number = record.round_number
+        for size, score in record.scores.items():
+            self.writer.add_scalar(f"accuracy/{size}", score.accuracy, number)
+            self.writer.add_scalar(f"loss/{size}", score.loss, number)
+        if record.scores:
+            self.writer.add_scalar("accuracy/mean", overall(record), number)
+        self.writer.add_scalar("train/loss", record.train_loss, number)
+        for name, value in record.method.items():
+            self.writer.add_scalar(f"method/{name}", value, number)
+        self.writer.add_scalar("seconds/round", sum(record.seconds.values()), number)
+        self.writer.flush()
+
+    def on_stop(self, server: Server) -> None:
+        self.writer.close()
+
+
+class DrawTimeline(Callback):
+    """Draws which client trained in which slot and when, once the run stops."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_start(self, federation: Federation, server: Server) -> None:
+        assert isinstance(federation.engine, LocalEngine)
+        self.timeline = Timeline(*federation.devices)
+        federation.engine.clients.timeline = self.timeline
+
+    def on_stop(self, server: Server) -> None:
+        spans = self.timeline.spans()
+        if spans:
+            draw(spans, self.path)
+
+
+def tensorboard_installed() -> bool:
+    """Return whether event files can be written."""
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def folder_callbacks(folder: RunFolder, config: Config) -> list[Callback]:
+    """Return the callbacks that write a run's folder.
+
+    The checkpoint is last: once it is saved, its rounds are never run again, so everything else
+    about them must already be written.
+    """
+    callbacks: list[Callback] = [WriteMetrics(MetricsLog(folder.metrics))]
+    if config.run.tensorboard and tensorboard_installed():
+        callbacks.append(WriteTensorBoard(folder.tensorboard))
+    callbacks.append(SaveCheckpoints(folder.checkpoints, config.run.checkpoint_every, config.run.keep_checkpoints))
+    return callbacks

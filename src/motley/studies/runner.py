@@ -1,0 +1,82 @@
+"""Run a study, one run after the other. If it is stopped, the same command continues it.
+
+OUT/runs/KEY/            the runs; studies that need the same run share it
+OUT/NAME-SCALE/          study.json (the study and its results), table.csv, table.md
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from motley.core.errors import MotleyError
+from motley.runs.callbacks import Callback
+from motley.runs.checkpoint import last_round
+from motley.runs.folder import RunFolder
+from motley.runs.run import resume_run, start_run
+from motley.studies.sweep import Cell, PlannedRun
+
+
+class StudyWatcher:
+    """Watches a whole study. By default every event does nothing."""
+
+    def on_run(self, cell: Cell, run: PlannedRun) -> Iterable[Callback]:
+        """Called before a run is started or resumed. Return callbacks for it."""
+        return ()
+
+    def on_finished(self, cell: Cell, run: PlannedRun) -> None:
+        """Called after a run has finished."""
+
+    def on_failure(self, cell: Cell, run: PlannedRun, reason: str) -> None:
+        """Called if a run was rejected. The study continues with the next run."""
+
+
+def run_path(out: Path, run: PlannedRun) -> Path:
+    """Return the folder of a run."""
+    return out / "runs" / run.key
+
+
+def finished(out: Path, run: PlannedRun) -> bool:
+    """Return whether a run has its last checkpoint."""
+    folder = RunFolder(run_path(out, run))
+    return last_round(folder.checkpoints) >= run.config.training.rounds
+
+
+def unfinished_runs(cells: Iterable[Cell], out: Path) -> list[tuple[Cell, PlannedRun]]:
+    """Return the runs that are not finished, each with the first cell that needs it.
+
+    The first seed of every cell comes before the second of any cell, so that a study that is
+    stopped early has results for as many cells as possible.
+    """
+    needed: dict[str, tuple[Cell, PlannedRun]] = {}
+    for cell in cells:
+        for run in cell.runs:
+            needed.setdefault(run.key, (cell, run))
+    unfinished = [(cell, run) for cell, run in needed.values() if not finished(out, run)]
+    return sorted(unfinished, key=lambda item: item[0].runs.index(item[1]))
+
+
+def run_study(todo: Sequence[tuple[Cell, PlannedRun]], out: Path, watcher: StudyWatcher) -> None:
+    """Run everything in order. A run that is rejected is reported to the watcher and skipped."""
+    for cell, run in todo:
+        callbacks = list(watcher.on_run(cell, run))
+        try:
+            _start_or_resume(run_path(out, run), run, callbacks)
+        except MotleyError as error:
+            watcher.on_failure(cell, run, str(error))
+        else:
+            watcher.on_finished(cell, run)
+
+
+def _start_or_resume(path: Path, run: PlannedRun, callbacks: list[Callback]) -> None:
+    folder = RunFolder(path)
+    if folder.config.exists():
+        resume_run(path, callbacks)
+    else:
+        if path.exists():
+            # The process was killed before the configuration was written: the folder is empty.
+            shutil.rmtree(path)
+        start_run(run.config, path, callbacks)
+    # A finished run needs no client state.
+    shutil.rmtree(folder.clients, ignore_errors=True)
