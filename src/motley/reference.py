@@ -33,6 +33,13 @@ A key such as `training.rounds` is written `rounds = 20` under `[training]` in a
 the preset that the run starts from (`motley list presets`). Unknown keys are rejected, with a
 suggestion. Relative paths in a TOML file are relative to that file's folder, those on the command
 line to the working folder.
+
+A configuration is merged from layers: a preset, a TOML file, `--set`. Tables are merged key by key,
+and the higher layer wins. If it changes the `name` or `variant` of a table, the keys that lower
+layers gave to that table are dropped, because they belonged to the old choice; the tables below say
+which keys are kept. Likewise, another `model.sizes` drops the tables of model families that are no
+longer used. A key that has no effect with the chosen name is rejected, with the names that it is
+for. `motley config` prints all settings of a run with the layer that each value comes from.
 """
 
 
@@ -71,13 +78,22 @@ def _tables(table: TableOf, prefix: str) -> Iterator[Section]:
             settings.append(describe(prefix, name, field, table.choice))
     if settings:
         title = f"[{prefix[:-1]}]" if prefix else "Top level"
-        yield Section(title, first_paragraph(table.cls), tuple(settings))
+        description = f"{first_paragraph(table.cls)} {_kept_keys(table, prefix)}".strip()
+        yield Section(title, description, tuple(settings))
     if table.choice is not None:
         yield from _choices(table.cls, prefix[:-1], table.choice)
     for name, field in table.cls.model_fields.items():
         inner = table_of(field)
         if inner is not None:
             yield from _tables(inner, f"{prefix}{name}.")
+
+
+def _kept_keys(table: TableOf, prefix: str) -> str:
+    """Return a sentence about the keys that stay if a higher layer makes another choice."""
+    if not table.cls.lasting:
+        return ""
+    keys = ", ".join(f"`{prefix}{key}`" for key in table.cls.lasting)
+    return f"Kept from lower layers if `{prefix}name` changes: {keys}."
 
 
 def _choices(base: type[BaseModel], prefix: str, choice: Choice) -> Iterator[Section]:
