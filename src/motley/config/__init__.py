@@ -9,6 +9,7 @@ renames.py      settings that had other names in earlier versions
 from motley.config.layers import (
     Resolved,
     absolute_paths,
+    from_saved,
     load_config,
     load_with_origins,
     parse_overrides,
@@ -34,6 +35,7 @@ __all__ = [
     "Resolved",
     "ServerSettings",
     "absolute_paths",
+    "from_saved",
     "load_config",
     "load_with_origins",
     "parse_overrides",

@@ -191,13 +191,17 @@ def read_toml(file: Path) -> dict[str, Any]:
 
 
 def read_resolved(file: Path) -> Config:
-    """Read a configuration that was saved with a run.
+    """Read a configuration file that was saved with a run."""
+    return from_saved(read_toml(file))
 
-    It is complete. It may have the setting names of its time, and settings that were saved although
-    they had no effect.
+
+def from_saved(values: Table) -> Config:
+    """Return the configuration of values that were saved with a run.
+
+    They may have the setting names of an earlier version, and settings that were saved although
+    they had no effect. Settings that did not exist then take their defaults.
     """
-    values = with_new_names(read_toml(file))
-    return validate(Config, _without_ineffective(TableOf(Config), values))
+    return validate(Config, _without_ineffective(TableOf(Config), with_new_names(values)))
 
 
 def _without_ineffective(table: TableOf, values: Table) -> dict[str, Any]:
