@@ -76,7 +76,8 @@ def store(file: Path | None) -> None:
             for client, size in enumerate(federation.sizes):
                 job = federation.job(server, round_number, client)
                 memory = {
-                    n: torch.randn_like(t) for n, t in federation.method.initial_client_state(size, job.state).items()
+                    n: torch.randn_like(t)
+                    for n, t in federation.method.client.initial_client_state(size, job.state).items()
                 }
                 filed += sum(tensor.nbytes for tensor in memory.values()) if round_number == 1 else 0
                 kept.put(client, round_number, memory)

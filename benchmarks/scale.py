@@ -31,11 +31,11 @@ from report import arguments, machine, report
 
 from motley.config import Config, load_config
 from motley.core.part import State, take
+from motley.core.tensors import add_, difference, subtract_
 from motley.core.update import ClientUpdate
 from motley.data import Dataset, Examples
-from motley.engine.learner import Learner
 from motley.federation import Federation
-from motley.methods import METHODS, Method
+from motley.methods import METHODS, ClientAlgorithm, Method, Requirements, ServerAlgorithm, Step
 from motley.runs.callbacks import SaveCheckpoints
 
 LIMIT = 8 * 2**30
@@ -46,41 +46,47 @@ A_ROUND = 1_000
 NEVER = 10**9
 
 
-@METHODS.register("control", "control variates at every client: made up for this benchmark, after SCAFFOLD")
-class Control(Method):
-    """Gradients are corrected by c - c_i; c_i is the mean gradient of the client's last turn (SCAFFOLD, option II)."""
+class ControlClient(ClientAlgorithm):
+    """Gradients are corrected by c - c_i, where c_i is the client's mean gradient (SCAFFOLD, option II)."""
+
+    def initial_client_state(self, size: str, received: State) -> State:
+        return {name: torch.zeros_like(tensor) for name, tensor in received.items()}
+
+    def after_backward(self, step: Step) -> None:
+        add_(step.grads, step.broadcast)
+        subtract_(step.grads, step.client_state)
+
+    def finish(self, step: Step) -> tuple[State, State]:
+        control = difference(step.client_state, step.broadcast)
+        add_(control, difference(step.received, step.params), 1 / (step.num_steps * float(step.lr)))
+        return difference(control, step.client_state), control
+
+
+class ControlServer(ServerAlgorithm):
+    """The mean of the clients' control variates."""
 
     def init(self) -> State:
         state = self.info.split.initial(self.info.seed)
         return {name: torch.zeros_like(state[name]) for name in sorted(self.info.split.parameters)}
 
-    def broadcast(self, server: State, state: State, round_number: int, client: int) -> State:
-        return take(server, self.info.split.part(self.info.sizes[client]))
+    def broadcast(self, own: State, state: State, round_number: int, client: int) -> State:
+        return take(own, self.info.split.part(self.info.sizes[client]))
 
-    def initial_client_state(self, size: str, received: State) -> State:
-        return {name: torch.zeros_like(tensor) for name, tensor in received.items()}
-
-    def after_backward(self, learner: Learner) -> None:
-        for name, parameter in learner.parameters.items():
-            assert parameter.grad is not None
-            parameter.grad.add_(learner.message[name]).sub_(learner.memory[name])
-
-    def next_client_state(self, learner: Learner) -> State:
-        scale = 1 / (learner.taken * float(learner.lr))
-        return {
-            name: learner.memory[name] - learner.message[name] + scale * (learner.start[name] - parameter.detach())
-            for name, parameter in learner.parameters.items()
-        }
-
-    def payload(self, learner: Learner) -> State:
-        return {name: control - learner.memory[name] for name, control in self.next_client_state(learner).items()}
-
-    def update(self, server: State, state: State, updates: Sequence[ClientUpdate]) -> State:
-        sums = {name: torch.zeros_like(tensor) for name, tensor in server.items()}
+    def update(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
+        sums = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
         for update in updates:
             for name, change in update.payload.items():
                 sums[update.part[name].name] += change
-        return {name: control + sums[name] / self.info.owners(name) for name, control in server.items()}
+        return {name: control + sums[name] / self.info.owners(name) for name, control in own.items()}
+
+
+@METHODS.register("control", "control variates at every client: made up for this benchmark, after SCAFFOLD")
+class Control(Method):
+    """FedAvg with control variates."""
+
+    Client = ControlClient
+    Server = ControlServer
+    requirements = Requirements(client_state=True, payload=True, own_training=True, own_aggregation=True)
 
 
 # ---- one federation

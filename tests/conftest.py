@@ -11,7 +11,7 @@ import torch
 
 from motley.config import Config, load_config, parse_overrides, resolve
 from motley.core.errors import MotleyError
-from motley.methods import METHODS, Method, MethodSettings
+from motley.methods import METHODS, Method, MethodSettings, Requirements
 
 torch.set_num_threads(1)
 
@@ -53,7 +53,7 @@ class Logits(Method):
     """A method that sends no weights."""
 
     Settings = LogitsSettings
-    exchanges_weights = False
+    requirements = Requirements(exchanges_weights=False)
 
 
 @pytest.fixture

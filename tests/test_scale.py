@@ -13,23 +13,29 @@ import pytest
 from motley.config import Config, load_config
 from motley.core.part import State
 from motley.data import Dataset, Examples
-from motley.engine.learner import Learner
 from motley.federation import Federation, size_in_bytes
-from motley.methods import METHODS, Method
+from motley.methods import METHODS, ClientAlgorithm, Method, Requirements, Step
 from motley.runs.callbacks import SaveCheckpoints
 
 CLIENTS, A_ROUND = 10_000, 200
 MEBIBYTE = 2**20
 
 
-class Keeping(Method):
+class KeepingClient(ClientAlgorithm):
     """Every client keeps its last weights."""
 
     def initial_client_state(self, size: str, received: State) -> State:
         return received
 
-    def next_client_state(self, learner: Learner) -> State:
-        return {name: tensor.detach().clone() for name, tensor in learner.tensors.items()}
+    def finish(self, step: Step) -> tuple[State, State]:
+        return {}, step.state
+
+
+class Keeping(Method):
+    """FedAvg with a client state."""
+
+    Client = KeepingClient
+    requirements = Requirements(client_state=True)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -87,17 +87,17 @@ def build_method(
     `drawn` returns the size of a client in a round; it is asked if sizes are drawn anew in every round.
     """
     dynamic = config.federation.size_assignment == "dynamic"
-    world = FederationInfo(
+    info = FederationInfo(
         split,
         sizes,
         classes,
         config.seed,
-        config.training.rounds,
+        config.training,
         shape,
         config.evaluation.every,
         drawn if dynamic else None,
     )
-    method = METHODS[config.method.name](config.method, world)
+    method = METHODS[config.method.name](config.method, info)
     refuse_states_of_other_parts(config, split, method)
     refuse_leaks(config.privacy, split, method, statistics=config.server.statistics.name, dynamic_sizes=dynamic)
     return method
@@ -116,7 +116,7 @@ def refuse_states_of_other_parts(config: Config, split: Split, method: Method) -
             f"uplink.dtype = {config.uplink.dtype!r}: clients remember what rounding took from their "
             f"parts, which {why} changes from round to round. Use 'fp32', or parts that stay."
         )
-    if type(method).initial_client_state is not Method.initial_client_state:
+    if method.requirements.client_state:
         raise MotleyError(
             f"method.name = {config.method.name!r}: its clients remember something of their parts, which "
             f"{why} changes from round to round. Choose another method, or parts that stay."

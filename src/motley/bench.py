@@ -64,13 +64,13 @@ def measure(config: Config, setting: str, rounds: int, warm_up: int, dataset: Da
     federation = Federation(config, dataset=dataset)
     # A round's record does not have the number of local steps, so they are counted on the way.
     steps: list[int] = []
-    aggregate = federation.method.aggregate
+    aggregate = federation.method.server.aggregate
 
-    def count_steps(server: Any, state: Any, updates: Any) -> Any:
+    def count_steps(own: Any, state: Any, updates: Any) -> Any:
         steps.append(sum(update.num_steps for update in updates))
-        return aggregate(server, state, updates)
+        return aggregate(own, state, updates)
 
-    federation.method.aggregate = count_steps  # type: ignore[method-assign]
+    federation.method.server.aggregate = count_steps  # type: ignore[method-assign]
     server = federation.start()
     all_seconds: list[float] = []
     all_phases: list[dict[str, float]] = []

@@ -186,7 +186,7 @@ class Federation:
         state = self.split.initial(self.config.seed)
         if self.config.model.weights:
             state = with_weights(state, Path(self.config.model.weights))
-        return self.to_device(Server(0, state, None, self.method.init(), {}))
+        return self.to_device(Server(0, state, None, self.method.server.init(), {}))
 
     def to_device(self, server: Server) -> Server:
         """Return a server whose tensors are on the federation's device."""
@@ -282,7 +282,7 @@ class Federation:
         """Return what one client is sent."""
         size = self.size_of(client, round_number)
         part = self.split.part(size, round_number, client)
-        message = self.method.broadcast(server.method, server.state, round_number, client)
+        message = self.method.server.broadcast(server.method, server.state, round_number, client)
         return Job(round_number, client, size, take(server.state, part), message, server.remembered.get(client))
 
     def fitting(
@@ -336,8 +336,8 @@ class Federation:
             for name in update.payload.keys() & held.keys():
                 if update.payload[name].shape != held[name].shape:
                     raise ValueError(f"{name!r} has shape {tuple(update.payload[name].shape)}")
-            self.method.aggregate(server.method, server.state, [update])
-            self.method.update(server.method, server.state, [update])
+            self.method.server.aggregate(server.method, server.state, [update])
+            self.method.server.update(server.method, server.state, [update])
 
         for update in updates:
             if reason := unusable("message", partial(use, update)):
@@ -369,17 +369,17 @@ class Federation:
         number, spent = record.round_number, self.spend(server, updates, record)
         if not updates:
             return replace(server, round_number=number, spent=spent)
-        merged = self.method.aggregate(server.method, server.state, updates)
-        method = self.method.update(server.method, server.state, updates)
-        numbers = self.method.metrics(method, updates)
+        merged = self.method.server.aggregate(server.method, server.state, updates)
+        method = self.method.server.update(server.method, server.state, updates)
+        numbers = self.method.server.metrics(method, updates)
         asked = {name: number for name, number in numbers.items() if isinstance(number, Tensor)}
         record.method = {name: number for name, number in numbers.items() if not isinstance(number, Tensor)}
         found = AsyncCopy(_stacked([number.float() for number in asked.values()]))
         record.awaited.append((found, lambda values: record.method.update(zip(asked, values, strict=True))))
-        merged = self.method.adjust_aggregate(method, self.mix(merged, record))
+        merged = self.method.server.adjust_aggregate(method, self.mix(merged, record))
         optimizer, merged = optimize(server.optimizer, merged, self.split.parameters, self.config.server.optimizer)
         state = apply(server.state, merged, self.split.parameters, self.config.server.lr)
-        state = self.method.post_process(method, state, updates)
+        state = self.method.server.post_process(method, state, updates)
         remembered = {**server.remembered, **{update.client: number for update in updates}}
         return Server(number, state, self.averaged(server, state, number), method, remembered, optimizer, spent)
 
@@ -411,7 +411,7 @@ class Federation:
 
     def collect(self, server: Server, record: Record) -> Server:
         """Ask clients for the method's collection on the model that is evaluated, where the method wants one."""
-        clients = self.method.collection_clients(record.round_number)
+        clients = self.method.server.collection_clients(record.round_number)
         if not clients:
             return server
         with record.timed("collect"):
@@ -425,13 +425,13 @@ class Federation:
             collections = self.collected(jobs, reason, record)
             if not collections:
                 return server
-            method, model = self.method.apply_collection(server.method, server.model, collections)
+            method, model = self.method.server.apply_collection(server.method, server.model, collections)
         return replace(server.with_model(model), method=method)
 
     def _try_collection(self, server: Server, one: Collection) -> None:
         if one.values and blemish(one.values):
             raise ValueError("it holds a number that is not finite")
-        self.method.apply_collection(server.method, server.model, [one])
+        self.method.server.apply_collection(server.method, server.model, [one])
 
     def recalibrate(self, server: Server, record: Record) -> Server:
         """Replace the running statistics of the evaluated model by those of the clients' data (server.statistics)."""

@@ -12,13 +12,13 @@ from motley.methods import METHODS
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from toy_methods import Alternating, EveryHook, Noisy
+from toy_methods import Alternating, EveryHook, Looking, Noisy
 
 
 @pytest.fixture(scope="session", autouse=True)
 def toy_methods() -> Iterator[None]:
     """Register the toy methods, and take them out again."""
-    toys = {"noisy": Noisy, "every-hook": EveryHook, "alternating": Alternating}
+    toys = {"noisy": Noisy, "every-hook": EveryHook, "alternating": Alternating, "looking": Looking}
     for name, method in toys.items():
         METHODS.register(name, "made up for tests")(method)
     yield

@@ -127,11 +127,11 @@ def test_a_room_is_found_again_whatever_the_order_of_names() -> None:
     learner = clients.learner("resnet10")
     memory = {"a": torch.zeros(2), "b": torch.zeros(3)}
     learner.hold({}, memory)
-    room = learner.memory
+    room = learner.client_state
     learner.hold({}, dict(reversed(memory.items())))
-    assert learner.memory is room
+    assert learner.client_state is room
     learner.hold({}, {"a": torch.zeros(3), "b": torch.zeros(3)})
-    assert learner.memory is not room
+    assert learner.client_state is not room
 
 
 def test_an_interrupted_round_leaves_no_slot_busy() -> None:
@@ -153,7 +153,7 @@ def test_collect_sees_every_example_once_without_augmentation() -> None:
     federation = Federation(tiny_config("method.name=every-hook", "training.steps=1", *AUGMENTED))
     server = federation.start()
     clients = federation.engine.clients  # type: ignore[attr-defined]
-    federation.method.collect = lambda learner, batches: {"labels": torch.cat([y for _, y in batches])}  # type: ignore[method-assign]
+    federation.method.client.collect = lambda learner, batches: {"labels": torch.cat([y for _, y in batches])}  # type: ignore[method-assign]
     job: Job = federation.job(server, 1, 2)
     (collection,) = federation.engine.collect([job])
     expected = federation.dataset.train.labels[federation.partition.of(2)]

@@ -73,6 +73,22 @@ def test_slots_agree_with_debug(method: str, model: tuple[str, ...]) -> None:
     assert distance(fast.state, plain.state) < 1e-5
 
 
+@pytest.mark.parametrize("method", ["fedprox", "feddyn", "looking"])
+def test_gradients_look_the_same_with_our_own_optimizer(method: str) -> None:
+    """`looking` halves its gradients after adding a proximal term, which our optimizer would add after that."""
+    settings = (
+        "training.optimizer.name=sgd",
+        "training.optimizer.lr=0.01",
+        "training.batch_size=16",
+        "training.steps=5",
+        f"method.name={method}",
+    )
+    plain, plain_loss = after(3, "engine.name=debug", *settings)
+    fused, fused_loss = after(3, "engine.slots=3", "engine.kernels=['optimizer']", *settings)
+    assert fused_loss == pytest.approx(plain_loss, rel=1e-4)
+    assert distance(fused.state, plain.state) < 1e-5
+
+
 @pytest.mark.parametrize("method", ["fedavg", "moon"])
 @pytest.mark.parametrize("family", ["resnet", "vit", "cnn"])
 def test_compiled_models_agree_with_plain_ones(family: str, method: str) -> None:

@@ -9,113 +9,179 @@ from torch import Tensor, nn
 
 from motley.core.merge import Aggregate, merge
 from motley.core.part import State, take
+from motley.core.tensors import add_, difference, scale_, scaled, subtract_
 from motley.core.update import ClientUpdate
-from motley.engine.learner import Learner
-from motley.methods import Collection, Method
+from motley.methods import (
+    ClientAlgorithm,
+    Collection,
+    Method,
+    Requirements,
+    ServerAlgorithm,
+    Step,
+)
+
+
+class NoisyClient(ClientAlgorithm):
+    """Noise on the inputs and a dropout of the logits: steps that draw random numbers."""
+
+    def loss(self, step: Step) -> Tensor:
+        logits = step.model(step.inputs + 0.1 * torch.randn_like(step.inputs))
+        return nn.functional.cross_entropy(nn.functional.dropout(logits, 0.2), step.targets)
 
 
 class Noisy(Method):
-    """Noise on the images and a dropout of the logits: steps that draw random numbers."""
+    """FedAvg with noise."""
 
-    def loss(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
-        answers = learner.model(images + 0.1 * torch.randn_like(images))
-        return nn.functional.cross_entropy(nn.functional.dropout(answers, 0.2), labels)
+    Client = NoisyClient
+    requirements = Requirements(own_training=True)
+
+
+class AlternatingClient(ClientAlgorithm):
+    """A pull towards zero that fades from step to step."""
+
+    def before_training(self, step: Step) -> None:
+        step.keep("pull", step.broadcast)
+
+    def loss(self, step: Step) -> Tensor:
+        pull = step.scratch["pull"]["pull"]
+        squares = sum(parameter.square().sum() for parameter in step.model.parameters())
+        loss = step.task_loss(step.model(step.inputs), step.targets) + pull.sum() * squares
+        pull.mul_(0.9)
+        return loss
+
+
+class AlternatingServer(ServerAlgorithm):
+    """A broadcast whose shape changes from round to round and back."""
+
+    def broadcast(self, own: State, state: State, round_number: int, client: int) -> State:
+        return {"pull": torch.full((1 + round_number % 2,), 0.01 * round_number)}
 
 
 class Alternating(Method):
-    """A message whose shape changes from round to round and back: captured steps must not share room."""
+    """A broadcast of changing shape: captured steps must not share their tensors."""
 
-    def broadcast(self, server: State, state: State, round_number: int, client: int) -> State:
-        return {"pull": torch.full((1 + round_number % 2,), 0.01 * round_number)}
-
-    def loss(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
-        pull = learner.message["pull"].sum() * sum(p.square().sum() for p in learner.parameters.values())
-        learner.message["pull"].mul_(0.9)
-        return nn.functional.cross_entropy(learner.model(images).float(), labels) + pull
+    Client = AlternatingClient
+    Server = AlternatingServer
+    requirements = Requirements(own_training=True)
 
 
-class EveryHook(Method):
-    """Control variates, a proximal gradient, companion models, replies and a collection pass, all at once."""
+class LookingClient(ClientAlgorithm):
+    """Reads and changes the gradients after it has added a proximal term."""
+
+    def after_backward(self, step: Step) -> None:
+        step.proximal(0.5)
+        scale_(step.grads, 0.5)
+
+
+class Looking(Method):
+    """FedProx with halved gradients: the fused optimizer must not hide the term."""
+
+    Client = LookingClient
+    requirements = Requirements(own_training=True)
+
+
+class EveryClientHook(ClientAlgorithm):
+    """Control variates, a proximal gradient, companion models, a payload and a collection."""
+
+    def initial_client_state(self, size: str, received: State) -> State:
+        names = self.info.split.parameters_of(size)
+        own = {f"own/{name}": torch.zeros_like(received[name]) for name in names}
+        previous = {f"previous/{name}": tensor for name, tensor in received.items()}
+        return {**own, **previous, "times": torch.zeros((), dtype=torch.long)}
+
+    def before_training(self, step: Step) -> None:
+        step.keep("own", with_prefix(step.client_state, "own/"))
+
+    def loss(self, step: Step) -> Tensor:
+        logits = step.model(step.inputs)
+        previous = with_prefix(step.client_state, "previous/")
+        pull = (logits - step.frozen(step.received, step.inputs)).square().mean()
+        push = (logits - step.frozen(previous, step.inputs)).square().mean()
+        loss = nn.functional.cross_entropy(logits, step.targets)
+        return loss + 0.01 * pull - 0.001 * push.clamp(max=1.0)
+
+    def after_backward(self, step: Step) -> None:
+        add_(step.grads, difference(step.params, step.received), 0.01)
+
+    def after_step(self, step: Step) -> None:
+        subtract_(step.params, difference(step.broadcast, step.scratch["own"]), step.lr)
+        step.sync()
+
+    def finish(self, step: Step) -> tuple[State, State]:
+        moved = scaled(difference(step.params, step.received), 0.1)
+        payload = {f"delta/{name}": tensor for name, tensor in moved.items()}
+        own = {f"own/{name}": tensor for name, tensor in moved.items()}
+        previous = {f"previous/{name}": tensor.clone() for name, tensor in step.state.items()}
+        return payload, {**own, **previous, "times": step.client_state["times"] + 1}
+
+    def collect(self, step: Step, batches: Iterable[tuple[Tensor, Tensor]]) -> State:
+        step.model.eval()
+        with torch.no_grad():
+            total = sum(step.model(images).sum(0) for images, _ in batches)
+        step.model.train()
+        assert isinstance(total, Tensor)
+        return {"logits": total}
+
+
+class EveryServerHook(ServerAlgorithm):
+    """The mean of the clients' control variates, and small changes at every other place."""
 
     def init(self) -> State:
         state = self.info.split.initial(self.info.seed)
         return {f"c/{name}": torch.zeros_like(state[name]) for name in self.info.split.parameters}
 
-    def broadcast(self, server: State, state: State, round_number: int, client: int) -> State:
-        size = self.info.sizes[client]
-        control = {name.removeprefix("c/"): tensor for name, tensor in server.items() if name.startswith("c/")}
-        part = {n: p for n, p in self.info.split.part(size).items() if p.name in self.info.split.parameters}
-        return take(control, part)
+    def broadcast(self, own: State, state: State, round_number: int, client: int) -> State:
+        part = self.info.split.part(self.info.sizes[client])
+        parameters = {n: p for n, p in part.items() if p.name in self.info.split.parameters}
+        return take(with_prefix(own, "c/"), parameters)
 
-    def initial_client_state(self, size: str, received: State) -> State:
-        own = {f"own/{name}": torch.zeros_like(received[name]) for name in self.info.split.parameters_of(size)}
-        previous = {f"previous/{name}": tensor for name, tensor in received.items()}
-        return {**own, **previous, "turns": torch.zeros((), dtype=torch.long)}
-
-    def before_training(self, learner: Learner) -> None:
-        learner.memory["turns"].add_(1)
-
-    def loss(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
-        answers = learner.model(images)
-        previous = {n.removeprefix("previous/"): t for n, t in learner.memory.items() if n.startswith("previous/")}
-        pull = (answers - learner.frozen(learner.start, images)).square().mean()
-        push = (answers - learner.frozen(previous, images)).square().mean()
-        return nn.functional.cross_entropy(answers, labels) + 0.01 * pull - 0.001 * push.clamp(max=1.0)
-
-    def after_backward(self, learner: Learner) -> None:
-        for name, parameter in learner.parameters.items():
-            assert parameter.grad is not None
-            parameter.grad.add_(parameter.detach() - learner.start[name], alpha=0.01)
-
-    @torch.no_grad()
-    def after_step(self, learner: Learner) -> None:
-        for name, parameter in learner.parameters.items():
-            parameter.sub_(learner.lr * (learner.message[name] - learner.memory[f"own/{name}"]))
-
-    def payload(self, learner: Learner) -> State:
-        return {f"delta/{n}": (p.detach() - learner.start[n]) * 0.1 for n, p in learner.parameters.items()}
-
-    def next_client_state(self, learner: Learner) -> State:
-        own = {f"own/{n}": (p.detach() - learner.start[n]) * 0.1 for n, p in learner.parameters.items()}
-        previous = {f"previous/{n}": t.detach().clone() for n, t in learner.tensors.items()}
-        return {**own, **previous, "turns": learner.memory["turns"].clone()}
-
-    def aggregate(self, server: State, state: State, updates: Sequence[ClientUpdate]) -> Aggregate:
+    def aggregate(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> Aggregate:
         merged = merge(state, updates)
-        scaled = {n: c * 0.9 if n in self.info.split.parameters else c for n, c in merged.delta.items()}
-        return merged.with_delta(scaled)
+        delta = {n: d * 0.9 if n in self.info.split.parameters else d for n, d in merged.delta.items()}
+        return merged.with_delta(delta)
 
-    def adjust_aggregate(self, server: State, merged: Aggregate) -> Aggregate:
-        return merged.with_delta(
-            {n: c - 0.01 * server[f"c/{n}"] if f"c/{n}" in server else c for n, c in merged.delta.items()}
-        )
+    def adjust_aggregate(self, own: State, merged: Aggregate) -> Aggregate:
+        delta = dict(merged.delta)
+        for name, control in with_prefix(own, "c/").items():
+            if name in delta:
+                delta[name] = delta[name] - 0.01 * control
+        return merged.with_delta(delta)
 
-    def update(self, server: State, state: State, updates: Sequence[ClientUpdate]) -> State:
-        after = {name: tensor.clone() for name, tensor in server.items()}
+    def update(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
+        after = {name: tensor.clone() for name, tensor in own.items()}
         for update in updates:
             for local, piece in update.part.items():
                 if f"c/{piece.name}" in after:
-                    after[f"c/{piece.name}"] += update.payload[f"delta/{local}"] / self.info.owners(piece.name)
+                    change = update.payload[f"delta/{local}"] / self.info.owners(piece.name)
+                    after[f"c/{piece.name}"] += change
         return after
 
-    def post_process(self, server: State, state: State, updates: Sequence[ClientUpdate]) -> State:
+    def post_process(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
         return {n: t * 0.999 if n == _last_bias(state) else t for n, t in state.items()}
 
     def collection_clients(self, round_number: int) -> Sequence[int]:
         return range(len(self.info.sizes)) if round_number % 2 == 0 else ()
 
-    def collect(self, learner: Learner, batches: Iterable[tuple[Tensor, Tensor]]) -> State:
-        learner.model.eval()
-        with torch.no_grad():
-            total = sum(learner.model(images).sum(0) for images, _ in batches)
-        learner.model.train()
-        assert isinstance(total, Tensor)
-        return {"logits": total}
-
-    def apply_collection(self, server: State, state: State, collections: Sequence[Collection]) -> tuple[State, State]:
-        mean = torch.stack([c.values["logits"] for c in collections]).sum(0) / sum(c.samples for c in collections)
+    def apply_collection(self, own: State, state: State, collections: Sequence[Collection]) -> tuple[State, State]:
+        total = torch.stack([one.values["logits"] for one in collections]).sum(0)
+        mean = total / sum(one.samples for one in collections)
         bias = _last_bias(state)
-        return server, {**state, bias: state[bias] - 0.01 * mean}
+        return own, {**state, bias: state[bias] - 0.01 * mean}
+
+
+class EveryHook(Method):
+    """Every hook of both halves at once."""
+
+    Client = EveryClientHook
+    Server = EveryServerHook
+    requirements = Requirements(
+        client_state=True, payload=True, own_training=True, own_aggregation=True, collection=True
+    )
+
+
+def with_prefix(state: State, prefix: str) -> State:
+    """Return the tensors whose names begin with a prefix, without it."""
+    return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
 
 
 def _last_bias(state: State) -> str:

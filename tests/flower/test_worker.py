@@ -10,9 +10,8 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from motley.runs.play import begin
-
 from motley.runs.checkpoint import fingerprint, load_checkpoint
+from motley.runs.run import start_run
 from tests.flower.grid import three_nodes
 from tests.flower.processes import PATIENCE, Deployment
 
@@ -57,7 +56,7 @@ def test_workers_that_stay_and_workers_that_die(tmp_path: Path) -> None:
         server = load_checkpoint(deployment.folder.run / "checkpoints")
         lines = deployment.lines()
     assert not any("refused" in line or "repeated" in line for line in lines)
-    _, local = begin(three_nodes(*settings, "engine.name=local"), tmp_path / "local")
+    _, local = start_run(three_nodes(*settings, "engine.name=local"), tmp_path / "local")
     assert server is not None and fingerprint(server.state) == fingerprint(local.state)
 
 

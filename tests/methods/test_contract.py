@@ -97,7 +97,7 @@ def played(federation: Federation, server: Server, rounds: int) -> Server:
 def everything(federation: Federation, server: Server) -> dict[str, str]:
     """Return hashes of all that a server holds and of what the clients it names remember."""
     memory = federation.engine.clients.memory  # type: ignore[attr-defined]
-    remembers = bool(federation.method.initial_client_state(federation.sizes[0], federation.job(server, 1, 0).state))
+    remembers = federation.method.requirements.client_state
     hashes = {section: fingerprint(getattr(server, section)) for section in ("state", "method", "optimizer")}
     remembered = {str(c): fingerprint(memory.get(c, made)) for c, made in server.remembered.items() if remembers}
     return {**hashes, **remembered}
@@ -177,18 +177,18 @@ class NoValueIsRead(TorchDispatchMode):
 def test_steps_can_be_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step reads no value on the host, and leaves every tensor that a graph would remember in its place."""
     federation = federation_of("fedavg-depth-plain", "training.steps=3", f"method.name={name}")
-    step = federation.method.step
+    train_step = federation.method.client.train_step
     seen: dict[object, list[list[int]]] = {}
 
-    def guarded(learner: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def guarded(learner: Any) -> torch.Tensor:
         with NoValueIsRead():
-            loss = step(learner, images, labels)
-        tensors = (learner.tensors, learner.start, learner.message, learner.memory, learner.notes)
-        captured = id(learner), shapes_of(learner.message, learner.memory)
-        seen.setdefault(captured, []).append([t.data_ptr() for state in tensors for t in state.values()])
+            loss = train_step(learner)
+        states = [learner.state, learner.received, learner.broadcast, learner.client_state, *learner.scratch.values()]
+        captured = id(learner), shapes_of(learner.broadcast, learner.client_state)
+        seen.setdefault(captured, []).append([t.data_ptr() for state in states for t in state.values()])
         return loss
 
-    monkeypatch.setattr(federation.method, "step", guarded)
+    monkeypatch.setattr(federation.method.client, "train_step", guarded)
     played(federation, federation.start(), 2)
     assert seen and all(len(places) >= 3 and all(p == places[0] for p in places) for places in seen.values())
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from motley.methods.feature_pool import IN
 from motley.methods.fedimpro import OWN
+from motley.methods.fedin_pool import IN
 from tests.methods.turns import after
 
 PREACT = ("model.sizes=['heterofl-resnet18']", "model.preact.width=0.0625")

@@ -9,6 +9,7 @@ from motley.aggregate.inco import inco
 from motley.core.merge import apply
 from motley.core.part import Piece, State
 from motley.core.update import ClientUpdate
+from motley.engine.training import TrainingSettings
 from motley.federation import Federation
 from motley.methods import METHODS, FederationInfo, FedNova
 from motley.methods.fednova import FedNovaSettings, progress
@@ -146,7 +147,8 @@ def test_progress_is_how_far_torchs_sgd_goes_along_a_constant_gradient(momentum:
 
 
 def nova(split: object, **settings: object) -> FedNova:
-    return FedNova(FedNovaSettings(**settings), FederationInfo(split, (), 10, 1, 1, ImageShape(1, 8, 8)))  # type: ignore[arg-type]
+    info = FederationInfo(split, (), 10, 1, TrainingSettings(), ImageShape(1, 8, 8))  # type: ignore[arg-type]
+    return FedNova(FedNovaSettings(**settings), info)  # type: ignore[arg-type]
 
 
 class Names:
@@ -179,7 +181,7 @@ def update(client: int, part: dict[str, Piece], value: float, steps: int, weight
 def test_steps_in_proportion_to_samples_give_the_uniform_mean_times_a_server_step() -> None:
     samples, values = [10, 20, 50], [0.3, -0.1, 0.2]
     updates = [update(i, PART, v, 2 * n, n) for i, (n, v) in enumerate(zip(samples, values, strict=True))]
-    change = nova(Names()).aggregate({}, STATE, updates).delta
+    change = nova(Names()).server.aggregate({}, STATE, updates).delta
     server_step = 3 * sum(n * n for n in samples) / sum(samples) ** 2
     assert server_step > 1
     assert change["a.weight"].tolist() == pytest.approx([server_step * sum(values) / 3] * 2, rel=1e-6)
@@ -192,7 +194,7 @@ def test_tau_is_a_layers_own_and_in_pieces_a_coordinates_own() -> None:
     first = {"a.weight": Piece("a.weight", (slice(0, 1),))}
     second = {**first, "b.weight": Piece("b.weight")}
     updates = [update(0, first, 1.0, 1, 1.0), update(1, second, 2.0, 4, 1.0), update(2, PART, 3.0, 10, 1.0)]
-    change = nova(Names()).aggregate({}, STATE, updates).delta
+    change = nova(Names()).server.aggregate({}, STATE, updates).delta
     assert change["b.weight"].item() == pytest.approx((2 / 4 + 3 / 10) / 2 * 7, rel=1e-6)
     assert change["a.weight"].tolist() == pytest.approx([(1 / 1 + 2 / 4 + 3 / 10) / 3 * 5, 3.0], rel=1e-6)
 
@@ -200,14 +202,14 @@ def test_tau_is_a_layers_own_and_in_pieces_a_coordinates_own() -> None:
 def test_with_a_proximal_term_the_server_counts_steps() -> None:
     updates = [update(0, PART, 1.0, 2, 1.0), update(1, PART, 3.0, 6, 1.0)]
     halved = [ClientUpdate(**{**vars(u), "payload": {"progress": u.payload["progress"] / 2}}) for u in updates]
-    change = nova(Names(), mu=0.1).aggregate({}, STATE, halved).delta
+    change = nova(Names(), mu=0.1).server.aggregate({}, STATE, halved).delta
     assert change["a.weight"].tolist() == pytest.approx([(1 / 1 + 3 / 3) / 2 * 4] * 2, rel=1e-6)
 
 
 def test_scaled_buffers_are_the_deviation_and_a_variance_stays_at_zero_or_above() -> None:
     updates = [update(0, PART, -0.9, 1, 1.0), update(1, PART, -0.9, 9, 1.0)]
     for scaled, expected in ((False, -0.9), (True, -0.9 * (1 + 1 / 9) / 2 * 5)):
-        merged = nova(Names(), scale_buffers=scaled).aggregate({}, STATE, updates)
+        merged = nova(Names(), scale_buffers=scaled).server.aggregate({}, STATE, updates)
         assert merged.delta["a.running_var"].tolist() == pytest.approx([expected] * 2, rel=1e-6)
         state = apply(STATE, merged, Names.parameters)
         assert state["a.running_var"].tolist() == pytest.approx([max(0.0, 1 + expected)] * 2, abs=1e-6)
@@ -228,7 +230,7 @@ def test_c_is_the_mean_of_all_owners_c_i_after_every_round(split: str, initial: 
     assert all(bool(tensor.any()) != zero for name, tensor in server.method.items() if name.endswith("conv1.weight"))
     for _ in range(3):
         server, _ = federation.play(server)
-        own = {c: federation.method.initial_client_state(size, {}) for c, size in enumerate(federation.sizes)}
+        own = {c: federation.method.client.initial_client_state(size, {}) for c, size in enumerate(federation.sizes)}
         own.update(memories(federation, server))
         for name, control in server.method.items():
             parts = {c: federation.split.part(size) for c, size in enumerate(federation.sizes)}

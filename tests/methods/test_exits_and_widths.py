@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from motley.core.merge import merge
 from motley.engine.learner import Learner
@@ -53,6 +54,11 @@ def seated(*overrides: str, client: int = 5, round_number: int = 2) -> tuple[Fed
     return federation, learner
 
 
+def loss_of(federation: Federation, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
+    learner.inputs, learner.targets = images, labels
+    return federation.method.client.loss(learner)
+
+
 def kl(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
     p, q = teacher.softmax(1), student.softmax(1)
     return (p * (p.log() - q.log())).sum(1).mean()
@@ -71,7 +77,7 @@ def test_scalefls_loss_by_hand(round_number: int) -> None:
     for weight, answer in ((1, answers[0]), (2, answers[1])):
         taught = 0.7 * 9 * kl(answers[2] / 3, answer / 3) if round_number > 1.5 else 0
         total = total + weight * (F.cross_entropy(answer, labels) + taught)
-    torch.testing.assert_close(federation.method.loss(learner, images, labels).detach(), total / 6)
+    torch.testing.assert_close(loss_of(federation, learner, images, labels).detach(), total / 6)
 
 
 def test_the_released_scalefl_moves_its_teacher_and_means_over_classes() -> None:
@@ -79,8 +85,8 @@ def test_the_released_scalefl_moves_its_teacher_and_means_over_classes() -> None
     for more in ((), ("method.teacher=trained",), ("method.mean_over_classes=true",)):
         federation, learner = seated("method.name=scalefl", "method.gamma=5", "method.begin=0", *GRID, *more)
         images, labels = learner.batches.next(8)
-        learner.backward(federation.method.loss(learner, images, labels))
-        gradients.append(learner.parameters["fc.weight"].grad.clone())  # type: ignore[union-attr]
+        learner.backward(loss_of(federation, learner, images, labels))
+        gradients.append(learner.grads["fc.weight"].clone())
     assert torch.equal(gradients[0], gradients[2]), "a detached teacher does not feel its students"
     assert not torch.allclose(gradients[0], gradients[1], rtol=1e-3)
 
@@ -92,7 +98,7 @@ def test_depthfls_loss_by_hand() -> None:
     total = sum(F.cross_entropy(answer, labels) for answer in answers)
     mutual = sum(kl(answers[j], answers[i]) for i in range(3) for j in range(3) if i != j)
     expected = total + math.exp(-5 * (1 - 2 / 4) ** 2) * mutual / 2
-    torch.testing.assert_close(federation.method.loss(learner, images, labels).detach(), expected)
+    torch.testing.assert_close(loss_of(federation, learner, images, labels).detach(), expected)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.2])
@@ -105,7 +111,7 @@ def test_inclusivefl_mixes_last_blocks_with_the_next_sizes_deeper_blocks(beta: f
     uploads = federation.engine.train(jobs, lambda client: None)
     updates = [federation.update(job, upload) for job, upload in zip(jobs, uploads, strict=True)]
     plain = merge(server.state, updates).delta
-    found = federation.method.aggregate({}, server.state, updates).delta
+    found = federation.method.server.aggregate({}, server.state, updates).delta
     middle = [upload.delta for upload in uploads if federation.sizes[upload.client] == "resnet14"]
     name = "layer4.0.conv2.weight"
     teachers = [torch.stack([change[f"layer4.{block}.conv2.weight"] for change in middle]).mean(0) for block in (0, 1)]
@@ -137,7 +143,7 @@ def test_fjords_loss_by_hand(distill: str) -> None:
         soft = -(widest.softmax(1) * drawn.log_softmax(1)).sum(1).mean()
         expected = F.cross_entropy(widest, labels) + soft
     torch.manual_seed(4)
-    torch.testing.assert_close(federation.method.loss(learner, images, labels).detach(), expected)
+    torch.testing.assert_close(loss_of(federation, learner, images, labels).detach(), expected)
 
 
 def test_a_narrow_draw_moves_only_narrow_weights() -> None:
@@ -146,11 +152,11 @@ def test_a_narrow_draw_moves_only_narrow_weights() -> None:
     federation, learner = seated("method.name=fjord", "method.distill=false", *WIDTHS, client=0)
     images, labels = learner.batches.next(8)
     with narrowed(learner.model, torch.tensor([0])):
-        learner.backward(learner.cross_entropy(learner.model(images), labels))
+        learner.backward(learner.task_loss(learner.model(images), labels))
     part = federation.split.part("resnet14-w0.25")
     for name in ("layer1.0.conv1.weight", "layer4.1.conv2.weight", "fc.weight", "bn1.bias"):
-        gradient = learner.parameters[name].grad
-        assert gradient is not None and part[name].index is not None
+        gradient = learner.grads[name]
+        assert part[name].index is not None
         outside = gradient.clone()
         outside[part[name].index] = 0
         assert outside.abs().max() == 0 < gradient.abs().max(), name

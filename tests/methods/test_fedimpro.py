@@ -17,8 +17,8 @@ from motley.core.part import State
 from motley.core.update import ClientUpdate
 from motley.engine.learner import Learner
 from motley.federation import Federation
-from motley.methods.class_statistics import balanced, draw, moments, pooled, repeated
-from motley.methods.fedimpro import DRAWN_LOSS, OWN, WEIGHT, FedImproSettings
+from motley.methods.fedimpro import DRAWN_LOSS, OWN, SCRATCH, WEIGHT, FedImproClient, FedImproSettings
+from motley.methods.fedimpro_statistics import balanced, draw, moments, pooled, repeated
 from motley.models.stages import chain_of, owned, run
 from motley.round import Server
 from tests.conftest import refused, written
@@ -28,6 +28,12 @@ from tests.methods.turns import SGD, same_bits, seated
 MLP = ("model.sizes=['mlp2']", "split.name=homogeneous", "model.mlp.hidden=6", *SGD)
 LAST = ("method.beta_m=0", "method.beta_g=0")
 federation_of, after = (partial(made, name="fedimpro") for made in (turns.federation_of, turns.after))
+
+
+def client_of(federation: Federation) -> FedImproClient:
+    client = federation.method.client
+    assert isinstance(client, FedImproClient)
+    return client
 
 
 def first_learner(*overrides: str) -> tuple[Federation, Learner]:
@@ -94,12 +100,12 @@ def test_classes_that_nobody_had_keep_their_statistics() -> None:
 
 
 def observe(federation: Federation, learner: Learner, features: list[list[float]], labels: list[int]) -> None:
-    federation.method._observe(learner, torch.tensor(features), torch.tensor(labels))  # type: ignore[attr-defined]
+    client_of(federation).observe(learner, torch.tensor(features), torch.tensor(labels))
 
 
 def test_equation_6_by_hand() -> None:
     federation, learner = first_learner(*MLP, "model.mlp.hidden=1", "method.beta_m=0.75")
-    mean, spread = learner.notes[f"{OWN}mean"], learner.notes[f"{OWN}spread"]
+    mean, spread = learner.scratch[SCRATCH]["mean"], learner.scratch[SCRATCH]["spread"]
     start = mean.clone()
     assert float(start.min()) >= 0 and float(start.max()) < 1
     assert spread.flatten().tolist() == pytest.approx([0.01] * 10)
@@ -112,18 +118,18 @@ def test_equation_6_by_hand() -> None:
     assert torch.equal(mean[others], start[others])
     observe(federation, learner, [[7.0]], [2])
     assert float(mean[2]) == pytest.approx(0.75 * (0.75 * float(start[2]) + 0.5) + 0.25 * 7)
-    assert learner.notes[f"{OWN}counts"].tolist() == [0, 0, 3, 0, 1, 0, 0, 0, 0, 0]
-    assert torch.equal(learner.message[f"{OWN}mean"], start), "what was received stays to be drawn from"
+    assert learner.scratch[SCRATCH]["counts"].tolist() == [0, 0, 3, 0, 1, 0, 0, 0, 0, 0]
+    assert torch.equal(learner.broadcast[f"{OWN}mean"], start), "what was received stays to be drawn from"
 
 
 def test_without_momentum_statistics_are_the_last_batchs_and_deviations_are_capped() -> None:
     federation, learner = first_learner(*MLP, "model.mlp.hidden=1", "method.variant=official")
     observe(federation, learner, [[1.0], [3.0]], [2, 2])
     observe(federation, learner, [[5.0], [5.04]], [2, 2])
-    assert float(learner.notes[f"{OWN}mean"][2]) == pytest.approx(5.02)
-    assert float(learner.notes[f"{OWN}spread"][2]) == pytest.approx(0.04 / 2**0.5, rel=1e-3)
+    assert float(learner.scratch[SCRATCH]["mean"][2]) == pytest.approx(5.02)
+    assert float(learner.scratch[SCRATCH]["spread"][2]) == pytest.approx(0.04 / 2**0.5, rel=1e-3)
     observe(federation, learner, [[1.0], [3.0]], [2, 2])
-    assert float(learner.notes[f"{OWN}spread"][2]) == pytest.approx(0.1)
+    assert float(learner.scratch[SCRATCH]["spread"][2]) == pytest.approx(0.1)
 
 
 def test_equation_7_by_hand() -> None:
@@ -135,7 +141,7 @@ def test_equation_7_by_hand() -> None:
         return {f"{OWN}mean": torch.full((10, 1), value), f"{OWN}spread": torch.full((10, 1), value / 10)}
 
     updates = [ClientUpdate(client=c, part={}, delta={}, size="mlp2", payload=sent(v)) for c, v in ((0, 2.0), (3, 6.0))]
-    after_round = federation.method.update(server.method, server.state, updates)
+    after_round = federation.method.server.update(server.method, server.state, updates)
     mean, spread = (after_round[name] for name in server.method)
     torch.testing.assert_close(mean, 0.75 * before + 0.25 * 4)
     torch.testing.assert_close(spread, torch.full((10, 1), 0.75 * 0.01 + 0.25 * 0.4))
@@ -145,9 +151,9 @@ def test_equation_7_by_hand() -> None:
 def test_noise_on_what_is_sent_has_the_scale_asked_for(degree: float) -> None:
     federation, learner = first_learner(*MLP, "model.mlp.hidden=400", f"method.noise={degree}")
     torch.manual_seed(0)
-    reply = federation.method.payload(learner)
-    for name in (f"{OWN}mean", f"{OWN}spread"):
-        noise = reply[name] - learner.notes[name]
+    payload, _ = federation.method.client.finish(learner)
+    for name in ("mean", "spread"):
+        noise = payload[f"{OWN}{name}"] - learner.scratch[SCRATCH][name]
         assert float(noise.std()) == pytest.approx(degree, rel=0.05) and abs(float(noise.mean())) < 0.1 * degree
 
 
@@ -186,24 +192,25 @@ def test_labels_are_as_asked() -> None:
 def test_as_many_features_are_drawn_as_asked(settings: tuple[str, ...], expected: list[int]) -> None:
     federation = federation_of(*MLP, *settings)
     labels = torch.tensor([5, 5, 2])
-    assert federation.method._drawn_labels(labels).tolist() == expected  # type: ignore[attr-defined]
+    assert client_of(federation).drawn_targets(labels).tolist() == expected
 
 
 @pytest.mark.parametrize("source", ["received", "own"])
 def test_where_features_are_drawn_from(source: str) -> None:
     federation, learner = first_learner(*MLP, f"method.source={source}")
-    for held, value in ((learner.message, 1.0), (learner.notes, 2.0)):
-        held[f"{OWN}mean"].fill_(value)
-        held[f"{OWN}spread"].zero_()
-    drawn = federation.method._drawn(learner, torch.tensor([1, 2]), torch.zeros(2, 6))  # type: ignore[attr-defined]
+    learner.broadcast[f"{OWN}mean"].fill_(1.0)
+    learner.scratch[SCRATCH]["mean"].fill_(2.0)
+    learner.broadcast[f"{OWN}spread"].zero_()
+    learner.scratch[SCRATCH]["spread"].zero_()
+    drawn = client_of(federation).drawn_features(learner, torch.tensor([1, 2]), torch.zeros(2, 6))
     assert drawn.unique().tolist() == [1.0 if source == "received" else 2.0]
 
 
 def test_a_variance_that_noise_made_negative_is_none() -> None:
     federation, learner = first_learner(*MLP)
-    learner.message[f"{OWN}spread"].fill_(-4.0)
-    drawn = federation.method._drawn(learner, torch.tensor([1]), torch.zeros(1, 6))  # type: ignore[attr-defined]
-    assert torch.equal(drawn[0], learner.message[f"{OWN}mean"][1])
+    learner.broadcast[f"{OWN}spread"].fill_(-4.0)
+    drawn = client_of(federation).drawn_features(learner, torch.tensor([1]), torch.zeros(1, 6))
+    assert torch.equal(drawn[0], learner.broadcast[f"{OWN}mean"][1])
 
 
 # ---- what the round's record has of it
@@ -221,7 +228,7 @@ def test_the_record_has_loss_and_weight_the_shared_deviation_and_how_far_means_a
     updates = [
         ClientUpdate(client=c, part={}, delta={}, size="mlp2", payload=sent(v, v)) for c, v in ((0, 2.0), (3, 6.0))
     ]
-    found = {name: float(value) for name, value in federation.method.metrics(held, updates).items()}
+    found = {name: float(value) for name, value in federation.method.server.metrics(held, updates).items()}
     deviation = 2.0 if spread == "variance" else 4.0
     assert found == pytest.approx({"drawn_loss": 4.0, "weight": 0.25, "deviation": deviation, "means_apart": 2.0})
 
@@ -241,8 +248,9 @@ def test_a_rounds_drawn_loss_is_the_mean_over_steps_and_clients(name: str) -> No
 
 
 def gradients(federation: Federation, learner: Learner, images: Tensor, labels: Tensor) -> State:
-    learner.backward(federation.method.loss(learner, images, labels))
-    return {name: p.grad.clone() for name, p in learner.parameters.items() if p.grad is not None}
+    learner.inputs, learner.targets = images, labels
+    learner.backward(federation.method.client.loss(learner))
+    return {name: grad.clone() for name, grad in learner.grads.items()}
 
 
 @pytest.mark.parametrize("sizes", ["['mlp3']", "['resnet10']"])
@@ -251,9 +259,9 @@ def test_the_low_level_gets_no_gradient_from_drawn_features(sizes: str) -> None:
     separate = "method.normalization=separate"
     for weight in (0, 5):
         federation, learner = first_learner(f"model.sizes={sizes}", *SGD, separate, f"method.weight={weight}")
-        images = learner.first_images(16)
+        images = learner.first_inputs(16)
         found.append(gradients(federation, learner, images, torch.arange(16) % 10))
-    low, high = federation.method._levels.of(chain_of(learner.model), learner.job.size)  # type: ignore[attr-defined, union-attr]
+    low, high = client_of(federation).cut.levels(chain_of(learner.model), learner.size)
     assert len(owned(learner.model, low)) > 1 and len(owned(learner.model, high)) > 1
     for name in owned(learner.model, low):
         torch.testing.assert_close(found[0][name], found[1][name], rtol=1e-4, atol=1e-6)
@@ -271,7 +279,7 @@ def test_theorem_4_2s_factor() -> None:
     for ratio in (0, 1, 3):
         settings = ["method.labels=balanced", "method.average=true", f"method.weight={ratio}", "method.ratio=1"]
         federation, learner = first_learner(*MLP, *settings)
-        learner.message[f"{OWN}spread"].zero_()
+        learner.broadcast[f"{OWN}spread"].zero_()
         found = []
         for client in range(4):
             rows = torch.from_numpy(federation.partition.of(client))
@@ -320,12 +328,13 @@ def test_weight_zero_is_the_method_below_bit_for_bit(name: str, plain: str, opti
 
 def test_a_loss_by_hand() -> None:
     federation, learner = first_learner(*MLP, "method.weight=0.5", "method.average=true")
-    learner.message[f"{OWN}spread"].zero_()
-    images, labels = learner.first_images(4), torch.tensor([1, 1, 4, 0])
+    learner.broadcast[f"{OWN}spread"].zero_()
+    images, labels = learner.first_inputs(4), torch.tensor([1, 1, 4, 0])
     model: Any = learner.model
     real = nn.functional.cross_entropy(model(images), labels)
-    drawn = nn.functional.cross_entropy(model.head(model.chain[1].run(learner.message[f"{OWN}mean"][labels])), labels)
-    loss = federation.method.loss(learner, images, labels)
+    drawn = nn.functional.cross_entropy(model.head(model.chain[1].run(learner.broadcast[f"{OWN}mean"][labels])), labels)
+    learner.inputs, learner.targets = images, labels
+    loss = federation.method.client.loss(learner)
     assert loss.item() == pytest.approx((real.item() + 0.5 * drawn.item()) / 1.5, rel=1e-5)
 
 
@@ -337,7 +346,7 @@ def test_the_weight_grows_with_the_epochs_as_released() -> None:
     assert FedImproSettings(weight=0.3).weight_at(700) == 0.3
     federation = federation_of(*MLP, "method.variant=official", "training.epochs=5")
     learner = seated(federation, federation.job(federation.start(), 51, 0))
-    assert float(learner.notes[WEIGHT]) == pytest.approx(50 * 5 / 500)
+    assert float(learner.scratch[SCRATCH]["weight"]) == pytest.approx(50 * 5 / 500)
 
 
 # ---- where models are cut, and who shares statistics
@@ -372,7 +381,7 @@ def test_families_have_statistics_of_their_own() -> None:
 def test_cuts_have_the_lengths_of_the_released_code(size: str, cut: str, length: int) -> None:
     stem = ("model.resnet={stem='cifar', width=1.0}", "data.transform.resize=32", "split.name=homogeneous")
     federation = federation_of(f"model.sizes=['{size}']", *stem, f"method.cut={cut}")
-    assert federation.method._levels.shapes[size].numel() == length  # type: ignore[attr-defined]
+    assert client_of(federation).cut.shapes[size].numel() == length
 
 
 def test_a_stage_that_a_size_does_not_have_is_refused_with_those_it_has() -> None:

@@ -15,8 +15,9 @@ from motley.config import load_config
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.core.update import ClientUpdate
-from motley.methods.feature_pool import IN, OUT, collect, draw, entries
-from motley.methods.fedin import FedInSettings, intermediate, projected
+from motley.federation import Federation
+from motley.methods.fedin import SCRATCH, FedINClient, FedInSettings, intermediate, projected
+from motley.methods.fedin_pool import IN, OUT, collect, draw, entries
 from motley.models.stages import chain_of, run
 from tests.conftest import refused
 from tests.methods import turns
@@ -26,23 +27,30 @@ MLP = ("model.sizes=['mlp2','mlp3']", "model.mlp.hidden=12", *SGD)
 federation_of, after = (partial(made, name="fedin") for made in (turns.federation_of, turns.after))
 
 
+def client_of(federation: Federation) -> FedINClient:
+    client = federation.method.client
+    assert isinstance(client, FedINClient)
+    return client
+
+
 # ---- the combination of gradients
 
 
 def test_the_exact_combination_on_three_numbers() -> None:
     """B = -5, a = 5, so G_IN + G_local is left, which is orthogonal to G_local; where b >= 0 G_IN stays as it is."""
-    local = [torch.tensor([1.0, 2.0, 0.0]), torch.tensor([1.0, 0.0]), torch.zeros(2)]
-    inner = [torch.tensor([3.0, -4.0, 7.0]), torch.tensor([2.0, -9.0]), torch.tensor([1.0, 1.0])]
-    first, second, third = projected(inner, local)
-    assert first.tolist() == [4.0, -2.0, 7.0]
-    assert float(first @ local[0]) == 0
-    assert second.tolist() == [2.0, -9.0] and third.tolist() == [1.0, 1.0]
+    local = {"a": torch.tensor([1.0, 2.0, 0.0]), "b": torch.tensor([1.0, 0.0]), "c": torch.zeros(2)}
+    inner = {"a": torch.tensor([3.0, -4.0, 7.0]), "b": torch.tensor([2.0, -9.0]), "c": torch.ones(2)}
+    combined = projected(inner, local)
+    assert combined["a"].tolist() == [4.0, -2.0, 7.0]
+    assert float(combined["a"] @ local["a"]) == 0
+    assert combined["b"].tolist() == [2.0, -9.0] and combined["c"].tolist() == [1.0, 1.0]
 
 
 def test_the_exact_combination_is_the_nearest_that_does_not_point_against_the_local_gradient() -> None:
     numbers = torch.Generator().manual_seed(0)
-    local, inner = ([torch.randn(3, 4, generator=numbers) for _ in range(20)] for _ in range(2))
-    for one, g_in, g_local in zip(projected(inner, local), inner, local, strict=True):
+    local, inner = ({str(n): torch.randn(3, 4, generator=numbers) for n in range(20)} for _ in range(2))
+    for name, one in projected(inner, local).items():
+        g_in, g_local = inner[name], local[name]
         product = float((one * g_local).sum())
         if float((g_in * g_local).sum()) < 0:
             assert product == pytest.approx(0, abs=1e-5)
@@ -137,10 +145,10 @@ def test_the_inner_gradient_reaches_intermediate_layers_only() -> None:
     job = jobs_of(federation, server)[-1]
     learner = seated(federation, job)
     inside = set(intermediate(learner.model))
-    assert inside == {name for name in learner.parameters if name.startswith("layer")}
-    learner.backward(federation.method._inner_loss(learner))  # type: ignore[attr-defined]
-    assert {name for name, p in learner.parameters.items() if p.grad is not None} == inside
-    assert not learner.message[IN].requires_grad and learner.message[IN].grad is None
+    assert inside == {name for name in learner.params if name.startswith("layer")}
+    learner.backward(client_of(federation).inner_loss(learner))
+    assert learner.grads.keys() == inside
+    assert not learner.broadcast[IN].requires_grad and learner.broadcast[IN].grad is None
     ends = [after(2, *more, *SGD, "training.steps=1")[1] for more in (("method.step=separate",), ("method.samples=0",))]
     for name in federation.split.parameters:
         assert torch.equal(ends[0].state[name], ends[1].state[name]) == (name not in inside), name
@@ -150,9 +158,9 @@ def test_the_inner_gradient_reaches_intermediate_layers_only() -> None:
 def test_whose_passes_move_running_statistics(running: str) -> None:
     federation, server = after(1, *SGD, f"method.running={running}")
     learner = seated(federation, jobs_of(federation, server)[0])
-    before = {name: tensor.clone() for name, tensor in learner.tensors.items() if "running" in name}
-    learner.backward(federation.method._inner_loss(learner))  # type: ignore[attr-defined]
-    moved = {name for name, tensor in before.items() if not torch.equal(tensor, learner.tensors[name])}
+    before = {name: tensor.clone() for name, tensor in learner.state.items() if "running" in name}
+    learner.backward(client_of(federation).inner_loss(learner))
+    moved = {name for name, tensor in before.items() if not torch.equal(tensor, learner.state[name])}
     assert moved == ({name for name in before if name.startswith("layer")} if running == "both" else set())
 
 
@@ -265,7 +273,7 @@ def test_the_record_has_the_inner_loss_the_pool_and_what_its_features_weigh(step
     features = 16 * (12 + 12) * 4
     assert record.method == pytest.approx({"pool": 4, "feature_mb_up": 4 * features / 1e6}), "a first round has no loss"
     learners = [seated(federation, job) for job in jobs_of(federation, server)]
-    losses = [federation.method._inner_loss(learner).item() for learner in learners]  # type: ignore[attr-defined]
+    losses = [client_of(federation).inner_loss(learner).item() for learner in learners]
     server, record = federation.play(server)
     assert record.method["pool"] == len(entries(server.method))
     local_step_first = {"joint": 1e-5, "separate": 0.3}[step]
@@ -282,13 +290,13 @@ def test_noise_has_the_scale_asked_for(where: str) -> None:
     federation = federation_of("method.noise=0.8", f"method.noise_on={where}")
     features = 3 + 2 * torch.randn(400, 50)
     torch.manual_seed(0)
-    noise = federation.method._noisy(features, where) - features  # type: ignore[attr-defined]
+    noise = client_of(federation)._noisy(features, where) - features
     assert float(noise.std()) == pytest.approx(0.8 * float(features.std()), rel=0.02)
     assert float(noise.mean()) == pytest.approx(0, abs=0.05)
     kurtosis = (noise / noise.std()).pow(4).mean()
     assert float(kurtosis) == pytest.approx(3, abs=0.15)
     other = "upload" if where == "forward" else "forward"
-    assert federation.method._noisy(features, other) is features  # type: ignore[attr-defined]
+    assert client_of(federation)._noisy(features, other) is features
 
 
 def test_noise_on_upload_leaves_training_alone_and_changes_what_is_sent() -> None:
@@ -305,9 +313,9 @@ def test_noise_on_upload_leaves_training_alone_and_changes_what_is_sent() -> Non
 def test_noise_in_training_is_on_what_enters_and_leaves_the_intermediate_layers() -> None:
     federation, server = after(0, *MLP, "method.noise=0.5")
     learner = seated(federation, jobs_of(federation, server)[0])
-    images = learner.first_images(16)
+    images = learner.first_inputs(16)
     chain = chain_of(learner.model)
-    s_in, s_out = federation.method._features(learner, images)  # type: ignore[attr-defined]
+    s_in, s_out = client_of(federation).features(learner.model, images)
     clean = run(chain[:1], images)
     assert float((s_in - clean).std()) == pytest.approx(0.5 * float(clean.std()), rel=0.2)
     without = run(chain[1:-1], s_in)
@@ -338,29 +346,29 @@ def test_models_of_two_families_exchange_projected_features() -> None:
             senders.add((sizes[sender], sizes[client]))
     assert senders == {(one, other) for one in ("vit1", "cnn") for other in ("vit1", "cnn")}
     learner = seated(federation, federation.job(server, 2, 0))
-    first = federation.method._inner_loss(learner).item()  # type: ignore[attr-defined]
+    first = client_of(federation).inner_loss(learner).item()
     for _ in range(40):
-        learner.backward(federation.method._inner_loss(learner))  # type: ignore[attr-defined]
-        learner.optimizer_of(intermediate(learner.model)).step()
-    assert federation.method._inner_loss(learner).item() < first  # type: ignore[attr-defined]
+        learner.backward(client_of(federation).inner_loss(learner))
+        learner.optimize(intermediate(learner.model))
+    assert client_of(federation).inner_loss(learner).item() < first
 
 
 def test_a_projection_comes_back_by_its_transpose() -> None:
     federation, server = after(1, *FAMILIES)
     for client in (0, 5):
         learner = seated(federation, federation.job(server, 2, client))
-        for matrix in (learner.notes[IN], learner.notes[OUT]):
+        for matrix in (learner.scratch[SCRATCH][IN], learner.scratch[SCRATCH][OUT]):
             wide = matrix.shape[0] <= matrix.shape[1]
             product = matrix @ matrix.t() if wide else matrix.t() @ matrix
             torch.testing.assert_close(product, torch.eye(len(product)), rtol=0, atol=1e-5)
-        vectors = learner.message[IN]
-        there = federation.method._restored(learner, vectors)  # type: ignore[attr-defined]
-        assert there.shape[1:] == federation.method._own_shapes(learner)[0]  # type: ignore[attr-defined]
+        vectors = learner.broadcast[IN]
+        there = client_of(federation).restored(learner, vectors)
+        assert there.shape[1:] == client_of(federation)._shapes[learner.size][0]
 
 
 def test_without_a_projection_families_keep_their_features_to_themselves() -> None:
     federation, server = after(2, *FAMILIES, "method.projection=0", *SGD)
-    shapes = {size: federation.method._shapes[size][0] for size in ("vit1", "cnn")}  # type: ignore[attr-defined]
+    shapes = {size: client_of(federation)._shapes[size][0] for size in ("vit1", "cnn")}
     for client in range(6):
         message = federation.job(server, 3, client).broadcast
         assert message and message[IN].shape[1:] == shapes[federation.sizes[client]]

@@ -165,12 +165,12 @@ def test_the_first_round_of_fedrolex_is_heterofls() -> None:
 
 def test_owners_are_counted_by_coordinate_where_parts_are_pieces() -> None:
     federation = federation_of(*WIDTH, "federation.size_fractions=[1,1,1]")
-    world = federation.method.info
+    info = federation.method.info
     width = len(federation.start().state["bn1.weight"])
     expected = [6.0] * (width // 4) + [4.0] * (width // 4) + [2.0] * (width // 2)
-    assert world.owners("bn1.weight").tolist() == expected  # type: ignore[union-attr]
-    assert world.owners("fc.bias") == 6
-    corner = world.owners("layer1.0.conv1.weight")
+    assert info.owners("bn1.weight").tolist() == expected  # type: ignore[union-attr]
+    assert info.owners("fc.bias") == 6
+    corner = info.owners("layer1.0.conv1.weight")
     assert isinstance(corner, torch.Tensor) and corner[0, 0, 0, 0] == 6 and corner[-1, 0, 0, 0] == 2
 
 
@@ -216,13 +216,13 @@ def test_answers_for_classes_a_client_lacks_are_zero_in_its_loss() -> None:
     clients.seat(learner, job, clients.plan(job), {})
     held = {int(label) for label in federation.dataset.train.labels[federation.partition.of(2)]}
     assert 0 < len(held) < 10
-    assert learner.notes["held"].nonzero().flatten().tolist() == sorted(held)
-    images, labels = learner.batches.next(8)
+    assert learner.scratch["classes"]["present"].nonzero().flatten().tolist() == sorted(held)
+    images, labels = learner.inputs, learner.targets = learner.batches.next(8)
     answers = learner.model(images)
     gone = [label for label in range(10) if label not in held]
     answers[:, gone] = 0
     expected = F.cross_entropy(answers, labels)
-    torch.testing.assert_close(federation.method.loss(learner, images, labels), expected)
+    torch.testing.assert_close(federation.method.client.loss(learner), expected)
 
 
 def test_classifier_rows_are_the_mean_over_clients_that_have_the_label() -> None:
@@ -275,22 +275,24 @@ def test_the_pass_leaves_each_size_with_the_statistics_of_its_clients_examples(b
 @pytest.mark.parametrize("case", ["HeteroFL", "FjORD", "ScaleFL", "DepthFL"])
 def test_steps_can_be_captured(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     federation = federation_of(*CASES[case], "training.steps=3")
-    step = federation.method.step
+    train_step = federation.method.client.train_step
     places: dict[int, set[tuple[int, ...]]] = {}
 
-    def guarded(learner: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def guarded(learner: Any) -> torch.Tensor:
         with NoValueIsRead():
-            loss = step(learner, images, labels)
-        kept = (*learner.tensors.values(), *learner.notes.values(), *learner.memory.values())
-        places.setdefault(id(learner), set()).add(tuple(tensor.data_ptr() for tensor in kept))
+            loss = train_step(learner)
+        states = [learner.state, learner.client_state, *learner.scratch.values()]
+        addresses = tuple(tensor.data_ptr() for state in states for tensor in state.values())
+        places.setdefault(id(learner), set()).add(addresses)
         return loss
 
-    monkeypatch.setattr(federation.method, "step", guarded)
+    monkeypatch.setattr(federation.method.client, "train_step", guarded)
     played(federation, federation.start(), 2)
     assert places and all(len(seen) == 1 for seen in places.values())
 
 
-def test_a_world_without_pieces_counts_by_name() -> None:
+def test_owners_without_pieces_are_counted_by_name() -> None:
     federation = federation_of("split.name=depth")
-    world = FederationInfo(federation.split, federation.sizes, 10, 1, 1, ImageShape(1, 16, 16))
-    assert {world.owners(name) for name in federation.split.parameters} == {2, 4, 6}
+    training = federation.config.training
+    info = FederationInfo(federation.split, federation.sizes, 10, 1, training, ImageShape(1, 16, 16))
+    assert {info.owners(name) for name in federation.split.parameters} == {2, 4, 6}

@@ -23,7 +23,7 @@ from motley.runs.checkpoint import checkpoints, fingerprint, load_checkpoint
 from motley.runs.metrics import MetricsLog
 from motley.runs.run import resume_run, start_run
 from tests.conftest import TINY, tiny_config
-from tests.runs import crash, remembering
+from tests.runs import crash, stateful
 from tests.runs.crash import Fate, InterruptAt
 
 ROUNDS = 8
@@ -239,14 +239,14 @@ CLIENTS_PER_ROUND = 4  # as in TINY
 
 @pytest.fixture(scope="module", autouse=True)
 def registered_method() -> Iterator[None]:
-    with remembering.registered():
+    with stateful.registered():
         yield
 
 
 @pytest.fixture(scope="module")
 def stateful_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stateful") / "run"
-    remembering.live(folder, STATEFUL, updates=0, killed=False)
+    stateful.run(folder, STATEFUL, updates=0, killed=False)
     return folder
 
 
@@ -269,7 +269,7 @@ def test_interrupted_in_the_middle_of_a_round(tmp_path: Path, stateful_run: Path
     """Clients of the interrupted round have saved new states. A resumed run must not use them."""
     folder = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt) as caught:
-        remembering.live(folder, STATEFUL, updates, killed=False)
+        stateful.run(folder, STATEFUL, updates, killed=False)
     assert saved(folder).round_number == (updates - 1) // CLIENTS_PER_ROUND
     resume_run(folder)
     assert_same_run_and_client_states(folder, stateful_run)
@@ -280,7 +280,7 @@ def test_killed_in_the_middle_of_rounds(tmp_path: Path, stateful_run: Path) -> N
     """Killed in the first round, in a round right after a checkpoint, and in a later one."""
     folder = tmp_path / "run"
     for updates in (3, 2 * CLIENTS_PER_ROUND + 2, 2 * CLIENTS_PER_ROUND - 1):
-        process = crash.start(remembering.live_registered, folder, STATEFUL, updates, True)
+        process = crash.start(stateful.run_registered, folder, STATEFUL, updates, True)
         assert crash.finish(process) == -signal.SIGKILL
     assert saved_round(folder) == 2
     resume_run(folder)
@@ -296,8 +296,8 @@ def test_killed_while_client_states_and_checkpoints_are_saved(tmp_path: Path, st
     """
     folder = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        remembering.live(folder, STATEFUL, 2 * CLIENTS_PER_ROUND + 1, killed=False)
-    process = crash.start(remembering.live_with_fate, folder, STATEFUL, Fate(at))
+        stateful.run(folder, STATEFUL, 2 * CLIENTS_PER_ROUND + 1, killed=False)
+    process = crash.start(stateful.run_with_fate, folder, STATEFUL, Fate(at))
     assert crash.finish(process) == -signal.SIGKILL
     resume_run(folder)
     assert_same_run_and_client_states(folder, stateful_run)
@@ -307,7 +307,7 @@ def test_client_states_of_an_incomplete_round_are_replaced(tmp_path: Path, state
     """A kill between saving client states and the checkpoint leaves states of future rounds."""
     folder = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        remembering.live(folder, STATEFUL, 2 * CLIENTS_PER_ROUND + 1, killed=False)
+        stateful.run(folder, STATEFUL, 2 * CLIENTS_PER_ROUND + 1, killed=False)
     stale = MemoryStore(folder / "clients")
     for number in (3, 4, 5):
         for client in range(6):
@@ -321,7 +321,7 @@ def test_going_back_to_an_older_checkpoint(tmp_path: Path, stateful_run: Path) -
     """The advice of the error about a damaged checkpoint works: older client states still exist."""
     folder = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        remembering.live(folder, STATEFUL, 4 * CLIENTS_PER_ROUND + 1, killed=False)
+        stateful.run(folder, STATEFUL, 4 * CLIENTS_PER_ROUND + 1, killed=False)
     _, newest = checkpoints(folder / "checkpoints")
     newest.rename(folder / "broken")
     assert saved(folder).round_number == 2

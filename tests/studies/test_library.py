@@ -67,7 +67,7 @@ def not_built_yet(configs: Iterator[Config]) -> Iterator[Config]:
 def data_available(monkeypatch: pytest.MonkeyPatch) -> None:
     """Assume that all data sets are available, and build no evaluator: five times as fast."""
     monkeypatch.setattr(sweep, "_missing_data", lambda *arguments: iter(()))
-    monkeypatch.setattr("motley.federation.Evaluator", lambda *arguments: None)
+    monkeypatch.setattr("motley.federation.Evaluator", lambda *arguments, **options: None)
 
 
 @pytest.mark.usefixtures("data_available")

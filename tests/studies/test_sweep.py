@@ -35,6 +35,15 @@ def test_selected_cases() -> None:
         plan_cells(study, "quick", cases=["alpha 2"])
 
 
+@pytest.mark.parametrize("key", ["optional", "asked"])
+def test_an_optional_data_set_runs_only_if_it_is_named(sweep: Path, key: str) -> None:
+    """`asked` is the old name of the key."""
+    data = f'[[data]]\nname = "digits"\n[[data]]\nname = "mine"\npath = "a.npz"\n{key} = true\n'
+    with_data(sweep, data)
+    assert {cell.data for cell in cells(sweep)} == {"digits"}
+    assert {cell.data for cell in cells(sweep, data=["mine"])} == {"mine"}
+
+
 def test_overridden_rounds_are_not_scaled(sweep: Path) -> None:
     overrides = parse_overrides(["training.rounds=7"])
     assert cells(sweep, "quick", overrides=overrides)[0].runs[0].config.training.rounds == 7

@@ -32,7 +32,7 @@ from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.engine import Job
 from motley.federation import Federation
-from motley.methods.levels import Levels
+from motley.methods.fedimpro_cut import Cut
 from motley.models.stages import chain_of, owned
 from motley.round import Record
 
@@ -80,14 +80,14 @@ def _levels(federation: Federation, layers: Mapping[str, float]) -> dict[str, fl
     """
     split = federation.split
     try:
-        levels = Levels(federation.method.info, getattr(federation.config.method, "cut", ""))
+        cut = Cut(split, federation.method.info.image, getattr(federation.config.method, "cut", ""))
     except MotleyError:
         # A model that is not a chain of stages has no levels.
         return {}
     high_layers = set()
     for size, blueprint in split.blueprints.items():
         part = split.part(size)
-        _, high_level = levels.of(chain_of(blueprint.module), size)
+        _, high_level = cut.levels(chain_of(blueprint.module), size)
         for local in owned(blueprint.module, high_level):
             high_layers.add(layer_of(part[local].name))
     sums = {LOW: 0.0, HIGH: 0.0}

@@ -98,13 +98,13 @@ def measure_overhead(federation: Federation) -> Overhead:
         names = federation.split.parameters_of(update.size)
         parameter_counts.append(_count({name: update.delta[name] for name in names}))
     states = {job.size: job.state for job in jobs.values()}
-    client_states = [method.initial_client_state(size, state) for size, state in states.items()]
+    client_states = [method.client.initial_client_state(size, state) for size, state in states.items()]
     # Round 2: trace one step per size. Sizes may have been redrawn.
-    method_state = method.update(server.method, server.state, updates)
+    method_state = method.server.update(server.method, server.state, updates)
     broadcasts, steps = [], []
     for client in _one_client_per_size(federation, 2):
         size = federation.size_of(client, 2)
-        broadcast = method.broadcast(method_state, server.state, 2, client)
+        broadcast = method.server.broadcast(method_state, server.state, 2, client)
         broadcasts.append(broadcast)
         steps.append(trace_step(engine, Job(2, client, size, states[size], broadcast)))
     return Overhead(
@@ -141,8 +141,7 @@ def trace_step(engine: DebugEngine, job: Job) -> StepCost:
         clients.seat(learner, job, plan, clients.recall(job))
         learner.step(plan.lengths[0])
         learner.batches.rewind()
-        for parameter in learner.parameters.values():
-            parameter.grad = None
+        learner.drop_gradients()
         permanent = _permanent_tensors(learner)
         with LiveBytes(permanent) as live, FlopCounterMode(display=False) as counter:
             learner.step(plan.lengths[0])
@@ -153,8 +152,8 @@ def trace_step(engine: DebugEngine, job: Job) -> StepCost:
 def _permanent_tensors(learner: Learner) -> list[Tensor]:
     """Return the tensors that a learner keeps from step to step."""
     tensors: list[Tensor] = []
-    states = (learner.tensors, learner.start, learner.message, learner.memory, learner.notes)
-    for state in states:
+    states = [learner.state, learner.received, learner.broadcast, learner.client_state]
+    for state in (*states, *learner.scratch.values()):
         tensors.extend(state.values())
     for optimizer_state in learner.optimizer.state.values():
         for value in optimizer_state.values():

@@ -52,7 +52,11 @@ def _warnings(folder: RunFolder, before: Config, config: Config) -> list[str]:
             "with the new values; its result will match neither configuration."
         )
     rounds_changed = config.training.rounds != before.training.rounds or "training.rounds" in edited
-    if rounds_done and rounds_changed and METHODS[config.method.name].uses_total_rounds:
+    if (
+        rounds_done
+        and rounds_changed
+        and METHODS[config.method.name].requirements.uses_total_rounds
+    ):
         warnings.append(
             f"{config.method.name} schedules its training by the total number of rounds, and "
             f"rounds 1 to {rounds_done} ran with another total. The result differs from that of a "

@@ -129,7 +129,7 @@ def _list() -> Table:
     names = [_FIRST, *(name for name in declared_studies if name != _FIRST)]
     for name in names:
         declared = declared_studies[name]
-        columns_ = [column for column in declared.data if not column.asked]
+        columns_ = [column for column in declared.data if not column.optional]
         count = len(declared.methods) * len(columns_) * len(declared.cases) * len(declared.seeds)
         table.add_row(name, declared.summary, str(count))
     return table

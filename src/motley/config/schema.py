@@ -304,7 +304,7 @@ class Config(Settings):
 
     def _check_method(self) -> None:
         method = self.method
-        if method.inco.active and not METHODS[method.name].exchanges_weights:
+        if method.inco.active and not METHODS[method.name].requirements.exchanges_weights:
             raise MotleyError(
                 f"method.inco.variant = {method.inco.variant!r}: {method.name!r} exchanges no "
                 "weights, so there is no delta to work on. Use method.inco.variant = 'off'."

@@ -17,8 +17,9 @@ from dataclasses import replace
 import torch
 
 from motley.core.part import State
+from motley.core.update import ClientUpdate
 from motley.engine.base import Job
-from motley.engine.clients import Clients, Turn
+from motley.engine.clients import Clients
 from motley.engine.slots import Slot
 from motley.engine.training import Plan
 
@@ -33,17 +34,16 @@ class AwaySlot(Slot):
 
     def load(self, job: Job, plan: Plan) -> None:
         """Carry a job over and start its turn."""
-        self._sent = job
         with self._on_both():
             here = replace(job, state=carried(job.state, self.device), broadcast=carried(job.broadcast, self.device))
             super().load(here, plan)
 
-    def unload(self) -> Turn:
-        """End the turn and carry it home."""
+    def unload(self) -> ClientUpdate:
+        """End the client's training and carry its update home."""
         with self._on_both():
-            turn = super().unload()
-            delta, payload = carried(turn.delta, self.home), carried(turn.payload, self.home)
-            return replace(turn, job=self._sent, delta=delta, payload=payload, loss=turn.loss.to(self.home, copy=True))
+            update = super().unload()
+            delta, payload = carried(update.delta, self.home), carried(update.payload, self.home)
+            return replace(update, delta=delta, payload=payload, loss=update.loss.to(self.home, copy=True))
 
     def follow(self) -> None:
         """Let the slot's streams wait for the work so far on both devices."""

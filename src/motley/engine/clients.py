@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection as Names
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -25,21 +24,8 @@ from motley.engine.training import NO_STEPS, Plan, TrainingSettings, make_plan
 from motley.methods.base import Collection, Method
 from motley.privacy.mechanism import DPMechanism
 
+#: Collection batches are this many times larger than training batches, because no activations are kept.
 COLLECTED = 8
-"""Collection batches are this many times larger than training batches, because no activations are kept."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A turn that is over, its tensors still on the device."""
-
-    job: Job
-    delta: State
-    payload: State
-    loss: Tensor
-    steps: int
-    remembers: bool = False
-    """Whether the method filed a client state of this turn."""
 
 
 class Clients:
@@ -96,7 +82,7 @@ class Clients:
         model = self.method.info.split.build(size)
         return Learner(
             model,
-            self.method,
+            self.method.client,
             self.training,
             self.copies[where],
             longest=max(longest, 1),
@@ -136,65 +122,65 @@ class Clients:
         )
 
     def recall(self, job: Job) -> State:
-        """Return the memory a job's client starts its turn with."""
-        fresh = self.method.initial_client_state(job.size, job.state)
-        if not fresh or job.client_state_round is None:
-            return fresh
+        """Return the client state that a job starts with: the stored one, or the initial one."""
+        if not self.method.requirements.client_state:
+            return {}
+        if job.client_state_round is None:
+            return self.method.client.initial_client_state(job.size, job.state)
         return without_residual(self.memory.recall(job.client, job.client_state_round))
 
-    def seat(self, learner: Learner, job: Job, plan: Plan, memory: State) -> None:
+    def seat(self, learner: Learner, job: Job, plan: Plan, client_state: State) -> None:
         """Put a client into a learner."""
-        learner.owned = self.partition.of(job.client)
-        learner.load(job, memory, plan, self.seed, self.samples(job.client))
+        learner.rows = self.partition.of(job.client)
+        learner.load(job, client_state, plan, self.seed)
         # A slot on a GPU is loaded twice, before and after its step is captured. The state is in host memory there,
         # and the training is not.
         if self.lean and self.device.type == "cpu":
             job.state.clear()
 
-    def finish(self, learner: Learner) -> Turn:
-        """Take a client out of its learner, with what it sends and what it remembers."""
+    def finish(self, learner: Learner) -> ClientUpdate:
+        """Take a client out of its learner: store its state, and return its update."""
         assert learner.job is not None
         if self.lean:
             learner.drop_moments()
-        delta, payload, memory, loss = learner.upload()
-        self.memory.put(learner.job.client, learner.job.round_number, memory)
-        return Turn(learner.job, delta, payload, loss, learner.taken, remembers=bool(memory))
+        delta, payload, client_state, loss = learner.result()
+        needs = self.method.requirements
+        if (payload and not needs.payload) or bool(client_state) != needs.client_state:
+            raise TypeError(
+                f"{type(self.method.client).__name__}.finish returned a payload of {sorted(payload)} and a client "
+                f"state of {sorted(client_state)}; its method declares {needs}."
+            )
+        return self.update(learner.job, delta, payload, client_state, loss, learner.num_steps)
 
-    def uploads(self, turns: Sequence[Turn]) -> list[ClientUpdate]:
-        """Return the updates of finished turns in the order of client ids, without waiting for the device.
+    def update(
+        self, job: Job, delta: State, payload: State, client_state: State, loss: Tensor, num_steps: int
+    ) -> ClientUpdate:
+        """Return a client's update as it leaves the client, and store the client's state.
 
         This is the upload boundary: deltas are privatized or encoded here, whichever engine ran the client. With
-        differential privacy, the number of examples, the number of steps and the loss are withheld.
+        differential privacy, the number of examples, the number of steps and the loss are withheld. `loss` is the sum
+        over the steps.
         """
-        uploads = []
-        for turn in sorted(turns, key=lambda turn: turn.job.client):
-            client, delta = turn.job.client, turn.delta
-            if self.dp is not None:
-                delta = self.dp.privatize(delta, turn.job.round_number, client)
-                uploads.append(ClientUpdate(client=client, delta=delta, num_examples=1, num_steps=1))
-                continue
-            if self.encoding != "fp32":
-                delta = self._encoded(turn)
-            loss = turn.loss / turn.steps
-            update = ClientUpdate(
-                client=client,
-                delta=delta,
-                payload=turn.payload,
-                num_examples=self.samples(client),
-                num_steps=turn.steps,
-                loss=loss,
-            )
-            uploads.append(update)
-        return uploads
-
-    def _encoded(self, turn: Turn) -> State:
-        """Return a delta as it travels; its rounding errors are filed with the client's state."""
-        job = turn.job
-        before = self.memory.recall(job.client, job.client_state_round) if job.client_state_round is not None else {}
-        wire, residual = encoded(turn.delta, before, self.encoding)
-        own = self.memory.get(job.client, job.round_number) if turn.remembers else {}
-        self.memory.put(job.client, job.round_number, {**own, **residual})
-        return wire
+        client, round_number = job.client, job.round_number
+        if self.dp is not None:
+            self.memory.put(client, round_number, client_state)
+            delta = self.dp.privatize(delta, round_number, client)
+            return ClientUpdate(client=client, delta=delta, num_examples=1, num_steps=1)
+        if self.encoding != "fp32":
+            before = {}
+            if job.client_state_round is not None:
+                before = self.memory.recall(client, job.client_state_round)
+            delta, residual = encoded(delta, before, self.encoding)
+            client_state = {**client_state, **residual}
+        self.memory.put(client, round_number, client_state)
+        return ClientUpdate(
+            client=client,
+            delta=delta,
+            payload=payload,
+            num_examples=self.samples(client),
+            num_steps=num_steps,
+            loss=loss / num_steps,
+        )
 
     def collect(self, learner: Learner, job: Job) -> Collection:
         """Ask one client for the collection that the job names, over all of its examples.
@@ -220,7 +206,7 @@ class Clients:
             self.seat(learner, job, NO_STEPS, self.recall(job))
             learner.seed_step()
             with learner.weights.single_precision(), learner.without_compilation():
-                values = self.method.collect(learner, learner.examples(plan))
+                values = self.method.client.collect(learner, learner.examples(plan))
         return Collection(job.client, self.samples(job.client), values, job.size, job.round_number)
 
 

@@ -24,7 +24,7 @@ class DebugEngine:
 
     def train(self, jobs: Sequence[Job], done: Done) -> list[ClientUpdate]:
         """Train every job's client."""
-        turns = []
+        updates = []
         with own_randomness(self.clients.device):
             for job in jobs:
                 plan = self.clients.plan(job)
@@ -36,10 +36,10 @@ class DebugEngine:
                 for length in plan.lengths:
                     learner.seed_step()
                     learner.step(length)
-                    learner.taken += 1
-                turns.append(self.clients.finish(learner))
+                    learner.num_steps += 1
+                updates.append(self.clients.finish(learner))
                 done(job.client)
-        return self.clients.uploads(turns)
+        return sorted(updates, key=lambda update: update.client)
 
     def collect(self, jobs: Sequence[Job]) -> list[Collection]:
         """Ask every job's client for a collection."""

@@ -1,15 +1,16 @@
-"""A client while it trains: its model, its optimiser, and every tensor that a method's client hooks may use.
+"""One client in training: its model, its optimizer, and the `Step` that its algorithm sees.
 
-All tensors stay where they are for the learner's whole life. A turn copies a client's values into them, and a step
-reads its batch by a counter on the device; that is what lets a step be captured once as a CUDA graph and replayed for
-any client of the same size.
+All tensors stay in place for the learner's whole life. Loading a client copies its values into them,
+and a step reads its batch by a counter on the device. So a step can be captured once as a CUDA graph
+and replayed for any client of the same size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch.func import functional_call
 
 from motley.core.part import State, by_type
 from motley.core.randomness import key
+from motley.core.tensors import add_, difference, norms
 from motley.data.device import DeviceData
 from motley.engine.base import Job
 from motley.engine.batches import Batches
@@ -29,47 +31,65 @@ from motley.engine.optimizers import Optimizer
 from motley.engine.training import Plan, TrainingSettings, reset
 from motley.engine.weights import Weights, working_type
 from motley.kernels import AVAILABLE
-from motley.methods.base import Method
+from motley.methods.base import ClientAlgorithm
+
+#: What is computed with a model and a batch of inputs.
+Forward: TypeAlias = Callable[[nn.Module, Tensor], Tensor]
 
 
 def shapes_of(*states: State) -> object:
-    """Return what tells messages and memories of one shape from those of another, whatever the order of their names."""
+    """Return a key for the names and shapes of states, whatever the order of their names."""
     return tuple(tuple(sorted((name, tuple(tensor.shape)) for name, tensor in state.items())) for state in states)
 
 
-Ask = Callable[[nn.Module, Tensor], Tensor]
-"""What is computed with a model and a batch of images."""
+class _Forward(nn.Module):
+    """A model with another forward function, because `functional_call` calls modules only."""
 
-
-class _Asked(nn.Module):
-    """A model as a function that need not be its own `forward`."""
-
-    def __init__(self, model: nn.Module, ask: Ask) -> None:
+    def __init__(self, model: nn.Module, forward: Forward) -> None:
         super().__init__()
-        self.model, self.ask = model, ask
+        self.model, self.function = model, forward
 
-    def forward(self, images: Tensor) -> Tensor:
-        return self.ask(self.model, images)
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.function(self.model, inputs)
+
+
+@dataclass(frozen=True)
+class _Proximal:
+    """A proximal term that is not yet in the gradients."""
+
+    mu: float | Mapping[str, float]
+    center: State
+    norms: bool
+
+    def strength(self, name: str) -> float:
+        return self.mu[name] if isinstance(self.mu, Mapping) else self.mu
 
 
 @contextmanager
 def _restored(groups: list[list[Tensor]]) -> Iterator[None]:
-    """Put tensors back after a block. What autograd keeps of them for a backward still to come does not mind."""
-    kept = [[torch.empty_like(tensor) for tensor in group] for group in groups]
-    for room, group in zip(kept, groups, strict=True):
-        torch._foreach_copy_(room, group)
+    """Restore tensors at the end of a block.
+
+    They are restored behind autograd's back (`.data`), because it may keep some of them for a
+    backward pass that is still to come, and does not need their values.
+    """
+    copies = [[torch.empty_like(tensor) for tensor in group] for group in groups]
+    for copy, group in zip(copies, groups, strict=True):
+        torch._foreach_copy_(copy, group)
     yield
-    for group, room in zip(groups, kept, strict=True):
-        torch._foreach_copy_([tensor.data for tensor in group], room)
+    for group, copy in zip(groups, copies, strict=True):
+        torch._foreach_copy_([tensor.data for tensor in group], copy)
 
 
 class Learner:
-    """A model with everything a turn needs, used by one client at a time."""
+    """A model with everything that local training needs, used by one client at a time.
+
+    It implements `motley.methods.step.Step`, which documents the names that algorithms use.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        method: Method,
+        algorithm: ClientAlgorithm,
         training: TrainingSettings,
         data: DeviceData,
         *,
@@ -87,80 +107,80 @@ class Learner:
         self._compiled = compiled
         if compiled:
             compile_model(self.model)
-        self.method, self.training, self.data, self.device = method, training, data, device
+        self.algorithm, self.training, self.data, self.device = algorithm, training, data, device
         self.weights = Weights(self.model, precision)
-        self.parameters = self.weights.masters
+        #: The model's own tensors, which are rounded to 16 bits in fp16 and bf16.
         self._computing: State = self.model.state_dict()
-        self.tensors: State = {n: self.parameters.get(n, tensor) for n, tensor in self._computing.items()}
-        """Parameters and buffers: the live part."""
-        self.start: State = {name: torch.empty_like(tensor.detach()) for name, tensor in self.tensors.items()}
-        """The part as it was received; frozen during the turn."""
-        self.trained = [parameter.detach() for parameter in self.parameters.values()]
-        """The parameters as plain tensors, to be changed in place; `anchors` and `gradients` are in the same order."""
-        self.anchors = self.in_order(self.start)
-        buffers = by_type(tensor for name, tensor in self.tensors.items() if name not in self.parameters)
+        self.params: State = {n: tensor.detach() for n, tensor in self.weights.masters.items()}
+        self.state: State = {n: self.params.get(n, t) for n, t in self._computing.items()}
+        self.received: State = {n: torch.empty_like(tensor) for n, tensor in self.state.items()}
+        buffers = by_type(tensor for name, tensor in self.state.items() if name not in self.params)
         self._buffers = [group for group in buffers if group]
-        self._starts = by_type(self.start.values())
-        self._lives = by_type(tensor.detach() for tensor in self.tensors.values())
-        self._rooms: dict[object, tuple[State, State, State]] = {}
-        self.message: State = {}
-        self.memory: State = {}
-        self.notes: State = {}
-        """What a method keeps for the length of a turn; see `note`."""
-        self.optimizer = self._optimizer(self.parameters.values(), self.weights)
-        self.publishes = "optimizer" in self._kernels
-        """Whether the optimiser reads gradients where they lie, and its step is seen by the model without `publish`."""
+        self._received_by_type = by_type(self.received.values())
+        self._state_by_type = by_type(self.state.values())
+        #: Tensors for a broadcast, a client state and scratch values, by the shapes of the first two.
+        self._rooms: dict[object, tuple[State, State, dict[str, State]]] = {}
+        self.broadcast: State = {}
+        self.client_state: State = {}
+        self.scratch: dict[str, State] = {}
+        self._proximal: _Proximal | None = None
+        #: Whether the optimizer is ours: it reads gradients where `backward` leaves them, adds a proximal
+        #: term on the way, and writes the model's 16-bit weights.
+        self.fused_optimizer = "optimizer" in self._kernels
+        self.optimizer = self._make_optimizer(self.weights.masters.values(), self.weights)
         self._optimizers: dict[tuple[str, ...], Optimizer] = {}
         self.lr: Tensor | float = self.optimizer.param_groups[0]["lr"]
         self.round = torch.zeros((), dtype=torch.long, device=device)
-        self.samples = torch.zeros((), dtype=torch.long, device=device)
         self.lengths: list[int] = []
         self.batches = Batches(data, training.batch_size, longest, working_type(precision), lean)
+        self.inputs = self.targets = self._no_batch = torch.zeros(0, dtype=self.batches.dtype)
         self._loss = torch.zeros((), device=device)
-        self.taken = 0
+        self.num_steps = 0
         self._seed = 0
         self.job: Job | None = None
-        self.owned = np.zeros(0, dtype=np.int64)
-        """The examples of the client, all of them."""
+        #: The rows of all examples of the client.
+        self.rows = np.zeros(0, dtype=np.int64)
         self.generator = torch.Generator(device) if device.type == "cuda" else None
 
-    def _optimizer(self, tensors: Iterable[Tensor], weights: Weights | None = None) -> Optimizer:
-        fused = "optimizer" in self._kernels
-        return self.training.optimizer.build(tensors, self.device, fused, weights, self.weights.scale)
+    def _make_optimizer(self, tensors: Iterable[Tensor], weights: Weights | None = None) -> Optimizer:
+        fused, scale = self.fused_optimizer, self.weights.scale
+        return self.training.optimizer.build(tensors, self.device, fused, weights, scale)
 
-    # ---- a turn
+    # ---- a client's training, from its job to its result
 
-    def hold(self, message: State, memory: State) -> None:
-        """Take the room for a message and a memory of these shapes. Rooms are kept: captured steps write into them."""
-        shapes = shapes_of(message, memory)
+    def hold(self, broadcast: State, client_state: State) -> None:
+        """Make room for a broadcast and a client state of these shapes.
+
+        The tensors are kept, because captured steps read and write them.
+        """
+        shapes = shapes_of(broadcast, client_state)
         if shapes not in self._rooms:
-            self._rooms[shapes] = self._room(message), self._room(memory), {}
-        self.message, self.memory, self.notes = self._rooms[shapes]
+            self._rooms[shapes] = self._like(broadcast), self._like(client_state), {}
+        self.broadcast, self.client_state, self.scratch = self._rooms[shapes]
 
-    def _room(self, given: State) -> State:
-        return {name: on_device(torch.zeros_like(tensor), self.device) for name, tensor in given.items()}
+    def _like(self, state: State) -> State:
+        return {n: on_device(torch.zeros_like(t), self.device) for n, t in state.items()}
 
     def receive(self, state: State) -> None:
-        """Copy a part into the model. On its own, without `load`, for passes that need nothing of the method."""
+        """Copy a part into the model. On its own, without `load`, for passes that need no method."""
         with torch.no_grad():
-            received = by_type(state[name] for name in self.start)
-            for start, live, values in zip(self._starts, self._lives, received, strict=True):
+            given = by_type(state[name] for name in self.received)
+            groups = zip(self._received_by_type, self._state_by_type, given, strict=True)
+            for received, live, values in groups:
                 if values:
-                    torch._foreach_copy_(start, values)
+                    torch._foreach_copy_(received, values)
                     torch._foreach_copy_(live, values)
-        self.publish()
+        self.sync()
 
-    def load(self, job: Job, memory: State, plan: Plan, seed: int, samples: int) -> None:
-        """Take a client's seat: its part, message, memory and plan, with a fresh optimiser."""
-        self.job, self.lengths, self.taken = job, plan.lengths, 0
+    def load(self, job: Job, client_state: State, plan: Plan, seed: int) -> None:
+        """Load a client: its part, broadcast, state and plan, with a fresh optimizer."""
+        self.job, self.lengths, self.num_steps = job, plan.lengths, 0
         self._seed = seed
-        self.hold(job.broadcast, memory)
+        self.hold(job.broadcast, client_state)
         self.receive(job.state)
-        with torch.no_grad():
-            for room, given in ((self.message, job.broadcast), (self.memory, memory)):
-                for into, values in zip(by_type(room.values()), by_type(given[name] for name in room), strict=True):
-                    if into:
-                        torch._foreach_copy_(into, values, non_blocking=True)
+        self._proximal = None
+        self._copy_in(self.broadcast, job.broadcast)
+        self._copy_in(self.client_state, client_state)
         for optimizer in (self.optimizer, *self._optimizers.values()):
             reset(optimizer, self.training.lr(job.round_number))
         self.lr = self.optimizer.param_groups[0]["lr"]
@@ -168,19 +188,38 @@ class Learner:
             self.weights.scale.reset()
         self.batches.load(plan)
         self.round.fill_(job.round_number)
-        self.samples.fill_(samples)
         self._loss.zero_()
-        self.seed_turn()
+        self.seed_training()
         with self.without_compilation():
-            self.method.before_training(self)
+            self.algorithm.before_training(self)
+
+    @torch.no_grad()
+    def _copy_in(self, room: State, values: Mapping[str, Tensor]) -> None:
+        """Copy tensors that may be in host memory, without waiting for the device."""
+        groups = zip(by_type(room.values()), by_type(values[name] for name in room), strict=True)
+        for into, given in groups:
+            if into:
+                torch._foreach_copy_(into, given, non_blocking=True)
 
     @property
     def finished(self) -> bool:
-        """Whether the turn's last step has been taken."""
-        return self.taken == len(self.lengths)
+        """Whether the last step has been taken."""
+        return self.num_steps == len(self.lengths)
 
-    def seed_turn(self) -> None:
-        """Key the generator of a turn on a GPU, where each learner has a generator state of its own.
+    @property
+    def round_number(self) -> int:
+        """The round of the job."""
+        assert self.job is not None
+        return self.job.round_number
+
+    @property
+    def size(self) -> str:
+        """The client's model size."""
+        assert self.job is not None
+        return self.job.size
+
+    def seed_training(self) -> None:
+        """Key the generator of a client's training on a GPU, where each learner has its own.
 
         Steps on different streams would otherwise race for the one seed that captured graphs read.
         """
@@ -188,29 +227,32 @@ class Learner:
             self.generator.manual_seed(self._key())
 
     def seed_step(self) -> None:
-        """Key torch's own CPU generator for the next step: learners take turns with it."""
+        """Key torch's own CPU generator for the next step, because learners share it."""
         if self.generator is None:
-            torch.random.default_generator.manual_seed(self._key(self.taken))
+            torch.random.default_generator.manual_seed(self._key(self.num_steps))
 
     def _key(self, *step: int) -> int:
         assert self.job is not None
         return key(self._seed, "step", self.job.round_number, self.job.client, *step)
 
     def use_generator(self) -> None:
-        """Make this learner's generator state the one that torch's random functions on its GPU draw from."""
+        """Let torch's random functions on the learner's GPU draw from its generator."""
         use_generator(self.generator)
 
     def step(self, length: int) -> None:
         """Take the step that the counter on the device points at. This is what a graph captures.
 
-        A compiled model is compiled for whole batches only. Every client's last batch may have a length of its own, and
-        compiling takes longer than many steps, so short batches run as they would without compilation.
+        A compiled model is compiled for whole batches only. Every client's last batch may have a
+        length of its own, and compiling takes longer than many steps, so short batches run as they
+        would without compilation.
         """
         whole = length == self.training.batch_size
         with self._compilation() if whole else self.without_compilation():
-            images, labels = self.batches.next(length)
-            self._loss.add_(self.method.step(self, images, labels).float())
-        self._drop_gradients()
+            self.inputs, self.targets = self.batches.next(length)
+            self._loss.add_(self.algorithm.train_step(self).float())
+        # Let go of the batch, so that a captured graph can use its memory again.
+        self.inputs = self.targets = self._no_batch
+        self.drop_gradients()
 
     def _compilation(self) -> AbstractContextManager[None]:
         return compilation() if self._compiled else nullcontext()
@@ -222,186 +264,187 @@ class Learner:
     @contextmanager
     def captured(self, steps: int) -> Iterator[None]:
         """Do what a capture of some steps needs before and after it."""
-        fused: list[Any] = [self.optimizer, *self._optimizers.values()] if self.publishes else []
+        fused: list[Any] = []
+        if self.fused_optimizer:
+            fused = [self.optimizer, *self._optimizers.values()]
         for optimizer in fused:
             optimizer.reserve(steps)
         yield
         for optimizer in fused:
             optimizer.settle()
 
-    def upload(self) -> tuple[State, State, State, Tensor]:
-        """Return the change, the method's reply, the new memory, and the summed loss, all on the device."""
+    def result(self) -> tuple[State, State, State, Tensor]:
+        """Return the delta, the payload, the next client state and the summed loss, on the device."""
         with torch.no_grad():
             floats, others = (
-                torch._foreach_sub(live, start) if live else ()
-                for live, start in zip(self._lives, self._starts, strict=True)
+                torch._foreach_sub(live, received) if live else ()
+                for live, received in zip(self._state_by_type, self._received_by_type, strict=True)
             )
         differences = iter(floats), iter(others)
-        change = {name: next(differences[not tensor.is_floating_point()]) for name, tensor in self.start.items()}
+        delta = {n: next(differences[not t.is_floating_point()]) for n, t in self.received.items()}
         self.seed_step()
         self.use_generator()
         with self.without_compilation():
-            return change, self.method.payload(self), self.method.next_client_state(self), self._loss.clone()
+            payload, client_state = self.algorithm.finish(self)
+        return delta, payload, client_state, self._loss.clone()
 
     def drop_moments(self) -> None:
-        """Free the optimiser's state after the last step: the next client starts with a new one.
+        """Free the optimizer's state after the last step: the next client starts with a new one.
 
         Not for a GPU, where captured steps write into it.
         """
         for optimizer in (self.optimizer, *self._optimizers.values()):
             optimizer.state.clear()
 
-    def _drop_gradients(self) -> None:
-        """Free the gradients of a step: the next forward pass, or the change, takes their memory.
+    def drop_gradients(self) -> None:
+        """Free the gradients of a step: the next forward pass, or the delta, takes their memory.
 
         On a GPU they stay: captured steps write into them.
         """
         if self.device.type == "cpu":
-            for parameter in self.parameters.values():
+            for parameter in self.weights.masters.values():
                 parameter.grad = None
 
-    # ---- what a method's hooks may use
+    # ---- what an algorithm may use (`Step`)
 
-    def note(self, name: str, value: Tensor) -> Tensor:
-        """Write a value into `notes`, in place of what an earlier turn left there: for `begin`, not for a step."""
-        if name not in self.notes:
-            self.notes[name] = on_device(torch.empty_like(value), self.device)
-        return self.notes[name].copy_(value, non_blocking=True)
+    @property
+    def grads(self) -> State:
+        """The gradients of the last `backward`, plus the proximal terms added since."""
+        self._add_proximal()
+        return self.weights.gradients()
+
+    def task_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy of a batch, in single precision."""
+        return F.cross_entropy(logits.float(), targets)
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of `parameters`, in place of those of the step before.
-
-        Where the loss reaches some parameters only, those of the others are not to be used.
-        """
+        """Compute the gradients of a loss; they replace those of the last `backward`."""
+        self._proximal = None
         self.weights.backward(loss)
-        if not self.publishes:
+        if not self.fused_optimizer:
             self.weights.gather()
 
-    def pull(
-        self, strength: float | Mapping[str, float], towards: Sequence[Tensor] | None = None, *, by_norms: bool = False
-    ) -> None:
-        """Add strength times `offsets`, the gradient of a proximal term.
+    def proximal(self, mu: float | Mapping[str, float], center: State | None = None, *, norms: bool = False) -> None:
+        """Add `mu * (params - center)` to the gradients, see `Step.proximal`.
 
-        For the end of `after_backward`: where the optimiser is ours it adds theta - towards on its way, and who looks
-        at the gradients afterwards does not see it.
+        The term is added when somebody reads `grads`. If nobody does, our own optimizer adds it in
+        the kernel that changes the parameters, which saves a pass over all of them.
         """
-        strengths = [strength[name] if isinstance(strength, Mapping) else strength for name in self.parameters]
-        if not any(strengths):
+        self._add_proximal()
+        strengths = mu.values() if isinstance(mu, Mapping) else [mu]
+        if any(strengths):
+            self._proximal = _Proximal(mu, self.received if center is None else center, norms)
+
+    def _add_proximal(self) -> None:
+        """Add the proximal term to the gradients, if there is one."""
+        term, self._proximal = self._proximal, None
+        if term is None:
             return
-        if self.publishes and not self.training.max_grad_norm and not by_norms:
-            towards = list(self.anchors if towards is None else towards)
-            self.optimizer.pull(towards, strengths)  # type: ignore[union-attr]
+        offsets = difference(self.params, term.center)
+        if term.norms:
+            lengths = list(norms(offsets).values())
+            # Before the first step, parameters and center are the same, and their distance is zero.
+            torch._foreach_clamp_min_(lengths, torch.finfo(lengths[0].dtype).tiny)
+            torch._foreach_div_(list(offsets.values()), torch._foreach_mul(lengths, 2.0))
+        add_(self.weights.gradients(), offsets, term.mu)
+
+    def optimize(self, names: Iterable[str] | None = None) -> None:
+        """Clip the gradients if the run asks for it, and let the optimizer change the parameters."""
+        if names is not None:
+            self._add_proximal()
+            self.weights.gather()
+            self._optimizer_of(tuple(names)).step()
+            self.sync()
             return
-        offsets = self.offsets(towards, by_norms=by_norms)
-        if isinstance(strength, Mapping):
-            torch._foreach_mul_(offsets, strengths)
-        torch._foreach_add_(self.gradients, offsets, alpha=1 if isinstance(strength, Mapping) else strength)
+        term, clipped = self._proximal, self.training.max_grad_norm
+        if term is not None and self.fused_optimizer and not clipped and not term.norms:
+            center = [term.center[name] for name in self.params]
+            strengths = [term.strength(name) for name in self.params]
+            self.optimizer.pull(center, strengths)  # type: ignore[union-attr]
+            self._proximal = None
+        self._add_proximal()
+        if clipped:
+            self.weights.gather()
+            nn.utils.clip_grad_norm_(self.weights.masters.values(), clipped)
+        self.optimizer.step()
+        if not self.fused_optimizer:
+            self.sync()
 
-    def offsets(self, towards: Sequence[Tensor] | None = None, *, by_norms: bool = False) -> list[Tensor]:
-        """Return theta - towards, the gradient of half its square; by norms, that of half of every tensor's norm of it.
+    def _optimizer_of(self, names: tuple[str, ...]) -> Optimizer:
+        """Return an optimizer for some parameters, which starts anew with every client."""
+        if names not in self._optimizers:
+            chosen = [self.weights.masters[name] for name in names]
+            self._optimizers[names] = self._make_optimizer(chosen)
+            reset(self._optimizers[names], self.training.lr(self.round_number))
+        return self._optimizers[names]
 
-        `towards` is the received part, if not told.
-        """
-        offsets = list(torch._foreach_sub(self.trained, list(self.anchors if towards is None else towards)))
-        if by_norms:
-            norms = torch._foreach_norm(offsets)
-            torch._foreach_clamp_min_(norms, torch.finfo(offsets[0].dtype).tiny)  # where a turn begins it is zero
-            torch._foreach_div_(offsets, torch._foreach_mul(norms, 2.0))
-        return offsets
-
-    def publish(self) -> None:
-        """Let the model compute with `parameters` as they are now: after the last change of a step."""
+    def sync(self) -> None:
+        """Let the model compute with `params` as they are now."""
         self.weights.publish()
 
-    @property
-    def gradients(self) -> list[Tensor]:
-        """The gradients of this step, in the order of `trained`, to be changed in place."""
-        self.weights.gather()
-        return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-
-    def gradients_of(self, names: Iterable[str]) -> list[Tensor]:
-        """Return the gradients of some parameters, to be changed in place."""
-        self.weights.gather()
-        return [gradient for name in names if (gradient := self.parameters[name].grad) is not None]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What images and activations are computed in."""
-        return self.batches.dtype
-
-    def in_order(self, state: State) -> list[Tensor]:
-        """Return the parameters' tensors of a message, a memory or a part, in the order of `trained`."""
-        return [state[name] for name in self.parameters]
-
-    def by_name(self, tensors: Iterable[Tensor]) -> State:
-        """Return tensors in the order of `trained` under their parameters' names."""
-        return dict(zip(self.parameters, tensors, strict=True))
-
     @contextmanager
-    def excursion(self) -> Iterator[None]:
-        """Come back from a block with parameters and buffers as they were; gradients stay as the block made them."""
-        with _restored([self.trained, *self._buffers]):
+    def preserve_weights(self) -> Iterator[None]:
+        """Restore parameters and buffers at the end of a block; gradients stay."""
+        self._add_proximal()
+        with _restored([list(self.params.values()), *self._buffers]):
             yield
+        self.sync()
 
     @contextmanager
-    def same_buffers(self) -> Iterator[None]:
-        """Come back from a block with buffers as they were: a pass that leaves running statistics alone."""
+    def preserve_buffers(self) -> Iterator[None]:
+        """Restore buffers at the end of a block."""
         with _restored(self._buffers):
             yield
 
-    def optimizer_of(self, names: Iterable[str]) -> Optimizer:
-        """Return an optimiser of its own for some parameters, for a step apart from the others; fresh every turn."""
-        self.weights.gather()
-        own = tuple(names)
-        if own not in self._optimizers:
-            assert self.job is not None
-            chosen = [self.parameters[name] for name in own]
-            self._optimizers[own] = self._optimizer(chosen)
-            reset(self._optimizers[own], self.training.lr(self.job.round_number))
-        return self._optimizers[own]
-
-    def first_images(self, count: int) -> Tensor:
-        """Return the turn's first `count` images, as it saw them; over and over where it has fewer. Not captured."""
-        return self.batches.first(count, self.lengths)
-
-    def clip_gradient(self) -> None:
-        """Bound the norm of the whole gradient, where the run asks for it."""
-        if self.training.max_grad_norm:
-            self.weights.gather()
-            nn.utils.clip_grad_norm_(self.parameters.values(), self.training.max_grad_norm)
-
-    def cross_entropy(self, answers: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean cross-entropy of a batch, in single precision."""
-        return F.cross_entropy(answers.float(), labels)
-
-    def held_classes(self, classes: int) -> Tensor:
-        """Return a one for every class of which the client has an example, and a zero for the others."""
-        rows = torch.from_numpy(self.owned).to(self.device)
-        return torch.zeros(classes, device=self.device).index_fill_(0, self.data.labels[rows], 1.0)
-
-    def frozen(self, state: State, images: Tensor, ask: Ask = lambda model, images: model(images)) -> Tensor:
-        """Return what this architecture answers with another state, in evaluation mode and without gradient."""
+    def frozen(self, state: State, inputs: Tensor, forward: Forward | None = None) -> Tensor:
+        """Return the output of this architecture with another state, without gradients."""
+        module = _Forward(self.model, forward or _call)
         self.model.eval()
         try:
             with torch.no_grad(), self.without_compilation():
-                own = {f"model.{name}": tensor for name, tensor in self._working(state).items()}
-                answer: Tensor = functional_call(_Asked(self.model, ask), own, (images,))
+                own = {f"model.{n}": tensor for n, tensor in self._in_model_types(state).items()}
+                output: Tensor = functional_call(module, own, (inputs,))
         finally:
             self.model.train()
-        return answer
+        return output
 
-    def _working(self, state: State) -> State:
-        """Return a state in the types that the model computes with; one grouped copy where they differ."""
+    def _in_model_types(self, state: State) -> State:
+        """Return a state in the types that the model computes with; one grouped copy if they differ."""
         own = {name: state[name] for name in self._computing}
-        wanted = {name: t for name, t in self._computing.items() if t.dtype != own[name].dtype}
+        wanted = {n: t for n, t in self._computing.items() if t.dtype != own[n].dtype}
         if wanted:
             cast = [torch.empty_like(tensor) for tensor in wanted.values()]
             torch._foreach_copy_(cast, [own[name] for name in wanted])
             own.update(zip(wanted, cast, strict=True))
         return own
 
+    def keep(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Copy tensors into `scratch[name]`, which stays in place."""
+        room = self.scratch.setdefault(name, {})
+        for key_, value in tensors.items():
+            if key_ not in room:
+                room[key_] = on_device(torch.empty_like(value), self.device)
+        self._copy_in({key_: room[key_] for key_ in tensors}, tensors)
+
+    def first_inputs(self, count: int) -> Tensor:
+        """Return the client's first `count` inputs of this round, as it trained on them."""
+        return self.batches.first(count, self.lengths)
+
+    def present_classes(self, num_classes: int) -> Tensor:
+        """Return 1 for every class of which the client has an example, and 0 for the others."""
+        rows = torch.from_numpy(self.rows).to(self.device)
+        zeros = torch.zeros(num_classes, device=self.device)
+        return zeros.index_fill_(0, self.data.labels[rows], 1.0)
+
+    # ---- collections
+
     def examples(self, plan: Plan) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield a plan's batches without augmentation and in single precision, for a collection."""
         rows = plan.rows.to(self.device)
         for step, length in enumerate(plan.lengths):
             yield self.data.batch(rows[step, :length])
+
+
+def _call(model: nn.Module, inputs: Tensor) -> Tensor:
+    output: Tensor = model(inputs)
+    return output

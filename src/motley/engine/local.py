@@ -14,7 +14,7 @@ from typing import ClassVar, TypeAlias
 
 from motley.core.update import ClientUpdate
 from motley.engine.base import Done, Job
-from motley.engine.clients import Clients, Turn, own_randomness
+from motley.engine.clients import Clients, own_randomness
 from motley.engine.pool import SlotPool
 from motley.engine.slots import Slot
 from motley.engine.spread import Spread
@@ -43,7 +43,7 @@ class LocalEngine:
         waiting = self._queues(jobs)
         busy: list[Slot] = []
         with own_randomness(*self.clients.devices):
-            turns = self._side_by_side(waiting, done) if self.stack > 1 else []
+            updates = self._side_by_side(waiting, done) if self.stack > 1 else []
             for slot in self.pool:
                 slot.follow()
             try:
@@ -51,29 +51,29 @@ class LocalEngine:
                     for slot in chain(self._fill_slots(waiting, busy), list(busy)):
                         if slot.advance():
                             busy.remove(slot)
-                            turns.append(slot.unload())
-                            done(turns[-1].job.client)
+                            updates.append(slot.unload())
+                            done(updates[-1].client)
             finally:
                 for slot in busy:
                     slot.busy = False
             for slot in self.pool:
                 slot.lead()
-        return self.clients.uploads(turns)
+        return sorted(updates, key=lambda update: update.client)
 
-    def _side_by_side(self, waiting: Queues, done: Done) -> list[Turn]:
+    def _side_by_side(self, waiting: Queues, done: Done) -> list[ClientUpdate]:
         """Train the jobs that can be stacked, and take them out of the queues."""
-        turns = []
+        updates = []
         for size in [size for size in waiting if can_stack(self.clients, size)]:
             jobs = [job for job, _ in waiting.pop(size)]
             for first in range(0, len(jobs), self.stack):
                 together = jobs[first : first + self.stack]
                 stack = self._stack(size, len(together))
                 stack.follow()
-                turns += stack.train(together)
+                updates += stack.train(together)
                 stack.lead()
                 for job in together:
                     done(job.client)
-        return turns
+        return updates
 
     def _stack(self, size: str, count: int) -> Stack:
         """Return room for clients of a size: on a CPU just as much as they need, on a GPU always the same."""

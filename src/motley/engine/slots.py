@@ -13,8 +13,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from motley.core.part import State
+from motley.core.update import ClientUpdate
 from motley.engine.base import Job
-from motley.engine.clients import Clients, Turn
+from motley.engine.clients import Clients
 from motley.engine.learner import shapes_of
 from motley.engine.training import Plan
 
@@ -59,13 +60,13 @@ class Slot:
         learner.seed_step()
         steps = self._steps_ahead()
         with self._on_stream():
-            graph = self._graphs.get(steps) or self._short(learner.lengths[learner.taken])
+            graph = self._graphs.get(steps) or self._short(learner.lengths[learner.num_steps])
             if graph is not None:
                 graph.replay()
             else:
                 learner.use_generator()
-                learner.step(learner.lengths[learner.taken])
-        learner.taken += steps or 1
+                learner.step(learner.lengths[learner.num_steps])
+        learner.num_steps += steps or 1
         return learner.finished
 
     def _short(self, length: int) -> torch.cuda.CUDAGraph | None:
@@ -84,20 +85,20 @@ class Slot:
         if not self._graphs:
             return 0
         learner = self.learner
-        ahead = learner.lengths[learner.taken : learner.taken + CHUNK]
+        ahead = learner.lengths[learner.num_steps : learner.num_steps + CHUNK]
         full = [length == learner.training.batch_size for length in ahead]
         if not full[0]:
             return 0
         return CHUNK if len(full) == CHUNK and all(full) else 1
 
-    def unload(self) -> Turn:
-        """End the turn."""
+    def unload(self) -> ClientUpdate:
+        """End the client's training."""
         self.busy = False
         with self._on_stream():
-            turn = self.clients.finish(self.learner)
+            update = self.clients.finish(self.learner)
             if self.clients.timeline is not None:
                 self.clients.timeline.end(self)
-        return turn
+        return update
 
     def follow(self) -> None:
         """Let the slot's stream wait for the server's work so far."""

@@ -35,4 +35,4 @@ class Spread:
 
 def steps_to_go(pool: SlotPool) -> int:
     """Return the steps that a pool's busy slots have yet to take."""
-    return sum(len(slot.learner.lengths) - slot.learner.taken for slot in pool if slot.busy)
+    return sum(len(slot.learner.lengths) - slot.learner.num_steps for slot in pool if slot.busy)

@@ -23,38 +23,30 @@ from torch.func import functional_call, vmap
 
 from motley.core.part import State
 from motley.core.randomness import key
+from motley.core.update import ClientUpdate
 from motley.data.device import DRAWS
 from motley.engine.base import Job
-from motley.engine.clients import Clients, Turn
+from motley.engine.clients import Clients
 from motley.engine.device import use_generator
 from motley.engine.training import Plan, reset
 from motley.engine.weights import TYPES
-from motley.methods.base import Method
 
-HOOKS = (
-    "initial_client_state",
-    "before_training",
-    "loss",
-    "after_backward",
-    "after_step",
-    "step",
-    "descend",
-    "payload",
-    "next_client_state",
-)
+#: Eager steps before a capture.
 WARM_UP = 3
-"""Eager steps before a capture."""
 
 
 def can_stack(clients: Clients, size: str) -> bool:
     """Tell whether clients of a size can train side by side with their method, and gain by it."""
-    method, module = type(clients.method), clients.method.info.split.blueprints[size].module
-    plain = all(getattr(method, hook) is getattr(Method, hook) for hook in HOOKS)
-    buffers = any(True for _ in module.buffers())
-    slower = clients.device.type == "cpu" and any(isinstance(part, nn.Conv2d) for part in module.modules())
-    return (
-        plain and not buffers and not slower and not clients.training.max_grad_norm and clients.precision not in TYPES
-    )
+    needs = clients.method.requirements
+    if needs.own_training or needs.client_state or needs.payload:
+        return False
+    if clients.training.max_grad_norm or clients.precision in TYPES:
+        return False
+    module = clients.method.info.split.blueprints[size].module
+    if any(True for _ in module.buffers()):
+        return False
+    convolutions = any(isinstance(layer, nn.Conv2d) for layer in module.modules())
+    return clients.device.type == "cuda" or not convolutions
 
 
 class Stack:
@@ -83,7 +75,7 @@ class Stack:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def train(self, jobs: Sequence[Job]) -> list[Turn]:
+    def train(self, jobs: Sequence[Job]) -> list[ClientUpdate]:
         """Train clients of this size; what is left of the stack's width idles."""
         plans = [self.clients.plan(job) for job in jobs]
         counts = [len(plan.lengths) for plan in plans]
@@ -100,7 +92,7 @@ class Stack:
                 ended = [row for row, count in enumerate(counts) if count == step + 1 < max(counts)]
                 if ended:
                     aside.append((ended, {name: tensor.detach()[ended] for name, tensor in self.weights.items()}))
-            return self._turns(jobs, counts, aside)
+            return self._updates(jobs, counts, aside)
 
     @torch.no_grad()
     def _load(self, jobs: Sequence[Job]) -> None:
@@ -154,16 +146,19 @@ class Stack:
         return key(self.clients.seed, "stack", first.round_number, first.client, *step)
 
     @torch.no_grad()
-    def _turns(self, jobs: Sequence[Job], counts: list[int], aside: list[tuple[list[int], State]]) -> list[Turn]:
+    def _updates(
+        self, jobs: Sequence[Job], counts: list[int], aside: list[tuple[list[int], State]]
+    ) -> list[ClientUpdate]:
         for rows, state in aside:
             for name, tensor in state.items():
                 self.weights[name].detach()[rows] = tensor
-        changes = {name: (self.weights[name].detach() - start).unbind() for name, start in self.start.items()}
+        deltas = {name: (self.weights[name].detach() - start).unbind() for name, start in self.start.items()}
         losses = self.losses.clone().unbind()
-        return [
-            Turn(job, {name: rows[row] for name, rows in changes.items()}, {}, losses[row], counts[row])
-            for row, job in enumerate(jobs)
-        ]
+        updates = []
+        for row, job in enumerate(jobs):
+            delta = {name: rows[row] for name, rows in deltas.items()}
+            updates.append(self.clients.update(job, delta, {}, {}, losses[row], counts[row]))
+        return updates
 
     def follow(self) -> None:
         """Let the stack's stream wait for the server's work so far."""

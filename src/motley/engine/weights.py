@@ -100,8 +100,10 @@ class Weights:
         self._pairs = [(self.masters[name], copy) for name, copy in copies.items()]
         self._computing: list[Tensor] = list(whole.values())
         self.scale = LossScale(self._computing[0].device) if precision == "fp16" else None
+        #: Whether the gradients, where `backward` left them, are those of the scaled loss.
         self.scaled = False
-        """Whether the gradients, as they lie, are those of the scaled loss."""
+        #: The names that the last loss reached. Others may have old gradients, where captured steps write them.
+        self._reached: list[str] = []
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients and leave them where they come up: see `lying`."""
@@ -109,6 +111,18 @@ class Weights:
             tensor.grad = None
         (loss if self.scale is None else loss * self.scale.value).backward()
         self.scaled = self.scale is not None
+        pairs = zip(self.masters, self._computing, strict=True)
+        self._reached = [name for name, tensor in pairs if tensor.grad is not None]
+
+    def gradients(self) -> State:
+        """Return the gradients of the last `backward` by name, in single precision and without the loss's scale."""
+        self.gather()
+        gradients = {}
+        for name in self._reached:
+            gradient = self.masters[name].grad
+            assert gradient is not None
+            gradients[name] = gradient
+        return gradients
 
     @property
     def lying(self) -> list[Tensor | None]:

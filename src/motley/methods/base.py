@@ -1,38 +1,33 @@
-"""The contract of a method: what a client minimises and what travels.
+"""The contract of a method: a client half, a server half, and what the two of them need.
 
-A method knows nothing of engines, files or the screen. Each hook has a default that makes it FedAvg, so a method is
-"FedAvg, and this". Client hooks run in the engine, on a GPU inside a captured graph: they work on tensors, in place
-where they change something, and never ask the device for a value. Server hooks take the state and return a new one.
+Every hook has a default that makes it FedAvg, so a method is "FedAvg, except for this". The client
+half runs where the client is and sees a `Step` (`step.py`, which has the rules for steps). The
+server half takes states and returns new ones. A method declares what it needs (`Requirements`), and
+the rest of Motley asks for the declaration, never for the hooks that a class overrides.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import SerializeAsAny
 from torch import Tensor
 
 from motley.aggregate.inco import INCO, IncoOff
-from motley.core.async_copy import to_device
 from motley.core.merge import Aggregate, merge
-from motley.core.part import State, add_at
+from motley.core.part import State
 from motley.core.registry import Registry
 from motley.core.update import ClientUpdate
-from motley.models import ImageShape
+from motley.methods.info import ClientInfo, FederationInfo
+from motley.methods.step import Step
+from motley.models.stages import chain_of
 from motley.settings import Settings
-from motley.splits.base import Split
 
-if TYPE_CHECKING:
-    from motley.engine.learner import Learner
-
-
+#: Prefix of values in a payload that are for the round's record and nothing else.
 REPORTED = "reported/"
-"""What the names of a reply's numbers begin with that are for the round's record and nothing else."""
 
 
 class MethodSettings(Settings):
@@ -49,53 +44,37 @@ class MethodSettings(Settings):
 
 
 @dataclass(frozen=True)
-class FederationInfo:
-    """What a method may know of the federation it serves."""
+class Requirements:
+    """What a method needs beyond FedAvg, and what it promises.
 
-    split: Split
-    sizes: tuple[str, ...]
-    """The size of every client, by client id."""
-    classes: int
-    seed: int
-    rounds: int
-    image: ImageShape
-    every: int = 1
-    """Rounds between evaluations."""
-    drawn: Callable[[int, int], str] | None = None
-    """(client, round) -> the client's size, where sizes are drawn anew every round."""
+    The first six are checked against the hooks that the method overrides, when it is built.
+    """
 
-    def size_of(self, client: int, round_number: int) -> str:
-        """Return the size of a client in a round."""
-        return self.drawn(client, round_number) if self.drawn else self.sizes[client]
+    #: Clients keep a state between rounds.
+    client_state: bool = False
+    #: Clients send a payload beside their delta.
+    payload: bool = False
+    #: Clients train in another way than by plain steps on the task's loss.
+    own_training: bool = False
+    #: The server does more with updates than to average them.
+    own_aggregation: bool = False
+    #: Clients answer a collection: a pass over their data without training.
+    collection: bool = False
+    #: Models are cut at their stages, so every model must declare them (`motley.models.stages`).
+    stages: bool = False
+    #: Training depends on the total number of rounds, so a run that is extended later differs from
+    #: one that had all its rounds from the start.
+    uses_total_rounds: bool = False
+    #: Weights travel. If only logits, prototypes or features do, InCo has nothing to act on.
+    exchanges_weights: bool = True
 
-    def is_evaluated(self, round_number: int) -> bool:
-        """Tell whether a round ends with an evaluation."""
-        return round_number % self.every == 0 or round_number == self.rounds
-
-    def owners(self, name: str, device: torch.device | str = "cpu") -> int | Tensor:
-        """Return how many of all clients hold a global name; if some hold pieces of it, one count per coordinate.
-
-        Such counts stay on the device that last asked for them. They get there through pinned memory: a plain copy
-        would make the host wait for everything that the GPU still has to do.
-        """
-        count = self._owners[name]
-        if isinstance(count, Tensor):
-            count = self._owners[name] = to_device(count, torch.device(device))
-        return count
-
-    @cached_property
-    def _owners(self) -> dict[str, int | Tensor]:
-        clients = Counter(self.sizes)
-        whole: Counter[str] = Counter()
-        pieces: State = {}
-        for size in self.split.sizes:
-            for piece in self.split.part(size).values():
-                if piece.index is None:
-                    whole[piece.name] += clients[size]
-                else:
-                    counts = pieces.setdefault(piece.name, torch.zeros(self.split.frame[piece.name].shape))
-                    add_at(counts, piece.index, float(clients[size]))
-        return {**whole, **{name: counts + whole[name] for name, counts in pieces.items()}}
+    def combined(self, other: Requirements) -> Requirements:
+        """Return what two methods need that run on top of each other."""
+        either = {
+            one.name: getattr(self, one.name) or getattr(other, one.name) for one in fields(self)
+        }
+        either["exchanges_weights"] = self.exchanges_weights and other.exchanges_weights
+        return Requirements(**either)
 
 
 @dataclass(frozen=True)
@@ -109,120 +88,177 @@ class Collection:
     round_number: int = 0
 
 
-class Method:
-    """FedAvg, and the hooks that other methods override."""
+class ClientAlgorithm:
+    """The client half of a method; here, FedAvg's."""
 
-    Settings: ClassVar[type[MethodSettings]] = MethodSettings
-    exchanges_weights: ClassVar[bool] = True
-    """False for methods that send logits, prototypes or features only; InCo has nothing to act on there."""
-    #: True for methods whose training depends on `FederationInfo.rounds`: a run that is extended later then differs
-    #: from one that had all its rounds from the start.
-    uses_total_rounds: ClassVar[bool] = False
-
-    def __init__(self, settings: MethodSettings, world: FederationInfo) -> None:
+    def __init__(self, settings: MethodSettings, info: ClientInfo) -> None:
         self.settings = settings
-        self.info = world
-
-    # ---- server, before training
-
-    def init(self) -> State:
-        """Return the method's own server state before the first round (control variates, a feature pool)."""
-        return {}
-
-    def broadcast(self, server: State, state: State, round_number: int, client: int) -> State:
-        """Return what travels to a client beside its part."""
-        return {}
-
-    # ---- client
+        self.info = info
 
     def initial_client_state(self, size: str, received: State) -> State:
-        """Return what a client of this size remembers before its first turn, when it receives this part.
+        """Return the state of a client of this size before its first training, given its part.
 
-        It is kept between rounds where the client trains. Which of the part's names are parameters:
-        `self.info.split.parameters_of(size)`.
+        Which names of the part are parameters: `self.info.split.parameters_of(size)`.
         """
         return {}
 
-    def before_training(self, learner: Learner) -> None:
-        """Prepare a turn, once the part, the message and the memory are in place. Not captured."""
+    def before_training(self, step: Step) -> None:
+        """Prepare for the steps of a round; the part, broadcast and client state are in place."""
 
-    def loss(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
-        """Return what the client minimises on a batch."""
-        return learner.cross_entropy(learner.model(images), labels)
+    def loss(self, step: Step) -> Tensor:
+        """Return the loss of a batch."""
+        return step.task_loss(step.model(step.inputs), step.targets)
 
-    def after_backward(self, learner: Learner) -> None:
-        """Change the gradients before the optimiser's step."""
+    def after_backward(self, step: Step) -> None:
+        """Change the gradients before the optimizer's step."""
 
-    def after_step(self, learner: Learner) -> None:
-        """Change the weights after the optimiser's step."""
+    def after_step(self, step: Step) -> None:
+        """Change the parameters after the optimizer's step, and call `step.sync()`."""
 
-    def step(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
-        """Take one step and return its loss. A method that needs two passes or two losses replaces the whole of it."""
-        loss = self.loss(learner, images, labels)
-        learner.backward(loss)
-        self.descend(learner)
+    def train_step(self, step: Step) -> Tensor:
+        """Take one step and return its loss. Methods with two passes or two losses replace it."""
+        loss = self.loss(step)
+        step.backward(loss)
+        self.descend(step)
         return loss.detach()
 
-    def descend(self, learner: Learner) -> None:
-        """Go where the gradients point: the second half of a step, no hook of its own."""
-        self.after_backward(learner)
-        learner.clip_gradient()
-        learner.optimizer.step()
-        if type(self).after_step is not Method.after_step or not learner.publishes:
-            self.after_step(learner)
-            learner.publish()
+    def descend(self, step: Step) -> None:
+        """Go where the gradients point: the second half of a step. Not a hook."""
+        self.after_backward(step)
+        step.optimize()
+        self.after_step(step)
 
-    def payload(self, learner: Learner) -> State:
-        """Return what travels to the server beside the change, on the learner's device. Not captured."""
+    def finish(self, step: Step) -> tuple[State, State]:
+        """Return the payload for the server, and the client's state for its next training."""
+        return {}, {}
+
+    def collect(self, step: Step, batches: Iterable[tuple[Tensor, Tensor]]) -> State:
+        """Answer a collection: a pass over the client's data without augmentation."""
         return {}
 
-    def next_client_state(self, learner: Learner) -> State:
-        """Return the client's memory after its turn. Not captured."""
+
+class ServerAlgorithm:
+    """The server half of a method; here, FedAvg's.
+
+    `own` is the method's own state at the server, for example control variates or a feature pool.
+    `state` is the global state. Neither is changed in place.
+    """
+
+    def __init__(self, settings: MethodSettings, info: FederationInfo) -> None:
+        self.settings = settings
+        self.info = info
+
+    def init(self) -> State:
+        """Return the method's own state before the first round."""
         return {}
 
-    # ---- server, after training
+    def broadcast(self, own: State, state: State, round_number: int, client: int) -> State:
+        """Return what a client is sent beside its part."""
+        return {}
 
-    def aggregate(self, server: State, state: State, updates: Sequence[ClientUpdate]) -> Aggregate:
-        """Return the mean change, before InCo."""
+    def aggregate(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> Aggregate:
+        """Return the mean delta, before InCo."""
         return merge(state, updates)
 
-    def update(self, server: State, state: State, updates: Sequence[ClientUpdate]) -> State:
-        """Return the method's server state after the round. `state` is the global state the clients started from."""
-        return server
+    def update(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
+        """Return the method's own state after a round. `state` is the one that clients started
+        from.
+        """
+        return own
 
-    def adjust_aggregate(self, server: State, merged: Aggregate) -> Aggregate:
-        """Return the change after InCo and before it is applied (FedDyn's h). `server` is what `learn` returned."""
+    def adjust_aggregate(self, own: State, merged: Aggregate) -> Aggregate:
+        """Return the delta after InCo and before it is applied. `own` is what `update` returned."""
         return merged
 
-    def post_process(self, server: State, state: State, updates: Sequence[ClientUpdate]) -> State:
+    def post_process(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
         """Return the new global state after training at the server (distillation)."""
         return state
 
-    def metrics(self, server: State, updates: Sequence[ClientUpdate]) -> dict[str, Tensor | float]:
-        """Return numbers of the method's own for the round's record. `server` is what `learn` returned.
+    def metrics(self, own: State, updates: Sequence[ClientUpdate]) -> dict[str, Tensor | float]:
+        """Return the method's own numbers for the round's record. `own` is what `update` returned.
 
-        Here they are what clients reported: each number's mean over those who sent it as `reported/NAME`.
+        By default they are the numbers that clients reported: the mean of each over the clients
+        that sent it as `reported/NAME`.
         """
-        sent: dict[str, list[Tensor]] = {}
+        reported: dict[str, list[Tensor]] = {}
         for update in updates:
             for name, number in update.payload.items():
                 if name.startswith(REPORTED):
-                    sent.setdefault(name.removeprefix(REPORTED), []).append(number.float().mean())
-        return {name: torch.stack(numbers).mean() for name, numbers in sent.items()}
-
-    # ---- a pass over clients that does not train
+                    reported.setdefault(name.removeprefix(REPORTED), []).append(
+                        number.float().mean()
+                    )
+        return {name: torch.stack(numbers).mean() for name, numbers in reported.items()}
 
     def collection_clients(self, round_number: int) -> Sequence[int]:
         """Return the clients that are asked for a collection after this round."""
         return ()
 
-    def collect(self, learner: Learner, batches: Iterable[tuple[Tensor, Tensor]]) -> State:
-        """Return a client's answer, from one pass over its data without augmentation."""
-        return {}
+    def apply_collection(
+        self, own: State, state: State, collections: Sequence[Collection]
+    ) -> tuple[State, State]:
+        """Return the method's own state and the global state after the clients' collections."""
+        return own, state
 
-    def apply_collection(self, server: State, state: State, collections: Sequence[Collection]) -> tuple[State, State]:
-        """Return the method's server state and the global state, with what the clients answered."""
-        return server, state
+
+class Method:
+    """A method: its settings, what it needs, and its two halves. By default, FedAvg."""
+
+    Settings: ClassVar[type[MethodSettings]] = MethodSettings
+    Client: ClassVar[type[ClientAlgorithm]] = ClientAlgorithm
+    Server: ClassVar[type[ServerAlgorithm]] = ServerAlgorithm
+    requirements: ClassVar[Requirements] = Requirements()
+
+    def __init__(self, settings: MethodSettings, info: FederationInfo) -> None:
+        self.settings = settings
+        self.info = info
+        check_requirements(type(self))
+        if self.requirements.stages:
+            for blueprint in info.split.blueprints.values():
+                chain_of(blueprint.module)
+        self.client = self.Client(settings, info.for_clients())
+        self.server = self.Server(settings, info)
 
 
 METHODS: Registry[type[Method]] = Registry("method")
+
+#: The hooks behind each requirement. A method declares it if and only if it overrides one of them.
+HOOKS = {
+    "client_state": ("initial_client_state",),
+    "own_training": ("before_training", "loss", "after_backward", "after_step", "train_step"),
+    "own_aggregation": ("aggregate", "update", "adjust_aggregate", "post_process"),
+    "collection": ("collect", "collection_clients", "apply_collection"),
+}
+
+
+def check_requirements(method: type[Method]) -> None:
+    """Check that a method's declaration agrees with the hooks it overrides.
+
+    This is the only place that asks which hooks a class overrides, and only to catch a wrong
+    declaration: without it, a method with an undeclared payload would run with differential
+    privacy, for example.
+    """
+    needs = method.requirements
+    for requirement, hooks in HOOKS.items():
+        overridden = [hook for hook in hooks if _overrides(method, hook)]
+        declared = getattr(needs, requirement)
+        if bool(overridden) != declared:
+            names = ", ".join(overridden) or "none of " + ", ".join(hooks)
+            raise TypeError(
+                f"{method.__name__} overrides {names}, and declares {requirement} = {declared}. "
+                "Change its `requirements`."
+            )
+    finishes = _overrides(method, "finish")
+    if finishes != (needs.payload or needs.client_state):
+        verb = "overrides" if finishes else "does not override"
+        raise TypeError(
+            f"{method.__name__} {verb} finish, which returns the payload and the client state, and "
+            f"declares payload = {needs.payload} and client_state = {needs.client_state}. "
+            "Change its `requirements`."
+        )
+
+
+def _overrides(method: type[Method], hook: str) -> bool:
+    for half, default in ((method.Client, ClientAlgorithm), (method.Server, ServerAlgorithm)):
+        if hasattr(default, hook):
+            return getattr(half, hook) is not getattr(default, hook)
+    raise AttributeError(hook)

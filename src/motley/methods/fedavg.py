@@ -1,7 +1,8 @@
-"""FedAvg: train locally, average over those who hold a coordinate.
+"""FedAvg: train locally, average every coordinate over the clients that hold it.
 
-McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017. Over parts of
-unlike depth this is the InCo paper's HeteroAvg; with `method.inco` on, its InCoAvg.
+McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS
+2017. Over parts of different depths this is the InCo paper's HeteroAvg; with `method.inco` on, its
+InCoAvg.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from motley.methods.base import METHODS, Method
 
 
 @METHODS.register(
-    "fedavg", "local training, weighted mean over the owners of every coordinate", paper="McMahan et al., AISTATS 2017"
+    "fedavg",
+    "local training, weighted mean over the owners of every coordinate",
+    paper="McMahan et al., AISTATS 2017",
 )
 class FedAvg(Method):
-    """Every hook at its default."""
+    """Both halves at their defaults."""

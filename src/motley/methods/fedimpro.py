@@ -1,23 +1,27 @@
-"""FedImpro: the high level of a model also trains on features drawn from a distribution that all clients share.
+"""FedImpro: the high level of a model also trains on features drawn from a distribution that all
+clients share.
 
-Tang et al., FedImpro: Measuring and Improving Client Update in Federated Learning, ICLR 2024. A model is cut behind a
-named stage into a low and a high level (`levels.py`). With h = low(x) and a normal distribution H of the h of each
-class (`class_statistics.py`) a client minimises (Eq. 5)
+Tang et al., FedImpro: Measuring and Improving Client Update in Federated Learning, ICLR 2024. A
+model is cut behind a named stage into a low and a high level (`fedimpro_cut.py`). With h = low(x)
+and a normal distribution H of the features h of each class (`fedimpro_statistics.py`) a client
+minimizes (Eq. 5)
 
-    cross entropy(high(h), y) + weight * cross entropy(high(h'), y'),    h' drawn from H given y'
+    cross-entropy(high(h), y) + weight * cross-entropy(high(h'), y'),    h' drawn from H given y'
 
-of which the low level sees the first term only. It estimates H on its own features as it goes (Eq. 6) and sends its
-estimate with its change; the server merges the estimates (Eq. 7), and the next message brings H.
+of which the low level sees the first term only. It estimates H on its own features as it goes
+(Eq. 6) and sends its estimate with its delta; the server merges the estimates (Eq. 7), and the next
+broadcast brings H.
 
-The released code differs from the paper: each difference is a setting, and `variant` fixes them. The paper gives no
-momenta; those here are ours. Its code starts as both variants do: means between 0 and 1 at random, deviations of 0.1.
+The released code differs from the paper: each difference is a setting, and `variant` fixes them.
+The paper gives no momenta; those here are ours. Its code starts as both variants do: means between
+0 and 1 at random, deviations of 0.1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -26,26 +30,35 @@ from torch import Tensor
 from motley.core.part import State
 from motley.core.randomness import torch_seed
 from motley.core.update import ClientUpdate
-from motley.methods.base import METHODS, REPORTED, FederationInfo, Method, MethodSettings
-from motley.methods.class_statistics import Moments, balanced, draw, moments, pooled, repeated
-from motley.methods.levels import Levels
+from motley.methods.base import (
+    METHODS,
+    REPORTED,
+    ClientAlgorithm,
+    Method,
+    MethodSettings,
+    Requirements,
+    ServerAlgorithm,
+)
+from motley.methods.fedimpro_cut import Cut
+from motley.methods.fedimpro_statistics import Moments, balanced, draw, moments, pooled, repeated
+from motley.methods.info import ClientInfo, FederationInfo
+from motley.methods.step import Step
 from motley.models.stages import Chain, chain_of, run
 from motley.settings import Limit
 
-if TYPE_CHECKING:
-    from motley.engine.learner import Learner
-
+#: Prefix of the method's own tensors in a broadcast, in a payload and in the server's state.
 OWN = "features/"
-"""What the names of the method's own tensors begin with, wherever they are."""
 INITIAL_DEVIATION = 0.1
+#: In a payload, the mean loss on drawn features over the client's steps, and its weight.
 DRAWN_LOSS, WEIGHT = f"{REPORTED}drawn_loss", f"{REPORTED}weight"
-"""The mean loss on drawn features over a turn's steps (while it lasts, the sum), and its weight."""
+#: Where the client half keeps its estimate of the statistics, the sum of the loss, and its weight.
+SCRATCH = "fedimpro"
 
 
 class FedImproSettings(MethodSettings):
     """FedImpro's own settings."""
 
-    #: The fields' defaults are the paper's.
+    #: The defaults of the settings are the paper's.
     variants: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {},
         "official": {
@@ -61,20 +74,28 @@ class FedImproSettings(MethodSettings):
 
     name: str = "fedimpro"
     variant: Literal["paper", "official"] = "paper"
-    """The paper's choices, or those of its released code (official). The other keys override the variant's values."""
+    """The paper's choices, or those of its released code (official). The other keys override the
+    variant's values.
+    """
     cut: str = ""
-    """The last stage of the low level, for example layer2; empty: the one in the middle, which is layer2 of a ResNet.
+    """The last stage of the low level, for example layer2; empty: the one in the middle, which is
+    layer2 of a ResNet.
     """
     beta_m: float = Field(default=0.9, ge=0, lt=1)
-    """Momentum of a client's statistics over its batches (Eq. 6). 0: only the last batch with a class counts."""
+    """Momentum of a client's statistics over its batches (Eq. 6). 0: only the last batch with a
+    class counts.
+    """
     beta_g: float = Field(default=0.5, ge=0, lt=1)
     """Momentum of the server's statistics over rounds (Eq. 7)."""
     merge: Literal["uniform", "counts"] = "uniform"
-    """uniform: the mean over clients; a client without a class returns the statistics it received (Eq. 7). counts: the
-    statistics of all clients' examples together, each class over the clients that have it.
+    """uniform: the mean over clients; a client without a class returns the statistics it received
+    (Eq. 7). counts: the statistics of all clients' examples together, each class over the clients
+    that have it.
     """
     share: Literal["shape", "size"] = "shape"
-    """shape: sizes whose features have the same shape share their statistics. size: each size has its own."""
+    """shape: sizes whose features have the same shape share their statistics. size: each size has
+    its own.
+    """
     spread: Literal["variance", "deviation"] = "variance"
     """The quantity that is averaged beside the mean."""
     deviation_max: Limit = "off"
@@ -82,30 +103,32 @@ class FedImproSettings(MethodSettings):
     noise: float = Field(default=0.0, ge=0)
     """Standard deviation of the noise on means and variances that a client sends."""
     source: Literal["received", "own"] = "received"
-    """received: features are drawn from the received statistics. own: from the client's own estimate, which starts
-    from them.
+    """received: features are drawn from the received statistics. own: from the client's own
+    estimate, which starts from them.
     """
     labels: Literal["batch", "balanced"] = "batch"
-    """batch: features are drawn for the labels of the batch. balanced: for every class equally often."""
+    """batch: features are drawn for the labels of the batch. balanced: for every class equally
+    often.
+    """
     ratio: float = Field(default=1.0, gt=0)
-    """Number of drawn features per example of the batch. With labels = "balanced", rounded up to a multiple of the
-    number of classes.
+    """Number of drawn features per example of the batch. With labels = "balanced", rounded up to a
+    multiple of the number of classes.
     """
     normalization: Literal["joint", "separate"] = "joint"
-    """joint: real and drawn features are one batch for batch norm. separate: two batches, and only the real one
-    updates the running statistics.
+    """joint: real and drawn features are one batch for batch norm. separate: two batches, and only
+    the real one updates the running statistics.
     """
     weight: float = Field(default=1.0, ge=0)
     """Weight of the loss on drawn features; 0: nothing is drawn."""
     ramp: float = Field(default=0.0, ge=0)
-    """Warm-up length in epochs: the weight rises linearly from 0 to `weight` and keeps rising. 0: the weight is
-    constant.
+    """Warm-up length in epochs: the weight rises linearly from 0 to `weight` and keeps rising. 0:
+    the weight is constant.
     """
     weight_max: Limit = "off"
     """Maximum weight that a ramp reaches."""
     average: bool = False
-    """Divide the loss by 1 + weight. With weight = ratio it is then the mean over real and drawn features (Theorem
-    4.2).
+    """Divide the loss by 1 + weight. With weight = ratio it is then the mean over real and drawn
+    features (Theorem 4.2).
     """
 
     def weight_at(self, epoch: float) -> float:
@@ -114,152 +137,210 @@ class FedImproSettings(MethodSettings):
         return weight if self.weight_max == "off" else min(weight, self.weight_max)
 
 
-@METHODS.register("fedimpro", "the high level trains on shared feature distributions", paper="Tang et al., ICLR 2024")
-class FedImpro(Method):
-    """FedAvg, and this loss. Other methods' hooks are called first, so that it can stand before any of them."""
+class FedImproClient(ClientAlgorithm):
+    """FedAvg, and a loss on drawn features. Every hook calls the next class's, see
+    `fedimpro_combinations.py`.
+    """
 
-    Settings = FedImproSettings
     settings: FedImproSettings
 
-    def __init__(self, settings: MethodSettings, world: FederationInfo) -> None:
-        super().__init__(settings, world)
-        self._levels = Levels(world, self.settings.cut)
-        common = self.settings.share == "shape"
-        self._groups = {size: self._levels.group(size) if common else size for size in world.split.sizes}
-        """Which statistics a size uses."""
+    def __init__(self, settings: MethodSettings, info: ClientInfo) -> None:
+        super().__init__(settings, info)
+        self.cut = Cut(info.split, info.image, self.settings.cut)
 
-    # ---- server
+    def before_training(self, step: Step) -> None:
+        super().before_training(step)
+        epoch = (step.round_number - 1) * self.info.training.epochs
+        step.keep(
+            SCRATCH,
+            {
+                "weight": torch.tensor(self.settings.weight_at(epoch)),
+                "drawn_loss": torch.zeros(()),
+                "counts": torch.zeros(self.info.classes),
+                "mean": step.broadcast[f"{OWN}mean"],
+                "spread": step.broadcast[f"{OWN}spread"],
+            },
+        )
+
+    def loss(self, step: Step) -> Tensor:
+        low, high = self.cut.levels(chain_of(step.model), step.size)
+        features = run(low, step.inputs)
+        if self.settings.weight:
+            loss = self._loss_with_drawn(step, high, features)
+        else:
+            loss = step.task_loss(run(high, features), step.targets)
+        self.observe(step, features.detach().flatten(1).float(), step.targets)
+        return loss
+
+    def _loss_with_drawn(self, step: Step, high: Chain, features: Tensor) -> Tensor:
+        drawn_targets = self.drawn_targets(step.targets)
+        drawn_features = self.drawn_features(step, drawn_targets, features)
+        logits, drawn_logits = self._logits(step, high, features, drawn_features)
+        weight = step.scratch[SCRATCH]["weight"]
+        drawn_loss = step.task_loss(drawn_logits, drawn_targets)
+        step.scratch[SCRATCH]["drawn_loss"].add_(drawn_loss.detach())
+        loss = step.task_loss(logits, step.targets) + weight * drawn_loss
+        return loss / (1 + weight) if self.settings.average else loss
+
+    def drawn_targets(self, targets: Tensor) -> Tensor:
+        """Return y', the labels for which features are drawn."""
+        count = max(1, round(self.settings.ratio * len(targets)))
+        if self.settings.labels == "balanced":
+            return balanced(targets, self.info.classes, count)
+        return repeated(targets, count)
+
+    def drawn_features(self, step: Step, targets: Tensor, features: Tensor) -> Tensor:
+        """Draw h' for labels, in the shape and memory layout of a batch's own features."""
+        if self.settings.source == "own":
+            mean, spread = step.scratch[SCRATCH]["mean"], step.scratch[SCRATCH]["spread"]
+        else:
+            mean, spread = step.broadcast[f"{OWN}mean"], step.broadcast[f"{OWN}spread"]
+        spread = spread.clamp_min(0)
+        deviation = spread.sqrt() if self.settings.spread == "variance" else spread
+        drawn = draw(mean, deviation, targets)
+        drawn = drawn.view(-1, *features.shape[1:]).to(features.dtype)
+        if features.dim() == 4 and features.is_contiguous(memory_format=torch.channels_last):
+            drawn = drawn.contiguous(memory_format=torch.channels_last)
+        return drawn
+
+    def _logits(
+        self, step: Step, high: Chain, features: Tensor, drawn: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if self.settings.normalization == "joint":
+            logits = run(high, torch.cat([features, drawn]))
+            return logits[: len(features)], logits[len(features) :]
+        logits = run(high, features)
+        with step.preserve_buffers():
+            return logits, run(high, drawn)
+
+    @torch.no_grad()
+    def observe(self, step: Step, features: Tensor, targets: Tensor) -> None:
+        """Let the client's statistics follow a batch (Eq. 6). A deviation takes two examples of a
+        class.
+        """
+        own = step.scratch[SCRATCH]
+        batch = moments(features, targets, self.info.classes)
+        spread = batch.variance if self.settings.spread == "variance" else batch.variance.sqrt()
+        if self.settings.deviation_max != "off":
+            spread = spread.clamp_max(spread_of(self.settings.deviation_max, self.settings))
+        pull = 1 - self.settings.beta_m
+        own["mean"].lerp_(batch.mean, pull * (batch.counts > 0).float()[:, None])
+        own["spread"].lerp_(spread, pull * (batch.counts > 1).float()[:, None])
+        own["counts"].add_(batch.counts)
+
+    def finish(self, step: Step) -> tuple[State, State]:
+        payload, client_state = super().finish(step)
+        own = step.scratch[SCRATCH]
+        for name in ("mean", "spread"):
+            tensor = own[name].clone()
+            if self.settings.noise:
+                tensor = tensor + self.settings.noise * torch.randn_like(tensor)
+            payload[f"{OWN}{name}"] = tensor
+        if self.settings.merge == "counts":
+            payload[f"{OWN}counts"] = own["counts"].clone()
+        if self.settings.weight:
+            payload[DRAWN_LOSS] = own["drawn_loss"] / max(step.num_steps, 1)
+            payload[WEIGHT] = own["weight"].clone()
+        return payload, client_state
+
+
+class FedImproServer(ServerAlgorithm):
+    """FedAvg, and the statistics of all clients' features. Every hook calls the next class's."""
+
+    settings: FedImproSettings
+
+    def __init__(self, settings: MethodSettings, info: FederationInfo) -> None:
+        super().__init__(settings, info)
+        self.cut = Cut(info.split, info.image, self.settings.cut)
+        #: The statistics that each size uses.
+        self._groups: dict[str, str] = {}
+        for size in info.split.sizes:
+            self._groups[size] = self.cut.group(size) if self.settings.share == "shape" else size
 
     def init(self) -> State:
-        own: State = {}
+        own = super().init()
         for size, group in self._groups.items():
-            shape = (self.info.classes, self._levels.shapes[size].numel())
+            shape = (self.info.classes, self.cut.shapes[size].numel())
             with torch_seed(self.info.seed, "features", group):
                 own[f"{OWN}{group}/mean"] = torch.rand(shape)
-            own[f"{OWN}{group}/spread"] = torch.full(shape, self._spread(INITIAL_DEVIATION))
-        return {**super().init(), **own}
+            deviation = spread_of(INITIAL_DEVIATION, self.settings)
+            own[f"{OWN}{group}/spread"] = torch.full(shape, deviation)
+        return own
 
-    def broadcast(self, server: State, state: State, round_number: int, client: int) -> State:
+    def broadcast(self, own: State, state: State, round_number: int, client: int) -> State:
+        broadcast = dict(super().broadcast(own, state, round_number, client))
         group = self._groups[self.info.size_of(client, round_number)]
-        own = {f"{OWN}{name}": server[f"{OWN}{group}/{name}"] for name in ("mean", "spread")}
-        return {**super().broadcast(server, state, round_number, client), **own}
+        for name in ("mean", "spread"):
+            broadcast[f"{OWN}{name}"] = own[f"{OWN}{group}/{name}"]
+        return broadcast
 
-    def update(self, server: State, state: State, updates: Sequence[ClientUpdate]) -> State:
-        own = {name: tensor for name, tensor in server.items() if name.startswith(OWN)}
+    def update(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
+        statistics = {name: tensor for name, tensor in own.items() if name.startswith(OWN)}
         for group in dict.fromkeys(self._groups[update.size] for update in updates):
-            given = [update.payload for update in updates if self._groups[update.size] == group]
-            for name, (value, known) in self._merged(given).items():
-                held = own[f"{OWN}{group}/{name}"]
-                own[f"{OWN}{group}/{name}"] = held + (1 - self.settings.beta_g) * known * (value - held)
+            payloads = [u.payload for u in updates if self._groups[u.size] == group]
+            for name, (value, known) in self._merged(payloads).items():
+                before = statistics[f"{OWN}{group}/{name}"]
+                change = (1 - self.settings.beta_g) * known * (value - before)
+                statistics[f"{OWN}{group}/{name}"] = before + change
         others = [replace(update, payload=_without_own(update.payload)) for update in updates]
-        return {**super().update(_without_own(server), state, others), **own}
+        return {**super().update(_without_own(own), state, others), **statistics}
 
-    def metrics(self, server: State, updates: Sequence[ClientUpdate]) -> dict[str, Tensor | float]:
-        """Return the drawn features' loss and weight, the deviation they are drawn with, and how far apart the means
-        are that clients sent: both as root mean squares over classes and values.
+    def metrics(self, own: State, updates: Sequence[ClientUpdate]) -> dict[str, Tensor | float]:
+        """Return the loss on drawn features and its weight, the deviation they are drawn with, and
+        how far apart the clients' means are, both as root mean squares over classes and values.
         """
-        held = torch.cat([t.flatten() for n, t in server.items() if n.startswith(OWN) and n.endswith("/spread")])
-        variance = held.clamp_min(0) if self.settings.spread == "variance" else held.square()
+        spreads = [t for n, t in own.items() if n.startswith(OWN) and n.endswith("/spread")]
+        spread = torch.cat([tensor.flatten() for tensor in spreads])
+        is_variance = self.settings.spread == "variance"
+        variance = spread.clamp_min(0) if is_variance else spread.square()
         apart = []
         for group in dict.fromkeys(self._groups[update.size] for update in updates):
             means = [u.payload[f"{OWN}mean"] for u in updates if self._groups[u.size] == group]
             apart.append(torch.stack(means).var(0, correction=0).flatten())
-        own = {"deviation": variance.mean().sqrt(), "means_apart": torch.cat(apart).mean().sqrt()}
-        return {**super().metrics(server, updates), **own}
+        return {
+            **super().metrics(own, updates),
+            "deviation": variance.mean().sqrt(),
+            "means_apart": torch.cat(apart).mean().sqrt(),
+        }
 
-    def _merged(self, given: Sequence[State]) -> dict[str, tuple[Tensor, Tensor | float]]:
-        """Return the clients' statistics together, each with 1 for the classes of which it is known, and 0."""
-        sent = {name: torch.stack([message[f"{OWN}{name}"] for message in given]) for name in ("mean", "spread")}
+    def _merged(self, payloads: Sequence[State]) -> dict[str, tuple[Tensor, Tensor | float]]:
+        """Return the statistics of several clients together, each with 1 for the classes of which
+        it is known, and 0 for the others.
+        """
+        mean = torch.stack([payload[f"{OWN}mean"] for payload in payloads])
+        spread = torch.stack([payload[f"{OWN}spread"] for payload in payloads])
         if self.settings.merge == "uniform":
-            return {name: (tensor.mean(0), 1.0) for name, tensor in sent.items()}
-        variance = sent["spread"] if self.settings.spread == "variance" else sent["spread"].square()
-        counts = [message[f"{OWN}counts"] for message in given]
-        whole = pooled([Moments(*part) for part in zip(counts, sent["mean"], variance, strict=True)])
-        spread = whole.variance if self.settings.spread == "variance" else whole.variance.sqrt()
+            return {"mean": (mean.mean(0), 1.0), "spread": (spread.mean(0), 1.0)}
+        is_variance = self.settings.spread == "variance"
+        variance = spread if is_variance else spread.square()
+        counts = [payload[f"{OWN}counts"] for payload in payloads]
+        whole = pooled([Moments(*one) for one in zip(counts, mean, variance, strict=True)])
+        merged_spread = whole.variance if is_variance else whole.variance.sqrt()
         counted = whole.counts[:, None]
-        return {"mean": (whole.mean, (counted > 0).float()), "spread": (spread, (counted > 1).float())}
+        return {
+            "mean": (whole.mean, (counted > 0).float()),
+            "spread": (merged_spread, (counted > 1).float()),
+        }
 
-    # ---- client
 
-    def before_training(self, learner: Learner) -> None:
-        super().before_training(learner)
-        assert learner.job is not None
-        epoch = (learner.job.round_number - 1) * learner.training.epochs
-        learner.note(WEIGHT, torch.tensor(self.settings.weight_at(epoch)))
-        learner.note(DRAWN_LOSS, torch.zeros(()))
-        learner.note(f"{OWN}counts", torch.zeros(self.info.classes))
-        for name in ("mean", "spread"):
-            learner.note(f"{OWN}{name}", learner.message[f"{OWN}{name}"])
+@METHODS.register(
+    "fedimpro",
+    "the high level trains on shared feature distributions",
+    paper="Tang et al., ICLR 2024",
+)
+class FedImpro(Method):
+    """FedAvg, with features drawn from shared statistics."""
 
-    def loss(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
-        assert learner.job is not None
-        low, high = self._levels.of(chain_of(learner.model), learner.job.size)
-        features = run(low, images)
-        if self.settings.weight:
-            drawn_labels = self._drawn_labels(labels)
-            real, drawn = self._answers(learner, high, features, self._drawn(learner, drawn_labels, features))
-            weight, drawn_loss = learner.notes[WEIGHT], learner.cross_entropy(drawn, drawn_labels)
-            learner.notes[DRAWN_LOSS].add_(drawn_loss.detach())
-            loss = learner.cross_entropy(real, labels) + weight * drawn_loss
-            loss = loss / (1 + weight) if self.settings.average else loss
-        else:
-            loss = learner.cross_entropy(run(high, features), labels)
-        self._observe(learner, features.detach().flatten(1).float(), labels)
-        return loss
+    Settings = FedImproSettings
+    Client = FedImproClient
+    Server = FedImproServer
+    requirements = Requirements(payload=True, own_training=True, own_aggregation=True, stages=True)
 
-    def payload(self, learner: Learner) -> State:
-        own = {name: learner.notes[f"{OWN}{name}"].clone() for name in ("mean", "spread")}
-        if self.settings.noise:
-            own = {name: tensor + self.settings.noise * torch.randn_like(tensor) for name, tensor in own.items()}
-        if self.settings.merge == "counts":
-            own["counts"] = learner.notes[f"{OWN}counts"].clone()
-        sent = {f"{OWN}{name}": tensor for name, tensor in own.items()}
-        if self.settings.weight:
-            sent[DRAWN_LOSS] = learner.notes[DRAWN_LOSS] / max(learner.taken, 1)
-            sent[WEIGHT] = learner.notes[WEIGHT].clone()
-        return {**super().payload(learner), **sent}
 
-    # ---- what the loss is made of
-
-    def _drawn_labels(self, labels: Tensor) -> Tensor:
-        count = max(1, round(self.settings.ratio * len(labels)))
-        if self.settings.labels == "balanced":
-            return balanced(labels, self.info.classes, count)
-        return repeated(labels, count)
-
-    def _drawn(self, learner: Learner, labels: Tensor, features: Tensor) -> Tensor:
-        """Return features for labels, laid out as a batch's own."""
-        held = learner.notes if self.settings.source == "own" else learner.message
-        spread = held[f"{OWN}spread"].clamp_min(0)
-        deviation = spread.sqrt() if self.settings.spread == "variance" else spread
-        drawn = draw(held[f"{OWN}mean"], deviation, labels).view(-1, *features.shape[1:]).to(features.dtype)
-        last = features.dim() == 4 and features.is_contiguous(memory_format=torch.channels_last)
-        return drawn.contiguous(memory_format=torch.channels_last) if last else drawn
-
-    def _answers(self, learner: Learner, high: Chain, features: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
-        if self.settings.normalization == "joint":
-            answers = run(high, torch.cat([features, drawn]))
-            return answers[: len(features)], answers[len(features) :]
-        real = run(high, features)
-        with learner.same_buffers():
-            return real, run(high, drawn)
-
-    @torch.no_grad()
-    def _observe(self, learner: Learner, features: Tensor, labels: Tensor) -> None:
-        """Let the client's statistics follow a batch (Eq. 6), in place; a deviation takes two examples of a class."""
-        mean, spread, counts = (learner.notes[f"{OWN}{name}"] for name in ("mean", "spread", "counts"))
-        batch = moments(features, labels, self.info.classes)
-        new = batch.variance if self.settings.spread == "variance" else batch.variance.sqrt()
-        if self.settings.deviation_max != "off":
-            new = new.clamp_max(self._spread(self.settings.deviation_max))
-        pull = 1 - self.settings.beta_m
-        mean.lerp_(batch.mean, pull * (batch.counts > 0).float()[:, None])
-        spread.lerp_(new, pull * (batch.counts > 1).float()[:, None])
-        counts.add_(batch.counts)
-
-    def _spread(self, deviation: float) -> float:
-        return deviation**2 if self.settings.spread == "variance" else deviation
+def spread_of(deviation: float, settings: FedImproSettings) -> float:
+    """Return a standard deviation as the quantity that is averaged (`spread`)."""
+    return deviation**2 if settings.spread == "variance" else deviation
 
 
 def _without_own(state: State) -> State:
-    return {name: tensor for name, tensor in state.items() if not name.startswith((OWN, REPORTED))}
+    return {n: tensor for n, tensor in state.items() if not n.startswith((OWN, REPORTED))}

@@ -1,30 +1,27 @@
-"""FedProx: FedAvg, and a pull towards the weights that the client received.
+"""FedProx: FedAvg with a proximal term that keeps a client near the weights it received.
 
-Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020. A client minimises
+Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020. A client minimizes
 
     f_i(theta) + mu / 2 |theta - w|^2
 
-over its parameters, w being its own part of the global state as it was when the turn began. The term enters as its
-gradient, mu (theta - w), before clipping and the optimiser; the reported loss is f_i alone, comparable with FedAvg's.
-Over parts of unlike depth this is the InCo paper's HeteroProx; with `method.inco` on, its InCoProx.
+over its parameters, where w is its part of the global state as received. The term enters as its
+gradient, mu (theta - w), before clipping and the optimizer. The reported loss is f_i alone, so it
+is comparable with FedAvg's. Over parts of different depths this is the InCo paper's HeteroProx;
+with `method.inco` on, its InCoProx.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from pydantic import Field
 
-from motley.methods.base import METHODS, Method, MethodSettings
+from motley.methods.base import METHODS, ClientAlgorithm, Method, MethodSettings, Requirements
+from motley.methods.step import Step
 
-if TYPE_CHECKING:
-    from motley.engine.learner import Learner
-
-
+#: The term: mu / 2 |theta - w|^2, or, as in much public code, mu / 2 times the sum of every
+#: tensor's |theta - w|, whose gradient does not grow with the distance.
 Proximal: TypeAlias = Literal["squared", "norms"]
-"""The term: mu / 2 |theta - w|^2, or, as in much public code, mu / 2 times the sum of every tensor's |theta - w|, whose
-pull does not grow with the distance.
-"""
 
 
 class FedProxSettings(MethodSettings):
@@ -32,21 +29,32 @@ class FedProxSettings(MethodSettings):
 
     name: str = "fedprox"
     mu: float = Field(default=0.1, ge=0)
-    """Weight of the proximal term. The InCo and FedIN papers use 0.1 (they write mu/2 = 0.05); FedProx's authors
-    choose among 0.001, 0.01, 0.1, 0.5 and 1. With Adam the term's gradient is rescaled like any other.
+    """Weight of the proximal term. The InCo and FedIN papers use 0.1 (they write mu/2 = 0.05);
+    FedProx's authors choose among 0.001, 0.01, 0.1, 0.5 and 1. With Adam the term's gradient is
+    rescaled like any other.
     """
     proximal: Proximal = "squared"
-    """squared: mu/2 |theta - w|^2. norms: mu/2 times the sum of |theta - w| over tensors, as in much public code; its
-    gradient does not grow with the distance.
+    """squared: mu/2 |theta - w|^2. norms: mu/2 times the sum of |theta - w| over tensors, as in
+    much public code; its gradient does not grow with the distance.
     """
 
 
-@METHODS.register("fedprox", "FedAvg with a proximal term, mu / 2 |theta - w|^2", paper="Li et al., MLSys 2020")
-class FedProx(Method):
-    """FedAvg, and this gradient."""
+class FedProxClient(ClientAlgorithm):
+    """FedAvg, and the gradient of the proximal term."""
 
-    Settings = FedProxSettings
     settings: FedProxSettings
 
-    def after_backward(self, learner: Learner) -> None:
-        learner.pull(self.settings.mu, by_norms=self.settings.proximal == "norms")
+    def after_backward(self, step: Step) -> None:
+        # grads += mu * (params - received)
+        step.proximal(self.settings.mu, norms=self.settings.proximal == "norms")
+
+
+@METHODS.register(
+    "fedprox", "FedAvg with a proximal term, mu / 2 |theta - w|^2", paper="Li et al., MLSys 2020"
+)
+class FedProx(Method):
+    """FedAvg, with another client half."""
+
+    Settings = FedProxSettings
+    Client = FedProxClient
+    requirements = Requirements(own_training=True)

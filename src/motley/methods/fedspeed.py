@@ -1,27 +1,24 @@
-"""FedSpeed: FedDyn with gradients from the edge of a ball, for flatter minima and longer turns.
+"""FedSpeed: FedDyn with gradients from a perturbed point, for flatter minima and more local steps.
 
-Sun et al., FedSpeed: Larger Local Interval, Less Communication Round, and Higher Generalization Accuracy, ICLR 2023.
-Each step climbs by rho along its gradient g, takes the gradient g' there, comes back, and hands the optimiser
+Sun et al., FedSpeed: Larger Local Interval, Less Communication Round, and Higher Generalization
+Accuracy, ICLR 2023. Each step climbs by rho along its gradient g, takes the gradient g' there,
+comes back, and hands the optimizer
 
     (1 - ascent) g + ascent g' + alpha (theta - w + lambda_i)
 
-The dual variable lambda_i and the server's rule are FedDyn's. Two passes a step; the second leaves the running
-statistics as the first made them.
+The dual variable lambda_i and the server's rule are FedDyn's. There are two passes per step; the
+second one leaves the running statistics as they are after the first.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
 from pydantic import Field
 from torch import Tensor
 
-from motley.methods.base import METHODS
-from motley.methods.feddyn import FedDyn, FedDynSettings
-
-if TYPE_CHECKING:
-    from motley.engine.learner import Learner
+from motley.core.tensors import add_, norm, scale_, scaled
+from motley.methods.base import METHODS, Method
+from motley.methods.feddyn import FedDyn, FedDynClient, FedDynServer, FedDynSettings
+from motley.methods.step import Step
 
 
 class FedSpeedSettings(FedDynSettings):
@@ -34,26 +31,37 @@ class FedSpeedSettings(FedDynSettings):
     """Fraction of the gradient that is computed after the ascent step. The authors' code uses 1."""
 
 
-@METHODS.register("fedspeed", "FedDyn's duals with sharpness-aware gradients", paper="Sun et al., ICLR 2023")
-class FedSpeed(FedDyn):
-    """FedDyn with a step of its own."""
+class FedSpeedClient(FedDynClient):
+    """FedDyn with a step of two passes."""
 
-    Settings = FedSpeedSettings
     settings: FedSpeedSettings
 
-    def step(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
-        loss = self.loss(learner, images, labels)
-        learner.backward(loss)
+    def train_step(self, step: Step) -> Tensor:
         rho, ascent = self.settings.rho, self.settings.ascent
-        norm = torch.stack(torch._foreach_norm(learner.gradients)).norm()
-        climb = torch._foreach_mul(learner.gradients, rho / (norm + 1e-12))
-        below = torch._foreach_mul(learner.gradients, 1 - ascent) if ascent < 1 else ()
-        with learner.excursion():
-            torch._foreach_add_(learner.trained, climb)
-            learner.publish()
-            learner.backward(self.loss(learner, images, labels))
-        if below:
-            torch._foreach_mul_(learner.gradients, ascent)
-            torch._foreach_add_(learner.gradients, below)
-        self.descend(learner)
+        loss = self.loss(step)
+        step.backward(loss)
+        grads = step.grads
+        climb = scaled(grads, rho / (norm(grads) + 1e-12))
+        lower = scaled(grads, 1 - ascent) if ascent < 1 else {}
+        with step.preserve_weights():
+            add_(step.params, climb)
+            step.sync()
+            step.backward(self.loss(step))
+        if ascent < 1:
+            grads = step.grads
+            scale_(grads, ascent)
+            add_(grads, lower)
+        self.descend(step)
         return loss.detach()
+
+
+@METHODS.register(
+    "fedspeed", "FedDyn's duals with sharpness-aware gradients", paper="Sun et al., ICLR 2023"
+)
+class FedSpeed(Method):
+    """FedDyn with another step."""
+
+    Settings = FedSpeedSettings
+    Client = FedSpeedClient
+    Server = FedDynServer
+    requirements = FedDyn.requirements

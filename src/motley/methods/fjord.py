@@ -1,27 +1,26 @@
-"""FjORD: a client trains all widths up to its own, one that is drawn for each batch, and the widest teaches the others.
+"""FjORD: a client trains all widths up to its own, one drawn per batch, and the widest teaches the
+others.
 
-Horvath et al., FjORD: Fair and Accurate Federated Learning under Heterogeneous Targets with Ordered Dropout, NeurIPS
-2021. The parts are those of `split.name = "ordered"`. With a width p drawn for the batch, a client minimises
+Horvath et al., FjORD: Fair and Accurate Federated Learning under Heterogeneous Targets with Ordered
+Dropout, NeurIPS 2021. The parts are those of `split.name = "ordered"`. With a width p drawn for the
+batch, a client minimizes
 
     CE(z_p),    or with self-distillation    CE(z_max) + CE(softmax(z_max), detached; z_p)
 
-Over networks of one width this is FedAvg. The width is drawn on the device, and narrower answers are masked wide ones
-(`motley.models.ordered`): no step depends on the host, at the price of a narrow answer costing as much as a wide one.
+Over networks of one width this is FedAvg. The width is drawn on the device, and a narrow output is
+that of the wide network with channels masked (`motley.models.ordered`). So no step depends on the
+host, but a narrow forward pass costs as much as a wide one.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from motley.methods.base import METHODS, Method, MethodSettings
+from motley.methods.base import METHODS, ClientAlgorithm, Method, MethodSettings, Requirements
+from motley.methods.step import Step
 from motley.models.ordered import narrowed, widths_of
-
-if TYPE_CHECKING:
-    from motley.engine.learner import Learner
 
 
 class FjORDSettings(MethodSettings):
@@ -29,26 +28,39 @@ class FjORDSettings(MethodSettings):
 
     name: str = "fjord"
     distill: bool = True
-    """Train the sampled width with the logits of the widest one as soft targets; doubles the work per step."""
+    """Train the sampled width with the logits of the widest one as soft targets; doubles the work
+    per step.
+    """
 
 
-@METHODS.register("fjord", "a width drawn for each batch, taught by the widest", paper="Horvath et al., NeurIPS 2021")
-class FjORD(Method):
-    """FedAvg, and this loss."""
+class FjORDClient(ClientAlgorithm):
+    """FedAvg with the loss of a drawn width."""
 
-    Settings = FjORDSettings
     settings: FjORDSettings
 
-    def loss(self, learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
-        widths = widths_of(learner.model)
+    def loss(self, step: Step) -> Tensor:
+        widths = widths_of(step.model)
         if widths == 1:
-            return super().loss(learner, images, labels)
-        choice = torch.randint(widths, (1,), device=images.device)
+            return super().loss(step)
+        choice = torch.randint(widths, (1,), device=step.inputs.device)
         if not self.settings.distill:
-            with narrowed(learner.model, choice):
-                return super().loss(learner, images, labels)
-        widest = learner.model(images)
-        with narrowed(learner.model, choice):
-            drawn = learner.model(images)
-        taught = F.cross_entropy(drawn.float(), widest.detach().float().softmax(1))
-        return learner.cross_entropy(widest, labels) + taught
+            with narrowed(step.model, choice):
+                return super().loss(step)
+        widest = step.model(step.inputs)
+        with narrowed(step.model, choice):
+            narrow = step.model(step.inputs)
+        distillation = F.cross_entropy(narrow.float(), widest.detach().float().softmax(1))
+        return step.task_loss(widest, step.targets) + distillation
+
+
+@METHODS.register(
+    "fjord",
+    "a width drawn for each batch, taught by the widest",
+    paper="Horvath et al., NeurIPS 2021",
+)
+class FjORD(Method):
+    """FedAvg with another loss."""
+
+    Settings = FjORDSettings
+    Client = FjORDClient
+    requirements = Requirements(own_training=True)

@@ -1,7 +1,8 @@
 """SCAFFOLD: control variates that take the drift out of local steps.
 
-Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020. With c at the server
-and c_i at every client, a local step of learning rate lr is the optimiser's own and then
+Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020.
+With c at the server and c_i at every client, a local step of learning rate lr is the optimizer's
+own step and then
 
     y <- y - lr (c - c_i)
 
@@ -9,28 +10,32 @@ and after K steps (option II of the paper)
 
     c_i <- c_i - c + (w - y) / (K lr),    c <- c + (sum of the clients' changes of c_i) / N
 
-where N counts all clients that hold a layer, whether they took part or not. Correcting the weights after the step, not
-the gradient before it, is the same for plain SGD; with Adam or momentum only this fits c_i, which is a displacement.
-Control variates are for parameters; they follow what clients did, whatever InCo and the server make of it.
+where N counts all clients that hold a layer, whether they took part or not. Correcting the weights
+after the step, not the gradient before it, is the same for plain SGD; with Adam or momentum only
+this fits c_i, which is a displacement. Control variates are for parameters. They follow the
+clients' own training, whatever InCo and the server optimizer do with the mean delta.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Literal
-
-import torch
-from torch import Tensor
+from typing import Literal
 
 from motley.core.merge import add_shares
-from motley.core.part import State, take
+from motley.core.part import Part, State, take
 from motley.core.randomness import key
+from motley.core.tensors import difference, divide_, scale_, subtract_
 from motley.core.update import ClientUpdate
-from motley.methods.base import METHODS, Method, MethodSettings
-
-if TYPE_CHECKING:
-    from motley.engine.learner import Learner
+from motley.methods.base import (
+    METHODS,
+    ClientAlgorithm,
+    Method,
+    MethodSettings,
+    Requirements,
+    ServerAlgorithm,
+)
+from motley.methods.step import Step
+from motley.splits.base import Split
 
 
 class ScaffoldSettings(MethodSettings):
@@ -38,59 +43,81 @@ class ScaffoldSettings(MethodSettings):
 
     name: str = "scaffold"
     initial: Literal["zeros", "weights"] = "zeros"
-    """Initial value of all control variates. zeros: 0. weights: the random weights of another network, as in
-    NIID-Bench. These cancel over all clients, but until every client has taken part they disturb the steps.
+    """Initial value of all control variates. zeros: 0. weights: the random weights of another
+    network, as in NIID-Bench. These cancel over all clients, but until every client has taken part
+    they disturb the steps.
     """
 
 
-@METHODS.register("scaffold", "FedAvg with control variates against drift", paper="Karimireddy et al., ICML 2020")
-class Scaffold(Method):
-    """FedAvg, and a correction of every step; twice the communication."""
+class ScaffoldClient(ClientAlgorithm):
+    """FedAvg, and a correction of every step by c - c_i."""
 
-    Settings = ScaffoldSettings
+    settings: ScaffoldSettings
+
+    def initial_client_state(self, size: str, received: State) -> State:
+        control = initial_control(self.info.split, self.settings, self.info.seed)
+        return control_of(control, self.info.split.part(size))
+
+    def before_training(self, step: Step) -> None:
+        # The same lr (c - c_i) is subtracted in every step of the round.
+        drift = difference(step.broadcast, step.client_state)
+        scale_(drift, step.lr)
+        step.keep("drift", drift)
+
+    def after_step(self, step: Step) -> None:
+        # y <- y - lr (c - c_i)
+        subtract_(step.params, step.scratch["drift"])
+        step.sync()
+
+    def finish(self, step: Step) -> tuple[State, State]:
+        # c_i <- c_i - c + (w - y) / (K lr), computed as ((w - y) / K - lr (c - c_i)) / lr
+        control = difference(step.received, step.params)
+        divide_(control, step.num_steps)
+        subtract_(control, step.scratch["drift"])
+        divide_(control, step.lr)
+        change = difference(control, step.client_state)
+        return change, control
+
+
+class ScaffoldServer(ServerAlgorithm):
+    """FedAvg, and the mean of all clients' control variates."""
+
     settings: ScaffoldSettings
 
     def init(self) -> State:
-        return self._initial
+        return initial_control(self.info.split, self.settings, self.info.seed)
 
-    @cached_property
-    def _initial(self) -> State:
-        split = self.info.split
-        if self.settings.initial == "zeros":
-            return split.zeros()
-        drawn = split.initial(key(self.info.seed, "control variates"))
-        return {name: tensor for name, tensor in drawn.items() if name in split.parameters}
+    def broadcast(self, own: State, state: State, round_number: int, client: int) -> State:
+        size = self.info.size_of(client, round_number)
+        return control_of(own, self.info.split.part(size, round_number, client))
 
-    def broadcast(self, server: State, state: State, round_number: int, client: int) -> State:
-        part = self.info.split.part(self.info.size_of(client, round_number), round_number, client)
-        return take(server, {name: piece for name, piece in part.items() if piece.name in server})
+    def update(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
+        # c <- c + (sum of the clients' changes of c_i) / N
+        return add_shares(own, updates, lambda update: update.payload, self.info.owners)
 
-    def initial_client_state(self, size: str, received: State) -> State:
-        part = self.info.split.part(size)
-        return take(self._initial, {name: piece for name, piece in part.items() if piece.name in self._initial})
 
-    def before_training(self, learner: Learner) -> None:
-        """Put lr (c - c_i), which every step takes away, in the place of c."""
-        drift = learner.in_order(learner.message)
-        torch._foreach_sub_(drift, learner.in_order(learner.memory))
-        torch._foreach_mul_(drift, learner.lr)
+@METHODS.register(
+    "scaffold", "FedAvg with control variates against drift", paper="Karimireddy et al., ICML 2020"
+)
+class Scaffold(Method):
+    """FedAvg with control variates; twice the communication."""
 
-    def after_step(self, learner: Learner) -> None:
-        torch._foreach_sub_(learner.trained, learner.in_order(learner.message))
+    Settings = ScaffoldSettings
+    Client = ScaffoldClient
+    Server = ScaffoldServer
+    requirements = Requirements(
+        client_state=True, payload=True, own_training=True, own_aggregation=True
+    )
 
-    def _control(self, learner: Learner) -> tuple[Tensor, ...]:
-        """Return the new c_i: ((w - y) / K - lr (c - c_i)) / lr."""
-        control = torch._foreach_sub(learner.anchors, learner.trained)
-        torch._foreach_div_(control, learner.taken)
-        torch._foreach_sub_(control, learner.in_order(learner.message))
-        torch._foreach_div_(control, learner.lr)
-        return control
 
-    def payload(self, learner: Learner) -> State:
-        return learner.by_name(torch._foreach_sub(self._control(learner), learner.in_order(learner.memory)))
+def initial_control(split: Split, settings: ScaffoldSettings, seed: int) -> State:
+    """Return the control variates of all parameters before the first round, under global names."""
+    if settings.initial == "zeros":
+        return split.zeros()
+    weights = split.initial(key(seed, "control variates"))
+    return {name: tensor for name, tensor in weights.items() if name in split.parameters}
 
-    def next_client_state(self, learner: Learner) -> State:
-        return learner.by_name(self._control(learner))
 
-    def update(self, server: State, state: State, updates: Sequence[ClientUpdate]) -> State:
-        return add_shares(server, updates, lambda update: update.payload, self.info.owners)
+def control_of(control: State, part: Part) -> State:
+    """Return the control variates of a client's part, under the client's own names."""
+    return take(control, {name: piece for name, piece in part.items() if piece.name in control})

@@ -7,16 +7,9 @@ from motley.methods.base import Method
 from motley.privacy.settings import PrivacySettings
 from motley.splits import Split
 
-#: Hooks of a method that send more than the delta, or use it other than in a mean over its owners.
-LEAKS = (
-    "payload",
-    "aggregate",
-    "update",
-    "post_process",
-    "collection_clients",
-    "collect",
-    "apply_collection",
-)
+#: Requirements of methods that send more than the delta, or use it other than in a mean over
+#: owners.
+LEAKS = ("payload", "own_aggregation", "collection")
 
 
 def refuse_leaks(
@@ -35,11 +28,11 @@ def refuse_leaks(
     if not privacy.active:
         return
     setting = f"privacy.clip = {privacy.clip:g}"
-    hooks = [hook for hook in LEAKS if getattr(type(method), hook) is not getattr(Method, hook)]
-    if hooks:
+    leaks = [leak for leak in LEAKS if getattr(method.requirements, leak)]
+    if leaks:
         raise MotleyError(
             f"method.name = {method.settings.name!r}: {setting} protects deltas that are averaged, "
-            f"and this method does more with its clients than that ({', '.join(hooks)}). Use a "
+            f"and this method does more with its clients than that ({', '.join(leaks)}). Use a "
             "method that does not, such as 'fedavg' or 'fedprox'."
         )
     if statistics == "recalibrate":

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from motley.core.async_copy import to_device
 from motley.core.part import State
 from motley.core.randomness import generator
 from motley.privacy.settings import PrivacySettings
@@ -42,9 +43,9 @@ class DPMechanism:
         # Sorted, so that the noise does not depend on the order of the mapping.
         for name in sorted(bounded):
             tensor = bounded[name]
-            noise = rng.standard_normal(tuple(tensor.shape), dtype=np.float32)
             # np.asarray, because NumPy returns a plain float for the shape ().
-            noisy[name] = tensor + scale * torch.from_numpy(np.asarray(noise)).to(tensor.device)
+            draws = np.asarray(rng.standard_normal(tuple(tensor.shape), dtype=np.float32))
+            noisy[name] = tensor + scale * to_device(torch.from_numpy(draws), tensor.device)
         return {name: noisy[name] for name in bounded}
 
     def _noise_generator(

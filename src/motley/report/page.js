@@ -1,30 +1,36 @@
+// Draws the figures when they come into view, and handles the legend, the theme and live updates.
 "use strict";
 const root = document.documentElement;
 const hidden = new Set();
 const narrow = matchMedia("(max-width: 40rem)").matches;
 const plots = () => document.querySelectorAll(".plot");
 
+// The page's colors as a plotly layout.
 function theme() {
   const style = getComputedStyle(root);
-  const text = style.getPropertyValue("--text").trim(), line = style.getPropertyValue("--line").trim();
+  const text = style.getPropertyValue("--text").trim();
+  const line = style.getPropertyValue("--line").trim();
   const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true };
-  const clear = "rgba(0,0,0,0)";
-  return { paper_bgcolor: clear, plot_bgcolor: clear, font: { color: text, size: 12 }, xaxis: axis, yaxis: axis };
+  const transparent = "rgba(0,0,0,0)";
+  return {
+    paper_bgcolor: transparent, plot_bgcolor: transparent, font: { color: text, size: 12 },
+    xaxis: axis, yaxis: axis,
+  };
 }
 
-function layout(given) {
-  const own = theme();
+function layout(base) {
+  const colors = theme();
   const axis = (name) => {
-    const title = { ...(given[name] || {}).title, standoff: 8 };
-    return { ...given[name], ...own[name], title };
+    const title = { ...(base[name] || {}).title, standoff: 8 };
+    return { ...base[name], ...colors[name], title };
   };
   return {
-    ...given, ...own, xaxis: axis("xaxis"), yaxis: axis("yaxis"),
-    modebar: { bgcolor: own.paper_bgcolor, color: "#8a949e", activecolor: "#3f75d6" },
+    ...base, ...colors, xaxis: axis("xaxis"), yaxis: axis("yaxis"),
+    modebar: { bgcolor: colors.paper_bgcolor, color: "#8a949e", activecolor: "#3f75d6" },
     // Room at the top for plotly's buttons, and at the bottom for the axis title.
     margin: { l: 52, r: 16, t: narrow ? 10 : 30, b: 52 },
     hovermode: "x unified", showlegend: false, autosize: true,
-    // On a phone a finger on a figure scrolls the page; zooming by dragging would get in its way.
+    // On a phone, dragging scrolls the page, so it must not zoom the figure.
     dragmode: narrow ? false : "zoom",
   };
 }
@@ -32,18 +38,21 @@ function layout(given) {
 function draw(plot) {
   if (plot.drawn) return;
   plot.drawn = true;
-  const given = JSON.parse(plot.querySelector("script").textContent);
-  const frame = layout(given.layout);
-  if (given.data.some((trace) => trace.type === "heatmap")) frame.hovermode = "closest";
-  const buttons = { responsive: true, displaylogo: false, displayModeBar: narrow ? false : "hover" };
-  Plotly.newPlot(plot, given.data, frame, buttons).then(() => toggle(plot));
+  const figure = JSON.parse(plot.querySelector("script").textContent);
+  const themed = layout(figure.layout);
+  if (figure.data.some((trace) => trace.type === "heatmap")) themed.hovermode = "closest";
+  const modeBar = narrow ? false : "hover";
+  const options = { responsive: true, displaylogo: false, displayModeBar: modeBar };
+  Plotly.newPlot(plot, figure.data, themed, options).then(() => toggle(plot));
 }
 
+// The indices of the traces that belong to a series of the page's legend.
 function grouped(plot) {
   if (!plot.data) return [];
   return plot.data.map((trace, number) => number).filter((number) => plot.data[number].legendgroup);
 }
 
+// Hide the series that are switched off in the legend.
 function toggle(plot) {
   const numbers = grouped(plot);
   if (!numbers.length) return;
@@ -65,21 +74,25 @@ function emphasize(label) {
   }
 }
 
+// Apply a changed theme. Plotly's relayout takes dotted keys.
 function repaint() {
-  const own = theme();
+  const colors = theme();
   for (const plot of plots()) {
     if (!plot.data) continue;
-    const flat = { paper_bgcolor: own.paper_bgcolor, plot_bgcolor: own.plot_bgcolor, "font.color": own.font.color };
+    const changes = {
+      paper_bgcolor: colors.paper_bgcolor, plot_bgcolor: colors.plot_bgcolor,
+      "font.color": colors.font.color,
+    };
     for (const axis of ["xaxis", "yaxis"])
-      for (const [key, value] of Object.entries(own[axis])) flat[`${axis}.${key}`] = value;
-    Plotly.relayout(plot, flat);
+      for (const [key, value] of Object.entries(colors[axis])) changes[`${axis}.${key}`] = value;
+    Plotly.relayout(plot, changes);
   }
 }
 
-const seen = new IntersectionObserver((entries) => {
+const observer = new IntersectionObserver((entries) => {
   for (const entry of entries) if (entry.isIntersecting) draw(entry.target);
 }, { rootMargin: "400px" });
-plots().forEach((plot) => seen.observe(plot));
+plots().forEach((plot) => observer.observe(plot));
 
 document.querySelectorAll("#series label").forEach((label) => {
   const box = label.querySelector("input");
@@ -94,18 +107,20 @@ document.querySelectorAll("#series label").forEach((label) => {
 });
 
 document.getElementById("theme").addEventListener("click", () => {
-  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  const prefersDark = matchMedia("(prefers-color-scheme: dark)").matches;
+  const dark = root.dataset.theme ? root.dataset.theme === "dark" : prefersDark;
   root.dataset.theme = dark ? "light" : "dark";
   repaint();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 
+// A live page asks its server for changes and reloads itself if there are any.
 if ("live" in root.dataset) {
-  let known = null;
+  let lastState = null;
   setInterval(async () => {
-    const answer = await fetch("state");
-    const state = await answer.text();
-    if (known !== null && state !== known) location.reload();
-    known = state;
+    const response = await fetch("state");
+    const state = await response.text();
+    if (lastState !== null && state !== lastState) location.reload();
+    lastState = state;
   }, 2000);
 }

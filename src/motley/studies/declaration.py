@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, model_validator
 
 from motley.config import absolute_paths, read_toml
 from motley.core.errors import MotleyError, unknown
@@ -96,8 +96,8 @@ class DataColumn(Settings):
     preset: str = ""
     """Replaces the study's preset and its `set`."""
     set: Layer = Field(default_factory=dict)
-    asked: bool = False
-    """Run only if --data names it: a substitute that is not in the paper."""
+    optional: bool = Field(default=False, validation_alias=AliasChoices("optional", "asked"))
+    """Run only if --data names it: a substitute that is not in the paper. Formerly `asked`."""
 
     @property
     def reader(self) -> str:

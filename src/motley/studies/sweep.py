@@ -128,7 +128,7 @@ def plan_cells(
     """
     if scale not in SCALES:
         raise MotleyError(f"--scale: {unknown('scale', scale, SCALES)}")
-    default_data = [column for column in study.data if not column.asked]
+    default_data = [column for column in study.data if not column.optional]
     columns = _select("--data", study.data, list(data), default_data)
     selected_cases = _select("--case", study.cases, list(cases), list(study.cases))
     rows = _select("--method", study.methods, list(methods), list(study.methods))
@@ -226,6 +226,7 @@ def _data_layers(study: Study, column: DataColumn) -> list[Table]:
 
 
 def _missing_method(row: MethodRow) -> Iterator[Missing]:
+    """Yield the reason if Motley lacks the line's method, or settings that it needs."""
     name = row.layer["method"]["name"]
     if row.missing:
         yield Missing(row.name, row.missing)
@@ -234,6 +235,7 @@ def _missing_method(row: MethodRow) -> Iterator[Missing]:
 
 
 def _missing_size(row: MethodRow, config: Config) -> Iterator[Missing]:
+    """Yield the reason if the size that the line shows does not exist."""
     sizes = config.split.sizes(config.model.sizes)
     if row.whole and not whole_model(config):
         yield Missing(row.name, "no size is the whole model.")
@@ -277,6 +279,7 @@ def _why_unreadable(name: str, root: Path, path: Path | None) -> str:
 
 
 def _missing_needs(study: Study, column: DataColumn, config: Config) -> Iterator[Missing]:
+    """Yield the settings that only the user can provide and that are empty."""
     if column.preset:
         return
     values = config.model_dump()

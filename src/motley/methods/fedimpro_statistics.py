@@ -1,6 +1,7 @@
-"""A normal distribution of features for each class, coordinate by coordinate: estimated, merged, and drawn from.
+"""FedImpro's normal distribution of features for each class: estimated, merged, and drawn from.
 
-A batch is summed up by products with the classes' indicators: nothing asks the device which classes it has.
+Coordinates are independent. A batch is summed up by products with the classes' indicators, so the
+host never has to ask the device which classes a batch has.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from torch import Tensor
 
 
 class Moments(NamedTuple):
-    """What is known of the features of each class."""
+    """Estimates for the features of each class."""
 
+    #: Examples of each class.
     counts: Tensor
-    """Examples of each class."""
+    #: (classes, values of a feature)
     mean: Tensor
-    """(classes, values of a feature)"""
+    #: Of the same shape; unbiased, as in torch.var. Zero for a class with fewer than two examples.
     variance: Tensor
-    """Of the same shape; unbiased, as in torch.var. Zero where a class has fewer than two examples."""
 
 
 def moments(features: Tensor, labels: Tensor, classes: int) -> Moments:
-    """Return the moments of a batch, (examples, values), a class."""
+    """Return the moments of a batch of features (examples, values), per class."""
     belongs = (labels[:, None] == torch.arange(classes, device=labels.device)).to(features.dtype)
     counts = belongs.sum(0)
     mean = belongs.t() @ features / counts.clamp_min(1)[:, None]
@@ -33,7 +34,7 @@ def moments(features: Tensor, labels: Tensor, classes: int) -> Moments:
 
 
 def pooled(parts: Sequence[Moments]) -> Moments:
-    """Return the moments of all examples together, from those of disjoint parts of them."""
+    """Return the moments of all examples together, from those of disjoint groups of examples."""
     counts, mean, variance = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
     total = counts.sum(0)
     whole = (counts[..., None] * mean).sum(0) / total.clamp_min(1)[:, None]
@@ -43,15 +44,15 @@ def pooled(parts: Sequence[Moments]) -> Moments:
 
 
 def balanced(labels: Tensor, classes: int, count: int) -> Tensor:
-    """Return every class equally often, more than `count` labels in all."""
+    """Return more than `count` labels, every class equally often."""
     return torch.arange(classes, device=labels.device).repeat(count // classes + 1)
 
 
 def repeated(labels: Tensor, count: int) -> Tensor:
-    """Return `count` labels: those of a batch, from the start again and again."""
+    """Return `count` labels: those of a batch, repeated as often as needed."""
     return labels.repeat(-(-count // len(labels)))[:count]
 
 
 def draw(mean: Tensor, deviation: Tensor, labels: Tensor) -> Tensor:
-    """Return a feature for each label."""
+    """Draw one feature per label."""
     return mean[labels] + deviation[labels] * torch.randn_like(mean[labels])

@@ -14,17 +14,17 @@ from tests.engine.toy_methods import EveryHook
 from tests.runs import crash
 from tests.runs.crash import Fate
 
-NAME = "remembering"
+NAME = "stateful"
 
 
-class Remembering(EveryHook):
+class Stateful(EveryHook):
     """`EveryHook` under another name."""
 
 
 @contextmanager
 def registered() -> Iterator[None]:
     """Register the method."""
-    METHODS.register(NAME, "for tests")(Remembering)
+    METHODS.register(NAME, "for tests")(Stateful)
     try:
         yield
     finally:
@@ -45,7 +45,7 @@ class DieAt(Callback):
             raise KeyboardInterrupt
 
 
-def live(folder: Path, overrides: tuple[str, ...], updates: int, killed: bool) -> None:
+def run(folder: Path, overrides: tuple[str, ...], updates: int, killed: bool) -> None:
     """Start or resume a run, and stop it after a number of local updates (0: at its end)."""
     watchers = [DieAt(updates, killed=killed)] if updates else []
     if folder.exists():
@@ -54,13 +54,13 @@ def live(folder: Path, overrides: tuple[str, ...], updates: int, killed: bool) -
         start_run(tiny_config(f"method.name={NAME}", *overrides), folder, watchers)
 
 
-def live_registered(folder: Path, overrides: tuple[str, ...], updates: int, killed: bool) -> None:
+def run_registered(folder: Path, overrides: tuple[str, ...], updates: int, killed: bool) -> None:
     """Do the same in another process, in which the method is not registered yet."""
     with registered():
-        live(folder, overrides, updates, killed)
+        run(folder, overrides, updates, killed)
 
 
-def live_with_fate(folder: Path, overrides: tuple[str, ...], fate: Fate) -> None:
+def run_with_fate(folder: Path, overrides: tuple[str, ...], fate: Fate) -> None:
     """Resume a run that sends itself a signal."""
     fate.seal(folder)
-    live_registered(folder, overrides, updates=0, killed=False)
+    run_registered(folder, overrides, updates=0, killed=False)

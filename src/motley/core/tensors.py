@@ -1,0 +1,114 @@
+"""Arithmetic on tensors by name, with one grouped call for all tensors of a model.
+
+A model has a hundred tensors, and a GPU that adds them one by one waits for the host a hundred
+times. The functions here hand all of them to torch's grouped kernels (`torch._foreach_*`) at once.
+Those whose names end with an underscore change their first argument in place, so a captured CUDA
+graph finds the same tensors in every replay.
+
+Functions of two arguments work on the names that both have, just as a part has some of the names of
+the global state: a received state has buffers, for example, and gradients have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from motley.core.part import State
+
+Tensors: TypeAlias = Mapping[str, Tensor]
+#: A number, a tensor with one value (which is not read by the host), or one number per name.
+Factor: TypeAlias = float | Tensor | Mapping[str, float]
+
+
+def add_(target: Tensors, values: Tensors, factor: Factor = 1.0) -> None:
+    """Compute `target += factor * values`."""
+    names, into, given = _paired(target, values)
+    if not names:
+        return
+    if isinstance(factor, Tensor | Mapping):
+        torch._foreach_add_(into, _multiplied(names, given, factor))
+    else:
+        torch._foreach_add_(into, given, alpha=factor)
+
+
+def subtract_(target: Tensors, values: Tensors, factor: Factor = 1.0) -> None:
+    """Compute `target -= factor * values`."""
+    names, into, given = _paired(target, values)
+    if not names:
+        return
+    if isinstance(factor, Tensor | Mapping):
+        torch._foreach_sub_(into, _multiplied(names, given, factor))
+    else:
+        torch._foreach_sub_(into, given, alpha=factor)
+
+
+def scale_(target: Tensors, factor: float | Tensor) -> None:
+    """Compute `target *= factor`."""
+    if target:
+        torch._foreach_mul_(list(target.values()), factor)
+
+
+def divide_(target: Tensors, divisor: float | Tensor) -> None:
+    """Compute `target /= divisor`."""
+    if target:
+        torch._foreach_div_(list(target.values()), divisor)
+
+
+def copy_(target: Tensors, values: Tensors) -> None:
+    """Copy `values` into `target`."""
+    names, into, given = _paired(target, values)
+    if names:
+        torch._foreach_copy_(into, given)
+
+
+def total(first: Tensors, second: Tensors) -> State:
+    """Return `first + second`."""
+    names, ones, others = _paired(first, second)
+    return dict(zip(names, torch._foreach_add(ones, others), strict=True)) if names else {}
+
+
+def difference(first: Tensors, second: Tensors) -> State:
+    """Return `first - second`."""
+    names, ones, others = _paired(first, second)
+    return dict(zip(names, torch._foreach_sub(ones, others), strict=True)) if names else {}
+
+
+def scaled(values: Tensors, factor: Factor) -> State:
+    """Return `factor * values`."""
+    names = list(values)
+    if not names:
+        return {}
+    return dict(zip(names, _multiplied(names, list(values.values()), factor), strict=True))
+
+
+def divided(values: Tensors, divisor: float | Tensor) -> State:
+    """Return `values / divisor`."""
+    if not values:
+        return {}
+    return dict(zip(values, torch._foreach_div(list(values.values()), divisor), strict=True))
+
+
+def norms(values: Tensors) -> State:
+    """Return the norm of every tensor."""
+    return dict(zip(values, torch._foreach_norm(list(values.values())), strict=True))
+
+
+def norm(values: Tensors) -> Tensor:
+    """Return the norm of all tensors together, as a tensor with one value."""
+    return torch.stack(list(norms(values).values())).norm()
+
+
+def _paired(first: Tensors, second: Tensors) -> tuple[list[str], list[Tensor], list[Tensor]]:
+    """Return the names that both have, and both tensors of each."""
+    names = [name for name in first if name in second]
+    return names, [first[name] for name in names], [second[name] for name in names]
+
+
+def _multiplied(names: list[str], tensors: list[Tensor], factor: Factor) -> tuple[Tensor, ...]:
+    if isinstance(factor, Mapping):
+        return torch._foreach_mul(tensors, [factor[name] for name in names])
+    return torch._foreach_mul(tensors, factor)

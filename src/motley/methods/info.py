@@ -1,0 +1,137 @@
+"""The facts about a federation that a method may use: few for the client half, more for the server
+half.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from motley.core.async_copy import to_device
+from motley.core.part import State, add_at
+from motley.models import ImageShape
+from motley.splits.base import Split
+
+
+class Optimizer(Protocol):
+    """The clients' optimizer, as configured."""
+
+    @property
+    def name(self) -> str:
+        """sgd, adam or adamw."""
+        ...
+
+    @property
+    def sgd_momentum(self) -> float | None:
+        """Momentum of SGD; None for other optimizers."""
+        ...
+
+
+class Training(Protocol):
+    """How clients train, as configured: the part of `motley.client.training.TrainingSettings` used
+    here.
+    """
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the run."""
+        ...
+
+    @property
+    def epochs(self) -> float:
+        """Local epochs per round."""
+        ...
+
+    @property
+    def batch_size(self) -> int:
+        """Examples in a full batch."""
+        ...
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The clients' optimizer."""
+        ...
+
+    def lr(self, round_number: int) -> float:
+        """Return the learning rate of a round."""
+        ...
+
+
+@dataclass(frozen=True)
+class ClientInfo:
+    """The facts that every client knows. None of them is about another client."""
+
+    split: Split
+    classes: int
+    image: ImageShape
+    training: Training
+    seed: int
+
+
+@dataclass(frozen=True)
+class FederationInfo:
+    """The facts that the server knows."""
+
+    split: Split
+    #: The size of every client, by client id.
+    sizes: tuple[str, ...]
+    classes: int
+    seed: int
+    training: Training
+    image: ImageShape
+    #: Rounds between evaluations.
+    every: int = 1
+    #: (client, round) -> the client's size, if sizes are drawn anew in every round.
+    drawn: Callable[[int, int], str] | None = None
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the run."""
+        return self.training.rounds
+
+    def for_clients(self) -> ClientInfo:
+        """Return what every client knows."""
+        return ClientInfo(self.split, self.classes, self.image, self.training, self.seed)
+
+    def size_of(self, client: int, round_number: int) -> str:
+        """Return the size of a client in a round."""
+        return self.drawn(client, round_number) if self.drawn else self.sizes[client]
+
+    def is_evaluated(self, round_number: int) -> bool:
+        """Tell whether a round ends with an evaluation."""
+        return round_number % self.every == 0 or round_number == self.rounds
+
+    def owners(self, name: str, device: torch.device | str = "cpu") -> int | Tensor:
+        """Return how many clients hold a global name; one count per coordinate if some hold pieces.
+
+        Counts per coordinate stay on the device that last asked for them. They get there through
+        pinned memory: a plain copy would make the host wait for all queued work of the GPU.
+        """
+        count = self._owners[name]
+        if isinstance(count, Tensor):
+            count = self._owners[name] = to_device(count, torch.device(device))
+        return count
+
+    @cached_property
+    def _owners(self) -> dict[str, int | Tensor]:
+        clients = Counter(self.sizes)
+        whole: Counter[str] = Counter()
+        pieces: State = {}
+        for size in self.split.sizes:
+            for piece in self.split.part(size).values():
+                if piece.index is None:
+                    whole[piece.name] += clients[size]
+                    continue
+                if piece.name not in pieces:
+                    pieces[piece.name] = torch.zeros(self.split.frame[piece.name].shape)
+                add_at(pieces[piece.name], piece.index, float(clients[size]))
+        owners: dict[str, int | Tensor] = dict(whole)
+        for name, counts in pieces.items():
+            owners[name] = counts + whole[name]
+        return owners
