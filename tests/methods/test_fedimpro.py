@@ -339,9 +339,9 @@ def test_a_loss_by_hand() -> None:
 
 
 def test_the_weight_grows_with_the_epochs_as_released() -> None:
-    official = FedImproSettings(preset="official")
+    official = FedImproSettings(variant="official")
     assert [official.weight_at(epoch) for epoch in (0, 250, 500, 1000)] == [0, 0.5, 1, 2]
-    capped = FedImproSettings(preset="official", weight_max=1.0)
+    capped = FedImproSettings(variant="official", weight_max=1.0)
     assert [capped.weight_at(epoch) for epoch in (250, 1000)] == [0.5, 1]
     assert FedImproSettings(weight=0.3).weight_at(700) == 0.3
     federation = federation_of(*MLP, "method.variant=official", "training.epochs=5")
@@ -379,8 +379,9 @@ def test_families_have_statistics_of_their_own() -> None:
     ],
 )
 def test_cuts_have_the_lengths_of_the_released_code(size: str, cut: str, length: int) -> None:
-    stem = ("model.resnet={stem='cifar', width=1.0}", "data.transform.resize=32", "split.name=homogeneous")
-    federation = federation_of(f"model.sizes=['{size}']", *stem, f"method.cut={cut}")
+    stem = ("model.resnet={stem='cifar', width=1.0}",) if size.startswith("resnet") else ()
+    images = ("data.transform.resize=32", "split.name=homogeneous")
+    federation = federation_of(f"model.sizes=['{size}']", *stem, *images, f"method.cut={cut}")
     assert client_of(federation).cut.shapes[size].numel() == length
 
 
@@ -391,10 +392,10 @@ def test_a_stage_that_a_size_does_not_have_is_refused_with_those_it_has() -> Non
         federation_of("method.cut=head")
 
 
-# ---- presets
+# ---- variants
 
 
-def test_presets_fix_every_difference_and_a_field_can_differ_from_them(tmp_path: Any) -> None:
+def test_variants_fix_every_difference_and_a_field_can_differ_from_them(tmp_path: Any) -> None:
     official = load_config(preset="fedimpro-cifar10").method
     assert isinstance(official, FedImproSettings)
     assert (official.beta_m, official.beta_g, official.spread, official.deviation_max) == (0, 0, "deviation", 0.1)
@@ -403,8 +404,8 @@ def test_presets_fix_every_difference_and_a_field_can_differ_from_them(tmp_path:
     assert paper == FedImproSettings()
     assert (paper.labels, paper.source, paper.ramp, paper.spread) == ("batch", "received", 0, "variance")
     saved = written(tmp_path, load_config(preset="fedimpro-cifar10", overrides=["method.ratio=2"]).to_toml())
-    assert read_resolved(saved).method == FedImproSettings(preset="official", ratio=2)
+    assert read_resolved(saved).method == FedImproSettings(variant="official", ratio=2)
     assert load_config(saved, overrides=["method.variant=paper"]).method == FedImproSettings()
     again = load_config(saved, overrides=["method.variant=official", "method.cut=layer1"]).method
-    assert again == FedImproSettings(preset="official", ratio=2, cut="layer1")
+    assert again == FedImproSettings(variant="official", ratio=2, cut="layer1")
     assert "method.deviation_max = -1" in refused("method.name=fedimpro", "method.deviation_max=-1")
