@@ -4,8 +4,8 @@
     OMP_NUM_THREADS=1 python benchmarks/client_memory.py node [--size resnet10] [--batch-size 16] [--json FILE]
 
 `store`: host memory with SCAFFOLD on the InCo setting: 100 clients, five ResNets, one control variate per client. Every
-client files a control variate as large as its own part in each of three rounds, as `MemoryStore` would see it in a run;
-nothing is trained. Printed are the bytes filed and the process's peak.
+client stores a control variate as large as its own part in each of three rounds, as in a run, but nothing is trained.
+Printed are the bytes stored and the process's peak.
 
 `node`: the resident memory of a Flower node that answers one training message, beside the memory that `motley plan`
 prints for its size. The run has the five ResNets of the InCo setting at full width, and the node a file with a few
@@ -69,7 +69,7 @@ def store(file: Path | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         federation = Federation(config, dataset=synthetic_dataset("cifar10"), memory_folder=Path(folder))
         assert isinstance(federation.engine, LocalEngine)
-        kept, server, filed = federation.engine.clients.memory, federation.start(), 0
+        kept, server, filed = federation.engine.clients.memory, federation.initial_state(), 0
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         begin = time.perf_counter()
         for round_number in range(1, ROUNDS + 1):
@@ -123,11 +123,11 @@ def write_message(folder: Path, size: str, batch_size: int) -> int:
     import torch
     from safetensors.torch import save_file
 
+    from motley.assembly import build_split
     from motley.config import load_config
     from motley.core.part import take
     from motley.data.dataset import Examples
     from motley.data.device import DeviceData
-    from motley.federation import build_split
     from motley.flower.run_config import to_text
     from motley.plan import cost_of
 

@@ -151,11 +151,11 @@ def measure(setting: Setting, rounds: int) -> dict[str, str | int | float]:
     """Play both in turns, a round at a time and one more to warm up, and compare seconds and weights."""
     federation = Federation(setting.config)
     by_hand = HandWritten(federation)
-    server, gap = federation.start(), 0.0
+    server, gap = federation.initial_state(), 0.0
     seconds = np.zeros((rounds + 1, 2))
     for number in range(rounds + 1):
         one = partial(by_hand.play, server.state, number + 1)
-        other = partial(federation.play, server)
+        other = partial(federation.run_round, server)
         if number % 2:
             (server, _), seconds[number, 1] = timed(other)
             state, seconds[number, 0] = timed(one)

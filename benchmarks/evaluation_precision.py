@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from motley.client.fused import apply_kernels
+from motley.client.weights import TYPES, lower
+from motley.core.device import place
 from motley.core.part import State, take
 from motley.data.device import DeviceData
-from motley.engine.device import place
-from motley.engine.fused import apply_kernels
-from motley.engine.weights import TYPES, lower
 from motley.federation import Federation
 from motley.runs.checkpoint import checkpoints, read_checkpoint
 from motley.runs.folder import RunFolder
@@ -69,8 +69,8 @@ def main() -> None:
     server = federation.to_device(read_checkpoint(checkpoints(folder.checkpoints)[-1]))
     data = DeviceData(federation.dataset.test, federation.config.data.transform, federation.device, augment=False)
     states = {"raw": server.state}
-    if server.averaged is not None:
-        states["EMA"] = server.averaged
+    if server.ema is not None:
+        states["EMA"] = server.ema
     result = {"round": server.round_number, "trained in": federation.config.engine.precision, "accuracy": {}}
     for name, state in states.items():
         for precision in ("fp32", "tf32", "bf16"):

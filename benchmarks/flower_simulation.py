@@ -78,7 +78,7 @@ class TimedFedAvg(FedAvg):
 def on_flower(epochs: int, rounds: int) -> Measured:
     """Play the federation on Flower's simulation engine."""
     federation = Federation(federation_config(epochs, rounds))
-    start = federation.start().state
+    start = federation.initial_state().state
     strategy, app, results = TimedFedAvg(), ServerApp(), list[Result]()
     training = federation.config.training
     work = {"epochs": epochs, "batch-size": training.batch_size, "lr": training.optimizer.lr}
@@ -104,9 +104,9 @@ def on_motley(epochs: int, rounds: int, stack: int) -> Measured:
     """Play the federation on Motley."""
     begin, ends = time.perf_counter(), []
     federation = Federation(federation_config(epochs, rounds, stack))
-    server = federation.start()
+    server = federation.initial_state()
     for _ in range(rounds):
-        server, record = federation.play(server)
+        server, record = federation.run_round(server)
         ends.append(time.perf_counter() - record.seconds.get("evaluate", 0.0))
     (score,) = record.scores.values()
     return Measured.of(begin, ends, score.accuracy)

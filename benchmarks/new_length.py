@@ -15,8 +15,8 @@ import torch
 from report import arguments, machine, report
 from torch.nn import functional as F
 
-from motley.engine.fused import apply_kernels
-from motley.engine.weights import Weights
+from motley.client.fused import apply_kernels
+from motley.client.weights import Weights
 from motley.models import MODELS, ImageShape
 from motley.models.resnet import ResNetSettings
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -120,7 +121,7 @@ def process(command: Sequence[str], output: IO[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        running.terminate()
+        running.send_signal(signal.SIGINT)  # so that it ends the processes that it has started
         running.wait(STOP_S)
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import motley.client
+import motley.node
 from motley.flower.client import app as honest
 
 SPLIT = "benchmark: "
@@ -30,8 +30,8 @@ def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-motley.client.Client.__init__ = timed("build", motley.client.Client.__init__)  # type: ignore[method-assign]
-motley.client.Client.train = timed("train", motley.client.Client.train)  # type: ignore[method-assign]
+motley.node.Client.__init__ = timed("build", motley.node.Client.__init__)  # type: ignore[method-assign]
+motley.node.Client.train = timed("train", motley.node.Client.train)  # type: ignore[method-assign]
 
 
 def app(message: Any, context: Any) -> Any:

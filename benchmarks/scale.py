@@ -144,12 +144,12 @@ def measure(clients: int, method: str, rounds: int) -> dict[str, Any]:
             federation.sample(number)
         sampling = (time.perf_counter() - begin) / 100
         keeper = SaveCheckpoints(Path(folder) / "checkpoints", every=1, keep=2)
-        server = federation.start()
+        server = federation.initial_state()
         keeper.on_start(federation, server)
         playing, saving, peaks = [], [], []
         for _ in range(rounds):
             begin = time.perf_counter()
-            server, record = federation.play(server)
+            server, record = federation.run_round(server)
             middle = time.perf_counter()
             keeper.on_round(server, record)
             playing.append(middle - begin)
@@ -168,7 +168,7 @@ def measure(clients: int, method: str, rounds: int) -> dict[str, Any]:
             "peaks MB": peaks,
             "checkpoint kB": size_of(max((Path(folder) / "checkpoints").iterdir())) / 1e3,
             "client memory on disk MB": size_of(Path(folder) / "clients") / 1e6,
-            "sampled so far": len(server.remembered),
+            "sampled so far": len(server.client_state_rounds),
             "train loss": record.train_loss,
         }
 

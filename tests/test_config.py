@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from motley.aggregate.inco import IncoOff, IncoSettings
 from motley.config import Config, load_config, presets, read_resolved
 from motley.data.transforms import TransformSettings
 from motley.methods import MethodSettings
+from motley.methods.inco_settings import IncoOff, IncoSettings
 from tests.conftest import LogitsSettings, refused, written
 
 

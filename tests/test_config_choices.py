@@ -8,12 +8,12 @@ from typing import Annotated, ClassVar
 import pytest
 from pydantic import SerializeAsAny
 
-from motley.aggregate.inco import IncoSettings
+from motley.client.training import OPTIMIZERS, AdamSettings, SGDSettings, TrainingSettings
 from motley.config import Config, load_config, path_settings
 from motley.core.errors import MotleyError
 from motley.core.registry import Registry
-from motley.engine.training import OPTIMIZERS, AdamSettings, SGDSettings, TrainingSettings
 from motley.methods import METHODS, Method, MethodSettings
+from motley.methods.inco_settings import IncoSettings
 from motley.settings import Choice, FilePath, RegistryChoice, Settings, validate
 from tests.conftest import refused, written
 

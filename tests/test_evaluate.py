@@ -11,7 +11,7 @@ from motley.core.part import State
 from motley.data.device import DeviceData
 from motley.evaluate import EvaluationSettings, Evaluator, Score, Summary, rounds_to, summarize
 from motley.federation import Federation
-from motley.round import Server
+from motley.server.state import ServerState
 from tests.conftest import tiny_config
 from tests.states import with_large_means
 
@@ -24,9 +24,9 @@ def federation() -> Federation:
 
 
 @pytest.fixture(scope="module")
-def trained(federation: Federation) -> Server:
+def trained(federation: Federation) -> ServerState:
     """A server whose sizes' statistics have gone different ways, one of them far."""
-    server, _ = federation.play(federation.start())
+    server, _ = federation.run_round(federation.initial_state())
     for name, tensor in server.state.items():
         if name.startswith("resnet14/") and name.endswith("running_mean"):
             tensor.add_(0.1)
@@ -60,7 +60,7 @@ def fresh(federation: Federation, settings: EvaluationSettings, classes: int = 1
     return Evaluator(federation.split, lambda: data, classes, settings)
 
 
-def test_every_size_equals_a_plain_loop(federation: Federation, trained: Server) -> None:
+def test_every_size_equals_a_plain_loop(federation: Federation, trained: ServerState) -> None:
     scores = federation.evaluate(trained.state)
     assert list(scores) == list(federation.split.sizes)
     for size, score in scores.items():
@@ -71,7 +71,7 @@ def test_every_size_equals_a_plain_loop(federation: Federation, trained: Server)
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 100, 358, 359, 360, 100_000])
-def test_the_batch_size_does_not_matter(federation: Federation, trained: Server, batch_size: int) -> None:
+def test_the_batch_size_does_not_matter(federation: Federation, trained: ServerState, batch_size: int) -> None:
     assert len(federation.dataset.test) == 359, "a prime: nothing but 1 divides it"
     whole = evaluator(federation, 359)(trained.state)
     for size, score in evaluator(federation, batch_size)(trained.state).items():
@@ -80,7 +80,7 @@ def test_the_batch_size_does_not_matter(federation: Federation, trained: Server,
         assert score.loss == pytest.approx(whole[size].loss, rel=1e-4)
 
 
-def test_accuracy_counts_every_example_once(federation: Federation, trained: Server) -> None:
+def test_accuracy_counts_every_example_once(federation: Federation, trained: ServerState) -> None:
     """A state that always answers 3 is right exactly as often as there is a 3."""
     state = {name: tensor.clone() for name, tensor in trained.state.items()}
     state["fc.weight"].zero_()
@@ -94,7 +94,7 @@ def test_accuracy_counts_every_example_once(federation: Federation, trained: Ser
         assert score.loss == pytest.approx(by_hand.item(), rel=1e-5)
 
 
-def test_each_size_uses_statistics_of_its_own(federation: Federation, trained: Server) -> None:
+def test_each_size_uses_statistics_of_its_own(federation: Federation, trained: ServerState) -> None:
     before = federation.evaluate(trained.state)
     moved = {
         name: tensor + 1 if name.startswith("resnet10/") and name.endswith(STATISTICS) else tensor
@@ -108,11 +108,11 @@ def test_each_size_uses_statistics_of_its_own(federation: Federation, trained: S
 
 @pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
 def test_evaluation_is_in_single_precision_whatever_the_training_precision(
-    precision: str, trained: Server, monkeypatch: pytest.MonkeyPatch
+    precision: str, trained: ServerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With channels whose mean is many times their standard deviation, as long training makes them."""
     # fp16 and bf16 training is refused on a CPU, but evaluation does not depend on the device.
-    monkeypatch.setattr("motley.federation.set_precision", lambda precision, device: None)
+    monkeypatch.setattr("motley.federation.check_precision", lambda precision, device: None)
     state = with_large_means(trained.state)
     expected = federation_of("fp32").evaluate(state)
     scores = federation_of(precision).evaluate(state)
@@ -126,7 +126,7 @@ def federation_of(precision: str) -> Federation:
 
 
 def test_rounding_weights_to_16_bits_would_spoil_the_state_of_this_test(
-    federation: Federation, trained: Server
+    federation: Federation, trained: ServerState
 ) -> None:
     """Without this, the test above could pass with evaluation in 16 bits."""
     state = with_large_means(trained.state)
@@ -138,15 +138,15 @@ def test_rounding_weights_to_16_bits_would_spoil_the_state_of_this_test(
     assert max(differences) > 0.2
 
 
-def test_evaluating_changes_nothing(federation: Federation, trained: Server) -> None:
+def test_evaluating_changes_nothing(federation: Federation, trained: ServerState) -> None:
     before = {name: tensor.clone() for name, tensor in trained.state.items()}
     first = federation.evaluate(trained.state)
-    federation.evaluate(federation.start().state)
+    federation.evaluate(federation.initial_state().state)
     assert federation.evaluate(trained.state) == first
     assert all(torch.equal(tensor, trained.state[name]) for name, tensor in before.items())
 
 
-def test_a_class_that_no_test_image_has_counts_nowhere(federation: Federation, trained: Server) -> None:
+def test_a_class_that_no_test_image_has_counts_nowhere(federation: Federation, trained: ServerState) -> None:
     wider = fresh(federation, EvaluationSettings(), classes=12)
     for size, score in wider(trained.state).items():
         assert len(score.class_accuracy) == 12
@@ -156,9 +156,9 @@ def test_a_class_that_no_test_image_has_counts_nowhere(federation: Federation, t
 
 def test_the_moving_average_is_what_is_evaluated() -> None:
     federation = Federation(tiny_config("server.ema_decay=0.9", "training.rounds=2", "training.batch_size=64"))
-    server, _ = federation.play(federation.start())
-    server, record = federation.play(server)
-    assert record.scores == federation.evaluate(server.averaged or {})
+    server, _ = federation.run_round(federation.initial_state())
+    server, record = federation.run_round(server)
+    assert record.scores == federation.evaluate(server.ema or {})
     assert record.scores != federation.evaluate(server.state)
 
 

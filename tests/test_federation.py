@@ -12,13 +12,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from motley.assembly import assign_sizes
+from motley.client.job import Job
 from motley.core.errors import MotleyError
-from motley.core.part import take
+from motley.core.part import size_in_bytes, take
 from motley.core.update import ClientUpdate
 from motley.data import Dataset, Examples
-from motley.engine.base import Done, Engine, Job
-from motley.federation import Federation, assign_sizes, size_in_bytes
-from motley.round import Record, Server
+from motley.engine.base import Done, Engine
+from motley.federation import Federation
+from motley.server.record import RoundRecord
+from motley.server.state import ServerState
 from tests.conftest import tiny_config
 
 Change = Callable[[ClientUpdate], ClientUpdate]
@@ -42,7 +45,7 @@ def with_delta(name: str, value: torch.Tensor) -> Change:
 
 def test_a_bad_upload_is_refused_and_the_round_goes_on() -> None:
     federation = Federation(tiny_config("federation.clients_per_round=6", "server.ema_decay=0"))
-    server = federation.start()
+    server = federation.initial_state()
     honest = federation.engine
     bias = torch.full((10,), float("nan"))
     federation.engine = Tampered(  # type: ignore[assignment]
@@ -54,12 +57,12 @@ def test_a_bad_upload_is_refused_and_the_round_goes_on() -> None:
             3: lambda u: replace(u, delta={n: t for n, t in u.delta.items() if n != "fc.bias"}),
         },
     )
-    after, record = federation.play(server)
+    after, record = federation.run_round(server)
     assert "not finite" in record.refused[0]
     assert "(3,)" in record.refused[1]
     assert "backdoor" in record.refused[2]
     assert "'fc.bias' is missing" in record.refused[3]
-    assert after.remembered.keys() == {4, 5}
+    assert after.client_state_rounds.keys() == {4, 5}
     jobs = [federation.job(server, 1, client) for client in (4, 5)]
     good = honest.train(jobs, lambda client: None)
     expected = server.state["fc.bias"] + (good[0].delta["fc.bias"] + good[1].delta["fc.bias"]) / 2
@@ -71,9 +74,9 @@ def test_a_message_that_is_not_finite_is_refused() -> None:
     federation.engine = Tampered(  # type: ignore[assignment]
         federation.engine, {2: lambda u: replace(u, payload={**u.payload, "fc.bias": torch.full((10,), float("nan"))})}
     )
-    after, record = federation.play(federation.start())
+    after, record = federation.run_round(federation.initial_state())
     assert record.refused == {2: "it holds a number that is not finite."}
-    assert all(tensor.isfinite().all() for tensor in after.method.values())
+    assert all(tensor.isfinite().all() for tensor in after.method_state.values())
 
 
 def test_a_loss_that_is_not_finite_is_refused() -> None:
@@ -82,9 +85,9 @@ def test_a_loss_that_is_not_finite_is_refused() -> None:
     federation.engine = Tampered(  # type: ignore[assignment]
         federation.engine, {2: lambda u: replace(u, loss=torch.tensor(torch.nan))}
     )
-    after, record = federation.play(federation.start())
+    after, record = federation.run_round(federation.initial_state())
     assert record.refused == {2: "its loss is not finite."} and record.train_loss > 0
-    assert 2 not in after.remembered
+    assert 2 not in after.client_state_rounds
 
 
 def test_a_merge_queued_before_the_verdict_is_made_again_without_what_was_refused(
@@ -92,11 +95,11 @@ def test_a_merge_queued_before_the_verdict_is_made_again_without_what_was_refuse
 ) -> None:
     """As on a GPU that is still training when its uploads are merged."""
 
-    def played(*bad: int) -> tuple[Server, Record]:
+    def played(*bad: int) -> tuple[ServerState, RoundRecord]:
         federation = Federation(tiny_config("federation.clients_per_round=6", "method.inco.variant=official"))
         spoil = with_delta("fc.bias", torch.full((10,), float("nan")))
         federation.engine = Tampered(federation.engine, dict.fromkeys(bad, spoil))  # type: ignore[assignment]
-        return federation.play(federation.start())
+        return federation.run_round(federation.initial_state())
 
     for bad in ((), (1, 4)):
         expected, at_once = played(*bad)
@@ -104,26 +107,26 @@ def test_a_merge_queued_before_the_verdict_is_made_again_without_what_was_refuse
             patched.setattr("motley.core.async_copy.AsyncCopy.ready", property(lambda self: False))
             after, late = played(*bad)
         assert late.refused.keys() == set(bad) == at_once.refused.keys()
-        assert (late.inco, late.train_loss, late.scores) == (at_once.inco, at_once.train_loss, at_once.scores)
-        assert after.remembered == expected.remembered
+        assert (late.metrics, late.train_loss, late.scores) == (at_once.metrics, at_once.train_loss, at_once.scores)
+        assert after.client_state_rounds == expected.client_state_rounds
         assert all(torch.equal(after.model[name], expected.model[name]) for name in expected.model)
 
 
 def test_a_round_in_which_everybody_is_refused_changes_nothing() -> None:
     federation = Federation(tiny_config())
-    server = federation.start()
+    server = federation.initial_state()
     spoil = with_delta("fc.bias", torch.full((10,), float("inf")))
     federation.engine = Tampered(federation.engine, dict.fromkeys(range(6), spoil))  # type: ignore[assignment]
-    after, record = federation.play(server)
+    after, record = federation.run_round(server)
     assert after.round_number == 1 and len(record.refused) == 4
     assert all(torch.equal(after.state[name], server.state[name]) for name in server.state)
 
 
 def test_layers_nobody_held_keep_their_bits() -> None:
     federation = Federation(tiny_config("split.normalization_statistics=shared", "method.inco.variant=official"))
-    federation.sample = lambda number, attempt=0: [0, 1]  # type: ignore[method-assign]  # both hold the smallest size
-    server = federation.start()
-    after, _ = federation.play(server)
+    federation.sample = lambda number, attempt=0: [0, 1]  # both hold the smallest size
+    server = federation.initial_state()
+    after, _ = federation.run_round(server)
     held = federation.split.part("resnet10").keys()
     for name in server.state:
         assert torch.equal(after.state[name], server.state[name]) == (name not in held), name
@@ -147,7 +150,7 @@ def test_sampling_by_the_round_is_fedmls() -> None:
         federation = Federation(tiny_config(*asked, f"seed={seed}"))
         drawn = [federation.sample(number) for number in (1, 2, 3)]
         assert drawn == [[1, 2, 4, 8, 9], [0, 2, 4, 6, 9], [0, 1, 4, 5, 7]]
-    assert federation.sample(1, attempt=1) != federation.sample(1)
+    assert federation.sample(1, 1) != federation.sample(1)
 
 
 def test_sizes_are_assigned_as_asked() -> None:
@@ -163,11 +166,11 @@ def test_sizes_are_assigned_as_asked() -> None:
 
 def test_weights_by_samples() -> None:
     federation = Federation(tiny_config("server.weighting=samples"))
-    server = federation.start()
+    server = federation.initial_state()
     jobs = [federation.job(server, 1, client) for client in range(3)]
     uploads = federation.engine.train(jobs, lambda client: None)
-    federation.sample = lambda number, attempt=0: [0, 1, 2]  # type: ignore[method-assign]
-    after, _ = federation.play(server)
+    federation.sample = lambda number, attempt=0: [0, 1, 2]
+    after, _ = federation.run_round(server)
     counts = [len(federation.partition.of(client)) for client in range(3)]
     mean = sum(n * u.delta["fc.bias"] for n, u in zip(counts, uploads, strict=True)) / sum(counts)
     assert torch.allclose(after.state["fc.bias"], server.state["fc.bias"] + mean, atol=1e-6)
@@ -175,8 +178,8 @@ def test_weights_by_samples() -> None:
 
 def test_traffic_is_what_parts_weigh() -> None:
     federation = Federation(tiny_config())
-    server = federation.start()
-    _, record = federation.play(server)
+    server = federation.initial_state()
+    _, record = federation.run_round(server)
     expected = sum(
         size_in_bytes(take(server.state, federation.split.part(federation.sizes[client]))) for client in record.clients
     )
@@ -186,30 +189,31 @@ def test_traffic_is_what_parts_weigh() -> None:
 def test_weights_file_replaces_what_fits(tmp_path: Path) -> None:
     weights = {"conv1.weight": torch.full((4, 1, 3, 3), 0.5), "fc.weight": torch.zeros(1000, 32)}
     save_file(weights, tmp_path / "w.safetensors")
-    state = Federation(tiny_config(f"model.weights={tmp_path / 'w.safetensors'}")).start().state
+    state = Federation(tiny_config(f"model.weights={tmp_path / 'w.safetensors'}")).initial_state().state
     assert torch.equal(state["conv1.weight"], weights["conv1.weight"])
     assert state["fc.weight"].shape == (10, 32)
     with pytest.raises(MotleyError, match="cannot be read"):
-        Federation(tiny_config(f"model.weights={tmp_path / 'absent.safetensors'}")).start()
+        Federation(tiny_config(f"model.weights={tmp_path / 'absent.safetensors'}")).initial_state()
     save_file({"other": torch.zeros(1)}, tmp_path / "o.safetensors")
     with pytest.raises(MotleyError, match="no tensor that fits"):
-        Federation(tiny_config(f"model.weights={tmp_path / 'o.safetensors'}")).start()
+        Federation(tiny_config(f"model.weights={tmp_path / 'o.safetensors'}")).initial_state()
 
 
 def test_inco_coefficients_are_recorded_for_every_pair_that_was_held() -> None:
     federation = Federation(tiny_config("method.inco.variant=official"))
-    federation.sample = lambda number, attempt=0: [0, 2, 4]  # type: ignore[method-assign]
-    _, record = federation.play(federation.start())
-    assert record.inco.keys() == {pair.target for pair in federation.split.cross_layers}
-    assert all(row.keys() == {"theta", "alpha", "beta", "positive"} for row in record.inco.values())
+    federation.sample = lambda number, attempt=0: [0, 2, 4]
+    _, record = federation.run_round(federation.initial_state())
+    layers = {pair.target for pair in federation.split.cross_layers}
+    coefficients = ("theta", "alpha", "beta", "positive")
+    assert record.metrics.keys() == {f"inco/{layer}/{name}" for layer in layers for name in coefficients}
 
 
 def test_inco_changes_its_targets_only() -> None:
     ends = {}
     for preset in ("off", "official", "paper"):
         federation = Federation(tiny_config(f"method.inco.variant={preset}", "training.steps=2"))
-        federation.sample = lambda number, attempt=0: [0, 2, 4]  # type: ignore[method-assign]
-        ends[preset], _ = federation.play(federation.start())
+        federation.sample = lambda number, attempt=0: [0, 2, 4]
+        ends[preset], _ = federation.run_round(federation.initial_state())
     targets = {pair.target for pair in federation.split.cross_layers}
     for preset in ("official", "paper"):
         changed = {n for n, t in ends["off"].state.items() if not torch.equal(t, ends[preset].state[n])}
@@ -224,7 +228,7 @@ def test_your_own_data_in_memory() -> None:
 
     mine = Dataset("mine", examples(200), examples(40), 4)
     federation = Federation(tiny_config(), dataset=mine)
-    _, record = federation.play(federation.start())
+    _, record = federation.run_round(federation.initial_state())
     assert len(record.scores["resnet10"].class_accuracy) == 4
 
 
@@ -234,7 +238,7 @@ def test_a_federation_learns() -> None:
             "training.rounds=12", "training.epochs=3", "model.resnet.width=0.125", "federation.clients_per_round=6"
         )
     )
-    server = federation.start()
+    server = federation.initial_state()
     for _ in range(12):
-        server, record = federation.play(server)
+        server, record = federation.run_round(server)
     assert min(score.accuracy for score in record.scores.values()) > 0.6

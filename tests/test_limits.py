@@ -49,7 +49,7 @@ CPU = torch.device("cpu")
 def test_a_setting_that_needs_too_much_memory_is_named(override: str, said: str) -> None:
     with pytest.raises(MotleyError, match=said):
         federation = Federation(tiny_config(override))
-        federation.play(federation.start())
+        federation.run_round(federation.initial_state())
 
 
 def test_a_plan_that_is_too_large_is_rejected() -> None:
@@ -146,7 +146,7 @@ def registered(build: Callable[[Any, ImageShape, int], nn.Module]) -> Iterator[s
     [
         (
             "tuple",
-            r"'mine' returns a tuple; a model returns a tensor of logits, .* one column for each of 10 classes\.",
+            r"'mine' returns a tuple; a model returns one row of 10 logits per image\.",
         ),
         ("aux", "'mine' returns a tuple"),
         ("few", r"'mine' returns shape \(2, 9\) for 2 images, not \(2, 10\)"),
@@ -189,7 +189,7 @@ def test_a_model_of_the_callers_own_is_trained_and_the_try_leaves_no_trace() -> 
         torch.manual_seed(5)
         federation = Federation(tiny_config(f"model.sizes=['{name}']"))
         assert torch.equal(torch.rand(1), expected)
-        _, record = federation.play(federation.start())
+        _, record = federation.run_round(federation.initial_state())
         assert set(record.scores) == {"mine"} and not record.refused
 
 
@@ -202,12 +202,12 @@ def test_a_file_of_weights_that_is_none_is_refused_by_name(tmp_path: Path) -> No
     for content, reason in contents.items():
         file.write_bytes(content)
         with pytest.raises(MotleyError, match=rf"model\.weights = '.*': is not a safetensors file: .*{reason}"):
-            Federation(tiny_config(f"model.weights={file}")).start()
+            Federation(tiny_config(f"model.weights={file}")).initial_state()
     with pytest.raises(MotleyError, match=r"model\.weights = '.*': cannot be read"):
-        Federation(tiny_config(f"model.weights={tmp_path}")).start()
+        Federation(tiny_config(f"model.weights={tmp_path}")).initial_state()
     save_file({"other": torch.zeros(1)}, file)
     with pytest.raises(MotleyError, match="has no tensor that fits"):
-        Federation(tiny_config(f"model.weights={file}")).start()
+        Federation(tiny_config(f"model.weights={file}")).initial_state()
 
 
 def test_a_data_set_from_arrays_still_works() -> None:

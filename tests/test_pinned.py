@@ -23,9 +23,9 @@ from torch import Tensor
 
 from motley.config import Config
 from motley.federation import Federation
-from motley.round import Server
 from motley.runs.checkpoint import fingerprint
 from motley.runs.run import resume_run, start_run
+from motley.server.state import ServerState
 from tests.conftest import tiny_config
 
 RECORDED = Path(__file__).with_name("pinned.json")
@@ -124,9 +124,9 @@ def config_of(case: str) -> Config:
 def played(case: str) -> dict[str, Any]:
     """Play a case and return what is recorded of it."""
     federation = Federation(config_of(case))
-    start = server = federation.start()
+    start = server = federation.initial_state()
     for _ in range(federation.config.training.rounds):
-        server, record = federation.play(server)
+        server, record = federation.run_round(server)
         assert not record.refused
     accuracies = [score.accuracy for score in record.scores.values()]
     return {
@@ -137,10 +137,10 @@ def played(case: str) -> dict[str, Any]:
     }
 
 
-def hash_of(server: Server) -> str:
+def hash_of(server: ServerState) -> str:
     """Return a hash of everything that a server holds."""
-    sections = {"state": server.state, "averaged": server.averaged or {}, "method": server.method}
-    sections["optimizer"] = server.optimizer
+    sections = {"state": server.state, "averaged": server.ema or {}, "method": server.method_state}
+    sections["optimizer"] = server.stage_states.get("optimizer", {})
     whole = {f"{section}/{name}": t for section, state in sections.items() for name, t in state.items()}
     return fingerprint(whole)[:16]
 

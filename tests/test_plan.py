@@ -64,7 +64,7 @@ import sys, torch
 from motley.config import load_config
 from motley.data import load_dataset
 from motley.data.device import DeviceData
-from motley.federation import build_split
+from motley.assembly import build_split
 torch.set_num_threads(1)
 sizes, config = sys.argv[1].split(","), load_config(overrides=sys.argv[2:])
 data = DeviceData(load_dataset("digits").train, config.data.transform, torch.device("cpu"), augment=False)
@@ -143,7 +143,7 @@ def test_a_federation_deals_sizes_by_budget(tmp_path: Path) -> None:
     given = (f"federation.budgets={file}", "federation.size_assignment=budget", "training.steps=1")
     federation = Federation(tiny_config(*WIDTH, *given))
     assert federation.sizes == (*costs, "resnet18-w1", "resnet18-w1")
-    _, record = federation.play(federation.start())
+    _, record = federation.run_round(federation.initial_state())
     assert not record.refused
     with pytest.raises(
         MotleyError, match=r"client 6 is missing; federation\.clients = 7 needs one line per client, 0 to 6"

@@ -75,10 +75,10 @@ def config(method: str, clients: int = CLIENTS, *overrides: str) -> Config:
 def checkpoint_bytes(folder: Path, data: Dataset, method: str, clients: int) -> int:
     """Play one round with the same clients, however many there are, and return what its checkpoint weighs."""
     federation = Federation(config(method, clients), dataset=data, memory_folder=folder / "clients")
-    federation.sample = lambda number, attempt=0: list(range(A_ROUND))  # type: ignore[method-assign]
+    federation.sample = lambda number, attempt=0: list(range(A_ROUND))
     keeper = SaveCheckpoints(folder / "checkpoints", every=1, keep=1)
-    keeper.on_start(federation, federation.start())
-    keeper.on_round(*federation.play(federation.start()))
+    keeper.on_start(federation, federation.initial_state())
+    keeper.on_round(*federation.run_round(federation.initial_state()))
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
@@ -96,18 +96,18 @@ def test_memories_in_host_memory_are_bounded_and_as_large_as_their_parts(tmp_pat
     )
     store = federation.engine.clients.memory  # type: ignore[attr-defined]
     held: list[int] = []
-    server = federation.start()
+    server = federation.initial_state()
     for _ in range(3):
-        server, record = federation.play(server, lambda client: held.append(store.held_bytes))
+        server, record = federation.run_round(server, lambda client: held.append(store.held_bytes))
         assert not record.refused and not record.idle
     assert len(held) == 3 * A_ROUND
     assert 0.9 * MEBIBYTE < max(held) <= 0.001 * 2**30
-    federation.engine.save_memory(server.remembered)
-    assert len(server.remembered) > 2.8 * A_ROUND
+    federation.engine.save_memory(server.client_state_rounds)
+    assert len(server.client_state_rounds) > 2.8 * A_ROUND
     parts = {size: size_in_bytes(federation.split.build(size).state_dict()) for size in federation.split.sizes}
     with sqlite3.connect(tmp_path / "memories.sqlite") as database:
         lengths = dict(database.execute("SELECT client, sum(length(content)) FROM memories GROUP BY client, round"))
-    assert lengths.keys() == server.remembered.keys()
+    assert lengths.keys() == server.client_state_rounds.keys()
     assert all(0 <= length - parts[federation.sizes[client]] < 1000 for client, length in lengths.items())
 
 

@@ -1,36 +1,91 @@
-"""The objects that a configuration names: its split, its sizes, its method, and the clients that a process plays.
+"""Builds the objects that a configuration names, from its data set to its engine.
 
-A federation puts all of them together (`federation.py`), a node those of its one client (`client.py`).
+A federation puts all of them together (`federation.py`); a node needs those of its one client
+(`node.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
-from motley.config import Config
+from motley.checks import check_client_state, check_partition
+from motley.client.state_store import ClientStateStore
+from motley.config import Config, RecalibrationSettings
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.core.randomness import generator
+from motley.data import Dataset, load_dataset
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
 from motley.engine import Clients, DebugEngine, LocalEngine
-from motley.engine.memory import MemoryStore
-from motley.limits import allocating, check_fits
+from motley.limits import allocating
 from motley.methods import METHODS, FederationInfo, Method
+from motley.methods.inco_settings import IncoSettings
 from motley.models import MODELS, ImageShape
 from motley.models.projection import with_projection
+from motley.plan import assigned, costs_of, read_budgets
 from motley.privacy import DPMechanism, refuse_leaks
+from motley.server.apply import Apply
+from motley.server.collection import CollectionStage, MethodCollection
+from motley.server.ema import EMA
+from motley.server.inco import InCo
+from motley.server.method_stages import AggregateUpdates, MethodCorrection, PostProcess
+from motley.server.optimizer import ServerOptimizer
+from motley.server.pipeline import Stage
+from motley.server.recalibration import Recalibrate
 from motley.splits import SPLITS, Split
+
+# ---- data and sizes
+
+
+def load_dataset_of(config: Config) -> Dataset:
+    """Load the data set of a configuration."""
+    return load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
+
+
+def deal_examples(config: Config, dataset: Dataset, partition: Partition | None = None) -> Partition:
+    """Return which examples each client holds:
+
+    as the configuration says, or the caller's partition if it fits.
+    """
+    labels, clients = dataset.train.labels, config.federation.clients
+    if partition is None:
+        return config.data.partition.split(labels, clients, config.seed)
+    return check_partition(partition, clients, len(labels))
+
+
+def client_sizes(config: Config, split: Split, shape: ImageShape) -> tuple[str, ...]:
+    """Return the size of every client, by client id:
+
+    with budgets, the largest that fits each one's.
+    """
+    if not config.federation.budgets:
+        return assign_sizes(config)
+    costs = costs_of(split, shape, config.training)
+    return assigned(costs, read_budgets(Path(config.federation.budgets)), config.federation.clients)
+
+
+def size_lookup(config: Config, sizes: tuple[str, ...]) -> Callable[[int, int], str]:
+    """Return a function (client, round) -> the client's size.
+
+    Dynamic sizes are drawn anew in every round.
+    """
+    if config.federation.size_assignment != "dynamic":
+        return lambda client, round_number: sizes[client]
+    draw = lru_cache(maxsize=1)(partial(assign_sizes, config))
+    return lambda client, round_number: draw(round_number)[client]
 
 
 def assign_sizes(config: Config, round_number: int = 0) -> tuple[str, ...]:
-    """Return the size of every client, by client id; a round has its own where sizes are dynamic."""
+    """Return the size of every client, by client id. Dynamic sizes depend on the round."""
     sizes, clients = config.split.sizes(config.model.sizes), config.federation.clients
     if config.federation.sizes:
         return config.federation.sizes
@@ -48,13 +103,14 @@ def assign_sizes(config: Config, round_number: int = 0) -> tuple[str, ...]:
         return tuple(sizes[block] for block in blocks)
 
 
-def size_in_bytes(state: State) -> int:
-    """Return how many bytes a state is on its way."""
-    return sum(tensor.nbytes for tensor in state.values())
+# ---- models, split and method
 
 
 def build_split(config: Config, shape: ImageShape, classes: int) -> Split:
-    """Return the split of a configuration for the shape of its images. Its models have no memory yet."""
+    """Return the split of a configuration for the shape of its images.
+
+    Its models have no memory yet.
+    """
 
     def build(size: str) -> Any:
         architecture = MODELS[size]
@@ -63,15 +119,6 @@ def build_split(config: Config, shape: ImageShape, classes: int) -> Split:
 
     builds = {size: partial(build, size) for size in config.model.sizes}
     return SPLITS[config.split.name](builds, config.split, config.seed)
-
-
-def check_weights_fit(split: Split, sizes: Iterable[str], device: torch.device) -> None:
-    """Refuse a size if the global state, a client's model and its gradients are larger than all the memory."""
-    for size in sizes:
-        weights = size_in_bytes(split.blueprints[size].module.state_dict())
-        check_fits(
-            f"model.sizes: three copies of the weights of {size!r} (state, model, gradients)", 3 * weights, device
-        )
 
 
 def build_method(
@@ -84,7 +131,8 @@ def build_method(
 ) -> Method:
     """Return the method of a configuration, if it goes together with the other settings.
 
-    `drawn` returns the size of a client in a round; it is asked if sizes are drawn anew in every round.
+    `drawn` returns the size of a client in a round; it is asked if sizes are drawn anew in every
+    round.
     """
     dynamic = config.federation.size_assignment == "dynamic"
     info = FederationInfo(
@@ -98,29 +146,67 @@ def build_method(
         drawn if dynamic else None,
     )
     method = METHODS[config.method.name](config.method, info)
-    refuse_states_of_other_parts(config, split, method)
+    check_client_state(config, split, method)
     refuse_leaks(config.privacy, split, method, statistics=config.server.statistics.name, dynamic_sizes=dynamic)
     return method
 
 
-def refuse_states_of_other_parts(config: Config, split: Split, method: Method) -> None:
-    """Refuse methods that keep client state of a part if a client's next part is another."""
-    if config.federation.size_assignment == "dynamic":
-        why = "federation.size_assignment = 'dynamic'"
-    elif split.moves:
-        why = f"split.channels = {getattr(config.split, 'channels', '')!r}"
-    else:
-        return
-    if config.uplink.dtype != "fp32":
-        raise MotleyError(
-            f"uplink.dtype = {config.uplink.dtype!r}: clients remember what rounding took from their "
-            f"parts, which {why} changes from round to round. Use 'fp32', or parts that stay."
-        )
-    if method.requirements.client_state:
-        raise MotleyError(
-            f"method.name = {config.method.name!r}: its clients remember something of their parts, which "
-            f"{why} changes from round to round. Choose another method, or parts that stay."
-        )
+def load_weights(state: State, file: Path) -> State:
+    """Return a state in which the tensors of a file replace those of the same name and shape."""
+    try:
+        weights = load_file(file)
+    except SafetensorError as error:
+        raise MotleyError(f"model.weights = {str(file)!r}: is not a safetensors file: {error}.") from None
+    except (OSError, ValueError) as error:
+        raise MotleyError(f"model.weights = {str(file)!r}: cannot be read: {error}.") from None
+    after = dict(state)
+    for name, tensor in weights.items():
+        if name in state and state[name].shape == tensor.shape:
+            after[name] = tensor.to(state[name].dtype)
+    if all(after[name] is tensor for name, tensor in state.items()):
+        raise MotleyError(f"model.weights = {str(file)!r}: has no tensor that fits, by name and shape.")
+    return after
+
+
+# ---- the server
+
+
+def build_pipeline(config: Config, split: Split, method: Method) -> list[Stage]:
+    """Return the stages of the aggregation, in their order."""
+    server = config.server
+    pipeline: list[Stage] = [AggregateUpdates(method.server)]
+    if isinstance(config.method.inco, IncoSettings):
+        pipeline.append(InCo(split.cross_layers, config.method.inco))
+    pipeline.append(MethodCorrection(method.server))
+    if server.optimizer.name != "none":
+        pipeline.append(ServerOptimizer(split.parameters, server.optimizer))
+    pipeline.append(Apply(split.parameters, server.lr))
+    pipeline.append(PostProcess(method.server))
+    if server.ema_decay:
+        pipeline.append(EMA(server.ema_decay))
+    return pipeline
+
+
+def build_collections(
+    config: Config, split: Split, method: Method, size_of: Callable[[int, int], str]
+) -> list[CollectionStage]:
+    """Return what is collected from clients after the pipeline, in this order."""
+    collections: list[CollectionStage] = [MethodCollection(method.server, split, size_of)]
+    statistics = config.server.statistics
+    if not isinstance(statistics, RecalibrationSettings):
+        return collections
+
+    def is_due(round_number: int) -> bool:
+        if statistics.every == 0:
+            return method.info.is_evaluated(round_number)
+        return round_number % statistics.every == 0 or round_number == config.training.rounds
+
+    everyone = config.federation.clients if statistics.clients == "all" else None
+    collections.append(Recalibrate(split, size_of, is_due, everyone))
+    return collections
+
+
+# ---- clients and engine
 
 
 def build_clients(
@@ -135,8 +221,8 @@ def build_clients(
 ) -> Clients:
     """Return the clients that this process plays, with a copy of the examples on each device.
 
-    `folder` is for the clients' states. `secret` keys the noise of `privacy`; without one, it is the run's seed.
-    `lean`: see `Clients`.
+    `folder` is for the clients' states. `secret` keys the noise of `privacy`; without one, it is
+    the run's seed. `lean`: see `Clients`.
     """
     return Clients(
         method,
@@ -163,7 +249,7 @@ def build_engine(config: Config, clients: Clients) -> DebugEngine | LocalEngine:
 
 
 def chosen_kernels(config: Config) -> frozenset[str]:
-    """Return the names of Motley's own kernels that a run uses on a GPU; the debug engine uses none."""
+    """Return the names of Motley's kernels that a run uses on a GPU: none in the debug engine."""
     return frozenset() if config.engine.name == "debug" else config.engine.kernel_names
 
 
@@ -172,9 +258,9 @@ def compiles(config: Config) -> bool:
     return config.engine.compile and config.engine.name != "debug"
 
 
-def _store(config: Config, folder: Path | None, devices: Sequence[torch.device]) -> MemoryStore:
+def _store(config: Config, folder: Path | None, devices: Sequence[torch.device]) -> ClientStateStore:
     """Return the store of the clients' states: on a GPU only if all of them train on it."""
     near = 0
     if devices[0].type == "cuda" and len(devices) == 1:
         near = int(config.engine.client_state_gpu_fraction * torch.cuda.get_device_properties(devices[0]).total_memory)
-    return MemoryStore(folder, int(config.engine.client_state_host_gib * 2**30), near, devices[0])
+    return ClientStateStore(folder, int(config.engine.client_state_host_gib * 2**30), near, devices[0])

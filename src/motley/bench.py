@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +19,8 @@ from motley.core.errors import MotleyError
 from motley.data import Dataset, Examples
 from motley.federation import Federation
 from motley.files import write_atomically
-from motley.round import Record
 from motley.runs.folder import describe_environment
+from motley.server.record import PendingRecord
 
 #: Data sets that can be replaced by random images -> height, width, channels, training images.
 SHAPES = {"cifar10": (32, 32, 3, 50_000), "fashion-mnist": (28, 28, 1, 60_000)}
@@ -62,33 +61,24 @@ def synthetic_dataset(name: str) -> Dataset:
 def measure(config: Config, setting: str, rounds: int, warm_up: int, dataset: Dataset | None = None) -> Timing:
     """Run rounds of a configuration and return their timing."""
     federation = Federation(config, dataset=dataset)
-    # A round's record does not have the number of local steps, so they are counted on the way.
-    steps: list[int] = []
-    aggregate = federation.method.server.aggregate
-
-    def count_steps(own: Any, state: Any, updates: Any) -> Any:
-        steps.append(sum(update.num_steps for update in updates))
-        return aggregate(own, state, updates)
-
-    federation.method.server.aggregate = count_steps  # type: ignore[method-assign]
-    server = federation.start()
+    server = federation.initial_state()
     all_seconds: list[float] = []
-    all_phases: list[dict[str, float]] = []
-    previous: Record | None = None
+    pending: list[PendingRecord] = []
     begin = time.perf_counter()
     for number in range(warm_up + rounds):
-        server, record = federation.advance(server, lambda client: None)
+        server, record = federation.queue_round(server)
         # As in a run, the scores of a round are awaited only after the next round has been queued.
-        if previous is not None:
-            previous.settle()
-        previous = record
+        if pending:
+            pending[-1].read()
+        pending.append(record)
         if number == warm_up + rounds - 1:
-            record.settle()
+            record.read()
         end = time.perf_counter()
         all_seconds.append(end - begin)
-        all_phases.append(record.seconds)
         begin = end
-    seconds, phases = all_seconds[warm_up:], all_phases[warm_up:]
+    seconds = all_seconds[warm_up:]
+    records = [record.read() for record in pending[warm_up:]]
+    phases = [record.seconds for record in records]
     share = {}
     for name in phases[0]:
         share[name] = sum(phase.get(name, 0.0) for phase in phases) / sum(seconds)
@@ -100,7 +90,7 @@ def measure(config: Config, setting: str, rounds: int, warm_up: int, dataset: Da
         rounds=rounds,
         ms_round=1000 * statistics.median(seconds),
         ms_round_spread=500 * (quartiles[2] - quartiles[0]),
-        ms_client_step=1000 * train_seconds / sum(steps[warm_up:]),
+        ms_client_step=1000 * train_seconds / sum(record.num_steps for record in records),
         peak_mb=_peak_mb(federation.devices),
         share=share,
         seconds_first_round=all_seconds[0],

@@ -1,9 +1,10 @@
 """Accuracy of the global model: every size on the whole test set, and summaries over a run.
 
-Evaluation is in single precision whatever the training precision (on a GPU, tf32 unless `engine.precision` is fp32).
-In 16 bits the rounded weights shift the mean of a channel by up to 0.4 % of it. Where such a channel's running variance
-is small, that is many standard deviations, and no batch statistics take the shift away: on one checkpoint after 500
-rounds it cost ten points of accuracy.
+Evaluation is in single precision whatever the training precision (on a GPU, tf32 unless
+`engine.precision` is fp32). In 16 bits the rounded weights shift the mean of a channel by up to 0.4
+% of it. Where such a channel's running variance
+is small, that is many standard deviations, and no batch statistics take the shift away: on one
+    checkpoint after 500 rounds it cost ten points of accuracy.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from motley.client.compilation import compilation, compile_model, no_compilation
+from motley.client.fused import apply_kernels
 from motley.core.async_copy import AsyncCopy
+from motley.core.device import place
 from motley.core.part import State, by_type, take
 from motley.data.device import DeviceData
-from motley.engine.compilation import compilation, compile_model, no_compilation
-from motley.engine.device import place
-from motley.engine.fused import apply_kernels
 from motley.settings import Settings
 from motley.splits.base import Split
 
@@ -59,8 +60,8 @@ PREPARED_BYTES = 2**28
 class Evaluator:
     """Evaluates every size; on a GPU each on its own stream, as one captured graph.
 
-    Models and test images take memory from the first evaluation on. `data` puts the test set on the device, and is
-    called then.
+    Models and test images take memory from the first evaluation on. `data` puts the test set on the
+    device, and is called then.
     """
 
     def __init__(
@@ -81,7 +82,10 @@ class Evaluator:
         return self.start(state, round_number).scores()
 
     def start(self, state: Mapping[str, Tensor], round_number: int) -> Evaluation:
-        """Begin to evaluate every size. On a GPU the host goes on, and the state may be dropped or trained from."""
+        """Begin to evaluate every size.
+
+        On a GPU the host goes on, and the state may be dropped or trained from.
+        """
         counts = {}
         for name in self._split.sizes:
             part = self._split.evaluated(name, round_number)
@@ -132,7 +136,7 @@ def _score(counts: list[float], seen: list[int]) -> Score:
 
 
 class TestBatches:
-    """The test set in batches of single-precision images, prepared once if they fit into `PREPARED_BYTES`."""
+    """The test set in single-precision batches, prepared once if they fit into `PREPARED_BYTES`."""
 
     __test__ = False
 
@@ -205,7 +209,7 @@ class _Size:
             right.index_add_(0, labels, (logits.argmax(1) == labels).double())
 
     def _logits(self, images: Tensor) -> Tensor:
-        """Run the model; a compiled one is compiled for whole batches, and the last batch may be shorter."""
+        """Run the model. It may be compiled for whole batches, and the last batch may be shorter."""
         if not self._compiled:
             return self.model(images)
         with compilation() if len(images) == self.batches.size else no_compilation():

@@ -1,15 +1,15 @@
 """What each size costs a client, and the largest size that fits a client's budget.
 
-Costs are counted on a model without values (on torch's meta device): nothing is allocated, so a plan
-for a fleet takes seconds on any machine. A client's memory is the larger of two peaks:
+Costs are counted on a model without values (on torch's meta device): nothing is allocated, so a
+plan for a fleet takes seconds on any machine. A client's memory is the larger of two peaks:
 
 - of a training step: the weights, a copy of them as they were received, the optimizer's state, and
   the most that the forward and the backward pass hold at once;
 - of the exchange with the server, which counts if the optimizer keeps no state: the weights, the
   received copy, the delta, and the two copies of the delta that its encoding needs.
 
-Not counted are the libraries' scratch space and a method's extras (a second model, control variates).
-A process that is a node also needs a fixed amount of memory: see `NODE_RUNTIME`.
+Not counted are the libraries' scratch space and a method's extras (a second model, control
+variates). A process that is a node also needs a fixed amount of memory: see `NODE_RUNTIME`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from motley.client.encoding import Encoding, encoded
+from motley.client.training import TrainingSettings
 from motley.core.errors import MotleyError, unknown
 from motley.core.meta import on_meta
-from motley.engine.encoding import Encoding, encoded
-from motley.engine.training import TrainingSettings
 from motley.limits import allocating, is_out_of_memory
 from motley.models import ImageShape
 from motley.splits import Split
@@ -41,7 +41,7 @@ from motley.splits import Split
 #: torch 2.13 and Flower 1.41 on an x86 CPU; tests/flower/test_node_memory.py checks it.
 NODE_RUNTIME = 145_000_000
 
-#: Copies of a client's state during the exchange: model, received, delta, and two while it is encoded.
+#: Copies of a client's state during the exchange: model, received, delta, and two encoded ones.
 EXCHANGE_COPIES = 5
 
 
@@ -152,7 +152,7 @@ def cost_of(
 
 
 def _outputs(model: torch.nn.Module, images: Tensor, size: str) -> Tensor:
-    """Return a model's outputs on images without values; users' models can return or raise anything."""
+    """Return a model's outputs for images without values. Users' models can return or raise anything."""
     try:
         outputs = model(images)
     except (MotleyError, MemoryError):
@@ -180,7 +180,7 @@ def costs_of(split: Split, shape: ImageShape, training: TrainingSettings, upload
 
 
 def largest_fitting(costs: Mapping[str, Cost], budget: Budget) -> str | None:
-    """Return the largest size within a budget, or None where even the smallest is not."""
+    """Return the largest size within a budget, or None if no size is."""
     return next((size for size, cost in costs.items() if budget.fits(cost)), None)
 
 
@@ -199,9 +199,9 @@ def read_budgets(file: Path) -> list[Budget]:
 
 
 def _read_rows(file: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return the rows of a budgets file, each with the number of its line, once its columns have been checked."""
+    """Return the rows of a budgets file with their line numbers, after checking its columns."""
     try:
-        # utf-8-sig: spreadsheets begin a file with a byte order mark, which would become part of the first column.
+        # utf-8-sig: spreadsheets write a byte order mark, which would be part of the first column.
         with file.open(newline="", encoding="utf-8-sig") as lines:
             reader = csv.DictReader(lines)
             rows = [(reader.line_num, row) for row in reader]
@@ -240,7 +240,7 @@ def _budget(file: Path, line: int, row: Mapping[Any, Any]) -> Budget:
 
 
 def assigned(costs: Mapping[str, Cost], budgets: Sequence[Budget], clients: int) -> tuple[str, ...]:
-    """Return the size of every client, by id: the largest one within its budget."""
+    """Return the size of every client by id: the largest one within its budget."""
     sizes = []
     for client, budget in enumerate(_by_id(budgets, clients)):
         size = largest_fitting(costs, budget)
@@ -257,8 +257,8 @@ def assigned(costs: Mapping[str, Cost], budgets: Sequence[Budget], clients: int)
 def _by_id(budgets: Sequence[Budget], clients: int) -> list[Budget]:
     """Return the budgets in the order of client ids.
 
-    If all clients are whole numbers, these are their ids, and the lines may come in any order. Otherwise they are
-    names, which get the ids 0, 1, 2, ... in the order of their lines.
+    If all clients are whole numbers, these are their ids, and the lines may be in any order.
+    Otherwise they are names, which get the ids 0, 1, 2, ... in the order of their lines.
     """
     wanted = f"federation.clients = {clients} needs one line per client"
     if not all(budget.client.isdecimal() for budget in budgets):

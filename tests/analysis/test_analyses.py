@@ -62,7 +62,7 @@ def test_each_writes_a_table_and_figures(run: Path, tmp_path: Path, name: str) -
 def test_a_repeated_round_is_bit_identical_to_the_runs_own(run: Path) -> None:
     """On a CPU, round 2 repeated from checkpoint 1 gives checkpoint 2."""
     with open_run(run) as (federation, servers):
-        again, _ = federation.play(servers[0])
+        again, _ = federation.run_round(servers[0])
         trained = train_next_round(federation, servers[0])
     second = read_checkpoint(checkpoints(run / "checkpoints")[1])
     assert all(torch.equal(again.state[name], tensor) for name, tensor in second.state.items())
@@ -99,7 +99,7 @@ def test_deleted_client_states_start_from_their_initial_values(tmp_path: Path) -
         file.unlink()
     (path / "clients").rmdir()
     with open_run(path) as (federation, servers):
-        assert not servers[-1].remembered
+        assert not servers[-1].client_state_rounds
         assert len(train_next_round(federation, servers[-1])) == len(with_client_states)
 
 

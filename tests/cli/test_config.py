@@ -71,7 +71,7 @@ def test_a_value_that_a_new_choice_dropped_is_a_default(motley: Command) -> None
 def test_allowed_words_and_the_documentation_of_a_choice(motley: Command) -> None:
     found = values_with_comments(motley("config").out)
     assert found["preset"] == ("default", "# The preset that the values started from; it is recorded with the run.")
-    assert found["training.optimizer.name"][1] == '# The clients\' optimiser. ("adam", "adamw", "sgd")'
+    assert found["training.optimizer.name"][1] == '# The clients\' optimizer. ("adam", "adamw", "sgd")'
     assert found["federation.sampler"][1].endswith('("uniform", "fedml")')
 
 

@@ -44,7 +44,7 @@ def test_a_list_has_one_line_per_entry_with_summary_aliases_and_paper(
     head, *lines = answer.out.splitlines()
     assert (answer.code, answer.err) == (0, "")
     papers = ["paper"] if any(entry.paper for entry in registry) else []
-    assert head.split() == [registry.kind.replace(" ", ""), "what", "it", "is", *papers]
+    assert head.split() == [registry.kind.replace(" ", ""), "description", *papers]
     if kind == "methods":
         lines = lines[: [line.strip() for line in lines].index("")]
     for entry, line in zip(sorted(registry, key=lambda entry: by_name(entry.name)), lines, strict=True):
@@ -74,7 +74,7 @@ def test_names_of_methods_are_listed_with_what_they_stand_for(motley: Command) -
 def test_presets_are_listed_with_their_first_line(motley: Command) -> None:
     answer = motley("list", "presets")
     head, *lines = answer.out.splitlines()
-    assert answer.code == 0 and head.split() == ["preset", "what", "it", "is"]
+    assert answer.code == 0 and head.split() == ["preset", "description"]
     for (name, summary), line in zip(presets().items(), lines, strict=True):
         assert line.split(maxsplit=1) == [name, summary] or line.split(maxsplit=1)[1].rstrip() == summary
 

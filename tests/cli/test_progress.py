@@ -14,8 +14,9 @@ from rich.console import Console
 from motley.cli import progress as module
 from motley.cli.progress import BARS, LiveProgress, PlainProgress, Progress, spark, watch
 from motley.evaluate import Score
-from motley.round import Record, Server
 from motley.runs.folder import RunFolder
+from motley.server.record import RoundRecord
+from motley.server.state import ServerState
 from tests.conftest import tiny_config
 
 
@@ -45,15 +46,15 @@ def start(display: Progress, rounds: int = 10, after: int = 0) -> None:
     display.on_start(federation, server(after))
 
 
-def server(number: int) -> Server:
+def server(number: int) -> ServerState:
     """Return an empty server after a round."""
-    return Server(number, {}, None, {}, {})
+    return ServerState(number, {}, None, {}, {})
 
 
 def play(display: Progress, number: int, accuracies: dict[str, float], **more: Any) -> None:
     """Report a round to the display."""
     scores = {size: Score(accuracy, 1.0, ()) for size, accuracy in accuracies.items()}
-    display.on_round(server(number), Record(number, scores, train_loss=0.5678, **more))
+    display.on_round(server(number), RoundRecord(number, scores=scores, train_loss=0.5678, **more))
 
 
 def drawn(display: LiveProgress) -> str:

@@ -32,7 +32,7 @@ SETTINGS = (
 def outcome(*overrides: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the state after a round, and the scores."""
     federation = Federation(load_config(overrides=[*SETTINGS, *overrides]))
-    server, record = federation.play(federation.start())
+    server, record = federation.run_round(federation.initial_state())
     return dict(server.state), record.scores
 
 

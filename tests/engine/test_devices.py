@@ -84,8 +84,8 @@ def test_without_a_gpu_there_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None
 
 def hashes(*overrides: str) -> tuple[str, str]:
     federation = Federation(tiny_config("training.rounds=2", *overrides))
-    server = run_rounds(federation, federation.start(), [])
-    return fingerprint(server.state), fingerprint(server.method)
+    server = run_rounds(federation, federation.initial_state(), [])
+    return fingerprint(server.state), fingerprint(server.method_state)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "noisy", "every-hook", "alternating"])
@@ -103,7 +103,7 @@ def slots_of(federation: Federation) -> list[Slot]:
 
 def test_every_device_has_its_own_data_and_slots() -> None:
     federation = Federation(tiny_config(TWO, "federation.clients_per_round=6", "data.transform.crop_padding=1"))
-    federation.play(federation.start())
+    federation.run_round(federation.initial_state())
     slots = slots_of(federation)
     assert Counter((slot.where, slot.size) for slot in slots) == Counter(
         (where, size) for where in (0, 1) for size in federation.split.sizes
@@ -115,14 +115,14 @@ def test_every_device_has_its_own_data_and_slots() -> None:
 
 def test_one_device_has_neither_spread_nor_away_slots() -> None:
     federation = Federation(tiny_config("engine.device=cpu"))
-    federation.play(federation.start())
+    federation.run_round(federation.initial_state())
     assert isinstance(federation.engine, LocalEngine) and isinstance(federation.engine.pool, SlotPool)
     assert {type(slot) for slot in slots_of(federation)} == {Slot}
 
 
 def test_a_job_goes_where_the_fewest_steps_are_left() -> None:
     federation = Federation(tiny_config(TWO, "engine.slots=4", "model.sizes=['resnet10']", "training.epochs=2"))
-    server = federation.start()
+    server = federation.initial_state()
     assert isinstance(federation.engine, LocalEngine)
     pool, steps = federation.engine.pool, {}
     for client in sorted(range(6), key=lambda c: -federation.engine.clients.samples(c)):  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ def test_a_job_goes_where_the_fewest_steps_are_left() -> None:
 
 def test_a_full_device_leaves_jobs_to_the_other() -> None:
     federation = Federation(tiny_config(TWO, "engine.slots=1", "model.sizes=['resnet10']"))
-    server = federation.start()
+    server = federation.initial_state()
     assert isinstance(federation.engine, LocalEngine)
     seats = [federation.engine.pool.seat(federation.job(server, 1, client)) for client in range(3)]
     assert [slot.where if slot else None for slot in seats] == [0, 1, None]
@@ -143,7 +143,7 @@ def test_a_full_device_leaves_jobs_to_the_other() -> None:
 
 def test_a_job_is_carried_over_and_its_upload_back() -> None:
     federation = Federation(tiny_config(TWO, "method.name=every-hook", "model.sizes=['resnet10']", "training.steps=1"))
-    server = federation.start()
+    server = federation.initial_state()
     assert isinstance(federation.engine, LocalEngine)
     federation.engine.pool.seat(federation.job(server, 1, 0))
     job = federation.job(server, 1, 1)
@@ -153,7 +153,8 @@ def test_a_job_is_carried_over_and_its_upload_back() -> None:
         assert sent and all(torch.equal(sent[name], here[name]) for name in sent)
         assert not {t.data_ptr() for t in sent.values()} & {t.data_ptr() for t in here.values()}
     assert slot.advance()
-    assert slot.unload().job is job
+    update = slot.unload()
+    assert update.client == job.client and update.delta.keys() == job.state.keys()
 
 
 def test_what_is_in_host_memory_is_not_carried_to_a_gpu() -> None:
@@ -180,9 +181,9 @@ def test_a_device_short_of_memory_gets_fewer_slots_alone(monkeypatch: pytest.Mon
     no_room_away(1, monkeypatch)
     federation = Federation(tiny_config("training.rounds=2", TWO, *settings))
     with pytest.warns(UserWarning, match="memory for 1 clients") as said:
-        server = run_rounds(federation, federation.start(), [])
+        server = run_rounds(federation, federation.initial_state(), [])
     assert len([warning for warning in said if "memory for" in str(warning.message)]) == 1
-    assert (fingerprint(server.state), fingerprint(server.method)) == expected
+    assert (fingerprint(server.state), fingerprint(server.method_state)) == expected
     assert Counter(slot.where for slot in slots_of(federation)) == {0: 3, 1: 1}
 
 
@@ -194,17 +195,17 @@ def test_a_device_without_room_for_one_client_is_to_be_left_out(monkeypatch: pyt
 
 def test_an_interrupted_round_leaves_no_slot_busy_anywhere() -> None:
     federation = Federation(tiny_config(TWO))
-    server = federation.start()
+    server = federation.initial_state()
 
     def stop(client: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        federation.play(server, stop)
+        federation.run_round(server, stop)
     assert not any(slot.busy for slot in slots_of(federation))
-    again, _ = federation.play(server)
+    again, _ = federation.run_round(server)
     fresh = Federation(tiny_config("engine.device=cpu"))
-    expected, _ = fresh.play(fresh.start())
+    expected, _ = fresh.run_round(fresh.initial_state())
     assert fingerprint(again.state) == fingerprint(expected.state)
 
 
@@ -216,8 +217,9 @@ def test_the_debug_engine_stays_on_the_home_device() -> None:
 def test_the_timeline_tells_devices_apart(tmp_path: Path) -> None:
     federation = Federation(tiny_config(TWO, "federation.clients_per_round=6"))
     assert isinstance(federation.engine, LocalEngine)
-    timeline = federation.engine.clients.timeline = Timeline(*federation.devices)
-    _, record = federation.play(federation.start())
+    timeline = Timeline(*federation.devices)
+    federation.engine.record(timeline)
+    _, record = federation.run_round(federation.initial_state())
     spans = timeline.spans()
     assert sorted(span.client for span in spans) == record.clients
     assert {span.device for span in spans} == {0, 1}

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from motley.client.encoding import TYPES, Encoding, decoded, encoded
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.core.update import ClientUpdate
-from motley.engine.encoding import TYPES, Encoding, decoded, encoded
 from motley.federation import Federation
-from motley.round import Record
 from motley.runs.checkpoint import fingerprint
 from motley.runs.metrics import MetricsLog
 from motley.runs.run import resume_run, start_run
@@ -95,8 +94,8 @@ def test_a_resumed_run_remembers_what_rounding_took(tmp_path: Path, method: str)
 
 def test_an_upload_that_was_not_taken_leaves_no_residual() -> None:
     federation = Federation(tiny_config("uplink.dtype=fp16"))
-    server = federation.start()
-    job = federation.jobs(server, Record(1))[0]
+    server = federation.initial_state()
+    job = federation.jobs(server)[0]
 
     def upload(round_number: int, remembers: int | None) -> str:
         sent = replace(job, round_number=round_number, client_state_round=remembers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from motley.engine.base import Job
+from motley.client.job import Job
 from motley.federation import Federation
 from motley.runs.checkpoint import fingerprint
 from motley.runs.run import run_rounds
@@ -16,8 +16,8 @@ AUGMENTED = ("data.transform.crop_padding=1", "data.transform.flip=true", "data.
 
 def final_hashes(*overrides: str) -> tuple[str, str]:
     federation = Federation(tiny_config("training.rounds=2", *overrides))
-    server = run_rounds(federation, federation.start(), [])
-    return fingerprint(server.state), fingerprint(server.method)
+    server = run_rounds(federation, federation.initial_state(), [])
+    return fingerprint(server.state), fingerprint(server.method_state)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "noisy", "every-hook"])
@@ -44,21 +44,21 @@ def test_training_leaves_the_callers_generator_alone() -> None:
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    federation.play(federation.start())
+    federation.run_round(federation.initial_state())
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_a_round_changes_nothing_in_place() -> None:
     federation = Federation(tiny_config("method.name=every-hook", "server.ema_decay=0.9"))
-    first, _ = federation.play(federation.start())
-    before = fingerprint(first.state), fingerprint(first.method), fingerprint(first.averaged or {})
-    federation.play(first)
-    assert (fingerprint(first.state), fingerprint(first.method), fingerprint(first.averaged or {})) == before
+    first, _ = federation.run_round(federation.initial_state())
+    before = fingerprint(first.state), fingerprint(first.method_state), fingerprint(first.ema or {})
+    federation.run_round(first)
+    assert (fingerprint(first.state), fingerprint(first.method_state), fingerprint(first.ema or {})) == before
 
 
 def test_jobs_do_not_depend_on_company_or_order() -> None:
     federation = Federation(tiny_config("method.name=noisy"))
-    server = federation.start()
+    server = federation.initial_state()
     jobs = [federation.job(server, 1, client) for client in range(6)]
     together = {upload.client: upload for upload in federation.engine.train(jobs, lambda client: None)}
     for job in reversed(jobs):
@@ -69,7 +69,7 @@ def test_jobs_do_not_depend_on_company_or_order() -> None:
 
 def test_uploads_come_in_the_order_of_ids_and_done_is_called_for_each() -> None:
     federation = Federation(tiny_config("engine.slots=2"))
-    server = federation.start()
+    server = federation.initial_state()
     finished: list[int] = []
     jobs = [federation.job(server, 1, client) for client in (5, 0, 3)]
     uploads = federation.engine.train(jobs, finished.append)
@@ -82,7 +82,7 @@ def test_a_client_learns_what_a_hand_written_loop_learns(engine: str) -> None:
     """One client of plain FedAvg against a loop that uses none of the engine's code."""
     config = tiny_config(f"engine.name={engine}", "training.epochs=2", "data.transform.resize=8")
     federation = Federation(config)
-    server = federation.start()
+    server = federation.initial_state()
     job = federation.job(server, 1, 0)
     (upload,) = federation.engine.train([job], lambda client: None)
 
@@ -107,7 +107,7 @@ def test_a_client_learns_what_a_hand_written_loop_learns(engine: str) -> None:
 
 def test_a_client_without_a_batch_is_left_out() -> None:
     federation = Federation(tiny_config())
-    server = federation.start()
+    server = federation.initial_state()
     job = federation.job(server, 1, 0)
     partition = federation.partition
     clients = federation.engine.clients  # type: ignore[attr-defined]
@@ -136,22 +136,22 @@ def test_a_room_is_found_again_whatever_the_order_of_names() -> None:
 
 def test_an_interrupted_round_leaves_no_slot_busy() -> None:
     federation = Federation(tiny_config("engine.slots=2"))
-    server = federation.start()
+    server = federation.initial_state()
 
     def stop(client: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        federation.play(server, stop)
-    again, _ = federation.play(server)
+        federation.run_round(server, stop)
+    again, _ = federation.run_round(server)
     fresh = Federation(tiny_config("engine.slots=2"))
-    expected, _ = fresh.play(fresh.start())
+    expected, _ = fresh.run_round(fresh.initial_state())
     assert fingerprint(again.state) == fingerprint(expected.state)
 
 
 def test_collect_sees_every_example_once_without_augmentation() -> None:
     federation = Federation(tiny_config("method.name=every-hook", "training.steps=1", *AUGMENTED))
-    server = federation.start()
+    server = federation.initial_state()
     clients = federation.engine.clients  # type: ignore[attr-defined]
     federation.method.client.collect = lambda learner, batches: {"labels": torch.cat([y for _, y in batches])}  # type: ignore[method-assign]
     job: Job = federation.job(server, 1, 2)

@@ -16,7 +16,8 @@ from motley.engine.base import Done
 from motley.engine.timeline import Timeline
 from motley.federation import Federation
 from motley.methods.base import Collection
-from motley.round import Record, Server
+from motley.server.collection import run_collections
+from motley.server.state import ServerState
 from tests.conftest import tiny_config
 from tests.states import with_large_means
 
@@ -40,11 +41,11 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
 
-def after(rounds: int, *overrides: str) -> tuple[Server, float]:
+def after(rounds: int, *overrides: str) -> tuple[ServerState, float]:
     federation = Federation(tiny_config(*EXACT, *overrides))
-    server, loss = federation.start(), 0.0
+    server, loss = federation.initial_state(), 0.0
     for _ in range(rounds):
-        server, record = federation.play(server)
+        server, record = federation.run_round(server)
         loss = record.train_loss
     return server, loss
 
@@ -54,7 +55,7 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return (difference / sum(float(t.double().square().sum()) for t in b.values())) ** 0.5
 
 
-def steps_from(start: Server, end: Server) -> dict[str, torch.Tensor]:
+def steps_from(start: ServerState, end: ServerState) -> dict[str, torch.Tensor]:
     """Return how far the parameters went; buffers would hide them."""
     buffers = ("running_mean", "running_var", "num_batches_tracked")
     return {name: end.state[name] - start.state[name] for name in start.state if not name.endswith(buffers)}
@@ -229,7 +230,7 @@ def test_random_numbers_are_each_clients_own() -> None:
 
 def test_steps_are_captured() -> None:
     federation = Federation(tiny_config(*EXACT, "training.batch_size=16"))
-    federation.play(federation.start())
+    federation.run_round(federation.initial_state())
     slots = list(federation.engine.pool)  # type: ignore[attr-defined]
     assert slots and all(len(slot._captures) == 1 for slot in slots)
 
@@ -246,14 +247,15 @@ def test_two_devices_agree_with_one(method: str, numbers: tuple[int, ...], monke
     devices = [torch.device("cuda", number) for number in numbers]
     monkeypatch.setattr("motley.federation.choose_devices", lambda setting: devices)
     federation = Federation(tiny_config(*EXACT, *settings))
-    timeline = federation.engine.clients.timeline = Timeline(*federation.devices)  # type: ignore[attr-defined]
+    timeline = Timeline(*federation.devices)
+    federation.engine.record(timeline)  # type: ignore[attr-defined]
     generators = [torch.cuda.get_rng_state(device) for device in devices]
-    server = federation.start()
+    server = federation.initial_state()
     for _ in range(3):
-        server, record = federation.play(server)
+        server, record = federation.run_round(server)
     assert record.train_loss == pytest.approx(one_loss, rel=1e-4)
     assert distance(server.state, one.state) < 1e-5
-    assert {tensor.device for tensor in (*server.state.values(), *server.method.values())} == {devices[0]}
+    assert {tensor.device for tensor in (*server.state.values(), *server.method_state.values())} == {devices[0]}
     assert {slot.device for slot in federation.engine.pool} == set(devices)  # type: ignore[attr-defined]
     assert {span.device for span in timeline.spans()} == {0, 1}
     assert all(torch.equal(torch.cuda.get_rng_state(d), g) for d, g in zip(devices, generators, strict=True))
@@ -282,22 +284,22 @@ def test_answers_of_nodes_are_brought_to_the_servers_gpu(method: str) -> None:
     for engine in (LocalEngine, Nodes):
         federation = Federation(config)
         federation.engine = engine(federation.engine.clients, 1)  # type: ignore[attr-defined]
-        server, record = federation.play(federation.start())
+        server, record = federation.run_round(federation.initial_state())
         assert not record.refused
-        ends.append({**server.state, **server.method})
+        ends.append({**server.state, **server.method_state})
     assert distance(*ends) < 1e-5
 
 
 def test_gpu_and_cpu_start_alike() -> None:
-    gpu = Federation(tiny_config(*EXACT)).start()
-    cpu = Federation(tiny_config("engine.device=cpu")).start()
+    gpu = Federation(tiny_config(*EXACT)).initial_state()
+    cpu = Federation(tiny_config("engine.device=cpu")).initial_state()
     assert all(torch.equal(gpu.state[name].cpu(), cpu.state[name]) for name in cpu.state)
 
 
 def test_evaluation_is_captured_and_right() -> None:
     federation = Federation(tiny_config(*EXACT, "engine.name=debug"))
-    server = federation.start()
-    server, record = federation.play(server)
+    server = federation.initial_state()
+    server, record = federation.run_round(server)
     again = federation.evaluate(server.model)
     on_cpu = Federation(tiny_config("engine.device=cpu"))
     expected = on_cpu.evaluate({name: tensor.cpu() for name, tensor in server.model.items()})
@@ -310,7 +312,7 @@ def test_evaluation_is_captured_and_right() -> None:
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_16_bit_runs_are_evaluated_in_single_precision(precision: str) -> None:
     """With channels whose mean is many times their standard deviation, as long training makes them."""
-    start = Federation(tiny_config(*EXACT)).start()
+    start = Federation(tiny_config(*EXACT)).initial_state()
     state = with_large_means(start.state)
     single = Federation(tiny_config("engine.device=cuda", "engine.precision=tf32")).evaluate(state)
     scores = Federation(tiny_config("engine.device=cuda", f"engine.precision={precision}")).evaluate(state)
@@ -329,6 +331,13 @@ def test_tf32_evaluation_is_close_to_fp32() -> None:
         assert score.accuracy == pytest.approx(exact[size].accuracy, abs=0.01)
 
 
+def collected(federation: Federation) -> ServerState:
+    """Return the initial server state after the collections of round 1."""
+    server = replace(federation.initial_state(), round_number=1)
+    with federation.numerics():
+        return run_collections(federation.collections, federation.engine, server, range(6), federation.device).server
+
+
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_statistics_are_collected_in_single_precision(precision: str) -> None:
     """HeteroFL's pass over clients gives the statistics of the weights that are evaluated, not of rounded ones."""
@@ -336,8 +345,7 @@ def test_statistics_are_collected_in_single_precision(precision: str) -> None:
     servers = {}
     for name in ("tf32", precision):
         federation = Federation(tiny_config(*settings, f"engine.precision={name}"))
-        record = Record(1)
-        servers[name] = federation.collect(replace(federation.start(), round_number=1), record)
+        servers[name] = collected(federation)
     for name, tensor in servers["tf32"].state.items():
         torch.testing.assert_close(servers[precision].state[name], tensor, rtol=1e-4, atol=1e-5)
 
@@ -348,7 +356,7 @@ def test_statistics_are_recalibrated_in_single_precision(precision: str) -> None
     servers = {}
     for name in ("tf32", precision):
         federation = Federation(tiny_config(*settings, f"engine.precision={name}"))
-        servers[name] = federation.recalibrate(replace(federation.start(), round_number=1), Record(1))
+        servers[name] = collected(federation)
     for name, tensor in servers["tf32"].state.items():
         torch.testing.assert_close(servers[precision].state[name], tensor, rtol=1e-4, atol=1e-5)
 
@@ -357,9 +365,9 @@ def test_statistics_are_recalibrated_in_single_precision(precision: str) -> None
 def test_recalibrated_statistics_are_those_of_the_plain_engine(engine: type[LocalEngine]) -> None:
     settings = (*EXACT, "server.statistics.name=recalibrate", "evaluation.every=1", "server.ema_decay=0")
     plain = Federation(tiny_config(*settings, "engine.name=debug"))
-    expected, _ = plain.play(plain.start())
+    expected, _ = plain.run_round(plain.initial_state())
     federation = Federation(tiny_config(*settings))
     federation.engine = engine(federation.engine.clients, 2)  # type: ignore[attr-defined]
-    found, record = federation.play(federation.start())
+    found, record = federation.run_round(federation.initial_state())
     assert not record.refused
     assert distance(found.state, expected.state) < 1e-5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from motley.engine.device import set_precision
-from motley.engine.fused import apply_kernels
-from motley.engine.training import AdamSettings, OptimizerSettings, SGDSettings, reset
-from motley.engine.weights import Weights, working_type
+from motley.client.fused import apply_kernels
+from motley.client.training import AdamSettings, OptimizerSettings, SGDSettings, reset
+from motley.client.weights import Weights, working_type
+from motley.engine.device import numerics
 from motley.kernels import AVAILABLE
 from motley.models import MODELS, ImageShape
 from motley.models.preact import PreActSettings
@@ -93,11 +94,18 @@ def test_another_length_compiles_no_kernel_anew() -> None:
     assert step(128) > first
 
 
+@pytest.fixture
+def single_precision() -> Iterator[None]:
+    """Keep torch's own operations from using tf32."""
+    with numerics("fp32", torch.get_num_threads()):
+        yield
+
+
+@pytest.mark.usefixtures("single_precision")
 @pytest.mark.parametrize("shape", [(64, 3, 32, 7, 2), (50, 1, 28, 7, 2), (64, 3, 32, 3, 1)])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_the_first_convolution_equals_torchs(shape: tuple[int, ...], dtype: torch.dtype, limit: float) -> None:
     torch.manual_seed(0)
-    set_precision("fp32", torch.device("cuda"))
     count, channels, side, kernel, stride = shape
     plain = nn.Conv2d(channels, 64, kernel, stride=stride, padding=kernel // 2, bias=False).to("cuda", dtype)
     plain = plain.to(memory_format=torch.channels_last)
@@ -114,7 +122,7 @@ def test_the_first_convolution_equals_torchs(shape: tuple[int, ...], dtype: torc
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-@pytest.mark.parametrize("gathered", [False, True], ids=["lying", "gathered"])
+@pytest.mark.parametrize("gathered", [False, True], ids=["raw_gradients", "gathered"])
 @pytest.mark.parametrize("pulled", [False, True], ids=["", "pulled"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize(
@@ -146,7 +154,7 @@ def test_fused_optimizers_equal_torchs(
     def step() -> list[torch.Tensor]:
         weights.backward(model(images).float().square().mean())
         factor = 1 if weights.scale is None else 1 / weights.scale.value
-        seen = [gradient.float() * factor for gradient in weights.lying if gradient is not None]
+        seen = [gradient.float() * factor for gradient in weights.raw_gradients if gradient is not None]
         if gathered:
             weights.gather()
         if pulled:
@@ -161,7 +169,7 @@ def test_fused_optimizers_equal_torchs(
         with torch.no_grad():
             torch._foreach_copy_(mine, before)
         reset(fused, settings.lr)
-        weights.publish()
+        weights.sync()
         graph = torch.cuda.CUDAGraph()
         if captured:
             fused.reserve(1)
@@ -182,7 +190,7 @@ def test_fused_optimizers_equal_torchs(
         assert copy is None or torch.equal(copy, one.detach().to(copy.dtype))
 
 
-@pytest.mark.parametrize("gathered", [False, True], ids=["lying", "gathered"])
+@pytest.mark.parametrize("gathered", [False, True], ids=["raw_gradients", "gathered"])
 @pytest.mark.parametrize("settings", [AdamSettings(lr=1e-2), SGDSettings(lr=1e-2, momentum=0.9)])
 def test_optimizers_leave_out_the_steps_that_torchs_leave_out(settings: OptimizerSettings, gathered: bool) -> None:
     """With gradients that are not finite in one tensor or another, once and again."""
@@ -282,10 +290,10 @@ FAMILIES: dict[str, Any] = {
 }
 
 
+@pytest.mark.usefixtures("single_precision")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_with_kernels_is_the_same_function_under_the_same_names(name: str) -> None:
     torch.manual_seed(0)
-    set_precision("fp32", torch.device("cuda"))
     plain = MODELS[name].build(FAMILIES[name], ImageShape(3, 32, 32), 10).cuda().to(memory_format=torch.channels_last)
     fused = deepcopy(plain)
     apply_kernels(fused)

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from motley.client import state_store as module
+from motley.client.state_store import ClientStateStore
 from motley.core.errors import MotleyError
-from motley.engine import memory as module
-from motley.engine.memory import MemoryStore
 
 CPU = torch.device("cpu")
 A_MEMORY = 2 * 3 * 4 + 8
@@ -54,10 +54,10 @@ def test_a_memory_is_found_by_client_and_round(tmp_path: Path) -> None:
     assert not any(map(filed, tmp_path.iterdir())), "nothing is durable before a checkpoint is made"
 
 
-def stores(folder: Path) -> list[MemoryStore]:
+def stores(folder: Path) -> list[ClientStateStore]:
     """Return a store of each kind: with and without a folder, and room on the device and in host memory."""
     return [
-        MemoryStore(where and where / f"{most} {near}", most, near, CPU)
+        ClientStateStore(where and where / f"{most} {near}", most, near, CPU)
         for where in (None, folder)
         for most in (0, 2**20)
         for near in (0, A_MEMORY, 2**20)
@@ -96,21 +96,21 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "memories.sqlite").write_bytes(content)
     with pytest.raises(MotleyError, match=r"memories\.sqlite cannot be opened: file is not a database"):
-        MemoryStore(tmp_path).get(3, 2)
+        ClientStateStore(tmp_path).get(3, 2)
 
 
 def test_a_broken_memory_is_named(tmp_path: Path) -> None:
-    store = MemoryStore(tmp_path)
+    store = ClientStateStore(tmp_path)
     store.put(3, 2, memory(1))
     store.save({3: 2})
     with sqlite3.connect(tmp_path / "memories.sqlite") as database:
         database.execute("UPDATE memories SET content = ?", (b"garbage",))
     with pytest.raises(MotleyError, match=r"memories\.sqlite cannot be read"):
-        MemoryStore(tmp_path).get(3, 2)
+        ClientStateStore(tmp_path).get(3, 2)
 
 
 def test_an_empty_memory_takes_no_room(tmp_path: Path) -> None:
-    store = MemoryStore(tmp_path)
+    store = ClientStateStore(tmp_path)
     store.put(0, 1, {})
     store.save({0: 1})
     store.forget_older({0: 1})
@@ -123,7 +123,7 @@ def test_an_empty_memory_takes_no_room(tmp_path: Path) -> None:
 @pytest.mark.parametrize("near", [0, 3 * A_MEMORY])
 @pytest.mark.parametrize("folder", [True, False])
 def test_memory_is_bounded_and_nothing_is_lost(tmp_path: Path, folder: bool, near: int) -> None:
-    store = MemoryStore(tmp_path if folder else None, 5 * A_MEMORY, near, CPU)
+    store = ClientStateStore(tmp_path if folder else None, 5 * A_MEMORY, near, CPU)
     for number in range(1, 4):
         for client in range(20):
             store.put(client, number, memory(100 * number + client))
@@ -157,7 +157,7 @@ def test_a_run_without_checkpoints_keeps_two_of_a_client(tmp_path: Path) -> None
 
 def test_a_refused_memory_does_not_take_the_place_of_the_one_before(tmp_path: Path) -> None:
     """Round 5 was refused. When round 7 is lost after round 8 has begun, the server names round 2 again."""
-    store = MemoryStore(tmp_path, near=2**20, device=CPU)
+    store = ClientStateStore(tmp_path, near=2**20, device=CPU)
     store.put(0, 2, memory(2))
     for made in (5, 7):
         for _ in range(2):  # a turn may ask twice
@@ -166,24 +166,24 @@ def test_a_refused_memory_does_not_take_the_place_of_the_one_before(tmp_path: Pa
     for _ in range(2):
         assert value(store.recall(0, 7)) == 7
     store.save({0: 2})
-    assert value(MemoryStore(tmp_path).get(0, 2)) == 2
+    assert value(ClientStateStore(tmp_path).get(0, 2)) == 2
     with pytest.raises(MotleyError, match="after round 5 is missing"):
         store.get(0, 5)
 
 
 def test_what_a_checkpoint_names_outlives_newer_ones(tmp_path: Path) -> None:
-    store = MemoryStore(tmp_path, near=2**20, device=CPU)
+    store = ClientStateStore(tmp_path, near=2**20, device=CPU)
     store.put(0, 1, memory(1))
     store.save({0: 1})
     for number in range(2, 6):
         store.put(0, number, memory(number))
         store.recall(0, number)
-    assert value(MemoryStore(tmp_path).get(0, 1)) == value(store.get(0, 1)) == 1
+    assert value(ClientStateStore(tmp_path).get(0, 1)) == value(store.get(0, 1)) == 1
 
 
 def test_a_memory_that_is_put_again_counts_once(tmp_path: Path) -> None:
     for most in (2 * A_MEMORY, A_MEMORY, 0):
-        store = MemoryStore(tmp_path, most)
+        store = ClientStateStore(tmp_path, most)
         for attempt in range(5):
             for client in (0, 1):
                 store.put(client, 1, memory(10 * attempt + client))
@@ -193,16 +193,16 @@ def test_a_memory_that_is_put_again_counts_once(tmp_path: Path) -> None:
 
 def test_a_memory_may_be_larger_than_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PIECE", 100)
-    store = MemoryStore(tmp_path, most=0)
+    store = ClientStateStore(tmp_path, most=0)
     for length in (1000, 10):
         values = torch.randn(length)
         store.put(0, 1, {"values": values})
         store.save({0: 1})
-        assert torch.equal(MemoryStore(tmp_path).get(0, 1)["values"], values)
+        assert torch.equal(ClientStateStore(tmp_path).get(0, 1)["values"], values)
 
 
 def test_deleted_room_is_used_again(tmp_path: Path) -> None:
-    store = MemoryStore(tmp_path, most=0)
+    store = ClientStateStore(tmp_path, most=0)
     sizes = []
     for number in range(1, 20):
         for client in range(20):
@@ -217,11 +217,11 @@ def test_deleted_room_is_used_again(tmp_path: Path) -> None:
 
 
 def test_saved_memories_outlive_the_process(tmp_path: Path) -> None:
-    store = MemoryStore(tmp_path)
+    store = ClientStateStore(tmp_path)
     store.put(0, 1, memory(1))
     store.put(7, 2, memory(72))
     store.save({0: 1, 7: 2})
-    later = MemoryStore(tmp_path)
+    later = ClientStateStore(tmp_path)
     assert (value(later.get(0, 1)), value(later.get(7, 2))) == (1, 72)
 
 
@@ -237,19 +237,19 @@ def test_every_bit_is_saved_whatever_the_layout(tmp_path: Path) -> None:
         "odd": torch.tensor([float("nan"), -0.0, float("inf")]),
         "flag": torch.tensor(True),
     }
-    store = MemoryStore(tmp_path)
+    store = ClientStateStore(tmp_path)
     store.put(0, 1, strange)
     store.save({0: 1})
-    for found in (store.get(0, 1), MemoryStore(tmp_path).get(0, 1)):
+    for found in (store.get(0, 1), ClientStateStore(tmp_path).get(0, 1)):
         assert found.keys() == strange.keys()
         for name, tensor in strange.items():
             assert found[name].dtype == tensor.dtype
             assert torch.equal(found[name].nan_to_num(7.0), tensor.nan_to_num(7.0)), name
-    assert MemoryStore(tmp_path).get(0, 1)["odd"].signbit().tolist() == strange["odd"].signbit().tolist()
+    assert ClientStateStore(tmp_path).get(0, 1)["odd"].signbit().tolist() == strange["odd"].signbit().tolist()
 
 
 def test_only_the_named_round_is_written_and_once(tmp_path: Path) -> None:
-    store = MemoryStore(tmp_path)
+    store = ClientStateStore(tmp_path)
     for number in (1, 2, 3):
         store.put(0, number, memory(number))
     store.put(1, 3, memory(13))
@@ -263,7 +263,7 @@ def test_only_the_named_round_is_written_and_once(tmp_path: Path) -> None:
 
 
 def test_saving_drops_older_ones_from_memory_and_keeps_newer(tmp_path: Path) -> None:
-    for store in (MemoryStore(), MemoryStore(tmp_path)):
+    for store in (ClientStateStore(), ClientStateStore(tmp_path)):
         for number in (1, 2, 3):
             store.put(0, number, memory(number))
         store.put(1, 1, memory(11))
@@ -276,26 +276,26 @@ def test_saving_drops_older_ones_from_memory_and_keeps_newer(tmp_path: Path) -> 
 
 
 def test_a_file_of_a_round_that_was_never_completed_is_replaced(tmp_path: Path) -> None:
-    before = MemoryStore(tmp_path)
+    before = ClientStateStore(tmp_path)
     before.put(0, 4, memory(66))
     before.save({0: 4})
-    after = MemoryStore(tmp_path)
+    after = ClientStateStore(tmp_path)
     after.put(0, 4, memory(4))
     assert value(after.get(0, 4)) == 4
     after.save({0: 4})
-    assert value(MemoryStore(tmp_path).get(0, 4)) == 4
+    assert value(ClientStateStore(tmp_path).get(0, 4)) == 4
 
 
 def test_a_resumed_store_saves_what_it_did_not_touch(tmp_path: Path) -> None:
     """Most clients are not in most rounds: their files stay, unread and unwritten."""
-    first = MemoryStore(tmp_path)
+    first = ClientStateStore(tmp_path)
     first.put(0, 1, memory(1))
     first.put(1, 1, memory(11))
     first.save({0: 1, 1: 1})
-    second = MemoryStore(tmp_path)
+    second = ClientStateStore(tmp_path)
     second.put(1, 2, memory(12))
     second.save({0: 1, 1: 2})
-    third = MemoryStore(tmp_path)
+    third = ClientStateStore(tmp_path)
     assert (value(third.get(0, 1)), value(third.get(1, 2))) == (1, 12)
 
 
@@ -303,7 +303,7 @@ def test_a_resumed_store_saves_what_it_did_not_touch(tmp_path: Path) -> None:
 
 
 @contextmanager
-def failing(store: MemoryStore, at: int, error: BaseException) -> Iterator[None]:
+def failing(store: ClientStateStore, at: int, error: BaseException) -> Iterator[None]:
     """Raise at a store's n-th statement from here."""
     file = store._open(make=True)
     assert file is not None
@@ -336,7 +336,7 @@ def failing(store: MemoryStore, at: int, error: BaseException) -> Iterator[None]
 @pytest.mark.parametrize("at", range(1, 10))
 def test_an_interruption_loses_nothing(tmp_path: Path, most: int, at: int) -> None:
     """Ctrl-C in the middle of a round, or of a save: the run then saves the round before, and that must be there."""
-    store = MemoryStore(tmp_path, most)
+    store = ClientStateStore(tmp_path, most)
     rounds = dict.fromkeys(range(4), 1)
     for client in rounds:
         store.put(client, 1, memory(10 + client))
@@ -348,12 +348,12 @@ def test_an_interruption_loses_nothing(tmp_path: Path, most: int, at: int) -> No
         except KeyboardInterrupt:
             pass
     store.save(rounds)
-    later = MemoryStore(tmp_path)
+    later = ClientStateStore(tmp_path)
     assert [value(later.get(client, 1)) for client in rounds] == [10, 11, 12, 13]
 
 
 def test_what_a_full_disk_took_back_is_never_named_by_a_checkpoint(tmp_path: Path) -> None:
-    store = MemoryStore(tmp_path, most=0)
+    store = ClientStateStore(tmp_path, most=0)
     store.put(0, 1, memory(1))
     store.save({0: 1})
     store.put(0, 2, memory(2))
@@ -363,12 +363,12 @@ def test_what_a_full_disk_took_back_is_never_named_by_a_checkpoint(tmp_path: Pat
             store.put(1, 2, memory(12))
     with pytest.raises(MotleyError, match="what clients remembered since the last checkpoint is lost"):
         store.save({0: 2})
-    assert value(MemoryStore(tmp_path).get(0, 1)) == 1
+    assert value(ClientStateStore(tmp_path).get(0, 1)) == 1
 
 
 def _live(folder: Path, tell: Connection) -> None:
     """Put, save and forget as runs do, and say which rounds are saved."""
-    store = MemoryStore(folder, most=3 * A_MEMORY)
+    store = ClientStateStore(folder, most=3 * A_MEMORY)
     for number in range(1, 10**6):
         for client in range(10):
             store.put(client, number, memory(10 * number + client))
@@ -390,19 +390,19 @@ def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
     process.join()
     while ear.poll():
         saved = ear.recv()
-    store = MemoryStore(tmp_path)
+    store = ClientStateStore(tmp_path)
     for number in {max(saved - 1, 1), saved}:
         assert [value(store.get(client, number)) for client in range(10)] == [10 * number + c for c in range(10)]
     store.put(0, saved + 1, memory(1))
     store.save({0: saved + 1})
-    assert value(MemoryStore(tmp_path).get(0, saved + 1)) == 1
+    assert value(ClientStateStore(tmp_path).get(0, saved + 1)) == 1
 
 
 # ---- forgotten
 
 
 def test_forgetting_deletes_what_is_older_than_named(tmp_path: Path) -> None:
-    store = MemoryStore(tmp_path)
+    store = ClientStateStore(tmp_path)
     for number in (1, 9, 10, 11):
         store.put(0, number, memory(number))
         store.put(1, number, memory(number))
@@ -412,19 +412,19 @@ def test_forgetting_deletes_what_is_older_than_named(tmp_path: Path) -> None:
     assert filed(tmp_path) == {(0, 10), (0, 11)} | everything, "a client that is not named keeps all"
     store.forget_older({0: 11, 1: 9, 5: 3})
     assert filed(tmp_path) == {(0, 11)} | everything - {(1, 1)}
-    assert value(MemoryStore(tmp_path).get(0, 11)) == 11
+    assert value(ClientStateStore(tmp_path).get(0, 11)) == 11
 
 
 def test_a_new_process_forgets_what_an_older_one_left(tmp_path: Path) -> None:
-    before = MemoryStore(tmp_path)
+    before = ClientStateStore(tmp_path)
     for number in (1, 2, 3):
         before.put(0, number, memory(number))
         before.save({0: number})
-    MemoryStore(tmp_path).forget_older({0: 3})
+    ClientStateStore(tmp_path).forget_older({0: 3})
     assert filed(tmp_path) == {(0, 3)}
 
 
 def test_there_may_be_nothing_to_forget(tmp_path: Path) -> None:
-    MemoryStore().forget_older({0: 1})
-    MemoryStore(tmp_path / "none").forget_older({0: 1})
+    ClientStateStore().forget_older({0: 1})
+    ClientStateStore(tmp_path / "none").forget_older({0: 1})
     assert not (tmp_path / "none").exists()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from motley.engine.training import AdamSettings, OptimizerSettings, SGDSettings, reset
+from motley.client.training import AdamSettings, OptimizerSettings, SGDSettings, reset
 
 SETTINGS = {
     "adam": AdamSettings(name="adam", lr=0.01, betas=(0.8, 0.95)),
@@ -77,7 +77,7 @@ import sys
 from motley.federation import Federation
 from tests.conftest import tiny_config
 federation = Federation(tiny_config("training.rounds=1"))
-federation.play(federation.start())
+federation.run_round(federation.initial_state())
 assert "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -48,7 +48,7 @@ def room_for(count: int, where: str, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 def hash_after(*overrides: str) -> str:
     federation = Federation(tiny_config("federation.clients_per_round=6", "training.rounds=2", *overrides))
-    return fingerprint(run_rounds(federation, federation.start(), []).state)
+    return fingerprint(run_rounds(federation, federation.initial_state(), []).state)
 
 
 @pytest.mark.parametrize("where", ["make", "load"])
@@ -69,11 +69,11 @@ def test_no_room_for_a_single_client_is_an_error_that_says_what_to_do(monkeypatc
 
 def test_slots_are_made_when_needed_and_kept() -> None:
     federation = Federation(tiny_config("engine.slots=2", "federation.clients_per_round=6"))
-    server, _ = federation.play(federation.start())
+    server, _ = federation.run_round(federation.initial_state())
     pool = federation.engine.pool  # type: ignore[attr-defined]
     slots = list(pool)
     assert len(slots) == 6 and not any(slot.busy for slot in slots)
-    federation.play(server)
+    federation.run_round(server)
     assert list(pool) == slots
 
 
@@ -81,7 +81,7 @@ def test_urgent_jobs_have_slots_of_their_own_while_there_is_room() -> None:
     federation = Federation(tiny_config("model.sizes=['mlp1']"))
     engine = federation.engine
     assert isinstance(engine, LocalEngine)
-    pool, server = SlotPool(engine.clients, a_size=2), federation.start()
+    pool, server = SlotPool(engine.clients, a_size=2), federation.initial_state()
     jobs = [federation.job(server, 1, client) for client in range(3)]
     first, second = pool.seat(jobs[0], urgent=True), pool.seat(jobs[1], urgent=False)
     assert first is not None and second is not None and first.urgent and not second.urgent

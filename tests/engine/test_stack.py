@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from motley.client.clients import Clients
 from motley.core.update import ClientUpdate
 from motley.engine import local, stack
-from motley.engine.clients import Clients
 from motley.engine.stack import Stack, unfold_convolutions
 from motley.federation import Federation
 from tests.conftest import tiny_config
@@ -32,7 +32,7 @@ def with_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def uploads(*overrides: str) -> list[ClientUpdate]:
     federation = Federation(tiny_config(*overrides))
-    server = federation.start()
+    server = federation.initial_state()
     jobs = [federation.job(server, 2, client) for client in range(6)]
     finished: list[int] = []
     answer = federation.engine.train(jobs, finished.append)
@@ -75,7 +75,7 @@ def test_dropout_is_repeatable_and_differs_between_clients_and_rounds() -> None:
         assert all(torch.equal(one.delta[name], other.delta[name]) for name in one.delta)
     federation = Federation(tiny_config(*more))
     together = Stack(federation.engine.clients, "cnn", 2)  # type: ignore[attr-defined]
-    state = {n: torch.stack([t, t]) for n, t in federation.start().state.items()}
+    state = {n: torch.stack([t, t]) for n, t in federation.initial_state().state.items()}
     images = torch.randn(1, 8, *federation.engine.clients.data.shape).expand(2, -1, -1, -1, -1)  # type: ignore[attr-defined]
     answers = together._answers(state, images)
     assert not torch.equal(answers[0], answers[1])

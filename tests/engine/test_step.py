@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from motley.client.learner import Learner
 from motley.core.part import State
-from motley.engine.learner import Learner
 from motley.federation import Federation
 from tests.methods.turns import SGD, federation_of, seated
 
@@ -19,7 +19,7 @@ MLP = ("model.sizes=['mlp2']", "split.name=homogeneous", "model.mlp.hidden=6", *
 def learner_after_a_step(*overrides: str, method: str = "fedavg") -> tuple[Federation, Learner]:
     """Return a learner whose parameters are no longer the received ones, with the gradients of a second batch."""
     federation = federation_of(*MLP, *overrides, name=method)
-    learner = seated(federation, federation.job(federation.start(), 1, 0))
+    learner = seated(federation, federation.job(federation.initial_state(), 1, 0))
     learner.step(16)
     backward(learner)
     return federation, learner
@@ -98,7 +98,7 @@ def test_terms_add_up_and_a_new_backward_drops_them() -> None:
 
 def test_the_norms_term_has_no_gradient_where_nothing_has_moved() -> None:
     federation = federation_of(*MLP, name="fedavg")
-    learner = seated(federation, federation.job(federation.start(), 1, 0))
+    learner = seated(federation, federation.job(federation.initial_state(), 1, 0))
     plain = backward(learner)
     learner.proximal(0.5, norms=True)
     assert all(torch.equal(grad, plain[name]) for name, grad in learner.grads.items())
@@ -127,7 +127,7 @@ def test_scratch_stays_in_place_for_the_next_client() -> None:
     learner.keep("mine", {"a": torch.ones(3), "b": torch.zeros((), dtype=torch.long)})
     scratch = learner.scratch["mine"]["a"]
     clients = federation.engine.clients  # type: ignore[attr-defined]
-    job = federation.job(federation.start(), 1, 3)
+    job = federation.job(federation.initial_state(), 1, 3)
     clients.seat(learner, job, clients.plan(job), {})
     learner.keep("mine", {"a": torch.full((3,), 2.0)})
     assert learner.scratch["mine"]["a"] is scratch and scratch.tolist() == [2, 2, 2]
@@ -137,8 +137,8 @@ def test_scaffold_leaves_the_broadcast_and_the_client_state_alone() -> None:
     _, learner = learner_after_a_step(method="scaffold")
     assert all(torch.equal(learner.broadcast[n], torch.zeros_like(t)) for n, t in learner.broadcast.items())
     federation = federation_of(*MLP, name="scaffold")
-    server, _ = federation.play(federation.start())
-    client = next(iter(server.remembered))
+    server, _ = federation.run_round(federation.initial_state())
+    client = next(iter(server.client_state_rounds))
     job = federation.job(server, 2, client)
     learner = seated(federation, job)
     learner.step(16)

@@ -16,9 +16,10 @@ from tests.conftest import tiny_config
 
 def test_every_turn_is_a_span_and_a_slot_holds_one_client_at_a_time() -> None:
     federation = Federation(tiny_config("engine.slots=2", "federation.clients_per_round=6"))
-    timeline = federation.engine.clients.timeline = Timeline(federation.device)  # type: ignore[attr-defined]
-    server, first = federation.play(federation.start())
-    _, second = federation.play(server)
+    timeline = Timeline(federation.device)
+    federation.engine.record(timeline)  # type: ignore[attr-defined]
+    server, first = federation.run_round(federation.initial_state())
+    _, second = federation.run_round(server)
     spans = timeline.spans()
     assert sorted((span.round_number, span.client) for span in spans) == sorted(
         (record.round_number, client) for record in (first, second) for client in record.clients
@@ -44,10 +45,11 @@ def test_the_debug_engine_has_no_slots_to_draw(tmp_path: Path) -> None:
 
 def test_only_the_last_rounds_are_drawn(tmp_path: Path) -> None:
     federation = Federation(tiny_config("training.steps=1"))
-    timeline = federation.engine.clients.timeline = Timeline(federation.device)  # type: ignore[attr-defined]
-    server = federation.start()
+    timeline = Timeline(federation.device)
+    federation.engine.record(timeline)  # type: ignore[attr-defined]
+    server = federation.initial_state()
     for _ in range(4):
-        server, _ = federation.play(server)
+        server, _ = federation.run_round(server)
     draw(timeline.spans(), tmp_path / "few.png", rounds=1)
     draw(timeline.spans(), tmp_path / "all.png", rounds=4)
     assert (tmp_path / "few.png").stat().st_size < (tmp_path / "all.png").stat().st_size

@@ -10,12 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from motley.client.training import AdamSettings, Plan, SGDSettings, TrainingSettings, make_plan
 from motley.core.errors import MotleyError
 from motley.data.device import DRAWS
 from motley.data.partition import Partition
-from motley.engine.training import AdamSettings, Plan, SGDSettings, TrainingSettings, make_plan
 from motley.federation import Federation
-from motley.round import Record
 from tests.conftest import tiny_config
 
 
@@ -75,7 +74,7 @@ def test_batches_of_an_epoch(samples: int, smallest: int, drop_last: bool, lengt
     ],
 )
 def test_steps_of_a_turn(epochs: float, steps: int, epoch_steps: int, turn: int) -> None:
-    assert TrainingSettings(epochs=epochs, steps=steps).turn_steps(epoch_steps) == turn
+    assert TrainingSettings(epochs=epochs, steps=steps).local_steps(epoch_steps) == turn
 
 
 @settings(derandomize=True, deadline=None)
@@ -200,10 +199,9 @@ def test_one_example_more_or_less(engine: str, norm: str, steps: dict[int, int])
     sizes = (1, 17, 16, 18, 2, 5)
     clients = federation.engine.clients  # type: ignore[attr-defined]
     clients.partition = Partition(np.arange(sum(sizes)), np.concatenate([[0], np.cumsum(sizes)]))
-    server, record = federation.start(), Record(1)
-    jobs = federation.jobs(server, record)
-    uploads = federation.engine.train(jobs, lambda client: None)
-    federation.fitting(jobs, uploads, record)
+    server = federation.initial_state()
+    uploads = federation.engine.train(federation.jobs(server), lambda client: None)
+    _, record = federation.run_round(server)
     assert {upload.client: upload.num_steps for upload in uploads} == steps
     assert {upload.client: upload.num_examples for upload in uploads} == {client: sizes[client] for client in steps}
     assert record.idle == [client for client in range(6) if client not in steps]
@@ -219,7 +217,7 @@ def test_the_learning_rate_of_a_round() -> None:
     assert TrainingSettings().lr(500) == TrainingSettings().optimizer.lr
 
 
-def test_a_parameter_costs_an_optimiser_as_many_tensors_as_it_keeps() -> None:
+def test_a_parameter_costs_an_optimizer_as_many_tensors_as_it_keeps() -> None:
     assert [AdamSettings().moments, SGDSettings().moments, SGDSettings(momentum=0.9).moments] == [2, 0, 1]
 
 

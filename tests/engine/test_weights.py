@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from motley.client.training import AdamSettings, OptimizerSettings, SGDSettings
+from motley.client.weights import TYPES, LossScale, Weights
 from motley.core.errors import MotleyError
 from motley.core.part import State
-from motley.engine.training import AdamSettings, OptimizerSettings, SGDSettings
-from motley.engine.weights import TYPES, LossScale, Weights
 from motley.federation import Federation
 from motley.models import MODELS, ImageShape
 from motley.models.vit import ViTSettings
@@ -41,7 +41,7 @@ def train(model: nn.Module, weights: Weights, steps: int) -> State:
         with torch.no_grad():
             for master in weights.masters.values():
                 master.mul_(0.999)
-        weights.publish()
+        weights.sync()
     return {name: master.detach().clone() for name, master in weights.masters.items()}
 
 
@@ -82,7 +82,7 @@ def test_batch_norms_stay_in_single_precision() -> None:
     assert weights.masters["1.weight"] is model[1].weight
 
 
-@pytest.mark.parametrize("settings", [AdamSettings(), SGDSettings(momentum=0.9)])
+@pytest.mark.parametrize("settings", [AdamSettings(), SGDSettings(lr=1e-3, momentum=0.9)])
 def test_steps_whose_gradients_do_not_fit_are_left_out_until_they_do(settings: OptimizerSettings) -> None:
     """A gradient of 100 fits under a scale of 512: three steps are left out, and the fourth is the first of fp32."""
     model, plain = nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)
@@ -98,7 +98,7 @@ def test_steps_whose_gradients_do_not_fit_are_left_out_until_they_do(settings: O
         weights.backward(100 * model.weight.float().sum())
         weights.gather()
         optimizer.step()
-        weights.publish()
+        weights.sync()
         if left_out:
             assert torch.equal(master.detach(), start)
         else:
@@ -114,15 +114,15 @@ def test_steps_whose_gradients_do_not_fit_are_left_out_until_they_do(settings: O
 
 def test_a_turn_does_not_see_the_scale_that_another_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a scale that no gradient fits under at first, one slot for all clients gives what a slot each gives."""
-    monkeypatch.setattr("motley.federation.set_precision", lambda *_: None)
+    monkeypatch.setattr("motley.federation.check_precision", lambda *_: None)
     monkeypatch.setattr(LossScale, "HIGHEST", 2.0**24)
     ends = []
     for slots in (1, 3):
         federation = Federation(tiny_config("engine.precision=fp16", f"engine.slots={slots}", "training.steps=30"))
-        server, record = federation.play(federation.start())
+        server, record = federation.run_round(federation.initial_state())
         assert not record.refused
         ends.append(fingerprint(server.state))
-    assert ends[0] == ends[1] != fingerprint(federation.start().state)
+    assert ends[0] == ends[1] != fingerprint(federation.initial_state().state)
 
 
 @pytest.mark.parametrize("precision", TYPES)

@@ -117,7 +117,7 @@ def test_a_real_node_that_does_something_else_wrong_in_every_round(tmp_path: Pat
         for line, (_, reason) in zip(lines, MISDEEDS, strict=True):
             assert reason in line["refused"]["1"]  # type: ignore[index]
         server = load_checkpoint(deployment.folder.run / "checkpoints")
-        assert server is not None and server.remembered == {0: len(MISDEEDS), 2: len(MISDEEDS)}
+        assert server is not None and server.client_state_rounds == {0: len(MISDEEDS), 2: len(MISDEEDS)}
 
 
 @pytest.mark.slow
@@ -148,5 +148,5 @@ def test_a_real_nodes_answer_that_is_announced_and_never_sent(grid: Grid, tmp_pa
         assert lines[0]["seconds"]["train"] < LATE_S + 15  # type: ignore[index]
         grid.misdeeds[999] = in_round_1(lambda sent, reply: [])
         _, server = serve(grid, three_nodes(*settings, "engine.flower.timeout_s=1"), tmp_path / "silent")
-        assert server.remembered == {0: 2, 1: 2, 2: 2}
+        assert server.client_state_rounds == {0: 2, 1: 2, 2: 2}
         assert final(deployment) == fingerprint(server.state)

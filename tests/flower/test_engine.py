@@ -34,7 +34,7 @@ from tests.flower.grid import NEVER_S, Grid, Misdeed, in_round_1, three_nodes
 
 def local(folder: Path, *overrides: str) -> tuple[str, str]:
     _, server = start_run(three_nodes(*overrides, "engine.name=local"), folder)
-    return fingerprint(server.state), fingerprint(server.method)
+    return fingerprint(server.state), fingerprint(server.method_state)
 
 
 # ---- the same numbers
@@ -44,7 +44,7 @@ def local(folder: Path, *overrides: str) -> tuple[str, str]:
 def test_nodes_end_where_slots_end(grid: Grid, tmp_path: Path, method: str) -> None:
     settings = (f"method.name={method}", "method.inco.variant=official", "server.ema_decay=0.5")
     _, server = serve(grid, three_nodes(*settings), tmp_path / "run")
-    assert (fingerprint(server.state), fingerprint(server.method)) == local(tmp_path / "local", *settings)
+    assert (fingerprint(server.state), fingerprint(server.method_state)) == local(tmp_path / "local", *settings)
     assert not any("refused" in line for line in MetricsLog(tmp_path / "run" / "metrics.jsonl").read())
 
 
@@ -166,7 +166,7 @@ def test_a_server_that_stopped_goes_on_while_nodes_keep_their_memory(grid: Grid,
         serve(grid, three_nodes(*settings), tmp_path / "run")
     again = Grid({node + 5: file for node, file in grid.nodes.items()})
     _, server = serve(again, None, tmp_path / "run")
-    assert (fingerprint(server.state), fingerprint(server.method)) == local(tmp_path / "local", *settings)
+    assert (fingerprint(server.state), fingerprint(server.method_state)) == local(tmp_path / "local", *settings)
 
 
 # ---- what goes wrong
@@ -230,7 +230,7 @@ def test_a_bad_answer_costs_one_upload_and_is_told(grid: Grid, tmp_path: Path, m
     _, server = serve(grid, three_nodes("training.rounds=1", "engine.flower.max_reply_mib=1"), tmp_path / "run")
     (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
     assert list(line["refused"]) == ["1"] and reason in line["refused"]["1"]
-    assert sorted(server.remembered) == [0, 2]
+    assert sorted(server.client_state_rounds) == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_a_payload_that_the_method_cannot_use(
     _, server = serve(grid, three_nodes("training.rounds=1", f"method.name={method}"), tmp_path / "run")
     (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
     assert list(line["refused"]) == ["1"] and reason in line["refused"]["1"]
-    assert sorted(server.remembered) == [0, 2]
+    assert sorted(server.client_state_rounds) == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_a_collection_that_the_method_cannot_use(
     _, server = serve(grid, three_nodes("training.rounds=1", "method.name=heterofl"), tmp_path / "run")
     (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
     assert list(line["refused"]) == ["1"] and reason in line["refused"]["1"]
-    assert sorted(server.remembered) == [0, 1, 2] and all(t.isfinite().all() for t in server.state.values())
+    assert sorted(server.client_state_rounds) == [0, 1, 2] and all(t.isfinite().all() for t in server.state.values())
 
 
 def test_only_the_first_of_two_answers_counts(grid: Grid, tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_only_the_first_of_two_answers_counts(grid: Grid, tmp_path: Path) -> Non
 def test_an_answer_that_flower_cannot_read_costs_no_other(grid: Grid, tmp_path: Path) -> None:
     grid.misdeeds[999] = lambda sent, reply: [ValueError("bad bytes")]  # type: ignore[list-item]
     _, server = serve(grid, three_nodes("training.rounds=1"), tmp_path / "run")
-    assert sorted(server.remembered) == [0, 2]
+    assert sorted(server.client_state_rounds) == [0, 2]
 
 
 @pytest.fixture
@@ -309,7 +309,7 @@ def test_an_answer_that_does_not_come_whole_is_as_none(grid: Grid, tmp_path: Pat
     lines = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
     reason = "it announced an answer that did not come whole within 0.05 s."
     assert [line.get("refused") for line in lines] == [{"0": reason}, None, None]
-    assert server.remembered == {0: 3, 1: 3, 2: 3}
+    assert server.client_state_rounds == {0: 3, 1: 3, 2: 3}
     assert fingerprint(server.state) == fingerprint(expected.state)
 
 
@@ -338,7 +338,7 @@ def test_a_node_that_flower_could_not_ask_is_asked_again(grid: Grid, tmp_path: P
 
     grid.misdeeds_with, grid.misdeeds[1000] = "query", fail_twice
     _, server = serve(grid, three_nodes("training.rounds=1", "engine.flower.wait_s=5"), tmp_path / "run")
-    assert server.remembered == {0: 1, 1: 1, 2: 1} and not failures
+    assert server.client_state_rounds == {0: 1, 1: 1, 2: 1} and not failures
 
 
 def test_a_node_that_leaves_and_comes_back_under_another_id(grid: Grid, tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def test_a_node_that_leaves_and_comes_back_under_another_id(grid: Grid, tmp_path
     _, server = serve(grid, three_nodes("training.rounds=3"), tmp_path / "run")
     lines = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
     assert [list(line.get("refused", {})) for line in lines] == [[], ["1"], []]
-    assert server.remembered == {0: 3, 1: 3, 2: 3}
+    assert server.client_state_rounds == {0: 3, 1: 3, 2: 3}
 
 
 def test_a_round_with_too_few_survivors_is_played_again(grid: Grid, tmp_path: Path) -> None:
@@ -434,7 +434,7 @@ def test_uploads_in_16_bits_end_where_slots_end(grid: Grid, tmp_path: Path) -> N
     with pytest.raises(KeyboardInterrupt):
         serve(grid, three_nodes(*settings), tmp_path / "run")
     _, server = serve(Grid(grid.nodes), None, tmp_path / "run")
-    assert (fingerprint(server.state), fingerprint(server.method)) == local(tmp_path / "local", *settings)
+    assert (fingerprint(server.state), fingerprint(server.method_state)) == local(tmp_path / "local", *settings)
     traffic = [
         [line["bytes"] for line in MetricsLog(tmp_path / name / "metrics.jsonl").read()] for name in ("run", "local")
     ]
@@ -467,7 +467,7 @@ def test_nodes_draw_their_noise_from_secrets_of_their_own(grid: Grid, tmp_path: 
         serve(grid, three_nodes(*GUARDED, "training.rounds=1"), tmp_path / name)
     assert fingerprint(sent["first"][0]) == fingerprint(sent["second"][0]), "asked the same, it answers the same"
     federation = Federation(three_nodes(*GUARDED, "engine.name=local"))
-    jobs = [federation.job(federation.start(), 1, 1)]
+    jobs = [federation.job(federation.initial_state(), 1, 1)]
     (known,) = federation.engine.train(jobs, lambda client: None)
     differences = torch.cat([(sent["first"][0][n] - t).flatten() for n, t in known.delta.items()])  # type: ignore[union-attr]
     assert abs(float(differences.std()) - 2**0.5 * 0.1) < 0.002, "the run's seed gives another noise"
@@ -515,7 +515,7 @@ def test_statistics_that_cannot_be_are_refused(grid: Grid, tmp_path: Path) -> No
     (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
     assert list(line["refused"]) == ["1"]
     assert line["refused"]["1"].startswith("its statistics were refused: ")
-    assert sorted(server.remembered) == [0, 1, 2]
+    assert sorted(server.client_state_rounds) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("settings", ["server.statistics.name=recalibrate", "method.name=heterofl"])
@@ -527,7 +527,7 @@ def test_a_node_that_fails_in_a_collection_is_reported(grid: Grid, tmp_path: Pat
     assert line["refused"] == {
         "1": "its collection failed: its node failed (training), see reference 0123abcd in the node's log."
     }
-    assert sorted(server.remembered) == [0, 1, 2], "its update counts"
+    assert sorted(server.client_state_rounds) == [0, 1, 2], "its update counts"
 
 
 def test_a_node_reports_statistics_only_if_the_run_recalibrates(grid: Grid, tmp_path: Path) -> None:

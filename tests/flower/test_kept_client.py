@@ -13,11 +13,11 @@ pytest.importorskip("flwr")
 
 from flwr.app import Message
 
-from motley.client import Client
 from motley.core.update import ClientUpdate
 from motley.data import load_dataset
 from motley.engine import Job
 from motley.flower.server import serve
+from motley.node import Client
 from motley.runs.checkpoint import fingerprint
 from motley.runs.metrics import MetricsLog
 from motley.splits import Split

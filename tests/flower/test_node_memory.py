@@ -47,7 +47,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_federation_builds_no_model_before_it_needs_one(built: list[str]) -> None:
     federation = Federation(tiny_config())
-    server = federation.start()
+    server = federation.initial_state()
     assert built == []
     federation.evaluate(server.state)
     assert built == ["resnet10", "resnet14", "resnet18"]
@@ -139,6 +139,7 @@ def full_width(folder: Path, size: str, rounds: int) -> Config:
         "data.partition.name=iid",
         "data.transform.resize=0",
         f"model.sizes=['{size}']",
+        "model.resnet.width=1.0",
         "federation.clients=1",
         "federation.clients_per_round=1",
         f"training.rounds={rounds}",
@@ -182,11 +183,12 @@ def test_a_real_node_takes_the_memory_that_was_planned(tmp_path: Path, size: str
     with Deployment(tmp_path / "federation", config, insecure=True) as deployment:
         file = deployment.folder.nodes / "node-0" / "node.toml"
         text = file.read_text().replace(f'size = "{size}"', 'size = ""')
-        file.write_text(f"{text}\n[budget]\nmemory_mb = {cost.memory / 1e6 + 1}\n")
+        file.write_text(text.replace("[budget]\n", f"[budget]\nmemory_mb = {cost.memory / 1e6 + 1}\n"))
         deployment.serve()
         deployment.join(0)
         run = deployment.play()
         deployment.wait(lambda: len(deployment.lines()) >= 1 or run.poll() is not None)
+        assert deployment.lines(), deployment.said("run") + deployment.said("node-0")
         (worker,) = deployment.workers("node-0")
         first = peak_of(worker)
         deployment.finish(run)

@@ -107,7 +107,7 @@ class Attacker:
         content = {"job": ConfigRecord({**about, "forget": 0, **more})}
         if kind != "query":
             federation = Federation(three_nodes("engine.name=local"))
-            content["arrays"] = pack(state=federation.job(federation.start(), 1, 0).state)  # type: ignore[assignment]
+            content["arrays"] = pack(state=federation.job(federation.initial_state(), 1, 0).state)  # type: ignore[assignment]
         return self.send(kind, RecordDict(content))
 
     def send(self, kind: str, content: RecordDict) -> Message:

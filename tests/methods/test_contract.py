@@ -10,15 +10,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from motley.client.job import Job
+from motley.client.learner import shapes_of
+from motley.client.training import OptimizerSettings
 from motley.core.update import ClientUpdate
-from motley.engine.base import Done, Engine, Job
-from motley.engine.learner import shapes_of
-from motley.engine.training import OptimizerSettings
+from motley.engine.base import Done, Engine
 from motley.federation import Federation
 from motley.methods import METHODS
-from motley.round import Server
 from motley.runs.checkpoint import fingerprint, load_checkpoint, save_checkpoint
+from motley.server.state import ServerState
 from tests.conftest import tiny_config
+from tests.methods.turns import sections_of
 
 SPLITS = {
     "homogeneous": ("split.name=homogeneous", "model.sizes=['resnet18']"),
@@ -87,32 +89,34 @@ def federation_of(case: str, *more: str, folder: Path | None = None) -> Federati
     return Federation(tiny_config(*FAST, *CASES[case], *more), memory_folder=folder)
 
 
-def played(federation: Federation, server: Server, rounds: int) -> Server:
+def played(federation: Federation, server: ServerState, rounds: int) -> ServerState:
     for _ in range(rounds):
-        server, record = federation.play(server)
+        server, record = federation.run_round(server)
         assert not record.refused and len(record.clients) == 4
     return server
 
 
-def everything(federation: Federation, server: Server) -> dict[str, str]:
+def everything(federation: Federation, server: ServerState) -> dict[str, str]:
     """Return hashes of all that a server holds and of what the clients it names remember."""
     memory = federation.engine.clients.memory  # type: ignore[attr-defined]
     remembers = federation.method.requirements.client_state
-    hashes = {section: fingerprint(getattr(server, section)) for section in ("state", "method", "optimizer")}
-    remembered = {str(c): fingerprint(memory.get(c, made)) for c, made in server.remembered.items() if remembers}
+    hashes = {section: fingerprint(state) for section, state in sections_of(server).items()}
+    remembered = {
+        str(c): fingerprint(memory.get(c, made)) for c, made in server.client_state_rounds.items() if remembers
+    }
     return {**hashes, **remembered}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_slots_debug_and_a_resumed_run_end_alike(case: str, tmp_path: Path) -> None:
     first = federation_of(case, folder=tmp_path / "clients")
-    half = played(first, first.start(), 1)
-    first.engine.save_memory(half.remembered)
+    half = played(first, first.initial_state(), 1)
+    first.engine.save_memory(half.client_state_rounds)
     save_checkpoint(tmp_path / "checkpoints", half, keep=1)
     whole = everything(first, played(first, half, 1))
 
     debug = federation_of(case, "engine.name=debug")
-    assert everything(debug, played(debug, debug.start(), 2)) == whole
+    assert everything(debug, played(debug, debug.initial_state(), 2)) == whole
 
     resumed = federation_of(case, "engine.slots=2", folder=tmp_path / "clients")
     saved = load_checkpoint(tmp_path / "checkpoints")
@@ -123,7 +127,7 @@ def test_slots_debug_and_a_resumed_run_end_alike(case: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("case", CASES)
 def test_buffers_get_the_plain_mean_and_parameters_move(case: str) -> None:
     federation = federation_of(case)
-    before = played(federation, federation.start(), 1)
+    before = played(federation, federation.initial_state(), 1)
     federation.engine = watched = Watched(federation.engine)  # type: ignore[assignment]
     after = played(federation, before, 1)
     changes: dict[str, list[torch.Tensor]] = {}
@@ -138,7 +142,10 @@ def test_buffers_get_the_plain_mean_and_parameters_move(case: str) -> None:
             expected = before.state[name] + torch.stack(given).mean(0)
             assert torch.allclose(after.state[name], expected, rtol=1e-5, atol=1e-7), name
     assert all((t >= 0).all() for n, t in after.state.items() if n.endswith("running_var"))
-    kept = {name.removeprefix("first/").removeprefix("second/") for name in (*after.method, *after.optimizer)}
+    kept = {
+        name.removeprefix("first/").removeprefix("second/")
+        for name in (*after.method_state, *sections_of(after)["optimizer"])
+    }
     buffers = before.state.keys() - federation.split.parameters
     assert not kept & buffers, "neither a method nor an optimiser keeps anything of buffers"
 
@@ -146,13 +153,13 @@ def test_buffers_get_the_plain_mean_and_parameters_move(case: str) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if "homogeneous" not in case])
 def test_what_nobody_held_stays_bit_for_bit(case: str) -> None:
     federation = federation_of(case, "federation.clients_per_round=2")
-    federation.sample = lambda number, attempt=0: [4, 5] if number == 1 else [0, 1]  # type: ignore[method-assign]
-    before, _ = federation.play(federation.start())
-    after, _ = federation.play(before)
+    federation.sample = lambda number, attempt=0: [4, 5] if number == 1 else [0, 1]
+    before, _ = federation.run_round(federation.initial_state())
+    after, _ = federation.run_round(before)
     held = {piece.name for piece in federation.split.part("resnet10").values()}
     assert held < before.state.keys()
-    for section in ("state", "method", "optimizer"):
-        old, new = getattr(before, section), getattr(after, section)
+    for section, new in sections_of(after).items():
+        old = sections_of(before)[section]
         for name, tensor in new.items():
             plain = name.removeprefix("first/").removeprefix("second/")
             if plain not in before.state:
@@ -189,7 +196,7 @@ def test_steps_can_be_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         return loss
 
     monkeypatch.setattr(federation.method.client, "train_step", guarded)
-    played(federation, federation.start(), 2)
+    played(federation, federation.initial_state(), 2)
     assert seen and all(len(places) >= 3 and all(p == places[0] for p in places) for places in seen.values())
 
 
@@ -206,7 +213,7 @@ MLP = (
 def changes_of(name: str, precision: str) -> dict[str, torch.Tensor]:
     federation = federation_of("fedavg-depth-plain", *MLP, f"method.name={name}")
     federation.engine.clients.precision = precision  # type: ignore[attr-defined]
-    start = federation.start()
+    start = federation.initial_state()
     end = played(federation, start, 2)
     return {n: end.state[n] - start.state[n] for n in federation.split.parameters}
 

@@ -18,7 +18,7 @@ REDRAWN = ("model.sizes=['mlp3']", "model.mlp.hidden=8", *WIDTH, "federation.siz
 @pytest.mark.parametrize("name", ["fedin", "fedimpro", "moon"])
 def test_heterofls_network_is_cut_like_any_other(name: str) -> None:
     federation, server = after(2, *PREACT, *WIDTH, name=name)
-    start = federation.start().state
+    start = federation.initial_state().state
     assert all(not torch.equal(server.state[name], start[name]) for name in federation.split.parameters)
 
 
@@ -47,6 +47,6 @@ def test_classifier_rows_by_label_in_a_transformer_too() -> None:
     federation, server = after(1, *vit, *WIDTH, name="heterofl")
     (client,) = federation.sample(1)
     held = set(federation.dataset.train.labels[federation.partition.of(client)].tolist())
-    before = federation.start().state["head.weight"]
+    before = federation.initial_state().state["head.weight"]
     moved = {row for row in range(10) if not torch.equal(server.state["head.weight"][row], before[row])}
     assert moved == held and len(held) < 10

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from motley.aggregate.inco import inco
+from motley.client.training import TrainingSettings
 from motley.core.merge import apply
 from motley.core.part import Piece, State
 from motley.core.update import ClientUpdate
-from motley.engine.training import TrainingSettings
 from motley.federation import Federation
 from motley.methods import METHODS, FederationInfo, FedNova
 from motley.methods.fednova import FedNovaSettings, progress
 from motley.models import ImageShape
-from motley.round import Server
+from motley.server.inco import inco
+from motley.server.state import ServerState
 from tests.conftest import tiny_config
 from tests.methods.turns import same_bits
 
@@ -30,17 +30,17 @@ SGD = ("training.optimizer.name=sgd", "training.optimizer.lr=0.05")
 MOMENTUM = (*SGD, "training.optimizer.momentum=0.9")
 
 
-def after(rounds: int, *overrides: str) -> tuple[Federation, Server]:
+def after(rounds: int, *overrides: str) -> tuple[Federation, ServerState]:
     federation = Federation(tiny_config(*PLAIN, *overrides))
-    server = federation.start()
+    server = federation.initial_state()
     for _ in range(rounds):
-        server, _ = federation.play(server)
+        server, _ = federation.run_round(server)
     return federation, server
 
 
-def memories(federation: Federation, server: Server) -> dict[int, State]:
+def memories(federation: Federation, server: ServerState) -> dict[int, State]:
     store = federation.engine.clients.memory  # type: ignore[attr-defined]
-    return {client: store.get(client, made) for client, made in server.remembered.items()}
+    return {client: store.get(client, made) for client, made in server.client_state_rounds.items()}
 
 
 # ---- equal to FedAvg
@@ -80,7 +80,7 @@ def test_the_first_turn_is_fedavgs(name: str, exactly: bool) -> None:
 def test_feddyn_without_strength_trains_like_fedavg_and_adds_the_mean_of_all_duals() -> None:
     federation, plain = after(1)
     _, dynamic = after(1, "method.name=feddyn", "method.alpha=1e-30")
-    start = federation.start()
+    start = federation.initial_state()
     sampled = federation.sample(1)
     for name in federation.split.parameters:
         size_owners = [c for c, size in enumerate(federation.sizes) if name in federation.split.part(size)]
@@ -108,10 +108,10 @@ def test_layers_of_one_architecture_are_the_whole_of_it(name: str) -> None:
 
 def test_fedavg_over_parts_is_the_mean_over_owners() -> None:
     federation = Federation(tiny_config(*PLAIN))
-    server = federation.start()
+    server = federation.initial_state()
     jobs = [federation.job(server, 1, client) for client in federation.sample(1)]
     uploads = federation.engine.train(jobs, lambda client: None)
-    end, _ = federation.play(server)
+    end, _ = federation.run_round(server)
     for name in federation.split.parameters:
         given = [upload.delta[name] for upload in uploads if name in upload.delta]
         expected = server.state[name] + (torch.stack(given).mean(0) if given else 0)
@@ -224,15 +224,17 @@ def test_c_is_the_mean_of_all_owners_c_i_after_every_round(split: str, initial: 
     """With InCo on: control variates follow what clients did, not what InCo made of it."""
     settings = ("method.name=scaffold", f"method.initial={initial}", f"split.name={split}")
     federation = Federation(tiny_config(*PLAIN, *settings, "method.inco.variant=official"))
-    server = federation.start()
+    server = federation.initial_state()
     zero = initial == "zeros"
-    assert server.method.keys() == federation.split.parameters
-    assert all(bool(tensor.any()) != zero for name, tensor in server.method.items() if name.endswith("conv1.weight"))
+    assert server.method_state.keys() == federation.split.parameters
+    assert all(
+        bool(tensor.any()) != zero for name, tensor in server.method_state.items() if name.endswith("conv1.weight")
+    )
     for _ in range(3):
-        server, _ = federation.play(server)
+        server, _ = federation.run_round(server)
         own = {c: federation.method.client.initial_client_state(size, {}) for c, size in enumerate(federation.sizes)}
         own.update(memories(federation, server))
-        for name, control in server.method.items():
+        for name, control in server.method_state.items():
             parts = {c: federation.split.part(size) for c, size in enumerate(federation.sizes)}
             given = [own[c][local] for c, part in parts.items() for local, p in part.items() if p.name == name]
             torch.testing.assert_close(control, torch.stack(given).mean(0), rtol=1e-3, atol=1e-5)
@@ -256,12 +258,14 @@ def test_one_full_batch_a_turn_with_everybody_is_gradient_descent() -> None:
 def test_the_servers_mean_is_that_of_all_owners_duals(name: str, split: str) -> None:
     """-h / alpha of the paper: the authors' code adds the mean of all clients' lambda in its place."""
     federation = Federation(tiny_config(*PLAIN, f"method.name={name}", f"split.name={split}"))
-    server = federation.start()
-    assert server.method.keys() == federation.split.parameters and not any(t.any() for t in server.method.values())
+    server = federation.initial_state()
+    assert server.method_state.keys() == federation.split.parameters and not any(
+        t.any() for t in server.method_state.values()
+    )
     for _ in range(3):
-        server, _ = federation.play(server)
+        server, _ = federation.run_round(server)
         own = memories(federation, server)
-        for global_name, mean in server.method.items():
+        for global_name, mean in server.method_state.items():
             total, owners = torch.zeros_like(mean), 0
             for client, size in enumerate(federation.sizes):
                 for local, piece in federation.split.part(size).items():
@@ -274,12 +278,12 @@ def test_the_servers_mean_is_that_of_all_owners_duals(name: str, split: str) -> 
 def test_the_dual_is_added_after_inco() -> None:
     """Where InCo is on, its target's change is refined first: h never passes through its normalisation."""
     federation, before = after(1, "method.name=feddyn", "method.inco.variant=official")
-    federation.sample = lambda number, attempt=0: [4, 5]  # type: ignore[method-assign]
+    federation.sample = lambda number, attempt=0: [4, 5]
     jobs = [federation.job(before, 2, client) for client in (4, 5)]
     uploads = federation.engine.train(jobs, lambda client: None)
-    end, _ = federation.play(before)
+    end, _ = federation.run_round(before)
     mean = {name: (uploads[0].delta[name] + uploads[1].delta[name]) / 2 for name in uploads[0].delta}
     refined, _ = inco(mean, federation.split.cross_layers, federation.config.method.inco)
     for pair in federation.split.cross_layers:
-        expected = before.state[pair.target] + refined[pair.target] + end.method[pair.target]
+        expected = before.state[pair.target] + refined[pair.target] + end.method_state[pair.target]
         torch.testing.assert_close(end.state[pair.target], expected, rtol=1e-5, atol=1e-6)

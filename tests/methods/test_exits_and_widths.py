@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from motley.client.learner import Learner
 from motley.core.merge import merge
-from motley.engine.learner import Learner
 from motley.federation import Federation
 from motley.models.exits import answers_of
+from motley.server.rounds import complete_update
 from tests.conftest import tiny_config
 from tests.methods.test_contract import FAST, played
 
@@ -23,7 +24,7 @@ ONE = ("model.sizes=['resnet14']",)
 
 def after(rounds: int, *overrides: str) -> dict[str, torch.Tensor]:
     federation = Federation(tiny_config(*FAST, *overrides))
-    return played(federation, federation.start(), rounds).state
+    return played(federation, federation.initial_state(), rounds).state
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def test_one_size_with_one_exit_is_fedavg_bit_for_bit(system: tuple[str, ...], p
 def seated(*overrides: str, client: int = 5, round_number: int = 2) -> tuple[Federation, Learner]:
     federation = Federation(tiny_config(*FAST, *overrides))
     clients: Any = federation.engine.clients  # type: ignore[attr-defined]
-    job = federation.job(federation.start(), round_number, client)
+    job = federation.job(federation.initial_state(), round_number, client)
     learner = clients.learner(job.size)
     clients.seat(learner, job, clients.plan(job), clients.recall(job))
     return federation, learner
@@ -106,10 +107,10 @@ def test_inclusivefl_mixes_last_blocks_with_the_next_sizes_deeper_blocks(beta: f
     federation = Federation(
         tiny_config(*FAST, "method.name=InclusiveFL", f"method.beta={beta}", "federation.clients_per_round=6")
     )
-    server = federation.start()
+    server = federation.initial_state()
     jobs = [federation.job(server, 1, client) for client in range(6)]
     uploads = federation.engine.train(jobs, lambda client: None)
-    updates = [federation.update(job, upload) for job, upload in zip(jobs, uploads, strict=True)]
+    updates = [complete_update(federation.context, job, upload) for job, upload in zip(jobs, uploads, strict=True)]
     plain = merge(server.state, updates).delta
     found = federation.method.server.aggregate({}, server.state, updates).delta
     middle = [upload.delta for upload in uploads if federation.sizes[upload.client] == "resnet14"]

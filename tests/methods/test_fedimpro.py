@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from motley.analysis.gradient_variance import gradient_variance
+from motley.client.learner import Learner
 from motley.config import load_config, read_resolved
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.core.update import ClientUpdate
-from motley.engine.learner import Learner
 from motley.federation import Federation
 from motley.methods.fedimpro import DRAWN_LOSS, OWN, SCRATCH, WEIGHT, FedImproClient, FedImproSettings
 from motley.methods.fedimpro_statistics import balanced, draw, moments, pooled, repeated
 from motley.models.stages import chain_of, owned, run
-from motley.round import Server
+from motley.server.state import ServerState
 from tests.conftest import refused, written
 from tests.methods import turns
 from tests.methods.turns import SGD, same_bits, seated
@@ -38,12 +38,12 @@ def client_of(federation: Federation) -> FedImproClient:
 
 def first_learner(*overrides: str) -> tuple[Federation, Learner]:
     federation = federation_of(*overrides)
-    return federation, seated(federation, federation.job(federation.start(), 1, 0))
+    return federation, seated(federation, federation.job(federation.initial_state(), 1, 0))
 
 
-def statistics(server: Server) -> tuple[Tensor, Tensor]:
-    (mean,) = [tensor for name, tensor in server.method.items() if name.endswith("/mean")]
-    (spread,) = [tensor for name, tensor in server.method.items() if name.endswith("/spread")]
+def statistics(server: ServerState) -> tuple[Tensor, Tensor]:
+    (mean,) = [tensor for name, tensor in server.method_state.items() if name.endswith("/mean")]
+    (spread,) = [tensor for name, tensor in server.method_state.items() if name.endswith("/spread")]
     return mean, spread
 
 
@@ -76,7 +76,7 @@ def test_a_rounds_statistics_equal_those_of_the_clients_data_together(spread: st
     """One batch of all its data a client, and merging by counts: features are those of the received low level."""
     whole = ("training.steps=1", "training.batch_size=1437", "method.merge=counts", f"method.spread={spread}")
     federation, server = after(1, *MLP, *LAST, *whole)
-    start = federation.start()
+    start = federation.initial_state()
     model = federation.split.build("mlp2")
     model.load_state_dict(start.state)
     rows = torch.cat([torch.from_numpy(federation.partition.of(client)) for client in federation.sample(1)])
@@ -92,7 +92,7 @@ def test_a_rounds_statistics_equal_those_of_the_clients_data_together(spread: st
 
 def test_classes_that_nobody_had_keep_their_statistics() -> None:
     federation, server = after(1, *MLP, *LAST, "method.merge=counts", "training.steps=1", "training.batch_size=4")
-    before, now = statistics(federation.start()), statistics(server)
+    before, now = statistics(federation.initial_state()), statistics(server)
     kept = [bool(torch.equal(one, other)) for one, other in zip(before[0], now[0], strict=True)]
     rows = [federation.engine.clients.plan(federation.job(server, 1, c)).rows[0] for c in federation.sample(1)]  # type: ignore[attr-defined]
     labels = set(torch.from_numpy(federation.dataset.train.labels)[torch.cat(rows)].tolist())
@@ -134,15 +134,15 @@ def test_without_momentum_statistics_are_the_last_batchs_and_deviations_are_capp
 
 def test_equation_7_by_hand() -> None:
     federation = federation_of(*MLP, "model.mlp.hidden=1", "method.beta_g=0.75")
-    server = federation.start()
+    server = federation.initial_state()
     before, _ = statistics(server)
 
     def sent(value: float) -> State:
         return {f"{OWN}mean": torch.full((10, 1), value), f"{OWN}spread": torch.full((10, 1), value / 10)}
 
     updates = [ClientUpdate(client=c, part={}, delta={}, size="mlp2", payload=sent(v)) for c, v in ((0, 2.0), (3, 6.0))]
-    after_round = federation.method.server.update(server.method, server.state, updates)
-    mean, spread = (after_round[name] for name in server.method)
+    after_round = federation.method.server.update(server.method_state, server.state, updates)
+    mean, spread = (after_round[name] for name in server.method_state)
     torch.testing.assert_close(mean, 0.75 * before + 0.25 * 4)
     torch.testing.assert_close(spread, torch.full((10, 1), 0.75 * 0.01 + 0.25 * 0.4))
 
@@ -236,11 +236,11 @@ def test_the_record_has_loss_and_weight_the_shared_deviation_and_how_far_means_a
 @pytest.mark.parametrize("name", ["fedimpro", "fedimpro-scaffold", "fedimpro-nova"])
 def test_a_rounds_drawn_loss_is_the_mean_over_steps_and_clients(name: str) -> None:
     federation, server = after(1, *MLP, "training.steps=3", name=name)
-    _, record = federation.play(server)
-    assert record.method.keys() == {"drawn_loss", "weight", "deviation", "means_apart"}
-    assert 0.5 < record.method["drawn_loss"] < 5 and record.method["weight"] == 1
+    _, record = federation.run_round(server)
+    assert record.metrics.keys() == {f"method/{name}" for name in ("drawn_loss", "weight", "deviation", "means_apart")}
+    assert 0.5 < record.metrics["method/drawn_loss"] < 5 and record.metrics["method/weight"] == 1
     federation = federation_of(*MLP, "method.weight=0", name=name)
-    _, nothing = federation.play(federation.start())
+    _, nothing = federation.run_round(federation.initial_state())
     assert nothing.method.keys() == {"deviation", "means_apart"}
 
 
@@ -322,7 +322,7 @@ def test_weight_zero_is_the_method_below_bit_for_bit(name: str, plain: str, opti
     _, expected = after(2, *optimizer, name=plain)
     _, found = after(2, *optimizer, "method.weight=0", name=name)
     assert same_bits(found.state, expected.state)
-    assert same_bits({n: t for n, t in found.method.items() if not n.startswith(OWN)}, expected.method)
+    assert same_bits({n: t for n, t in found.method.items() if not n.startswith(OWN)}, expected.method_state)
     assert any(n.startswith(OWN) for n in found.method)
 
 
@@ -345,7 +345,7 @@ def test_the_weight_grows_with_the_epochs_as_released() -> None:
     assert [capped.weight_at(epoch) for epoch in (250, 1000)] == [0.5, 1]
     assert FedImproSettings(weight=0.3).weight_at(700) == 0.3
     federation = federation_of(*MLP, "method.variant=official", "training.epochs=5")
-    learner = seated(federation, federation.job(federation.start(), 51, 0))
+    learner = seated(federation, federation.job(federation.initial_state(), 51, 0))
     assert float(learner.scratch[SCRATCH]["weight"]) == pytest.approx(50 * 5 / 500)
 
 
@@ -354,16 +354,16 @@ def test_the_weight_grows_with_the_epochs_as_released() -> None:
 
 def test_sizes_with_features_of_one_shape_share_statistics() -> None:
     federation = federation_of()
-    assert list(federation.start().method) == [f"{OWN}layer2-8x4x4/mean", f"{OWN}layer2-8x4x4/spread"]
+    assert list(federation.initial_state().method_state) == [f"{OWN}layer2-8x4x4/mean", f"{OWN}layer2-8x4x4/spread"]
     apart = federation_of("method.share=size")
-    assert {name.split("/")[1] for name in apart.start().method} == {"resnet10", "resnet14", "resnet18"}
+    assert {name.split("/")[1] for name in apart.initial_state().method_state} == {"resnet10", "resnet14", "resnet18"}
 
 
 def test_families_have_statistics_of_their_own() -> None:
     sizes = "model.sizes=['mlp2','cnn','vgg9']"
     federation, server = after(2, sizes, "split.name=grouped", *SGD, "training.steps=1")
-    assert {name.split("/")[1] for name in server.method} == {"layer0-64", "conv2-64x2x2", "block2-128x2x2"}
-    moved = [not torch.equal(t, federation.start().method[n]) for n, t in server.method.items()]
+    assert {name.split("/")[1] for name in server.method_state} == {"layer0-64", "conv2-64x2x2", "block2-128x2x2"}
+    moved = [not torch.equal(t, federation.initial_state().method_state[n]) for n, t in server.method_state.items()]
     assert all(moved)
 
 
@@ -379,9 +379,8 @@ def test_families_have_statistics_of_their_own() -> None:
     ],
 )
 def test_cuts_have_the_lengths_of_the_released_code(size: str, cut: str, length: int) -> None:
-    stem = ("model.resnet={stem='cifar', width=1.0}",) if size.startswith("resnet") else ()
-    images = ("data.transform.resize=32", "split.name=homogeneous")
-    federation = federation_of(f"model.sizes=['{size}']", *stem, *images, f"method.cut={cut}")
+    stem = ("model.resnet={stem='cifar', width=1.0}", "data.transform.resize=32", "split.name=homogeneous")
+    federation = federation_of(f"model.sizes=['{size}']", *stem, f"method.cut={cut}")
     assert client_of(federation).cut.shapes[size].numel() == length
 
 
@@ -392,10 +391,10 @@ def test_a_stage_that_a_size_does_not_have_is_refused_with_those_it_has() -> Non
         federation_of("method.cut=head")
 
 
-# ---- variants
+# ---- presets
 
 
-def test_variants_fix_every_difference_and_a_field_can_differ_from_them(tmp_path: Any) -> None:
+def test_presets_fix_every_difference_and_a_field_can_differ_from_them(tmp_path: Any) -> None:
     official = load_config(preset="fedimpro-cifar10").method
     assert isinstance(official, FedImproSettings)
     assert (official.beta_m, official.beta_g, official.spread, official.deviation_max) == (0, 0, "deviation", 0.1)

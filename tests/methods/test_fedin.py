@@ -211,7 +211,7 @@ def test_a_client_never_receives_its_own_features() -> None:
 
 def test_in_a_federation_too_nobody_receives_its_own() -> None:
     federation, server = after(3, *MLP, "method.samples=3")
-    own = {entry.client: server.method[entry.name(OUT)] for entry in entries(server.method)}
+    own = {entry.client: server.method_state[entry.name(OUT)] for entry in entries(server.method_state)}
     assert len(own) == 6
     for client in range(6):
         for number in range(4, 30):
@@ -254,7 +254,7 @@ def test_features_of_another_shape_are_not_handed_out() -> None:
 def test_every_batch_of_features_has_the_length_asked_for(rows: int) -> None:
     """Also that of a client that has fewer examples: it repeats them."""
     federation, server = after(1, *MLP, f"method.batch={rows}", "training.epochs=1")
-    assert {tensor.shape[0] for tensor in server.method.values()} == {rows}
+    assert {tensor.shape[0] for tensor in server.method_state.values()} == {rows}
     small = federation.engine.clients.partition.sizes.argmin()  # type: ignore[attr-defined]
     job = federation.job(server, 2, int(small))
     reply = federation.engine.train([job], lambda client: None)[0].payload
@@ -269,16 +269,18 @@ def test_every_batch_of_features_has_the_length_asked_for(rows: int) -> None:
 @pytest.mark.parametrize("step", ["joint", "separate"])
 def test_the_record_has_the_inner_loss_the_pool_and_what_its_features_weigh(step: str) -> None:
     federation, server = after(0, *MLP, f"method.step={step}", "training.steps=1")
-    server, record = federation.play(server)
+    server, record = federation.run_round(server)
     features = 16 * (12 + 12) * 4
-    assert record.method == pytest.approx({"pool": 4, "feature_mb_up": 4 * features / 1e6}), "a first round has no loss"
+    assert record.metrics == pytest.approx({"method/pool": 4, "method/feature_mb_up": 4 * features / 1e6}), (
+        "a first round has no loss"
+    )
     learners = [seated(federation, job) for job in jobs_of(federation, server)]
     losses = [client_of(federation).inner_loss(learner).item() for learner in learners]
-    server, record = federation.play(server)
-    assert record.method["pool"] == len(entries(server.method))
+    server, record = federation.run_round(server)
+    assert record.metrics["method/pool"] == len(entries(server.method_state))
     local_step_first = {"joint": 1e-5, "separate": 0.3}[step]
-    assert record.method["in_loss"] == pytest.approx(sum(losses) / len(losses), rel=local_step_first)
-    _, without = federation_of(*MLP, "method.samples=0").play(federation.start())
+    assert record.metrics["method/in_loss"] == pytest.approx(sum(losses) / len(losses), rel=local_step_first)
+    _, without = federation_of(*MLP, "method.samples=0").run_round(federation.initial_state())
     assert without.method == {}
 
 
@@ -336,13 +338,15 @@ FAMILIES = (
 
 def test_models_of_two_families_exchange_projected_features() -> None:
     federation, server = after(1, *FAMILIES, *SGD)
-    assert {tensor.shape for tensor in server.method.values()} == {(16, 24)}
+    assert {tensor.shape for tensor in server.method_state.values()} == {(16, 24)}
     sizes = {client: size for client, size in enumerate(federation.sizes)}
     senders: set[tuple[str, str]] = set()
     for number in range(2, 30):
         for client in range(6):
             received = federation.job(server, number, client).broadcast[IN]
-            sender = next(e.client for e in entries(server.method) if torch.equal(server.method[e.name(IN)], received))
+            sender = next(
+                e.client for e in entries(server.method_state) if torch.equal(server.method_state[e.name(IN)], received)
+            )
             senders.add((sizes[sender], sizes[client]))
     assert senders == {(one, other) for one in ("vit1", "cnn") for other in ("vit1", "cnn")}
     learner = seated(federation, federation.job(server, 2, 0))

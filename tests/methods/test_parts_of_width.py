@@ -9,16 +9,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from motley.client.clients import COLLECTED
 from motley.core.merge import add_shares
 from motley.core.part import State, add_at, select, take
-from motley.engine.clients import COLLECTED
 from motley.federation import Federation
 from motley.methods import METHODS, FederationInfo
 from motley.models import ImageShape
-from motley.round import Server
 from motley.runs.checkpoint import load_checkpoint, save_checkpoint
+from motley.server.state import ServerState
 from tests.conftest import tiny_config
 from tests.methods.test_contract import FAST, WITH_A_SPLIT, NoValueIsRead, Watched, everything, played
+from tests.methods.turns import sections_of
 
 WIDTH = ("split.name=width", "split.rates=[1,0.5,0.25]", "model.sizes=['resnet14']")
 GRID = ("split.cuts=[2,3,6]", "split.rates=[0.5,0.75,1]", "model.sizes=['resnet14']")
@@ -54,13 +55,13 @@ def test_slots_debug_and_a_resumed_run_end_alike(case: str, tmp_path: Path) -> N
     """With InCo on top, over pieces."""
     overrides = (*CASES[case], *INCO)
     first = federation_of(*overrides, folder=tmp_path / "clients")
-    half = played(first, first.start(), 1)
-    first.engine.save_memory(half.remembered)
+    half = played(first, first.initial_state(), 1)
+    first.engine.save_memory(half.client_state_rounds)
     save_checkpoint(tmp_path / "checkpoints", half, keep=1)
     whole = everything(first, played(first, half, 1))
 
     debug = federation_of(*overrides, "engine.name=debug")
-    assert everything(debug, played(debug, debug.start(), 2)) == whole
+    assert everything(debug, played(debug, debug.initial_state(), 2)) == whole
 
     resumed = federation_of(*overrides, "engine.slots=2", folder=tmp_path / "clients")
     saved = load_checkpoint(tmp_path / "checkpoints")
@@ -85,14 +86,14 @@ def test_coordinates_nobody_held_stay_bit_for_bit(case: str, inco: tuple[str, ..
     still = ("evaluation.every=3",) if "FL" in case else ()
     federation = federation_of(*CASES[case], *inco, *still, "federation.clients_per_round=2")
     narrow = [0, 1] if case in SMALLEST_FIRST else [4, 5]
-    federation.sample = lambda number, attempt=0: [2, 3] if number == 1 else narrow  # type: ignore[method-assign]
-    before, _ = federation.play(federation.start())
-    after, record = federation.play(before)
+    federation.sample = lambda number, attempt=0: [2, 3] if number == 1 else narrow
+    before, _ = federation.run_round(federation.initial_state())
+    after, record = federation.run_round(before)
     assert not record.refused
     held = covered(federation, narrow, 2)
     partly = 0
-    for section in ("state", "method", "optimizer"):
-        old, new = getattr(before, section), getattr(after, section)
+    for section, new in sections_of(after).items():
+        old = sections_of(before)[section]
         for name, tensor in new.items():
             mask = held.get(name.removeprefix("first/").removeprefix("second/"))
             if mask is None:
@@ -112,8 +113,8 @@ def test_inco_pairs_kernels_that_both_layers_had_an_owner_of(rule: str) -> None:
     ends = []
     for more in ((), INCO):
         federation = federation_of(*narrow, *more, "model.resnet.width=0.125", "federation.clients_per_round=1")
-        federation.sample = lambda number, attempt=0: [5]  # type: ignore[method-assign]
-        ends.append(federation.play(federation.start())[0].state)
+        federation.sample = lambda number, attempt=0: [5]
+        ends.append(federation.run_round(federation.initial_state())[0].state)
     held = covered(federation, [5], 1)
     refined = 0
     for source, target in federation.split.cross_layers:
@@ -126,9 +127,9 @@ def test_inco_pairs_kernels_that_both_layers_had_an_owner_of(rule: str) -> None:
 # ---- equalities
 
 
-def after(rounds: int, *overrides: str) -> tuple[Federation, Server]:
+def after(rounds: int, *overrides: str) -> tuple[Federation, ServerState]:
     federation = federation_of(*overrides)
-    return federation, played(federation, federation.start(), rounds)
+    return federation, played(federation, federation.initial_state(), rounds)
 
 
 PLAIN = ("method.masked=false", "method.classifier_rows=all", "method.statistics=running")
@@ -166,7 +167,7 @@ def test_the_first_round_of_fedrolex_is_heterofls() -> None:
 def test_owners_are_counted_by_coordinate_where_parts_are_pieces() -> None:
     federation = federation_of(*WIDTH, "federation.size_fractions=[1,1,1]")
     info = federation.method.info
-    width = len(federation.start().state["bn1.weight"])
+    width = len(federation.initial_state().state["bn1.weight"])
     expected = [6.0] * (width // 4) + [4.0] * (width // 4) + [2.0] * (width // 2)
     assert info.owners("bn1.weight").tolist() == expected  # type: ignore[union-attr]
     assert info.owners("fc.bias") == 6
@@ -179,14 +180,14 @@ def test_the_server_keeps_the_mean_over_all_owners_of_what_clients_keep(name: st
     """SCAFFOLD's c and FedDyn's h: every coordinate over the clients that hold it, those yet to come at zero."""
     federation, server = after(3, *WIDTH, f"method.name={name}")
     store = federation.engine.clients.memory  # type: ignore[attr-defined]
-    sums: State = {key: torch.zeros_like(tensor) for key, tensor in server.method.items()}
-    for client, made in server.remembered.items():
+    sums: State = {key: torch.zeros_like(tensor) for key, tensor in server.method_state.items()}
+    for client, made in server.client_state_rounds.items():
         part = federation.split.part(federation.sizes[client])
         for local, tensor in store.get(client, made).items():
             add_at(sums[part[local].name], part[local].index, tensor)
     owners = {key: federation.method.info.owners(key) for key in sums}
     for key, total in sums.items():
-        torch.testing.assert_close(server.method[key], total / owners[key], rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(server.method_state[key], total / owners[key], rtol=1e-3, atol=1e-6)
 
 
 def test_shares_of_pieces_by_hand() -> None:
@@ -210,7 +211,7 @@ SHARDS = ("data.partition={name='shards', shards_per_client=2}", "federation.cli
 
 def test_answers_for_classes_a_client_lacks_are_zero_in_its_loss() -> None:
     federation = federation_of(*WIDTH, *SHARDS, "method.name=heterofl")
-    clients, server = federation.engine.clients, federation.start()  # type: ignore[attr-defined]
+    clients, server = federation.engine.clients, federation.initial_state()  # type: ignore[attr-defined]
     job = federation.job(server, 1, 2)
     learner = clients.learner(job.size)
     clients.seat(learner, job, clients.plan(job), {})
@@ -227,9 +228,9 @@ def test_answers_for_classes_a_client_lacks_are_zero_in_its_loss() -> None:
 
 def test_classifier_rows_are_the_mean_over_clients_that_have_the_label() -> None:
     federation = federation_of(*WIDTH, *SHARDS, "method.name=heterofl", "federation.clients_per_round=2")
-    server = federation.start()
+    server = federation.initial_state()
     federation.engine = watched = Watched(federation.engine)  # type: ignore[assignment]
-    end, _ = federation.play(server)
+    end, _ = federation.run_round(server)
     labels = federation.dataset.train.labels
     sums, counts = torch.zeros_like(server.state["fc.weight"]), torch.zeros_like(server.state["fc.weight"])
     for upload in watched.uploads:
@@ -249,14 +250,14 @@ def test_classifier_rows_are_the_mean_over_clients_that_have_the_label() -> None
 def test_the_pass_leaves_each_size_with_the_statistics_of_its_clients_examples(batch_size: int) -> None:
     own = ("split.normalization_statistics=per-size", "evaluation.every=2", f"training.batch_size={batch_size}")
     federation = federation_of(*WIDTH, "method.name=heterofl", *own, "server.ema_decay=0.5")
-    first, record = federation.play(federation.start())
+    first, record = federation.run_round(federation.initial_state())
     assert not record.scores and "collect" not in record.seconds
-    end, record = federation.play(first)
+    end, record = federation.run_round(first)
     assert record.scores and "collect" in record.seconds
-    assert end.averaged is not None
+    assert end.ema is not None
     size = "resnet14-w0.5"
     model = federation.split.build(size)
-    model.load_state_dict(take(end.averaged, federation.split.part(size)))
+    model.load_state_dict(take(end.ema, federation.split.part(size)))
     data = federation.engine.clients.data  # type: ignore[attr-defined]
     means, variances, counts = [], [], []
     for client in [c for c, own_size in enumerate(federation.sizes) if own_size == size]:
@@ -267,9 +268,9 @@ def test_the_pass_leaves_each_size_with_the_statistics_of_its_clients_examples(b
         counts.append(len(images))
     mean, variance = ((torch.stack(values).sum(0) / sum(counts)).detach() for values in (means, variances))
     assert (max(counts) > COLLECTED * batch_size) == (batch_size == 4)
-    torch.testing.assert_close(end.averaged[f"{size}/bn1.running_mean"], mean, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(end.ema[f"{size}/bn1.running_mean"], mean, rtol=1e-4, atol=1e-5)
     if batch_size == 2000:
-        torch.testing.assert_close(end.averaged[f"{size}/bn1.running_var"], variance, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(end.ema[f"{size}/bn1.running_var"], variance, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", ["HeteroFL", "FjORD", "ScaleFL", "DepthFL"])
@@ -287,7 +288,7 @@ def test_steps_can_be_captured(case: str, monkeypatch: pytest.MonkeyPatch) -> No
         return loss
 
     monkeypatch.setattr(federation.method.client, "train_step", guarded)
-    played(federation, federation.start(), 2)
+    played(federation, federation.initial_state(), 2)
     assert places and all(len(seen) == 1 for seen in places.values())
 
 

@@ -73,7 +73,7 @@ def test_a_federation_of_equal_models_is_the_papers_algorithm(case: str) -> None
             *(f"training.optimizer.{key}={value}" for key, value in optimizer.items()),
         )
     )
-    server = federation.start()
+    server = federation.initial_state()
     model = federation.split.build("mlp2")
     model.load_state_dict(server.state)
 
@@ -88,7 +88,7 @@ def test_a_federation_of_equal_models_is_the_papers_algorithm(case: str) -> None
         turns = {client: batches_of(federation, job) for client, job in jobs.items()}
         counts |= {len(batches) for batches in turns.values()}
         play(expected, turns)
-        server, _ = federation.play(server)
+        server, _ = federation.run_round(server)
         for key, tensor in expected.model.state_dict().items():
             torch.testing.assert_close(server.state[key], tensor, rtol=1e-4, atol=2e-6)
     assert len(counts) > 1

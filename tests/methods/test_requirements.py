@@ -28,7 +28,7 @@ def test_a_declaration_agrees_with_the_hooks(name: str) -> None:
 @pytest.mark.parametrize("name", REGISTERED)
 def test_payloads_and_client_states_are_as_declared(name: str) -> None:
     federation = Federation(tiny_config(*PLAIN, *MLP, f"method.name={name}"))
-    server = federation.start()
+    server = federation.initial_state()
     jobs = [federation.job(server, 1, client) for client in federation.sample(1)]
     updates = federation.engine.train(jobs, lambda client: None)
     needs = federation.method.requirements
@@ -115,7 +115,7 @@ def test_a_payload_that_is_not_declared_never_leaves_the_client() -> None:
     try:
         federation = Federation(tiny_config(*PLAIN, *MLP, "method.name=talkative"))
         with pytest.raises(TypeError, match=r"finish returned a payload of \['secret'\] and a client state of \[\]"):
-            federation.play(federation.start())
+            federation.run_round(federation.initial_state())
     finally:
         del METHODS._entries["talkative"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from motley.client.job import Job
+from motley.client.learner import Learner
 from motley.core.part import State
-from motley.engine.base import Job
-from motley.engine.learner import Learner
 from motley.federation import Federation
-from motley.round import Server
+from motley.server.state import ServerState
 from tests.conftest import tiny_config
 
 PLAIN = (
@@ -27,12 +27,12 @@ def federation_of(*overrides: str, name: str) -> Federation:
     return Federation(tiny_config(*PLAIN, f"method.name={name}", *overrides))
 
 
-def after(rounds: int, *overrides: str, name: str) -> tuple[Federation, Server]:
+def after(rounds: int, *overrides: str, name: str) -> tuple[Federation, ServerState]:
     """Return a federation of a method, and its server after some rounds in which nobody was refused."""
     federation = federation_of(*overrides, name=name)
-    server = federation.start()
+    server = federation.initial_state()
     for _ in range(rounds):
-        server, record = federation.play(server)
+        server, record = federation.run_round(server)
         assert not record.refused
     return federation, server
 
@@ -50,7 +50,16 @@ def seated(federation: Federation, job: Job) -> Learner:
     return learner
 
 
-def jobs_of(federation: Federation, server: Server) -> list[Job]:
+def jobs_of(federation: Federation, server: ServerState) -> list[Job]:
     """Return the jobs of the round after a server's."""
     number = server.round_number + 1
     return [federation.job(server, number, client) for client in federation.sample(number)]
+
+
+def sections_of(server: ServerState) -> dict[str, State]:
+    """Return the parts of a server state that advance with training, each a flat mapping of tensors."""
+    return {
+        "state": server.state,
+        "method": server.method_state,
+        "optimizer": server.stage_states.get("optimizer", {}),
+    }

@@ -103,7 +103,7 @@ def test_dropout_is_the_same_under_every_engine() -> None:
     def final(*overrides: str) -> str:
         settings = ("model.sizes=['cnn']", "training.steps=2", "training.batch_size=8", "training.rounds=2")
         federation = Federation(tiny_config(*settings, *overrides))
-        return fingerprint(run_rounds(federation, federation.start(), []).state)
+        return fingerprint(run_rounds(federation, federation.initial_state(), []).state)
 
     plain = final("engine.name=debug")
     assert final("engine.slots=1") == plain

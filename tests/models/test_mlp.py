@@ -80,15 +80,15 @@ def test_a_federation_of_three_depths_learns_the_digits_with_inco() -> None:
         "method.inco.variant=paper",
     )
     federation = Federation(config)
-    assert set(federation.start().state) == set(federation.split.build("mlp3").state_dict())
-    server = run_rounds(federation, federation.start(), [])
+    assert set(federation.initial_state().state) == set(federation.split.build("mlp3").state_dict())
+    server = run_rounds(federation, federation.initial_state(), [])
     assert min(score.accuracy for score in federation.evaluate(server.model).values()) > 0.6
 
 
 def test_one_slot_several_slots_and_debug_agree() -> None:
     def final(*overrides: str) -> str:
         federation = Federation(tiny_config("model.sizes=['mlp1','mlp2','mlp3']", "training.rounds=2", *overrides))
-        return fingerprint(run_rounds(federation, federation.start(), []).state)
+        return fingerprint(run_rounds(federation, federation.initial_state(), []).state)
 
     plain = final("engine.name=debug")
     assert final("engine.slots=1") == plain

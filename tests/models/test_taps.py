@@ -64,7 +64,7 @@ def test_a_federation_learns_the_same_with_inco() -> None:
                 "training.rounds=1",
             )
         )
-        server, record = federation.play(federation.start())
+        server, record = federation.run_round(federation.initial_state())
         ends[trim] = (server.state, record.scores["resnet18"].loss, record.train_loss, record.bytes_up)
     assert ends[True][1] == pytest.approx(ends[False][1], rel=1e-4)
     assert ends[True][2] == pytest.approx(ends[False][2], rel=1e-5)

@@ -14,7 +14,6 @@ from motley.core.part import State
 from motley.federation import Federation
 from motley.privacy import DPMechanism, PrivacySettings
 from motley.privacy.mechanism import clip_by_norm
-from motley.round import Record
 from motley.runs.checkpoint import fingerprint
 from motley.runs.run import resume_run, start_run
 from tests.conftest import refused, tiny_config
@@ -34,7 +33,7 @@ def delta(scale: float = 1.0) -> State:
 
 
 def uploads(federation: Federation) -> dict[int, State]:
-    jobs = federation.jobs(federation.start(), Record(1))
+    jobs = federation.jobs(federation.initial_state())
     return {answer.client: answer.delta for answer in federation.engine.train(jobs, lambda client: None)}  # type: ignore[union-attr]
 
 
@@ -104,7 +103,7 @@ def test_noise_is_keyed_and_with_a_secret_by_the_delta_too() -> None:
 @pytest.mark.parametrize("engine", ["local", "debug"])
 def test_every_upload_is_bounded_and_says_nothing_else(engine: str) -> None:
     federation = Federation(tiny_config(*CLIPPED, f"engine.name={engine}"))
-    jobs = federation.jobs(federation.start(), Record(1))
+    jobs = federation.jobs(federation.initial_state())
     for answer in federation.engine.train(jobs, lambda client: None):
         assert norm(answer.delta) <= 0.5 * (1 + 1e-6)  # type: ignore[union-attr]
         assert (answer.num_examples, answer.num_steps, answer.payload) == (1, 1, {})  # type: ignore[union-attr]
@@ -134,7 +133,7 @@ def test_a_resumed_run_adds_the_same_noise(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("rounds = 1\n", "rounds = 3\n"))
     _, resumed = resume_run(tmp_path / "half")
     assert half.round_number == 1 and fingerprint(resumed.state) == fingerprint(whole.state)
-    assert resumed.spent == whole.spent
+    assert resumed.ledger == whole.ledger
 
 
 # ---- rejected configurations

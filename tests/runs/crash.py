@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from motley.round import Record, Server
 from motley.runs.callbacks import Callback
+from motley.server.record import RoundRecord
+from motley.server.state import ServerState
 
 _OPERATIONS = frozenset(("open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate"))
 
@@ -63,7 +64,7 @@ class InterruptAt(Callback):
     def __init__(self, round_number: int) -> None:
         self.round_number = round_number
 
-    def on_round(self, server: Server, record: Record) -> None:
+    def on_round(self, server: ServerState, record: RoundRecord) -> None:
         if record.round_number == self.round_number:
             raise KeyboardInterrupt
 

@@ -21,13 +21,13 @@ from torch import Tensor
 
 import motley.runs
 from motley.core.errors import MotleyError
-from motley.round import Server
 from motley.runs import checkpoint
 from motley.runs.checkpoint import checkpoints, fingerprint, load_checkpoint, save_checkpoint
+from motley.server.state import ServerState
 from tests.runs import crash
 
 
-def make_server(round_number: int, seed: int = 0, **changes: Any) -> Server:
+def make_server(round_number: int, seed: int = 0, **changes: Any) -> ServerState:
     """Return a server with tensors of many dtypes, different for every round and seed."""
     generator = torch.Generator().manual_seed(1000 * round_number + seed)
     values = torch.randn(3, 4, generator=generator)
@@ -43,8 +43,8 @@ def make_server(round_number: int, seed: int = 0, **changes: Any) -> Server:
     }
     averaged = {name: tensor.clone() for name, tensor in state.items()}
     method = {"control/weight": values * 2, "round": torch.tensor(round_number, dtype=torch.int32)}
-    moments = {"first/weight": values / 7}
-    server = Server(round_number, state, averaged, method, {0: 1, 7: round_number, 123456: 2}, moments)
+    stages = {"optimizer": {"first/weight": values / 7}}
+    server = ServerState(round_number, state, averaged, method, {0: 1, 7: round_number, 123456: 2}, stages)
     return replace(server, **changes)
 
 
@@ -53,26 +53,26 @@ def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], list[int]]:
     return tensor.dtype, tuple(tensor.shape), tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
 
 
-def everything(server: Server | None) -> object:
+def everything(server: ServerState | None) -> object:
     """Return a server as plain values that compare equal only if every bit is equal."""
     if server is None:
         return None
     sections = [
         None if section is None else {name: bits(tensor) for name, tensor in section.items()}
-        for section in (server.state, server.averaged, server.method, server.optimizer)
+        for section in (server.state, server.ema, server.method_state, server.stage_states.get("optimizer"))
     ]
-    return server.round_number, sections, server.remembered
+    return server.round_number, sections, server.client_state_rounds
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        {"averaged": None},
-        {"method": {}},
-        {"optimizer": {}},
-        {"remembered": {}},
-        {"averaged": None, "method": {}, "optimizer": {}, "remembered": {}},
+        {"ema": None},
+        {"method_state": {}},
+        {"stage_states": {}},
+        {"client_state_rounds": {}},
+        {"ema": None, "method_state": {}, "stage_states": {}, "client_state_rounds": {}},
     ],
     ids=str,
 )
@@ -87,7 +87,7 @@ def test_layout_and_shared_memory_do_not_matter(tmp_path: Path) -> None:
     zero = torch.zeros(3)
     row = torch.arange(6.0)
     method = {"image": image, "a": zero, "b": zero, "all": row, "end": row[2:], "turned": image.transpose(0, 3)}
-    server = make_server(1, method=method)
+    server = make_server(1, method_state=method)
     save_checkpoint(tmp_path, server, keep=1)
     assert everything(load_checkpoint(tmp_path)) == everything(server)
 
@@ -134,13 +134,13 @@ def _torn(number: int) -> Callable[[dict[str, Tensor], Path], None]:
     return save
 
 
-def _prepared(folder: Path, *servers: Server) -> Path:
+def _prepared(folder: Path, *servers: ServerState) -> Path:
     for server in servers:
         save_checkpoint(folder, server, keep=9)
     return folder
 
 
-def _check_after_crash(folder: Path, allowed: list[Server], keep: int) -> int:
+def _check_after_crash(folder: Path, allowed: list[ServerState], keep: int) -> int:
     """Check that an allowed server was saved, and that the next save works and cleans up.
 
     Return the index of the server that was saved.
@@ -243,7 +243,7 @@ def test_a_checkpoint_is_on_disk_before_it_is_renamed(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "rename", note_rename)
     save_checkpoint(tmp_path, make_server(1), keep=2)
     at = events.index("rename")
-    sections = {f"{name}.safetensors" for name in ("state", "averaged", "method", "optimizer")}
+    sections = {f"{name}.safetensors" for name in ("state", "ema", "method_state", "stage-optimizer")}
     assert set(events[:at]) == {*sections, "server.json", "unfinished-000001"}
     assert events[at + 1 :] == [tmp_path.name]
 
@@ -261,7 +261,7 @@ def _break(path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["missing", "empty", "cut", "garbage"])
 @pytest.mark.parametrize(
-    "file", [*(f"{name}.safetensors" for name in ("state", "averaged", "method", "optimizer")), "server.json"]
+    "file", [*(f"{name}.safetensors" for name in ("state", "ema", "method_state", "stage-optimizer")), "server.json"]
 )
 def test_a_damaged_file_is_named(tmp_path: Path, file: str, how: str) -> None:
     older = make_server(2)
@@ -280,10 +280,10 @@ def test_a_damaged_file_is_named(tmp_path: Path, file: str, how: str) -> None:
         [],
         {},
         3,
-        {"round": 1, "sections": ["state", "method"], "remembered": []},
-        {"round": None, "sections": ["state", "method"], "remembered": {}},
-        {"round": 1, "sections": [], "remembered": {}},
-        {"round": 1, "sections": ["state", "method"], "remembered": {"me": 1}},
+        {"round": 1, "sections": ["state", "method_state"], "client_state_rounds": []},
+        {"round": None, "sections": ["state", "method_state"], "client_state_rounds": {}},
+        {"round": 1, "sections": [], "client_state_rounds": {}},
+        {"round": 1, "sections": ["state", "method_state"], "client_state_rounds": {"me": 1}},
     ],
     ids=str,
 )

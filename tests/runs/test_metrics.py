@@ -11,11 +11,11 @@ import pytest
 
 from motley.core.errors import MotleyError
 from motley.evaluate import Score, Summary
-from motley.round import Record
 from motley.runs.metrics import MetricsLog, outcome, to_line
+from motley.server.record import RoundRecord
 
 
-def make_record(number: int, **values: Any) -> Record:
+def make_record(number: int, **values: Any) -> RoundRecord:
     """Return a record with scores of two sizes; `values` replaces and adds fields."""
     defaults: dict[str, Any] = {
         "scores": {"small": Score(0.25, 2.5, (0.5, 0.0)), "large": Score(0.75, 1.25, (1.0, 0.5))},
@@ -25,7 +25,7 @@ def make_record(number: int, **values: Any) -> Record:
         "bytes_down": 100,
         "bytes_up": 90,
     }
-    return Record(number, **{**defaults, **values})
+    return RoundRecord(number, **{**defaults, **values})
 
 
 def test_a_line_contains_all_fields_of_a_record() -> None:
@@ -33,8 +33,7 @@ def test_a_line_contains_all_fields_of_a_record() -> None:
         3,
         refused={5: "'fc.bias' is missing."},
         idle=[4],
-        inco={"layer1.1": {"theta": 0.5, "alpha": 1e-9, "beta": -2.0}},
-        method={"pool": 4.0, "in_loss": 0.123456789},
+        metrics={"inco/layer1.1/theta": 0.5, "inco/layer1.1/beta": -2.0, "method/in_loss": 0.123456789},
     )
     assert to_line(record) == {
         "round": 3,
@@ -47,8 +46,7 @@ def test_a_line_contains_all_fields_of_a_record() -> None:
         "idle": [4],
         "seconds": {"train": 1.25, "merge": 0.5},
         "bytes": {"down": 100, "up": 90},
-        "inco": {"layer1.1": {"theta": 0.5, "alpha": 1e-9, "beta": -2.0}},
-        "method": {"pool": 4.0, "in_loss": 0.123457},
+        "metrics": {"inco/layer1.1/theta": 0.5, "inco/layer1.1/beta": -2.0, "method/in_loss": 0.123457},
     }
 
 
@@ -69,14 +67,14 @@ def test_small_and_large_numbers_keep_six_digits() -> None:
 def test_nan_and_infinity_become_null(tmp_path: Path, value: float) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.append(
-        make_record(1, train_loss=value, scores={"s": Score(0.5, value, (0.5,))}, inco={"layer": {"theta": value}})
+        make_record(1, train_loss=value, scores={"s": Score(0.5, value, (0.5,))}, metrics={"inco/a/theta": value})
     )
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is not JSON")
 
     line = json.loads(log.path.read_text(), parse_constant=refuse)
-    assert (line["train_loss"], line["loss"]["s"], line["inco"]["layer"]["theta"]) == (None, None, None)
+    assert (line["train_loss"], line["loss"]["s"], line["metrics"]["inco/a/theta"]) == (None, None, None)
 
 
 def test_one_line_per_round(tmp_path: Path) -> None:

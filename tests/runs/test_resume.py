@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from motley.engine.memory import MemoryStore
-from motley.round import Server
+from motley.client.state_store import ClientStateStore
 from motley.runs.checkpoint import checkpoints, fingerprint, load_checkpoint
 from motley.runs.metrics import MetricsLog
 from motley.runs.run import resume_run, start_run
+from motley.server.state import ServerState
 from tests.conftest import TINY, tiny_config
 from tests.runs import crash, stateful
 from tests.runs.crash import Fate, InterruptAt
@@ -43,7 +43,7 @@ SETTINGS = (
 )
 
 
-def saved(folder: Path) -> Server:
+def saved(folder: Path) -> ServerState:
     server = load_checkpoint(folder / "checkpoints")
     assert server is not None
     return server
@@ -59,9 +59,9 @@ def timeless(folder: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
 
 
-def hashes(server: Server) -> list[object]:
-    sections = (server.state, server.averaged or {}, server.method)
-    return [server.round_number, *map(fingerprint, sections), server.remembered]
+def hashes(server: ServerState) -> list[object]:
+    sections = (server.state, server.ema or {}, server.method_state)
+    return [server.round_number, *map(fingerprint, sections), server.client_state_rounds]
 
 
 def assert_same_run(folder: Path, undisturbed: Path) -> None:
@@ -252,9 +252,9 @@ def stateful_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def client_states(folder: Path) -> dict[tuple[int, int], str]:
     """Return the hashes of the client states that the newest checkpoint refers to."""
-    store = MemoryStore(folder / "clients")
+    store = ClientStateStore(folder / "clients")
     hashes = {}
-    for client, state_round in saved(folder).remembered.items():
+    for client, state_round in saved(folder).client_state_rounds.items():
         hashes[client, state_round] = fingerprint(store.get(client, state_round))
     return hashes
 
@@ -308,7 +308,7 @@ def test_client_states_of_an_incomplete_round_are_replaced(tmp_path: Path, state
     folder = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
         stateful.run(folder, STATEFUL, 2 * CLIENTS_PER_ROUND + 1, killed=False)
-    stale = MemoryStore(folder / "clients")
+    stale = ClientStateStore(folder / "clients")
     for number in (3, 4, 5):
         for client in range(6):
             stale.put(client, number, {"another": torch.tensor(number)})

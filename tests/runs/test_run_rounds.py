@@ -6,9 +6,10 @@ import pytest
 
 from motley.evaluate import Evaluation
 from motley.federation import Federation
-from motley.round import Record, Server
 from motley.runs.callbacks import Callback
 from motley.runs.run import run_rounds
+from motley.server.record import RoundRecord
+from motley.server.state import ServerState
 from tests.conftest import tiny_config
 
 
@@ -26,18 +27,18 @@ class Recorder(Callback):
         if self.clients > self.interrupt_after:
             raise KeyboardInterrupt
 
-    def on_round(self, server: Server, record: Record) -> None:
+    def on_round(self, server: ServerState, record: RoundRecord) -> None:
         assert server.round_number == record.round_number
         self.seen.append(("round", record.round_number))
         self.scores.append({size: score.accuracy for size, score in record.scores.items()})
 
-    def on_stop(self, server: Server) -> None:
+    def on_stop(self, server: ServerState) -> None:
         self.seen.append(("stop", server.round_number))
 
 
 def run_with(recorder: Recorder) -> Recorder:
     federation = Federation(tiny_config("training.rounds=3"))
-    run_rounds(federation, federation.start(), [recorder])
+    run_rounds(federation, federation.initial_state(), [recorder])
     return recorder
 
 

@@ -1,4 +1,4 @@
-"""Exits, levels that end at them, last blocks that are a size's own, and networks of several widths at once."""
+"""Exits and levels that end at them, InclusiveFL's parts, and FjORD's nested widths."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def grid(*overrides: str) -> Grid:
 
 
 def only(state: State, part: Any) -> State:
-    """Return a state in which all coordinates but those of a part are zero."""
+    """Return the state with all coordinates outside a part set to zero."""
     kept = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     for name, piece in part.items():
         index = piece.index or (slice(None),) * state[name].dim()
@@ -108,7 +108,7 @@ def test_what_has_no_exits_is_refused(overrides: tuple[str, ...], words: str) ->
 
 
 def test_wrong_levels_are_refused_by_name() -> None:
-    assert "split.cuts = [3, 2]: numbers of blocks must rise" in refused("split.name=grid", "split.cuts=[3,2]")
+    assert "split.cuts = [3, 2]: numbers of blocks must increase" in refused("split.name=grid", "split.cuts=[3,2]")
     assert "rates = [1.0]: 4 are needed" in refused("split.name=grid", "split.rates=[1]")
 
 

@@ -1,4 +1,4 @@
-"""Which part of the global state each split gives to each size."""
+"""The part of the global state that each split gives to each size."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_grouped_takes_unrelated_architectures() -> None:
     federation = Federation(
         tiny_config("split.name=grouped", "model.sizes=['resnet10','vit2']", *VIT[1:], "federation.clients_per_round=6")
     )
-    server, record = federation.play(federation.start())
+    server, record = federation.run_round(federation.initial_state())
     assert record.scores.keys() == {"resnet10", "vit2"}
     assert server.round_number == 1
 
@@ -91,8 +91,8 @@ def test_one_size_is_the_same_under_every_split() -> None:
     ends = []
     for name in ("depth", "homogeneous", "grouped"):
         federation = Federation(tiny_config(f"split.name={name}", "model.sizes=['resnet10']"))
-        server = federation.start()
+        server = federation.initial_state()
         for _ in range(2):
-            server, _ = federation.play(server)
+            server, _ = federation.run_round(server)
         ends.append(take(server.state, federation.split.part("resnet10")))
     assert all(torch.equal(ends[0][name], other[name]) for other in ends[1:] for name in ends[0])

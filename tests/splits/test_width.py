@@ -1,4 +1,4 @@
-"""Parts in width: streams of channels, the three rules that choose among them, and models that are cut to them."""
+"""Splits by width: channel streams, the three rules that select channels, and narrow models."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from motley.analysis.replay import global_model
+from motley.assembly import assign_sizes
 from motley.config import load_config
 from motley.core.errors import MotleyError
 from motley.core.part import State, select, take
 from motley.data.device import DeviceData
-from motley.federation import Federation, assign_sizes
+from motley.federation import Federation
 from motley.models.channels import CLASSES, Axis, axes, positions
 from motley.models.narrow import Scaler
 from motley.splits import Width
@@ -32,8 +33,8 @@ MODELS = {
     "vgg": ("model.sizes=['vgg9']",),
     "projection": ("model.sizes=['resnet10']", "model.projection=8"),
 }
+#: Size of the images: large enough for VGG's last feature map to have several pixels per channel.
 SIDE = 16
-"""Of images: so large that the layer behind VGG's last map reads several pixels of every channel."""
 RULES = ("leading", "rolling", "random")
 RATES = (1.0, 0.5, 0.3, 0.125)
 
@@ -62,7 +63,7 @@ def answer(model: nn.Module, state: State) -> torch.Tensor:
 
 
 def lively(split: Width) -> State:
-    """Return a state in which every norm does something."""
+    """Return a state in which no norm is the identity."""
     numbers = torch.Generator().manual_seed(1)
     state = split.initial(1)
     for name, tensor in state.items():
@@ -73,7 +74,7 @@ def lively(split: Width) -> State:
 
 @pytest.mark.parametrize("family", MODELS)
 def test_a_permutation_of_every_stream_leaves_the_function_as_it_is(family: str) -> None:
-    """What is added up or read has the order of what was written: streams are declared rightly, in every family."""
+    """Layers read and add channels in the order they were written: the streams are right."""
     split = split_of(*MODELS[family])
     state, numbers = lively(split), torch.Generator().manual_seed(2)
     streams = {axis.stream: axis.width for found in split.axes.values() for axis in found if axis is not None}
@@ -92,7 +93,7 @@ def test_a_permutation_of_every_stream_leaves_the_function_as_it_is(family: str)
 
 @pytest.mark.parametrize("family", MODELS)
 def test_every_dimension_that_a_layer_shares_is_declared(family: str) -> None:
-    """All but image channels, kernels, tokens and counters belong to a stream, and no stream has two widths."""
+    """Only image channels, kernels, tokens and counters have no stream; each has one width."""
     split = split_of(*MODELS[family])
     for name, tensor in split.whole.module.state_dict().items():
         for axis, length in zip(split.axes[name][:2], tensor.shape, strict=False):
@@ -136,7 +137,7 @@ def test_a_stream_has_one_index_set_and_the_part_is_a_model(
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("family", [family for family in MODELS if family != "vit"])
 def test_a_narrow_model_is_the_whole_one_with_its_other_channels_at_zero(family: str, rule: str) -> None:
-    """Layer norm and attention see all channels at once: there, it does not hold."""
+    """It does not hold for layer norm and attention, which see all channels at once."""
     split = split_of(*MODELS[family], f"split.channels={rule}")
     state = lively(split)
     for size in split.sizes:
@@ -156,7 +157,7 @@ def test_a_narrow_model_is_the_whole_one_with_its_other_channels_at_zero(family:
 
 def test_heterofls_resnet18_has_the_papers_number_of_parameters_at_every_rate() -> None:
     split = split_of("model.sizes=['heterofl-resnet18']", "split.rates=[1,0.5,0.25,0.125,0.0625]")
-    colours = {1: 3}  # digits have one colour channel; the paper's images have three
+    colours = {1: 3}  # digits have one colour channel, the paper's images three
     for (size, rate), thousands in zip(split.rates.items(), (9622, 2409, 604, 152, 38), strict=True):
         module = split.blueprints[size].module
         count = sum(parameter.numel() for parameter in module.parameters())
@@ -186,11 +187,11 @@ def test_the_first_rolling_window_has_the_leading_channels_and_the_next_begins_o
 
 @pytest.mark.parametrize(("rule", "window"), [("rolling", 3), ("leading", 0), ("random", 0)])
 def test_a_narrow_size_is_evaluated_as_the_rounds_clients_held_it(rule: str, window: int) -> None:
-    """Channels of a rolling window were trained together; the leading ones of all layers were not."""
+    """The channels of a rolling window were trained together; the leading ones were not."""
     federation = federation_of(*MODELS["basic"], f"split.channels={rule}", "training.steps=1", "evaluation.every=3")
-    server = federation.start()
+    server = federation.initial_state()
     for _ in range(3):
-        server, record = federation.play(server)
+        server, record = federation.run_round(server)
     scores = {number: federation.evaluate(server.model, number) for number in (0, 3)}
     assert record.scores == scores[3]
     size = "resnet18-w0.5"
@@ -249,7 +250,7 @@ def test_statistics_are_shared_or_a_size_has_its_own_or_there_are_none(statistic
     federation = federation_of(
         *MODELS["basic"], f"split.normalization_statistics={statistics}", "split.channels=rolling", "training.steps=1"
     )
-    server, record = federation.play(federation.start())
+    server, record = federation.run_round(federation.initial_state())
     assert not record.refused and all(torch.isfinite(t).all() for t in server.state.values())
     assert {n: t.shape for n, t in federation.split.frame.items()} == {n: t.shape for n, t in server.state.items()}
     kept = [name for name in server.state if "running_" in name]
@@ -267,7 +268,7 @@ def test_group_norm_is_cut_where_its_groups_allow_it() -> None:
         split_of(*group, "split.rates=[0.75]")
 
 
-# ---- who has which size
+# ---- assignment of sizes
 
 
 def test_dynamic_sizes_are_redrawn_every_round_and_keep_their_shares() -> None:
@@ -278,12 +279,12 @@ def test_dynamic_sizes_are_redrawn_every_round_and_keep_their_shares() -> None:
     for sizes in rounds:
         assert [sizes.count(f"mlp2-w{rate:g}") for rate in RATES] == [2, 4, 0, 2]
     federation = Federation(config)
-    jobs = [federation.job(federation.start(), 2, client) for client in range(8)]
+    jobs = [federation.job(federation.initial_state(), 2, client) for client in range(8)]
     assert tuple(job.size for job in jobs) == rounds[1]
     assert tuple(federation.size_of(client, 1) for client in range(8)) == rounds[0]
 
 
-# ---- what is refused
+# ---- rejected settings
 
 
 @pytest.mark.parametrize(
@@ -304,7 +305,7 @@ def test_what_cannot_work_is_refused(overrides: tuple[str, ...], words: str) -> 
 
 def test_wrong_rates_are_refused_by_name() -> None:
     assert "split.rates.1 = 1.5" in refused("split.name=width", "split.rates=[1,1.5]")
-    assert "each rate is named once" in refused("split.name=width", "split.rates=[0.5,0.5]")
+    assert "there must be at least one rate, and no rate twice" in refused("split.name=width", "split.rates=[0.5,0.5]")
     assert "unknown key 'rates'" in refused("split.name=depth", "split.rates=[1]")
     assert "2 fractions are needed" in refused(
         "split.name=width", "split.rates=[1,0.5]", "federation.size_fractions=[1]"

@@ -15,7 +15,7 @@ LINES: list[dict[str, Any]] = [
         "accuracy": {"resnet10": accuracy, "mean": accuracy},
         "seconds": {},
         "bytes": {"down": 0, "up": 0},
-        "inco": {"a.weight": {"positive": share}},
+        "metrics": {"inco/a.weight/positive": share},
     }
     for number, accuracy, share in ((1, 0.2, 0.5), (2, 0.6, 0.7), (3, 0.4, 0.9))
 ]

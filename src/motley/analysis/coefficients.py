@@ -11,7 +11,7 @@ from typing import Any
 
 from motley.analysis.findings import ANALYSES, Findings, new_figure
 from motley.core.errors import MotleyError
-from motley.runs.metrics import MetricsLog
+from motley.runs.metrics import MetricsLog, layer_metrics
 
 #: The coefficients that are drawn -> their titles.
 TITLES = {"theta": "theta", "beta": "beta", "positive": "share of beta > 0"}
@@ -25,9 +25,9 @@ def coefficients(paths: Sequence[Path]) -> Findings:
     axes = figure.subplots(len(paths), len(TITLES), squeeze=False)
     for axes_of_run, path in zip(axes, paths, strict=True):
         # Layer -> lists of the rounds and of each coefficient.
-        curves: dict[str, dict[str, list[float]]] = {}
+        curves: dict[str, dict[str, list[float | None]]] = {}
         for line in MetricsLog(path / "metrics.jsonl").read():
-            for layer, values in line.get("inco", {}).items():
+            for layer, values in layer_metrics(line, "inco").items():
                 rows.append((path.name, line["round"], layer, *(values[name] for name in TITLES)))
                 curve = curves.setdefault(layer, {name: [] for name in ("round", *TITLES)})
                 curve["round"].append(line["round"])

@@ -34,7 +34,6 @@ from motley.engine import Job
 from motley.federation import Federation
 from motley.methods.fedimpro_cut import Cut
 from motley.models.stages import chain_of, owned
-from motley.round import Record
 
 #: The maximum number of examples per forward pass.
 BATCH = 256
@@ -58,7 +57,7 @@ def variance(paths: Sequence[Path]) -> Findings:
     for run, federation, server in all_checkpoints(paths):
         round_number = server.round_number + 1
         gradients = []
-        for job in federation.jobs(server, Record(round_number)):
+        for job in federation.jobs(server):
             # BatchNorm in training mode needs more than one example.
             if len(federation.partition.of(job.client)) > 1:
                 gradient = client_gradient(federation, job)

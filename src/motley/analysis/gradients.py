@@ -18,7 +18,7 @@ from motley.analysis.replay import all_checkpoints, train_next_round
 from motley.core.merge import merge
 from motley.core.update import ClientUpdate
 from motley.federation import Federation
-from motley.round import Server
+from motley.server.state import ServerState
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,7 +35,7 @@ def quantiles(delta: Tensor) -> list[float]:
     return values[positions].tolist()
 
 
-def mean_delta(federation: Federation, server: Server) -> dict[str, Tensor]:
+def mean_delta(federation: Federation, server: ServerState) -> dict[str, Tensor]:
     """Return the merged delta of the round after `server`, for weights of several dimensions."""
     updates = []
     for trained in train_next_round(federation, server):

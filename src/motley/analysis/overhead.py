@@ -17,17 +17,18 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from motley.analysis.findings import ANALYSES, Findings, new_figure
+from motley.client.clients import own_randomness
+from motley.client.learner import Learner
 from motley.config import Config
 from motley.core.errors import MotleyError
-from motley.core.part import State
+from motley.core.part import State, size_in_bytes
 from motley.core.update import ClientUpdate
 from motley.engine import DebugEngine, Job
-from motley.engine.clients import own_randomness
-from motley.engine.learner import Learner
-from motley.federation import Federation, size_in_bytes
+from motley.federation import Federation
 from motley.plan import LiveBytes
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import MetricsLog
+from motley.server.rounds import complete_update
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -83,16 +84,18 @@ def one_step_on_cpu(config: Config) -> Config:
 def measure_overhead(federation: Federation) -> Overhead:
     """Measure the costs of a federation whose clients take one step (`one_step_on_cpu`)."""
     method = federation.method
-    engine, server = federation.engine, federation.start()
+    engine, server = federation.engine, federation.initial_state()
     assert isinstance(engine, DebugEngine)
     # Round 1: one local update per size.
     jobs = {}
     for client in _one_client_per_size(federation, 1):
         jobs[client] = federation.job(server, 1, client)
     updates = []
-    for update in engine.train(list(jobs.values()), lambda client: None):
+    with federation.numerics():
+        answers = engine.train(list(jobs.values()), lambda client: None)
+    for update in answers:
         if isinstance(update, ClientUpdate):
-            updates.append(federation.update(jobs[update.client], update))
+            updates.append(complete_update(federation.context, jobs[update.client], update))
     parameter_counts = []
     for update in updates:
         names = federation.split.parameters_of(update.size)
@@ -100,7 +103,7 @@ def measure_overhead(federation: Federation) -> Overhead:
     states = {job.size: job.state for job in jobs.values()}
     client_states = [method.client.initial_client_state(size, state) for size, state in states.items()]
     # Round 2: trace one step per size. Sizes may have been redrawn.
-    method_state = method.server.update(server.method, server.state, updates)
+    method_state = method.server.update(server.method_state, server.state, updates)
     broadcasts, steps = [], []
     for client in _one_client_per_size(federation, 2):
         size = federation.size_of(client, 2)

@@ -23,9 +23,9 @@ from motley.core.update import ClientUpdate
 from motley.data import Examples
 from motley.data.device import DeviceData
 from motley.federation import Federation
-from motley.round import Record, Server
 from motley.runs.checkpoint import checkpoints, read_checkpoint
 from motley.runs.folder import RunFolder
+from motley.server.state import ServerState
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TrainedClient:
 
 
 @contextmanager
-def open_run(path: Path) -> Iterator[tuple[Federation, list[Server]]]:
+def open_run(path: Path) -> Iterator[tuple[Federation, list[ServerState]]]:
     """Open a run for analysis: its federation, and the servers of all checkpoints, oldest first.
 
     The run is not changed: client states are copied to a temporary folder. If the run has none
@@ -59,12 +59,12 @@ def open_run(path: Path) -> Iterator[tuple[Federation, list[Server]]]:
         for checkpoint in saved:
             server = federation.to_device(read_checkpoint(checkpoint))
             if not client_states.exists():
-                server = replace(server, remembered={})
+                server = replace(server, client_state_rounds={})
             servers.append(server)
         yield federation, servers
 
 
-def all_checkpoints(paths: Iterable[Path]) -> Iterator[tuple[str, Federation, Server]]:
+def all_checkpoints(paths: Iterable[Path]) -> Iterator[tuple[str, Federation, ServerState]]:
     """Yield every checkpoint of some runs: the run's name, its federation, and the server."""
     for path in paths:
         with open_run(path) as (federation, servers):
@@ -72,12 +72,13 @@ def all_checkpoints(paths: Iterable[Path]) -> Iterator[tuple[str, Federation, Se
                 yield path.name, federation, server
 
 
-def train_next_round(federation: Federation, server: Server) -> list[TrainedClient]:
+def train_next_round(federation: Federation, server: ServerState) -> list[TrainedClient]:
     """Train the clients of the round after `server`. Failed clients are left out."""
-    record = Record(server.round_number + 1)
-    jobs = {job.client: job for job in federation.jobs(server, record)}
+    jobs = {job.client: job for job in federation.jobs(server)}
+    with federation.numerics():
+        answers = federation.engine.train(list(jobs.values()), lambda client: None)
     trained = []
-    for update in federation.engine.train(list(jobs.values()), lambda client: None):
+    for update in answers:
         if isinstance(update, ClientUpdate):
             job = jobs[update.client]
             state = {name: tensor + update.delta[name] for name, tensor in job.state.items()}
@@ -92,7 +93,7 @@ def model_of(federation: Federation, size: str, state: Mapping[str, Tensor]) -> 
     return model.eval()
 
 
-def global_model(federation: Federation, server: Server, size: str) -> nn.Module:
+def global_model(federation: Federation, server: ServerState, size: str) -> nn.Module:
     """Return the global model of a size, as it is evaluated."""
     part = federation.split.evaluated(size, server.round_number)
     return model_of(federation, size, take(server.model, part))

@@ -82,7 +82,7 @@ def _registry(kind: Kind) -> Registry:
 
 
 def _list_presets() -> None:
-    table = _table("preset", "what it is")
+    table = _table("preset", "description")
     for name, summary in presets().items():
         table.add_row(name, summary)
     Console().print(table)
@@ -92,7 +92,7 @@ def _list_registry(registry: Registry) -> None:
     entries = sorted(registry, key=lambda entry: by_name(entry.name))
     with_papers = any(entry.paper for entry in entries)
     table = _table(
-        registry.kind.replace(" ", ""), "what it is", *(["paper"] if with_papers else [])
+        registry.kind.replace(" ", ""), "description", *(["paper"] if with_papers else [])
     )
     for entry in entries:
         also = f" (also: {', '.join(entry.aliases)})" if entry.aliases else ""
@@ -201,7 +201,7 @@ def _names() -> Table:
     )
     table.add_column("name", style="bold", no_wrap=True)
     table.add_column("stands for")
-    table.add_column("what it is")
+    table.add_column("description")
     for prefix, (summary, settings) in PREFIXES.items():
         table.add_row(
             f"{prefix}*", _written({k: v for k, v in settings.items() if v is not True}), summary

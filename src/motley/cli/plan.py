@@ -10,13 +10,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from motley.assembly import build_split
+from motley.assembly import build_split, load_dataset_of
 from motley.bench import SHAPES, synthetic_dataset
 from motley.config import Config, load_config
 from motley.core.errors import MotleyError
 from motley.data import Dataset
 from motley.data.device import DeviceData
-from motley.federation import load_dataset_of
 from motley.plan import NODE_RUNTIME, Budget, Cost, costs_of, largest_fitting, read_budgets
 
 COLUMNS = ("parameters", "GFLOPs\nper step", "activ.\nMB", "memory\nMB", "MB per\nround")
@@ -77,10 +76,10 @@ def _dataset_of(config: Config) -> Dataset:
 
 
 def table(rows: list[tuple[str, str, Cost | None]], config: Config, first: str) -> Table:
-    """Return one row per client, or per size."""
+    """Return one row per client or, if `first` is "size", per size."""
     caption = (
         f"activations and memory of a training step with a batch of {config.training.batch_size}\n"
-        f"a node's process takes about {NODE_RUNTIME / 1e6:.0f} MB more, beside `import torch`"
+        f"a node's process takes about {NODE_RUNTIME / 1e6:.0f} MB more than `import torch`"
     )
     result = Table(caption=caption, caption_justify="left")
     for name in [first] if first == "size" else [first, "size"]:

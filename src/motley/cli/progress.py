@@ -23,10 +23,11 @@ from rich.text import Text
 from motley.cli.show import print_outcome
 from motley.core.errors import MotleyError
 from motley.federation import Federation
-from motley.round import Record, Server
 from motley.runs.callbacks import Callback
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import overall
+from motley.server.record import RoundRecord
+from motley.server.state import ServerState
 
 BARS = "▁▂▃▄▅▆▇█"
 #: Without a terminal, print an estimate if the first round takes longer than this many seconds.
@@ -43,7 +44,7 @@ class Progress(Callback):
         self.began = time.perf_counter()
         self.durations: deque[float] = deque(maxlen=20)
         self.history: dict[str, list[float]] = {}
-        self.record: Record | None = None
+        self.record: RoundRecord | None = None
         self.output_error: OSError | None = None
 
     def say(self, text: str) -> None:
@@ -67,7 +68,7 @@ class Progress(Callback):
         with suppress(OSError):
             Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def on_start(self, federation: Federation, server: Server) -> None:
+    def on_start(self, federation: Federation, server: ServerState) -> None:
         self.rounds = federation.config.training.rounds
         self.clients = federation.config.federation.clients_per_round
         self.round_number = server.round_number
@@ -77,7 +78,7 @@ class Progress(Callback):
     def on_client(self, client: int) -> None:
         self.clients_done += 1
 
-    def on_round(self, server: Server, record: Record) -> None:
+    def on_round(self, server: ServerState, record: RoundRecord) -> None:
         now = time.perf_counter()
         self.durations.append(now - self.began)
         self.began, self.clients_done = now, 0
@@ -87,7 +88,7 @@ class Progress(Callback):
         for client, reason in record.refused.items():
             self.say(f"round {record.round_number}: client {client} was refused: {reason}")
 
-    def on_stop(self, server: Server) -> None:
+    def on_stop(self, server: ServerState) -> None:
         self.round_number = server.round_number
 
     @property
@@ -123,7 +124,7 @@ class PlainProgress(Progress):
 
     estimated = False
 
-    def on_start(self, federation: Federation, server: Server) -> None:
+    def on_start(self, federation: Federation, server: ServerState) -> None:
         super().on_start(federation, server)
         after = f", continuing after round {server.round_number}" if server.round_number else ""
         self.say(f"{self.rounds} rounds on {self.device}{after}")
@@ -137,7 +138,7 @@ class PlainProgress(Progress):
             per_round = clock_time(self.seconds_per_round)
             self.say(f"{clients}  ~{per_round} per round  left {self.time_left}")
 
-    def on_round(self, server: Server, record: Record) -> None:
+    def on_round(self, server: ServerState, record: RoundRecord) -> None:
         super().on_round(server, record)
         parts = [f"round {record.round_number}/{self.rounds}"]
         parts += [f"{size} {score.accuracy:.1%}" for size, score in record.scores.items()]
@@ -159,11 +160,11 @@ class LiveProgress(Progress):
             console=console, get_renderable=self.draw, refresh_per_second=4, transient=True
         )
 
-    def on_start(self, federation: Federation, server: Server) -> None:
+    def on_start(self, federation: Federation, server: ServerState) -> None:
         super().on_start(federation, server)
         self.live.start()
 
-    def on_stop(self, server: Server) -> None:
+    def on_stop(self, server: ServerState) -> None:
         super().on_stop(server)
         try:
             self.live.stop()

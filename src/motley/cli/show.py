@@ -17,7 +17,7 @@ from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.runs.checkpoint import fingerprint, load_checkpoint
 from motley.runs.folder import RunFolder
-from motley.runs.metrics import OVERALL, MetricsLog, Outcome, outcome
+from motley.runs.metrics import OVERALL, MetricsLog, Outcome, outcome, stage_metrics
 
 
 def show(
@@ -83,9 +83,9 @@ def print_outcome(console: Console, folder: RunFolder) -> None:
     for target, number in result.rounds_to.items():
         reached = f"first reached in round {number}" if number is not None else "not reached"
         say(f"{target:.1%} mean accuracy: {reached}")
-    method_numbers = lines[-1].get("method")
-    if method_numbers:
-        numbers = ", ".join(f"{name} {_written(value)}" for name, value in method_numbers.items())
+    metrics = stage_metrics(lines[-1])
+    if metrics:
+        numbers = ", ".join(f"{name} {_written(value)}" for name, value in metrics.items())
         say(f"{config.method.name}, last round: {numbers}")
     down, up = result.bytes_down / 1e6, result.bytes_up / 1e6
     say(f"communication: {down:,.1f} MB down, {up:,.1f} MB up")

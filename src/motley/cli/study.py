@@ -17,8 +17,9 @@ from motley.config import parse_overrides
 from motley.core.errors import MotleyError
 from motley.federation import Federation
 from motley.files import output_folder
-from motley.round import Record, Server
 from motley.runs.callbacks import Callback
+from motley.server.record import RoundRecord
+from motley.server.state import ServerState
 from motley.studies.declaration import Study, load_study, studies
 from motley.studies.results import (
     COLUMNS,
@@ -123,7 +124,7 @@ def study(
 def _list() -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("study", style="bold", no_wrap=True)
-    table.add_column("what it is")
+    table.add_column("description")
     table.add_column("cells x seeds", justify="right")
     declared_studies = studies()
     names = [_FIRST, *(name for name in declared_studies if name != _FIRST)]
@@ -220,11 +221,11 @@ class _Watcher(StudyWatcher, Callback):
         self.left -= self.rounds_of_run
         self.console.print(f"  left out: {reason}", highlight=False, markup=False, soft_wrap=True)
 
-    def on_start(self, federation: Federation, server: Server) -> None:
+    def on_start(self, federation: Federation, server: ServerState) -> None:
         self.left -= server.round_number
         self.rounds_of_run -= server.round_number
 
-    def on_round(self, server: Server, record: Record) -> None:
+    def on_round(self, server: ServerState, record: RoundRecord) -> None:
         self.played, self.left = self.played + 1, self.left - 1
         self.rounds_of_run -= 1
         self.bar.update(

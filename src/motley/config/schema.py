@@ -19,15 +19,14 @@ from pydantic import (
     model_validator,
 )
 
-from motley.aggregate.server_optim import SERVER_OPTIMIZERS, ServerOptimizerSettings
+from motley.client.encoding import Encoding
+from motley.client.training import TrainingSettings
 from motley.config.paper_names import spelled_out
 from motley.config.renames import reject_old_names
 from motley.core.errors import MotleyError, unknown
 from motley.data.dataset import DATASETS
 from motley.data.settings import DataSettings
 from motley.engine.base import EngineSettings
-from motley.engine.encoding import Encoding
-from motley.engine.training import TrainingSettings
 from motley.evaluate import EvaluationSettings
 from motley.methods import METHODS, MethodSettings
 from motley.models import MODELS
@@ -38,6 +37,7 @@ from motley.models.resnet import ResNetSettings
 from motley.models.vgg import VGGSettings
 from motley.models.vit import ViTSettings
 from motley.privacy.settings import PrivacySettings
+from motley.server.optimizer import SERVER_OPTIMIZERS, ServerOptimizerSettings
 from motley.settings import Choice, FilePath, RegistryChoice, Settings, Table, no_effect
 from motley.splits import SPLITS, SplitSettings
 

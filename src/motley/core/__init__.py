@@ -1,1 +1,1 @@
-"""What everything else stands on: parts of a global state, their merge, keyed randomness, names, errors."""
+"""The foundation of all other packages: parts, merging, keyed randomness, registries, errors."""

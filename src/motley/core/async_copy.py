@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class AsyncCopy:
-    """A copy of a tensor to the host, queued behind the GPU's work, so that the host need not wait for it."""
+    """A copy of a tensor to the host, queued behind the GPU's work. The host does not wait."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._end: torch.cuda.Event | None = None
@@ -39,8 +39,10 @@ def tensor_on(values: Sequence[float], dtype: torch.dtype, device: torch.device)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a small tensor to a device. A plain copy would make the host wait for all queued work of the GPU; one from
-    pinned memory does not.
+    """Copy a small tensor to a device.
+
+    The copy is made from pinned memory: any other copy would make the host wait for all queued work
+    of the GPU.
     """
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()

@@ -1,4 +1,4 @@
-"""What goes wrong in a user's hands: one exception type, and messages that name what is allowed."""
+"""The exception for problems that a user can solve, and messages that name the alternatives."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ class MotleyError(Exception):
 
 
 def unknown(kind: str, given: str, allowed: Iterable[str], also: Iterable[str] = ()) -> str:
-    """Say that `given` is no known `kind`, which names are, and which one was probably meant, perhaps one of `also`."""
+    """Return a message that `given` is not a known `kind`, with a suggestion and the allowed names.
+
+    `also` are names that may be suggested but are not listed.
+    """
     names = sorted(allowed)
-    near = difflib.get_close_matches(given, [*names, *also], n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    matches = difflib.get_close_matches(given, [*names, *also], n=1, cutoff=0.5)
+    hint = f" Did you mean {matches[0]!r}?" if matches else ""
     return f"unknown {kind} {given!r}.{hint} Allowed: {', '.join(names) or 'none'}."

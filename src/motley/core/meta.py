@@ -11,7 +11,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 #: Functions that draw initial values into a tensor and return it.
-DRAWS_VALUES = frozenset({torch.Tensor.normal_, torch.Tensor.uniform_, nn.init.normal_, nn.init.uniform_})
+DRAWS_VALUES: tuple[Any, ...] = (
+    torch.Tensor.normal_,
+    torch.Tensor.uniform_,
+    nn.init.normal_,
+    nn.init.uniform_,
+)
 
 
 class _WithoutInitialization(TorchFunctionMode):

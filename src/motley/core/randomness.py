@@ -1,8 +1,8 @@
-"""Randomness is keyed, not streamed.
+"""Keyed randomness.
 
-Every random choice is drawn from a generator of its own, made from (seed, purpose, and whatever tells this choice from
-the others: round, client, step). No global generator is read, and no order of execution matters: a resumed run, a run
-with more slots and a run on other nodes all draw the same numbers.
+Every random choice has its own generator, keyed by the seed, a purpose, and whatever identifies the
+choice: round, client, step. No global generator is used, so the order of execution does not matter:
+a resumed run, a run with more slots and a run on other nodes all draw the same numbers.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ import torch
 
 
 def key(seed: int, purpose: str, *which: int | str) -> int:
-    """Return 63 bits that depend on every argument and on nothing else."""
-    parts = (str(part).replace("\\", "\\\\").replace("/", "\\/") for part in (seed, purpose, *which))
+    """Return a 63-bit hash of the arguments."""
+    # Slashes inside a part are escaped, so that different arguments never give the same text.
+    parts = []
+    for part in (seed, purpose, *which):
+        parts.append(str(part).replace("\\", "\\\\").replace("/", "\\/"))
     text = "/".join(parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def generator(seed: int, purpose: str, *which: int | str) -> np.random.Generator:
-    """Return a NumPy generator for one choice (a partition, a round's clients, a client's batches)."""
+    """Return the NumPy generator of one choice, such as a partition or a client's batches."""
     return np.random.Generator(np.random.Philox(key(seed, purpose, *which)))
 
 
 @contextmanager
 def torch_seed(seed: int, purpose: str, *which: int | str) -> Iterator[None]:
-    """Run a block with torch's own CPU generator keyed, and leave the caller's generator as it was."""
+    """Seed torch's CPU generator by a key for the duration of a block, then restore it."""
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(key(seed, purpose, *which))
         yield

@@ -1,4 +1,4 @@
-"""Names for things a configuration can choose: methods, models, data sets, partitions, splits."""
+"""Registries of everything a configuration refers to by name: methods, models, data sets, ..."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """One registered thing, with the line that `motley list` prints for it."""
+    """A registered item and its description for `motley list`."""
 
     name: str
     item: T
@@ -23,17 +23,19 @@ class Entry(Generic[T]):
 
 
 class Registry(Generic[T]):
-    """A named collection that is filled by decorators and asked by name."""
+    """A collection that decorators fill, with lookup by name. `kind` is used in messages."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._entries: dict[str, Entry[T]] = {}
         self._aliases: dict[str, str] = {}
 
-    def register(self, name: str, summary: str, *, paper: str = "", aliases: tuple[str, ...] = ()) -> Callable[[T], T]:
-        """Return a decorator that files its target under `name` (and under each alias)."""
+    def register(
+        self, name: str, summary: str, *, paper: str = "", aliases: tuple[str, ...] = ()
+    ) -> Callable[[T], T]:
+        """Return a decorator that registers an item as `name` and under each alias."""
 
-        def file(item: T) -> T:
+        def add(item: T) -> T:
             for key in (name, *aliases):
                 if key in self:
                     raise ValueError(f"{self.kind} {key!r} is registered twice")
@@ -41,16 +43,18 @@ class Registry(Generic[T]):
             self._aliases.update({alias: name for alias in aliases})
             return item
 
-        return file
+        return add
 
     def entry(self, name: str, setting: str = "") -> Entry[T]:
-        """Return the entry of a name or an alias; a wrong one gets an error that names the setting and lists the right
-        ones.
+        """Return the entry with this name or alias.
+
+        The error about an unknown name lists the known ones, and names the `setting` it came from.
         """
-        own = self._aliases.get(name, name)
-        if own not in self._entries:
-            raise MotleyError((f"{setting}: " if setting else "") + unknown(self.kind, name, self._entries))
-        return self._entries[own]
+        canonical = self._aliases.get(name, name)
+        if canonical not in self._entries:
+            prefix = f"{setting}: " if setting else ""
+            raise MotleyError(prefix + unknown(self.kind, name, self._entries))
+        return self._entries[canonical]
 
     def __getitem__(self, name: str) -> T:
         return self.entry(name).item

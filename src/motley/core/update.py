@@ -14,14 +14,17 @@ from motley.core.part import Part, State
 
 @dataclass(frozen=True, kw_only=True)
 class ClientUpdate:
-    """One client's update. The client fills in the first fields, and the server adds the others before the merge.
+    """One client's update.
 
-    `delta` is the change of the client's part, under the client's own names. `payload` is what the method sends beside
-    it. `loss` is the mean training loss over the local steps; a GPU may still be computing it, like the delta. It is
-    NaN if the client does not report it.
+    The client fills in the first fields, and the server adds the others before the merge.
 
-    `part` says where the delta belongs in the global state, and `weight` how much the client counts. `row_weights` has,
-    for some tensors, one more factor per row: 0 for rows that do not count.
+    `delta` is the change of the client's part, under the client's own names. `payload` holds the
+    method's additional tensors. `loss` is the mean training loss over the local steps; a GPU may
+    still be computing it, like the delta. It is NaN if the client does not report it.
+
+    `part` says where the delta belongs in the global state, and `weight` how much the client
+    counts. `row_weights` has, for some tensors, one more factor per row: 0 for rows that do not
+    count.
     """
 
     client: int

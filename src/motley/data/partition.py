@@ -128,7 +128,7 @@ class Iid(DisjointPartition):
 
 @PARTITIONS.register(
     "dirichlet",
-    "each class is shared out by Dir(alpha): unlike labels and unlike sizes",
+    "each class is divided by Dir(alpha): skewed labels and different sizes",
     paper="Li, Diao, Chen, He 2022 (NIID-Bench), arXiv:2102.02079",
 )
 class Dirichlet(DisjointPartition):

@@ -1,1 +1,1 @@
-"""A federation on several machines: a folder that has all it takes, and Flower's commands with the right flags."""
+"""A federation on several machines: its folder, its keys, and the processes that Flower needs."""

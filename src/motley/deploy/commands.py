@@ -1,7 +1,7 @@
-"""The processes of a deployed federation: the server's, a node's, and the commands that talk to the server.
+"""The processes of a deployed federation: the server, the nodes, and commands to the server.
 
-Telemetry, update checks and the installation of packages at run time are off; Flower keeps its state in the
-deployment's own folder.
+Flower's telemetry, update checks and installation of packages are switched off. Flower keeps its
+state in the deployment's own folder.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from motley.deploy.worker import TaskSource
 from motley.flower.settings import read_node
 from motley.runs.folder import RunFolder
 
-#: Seconds that a server may take to start, that a process may take to stop, and between two looks at who is online.
+#: Seconds that a server may take to start, that a process may take to stop, and between two polls.
 START_S, STOP_S, LOOK_S = 60.0, 10.0, 1.0
 #: The exit status of Flower's commands for every kind of failure.
 FAILED = 1
-#: How many absent clients a message names.
+#: Most absent clients that a message names.
 NAMED = 20
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Return the environment of Flower's commands; their folder comes first, as they start each other by name."""
+    """Return the environment of Flower's commands, which start each other by name."""
     return {
         **os.environ,
         "FLWR_HOME": str(home),
@@ -48,7 +48,7 @@ def environment(home: Path) -> dict[str, str]:
 def running(
     command: list[str], home: Path, sockets: tuple[int, ...] = (), output: int | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command until the block ends, however it ends. It inherits `sockets`; `output` is as Popen's stdout."""
+    """Run a command until the block ends. It inherits `sockets`; `output` is Popen's stdout."""
     errors = subprocess.STDOUT if output is not None else None
     process = subprocess.Popen(command, env=environment(home), pass_fds=sockets, stdout=output, stderr=errors)
     try:
@@ -66,7 +66,7 @@ def running(
 
 
 def serve(folder: DeployFolder) -> int:
-    """Run the server, with all nodes registered whose keys are in the folder; return how it ended."""
+    """Run the server, with the nodes whose keys are in the folder; return its exit status."""
     settings = folder.read_settings()
     warn_of_unknown_host(settings)
     with listen(settings) as public, bound("127.0.0.1", 0) as private:
@@ -97,7 +97,7 @@ def superlink_command(folder: DeployFolder, public: int, private: int) -> list[s
 
 
 def superexec_command(folder: DeployFolder) -> list[str]:
-    """Return the command that runs the server's side of runs; it fetches them from the server process."""
+    """Return the command that runs server apps; it fetches their tasks from the server process."""
     command = ["flower-superexec", "--runtime-api-address", folder.read_secrets().address]
     command += ["--superexec-auth-secret-file", str(folder.superexec), "--parent-pid", str(os.getpid())]
     if folder.read_settings().insecure:
@@ -125,7 +125,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def warn_of_unknown_host(settings: DeploySettings) -> None:
-    """Say so if the server's own name is unknown here. It may be known to the nodes, so it is no error."""
+    """Warn if the server's own name is unknown here. The nodes may know it, so this is no error."""
     try:
         socket.getaddrinfo(settings.host, settings.port)
     except OSError as error:
@@ -133,7 +133,7 @@ def warn_of_unknown_host(settings: DeploySettings) -> None:
 
 
 def wait_for(control: Control, process: subprocess.Popen[bytes]) -> None:
-    """Return when the server answers."""
+    """Wait until the server answers."""
     end = time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < end:
         try:
@@ -158,7 +158,7 @@ def register_nodes(folder: DeployFolder, control: Control) -> None:
         if key not in known:
             control.register(key, name)
         elif known[key].status == EXCLUDED:
-            # Flower keeps the keys of nodes that it no longer admits, and never takes one a second time.
+            # Flower keeps the keys of excluded nodes and never admits them again.
             raise MotleyError(
                 f"{folder.nodes / name}: this node was excluded before. To admit it again, delete "
                 f"{folder.flower / 'state.db'}* (Flower's list of nodes and runs; checkpoints are not in it)."
@@ -169,7 +169,7 @@ def register_nodes(folder: DeployFolder, control: Control) -> None:
 
 
 def node_command(file: Path, tasks: TaskSource) -> list[str]:
-    """Return the command of the node whose settings are in a file; key and ca.crt are beside it."""
+    """Return the SuperNode's command for a node.toml; key and ca.crt are in the same folder."""
     node, here = read_node(file), file.absolute().parent
     if not node.superlink:
         raise MotleyError(f"{file}: superlink is not set; it should be the server's host:port.")
@@ -181,7 +181,7 @@ def node_command(file: Path, tasks: TaskSource) -> list[str]:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on; a node's own processes talk over it."""
+    """Return a free port of this machine, over which a node's own processes talk."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -191,7 +191,7 @@ def free_port() -> int:
 
 
 def play(folder: DeployFolder) -> None:
-    """Begin the federation's run, or resume it; print what it prints, until it has ended."""
+    """Start or resume the federation's run, and print its output until it ends."""
     config = folder.read_config()
     control = Control(folder)
     wait_for_nodes(folder, control, config)
@@ -206,7 +206,7 @@ def play(folder: DeployFolder) -> None:
 
 
 def wait_for_nodes(folder: DeployFolder, control: Control, config: Config) -> None:
-    """Wait until all clients are online, and say who is missing. A run that has begun goes on without them."""
+    """Wait until all clients are online, and print who is missing. A resumed run does not wait."""
     limit = config.engine.flower.wait_s
     end = time.monotonic() + limit
     said = ""
@@ -224,7 +224,7 @@ def wait_for_nodes(folder: DeployFolder, control: Control, config: Config) -> No
 
 
 def describe_missing(folder: DeployFolder, control: Control, clients: int) -> str:
-    """Return how many nodes are not online, and which clients they are if keys tell; empty if all are."""
+    """Return the number of absent nodes and, if known, their clients; empty if none is absent."""
     nodes = control.nodes()
     if folder.read_settings().insecure:
         missing = clients - len([node for node in nodes if node.status == "online"])

@@ -1,4 +1,4 @@
-"""Flower's Control API, as the server's owner uses it: over loopback, with the token from the deployment's folder."""
+"""Calls Flower's Control API on loopback, with the token from the deployment's folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from motley.core.errors import MotleyError
 from motley.deploy.folder import DeployFolder
 
-#: What Flower calls the state of a node that is no longer admitted.
+#: Flower's name for the state of a node that is no longer admitted.
 EXCLUDED = "unregistered"
 
 
@@ -49,7 +49,7 @@ class BearerToken:
 
 
 class Control:
-    """Calls of the Control API. A server that does not answer is a MotleyError."""
+    """A client of the Control API. It raises MotleyError if the server does not answer."""
 
     def __init__(self, folder: DeployFolder) -> None:
         self.folder = folder
@@ -77,7 +77,7 @@ class Control:
             self._client.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
 
     def unregister(self, node: int) -> None:
-        """Admit a node no longer."""
+        """Exclude a node."""
         with self._explained():
             self._client.UnregisterNode(UnregisterNodeRequest(node_id=node))
 
@@ -90,7 +90,7 @@ class Control:
             return int(self._client.StartRun(request).run_id)
 
     def logs(self, run: int) -> Iterator[str]:
-        """Return what a run prints, until it ends."""
+        """Yield the output of a run until it ends."""
         with self._explained():
             for response in self._client.StreamLogs(StreamLogsRequest(run_id=run)):
                 yield response.log_output
@@ -118,11 +118,11 @@ class Control:
 
 
 class NoServerError(MotleyError):
-    """Nothing answers where the server should be."""
+    """No server answers."""
 
 
 def read_public_key(file: Path) -> bytes:
-    """Return a node's public key as Flower's API wants it."""
+    """Return a node's public key in the encoding of Flower's API."""
     try:
         key = load_ssh_public_key(file.read_bytes())
     except (OSError, ValueError, UnsupportedAlgorithm) as error:

@@ -2,9 +2,9 @@
 
 run.toml                 the configuration of the run; edit it before the run begins
 deploy.toml              the server's address
-app/pyproject.toml       the app that Flower is told to run
+app/pyproject.toml       the app that Flower runs
 certificates/            the federation's certificate authority and the server's certificate; stays on the server
-nodes/node-0/ ...        the files that each node takes with it: node.toml, its key, the authority's certificate
+nodes/node-0/ ...        the files of each node: node.toml, its key, the authority's certificate
 flower/                  Flower's state, and the secrets of the running server; for the server's user only
 run/                     the run, once it has begun
 """
@@ -31,7 +31,7 @@ from motley.files import write_secret
 from motley.flower.settings import NodeSettings
 from motley.settings import Settings, validate
 
-#: One label of a host name, as RFC 1123 has it.
+#: One label of a host name (RFC 1123).
 LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 
 APP = """[project]
@@ -55,18 +55,18 @@ out = ""
 
 
 class DeploySettings(Settings):
-    """Where the server is, and whether it is guarded."""
+    """The server's address, and whether it uses encryption and keys."""
 
     host: str = "127.0.0.1"
-    """The name or address that nodes reach the server by."""
+    """The server's name or address, as nodes see it."""
     port: int = Field(default=8443, ge=1, le=65535)
     insecure: bool = False
-    """Without encryption and keys: on this machine only."""
+    """No encryption and no keys; on this machine only."""
 
     @field_validator("host")
     @classmethod
     def _reachable(cls, host: str) -> str:
-        """Refuse a host that no node could reach: the certificate is made for it."""
+        """Reject hosts that no node could reach: the server's certificate names the host."""
         try:
             address = ipaddress.ip_address(host)
         except ValueError:
@@ -107,13 +107,13 @@ def is_host_name(text: str) -> bool:
 
 @dataclass
 class ServerSecrets:
-    """What the processes of a running server prove themselves with. They are new with every start of the server."""
+    """The secrets of a running server's processes. They are new with every start of the server."""
 
-    #: Where the Control API and the Runtime API are: on loopback.
+    #: The address of the Control API and the Runtime API, on loopback.
     address: str
-    #: Lets a caller use the Control API.
+    #: Grants access to the Control API.
     token: str
-    #: Lets a process fetch the tasks of a run from the Runtime API.
+    #: Grants access to the tasks of a run in the Runtime API.
     superexec: bytes
 
 
@@ -183,7 +183,7 @@ class DeployFolder:
 
 
 def create(path: Path, config: Config, settings: DeploySettings) -> DeployFolder:
-    """Write a folder for a federation: one node per client, each with the size that the configuration assigns."""
+    """Write the folder of a federation, with one node per client of the size assigned to it."""
     sizes = assign_sizes(config)
     try:
         if path.exists() and not path.is_dir():

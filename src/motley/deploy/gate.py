@@ -1,8 +1,9 @@
-"""What the server's public address lets through: Flower's Fleet API, and nothing else.
+"""Lets requests for Flower's Fleet API through on the server's public address, and nothing else.
 
-Flower 1.41 serves three APIs on one port. The Fleet API is for nodes, and checks their keys. The Control API starts
-runs, with any code, and the Runtime API hands out their tasks; neither asks who is calling. So the SuperLink listens on
-two sockets: one on loopback that serves everything, and the public one, where this gate stands in front.
+Flower 1.41 serves three APIs on one port. The Fleet API is for nodes, and checks their keys. The
+Control API starts runs, with any code, and the Runtime API hands out their tasks; neither checks who
+is calling. So the SuperLink listens on two sockets: one on loopback that serves everything, and the
+public one behind this gate.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-#: The calls of a node with a registered key. A path that a later version of Flower adds is refused until it is here.
+#: The calls of a node with a registered key. Paths that a later version of Flower adds are refused.
 NODE_PATHS = frozenset(
     {
         "/v1/fleet/activate-node",
@@ -30,7 +31,7 @@ NODE_PATHS = frozenset(
         "/v1/fleet/confirm-message-received",
     }
 )
-#: The further calls of nodes without keys. They register themselves, which is for a federation on one machine only.
+#: Further calls of nodes without keys, which register themselves: for a federation on one machine.
 SELF_REGISTRATION_PATHS = frozenset({"/v1/fleet/register-node", "/v1/fleet/unregister-node"})
 
 #: Flower sends arrays in pieces of 5 MiB, so an honest request is far smaller than this.
@@ -38,7 +39,7 @@ MAX_REQUEST_BYTES = 32 * 2**20
 
 
 class FleetGate:
-    """An ASGI application that refuses everything on the public socket but the Fleet API."""
+    """An ASGI application that refuses everything but the Fleet API on the public socket."""
 
     def __init__(self, app: App, private: tuple[str, int], allowed: frozenset[str]) -> None:
         """`private` is the loopback address on which every request is passed on to `app`."""
@@ -57,8 +58,8 @@ class FleetGate:
         if status:
             await refuse(send, status, reason)
             return
-        # Flower decides by `request.url` who has to authenticate, and that is built from the Host header, which the
-        # caller chooses. Without the header it is built from the socket's own address.
+        # Flower decides by `request.url` who has to authenticate. The URL is built from the Host
+        # header, which the caller chooses, or without it from the socket's own address.
         headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
         await self.app({**scope, "headers": headers}, receive, send)
 
@@ -72,7 +73,7 @@ class FleetGate:
             return 404, "this address serves nodes only"
         headers = dict(scope["headers"])
         length = headers.get(b"content-length", b"")
-        # Flower reads a whole request before it looks at the key, so the length has to be known beforehand.
+        # Flower reads a whole request before it checks the key, so its length must be known first.
         if b"transfer-encoding" in headers or not length.isdigit():
             return 411, "a request needs a Content-Length"
         if int(length) > MAX_REQUEST_BYTES:
@@ -86,7 +87,7 @@ async def refuse(send: Send, status: int, reason: str) -> None:
     headers = [
         (b"content-type", b"text/plain; charset=utf-8"),
         (b"content-length", str(len(body)).encode()),
-        # What the caller still wants to send is not read.
+        # The rest of the request is not read.
         (b"connection", b"close"),
     ]
     await send({"type": "http.response.start", "status": status, "headers": headers})

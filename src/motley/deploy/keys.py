@@ -1,4 +1,4 @@
-"""Certificates and keys: the federation's own authority, the server's certificate, and one key per node.
+"""Certificates and keys: the federation's authority, the server's certificate, the nodes' keys.
 
 Flower expects certificates as PEM, and node keys on the curve P-384 in OpenSSH's format.
 """
@@ -23,7 +23,7 @@ VALID = timedelta(days=730)
 def write_certificates(folder: Path, host: str) -> None:
     """Write ca.crt, ca.key, server.pem and server.key for a server that nodes reach as `host`."""
     authority, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
-    # The host is in the alternative names only: a common name has at most 64 characters, a host name may have more.
+    # The host is in the alternative names only: a common name has at most 64 characters.
     issuer, subject = _name("Motley federation"), _name("Motley server")
     signing = x509.BasicConstraints(ca=True, path_length=0)
     root = _certificate(issuer, issuer, authority.public_key()).add_extension(signing, critical=True)

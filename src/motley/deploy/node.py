@@ -1,8 +1,8 @@
-"""`motley deploy node`: check everything that can be checked here, then run Flower's SuperNode.
+"""`motley deploy node`: checks the node's settings and files, then runs Flower's SuperNode.
 
-A node that connects looks healthy to the server, so data, size and device are tried before. A SuperNode that ends is
-started again only if that can help; its reasons are told apart by the words that it prints, for its exit status is
-always the same.
+A node that connects looks healthy to the server, so data, size and device are checked before. A
+SuperNode that ends is started again only if that can help. The reasons why it ended are told apart
+by its output, because its exit status is always the same.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from motley.models import MODELS
 
 try:
     import fcntl
-except ImportError:  # Windows: a node that is started twice is then refused by the server
+except ImportError:  # Windows, where the server refuses a node that is started twice
     fcntl = None  # type: ignore[assignment]
 
+#: Seconds that a node waits before it tries again.
 AGAIN_S = 5.0
-"""How long a node waits before it tries again."""
-#: Lets glibc map every block of at least 2 MiB on its own, so that it is unmapped when it is freed.
-#: A lower limit hardly lowers the peak, and costs many more page faults.
-GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2 * 2**20)}
+#: Lets glibc map every block of at least 256 KiB on its own, so that it is unmapped when it is freed,
+#: and use one arena. By default every thread of Flower's transfers would keep free memory of its own.
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**18), "MALLOC_ARENA_MAX": "1"}
+#: Last lines of a SuperNode's output that are searched for the reason of its end.
 TAIL = 50
-"""Lines of a SuperNode's output in which its last words are looked for."""
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
-# Flower's words.
+# Texts in Flower's output.
 REFUSED = "Failed to activate SuperNode"
 NOT_SAFE = "SSL/TLS handshake error detected"
 GENERAL = "Failed to initialize the connection to the SuperLink."
+#: Flower's exit code for a node without a connection, the only code for which another try may help.
 NO_CONNECTION = "305"
-"""Flower's exit code for a node without a connection: of all its codes the only one that another try may change."""
 
 
 def be_node(file: Path, patience: float, app: str = CLIENT_APP) -> NoReturn:
-    """Run a node until it is stopped, or has ended for a reason that another try would not change.
+    """Run a node until it is stopped, or ends for a reason that another try would not change.
 
-    A server refuses a key that it does not know (yet), and one whose node it has not yet noticed to be gone, which
-    takes it about a minute. So a node that is refused tries again for as long as patience lasts.
+    A server refuses a key that it does not know (yet), and the key of a node that was killed less
+    than a minute ago. So a node that is refused tries again for `patience` seconds.
     """
     node = read_node(file)
     check(node, file)
@@ -79,7 +79,7 @@ def be_node(file: Path, patience: float, app: str = CLIENT_APP) -> NoReturn:
 
 
 def check(node: NodeSettings, file: Path) -> None:
-    """Refuse to start a node that could not train, or could not connect."""
+    """Raise an error if the node could not train or could not connect."""
     here = file.absolute().parent
     if not re.fullmatch(r"[^/\s]+:\d{1,5}", node.superlink):
         raise MotleyError(f"{file}: superlink = {node.superlink!r}: should be the server's host:port.")
@@ -106,7 +106,7 @@ def check(node: NodeSettings, file: Path) -> None:
 
 
 def check_size(node: NodeSettings, file: Path) -> None:
-    """Refuse a size that no run can have: one is a model, or a part of one (resnet18-w0.5, resnet18-e2)."""
+    """Reject sizes that no run can have. A size is a model or a part of one (resnet18-w0.5)."""
     models = [entry.name for entry in MODELS]
     parts = tuple(f"{model}-" for model in models)
     if node.size and node.size not in models and not node.size.startswith(parts):
@@ -114,7 +114,7 @@ def check_size(node: NodeSettings, file: Path) -> None:
 
 
 def check_key(key: Path) -> None:
-    """Refuse a key that Flower could not use."""
+    """Reject keys that Flower could not use."""
     try:
         private = load_ssh_private_key(key.read_bytes(), None)
     except FileNotFoundError:
@@ -130,7 +130,7 @@ def check_key(key: Path) -> None:
 
 
 def check_certificate(certificate: Path) -> None:
-    """Refuse a certificate with which no connection could be made."""
+    """Reject certificates with which no connection could be made."""
     if not certificate.is_file():
         raise MotleyError(
             f"{certificate}: there is no such file. It is the certificate of the federation's authority; copy it from "
@@ -144,7 +144,7 @@ def check_certificate(certificate: Path) -> None:
 
 @contextmanager
 def only_one(lock: Path) -> Iterator[None]:
-    """Hold a lock that ends with this process, so that a node's folder is used by one process at a time."""
+    """Hold a lock until this process ends, so that only one process uses a node's folder."""
     try:
         file = lock.open("a")
     except OSError as error:
@@ -169,8 +169,8 @@ def worker_settings(node: NodeSettings, file: Path, app: str = CLIENT_APP) -> Wo
 def worker_environment(node: NodeSettings, file: Path) -> dict[str, str]:
     """Return the environment of the process that answers messages.
 
-    A node with a limit of its memory gives freed memory back to the system at once. glibc's malloc would keep up to
-    a third more of it, in pieces between those in use; for that it saves page faults, which a step takes time for.
+    A node with a memory limit returns freed memory to the system at once. glibc's malloc would keep
+    some of it, between blocks in use, which saves page faults and so makes steps faster.
     """
     variables = environment(home_of(file))
     if node.budget.memory_mb is not None:
@@ -179,14 +179,14 @@ def worker_environment(node: NodeSettings, file: Path) -> dict[str, str]:
 
 
 def home_of(file: Path) -> Path:
-    """Return the folder for Flower's own files of a node."""
+    """Return the folder of Flower's own files of a node."""
     return file.absolute().parent / "flower"
 
 
 def run_supernode(file: Path, worker: WorkerSettings) -> tuple[int, str]:
-    """Run Flower's SuperNode to its end, and a worker on its messages; return its status and its last lines.
+    """Run Flower's SuperNode until it ends, with a worker for its messages.
 
-    The output of both is on this terminal.
+    Return the SuperNode's exit status and its last lines. All output is on this terminal.
     """
     home = home_of(file)
     tasks = TaskSource(home, free_port())
@@ -201,7 +201,7 @@ def run_supernode(file: Path, worker: WorkerSettings) -> tuple[int, str]:
 
 
 def pass_on(output: IO[bytes], said: deque[str]) -> None:
-    """Print every line of a process, and keep the last ones."""
+    """Print every line of a process, and keep the last ones in `said`."""
     colours = sys.stdout.isatty()
     for line in output:
         text = line.decode(errors="replace")
@@ -212,7 +212,7 @@ def pass_on(output: IO[bytes], said: deque[str]) -> None:
 
 
 def why_ended(node: NodeSettings, file: Path, code: int, said: str) -> tuple[str, bool]:
-    """Return why a SuperNode ended, and whether another try could end better."""
+    """Return why a SuperNode ended, and whether another try may help."""
     here, server = file.absolute().parent, node.superlink
     if REFUSED in said:
         reason = (
@@ -240,7 +240,7 @@ def why_ended(node: NodeSettings, file: Path, code: int, said: str) -> tuple[str
 
 
 def last_words(said: str) -> str:
-    """Return what a SuperNode said of its end: the line after Flower's exit code that says something, or the last."""
+    """Return why a SuperNode ended: the first specific line after its exit code, or the last."""
     lines = [line.strip() for line in COLOUR.sub("", said).splitlines() if line.strip()]
     for number, line in enumerate(lines):
         if "Exit Code:" in line:

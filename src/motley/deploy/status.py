@@ -1,4 +1,4 @@
-"""Nodes and runs as the server knows them, in the federation's terms: clients and sizes instead of Flower's ids."""
+"""Prints nodes and runs in the federation's terms: clients and sizes instead of Flower's ids."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from motley.flower.settings import read_node
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import MetricsLog
 
-#: What Flower calls the state of a node, and what we call it.
+#: Flower's names for the states of a node, and ours.
 STATES = {"registered": "never connected", "online": "online", "offline": "offline"}
 
 
 def nodes_of_clients(folder: DeployFolder, nodes: Sequence[Any]) -> dict[int, Any]:
-    """Return Flower's NodeInfo of each client. A node is known by its key, and that is in the folder node-CLIENT."""
+    """Return Flower's NodeInfo of each client, by the key in the folder node-CLIENT."""
     clients = {}
     for file in folder.public_keys():
         number = file.parent.name.removeprefix("node-")
@@ -38,7 +38,7 @@ def node_table(folder: DeployFolder, nodes: Sequence[Any]) -> Table:
     """Return a table with one row per node."""
     table = Table("client", "node", "size", "device", "state", "since (UTC)", "Flower's id")
     if folder.read_settings().insecure:
-        # Without keys nothing tells the server which client a node is, until a run asks it.
+        # Without keys the server does not know which client a node is until a run asks the node.
         for info in nodes:
             table.add_row("?", "", "", "", *_state(info))
         return table
@@ -51,7 +51,7 @@ def node_table(folder: DeployFolder, nodes: Sequence[Any]) -> Table:
 
 
 def _run_config(folder: DeployFolder) -> Any:
-    """Return the configuration of the run: once it has begun, with the sizes that the nodes named."""
+    """Return the run's configuration; once it has begun, with the sizes that nodes have named."""
     run = RunFolder(folder.run)
     return run.read_config() if run.config.exists() else folder.read_config()
 
@@ -62,7 +62,7 @@ def _state(info: Any) -> tuple[str, str, str]:
 
 
 def run_lines(folder: DeployFolder, runs: Sequence[Any]) -> list[str]:
-    """Return one line per attempt at the run, the latest first, and one with the rounds that are done."""
+    """Return one line per attempt at the run, the latest first, and one line with its progress."""
     if not runs:
         return ["no run yet"]
     lines = []

@@ -1,6 +1,7 @@
-"""The server process: Flower's SuperLink on two sockets, the public one behind a gate, its Control API with a token.
+"""The server process: Flower's SuperLink on two sockets.
 
-`motley deploy server` opens the sockets, and starts this module as a process of its own:
+The public socket is behind a gate (gate.py), and the Control API needs a token. `motley deploy
+server` opens the sockets and starts this module as a process of its own:
 
     python -m motley.deploy.superlink FOLDER PUBLIC_SOCKET PRIVATE_SOCKET
 """
@@ -30,14 +31,14 @@ from motley.deploy.gate import NODE_PATHS, SELF_REGISTRATION_PATHS, FleetGate
 
 
 class TokenPlugin(NoOpControlAuthnPlugin):
-    """Lets callers of the Control API in who know the token: those who can read the deployment's secrets."""
+    """Admits callers of the Control API that know the token in the deployment's secrets."""
 
     def __init__(self, token: str) -> None:
         super().__init__()
         self.token = token
 
     def validate_tokens_in_metadata(self, metadata: Sequence[tuple[str, str | bytes]]) -> tuple[bool, Any]:
-        """Compare the bearer token of a request with the only one there is."""
+        """Compare a request's bearer token with the deployment's."""
         for _, given in metadata:
             if hmac.compare_digest(str(given).encode(), self.token.encode()):
                 return super().validate_tokens_in_metadata(metadata)
@@ -45,7 +46,7 @@ class TokenPlugin(NoOpControlAuthnPlugin):
 
 
 def superlink_config(folder: DeployFolder, private: tuple[str, int]) -> SuperLinkLifespanConfig:
-    """Return the settings of the SuperLink. It starts no processes itself: see `superexec_command`."""
+    """Return the SuperLink's settings. It starts no processes itself; see `superexec_command`."""
     insecure = folder.read_settings().insecure
     ca, certificate, key = (folder.certificates / name for name in ("ca.crt", "server.pem", "server.key"))
     return SuperLinkLifespanConfig(
@@ -76,7 +77,7 @@ def superlink_config(folder: DeployFolder, private: tuple[str, int]) -> SuperLin
 
 def main(path: str, public_socket: str, private_socket: str) -> None:
     """Serve until a signal ends the process."""
-    # If `motley deploy server` is killed, this process would go on and keep the port.
+    # If `motley deploy server` is killed, this process would live on and keep the port.
     start_parent_process_monitor(os.getppid())
     folder = DeployFolder.open(Path(path))
     public, private = (socket.socket(fileno=int(number)) for number in (public_socket, private_socket))

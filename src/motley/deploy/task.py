@@ -66,7 +66,7 @@ def main(address: str, reference: str, max_idle_mb: str) -> None:
 
 
 def take_over_output() -> IO[str]:
-    """Return the standard output; everything that is printed goes to the standard error from now on."""
+    """Return the standard output; from now on everything printed goes to the standard error."""
     reports = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return reports

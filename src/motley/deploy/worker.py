@@ -6,9 +6,9 @@ who has taken one over, could run any code at every node. Flower can check the s
 without the part that runs apps (`--isolation process`) and does that part itself: it runs its own
 client app, and neither installs nor imports the app that the server sent.
 
-The app runs in a worker process (task.py), which answers one message after the other. It starts with
-the first message and stays for `keep_alive_s` seconds after the last one, so that the next message
-finds torch imported and the client built. A worker that dies is replaced when the next message comes.
+The app runs in a worker process (task.py), which answers one message after the other. It starts
+with the first message and stays for `keep_alive_s` seconds after the last one, so that the next
+message finds torch imported and the client built. If it dies, the next message starts another.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STAYS = "stays"
 
 
 class TaskSource:
-    """The SuperNode's messages, as tasks. They are handed out on loopback, to those who know a secret."""
+    """The SuperNode's messages, which it hands out on loopback to processes that know a secret."""
 
     def __init__(self, folder: Path, port: int) -> None:
         """`folder` is the node's own; the secret in it is new with every start."""
@@ -55,7 +55,7 @@ class TaskSource:
         write_secret(self.secret, secrets.token_bytes(32))
 
     def flags(self) -> list[str]:
-        """Return the flags with which a SuperNode runs no app itself, and hands its messages to us alone."""
+        """Return the flags of a SuperNode that runs no app itself and hands its messages to us."""
         secret = ["--superexec-auth-secret-file", str(self.secret)]
         return ["--isolation", "process", "--host", "127.0.0.1", "--port", str(self.port), *secret]
 
@@ -66,8 +66,7 @@ class TaskSource:
             protected_methods=frozenset({"/flwr.proto.Runtime/AcquireTask"}),
         )
         version = RuntimeVersionHttpInterceptor(component_name="SuperExec")
-        interceptors = [version, proof]
-        return RuntimeHttpClient.from_server_address(self.address, True, None, interceptors=interceptors)
+        return RuntimeHttpClient.from_server_address(self.address, True, None, interceptors=[version, proof])
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Engines: how clients are run."""
+"""Engines: how many clients are run at once."""
 
+from motley.client.clients import Clients
+from motley.client.job import Job
 from motley.core.update import ClientUpdate
-from motley.engine.base import Engine, EngineSettings, Failure, Job
-from motley.engine.clients import Clients
+from motley.engine.base import Engine, EngineSettings, Failure
 from motley.engine.debug import DebugEngine
 from motley.engine.local import LocalEngine
 

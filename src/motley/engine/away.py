@@ -16,12 +16,12 @@ from dataclasses import replace
 
 import torch
 
+from motley.client.clients import Clients
+from motley.client.job import Job
+from motley.client.training import Plan
 from motley.core.part import State
 from motley.core.update import ClientUpdate
-from motley.engine.base import Job
-from motley.engine.clients import Clients
 from motley.engine.slots import Slot
-from motley.engine.training import Plan
 
 
 class AwaySlot(Slot):

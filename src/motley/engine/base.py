@@ -7,12 +7,12 @@ differs. It holds, or reaches, the clients' data and their memory; the server se
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
 from pydantic import Field, field_validator
 
-from motley.core.part import State
+from motley.client.job import Job
 from motley.core.update import ClientUpdate
 from motley.kernels import ALL, LAYERS
 from motley.methods.base import Collection
@@ -92,25 +92,6 @@ class EngineSettings(Settings):
         """The kernels that a run uses on a GPU: a compiled model has no use for those of layers."""
         chosen = frozenset(self.kernels)
         return chosen - LAYERS if self.compile else chosen
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the server asks of one client in a round."""
-
-    round_number: int
-    client: int
-    size: str
-    state: State
-    """The client's part of the global state under its own names: views, which the engine copies and never changes."""
-    broadcast: State = field(default_factory=dict)
-    """What the method sends to the client beside its part."""
-    client_state_round: int | None = None
-    """The round of the client's last accepted update, which is the round of the client state to use; None: no such
-    round yet.
-    """
-    collection: Literal["method", "statistics"] = "method"
-    """For `Engine.collect`: the method's own collection, or BatchNorm statistics (`aggregate/recalibration.py`)."""
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from motley.client.clients import Clients, own_randomness
+from motley.client.job import Job
 from motley.core.update import ClientUpdate
-from motley.engine.base import Done, Job
-from motley.engine.clients import Clients, own_randomness
+from motley.engine.base import Done
 from motley.methods.base import Collection
 
 

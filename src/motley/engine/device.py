@@ -1,23 +1,31 @@
-"""Where tensors live, and how exactly they are computed: decided here and nowhere else."""
+"""The devices that a run uses, how tensors are laid out on them, and how exactly they compute."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
 
 from motley.core.errors import MotleyError
 
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-"""Hardware queues for streams: by default there are eight, and slots beyond that would wait for each other."""
+
+def request_hardware_queues() -> None:
+    """Ask CUDA for 32 hardware queues. With the default of 8, streams of more slots wait in line.
+
+    CUDA reads the environment variable when it starts, so this must come before the process first
+    uses a GPU. A value that is already set is kept.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def choose_devices(setting: str) -> list[torch.device]:
-    """Return the devices that `engine.device` names: first the home device, with the server's state and evaluation.
+    """Return the devices that `engine.device` names. The first is the server's home device.
 
-    `auto` is every GPU that is visible, or else the CPU. The CPU may be named several times, which changes nothing but
+    `auto` is every GPU that is visible, or else the CPU. The CPU may be named several times, which
+    changes nothing but
     the code that runs: what several devices do can then be tried without them.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -43,33 +51,26 @@ def _refused(setting: str, reason: str) -> MotleyError:
     return MotleyError(f"engine.device = {setting!r}: {reason}.")
 
 
-def place(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a model to a device; on a GPU with channels last in memory, where convolutions are faster."""
-    model = model.to(device)
-    if device.type == "cuda":
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return model
+@contextmanager
+def numerics(precision: str, threads: int) -> Iterator[None]:
+    """Compute with a precision and a number of CPU threads inside the block, then restore both.
+
+    With fp32, matrix products and convolutions on a GPU do not use tf32. The flags belong to the
+    whole process, so they are set only while a federation trains or evaluates, and two federations
+    do not change each other's. Entering and leaving costs microseconds. Steps that are captured
+    inside the block keep their precision.
+    """
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32, torch.get_num_threads()
+    _set_numerics(precision != "fp32", precision != "fp32", threads)
+    try:
+        yield
+    finally:
+        _set_numerics(*before)
 
 
-def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor to a device, laid out as `place` lays out a model's: grouped operations need equal layouts."""
-    if device.type == "cuda" and tensor.dim() == 4:
-        return tensor.to(device, memory_format=torch.channels_last)
-    return tensor.to(device)
-
-
-def set_precision(precision: str, device: torch.device) -> None:
-    """Allow or forbid tf32 in matrix products and convolutions on a GPU."""
-    if precision in ("fp16", "bf16") and device.type == "cpu":
-        raise MotleyError(
-            f"engine.precision = {precision!r}: is for a GPU; torch's CPU gradients of convolutions may be wrong in it."
-        )
-    allowed = precision != "fp32"
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-    torch.backends.cudnn.allow_tf32 = allowed
-
-
-def use_generator(generator: torch.Generator | None) -> None:
-    """Make a GPU generator's state the one that torch's random functions on its device draw from."""
-    if generator is not None:
-        torch.cuda.default_generators[generator.device.index].graphsafe_set_state(generator.graphsafe_get_state())
+def _set_numerics(matmul_tf32: bool, cudnn_tf32: bool, threads: int) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = matmul_tf32
+    torch.backends.cudnn.allow_tf32 = cudnn_tf32
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)

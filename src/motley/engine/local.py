@@ -12,13 +12,15 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import ClassVar, TypeAlias
 
+from motley.client.clients import Clients, own_randomness
+from motley.client.job import Job
 from motley.core.update import ClientUpdate
-from motley.engine.base import Done, Job
-from motley.engine.clients import Clients, own_randomness
+from motley.engine.base import Done
 from motley.engine.pool import SlotPool
 from motley.engine.slots import Slot
 from motley.engine.spread import Spread
 from motley.engine.stack import Stack, can_stack
+from motley.engine.timeline import Timeline
 from motley.methods.base import Collection
 
 Queues: TypeAlias = dict[str, deque[tuple[Job, bool]]]
@@ -37,6 +39,12 @@ class LocalEngine:
         a_size = slots or (4 if clients.device.type == "cuda" else 1)
         pools = [SlotPool(clients, a_size, where) for where in range(len(clients.devices))]
         self.pool: SlotPool | Spread = Spread(pools) if len(pools) > 1 else pools[0]
+        self._pools = pools
+
+    def record(self, timeline: Timeline) -> None:
+        """Note in a timeline which client trains in which slot and when."""
+        for pool in self._pools:
+            pool.timeline = timeline
 
     def train(self, jobs: Sequence[Job], done: Done) -> list[ClientUpdate]:
         """Train every job's client."""
@@ -102,7 +110,7 @@ class LocalEngine:
 
         How long a step takes is in proportion to the number of a model's tensors, or nearly so: each has its kernels.
         """
-        work = {job.client: self.clients.turn_steps(job) * len(job.state) for job in jobs}
+        work = {job.client: self.clients.local_steps(job) * len(job.state) for job in jobs}
         urgent = URGENT * len(jobs) if self.clients.device.type == "cuda" else 0
         queues: Queues = {}
         for rank, job in enumerate(sorted(jobs, key=lambda job: (-work[job.client], job.client))):

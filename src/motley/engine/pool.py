@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 import torch
 
+from motley.client.clients import Clients
+from motley.client.job import Job
 from motley.core.errors import MotleyError
 from motley.engine.away import AwaySlot
-from motley.engine.base import Job
-from motley.engine.clients import Clients
 from motley.engine.slots import Slot
+from motley.engine.timeline import Timeline
 
 
 class SlotPool:
@@ -23,6 +24,8 @@ class SlotPool:
         self.most: int | None = None
         """How many slots fit on the device; known once one more did not."""
         self._slots: dict[str, list[Slot]] = {}
+        #: Notes who trains in which slot and when, if it is set.
+        self.timeline: Timeline | None = None
 
     def __iter__(self) -> Iterator[Slot]:
         for slots in self._slots.values():
@@ -38,6 +41,7 @@ class SlotPool:
         slot = self._free(job.size, urgent)
         if slot is None:
             return None
+        slot.timeline = self.timeline
         try:
             slot.load(job, self.clients.plan(job))
         except torch.OutOfMemoryError:

@@ -12,12 +12,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from motley.client.clients import Clients
+from motley.client.job import Job
+from motley.client.learner import shapes_of
+from motley.client.training import Plan
 from motley.core.part import State
 from motley.core.update import ClientUpdate
-from motley.engine.base import Job
-from motley.engine.clients import Clients
-from motley.engine.learner import shapes_of
-from motley.engine.training import Plan
+from motley.engine.timeline import Timeline
 
 WARM_UP = 3
 """Eager steps before a capture, in which libraries choose their algorithms and the optimiser makes its state."""
@@ -42,13 +43,15 @@ class Slot:
         self._met: set[int] = set()
         """Lengths of short batches that have run eagerly once, which is what a capture needs before it."""
         self.busy = False
+        #: Notes who trains here and when, if it is set.
+        self.timeline: Timeline | None = None
 
     def load(self, job: Job, plan: Plan) -> None:
         """Start a client's turn."""
         self.busy = True
         with self._on_stream():
-            if self.clients.timeline is not None:
-                self.clients.timeline.begin(self, job)
+            if self.timeline is not None:
+                self.timeline.begin(self, job)
             memory = self.clients.recall(job)
             if self.stream is not None:
                 self._graphs = self._captured(job, memory)
@@ -96,8 +99,8 @@ class Slot:
         self.busy = False
         with self._on_stream():
             update = self.clients.finish(self.learner)
-            if self.clients.timeline is not None:
-                self.clients.timeline.end(self)
+            if self.timeline is not None:
+                self.timeline.end(self)
         return update
 
     def follow(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from motley.engine.base import Job
+from motley.client.job import Job
 from motley.engine.pool import SlotPool
 from motley.engine.slots import Slot
 

@@ -21,15 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from motley.client.clients import Clients
+from motley.client.job import Job
+from motley.client.training import Plan, reset
+from motley.client.weights import TYPES
+from motley.core.device import use_generator
 from motley.core.part import State
 from motley.core.randomness import key
 from motley.core.update import ClientUpdate
 from motley.data.device import DRAWS
-from motley.engine.base import Job
-from motley.engine.clients import Clients
-from motley.engine.device import use_generator
-from motley.engine.training import Plan, reset
-from motley.engine.weights import TYPES
 
 #: Eager steps before a capture.
 WARM_UP = 3

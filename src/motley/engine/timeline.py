@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from motley.engine.base import Job
+from motley.client.job import Job
 from motley.extras import require
 
 

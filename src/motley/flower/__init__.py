@@ -1,12 +1,15 @@
-"""Clients that are Flower nodes: the same jobs and uploads, as messages. Needs the extra `flower`.
+"""Clients as Flower nodes: jobs and updates travel as messages. Needs the extra `flower`.
 
 settings.py     a node's own settings (node.toml); works without Flower
-run_config.py   the run's configuration on its way to nodes, without paths
-failures.py     what the server is told of a node's failure, and what stays in the node's log
-arrays.py       a state as Flower's arrays, and back, with nothing believed
-engine.py       the server's side: jobs out, uploads in
-answers.py      how the server waits for answers, and for none too long
-client.py       the node's side: an app that SuperNodes run
-server.py       the app that a SuperLink runs: Motley's own loop on that engine
-simulation.py   both apps in one process with Ray
+run_config.py   the run's configuration, without paths, for the nodes
+failures.py     what a node tells the server about a failure, and what it keeps in its log
+costs.py        what the sizes of a run cost, for a node with a budget
+arrays.py       states as Flower's arrays, and back
+engine.py       the server's side: sends jobs, receives updates
+answers.py      receives answers without waiting too long for any of them
+request.py      the node's side: reads and checks a message
+examples.py     the node's own examples
+client.py       the app that a node runs
+server.py       the app that a SuperLink runs: Motley's own round loop with nodes as clients
+simulation.py   both apps with Flower's simulation engine (Ray)
 """

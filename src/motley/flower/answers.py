@@ -1,7 +1,7 @@
-"""Answers are pulled in threads, so that one that does not come whole holds up no other.
+"""Receives answers in threads, so that an incomplete answer delays no other.
 
-A node announces an answer before it sends it, and from then on Flower's pull waits for all of it: for minutes if the
-node dies in between, and longer if it means harm.
+A node announces an answer before it sends it, and from then on Flower's pull waits for all of it:
+for minutes if the node dies in between, and longer if the node is malicious.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from threading import Thread
 from flwr.app import Message
 from flwr.serverapp import Grid
 
+#: Seconds that one pull may delay the others.
 HOLD_S = 1.0
-"""Seconds that one pull may hold up the others."""
 
 Pull = Future[list[Message]]
 
 
 class Answers:
-    """The answers to messages, as they come."""
+    """Receives the answers to messages as they arrive."""
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
+        #: Message -> the pull of its answer that took too long, which goes on in a thread.
         self._begun: dict[str, Pull] = {}
-        """Message -> the pull of its answer that took too long, in a thread that was left to it."""
 
     def pull(self, numbers: Iterable[str]) -> Iterator[Message]:
-        """Return the answers that have come, each to one of the given messages and at most one to each.
+        """Return the answers to some messages that have arrived, at most one per message.
 
-        They are asked for one by one, so that one that cannot be read costs no other.
+        They are pulled one by one, so that an answer that cannot be read affects no other.
         """
         thread = PullThread(self.grid)
         try:
@@ -47,12 +47,12 @@ class Answers:
             thread.dismiss()
 
     def give_up(self, sent: str) -> bool:
-        """Ignore the answer to a message from now on; return whether it was announced."""
+        """Ignore the answer to a message from now on; return whether it had been announced."""
         return self._begun.pop(sent, None) is not None
 
 
 class PullThread:
-    """Pulls one answer after another until it is dismissed. The process does not wait for it at its end."""
+    """Pulls one answer after another until it is dismissed. The process can end without it."""
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
@@ -60,14 +60,14 @@ class PullThread:
         Thread(target=self._work, name="pull", daemon=True).start()
 
     def pull(self, sent: str) -> Pull:
-        """Return the pull of an answer, which is done unless it takes too long."""
+        """Start to pull an answer, and wait for it for a moment."""
         pull: Pull = Future()
         self._tasks.put((sent, pull))
         wait([pull], HOLD_S)
         return pull
 
     def dismiss(self) -> None:
-        """End the thread after what it does now."""
+        """End the thread after its present task."""
         self._tasks.put(None)
 
     def _work(self) -> None:
@@ -75,12 +75,12 @@ class PullThread:
             sent, pull = task
             try:
                 pull.set_result(list(self.grid.pull_messages([sent])))
-            except BaseException as error:  # Flower stops a run with one that is no Exception
+            except BaseException as error:  # Flower stops runs with SystemExit
                 pull.set_exception(error)
 
 
 def read(sent: str, pull: Pull) -> list[Message]:
-    """Return what a pull that is done has brought for a message: one answer at most."""
+    """Return the answer that a finished pull has received, if there is one."""
     try:
         replies = pull.result()
     except Exception as error:

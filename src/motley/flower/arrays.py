@@ -1,8 +1,8 @@
-"""States as Flower's arrays: each one array of safetensors bytes, so that nothing is ever unpickled.
+"""States as Flower's arrays. Each state is one array of safetensors bytes: nothing is unpickled.
 
-Flower addresses every array, and every 5 MB of it, by its hash, and pays two requests for each: a state in one piece
-travels in a few of them, where a tensor each would take hundreds. Clients of a size are sent the same bytes, which go
-to the SuperLink once.
+Flower sends every array in pieces of 5 MB and makes two requests per piece. A state in one array
+needs a few requests, and one array per tensor would need hundreds. Flower knows pieces by their
+hash, so the part that all clients of a size receive goes to the SuperLink once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ENCODING = "safetensors"
 
 
 def pack(**states: State) -> ArrayRecord:
-    """Return states by name; empty ones are left out."""
+    """Return an array record with one entry per state. Empty states are left out."""
     return ArrayRecord({name: _array(state) for name, state in states.items() if state})
 
 
@@ -45,7 +45,7 @@ def _separate(state: State) -> State:
 
 
 def unpack(arrays: object, name: str) -> State:
-    """Return one of the states; one that is not there is empty."""
+    """Return one of the states in an array record; an empty one if it is missing."""
     record = checked(arrays)
     if name not in record:
         return {}
@@ -56,12 +56,12 @@ def unpack(arrays: object, name: str) -> State:
 
 
 def size_in_bytes(arrays: object) -> int:
-    """Return how many bytes arrays hold."""
+    """Return the number of bytes in an array record."""
     return sum(len(array.data) for array in checked(arrays).values())
 
 
 def checked(arrays: object) -> ArrayRecord:
-    """Return what should be arrays, if that is what they are."""
+    """Return `arrays` if it is an array record; nodes and servers may send anything."""
     if not isinstance(arrays, ArrayRecord):
         raise MotleyError("it holds no arrays.")
     return arrays

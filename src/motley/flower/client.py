@@ -1,12 +1,12 @@
 """The node's side of Flower: an app with one client, which trains on its own data.
 
-The process that runs the app stays alive between messages (deploy/worker.py), and so does the client
-with its examples and its model: the next message uses it again, unless the run or the node's files
-have changed. Nothing depends on that. The client's state is on the node's disk before an answer
-leaves, so a process that dies loses no more than the message it was working on.
+The process that runs the app stays alive between messages (deploy/worker.py), and so does the
+client with its examples and its model: the next message uses it again, unless the run or the node's
+files have changed. Results do not depend on that. The client's state is on the node's disk before
+an answer leaves, so a process that dies loses no more than the message it was working on.
 
-The server is not trusted. The node reads only files that its own node.toml names (run_config.py), and
-of a failure the server learns a kind and a reference, never its text (failures.py).
+The server is not trusted. The node reads only files that its own node.toml names (run_config.py).
+When it fails, the server learns a kind and a reference, never the text (failures.py).
 """
 
 from __future__ import annotations
@@ -16,26 +16,23 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import torch
-from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import ConfigRecord, ConfigRecordValues, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from motley.assembly import build_split
-from motley.client import Client
-from motley.config import Config
+from motley.client.job import Job
 from motley.core.part import State
-from motley.engine.base import EngineSettings, Job
-from motley.engine.device import choose_devices, set_precision
+from motley.engine.base import EngineSettings
+from motley.engine.device import choose_devices
 from motley.files import write_secret
 from motley.flower.arrays import pack
+from motley.flower.costs import count_costs
 from motley.flower.examples import read_examples, stamp_of
 from motley.flower.failures import NodeError, failing_as, keep_text
 from motley.flower.request import Request, read_job, read_request
 from motley.flower.settings import NodeSettings, read_node
-from motley.models import ImageShape
-from motley.plan import Budget, Cost, cost_of, costs_of, largest_fitting
+from motley.node import Client
+from motley.plan import Budget, Cost, largest_fitting
 from motley.settings import validate
-from motley.splits import Split
 
 #: Flower's code for an error of an app.
 UNKNOWN_ERROR = 0
@@ -43,7 +40,7 @@ LOG = "node.log"
 
 
 class ClientCache:
-    """The client of the last message, which the next message uses again if it needs the same one."""
+    """The client of the last message. The next message uses it again if it needs the same one."""
 
     def __init__(self) -> None:
         self._key: object = None
@@ -87,7 +84,7 @@ class NodeApp(ClientApp):
             return Message(Error(UNKNOWN_ERROR, keep_text(error, self.log(context))), reply_to=message)
 
     def log(self, context: Context) -> Path | None:
-        """Return the file for the texts of failures: beside node.toml, or beside simulated states."""
+        """Return the file for the texts of failures, beside node.toml or the simulated states."""
         if self.simulated is not None:
             return Path(self.simulated.memory) / LOG
         file = context.node_config.get("motley")
@@ -192,7 +189,7 @@ def answer(
     payload: State | None = None,
 ) -> RecordDict:
     """Return what travels back. A client that had nothing to do answers with no examples."""
-    about = {
+    about: dict[str, ConfigRecordValues] = {
         "round": job.round_number,
         "client": job.client,
         "num_examples": num_examples,
@@ -220,7 +217,7 @@ def build_client(node: NodeSettings, request: Request, size: str) -> Client:
     folder = Path(node.memory)
     examples, partition = read_examples(node, request)
     with failing_as("node-settings"):
-        (device, *_) = choose_devices(node.device)
+        choose_devices(node.device)
         secret = None
         if request.config.privacy.active and not node.repeatable:
             secret = own_secret(folder)
@@ -229,15 +226,8 @@ def build_client(node: NodeSettings, request: Request, size: str) -> Client:
     with failing_as("bad-config"):
         engine = validate(EngineSettings, {**request.config.engine.model_dump(), **own})
         config = request.config.model_copy(update={"engine": engine})
-        prepare_process(config, device)
         classes = request.classes
         return Client(config, size, examples, partition, classes, folder=folder, secret=secret)
-
-
-def prepare_process(config: Config, device: torch.device) -> None:
-    """Set what torch keeps once per process; a node's process works for one client only."""
-    set_precision(config.engine.precision, device)
-    torch.set_num_threads(config.engine.threads)
 
 
 def own_secret(folder: Path) -> bytes:
@@ -258,9 +248,7 @@ def chosen_size(node: NodeSettings, request: Request) -> str:
     """Return the size that a node is set to, or the largest one within its budget; empty: any."""
     if not node.budget.limited:
         return node.size
-    split, shape = split_of(request)
-    with failing_as("bad-config"):
-        costs = costs_of(split, shape, request.config.training)
+    costs = count_costs(request)
     size = largest_fitting(costs, budget_of(node))
     if size is None:
         smallest = list(costs)[-1]
@@ -275,22 +263,9 @@ def refuse_other_sizes(node: NodeSettings, request: Request, size: str) -> None:
     if node.size and node.size != size:
         reason = f"size = {node.size!r}: the job is for {size!r}."
         raise NodeError("refused-by-node", reason)
-    if not node.budget.limited:
-        return
-    split, shape = split_of(request)
-    with failing_as("bad-config"):
-        cost = cost_of(split, size, shape, request.config.training)
-    if not budget_of(node).fits(cost):
+    if node.budget.limited and not budget_of(node).fits(count_costs(request)[size]):
         reason = f"budget: the job is for {size!r}, which is beyond it."
         raise NodeError("refused-by-node", reason)
-
-
-def split_of(request: Request) -> tuple[Split, ImageShape]:
-    """Return the run's split, with models that take no memory, and the shape of the model's input."""
-    height, width, channels = request.image
-    with failing_as("bad-config"):
-        shape = request.config.data.transform.shape_of(ImageShape(channels, height, width))
-        return build_split(request.config, shape, request.classes), shape
 
 
 def budget_of(node: NodeSettings) -> Budget:

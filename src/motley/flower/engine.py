@@ -1,8 +1,9 @@
-"""The server's side of Flower: jobs go out as messages to nodes, and their answers come in as uploads.
+"""The server's side of Flower: sends jobs to nodes as messages, and reads their answers as updates.
 
-A node is known by the client that it says it is; its Flower id may change whenever it restarts. An answer counts if it
-comes in time from the node that was asked, to the message that it was sent, for the round that is played. Everything
-else is a failure with a reason, and the round goes on without it.
+A node is identified by the client number that it states; its Flower id may change whenever it
+restarts. An answer counts if it arrives in time, from the node that was asked, in reply to its
+message, and for the current round. Everything else is a failure with a reason, and the round goes
+on without that client.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import torch
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
+from motley.client.job import Job
 from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.core.update import ClientUpdate
 from motley.data import Dataset
-from motley.engine.base import Done, Failure, Job
+from motley.engine.base import Done, Failure
 from motley.flower.answers import Answers
 from motley.flower.arrays import pack, size_in_bytes, unpack
 from motley.flower.failures import is_nodes_own, told
@@ -28,38 +30,39 @@ from motley.flower.run_config import to_text
 from motley.methods.base import Collection
 
 COLLECT = f"{MessageType.TRAIN}.collect"
+#: Longest pause between two polls for answers, in seconds; every poll is one request per answer.
 POLL_S = 1.0
-"""Most seconds between two looks for answers; every look costs the SuperLink a request an answer."""
+#: A message lives this many seconds longer than the server waits for its answer. Otherwise Flower
+#: would report that it is too old, which says less than the server's own message.
 GRACE_S = 10.0
-"""How much longer than the server's own patience a message lives: Flower's error for one that is too old says less."""
+#: The first pause in seconds, and the factor of every later one: simulated nodes answer at once.
 FIRST_S, LONGER = 0.05, 1.5
-"""Seconds before the second look, and the factor on every later pause: simulated nodes answer at once."""
 
 
 class Nodes:
-    """The nodes that are connected, by the clients that they are."""
+    """The connected nodes, by client."""
 
     def __init__(self, grid: Grid, config: Config, dataset: Dataset) -> None:
         self.grid, self.answers, self.settings = grid, Answers(grid), config.engine.flower
         self.shape = [*dataset.train.images.shape[1:], dataset.classes]
         self.use(config)
+        #: Client -> the size that its node has named; empty: any size.
         self.sizes: dict[int, str] = {}
-        """Client -> the size its node says it trains; empty: any."""
         self._nodes: dict[int, int] = {}
+        #: Unanswered queries, and the nodes that they went to.
         self._asked: dict[str, int] = {}
-        """Questions that are not answered yet, and whom they went to."""
         self._met: set[int] = set()
 
     def use(self, config: Config) -> None:
-        """Take over a configuration: nodes get it with every message, without the paths in it."""
+        """Set the configuration that nodes get with every message, without its paths."""
         self.config, self.text = config, to_text(config)
 
     def content(self, **values: int | str) -> ConfigRecord:
-        """Return what every message says: the run's configuration, and the given values."""
+        """Return the record of a message: the run's configuration, and the given values."""
         return ConfigRecord({"config": self.text, "shape": self.shape, **values})
 
     def find(self, wanted: Some[int]) -> dict[int, int]:
-        """Return the nodes of the wanted clients; wait for those that are not there, as long as settings say."""
+        """Return the nodes of some clients; wait up to engine.flower.wait_s for missing ones."""
         end = time.monotonic() + self.settings.wait_s
         while True:
             self._greet()
@@ -69,7 +72,7 @@ class Nodes:
             time.sleep(POLL_S)
 
     def _greet(self) -> None:
-        """Ask new nodes which client they are, take in answers, and forget nodes that left."""
+        """Ask new nodes which client they are, read their answers, and forget nodes that left."""
         connected = set(self.grid.get_node_ids())
         self._nodes = {client: node for client, node in self._nodes.items() if node in connected}
         new = sorted(connected - self._met)
@@ -84,7 +87,7 @@ class Nodes:
             elif is_nodes_own(reply.error.reason):
                 print(f"node {node} is left out: it {told(reply.error.reason)}", flush=True)
             else:
-                # Flower's own error, for example that a busy machine took too long to start the app.
+                # Flower's own error, for example because a busy machine took long to start the app.
                 print(f"node {node} is asked again: it {told(reply.error.reason)}", flush=True)
                 self._met.discard(node)
 
@@ -114,7 +117,7 @@ class FlowerEngine:
         self._forget: dict[int, int] = {}
 
     def train(self, jobs: Sequence[Job], done: Done) -> Sequence[ClientUpdate | Failure]:
-        """Send every job to its client's node; return what comes back in time, in the order of clients."""
+        """Send every job to its client's node; return updates and failures, ordered by client."""
         answers: list[ClientUpdate | Failure] = []
         for job, answer in self._ask(jobs, MessageType.TRAIN):
             if isinstance(answer, ClientUpdate) and answer.num_examples and not answer.num_steps:
@@ -125,7 +128,7 @@ class FlowerEngine:
         return sorted(answers, key=lambda answer: answer.client)
 
     def collect(self, jobs: Sequence[Job]) -> list[Collection | Failure]:
-        """Ask every job's client for a collection; return what comes back in time, in the order of clients."""
+        """Ask for collections; return collections and failures, ordered by client."""
         answers: list[Collection | Failure] = []
         for job, answer in self._ask(jobs, COLLECT):
             if isinstance(answer, Failure):
@@ -135,14 +138,14 @@ class FlowerEngine:
         return sorted(answers, key=lambda answer: answer.client)
 
     def save_memory(self, rounds: dict[int, int]) -> None:
-        """Nothing is left to do: a node writes its memory before it answers."""
+        """Do nothing: a node saves its client's state before it answers."""
 
     def forget_memory(self, rounds: dict[int, int]) -> None:
-        """Tell each node with its next job which memories are no longer needed."""
+        """Tell each node with its next job which client states are no longer needed."""
         self._forget = rounds
 
     def _ask(self, jobs: Sequence[Job], kind: str) -> Iterator[tuple[Job, ClientUpdate | Failure]]:
-        """Send jobs out, and return each with its answer as it comes, or with the reason why there is none."""
+        """Send jobs; yield each with its answer as it arrives, or with the reason of its failure."""
         found = self.nodes.find([job.client for job in jobs])
         for job in jobs:
             if job.client not in found:
@@ -176,15 +179,15 @@ class FlowerEngine:
         return Message(content, node, kind, ttl=self.settings.timeout_s + GRACE_S, group_id=str(job.round_number))
 
     def _answer(self, job: Job, reply: Message) -> ClientUpdate | Failure:
-        """Return the upload in a reply, or what is wrong with it."""
+        """Return the update in a reply, or the reason why it cannot be used."""
         if reply.has_error():
             return Failure(job.client, f"its node {told(reply.error.reason)}")
         try:
-            return self._upload(job, reply.content)
+            return self._update(job, reply.content)
         except (MotleyError, KeyError, TypeError, ValueError) as error:
             return Failure(job.client, f"its answer was refused: {error}")
 
-    def _upload(self, job: Job, content: RecordDict) -> ClientUpdate:
+    def _update(self, job: Job, content: RecordDict) -> ClientUpdate:
         about: Any = content["update"]
         arrays: Any = content["arrays"]
         for name, expected in (("client", job.client), ("round", job.round_number)):
@@ -205,7 +208,7 @@ class FlowerEngine:
 
 
 def number(record: Any, name: str) -> int:
-    """Return a whole number that a node sent."""
+    """Return a whole number from a node's record."""
     value = record[name] if isinstance(record, Mapping) else None
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise MotleyError(f"{name} = {value!r} should be a whole number.")

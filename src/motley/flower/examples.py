@@ -1,4 +1,4 @@
-"""A node's own examples. They are read from the files that its node.toml names, and never leave it."""
+"""A node's own examples, from the files that its node.toml names. They never leave the node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from motley.flower.settings import NodeSettings
 
 
 def read_examples(node: NodeSettings, request: Request) -> tuple[Examples, Partition]:
-    """Return a node's training examples, if they fit the run, and which of them are the client's."""
+    """Return a node's training examples and the client's share, if they fit the run."""
     with failing_as("data"):
         train = read_data(node).train
         if train.images.shape[1:] != request.image:

@@ -1,8 +1,8 @@
-"""Why a node could not do a job: a kind and a reference travel to the server, and the text stays at the node.
+"""A node's failures: the server is told a kind and a reference, and the text stays at the node.
 
-An exception's text can quote a line of a file, a path or an example ("row 17 of my data"), and none of these may leave
-the node. So the server is told one of a few fixed words and a random reference, under which the node's operator finds
-the text in the node's log.
+An exception's text can quote a line of a file, a path or an example ("row 17 of my data"), and none
+of these may leave the node. So the server is told one of a few fixed words and a random reference,
+under which the node's operator finds the text in the node's log.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from typing import Literal, get_args
 from motley.core.errors import MotleyError
 from motley.limits import is_out_of_memory
 
+#: bad-message: the server's message cannot be read. bad-config: its configuration is invalid.
+#: node-settings: node.toml cannot be used. refused-by-node: the job does not match the node's
+#: settings (client, size, budget, privacy). data: the node's data cannot be used. out-of-memory: on
+#: the node or its GPU. training: everything else.
 Kind = Literal["bad-message", "bad-config", "node-settings", "refused-by-node", "data", "training", "out-of-memory"]
-"""bad-message: the server's message cannot be read. bad-config: its configuration is invalid. node-settings: node.toml
-cannot be used. refused-by-node: the job does not match the node's settings (client, size, budget, privacy). data: the
-node's data cannot be used. out-of-memory: on the node or its GPU. training: everything else.
-"""
 
+#: A log of this size is renamed to .old: a server that makes a node fail again and again must not
+#: fill the node's disk.
 LOG_BYTES = 1_000_000
-"""A log of this size is set aside as .old: a server that keeps failing a node must not fill the node's disk."""
 
 _REASON = re.compile(rf"({'|'.join(get_args(Kind))}) ([0-9a-f]{{8}})")
 
 
 class NodeError(MotleyError):
-    """A failure of a known kind. Without a text of its own, its text is that of the exception it was raised from."""
+    """A failure of a known kind. If `text` is empty, the text of its cause stands for it."""
 
     def __init__(self, kind: Kind, text: str = "") -> None:
         super().__init__(text)
@@ -42,7 +43,7 @@ class NodeError(MotleyError):
 
 @contextmanager
 def failing_as(kind: Kind) -> Iterator[None]:
-    """Give every exception of a block this kind, unless it has one already or memory ran out."""
+    """Give exceptions in the block this kind, unless they have a kind or memory ran out."""
     try:
         yield
     except NodeError:
@@ -54,7 +55,7 @@ def failing_as(kind: Kind) -> Iterator[None]:
 
 
 def ran_out_of_memory(error: BaseException | None) -> bool:
-    """Tell whether an exception, or one that it was raised from, says that memory ran out."""
+    """Tell whether an exception or one of its causes says that memory ran out."""
     while error is not None:
         if is_out_of_memory(error):
             return True
@@ -70,7 +71,7 @@ def kind_of(error: Exception) -> Kind:
 
 
 def keep_text(error: Exception, log: Path | None) -> str:
-    """Write a failure's text to the node's terminal and log; return what the server is told in its place."""
+    """Write a failure's text to the node's terminal and log; return what the server is told."""
     kind, reference = kind_of(error), secrets.token_hex(4)
     text = f"failure {reference} ({kind}): {text_of(error)}\n"
     print(f"motley: {text}", end="", file=sys.stderr, flush=True)
@@ -82,7 +83,7 @@ def keep_text(error: Exception, log: Path | None) -> str:
 
 
 def text_of(error: Exception) -> str:
-    """Return what the node's operator should read: a message of Motley's, or a whole traceback."""
+    """Return the text for the node's operator: Motley's message, or a whole traceback."""
     cause = error.__cause__ if isinstance(error, NodeError) and not str(error) else error
     if isinstance(cause, MotleyError):
         return str(cause)
@@ -97,12 +98,12 @@ def _append(log: Path, text: str) -> None:
 
 
 def is_nodes_own(reason: str | None) -> bool:
-    """Tell whether an error came from a Motley node, and not from Flower on the way."""
+    """Tell whether an error comes from a Motley node, and not from Flower."""
     return _REASON.fullmatch(reason or "") is not None
 
 
 def told(reason: str | None) -> str:
-    """Return how the server words the reason in a node's or Flower's error, which may be anything."""
+    """Return the server's wording of an error from a node or from Flower, which may be anything."""
     match = _REASON.fullmatch(reason or "")
     if match:
         return f"failed ({match[1]}), see reference {match[2]} in the node's log."

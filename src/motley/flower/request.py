@@ -1,4 +1,4 @@
-"""What a message asks of a node. The server is not trusted: every value is checked before it is used."""
+"""What a message asks of a node. The server is not trusted, so every value is checked."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 from flwr.app import RecordDict
 
+from motley.client.job import CollectionName, Job
 from motley.config import Config
 from motley.core.errors import MotleyError
-from motley.engine.base import Job
 from motley.flower.arrays import unpack
 from motley.flower.failures import NodeError, failing_as
 from motley.flower.run_config import from_text
 from motley.flower.settings import NodeSettings
 
-COLLECTIONS = ("method", "statistics")
+COLLECTIONS: dict[str, CollectionName] = {"method": "method", "statistics": "statistics"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Request:
 
 
 def read_request(node: NodeSettings, content: RecordDict, run: int) -> Request:
-    """Read a message, and refuse a run that protects this node's updates less than the node asks for."""
+    """Read a message, and refuse a run with less privacy than the node accepts."""
     with failing_as("bad-message"):
         values: Any = content["job"]
         text = str(values["config"])
@@ -74,7 +74,7 @@ def read_job(node: NodeSettings, request: Request) -> Job:
             unpack(arrays, "state"),
             unpack(arrays, "broadcast"),
             state_round if state_round >= 0 else None,
-            collection,
+            COLLECTIONS[collection],
         )
     if client != node.client:
         reason = f"client = {node.client}: the job is for client {client}."

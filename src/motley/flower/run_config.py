@@ -1,9 +1,9 @@
-"""The run's configuration as it travels to nodes: without a single path.
+"""The run's configuration for the nodes, without any paths.
 
-A path of the server's means nothing on a node's machine, and a server that means harm could name a file of the node's
-and learn something about it. So paths are removed before the configuration leaves the server, and the node, which
-trusts no server, removes them again before it does anything else. The files that a node needs are named in its own
-node.toml.
+A path on the server's machine means nothing on a node's, and a malicious server could name one of
+the node's files to learn something about it. So the server removes all paths from the configuration,
+and the node, which does not trust the server, removes them again before it does anything else. The
+node's own node.toml names the files that it needs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Values = dict[str, Any]
 
 
 def to_text(config: Config) -> str:
-    """Return the configuration for the nodes of a run."""
+    """Return a configuration as TOML for the nodes, without paths."""
     return tomli_w.dumps(without_paths(config.model_dump(mode="json")))
 
 
 def from_text(text: str, node: NodeSettings) -> Config:
-    """Return the configuration that a server sent, with the node's own files in it and no others."""
+    """Read the configuration that a server sent; its paths are replaced by the node's own."""
     with failing_as("bad-config"):
         values = without_paths(tomllib.loads(text))
         for key, value in strings_in(values):
@@ -40,15 +40,15 @@ def from_text(text: str, node: NodeSettings) -> Config:
         federation = table_in(values, "federation")
         if federation.get("size_assignment") == "budget":
             if not federation.get("sizes"):
-                raise NodeError("bad-config", "federation.sizes: a run with budgets should say every client's size.")
+                raise NodeError("bad-config", "federation.sizes: a run with budgets should name every client's size.")
             federation["size_assignment"] = "blocks"
         return validate(Config, values)
 
 
 def own_partition(node: NodeSettings) -> Values:
-    """Return what a run's `data.partition` of name "file" says at this node."""
+    """Return the settings of a partition "file" at this node."""
     if not node.data.dealt:
-        return {"path": ""}  # all examples are the node's own, so that this file is never read
+        return {"path": ""}  # never read: all examples are the node's own
     if not node.data.partition:
         raise NodeError(
             "node-settings",
@@ -59,7 +59,7 @@ def own_partition(node: NodeSettings) -> Values:
 
 
 def without_paths(values: Mapping[str, Any]) -> Values:
-    """Return the values of a configuration without those that name files."""
+    """Return the values of a configuration without the settings that name files."""
     kept = copy.deepcopy(dict(values))
     for *tables, name in path_settings():
         table_in(kept, *tables).pop(name, None)
@@ -67,7 +67,7 @@ def without_paths(values: Mapping[str, Any]) -> Values:
 
 
 def table_in(values: Values, *names: str) -> Values:
-    """Return a table in a table; an empty one if there is none."""
+    """Return a nested table; an empty one if it is missing."""
     table: Any = values
     for name in names:
         table = table.get(name) if isinstance(table, dict) else None
@@ -75,7 +75,7 @@ def table_in(values: Values, *names: str) -> Values:
 
 
 def strings_in(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Return every string in nested tables and lists, with its key."""
+    """Yield every string in nested tables and lists, with its key."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The app that a SuperLink runs: Motley's own loop, with nodes for clients."""
+"""The app that a SuperLink runs: Motley's own round loop, with nodes as clients."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from motley.data.device import DeviceData
 from motley.federation import Federation
 from motley.flower.engine import FlowerEngine, Nodes
 from motley.plan import assigned, costs_of, read_budgets
-from motley.round import Server
 from motley.runs.callbacks import Callback
 from motley.runs.folder import RunFolder
 from motley.runs.run import resume_run, start_run
+from motley.server.state import ServerState
 from motley.settings import validate
 
 app = ServerApp()
@@ -30,7 +30,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Play the run that the app's settings name: `config` is a whole configuration, `out` the run's folder."""
+    """Run the federation that the app's settings `config` describe, in the folder `out`."""
     from motley.cli.progress import watch
 
     path = Path(str(context.run_config["out"]))
@@ -40,14 +40,16 @@ def main(grid: Grid, context: Context) -> None:
         with watch(path) as progress:
             serve(grid, config, path, [progress])
     except MotleyError:
-        # The run's status keeps the message, and `motley deploy run` prints it. Flower would log it with a traceback
-        # and call it unhandled.
+        # The run's status keeps the message, and `motley deploy run` prints it. Flower would log it
+        # with a traceback and call it unhandled.
         logging.getLogger("flwr").setLevel(logging.CRITICAL)
         raise
 
 
-def serve(grid: Grid, new: Config | None, path: Path, watchers: Iterable[Callback] = ()) -> tuple[Federation, Server]:
-    """Play a new run on the nodes of a grid, or without a configuration the one in its folder, from its checkpoint."""
+def serve(
+    grid: Grid, new: Config | None, path: Path, watchers: Iterable[Callback] = ()
+) -> tuple[Federation, ServerState]:
+    """Start a run on the nodes of a grid. Without a configuration, resume the run in the folder."""
     config = new or RunFolder.open(path).read_config()
     dataset = load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
     config = with_budgets(config, dataset)
@@ -66,7 +68,7 @@ def serve(grid: Grid, new: Config | None, path: Path, watchers: Iterable[Callbac
 
 
 def with_budgets(config: Config, dataset: Dataset) -> Config:
-    """Return a configuration with the sizes that `federation.budgets` comes to: nodes do not have that file."""
+    """Replace `federation.budgets` by the sizes that follow from it: nodes lack that file."""
     if config.federation.size_assignment != "budget":
         return config
     data = DeviceData(dataset.train, config.data.transform, torch.device("cpu"), augment=False)
@@ -78,7 +80,7 @@ def with_budgets(config: Config, dataset: Dataset) -> Config:
 
 
 def with_sizes(config: Config, sizes: dict[int, str]) -> Config:
-    """Return a configuration in which every client has the size that its node says it trains."""
+    """Return a configuration in which every client has the size that its node has named."""
     chosen = tuple(sizes[client] or size for client, size in enumerate(assign_sizes(config)))
     if chosen == assign_sizes(config):
         return config

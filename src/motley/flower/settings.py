@@ -14,33 +14,34 @@ from motley.settings import Settings, validate
 
 
 class NodeData(Settings):
-    """Where a node's examples are. They never leave it."""
+    """Where a node's examples are stored. They never leave the node."""
 
     name: str = "npz"
     path: str = ""
     """The node's own file, for the reader `npz`."""
     root: str = ""
-    """Folder that holds the named data sets; empty: $MOTLEY_DATA, else the cache folder."""
+    """Folder of the named data sets; empty: $MOTLEY_DATA, or the cache folder."""
     dealt: bool = False
-    """False: all training examples that are read are the node's. True: it takes its client's share of them, as the
-    run's `data.partition` deals them; for experiments in which every node can read the whole data set.
+    """False: the node trains on all training examples that it reads. True: it trains on its
+    client's share of them according to the run's `data.partition`, for experiments in which every
+    node can read the whole data set.
     """
     partition: str = ""
-    """This node's copy of the file of index lists, if `dealt` and the run's partition is "file"."""
+    """This node's copy of the index lists, if `dealt` is true and the run's partition is "file"."""
 
 
 class NodeBudget(Settings):
-    """The limits of a node, as in a line of budgets.csv; a limit that is not given is none."""
+    """The limits of a node, with the columns of budgets.csv. A missing limit means no limit."""
 
     memory_mb: float | None = Field(default=None, gt=0)
-    """Memory of a training step, in MB of 1e6 bytes."""
+    """Memory of a client as `motley plan` prints it, in MB of 1e6 bytes."""
     parameters: float | None = Field(default=None, gt=0)
     gflops: float | None = Field(default=None, gt=0)
-    """Of a training step: forward and backward."""
+    """GFLOPs of a training step, forward and backward."""
 
     @property
     def limited(self) -> bool:
-        """Whether any limit is given."""
+        """Whether there is any limit."""
         return any(limit is not None for limit in self.model_dump().values())
 
 
@@ -48,9 +49,9 @@ class NodeSettings(Settings):
     """A node: one client, with its own data."""
 
     client: int = Field(ge=0)
-    """Its number in the federation: stable, and no other node's."""
+    """The client's number in the federation. It must not change, and no other node may have it."""
     size: str = ""
-    """The size it trains; empty: the largest within its budget, or else the one that the run assigns."""
+    """The size to train; empty: the largest one within the budget, or the one that the run assigns."""
     budget: NodeBudget = NodeBudget()
     data: NodeData = NodeData()
     memory: str = ""
@@ -60,18 +61,18 @@ class NodeSettings(Settings):
     superlink: str = ""
     """The server's host:port."""
     insecure: bool = False
-    """Without encryption and keys: for a server on this machine."""
+    """No encryption and no keys, for a server on this machine."""
     keep_alive_s: float = Field(default=600.0, ge=0)
-    """Seconds that the process that trains stays alive after a message, with its model and data; 0: one process per
-    message.
+    """Seconds that the training process stays alive after a message, with its model and its data;
+    0: one process per message.
     """
     max_idle_mb: float = Field(default=4000.0, gt=0)
-    """That process ends if it holds more memory than this after a message, in MB of 1e6 bytes (Linux)."""
+    """The training process ends if it has more resident memory after a message (on Linux)."""
     privacy: PrivacySettings = PrivacySettings()
-    """The least privacy that the node asks for: a run that guards its uploads less is refused."""
+    """The least privacy that the node accepts: runs with less are refused."""
     repeatable: bool = False
-    """Draw the noise of `privacy` from the run's seed, as `motley run` does, and not from a secret of the node's own.
-    For experiments: who knows the seed can take the noise off.
+    """Draw the noise of `privacy` from the run's seed, as `motley run` does, instead of from a
+    secret of the node. For experiments: anybody who knows the seed can remove the noise.
     """
 
     @model_validator(mode="before")
@@ -79,21 +80,21 @@ class NodeSettings(Settings):
     def _old_budget(cls, values: Any) -> Any:
         if isinstance(values, dict) and "budget_mib" in values:
             raise ValueError(
-                f"budget_mib = {values['budget_mib']!r}: this key (the weights alone, in MiB) is gone. Use a table "
-                "[budget] with memory_mb, parameters or gflops of a training step, as in budgets.csv; `motley plan` "
-                "shows what each size takes."
+                f"budget_mib = {values['budget_mib']!r}: this key (the weights alone, in MiB) was removed. Use a "
+                "table [budget] with memory_mb, parameters or gflops, as in budgets.csv; `motley plan` shows what "
+                "each size takes."
             )
         return values
 
     @model_validator(mode="after")
     def _one_of_two(self) -> NodeSettings:
         if self.size and self.budget.limited:
-            raise ValueError(f"size = {self.size!r} and [budget]: give one of the two")
+            raise ValueError(f"size = {self.size!r} and [budget]: set one of the two")
         return self
 
 
 def read_node(file: Path) -> NodeSettings:
-    """Read a node's file; the paths in it start from its folder."""
+    """Read a node.toml. Its paths are relative to its folder."""
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

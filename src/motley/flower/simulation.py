@@ -1,4 +1,4 @@
-"""Flower's own simulation: nodes that are tasks of Ray, for those who want to compare or already live there."""
+"""Flower's own simulation engine, with nodes as Ray tasks, to compare it with the local engine."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from motley.federation import Federation
 from motley.flower.client import build
 from motley.flower.server import serve
 from motley.flower.settings import NodeData, NodeSettings
-from motley.round import Server
 from motley.runs.callbacks import Callback
 from motley.runs.folder import RunFolder
+from motley.server.state import ServerState
 
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
-def simulate(new: Config | None, path: Path, watchers: Iterable[Callback] = ()) -> tuple[Federation, Server]:
-    """Play a run, as `serve` does, on simulated nodes: one worker a core, every client's share as the run deals it."""
+def simulate(new: Config | None, path: Path, watchers: Iterable[Callback] = ()) -> tuple[Federation, ServerState]:
+    """Run a federation, as `serve` does, on simulated nodes: one Ray worker per core.
+
+    Every node trains on its client's share of the run's data set.
+    """
     config = new or RunFolder.open(path).read_config()
-    played: list[tuple[Federation, Server]] = []
+    played: list[tuple[Federation, ServerState]] = []
     app = ServerApp()
 
     @app.main()

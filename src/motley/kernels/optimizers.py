@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,8 +20,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from motley.engine.weights import LossScale, Weights
+
+class LossScale(Protocol):
+    """The factor on the loss in fp16, on the device (`motley.client.weights.LossScale`)."""
+
+    HIGHEST: float
+    LOWEST: float
+    PATIENCE: int
+    value: Tensor
+    good: Tensor
+    found: Tensor
+
+
+class Weights(Protocol):
+    """The trained tensors' 16-bit copies and gradients (`motley.client.weights.Weights`)."""
+
+    copies: list[Tensor | None]
+    scaled: bool
+
+    @property
+    def raw_gradients(self) -> list[Tensor | None]:
+        """The gradients, where backward left them."""
+        ...
+
 
 PIECE = 4096
 """Values that a program steps."""
@@ -246,10 +267,12 @@ class Fused(torch.optim.Optimizer):
 
     def _given(self) -> list[Tensor]:
         """Return every tensor's gradient, and zeros where it has none."""
-        lying = self.weights.lying if self.weights is not None else [tensor.grad for tensor in self.tensors]
+        raw_gradients = (
+            self.weights.raw_gradients if self.weights is not None else [tensor.grad for tensor in self.tensors]
+        )
         return [
             torch.zeros_like(tensor) if gradient is None else gradient
-            for gradient, tensor in zip(lying, self.tensors, strict=True)
+            for gradient, tensor in zip(raw_gradients, self.tensors, strict=True)
         ]
 
     def _cut(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -16,11 +16,11 @@ import torch
 from pydantic import SerializeAsAny
 from torch import Tensor
 
-from motley.aggregate.inco import INCO, IncoOff
 from motley.core.merge import Aggregate, merge
 from motley.core.part import State
 from motley.core.registry import Registry
 from motley.core.update import ClientUpdate
+from motley.methods.inco_settings import INCO, IncoOff
 from motley.methods.info import ClientInfo, FederationInfo
 from motley.methods.step import Step
 from motley.models.stages import chain_of

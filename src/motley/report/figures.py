@@ -8,9 +8,10 @@ from typing import Any
 
 from plotly import graph_objects as go
 
+from motley.assembly import deal_examples
 from motley.data import load_dataset
-from motley.federation import deal
 from motley.report.report_data import Panel, Run, Series
+from motley.runs.metrics import layer_metrics, stage_metrics
 
 #: Colors that can be distinguished on a light and on a dark page.
 PALETTE = (
@@ -223,40 +224,47 @@ def _percent(value: float | None) -> float | None:
     return None if value is None else round(100 * value, 1)
 
 
+class Curve:
+    """A metric over rounds."""
+
+    def __init__(self) -> None:
+        self.rounds: list[int] = []
+        self.values: list[float | None] = []
+
+    def add(self, round_number: int, value: float | None) -> None:
+        """Add the value of one round."""
+        self.rounds.append(round_number)
+        self.values.append(value)
+
+
 def coefficients(panel: Panel, series: Series, name: str) -> go.Figure | None:
     """Draw one InCo coefficient per layer over rounds, for the first run. None if InCo was off."""
-    lines = [line for line in series.runs[0].lines if line.get("inco")]
-    if not lines:
+    curves: dict[str, Curve] = {}
+    for line in series.runs[0].lines:
+        for layer, coefficients in layer_metrics(line, "inco").items():
+            curves.setdefault(layer, Curve()).add(line["round"], coefficients[name])
+    if not curves:
         return None
     figure = go.Figure()
-    for number, layer in enumerate(_keys(lines, "inco")):
-        with_layer = [line for line in lines if layer in line["inco"]]
-        rounds = [line["round"] for line in with_layer]
-        values = [line["inco"][layer][name] for line in with_layer]
-        _add_line(figure, rounds, values, style(number), layer.removesuffix(".weight"))
+    for number, (layer, curve) in enumerate(curves.items()):
+        label = layer.removesuffix(".weight")
+        _add_line(figure, curve.rounds, curve.values, style(number), label)
     _over_rounds(figure, panel, f"{series.label}: {COEFFICIENTS[name]}")
     return figure
-
-
-def _keys(lines: Iterable[dict[str, Any]], table: str) -> list[str]:
-    """Return the keys that a table has in any line, in the order of their first appearance."""
-    keys: dict[str, None] = {}
-    for line in lines:
-        keys.update(dict.fromkeys(line[table]))
-    return list(keys)
 
 
 def method_metrics(panel: Panel, labels: Sequence[str]) -> list[go.Figure]:
     """Draw the metrics that methods report, one figure each, for the first run of every series."""
     figures: dict[str, go.Figure] = {}
     for label, series in panel.distinct.items():
-        lines = [line for line in series.runs[0].lines if line.get("method")]
-        for name in _keys(lines, "method"):
-            with_metric = [line for line in lines if name in line["method"]]
-            rounds = [line["round"] for line in with_metric]
-            values = [line["method"][name] for line in with_metric]
+        curves: dict[str, Curve] = {}
+        for line in series.runs[0].lines:
+            for name, value in stage_metrics(line).items():
+                curves.setdefault(name, Curve()).add(line["round"], value)
+        for name, curve in curves.items():
             figure = figures.setdefault(name, go.Figure())
-            _add_line(figure, rounds, values, style(labels.index(label)), label, label)
+            color = style(labels.index(label))
+            _add_line(figure, curve.rounds, curve.values, color, label, label)
     for name, figure in figures.items():
         _over_rounds(figure, panel, f"method metric: {name.replace('_', ' ')}")
     return list(figures.values())
@@ -269,7 +277,7 @@ def partition(run: Run) -> go.Figure:
     """
     config = run.config
     dataset = load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
-    counts = deal(config, dataset).label_counts(dataset.train.labels, dataset.classes)
+    counts = deal_examples(config, dataset).label_counts(dataset.train.labels, dataset.classes)
     heatmap = go.Heatmap(
         z=counts[:MAX_CLIENTS].T.tolist(),
         colorscale="Viridis",

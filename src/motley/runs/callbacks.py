@@ -10,25 +10,26 @@ from motley.config import Config
 from motley.engine import LocalEngine
 from motley.engine.timeline import Timeline, draw
 from motley.federation import Federation
-from motley.round import Record, Server
 from motley.runs.checkpoint import save_checkpoint
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import MetricsLog, overall
+from motley.server.record import RoundRecord
+from motley.server.state import ServerState
 
 
 class Callback:
     """Watches a run. By default every event does nothing."""
 
-    def on_start(self, federation: Federation, server: Server) -> None:
+    def on_start(self, federation: Federation, server: ServerState) -> None:
         """Called before the first round; `server` is what the run starts or continues from."""
 
     def on_client(self, client: int) -> None:
         """Called after a client has finished its local update."""
 
-    def on_round(self, server: Server, record: Record) -> None:
+    def on_round(self, server: ServerState, record: RoundRecord) -> None:
         """Called after each round, with the server after that round."""
 
-    def on_stop(self, server: Server) -> None:
+    def on_stop(self, server: ServerState) -> None:
         """Called when the run stops, whether finished, interrupted or failed.
 
         `server` is the server after the last complete round.
@@ -41,11 +42,11 @@ class WriteMetrics(Callback):
     def __init__(self, log: MetricsLog) -> None:
         self.log = log
 
-    def on_start(self, federation: Federation, server: Server) -> None:
+    def on_start(self, federation: Federation, server: ServerState) -> None:
         # Rounds after the checkpoint are run again and written again.
         self.log.truncate(server.round_number)
 
-    def on_round(self, server: Server, record: Record) -> None:
+    def on_round(self, server: ServerState, record: RoundRecord) -> None:
         self.log.append(record)
 
 
@@ -62,21 +63,21 @@ class SaveCheckpoints(Callback):
         #: (client -> round of the state).
         self.client_states: deque[dict[int, int]] = deque(maxlen=keep)
 
-    def on_start(self, federation: Federation, server: Server) -> None:
+    def on_start(self, federation: Federation, server: ServerState) -> None:
         self.federation = federation
         self.saved_round = server.round_number if server.round_number else -1
 
-    def on_round(self, server: Server, record: Record) -> None:
+    def on_round(self, server: ServerState, record: RoundRecord) -> None:
         if server.round_number % self.every == 0:
             self.save(server)
 
-    def on_stop(self, server: Server) -> None:
+    def on_stop(self, server: ServerState) -> None:
         self.save(server)
         # Also if nothing was left to save: an interrupted round may have begun a transaction in
         # the client store, and an open transaction keeps the file locked.
-        self.federation.engine.save_memory(server.remembered)
+        self.federation.engine.save_memory(server.client_state_rounds)
 
-    def save(self, server: Server) -> None:
+    def save(self, server: ServerState) -> None:
         """Save a checkpoint, unless this round has one already.
 
         The order makes a kill at any moment harmless: client states are written before the
@@ -86,10 +87,10 @@ class SaveCheckpoints(Callback):
         if server.round_number <= self.saved_round:
             return
         engine = self.federation.engine
-        engine.save_memory(server.remembered)
+        engine.save_memory(server.client_state_rounds)
         save_checkpoint(self.folder, server, self.keep, self.federation.config)
         self.saved_round = server.round_number
-        self.client_states.append(server.remembered)
+        self.client_states.append(server.client_state_rounds)
         if len(self.client_states) == self.keep:
             engine.forget_memory(self.client_states[0])
 
@@ -101,13 +102,13 @@ class WriteTensorBoard(Callback):
         self.folder = folder
         self.writer: Any = None
 
-    def on_start(self, federation: Federation, server: Server) -> None:
+    def on_start(self, federation: Federation, server: ServerState) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # TensorBoard hides events from `purge_step` on that an earlier, interrupted process wrote.
         self.writer = SummaryWriter(str(self.folder), purge_step=server.round_number + 1)
 
-    def on_round(self, server: Server, record: Record) -> None:
+    def on_round(self, server: ServerState, record: RoundRecord) -> None:
         number = record.round_number
         for size, score in record.scores.items():
             self.writer.add_scalar(f"accuracy/{size}", score.accuracy, number)
@@ -115,12 +116,12 @@ class WriteTensorBoard(Callback):
         if record.scores:
             self.writer.add_scalar("accuracy/mean", overall(record), number)
         self.writer.add_scalar("train/loss", record.train_loss, number)
-        for name, value in record.method.items():
-            self.writer.add_scalar(f"method/{name}", value, number)
+        for name, value in record.metrics.items():
+            self.writer.add_scalar(name, value, number)
         self.writer.add_scalar("seconds/round", sum(record.seconds.values()), number)
         self.writer.flush()
 
-    def on_stop(self, server: Server) -> None:
+    def on_stop(self, server: ServerState) -> None:
         self.writer.close()
 
 
@@ -130,12 +131,12 @@ class DrawTimeline(Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def on_start(self, federation: Federation, server: Server) -> None:
+    def on_start(self, federation: Federation, server: ServerState) -> None:
         assert isinstance(federation.engine, LocalEngine)
         self.timeline = Timeline(*federation.devices)
-        federation.engine.clients.timeline = self.timeline
+        federation.engine.record(self.timeline)
 
-    def on_stop(self, server: Server) -> None:
+    def on_stop(self, server: ServerState) -> None:
         spans = self.timeline.spans()
         if spans:
             draw(spans, self.path)

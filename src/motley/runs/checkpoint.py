@@ -24,16 +24,24 @@ from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.files import flush
 from motley.privacy import PrivacyLedger
-from motley.round import Server
+from motley.server.state import ServerState
 from motley.settings import flat
 
-#: The attributes of `Server` that hold tensors. Empty ones are not written.
-_SECTIONS = ("state", "averaged", "method", "optimizer")
+#: Prefix of the files that hold the states of the pipeline's stages.
+_STAGE = "stage-"
+#: Names of files and keys in checkpoints of earlier versions -> names now.
+_RENAMED = {
+    "averaged": "ema",
+    "method": "method_state",
+    "optimizer": f"{_STAGE}optimizer",
+    "remembered": "client_state_rounds",
+    "spent": "ledger",
+}
 #: Prefix of a folder's name while it is being written or deleted.
 _UNFINISHED = "unfinished-"
 
 
-def save_checkpoint(folder: Path, server: Server, keep: int, config: Config | None = None) -> Path:
+def save_checkpoint(folder: Path, server: ServerState, keep: int, config: Config | None = None) -> Path:
     """Write `server` to `folder`/round-N and delete all but the newest `keep` checkpoints.
 
     The configuration is saved with it, so that `changed_settings` can tell whether config.toml was
@@ -53,17 +61,17 @@ def save_checkpoint(folder: Path, server: Server, keep: int, config: Config | No
         ) from None
 
 
-def _write(folder: Path, unfinished: Path, server: Server, keep: int, config: Config | None) -> Path:
+def _write(folder: Path, unfinished: Path, server: ServerState, keep: int, config: Config | None) -> Path:
     final = folder / f"round-{server.round_number:06d}"
     unfinished.mkdir(parents=True)
-    sections = [name for name in _SECTIONS if getattr(server, name)]
-    for name in sections:
-        save_file(_storable(getattr(server, name)), unfinished / f"{name}.safetensors")
+    sections = _sections(server)
+    for name, tensors in sections.items():
+        save_file(_storable(tensors), unfinished / f"{name}.safetensors")
     metadata = {
         "round": server.round_number,
-        "sections": sections,
-        "remembered": server.remembered,
-        "spent": server.spent.to_json(),
+        "sections": list(sections),
+        "client_state_rounds": server.client_state_rounds,
+        "ledger": server.ledger.to_json(),
         "config": config.model_dump(mode="json") if config is not None else None,
     }
     (unfinished / "server.json").write_text(json.dumps(metadata))
@@ -78,6 +86,18 @@ def _write(folder: Path, unfinished: Path, server: Server, keep: int, config: Co
     for old in checkpoints(folder)[:-keep]:
         _delete(old)
     return final
+
+
+def _sections(server: ServerState) -> dict[str, State]:
+    """Return the tensors of a server state, one section per file. Empty ones are left out."""
+    sections = {
+        "state": server.state,
+        "ema": server.ema or {},
+        "method_state": server.method_state,
+    }
+    for name, state in server.stage_states.items():
+        sections[_STAGE + name] = state
+    return {name: tensors for name, tensors in sections.items() if tensors}
 
 
 def _storable(tensors: State) -> State:
@@ -104,7 +124,7 @@ def _number(checkpoint: Path) -> str:
     return checkpoint.name.removeprefix("round-")
 
 
-def load_checkpoint(folder: Path) -> Server | None:
+def load_checkpoint(folder: Path) -> ServerState | None:
     """Return the server of the newest checkpoint, or None if there is none yet."""
     saved = checkpoints(folder)
     return read_checkpoint(saved[-1]) if saved else None
@@ -142,28 +162,32 @@ def changed_settings(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]
     return changes
 
 
-def read_checkpoint(checkpoint: Path) -> Server:
+def read_checkpoint(checkpoint: Path) -> ServerState:
     """Return the server that one checkpoint holds."""
     file = checkpoint / "server.json"  # the file being read, for the message
     try:
-        metadata = json.loads(file.read_text())
-        round_number = int(metadata["round"])
-        section_names = list(metadata["sections"])
-        remembered = {}
-        for client, state_round in metadata["remembered"].items():
-            remembered[int(client)] = int(state_round)
+        metadata = {}
+        for key, value in json.loads(file.read_text()).items():
+            metadata[_RENAMED.get(key, key)] = value
+        client_state_rounds = {}
+        for client, state_round in metadata["client_state_rounds"].items():
+            client_state_rounds[int(client)] = int(state_round)
         sections: dict[str, State] = {}
-        for name in section_names:
+        for name in list(metadata["sections"]):
             file = checkpoint / f"{name}.safetensors"
-            sections[name] = load_file(file)
-        return Server(
-            round_number,
+            sections[_RENAMED.get(name, name)] = load_file(file)
+        stage_states = {}
+        for name, state in sections.items():
+            if name.startswith(_STAGE):
+                stage_states[name.removeprefix(_STAGE)] = state
+        return ServerState(
+            round_number=int(metadata["round"]),
             state=sections["state"],
-            averaged=sections.get("averaged"),
-            method=sections.get("method", {}),
-            remembered=remembered,
-            optimizer=sections.get("optimizer", {}),
-            spent=PrivacyLedger.from_json(metadata.get("spent", {})),
+            ema=sections.get("ema"),
+            method_state=sections.get("method_state", {}),
+            client_state_rounds=client_state_rounds,
+            stage_states=stage_states,
+            ledger=PrivacyLedger.from_json(metadata.get("ledger", {})),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         advice = f"Remove {checkpoint} to continue from the checkpoint before it."

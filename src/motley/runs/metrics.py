@@ -14,13 +14,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from motley.core.errors import MotleyError
 from motley.evaluate import Summary, rounds_to, summarize
 from motley.files import write_atomically
-from motley.round import Record
+from motley.server.record import RoundRecord
 
 #: The key of the mean accuracy over sizes, beside the names of the sizes.
 OVERALL = "mean"
 
 
-def to_line(record: Record) -> dict[str, Any]:
+def to_line(record: RoundRecord) -> dict[str, Any]:
     """Return a round's record as the JSON object that the log holds. Empty fields are left out."""
     line: dict[str, Any] = {"round": record.round_number}
     if record.scores:
@@ -41,14 +41,31 @@ def to_line(record: Record) -> dict[str, Any]:
     line["bytes"] = {"down": record.bytes_down, "up": record.bytes_up}
     if record.epsilon:
         line["epsilon"] = _numbers(record.epsilon)
-    if record.inco:
-        line["inco"] = {layer: _numbers(values) for layer, values in record.inco.items()}
-    if record.method:
-        line["method"] = _numbers(record.method)
+    if record.metrics:
+        line["metrics"] = _numbers(record.metrics)
     return line
 
 
-def overall(record: Record) -> float:
+def stage_metrics(line: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the metrics of a line that are not per layer. The method's lose their `method/`."""
+    metrics = {}
+    for name, value in (line.get("metrics") or {}).items():
+        if name.count("/") == 1:
+            metrics[name.removeprefix("method/")] = value
+    return metrics
+
+
+def layer_metrics(line: Mapping[str, Any], stage: str) -> dict[str, dict[str, float | None]]:
+    """Return the metrics per layer that a stage reports in a line: layer -> name -> value."""
+    layers: dict[str, dict[str, float | None]] = {}
+    for metric, value in (line.get("metrics") or {}).items():
+        reporter, *layer, name = metric.split("/")
+        if reporter == stage and layer:
+            layers.setdefault("/".join(layer), {})[name] = value
+    return layers
+
+
+def overall(record: RoundRecord) -> float:
     """Return the mean accuracy over sizes."""
     return sum(score.accuracy for score in record.scores.values()) / len(record.scores)
 
@@ -82,6 +99,8 @@ class Line(BaseModel):
     accuracy: dict[str, float] | None = None
     clients: list[int] | None = None
     epsilon: dict[str, float | None] | None = None
+    metrics: dict[str, float | None] | None = None
+    # Earlier versions wrote these two instead of `metrics` (see `_upgrade`).
     method: dict[str, float | None] | None = None
     inco: dict[str, dict[str, float | None]] | None = None
 
@@ -92,7 +111,7 @@ class MetricsLog:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def append(self, record: Record) -> None:
+    def append(self, record: RoundRecord) -> None:
         """Add a round's line."""
         try:
             with self.path.open("a") as file:
@@ -121,12 +140,25 @@ class MetricsLog:
             problem = _problem(line)
             if problem:
                 raise self._damaged(number, problem)
-            lines.append(line)
+            lines.append(_upgrade(line))
         return lines
 
     def _damaged(self, number: int, problem: str) -> MotleyError:
         reason = f"these are not the metrics of a round: {problem}"
         return MotleyError(f"{self.path}, line {number}: {reason}. Remove the line to continue.")
+
+
+def _upgrade(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line with the tables `method` and `inco` of earlier versions in `metrics`."""
+    if not (line.get("method") or line.get("inco")):
+        return line
+    upgraded = dict(line)
+    metrics = {f"method/{name}": value for name, value in (upgraded.pop("method", None) or {}).items()}
+    for layer, coefficients in (upgraded.pop("inco", None) or {}).items():
+        for name, value in coefficients.items():
+            metrics[f"inco/{layer}/{name}"] = value
+    upgraded["metrics"] = metrics
+    return upgraded
 
 
 def _problem(line: object) -> str:

@@ -11,11 +11,12 @@ from motley.core.errors import MotleyError
 from motley.engine import Engine, LocalEngine
 from motley.extras import require
 from motley.federation import Federation
-from motley.round import Record, Server
 from motley.runs.callbacks import Callback, DrawTimeline, folder_callbacks
 from motley.runs.checkpoint import last_round, load_checkpoint
 from motley.runs.folder import RunFolder
 from motley.runs.interrupt import one_interrupt
+from motley.server.record import PendingRecord
+from motley.server.state import ServerState
 
 
 def start_run(
@@ -25,7 +26,7 @@ def start_run(
     *,
     profile: bool = False,
     engine: Callable[[Federation], Engine] | None = None,
-) -> tuple[Federation, Server]:
+) -> tuple[Federation, ServerState]:
     """Start a run in a new folder and run it to its end.
 
     Everything is checked before the folder is created. With `profile`, a timeline of the slots is
@@ -41,7 +42,7 @@ def start_run(
             f"engine.name = {config.engine.name!r}: --profile needs the local engine, "
             "because it draws the engine's slots."
         )
-    server = federation.start()
+    server = federation.initial_state()
     folder = RunFolder.create(path, config)
     callbacks = folder_callbacks(folder, config)
     if profile:
@@ -57,7 +58,7 @@ def resume_run(
     watchers: Iterable[Callback] = (),
     *,
     engine: Callable[[Federation], Engine] | None = None,
-) -> tuple[Federation, Server]:
+) -> tuple[Federation, ServerState]:
     """Continue a run from its newest checkpoint. A finished run is left as it is."""
     folder = RunFolder.open(path)
     with folder.locked():
@@ -65,7 +66,7 @@ def resume_run(
         federation = Federation(config, memory_folder=folder.clients, engine=engine)
         checkpoint = load_checkpoint(folder.checkpoints)
         if checkpoint is None:
-            server = federation.start()
+            server = federation.initial_state()
         else:
             _require_same_model(folder, federation, checkpoint)
             server = federation.to_device(checkpoint)
@@ -76,7 +77,7 @@ def resume_run(
 
 
 @one_interrupt()
-def run_rounds(federation: Federation, server: Server, callbacks: Iterable[Callback]) -> Server:
+def run_rounds(federation: Federation, server: ServerState, callbacks: Iterable[Callback]) -> ServerState:
     """Run the remaining rounds of the configuration and return the server after the last one.
 
     A round is complete once every callback has seen it: a round whose metrics were not written is
@@ -89,7 +90,7 @@ def run_rounds(federation: Federation, server: Server, callbacks: Iterable[Callb
     latest = server
     try:
         while latest.round_number < federation.config.training.rounds:
-            latest, record = federation.advance(latest, delivery.client_finished)
+            latest, record = federation.queue_round(latest, delivery.client_finished)
             delivery.deliver()
             delivery.add(latest, record)
     except Exception:
@@ -112,14 +113,14 @@ class _Delivery:
     until the scores have arrived; the loop does not wait for them.
     """
 
-    def __init__(self, callbacks: list[Callback], server: Server) -> None:
+    def __init__(self, callbacks: list[Callback], server: ServerState) -> None:
         self.callbacks = callbacks
         #: The server after the last round that all callbacks have seen.
         self.server = server
         #: The latest round, if the callbacks have not seen it yet.
-        self.pending: tuple[Server, Record] | None = None
+        self.pending: tuple[ServerState, PendingRecord] | None = None
 
-    def add(self, server: Server, record: Record) -> None:
+    def add(self, server: ServerState, record: PendingRecord) -> None:
         """Take over a round that has ended, and deliver it if its record is complete."""
         self.pending = (server, record)
         if record.ready:
@@ -136,10 +137,10 @@ class _Delivery:
         """Show the pending round to all callbacks, waiting for its record if necessary."""
         if self.pending is None:
             return
-        server, record = self.pending
+        server, pending = self.pending
         # Cleared first: if a callback fails, `finish` must not show it the same round again.
         self.pending = None
-        record.settle()
+        record = pending.read()
         for callback in self.callbacks:
             callback.on_round(server, record)
         self.server = server
@@ -162,7 +163,7 @@ class _Delivery:
                 stack.callback(callback.on_stop, self.server)
 
 
-def _require_same_model(folder: RunFolder, federation: Federation, checkpoint: Server) -> None:
+def _require_same_model(folder: RunFolder, federation: Federation, checkpoint: ServerState) -> None:
     """Raise if config.toml was edited so that its global state differs from the checkpoint's."""
     configured = {name: tuple(tensor.shape) for name, tensor in federation.split.frame.items()}
     saved = {name: tuple(tensor.shape) for name, tensor in checkpoint.state.items()}

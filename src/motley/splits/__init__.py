@@ -1,4 +1,4 @@
-"""Splits: which part of the global state a client of a given size holds."""
+"""Splits: the part of the global state that a client of a given size holds."""
 
 from motley.splits.base import SPLITS, Split, SplitSettings
 from motley.splits.depth import Depth, Grouped, Homogeneous

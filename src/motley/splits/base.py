@@ -1,4 +1,4 @@
-"""What every split offers: the sizes, a model for each, its part of the global state, and the initial state."""
+"""The base class of splits: sizes, a model per size, parts of the global state, initial state."""
 
 from __future__ import annotations
 
@@ -34,23 +34,24 @@ class SplitSettings(Settings):
     name: str = "depth"
     """How sizes share the global state (`motley list splits`)."""
     normalization_statistics: Literal["shared", "per-size", "batch"] = "shared"
-    """shared: running statistics are averaged over all sizes, as in the papers. per-size: weights are shared and
-    running statistics are not. batch: there are none, and test batches are normalised by their own statistics
-    (FedRolex, ScaleFL), so that accuracy depends on evaluation.batch_size.
+    """shared: running statistics are averaged over all sizes, as in the papers. per-size: weights
+    are shared and running statistics are not. batch: there are none, and test batches are
+    normalised by their own statistics (FedRolex, ScaleFL), so that accuracy depends on
+    evaluation.batch_size.
     """
 
     def sizes(self, architectures: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of the sizes that the split makes of these architectures."""
+        """Return the names of the sizes that the split derives from these architectures."""
         return architectures
 
     def whole(self, architectures: tuple[str, ...]) -> str | None:
-        """Return the size that is the whole global model, where there is one."""
+        """Return the size that is the whole global model, if there is one."""
         return architectures[0] if len(architectures) == 1 else None
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A size's model without memory: names and shapes, on torch's meta device."""
+    """A size's model on torch's meta device: names and shapes, without memory for values."""
 
     build: Callable[[], nn.Module]
     family: str
@@ -66,7 +67,9 @@ class Blueprint:
 
 
 def build_on_meta(name: str, build: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model without memory. Users' models can raise anything; the message names the model."""
+    """Build a model on the meta device. Users' models can raise anything; the message names the
+    model.
+    """
     try:
         with on_meta(), allocating(f"model.sizes: {name!r}"):
             module = build()
@@ -75,16 +78,19 @@ def build_on_meta(name: str, build: Callable[[], nn.Module]) -> nn.Module:
     except Exception as error:
         reason, _, _ = str(error).partition("\n")  # torch adds the frames of its C++ code
         raise MotleyError(
-            f"model.sizes: {name!r} cannot be built on torch's meta device, where a model has shapes and no values "
-            f"(so no .item() or .tolist() while it is built): {type(error).__name__}: {reason}"
+            f"model.sizes: {name!r} cannot be built on torch's meta device, where tensors have "
+            "shapes but no values (so no .item() or .tolist() while it is built): "
+            f"{type(error).__name__}: {reason}"
         ) from error
     if not isinstance(module, nn.Module):
-        raise MotleyError(f"model.sizes: {name!r} is built as a {type(module).__name__}, not as a torch.nn.Module.")
+        kind = type(module).__name__
+        raise MotleyError(f"model.sizes: {name!r} is built as a {kind}, not as a torch.nn.Module.")
     for tensor_name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise MotleyError(
-                f"model.sizes: {name!r} has a lazy layer, whose {tensor_name!r} has no shape yet. Give the layer the "
-                "number of its inputs (Linear instead of LazyLinear): names and shapes must be known beforehand."
+                f"model.sizes: {name!r} has a lazy layer, whose {tensor_name!r} has no shape yet. "
+                "Give the layer the number of its inputs (Linear instead of LazyLinear): names and "
+                "shapes must be known beforehand."
             )
     return module
 
@@ -103,7 +109,7 @@ class Split(ABC):
         self.check()
 
     def draw_up(self, builds: Mapping[str, Callable[[], nn.Module]]) -> dict[str, Blueprint]:
-        """Return a blueprint of every size: an architecture each."""
+        """Return the blueprint of every size. Here each architecture is a size."""
         return {size: Blueprint.of(size, build) for size, build in builds.items()}
 
     @abstractmethod
@@ -111,21 +117,22 @@ class Split(ABC):
         """Return the global name of a tensor of a size."""
 
     def check(self) -> None:
-        """Refuse sizes that cannot be parts of one state."""
+        """Reject sizes that cannot be parts of one state."""
         shapes: dict[str, tuple[str, torch.Size]] = {}
         for size, blueprint in self.blueprints.items():
             for name, tensor in blueprint.module.state_dict().items():
                 other, shape = shapes.setdefault(self.global_name(size, name), (size, tensor.shape))
                 if shape != tensor.shape:
                     raise MotleyError(
-                        f"model.sizes: {other!r} and {size!r} cannot share {name!r}: {tuple(shape)} against "
-                        f"{tuple(tensor.shape)}. Use split.name = 'grouped', which shares nothing between sizes."
+                        f"model.sizes: {other!r} and {size!r} cannot share {name!r}: "
+                        f"{tuple(shape)} against {tuple(tensor.shape)}. Use split.name = "
+                        "'grouped', which shares nothing between sizes."
                     )
 
     def build(self, size: str) -> nn.Module:
-        """Return a new module of a size, to copy a state into; its own weights have no meaning.
+        """Return a new module of a size, to copy a state into. Its own weights are meaningless.
 
-        The split keeps no model with memory: a client pays for the module it asked for, and for no other.
+        The split itself holds no weights, so a client only needs memory for the module it asks for.
         """
         blueprint = self.blueprints[size].module
         if not is_described_by_its_state(blueprint):
@@ -149,11 +156,11 @@ class Split(ABC):
         return False
 
     def part(self, size: str, round_number: int = 0, client: int = 0) -> Part:
-        """Return what a client of a size holds in a round; a split that moves with round or client overrides it."""
+        """Return the part of a client in a round. By default it depends only on the size."""
         return self._parts[size]
 
     def evaluated(self, size: str, round_number: int) -> Part:
-        """Return what of the global state is evaluated as a size after a round."""
+        """Return the part of the global state that is evaluated as a size after a round."""
         return self.part(size)
 
     @cached_property
@@ -168,7 +175,10 @@ class Split(ABC):
         return f"{size}/{name}" if per_size else self.global_name(size, name)
 
     def initial(self, seed: int) -> State:
-        """Return the global state before the first round: the largest size's model, then what others add to it."""
+        """Return the global state before the first round.
+
+        It is the largest size's model, plus the tensors that only smaller sizes have.
+        """
         state: State = {}
         for size in self._largest_first:
             tensors = self._initialised(size, seed).state_dict()
@@ -178,7 +188,7 @@ class Split(ABC):
 
     @cached_property
     def frame(self) -> State:
-        """Every tensor of the global state, without its values (on torch's meta device)."""
+        """All tensors of the global state, on torch's meta device: names, shapes and dtypes."""
         return {
             self._placed(size, name): tensor
             for size in reversed(self._largest_first)
@@ -186,17 +196,20 @@ class Split(ABC):
         }
 
     def zeros(self) -> State:
-        """Return a zero for every coordinate of every global parameter: what control variates and duals start from."""
-        own = {name: tensor for name, tensor in self.frame.items() if name in self.parameters}
-        return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in own.items()}
+        """Return zeros for all global parameters, as control variates and dual variables start."""
+        zeros = {}
+        for name, tensor in self.frame.items():
+            if name in self.parameters:
+                zeros[name] = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return zeros
 
     def parameters_of(self, size: str) -> frozenset[str]:
-        """Return which of a size's own names are parameters."""
+        """Return the names of a size's parameters; its other tensors are buffers."""
         return frozenset(name for name, _ in self.blueprints[size].module.named_parameters())
 
     @cached_property
     def parameters(self) -> frozenset[str]:
-        """The global names that are parameters; all others are buffers, which no correction touches."""
+        """The global names of parameters. All others are buffers, which no method corrects."""
         return frozenset(self._placed(size, name) for size in self.sizes for name in self.parameters_of(size))
 
     @cached_property
@@ -218,10 +231,10 @@ class Split(ABC):
 
 
 def is_described_by_its_state(blueprint: nn.Module) -> bool:
-    """Tell whether every tensor of a model is in its state, so that a copy of its blueprint needs nothing else.
+    """Tell whether a model's state contains all of its tensors, so that a copy needs nothing else.
 
-    It is then ready in milliseconds, where drawing initial weights for a ResNet takes a quarter of a second. Users'
-    models are not looked into: they may keep tensors anywhere.
+    Copying such a blueprint takes milliseconds, while initializing the weights of a ResNet takes a
+    quarter of a second. Users' models are never copied: they may keep tensors anywhere.
     """
     if not type(blueprint).__module__.startswith(OWN_MODELS):
         return False

@@ -1,4 +1,4 @@
-"""A try of models that are not Motley's own, before anything is trained: what they return must be logits."""
+"""Check, before training starts, that users' models return logits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from motley.splits.base import OWN_MODELS, Split
 
 
 def check_outputs(split: Split, sizes: Iterable[str], shape: ImageShape, classes: int) -> None:
-    """Feed sizes two black images, in training and in evaluation, and refuse those that return no logits.
+    """Run each model on two black images, in training and evaluation mode, and check its output.
 
-    Motley's own models are left out: they are tested, and a forward pass of each size would double the time until a
-    small run starts.
+    Motley's own models are skipped: they are tested, and a forward pass of each size would double
+    the time until a small run starts.
     """
     for size in sizes:
         if type(split.blueprints[size].module).__module__.startswith(OWN_MODELS):
@@ -43,12 +43,13 @@ def _outputs(model: nn.Module, size: str, shape: ImageShape) -> object:
 
 
 def _check(outputs: object, size: str, classes: int) -> None:
-    wanted = f"a model returns a tensor of logits, one row per image and one column for each of {classes} classes"
+    expected = f"one row of {classes} logits per image"
     if not isinstance(outputs, torch.Tensor):
-        raise MotleyError(f"model.sizes: {size!r} returns a {type(outputs).__name__}; {wanted}.")
-    if outputs.shape != (2, classes):
-        raise MotleyError(
-            f"model.sizes: {size!r} returns shape {tuple(outputs.shape)} for 2 images, not (2, {classes}); {wanted}."
-        )
-    if not outputs.is_floating_point():
-        raise MotleyError(f"model.sizes: {size!r} returns {outputs.dtype}; {wanted}.")
+        actual = f"a {type(outputs).__name__}"
+    elif outputs.shape != (2, classes):
+        actual = f"shape {tuple(outputs.shape)} for 2 images, not (2, {classes})"
+    elif not outputs.is_floating_point():
+        actual = f"{outputs.dtype}"
+    else:
+        return
+    raise MotleyError(f"model.sizes: {size!r} returns {actual}; a model returns {expected}.")

@@ -1,4 +1,4 @@
-"""Splits by name: sizes differ in depth, and a layer has the same name in every size that has it."""
+"""Splits by depth: a layer has the same name in every size that has it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from motley.splits.base import SPLITS, Split
 
 @SPLITS.register(
     "depth",
-    "a size holds the blocks it has: stage splitting of ResNets, layer splitting of ViTs",
+    "sizes share the blocks they have in common: stages of ResNets, layers of ViTs",
     paper="InCo Aggregation, ICLR 2024",
     aliases=("stage", "layer", "layer-wise"),
 )
 class Depth(Split):
-    """Every size shares each of its layers with every other size that has a layer of that name."""
+    """Sizes share every layer whose name they have in common."""
 
     def global_name(self, size: str, name: str) -> str:
         return name
@@ -28,24 +28,25 @@ class Depth(Split):
         super().check()
 
 
-@SPLITS.register("homogeneous", "one size for everybody: plain FedAvg")
+@SPLITS.register("homogeneous", "one size for all clients: plain FedAvg")
 class Homogeneous(Depth):
-    """Every client holds everything."""
+    """Every client holds the whole model."""
 
     def check(self) -> None:
         if len(self.sizes) != 1:
-            raise MotleyError(f"model.sizes = {list(self.sizes)!r}: split.name = 'homogeneous' takes exactly one size.")
+            prefix = f"model.sizes = {list(self.sizes)!r}"
+            raise MotleyError(f"{prefix}: split.name = 'homogeneous' takes exactly one size.")
         super().check()
 
 
 @SPLITS.register(
     "grouped",
-    "nothing is shared between sizes: FedAvg a size, also for unrelated architectures",
+    "nothing is shared between sizes: one FedAvg per size, also for unrelated architectures",
     paper="FedDF, NeurIPS 2020 (its per-architecture averaging)",
     aliases=("per-architecture",),
 )
 class Grouped(Split):
-    """Each size is a federation of its own: global names carry the size."""
+    """Each size is a separate federation: global names are prefixed by the size."""
 
     def global_name(self, size: str, name: str) -> str:
         return f"{size}/{name}"

@@ -1,4 +1,4 @@
-"""The split of InclusiveFL: layers by depth, but every size keeps its last block and its head to itself."""
+"""InclusiveFL's split: layers by depth, but each size has its own last block and head."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ class Inclusive(Depth):
         return tuple(reversed(self._largest_first))
 
     def taught_by(self, size: str, larger: str) -> dict[str, list[str]]:
-        """Return the global name of each parameter of a size's last block -> the larger size's own names that teach it.
+        """Return which tensors of a larger size teach each parameter of this size's last block.
 
-        Those are the tensors of its blocks from there on that have the same place in their block, and the same shape.
+        The keys are global names, the values names within the larger size: the tensors at the same
+        place in its blocks from there on that have the same shape.
         """
         shapes = {name: tensor.shape for name, tensor in self.blueprints[larger].module.named_parameters()}
         found = {}

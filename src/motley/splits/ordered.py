@@ -1,7 +1,7 @@
-"""The split of FjORD: leading channels, in networks that can also answer with every narrower width.
+"""FjORD's split: leading channels, in networks that can also run at every narrower width.
 
-Statistics of batch norms have a row a width, and a size holds the rows of its own width and of those below: the mean of
-a row is over the clients that are at least so wide.
+Batch norms keep one row of running statistics per width. A size holds the rows of its own width and
+of all narrower ones, so a row is averaged over the clients that have at least its width.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class OrderedSettings(WidthSettings):
 
 
 @SPLITS.register(
-    "ordered", "leading channels, in networks that can answer with every narrower width", paper="FjORD, NeurIPS 2021"
+    "ordered", "leading channels, in networks that can also run at every narrower width", paper="FjORD, NeurIPS 2021"
 )
 class Ordered(Width):
-    """`width`, with nested widths inside every size."""
+    """`width`, with nested widths inside each size."""
 
     Settings = OrderedSettings
     settings: OrderedSettings
@@ -54,7 +54,7 @@ class Ordered(Width):
         return model
 
     def _inside(self, rate: float) -> list[float]:
-        """Return the rates that a size of a rate can answer with: its own is the last."""
+        """Return the rates at which a size of this rate can run. Its own is the last."""
         return sorted(inner for inner in self.settings.rates if inner <= rate)
 
     def _placed(self, size: str, name: str) -> str:
@@ -69,7 +69,7 @@ class Ordered(Width):
 
     @cached_property
     def frame(self) -> State:
-        """Every tensor of the global state without its values; statistics have a row a width."""
+        """All tensors of the global state, without values. Statistics have one row per width."""
         whole = self.whole.module.state_dict()
         return {name: self._rows(tensor) if name.endswith(ROWS) else tensor for name, tensor in whole.items()}
 
@@ -77,6 +77,6 @@ class Ordered(Width):
         return torch.empty((len(self.rates), *like.shape), dtype=like.dtype, device="meta")
 
     def initial(self, seed: int) -> State:
-        """Return the whole model as it is drawn, and statistics of nothing yet."""
+        """Return the initial weights of the whole model, and empty statistics."""
         whole = self._drawn(self.whole.build, seed).state_dict()
         return {name: fresh(name, t) if name.endswith(ROWS) else whole[name] for name, t in self.frame.items()}

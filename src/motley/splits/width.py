@@ -1,15 +1,16 @@
-"""Splits by width: every size has all layers of one architecture, and of each stream of channels a share.
+"""Splits by width: a size has all layers of one architecture, with a fraction of their channels.
 
-Which share is a rule, the same for all clients of a round:
+One of three rules selects the channels:
 
-- leading (HeteroFL, FjORD): the first channels, so that a narrow model lies inside every wider one;
-- rolling (FedRolex): a window that moves one channel further each round and comes round again; the first round has the
-  leading channels, and streams of one width move together;
-- random (Federated Dropout): channels drawn for each client and round.
+- leading (HeteroFL, FjORD): the first channels, so that a narrow model is contained in every wider
+  one;
+- rolling (FedRolex): a window that moves by one channel per round and wraps around. Round 1 has the
+  leading channels, and streams of the same width move together;
+- random (Federated Dropout): channels drawn per client and round.
 
-A stream keeps one choice wherever it is written, read or added up, so a narrow model is a model. Evaluation is of the
-leading channels, or of the window that the round's clients held: channels of different layers that were never trained
-together are no model.
+Every layer that reads or writes a residual stream selects the same channels, so the sliced network
+is well formed. The leading channels are evaluated or, with a rolling window, those of the round's
+window: channels of different layers that were never trained together do not form a working model.
 """
 
 from __future__ import annotations
@@ -37,43 +38,43 @@ Rate = Annotated[float, Field(gt=0, le=1)]
 
 
 class WidthSettings(SplitSettings):
-    """The widths, and which channels they are."""
+    """The widths, and the rule that selects the channels."""
 
     name: str = "width"
     rates: tuple[Rate, ...] = (1.0, 0.5, 0.25, 0.125, 0.0625)
-    """One size per rate: the fraction of the channels it keeps, rounded up. The global model has the full width,
-    whether or not a size has it.
+    """One size per rate: the fraction of the channels it keeps, rounded up. The global model has
+    the full width, whether or not a size has it.
     """
     channels: Literal["leading", "rolling", "random"] = "leading"
-    """The channels that a size keeps: the leading ones (HeteroFL), a window that moves on in every round (FedRolex),
-    or random ones (Federated Dropout).
+    """The channels that a size keeps: the leading ones (HeteroFL), a window that moves on in every
+    round (FedRolex), or random ones (Federated Dropout).
     """
     scaler: bool = False
-    """Divide a layer's output by the size's rate (HeteroFL, Section 3), in evaluation too. HeteroFL's authors turn it
-    off there, but evaluate rate 1 only, where it changes nothing. Before a batch norm its only effect is through the
-    norm's epsilon.
+    """Divide a layer's output by the size's rate (HeteroFL, Section 3), in evaluation too.
+    HeteroFL's authors turn it off there, but evaluate rate 1 only, where it changes nothing. Before
+    a batch norm its only effect is through the norm's epsilon.
     """
 
     @field_validator("rates")
     @classmethod
     def _named_once(cls, rates: tuple[float, ...]) -> tuple[float, ...]:
         if not rates or len(set(rates)) < len(rates):
-            raise ValueError("each rate is named once, and there is at least one")
+            raise ValueError("there must be at least one rate, and no rate twice")
         return rates
 
     def sizes(self, architectures: tuple[str, ...]) -> tuple[str, ...]:
-        """Return a name for every rate."""
+        """Return one name per rate."""
         return tuple(f"{architectures[0]}-w{rate:g}" for rate in self.rates)
 
     def whole(self, architectures: tuple[str, ...]) -> str | None:
-        """Return the size of rate 1, the deepest of them."""
-        found = [size for size, rate in zip(self.sizes(architectures), self.rates, strict=True) if rate == 1]
-        return found[-1] if found else None
+        """Return the size of rate 1, the last if there are several (levels of `grid`)."""
+        full_width = [size for size, rate in zip(self.sizes(architectures), self.rates, strict=True) if rate == 1]
+        return full_width[-1] if full_width else None
 
 
 @SPLITS.register(
     "width",
-    "a size holds a share of every layer's channels: leading, rolling or random",
+    "a size holds a fraction of every layer's channels: leading, rolling or random",
     paper="HeteroFL, ICLR 2021; FedRolex, NeurIPS 2022",
 )
 class Width(Split):
@@ -83,11 +84,11 @@ class Width(Split):
     settings: WidthSettings
 
     def draw_up(self, builds: Mapping[str, Callable[[], nn.Module]]) -> dict[str, Blueprint]:
-        """Return the blueprint of every rate, and keep that of the whole."""
+        """Return one blueprint per rate, and keep that of the full-width model."""
         if len(builds) != 1:
             raise MotleyError(
-                f"model.sizes = {list(builds)!r}: split.name = {self.settings.name!r} takes exactly one architecture; "
-                "its sizes are in split.rates."
+                f"model.sizes = {list(builds)!r}: split.name = {self.settings.name!r} takes "
+                "exactly one architecture; its sizes are in split.rates."
             )
         ((self.architecture, self.base),) = builds.items()
         sizes = self.settings.sizes((self.architecture,))
@@ -96,7 +97,7 @@ class Width(Split):
         return {size: self._blueprint(level) for level, size in enumerate(sizes)}
 
     def uncut(self, level: int) -> nn.Module:
-        """Return the model of a size in full width."""
+        """Return the model of a size at full width."""
         return self.base()
 
     def _blueprint(self, level: int) -> Blueprint:
@@ -123,23 +124,23 @@ class Width(Split):
 
     @cached_property
     def axes(self) -> dict[str, tuple[Axis | None, ...]]:
-        """The streams of every tensor's dimensions."""
+        """The channel stream of every dimension of every tensor; None for those never sliced."""
         declared = MODELS[self.architecture].channels
         if declared is None:
             able = sorted({entry.item.family for entry in MODELS if entry.item.channels})
             raise MotleyError(
-                f"model.sizes = {[self.architecture]!r}: family {self.whole.family!r} cannot be split in width. "
-                f"Allowed are {', '.join(able)}."
+                f"model.sizes = {[self.architecture]!r}: family {self.whole.family!r} cannot be "
+                f"split in width. Allowed are {', '.join(able)}."
             )
         whole = self.whole.module
         return axes({**declared(whole), **self.more_channels(whole)}, whole.state_dict())
 
     def more_channels(self, whole: nn.Module) -> Channels:
-        """Return the channels of layers that the family knows nothing of."""
+        """Return the channels of layers that a subclass adds to the architecture."""
         return {}
 
     def check(self) -> None:
-        """Narrow models are parts of the whole by construction."""
+        """Nothing to check: narrow models are parts of the whole model by construction."""
 
     def global_name(self, size: str, name: str) -> str:
         return name
@@ -159,12 +160,12 @@ class Width(Split):
 
     @lru_cache(maxsize=256)  # noqa: B019  (a split lives as long as its federation)
     def _part(self, size: str, round_number: int, client: int) -> Part:
-        streams = {axis for found in self.axes.values() for axis in found if axis is not None}
+        streams = {axis for tensor_axes in self.axes.values() for axis in tensor_axes if axis is not None}
         chosen = {axis.stream: self._chosen(axis, size, round_number, client) for axis in streams}
         return {name: self._piece(size, name, chosen) for name in self.blueprints[size].module.state_dict()}
 
     def _chosen(self, axis: Axis, size: str, round_number: int, client: int) -> slice | Tensor | None:
-        """Return which channels of a stream a client has; None: all of them."""
+        """Return the channels of a stream that a client has, or None for all of them."""
         count = kept(axis, self.rates[size])
         if count == axis.width:
             return None
@@ -191,7 +192,7 @@ class Width(Split):
 
     @cached_property
     def frame(self) -> State:
-        """Every tensor of the global state without its values: the whole model's, and statistics a size."""
+        """All tensors of the global state, without values, including per-size statistics."""
         own = self.whole.module.state_dict()
         per_size = self.settings.normalization_statistics == "per-size"
         shared = {name: tensor for name, tensor in own.items() if not (per_size and name.endswith(STATISTICS))}
@@ -202,16 +203,19 @@ class Width(Split):
         return self.blueprints[size].module.state_dict()[name]
 
     def initial(self, seed: int) -> State:
-        """Return the whole model as it is drawn, and the statistics of each size where it has its own."""
+        """Return the initial weights of the whole model, and empty per-size statistics, if any."""
         whole = self._drawn(self.whole.build, seed).state_dict()
         return {name: whole[name] if name in whole else fresh(name, tensor) for name, tensor in self.frame.items()}
 
 
 def fresh(name: str, like: Tensor) -> Tensor:
-    """Return statistics of nothing yet: mean 0, variance 1."""
+    """Return the initial running statistics: mean 0, variance 1."""
     return torch.full(like.shape, 1 if name.endswith("running_var") else 0, dtype=like.dtype)
 
 
 def kept(axis: Axis, rate: float) -> int:
-    """Return how many channels of a stream a rate keeps: rounded up, and all classes."""
-    return axis.width if axis.stream == CLASSES else max(1, math.ceil(axis.width * rate - 1e-9))
+    """Return how many channels of a stream a rate keeps, rounded up. Classes are all kept."""
+    if axis.stream == CLASSES:
+        return axis.width
+    # The tolerance is for products such as 25 * 0.28, which is just above 7 in floating point.
+    return max(1, math.ceil(axis.width * rate - 1e-9))

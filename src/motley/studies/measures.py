@@ -10,7 +10,7 @@ from pydantic_core import CoreSchema, core_schema
 from motley.config import Config
 from motley.core.errors import unknown
 from motley.evaluate import rounds_to
-from motley.runs.metrics import OVERALL, outcome
+from motley.runs.metrics import OVERALL, layer_metrics, outcome
 
 #: Measures that are accuracies in percent -> the attributes of `Summary` that hold them.
 ACCURACIES = {"mean-of-last-k": "mean_of_last_k", "last": "last", "best": "best"}
@@ -71,8 +71,9 @@ class Measure(str):
         layer = self.partition(":")[2]
         fractions = []
         for line in lines:
-            if layer in line.get("inco", {}):
-                fractions.append(line["inco"][layer]["positive"])
+            fraction = layer_metrics(line, "inco").get(layer, {}).get("positive")
+            if fraction is not None:
+                fractions.append(fraction)
         return 100 * sum(fractions) / len(fractions) if fractions else None
 
 

@@ -1,0 +1,125 @@
+"""Refuses settings that do not go together, and arguments that do not fit.
+
+`config.py` checks what can be told from the settings alone. The checks here need the data, the
+models or the method. `privacy.refuse_leaks` is one more, beside what it protects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from motley.config import Config
+from motley.core.errors import MotleyError
+from motley.core.part import size_in_bytes
+from motley.data import Dataset
+from motley.data.device import DeviceData
+from motley.data.partition import Partition
+from motley.limits import check_fits
+from motley.methods import Method
+from motley.models.moments import norms_of
+from motley.splits import Split
+
+
+def check_precision(precision: str, device: torch.device) -> None:
+    """Refuse 16-bit training on a CPU."""
+    if precision in ("fp16", "bf16") and device.type == "cpu":
+        raise MotleyError(
+            f"engine.precision = {precision!r}: is for a GPU; torch's CPU gradients of convolutions may be wrong in it."
+        )
+
+
+def check_dataset(dataset: Any) -> Dataset:
+    """Return the caller's data set; refuse those of other libraries, with how to convert them."""
+    if isinstance(dataset, Dataset):
+        return dataset
+    raise MotleyError(
+        f"dataset: a motley.data.Dataset is expected, not a {_type_name(dataset)}. Make one of arrays: "
+        "Dataset(name, Examples(images, labels), Examples(test_images, test_labels), classes), with images in uint8 of "
+        "shape (N, height, width, channels) and labels in int64 of shape (N,)."
+    )
+
+
+def check_partition(partition: Any, clients: int, examples: int) -> Partition:
+    """Return the caller's own partition if it fits the numbers of clients and examples."""
+    if not isinstance(partition, Partition):
+        raise MotleyError(
+            f"partition: a motley.data.Partition is expected, not a {_type_name(partition)}. "
+            "Partition.from_owners(owners, clients) makes one from the client of each sample; "
+            "data.partition.name = 'file' reads index lists."
+        )
+    if len(partition) != clients:
+        raise MotleyError(f"the partition is of {len(partition)} clients; federation.clients = {clients}.")
+    indices = partition.indices
+    if len(indices) and not 0 <= indices.min() <= indices.max() < examples:
+        raise MotleyError(f"the partition names samples that are not in 0..{examples - 1}.")
+    return partition
+
+
+def _type_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def check_batches_fit(config: Config, train: DeviceData, test_examples: int) -> None:
+    """Refuse batches that are larger than the memory.
+
+    Test images have the shape of training images, but are not on the device before the first
+    evaluation.
+    """
+    train.check_batch_fits("training.batch_size", config.training.batch_size)
+    train.check_batch_fits("evaluation.batch_size", min(config.evaluation.batch_size, test_examples))
+
+
+def check_weights_fit(split: Split, sizes: Iterable[str], device: torch.device) -> None:
+    """Refuse a size if state, model and gradients together are larger than all the memory."""
+    for size in sizes:
+        weights = size_in_bytes(split.blueprints[size].module.state_dict())
+        what = f"model.sizes: three copies of the weights of {size!r} (state, model, gradients)"
+        check_fits(what, 3 * weights, device)
+
+
+def check_client_state(config: Config, split: Split, method: Method) -> None:
+    """Refuse methods with client state if a client's part changes from round to round:
+
+    the state is of one part.
+    """
+    if config.federation.size_assignment == "dynamic":
+        why = "federation.size_assignment = 'dynamic'"
+    elif split.moves:
+        why = f"split.channels = {getattr(config.split, 'channels', '')!r}"
+    else:
+        return
+    if config.uplink.dtype != "fp32":
+        raise MotleyError(
+            f"uplink.dtype = {config.uplink.dtype!r}: clients remember what rounding took from their "
+            f"parts, which {why} changes from round to round. Use 'fp32', or parts that stay."
+        )
+    if method.requirements.client_state:
+        raise MotleyError(
+            f"method.name = {config.method.name!r}: its clients remember something of their parts, which "
+            f"{why} changes from round to round. Choose another method, or parts that stay."
+        )
+
+
+def check_recalibration(config: Config, split: Split) -> None:
+    """Refuse recalibration if there are no statistics, or if the method computes its own."""
+    if config.server.statistics.name != "recalibrate":
+        return
+    setting = "server.statistics.name = 'recalibrate'"
+    if config.split.normalization_statistics == "batch":
+        raise MotleyError(
+            f"{setting}: with split.normalization_statistics = 'batch' there are no running statistics to recalibrate. "
+            "Use split.normalization_statistics = 'per-size' or 'shared', or server.statistics.name = 'averaged'."
+        )
+    if not any(norms_of(blueprint.module) for blueprint in split.blueprints.values()):
+        raise MotleyError(
+            f"{setting}: {', '.join(split.sizes)} have no BatchNorm layers with running statistics, so there is "
+            "nothing to recalibrate. Use server.statistics.name = 'averaged'."
+        )
+    if getattr(config.method, "statistics", "") == "pass":
+        raise MotleyError(
+            f"{setting}: method.statistics = 'pass' already replaces the statistics before each evaluation, by the "
+            "method's own formula. Use method.statistics = 'running', or server.statistics.name = 'averaged'."
+        )

@@ -1,0 +1,160 @@
+"""Motley's kernels put into a model from outside.
+
+A small network's step on a GPU is bound by the number of its kernels and by how well they share the
+GPU with those of other clients, not by arithmetic. Models are plain modules that know nothing of
+this. The engine replaces modules of its own copy of a model, one for one: a layer by a layer with a
+kernel, and a residual block by a block that runs its norm, addition and ReLU as one kernel. A
+replacement has the same children and parameters under the same names, so a model's state is what it
+was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor, nn
+
+from motley.kernels import ALL, AVAILABLE
+from motley.models import preact, resnet
+
+if AVAILABLE:
+    from motley.kernels.layers import (
+        FusedBatchNorm,
+        FusedBatchNormReLU,
+        FusedConv2d,
+        FusedStem,
+        Pair,
+    )
+
+
+def apply_kernels(model: nn.Module, kernels: Collection[str] = ALL) -> None:
+    """Replace modules of a model, in place, by those with the kernels of the given names, if there
+    is Triton.
+    """
+    if not AVAILABLE:
+        return
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            replacement = _layer(child, kernels)
+            if replacement is not None:
+                setattr(parent, name, replacement)
+    if isinstance(model, resnet.ResNet):
+        _fuse_stem(model, kernels)
+        _fuse_resnet(model)
+    elif isinstance(model, preact.PreActResNet):
+        _fuse_stem(model, kernels)
+        _fuse_preact(model)
+
+
+def _layer(layer: nn.Module, kernels: Collection[str]) -> nn.Module | None:
+    """Return what takes the place of one layer, or None if it stays.
+
+    Only torch's own classes are replaced: a subclass may compute something else.
+    """
+    if (
+        type(layer) is nn.BatchNorm2d
+        and "norm" in kernels
+        and layer.affine
+        and layer.running_mean is not None
+    ):
+        return FusedBatchNorm.of(layer)
+    if (
+        type(layer) is nn.Conv2d
+        and "conv" in kernels
+        and layer.bias is None
+        and not isinstance(layer.padding, str)
+    ):
+        return FusedConv2d.of(layer)
+    return None
+
+
+def _fuse_stem(model: resnet.ResNet | preact.PreActResNet, kernels: Collection[str]) -> None:
+    if "stem" in kernels and type(model.conv1) in (nn.Conv2d, FusedConv2d):
+        model.conv1 = FusedStem.of(model.conv1)
+
+
+def _fuse_resnet(model: resnet.ResNet) -> None:
+    if type(model.bn1) is FusedBatchNorm:
+        model.bn1 = FusedBatchNormReLU.of(model.bn1)
+        model.relu = nn.Identity()
+    for name in resnet.STAGES:
+        stage = getattr(model, name)
+        if all(_can_fuse(block) for block in stage):
+            setattr(model, name, FusedStage(*(FusedBlock(block) for block in stage)))
+
+
+def _fuse_preact(model: preact.PreActResNet) -> None:
+    if type(model.norm) is FusedBatchNorm:
+        model.norm = FusedBatchNormReLU.of(model.norm)
+        model.relu = nn.Identity()
+    for number, block in enumerate(model.blocks):
+        if type(block.bn1) is type(block.bn2) is FusedBatchNorm:
+            model.blocks[number] = FusedPreActBlock(block)
+
+
+def _can_fuse(block: nn.Module) -> bool:
+    """Tell whether all norms of a residual block have kernels. Group norms have none."""
+    norms = [child for name, child in block.named_children() if name.startswith("bn")]
+    return isinstance(block, resnet.Block) and all(type(norm) is FusedBatchNorm for norm in norms)
+
+
+class FusedBlock(nn.Module):
+    """A ResNet's block, basic or bottleneck: norm, addition and ReLU are one kernel each time."""
+
+    downsample: nn.Module | None
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        assert isinstance(block, resnet.Block)
+        self.convolutions, self.downsample = block.convolutions, None
+        for name, child in block.named_children():
+            setattr(self, name, child)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.twice((x, x))[0]
+
+    def twice(self, inputs: Pair) -> Pair:
+        """Return the result for two uses: the next block's first convolution and its shortcut."""
+        x, again = inputs
+        shortcut = again if self.downsample is None else self.downsample(again)
+        for number in range(1, self.convolutions):
+            x = getattr(self, f"bn{number}")(getattr(self, f"conv{number}")(x), relu=True)
+        last = self.convolutions
+        x = getattr(self, f"conv{last}")(x)
+        pair: Pair = getattr(self, f"bn{last}")(x, add=shortcut, relu=True, twice=True)
+        return pair
+
+
+class FusedStage(nn.Sequential):
+    """Fused blocks behind each other: the gradients of a block's two uses are added in the kernel
+    before it.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        pair = (x, x)
+        for block in self:
+            assert isinstance(block, FusedBlock)
+            pair = block.twice(pair)
+        return pair[0]
+
+
+class FusedPreActBlock(nn.Module):
+    """A block of HeteroFL's ResNets: norm and ReLU are one kernel."""
+
+    bn1: nn.Module
+    conv1: nn.Module
+    bn2: nn.Module
+    conv2: nn.Module
+    shortcut: nn.Module | None
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.shortcut = None
+        for name, child in block.named_children():
+            setattr(self, name, child)
+
+    def forward(self, x: Tensor) -> Tensor:
+        active = self.bn1(x, relu=True)
+        shortcut = x if self.shortcut is None else self.shortcut(active)
+        y: Tensor = self.conv2(self.bn2(self.conv1(active), relu=True)) + shortcut
+        return y

@@ -1,0 +1,31 @@
+"""A job: what the server asks of one client in a round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from motley.core.part import State
+
+#: A method's own collection, or BatchNorm statistics (`motley.server.recalibration`).
+CollectionName: TypeAlias = Literal["method", "statistics"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One client's task: to train in a round, or to answer a collection."""
+
+    round_number: int
+    client: int
+    size: str
+    #: The client's part of the global state under its own names. These are views, which the client
+    #: copies and never changes.
+    state: State
+    #: What the method sends to the client beside its part.
+    broadcast: State = field(default_factory=dict)
+    #: The round of the client's last accepted update, which is the round of the client state to
+    #: use. None: no such round yet.
+    client_state_round: int | None = None
+    #: For `Engine.collect`: the method's own collection, or BatchNorm statistics
+    #: (`motley.server.recalibration`).
+    collection: CollectionName = "method"

@@ -1,0 +1,460 @@
+"""One client in training: its model, its optimizer, and the `Step` that its algorithm sees.
+
+All tensors stay in place for the learner's whole life. Loading a client copies its values into
+them, and a step reads its batch by a counter on the device. So a step can be captured once as a
+CUDA graph and replayed for any client of the same size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from motley.client.batches import Batches
+from motley.client.compilation import compilation, compile_model, no_compilation
+from motley.client.fused import apply_kernels
+from motley.client.job import Job
+from motley.client.optimizers import Optimizer
+from motley.client.training import Plan, TrainingSettings, reset
+from motley.client.weights import Weights, working_type
+from motley.core.device import on_device, place, use_generator
+from motley.core.part import State, by_type
+from motley.core.randomness import key
+from motley.core.tensors import add_, difference, norms
+from motley.data.device import DeviceData
+from motley.kernels import AVAILABLE
+from motley.methods.base import ClientAlgorithm
+
+#: What is computed with a model and a batch of inputs.
+Forward: TypeAlias = Callable[[nn.Module, Tensor], Tensor]
+
+
+def shapes_of(*states: State) -> object:
+    """Return a key for the names and shapes of states, whatever the order of their names."""
+    return tuple(
+        tuple(sorted((name, tuple(tensor.shape)) for name, tensor in state.items()))
+        for state in states
+    )
+
+
+class _Forward(nn.Module):
+    """A model with another forward function, because `functional_call` calls modules only."""
+
+    def __init__(self, model: nn.Module, forward: Forward) -> None:
+        super().__init__()
+        self.model, self.function = model, forward
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.function(self.model, inputs)
+
+
+@dataclass(frozen=True)
+class _Proximal:
+    """A proximal term that is not yet in the gradients."""
+
+    mu: float | Mapping[str, float]
+    center: State
+    norms: bool
+
+    def strength(self, name: str) -> float:
+        return self.mu[name] if isinstance(self.mu, Mapping) else self.mu
+
+
+@contextmanager
+def _restored(groups: list[list[Tensor]]) -> Iterator[None]:
+    """Restore tensors at the end of a block.
+
+    They are restored behind autograd's back (`.data`), because it may keep some of them for a
+    backward pass that is still to come, and does not need their values.
+    """
+    copies = [[torch.empty_like(tensor) for tensor in group] for group in groups]
+    for copy, group in zip(copies, groups, strict=True):
+        torch._foreach_copy_(copy, group)
+    yield
+    for group, copy in zip(groups, copies, strict=True):
+        torch._foreach_copy_([tensor.data for tensor in group], copy)
+
+
+class Learner:
+    """A model with everything that local training needs, used by one client at a time.
+
+    It implements `motley.methods.step.Step`, which documents the names that algorithms use.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        algorithm: ClientAlgorithm,
+        training: TrainingSettings,
+        data: DeviceData,
+        *,
+        longest: int,
+        precision: str,
+        kernels: Collection[str] = (),
+        compiled: bool = False,
+        lean: bool = False,
+    ) -> None:
+        """`kernels`: names of Motley's kernels to use on a GPU. `compiled`: compile the model."""
+        device = data.device
+        self.model = place(model, device).train()
+        self._kernels = frozenset(kernels) if device.type == "cuda" and AVAILABLE else frozenset()
+        apply_kernels(self.model, self._kernels)
+        self._compiled = compiled
+        if compiled:
+            compile_model(self.model)
+        self.algorithm, self.training, self.data, self.device = algorithm, training, data, device
+        self.weights = Weights(self.model, precision)
+        #: The model's own tensors, which are rounded to 16 bits in fp16 and bf16.
+        self._computing: State = self.model.state_dict()
+        self.params: State = {n: tensor.detach() for n, tensor in self.weights.masters.items()}
+        self.state: State = {n: self.params.get(n, t) for n, t in self._computing.items()}
+        self.received: State = {n: torch.empty_like(tensor) for n, tensor in self.state.items()}
+        buffers = by_type(tensor for name, tensor in self.state.items() if name not in self.params)
+        self._buffers = [group for group in buffers if group]
+        self._received_by_type = by_type(self.received.values())
+        self._state_by_type = by_type(self.state.values())
+        #: Tensors for a broadcast, a client state and scratch values, by the shapes of the first
+        #: two.
+        self._rooms: dict[object, tuple[State, State, dict[str, State]]] = {}
+        self.broadcast: State = {}
+        self.client_state: State = {}
+        self.scratch: dict[str, State] = {}
+        self._proximal: _Proximal | None = None
+        #: Whether the optimizer is ours: it reads gradients where `backward` leaves them, adds a
+        #: proximal term on the way, and writes the model's 16-bit weights.
+        self.fused_optimizer = "optimizer" in self._kernels
+        self.optimizer = self._make_optimizer(self.weights.masters.values(), self.weights)
+        self._optimizers: dict[tuple[str, ...], Optimizer] = {}
+        self.lr: Tensor | float = self.optimizer.param_groups[0]["lr"]
+        self.round = torch.zeros((), dtype=torch.long, device=device)
+        self.lengths: list[int] = []
+        self.batches = Batches(data, training.batch_size, longest, working_type(precision), lean)
+        self.inputs = self.targets = self._no_batch = torch.zeros(0, dtype=self.batches.dtype)
+        self._loss = torch.zeros((), device=device)
+        self.num_steps = 0
+        self._seed = 0
+        self.job: Job | None = None
+        #: The rows of all examples of the client.
+        self.rows = np.zeros(0, dtype=np.int64)
+        self.generator = torch.Generator(device) if device.type == "cuda" else None
+
+    def _make_optimizer(
+        self, tensors: Iterable[Tensor], weights: Weights | None = None
+    ) -> Optimizer:
+        fused, scale = self.fused_optimizer, self.weights.scale
+        return self.training.optimizer.build(tensors, self.device, fused, weights, scale)
+
+    # ---- a client's training, from its job to its result
+
+    def hold(self, broadcast: State, client_state: State) -> None:
+        """Make room for a broadcast and a client state of these shapes.
+
+        The tensors are kept, because captured steps read and write them.
+        """
+        shapes = shapes_of(broadcast, client_state)
+        if shapes not in self._rooms:
+            self._rooms[shapes] = self._like(broadcast), self._like(client_state), {}
+        self.broadcast, self.client_state, self.scratch = self._rooms[shapes]
+
+    def _like(self, state: State) -> State:
+        return {n: on_device(torch.zeros_like(t), self.device) for n, t in state.items()}
+
+    def receive(self, state: State) -> None:
+        """Copy a part into the model. Passes that need no method use this without `load`."""
+        with torch.no_grad():
+            given = by_type(state[name] for name in self.received)
+            groups = zip(self._received_by_type, self._state_by_type, given, strict=True)
+            for received, live, values in groups:
+                if values:
+                    torch._foreach_copy_(received, values)
+                    torch._foreach_copy_(live, values)
+        self.sync()
+
+    def load(self, job: Job, client_state: State, plan: Plan, seed: int) -> None:
+        """Load a client: its part, broadcast, state and plan, with a fresh optimizer."""
+        self.job, self.lengths, self.num_steps = job, plan.lengths, 0
+        self._seed = seed
+        self.hold(job.broadcast, client_state)
+        self.receive(job.state)
+        self._proximal = None
+        self._copy_in(self.broadcast, job.broadcast)
+        self._copy_in(self.client_state, client_state)
+        for optimizer in (self.optimizer, *self._optimizers.values()):
+            reset(optimizer, self.training.lr(job.round_number))
+        self.lr = self.optimizer.param_groups[0]["lr"]
+        if self.weights.scale is not None:
+            self.weights.scale.reset()
+        self.batches.load(plan)
+        self.round.fill_(job.round_number)
+        self._loss.zero_()
+        self.seed_training()
+        with self.without_compilation():
+            self.algorithm.before_training(self)
+
+    @torch.no_grad()
+    def _copy_in(self, room: State, values: Mapping[str, Tensor]) -> None:
+        """Copy tensors that may be in host memory, without waiting for the device."""
+        groups = zip(by_type(room.values()), by_type(values[name] for name in room), strict=True)
+        for into, given in groups:
+            if into:
+                torch._foreach_copy_(into, given, non_blocking=True)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step has been taken."""
+        return self.num_steps == len(self.lengths)
+
+    @property
+    def round_number(self) -> int:
+        """The round of the job."""
+        assert self.job is not None
+        return self.job.round_number
+
+    @property
+    def size(self) -> str:
+        """The client's model size."""
+        assert self.job is not None
+        return self.job.size
+
+    def seed_training(self) -> None:
+        """Key the generator of a client's training on a GPU, where each learner has its own.
+
+        Steps on different streams would otherwise race for the one seed that captured graphs read.
+        """
+        if self.generator is not None:
+            self.generator.manual_seed(self._key())
+
+    def seed_step(self) -> None:
+        """Key torch's own CPU generator for the next step, because learners share it."""
+        if self.generator is None:
+            torch.random.default_generator.manual_seed(self._key(self.num_steps))
+
+    def _key(self, *step: int) -> int:
+        assert self.job is not None
+        return key(self._seed, "step", self.job.round_number, self.job.client, *step)
+
+    def use_generator(self) -> None:
+        """Let torch's random functions on the learner's GPU draw from its generator."""
+        use_generator(self.generator)
+
+    def step(self, length: int) -> None:
+        """Take the step that the counter on the device points at. This is what a graph captures.
+
+        A compiled model is compiled for whole batches only. Every client's last batch may have a
+        length of its own, and compiling takes longer than many steps, so short batches run as they
+        would without compilation.
+        """
+        whole = length == self.training.batch_size
+        with self._compilation() if whole else self.without_compilation():
+            self.inputs, self.targets = self.batches.next(length)
+            self._loss.add_(self.algorithm.train_step(self).float())
+        # Let go of the batch, so that a captured graph can use its memory again.
+        self.inputs = self.targets = self._no_batch
+        self.drop_gradients()
+
+    def _compilation(self) -> AbstractContextManager[None]:
+        return compilation() if self._compiled else nullcontext()
+
+    def without_compilation(self) -> AbstractContextManager[None]:
+        """Run the model uncompiled inside the block: only steps with whole batches are compiled."""
+        return no_compilation() if self._compiled else nullcontext()
+
+    @contextmanager
+    def captured(self, steps: int) -> Iterator[None]:
+        """Do what a capture of some steps needs before and after it."""
+        fused: list[Any] = []
+        if self.fused_optimizer:
+            fused = [self.optimizer, *self._optimizers.values()]
+        for optimizer in fused:
+            optimizer.reserve(steps)
+        yield
+        for optimizer in fused:
+            optimizer.settle()
+
+    def result(self) -> tuple[State, State, State, Tensor]:
+        """Return delta, payload, next client state and summed loss, all on the device."""
+        with torch.no_grad():
+            floats, others = (
+                torch._foreach_sub(live, received) if live else ()
+                for live, received in zip(self._state_by_type, self._received_by_type, strict=True)
+            )
+        differences = iter(floats), iter(others)
+        delta = {n: next(differences[not t.is_floating_point()]) for n, t in self.received.items()}
+        self.seed_step()
+        self.use_generator()
+        with self.without_compilation():
+            payload, client_state = self.algorithm.finish(self)
+        return delta, payload, client_state, self._loss.clone()
+
+    def drop_moments(self) -> None:
+        """Free the optimizer's state after the last step: the next client starts with a new one.
+
+        Not for a GPU, where captured steps write into it.
+        """
+        for optimizer in (self.optimizer, *self._optimizers.values()):
+            optimizer.state.clear()
+
+    def drop_gradients(self) -> None:
+        """Free the gradients of a step: the next forward pass, or the delta, takes their memory.
+
+        On a GPU they stay: captured steps write into them.
+        """
+        if self.device.type == "cpu":
+            for parameter in self.weights.masters.values():
+                parameter.grad = None
+
+    # ---- what an algorithm may use (`Step`)
+
+    @property
+    def grads(self) -> State:
+        """The gradients of the last `backward`, plus the proximal terms added since."""
+        self._add_proximal()
+        return self.weights.gradients()
+
+    def task_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy of a batch, in single precision."""
+        return F.cross_entropy(logits.float(), targets)
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients of a loss; they replace those of the last `backward`."""
+        self._proximal = None
+        self.weights.backward(loss)
+        if not self.fused_optimizer:
+            self.weights.gather()
+
+    def proximal(
+        self, mu: float | Mapping[str, float], center: State | None = None, *, norms: bool = False
+    ) -> None:
+        """Add `mu * (params - center)` to the gradients, see `Step.proximal`.
+
+        The term is added when somebody reads `grads`. If nobody does, our own optimizer adds it in
+        the kernel that changes the parameters, which saves a pass over all of them.
+        """
+        self._add_proximal()
+        strengths = mu.values() if isinstance(mu, Mapping) else [mu]
+        if any(strengths):
+            self._proximal = _Proximal(mu, self.received if center is None else center, norms)
+
+    def _add_proximal(self) -> None:
+        """Add the proximal term to the gradients, if there is one."""
+        term, self._proximal = self._proximal, None
+        if term is None:
+            return
+        offsets = difference(self.params, term.center)
+        if term.norms:
+            lengths = list(norms(offsets).values())
+            # Before the first step, parameters and center are the same, and their distance is zero.
+            torch._foreach_clamp_min_(lengths, torch.finfo(lengths[0].dtype).tiny)
+            torch._foreach_div_(list(offsets.values()), torch._foreach_mul(lengths, 2.0))
+        add_(self.weights.gradients(), offsets, term.mu)
+
+    def optimize(self, names: Iterable[str] | None = None) -> None:
+        """Clip the gradients if the run asks for it, and take the optimizer's step."""
+        if names is not None:
+            self._add_proximal()
+            self.weights.gather()
+            self._optimizer_of(tuple(names)).step()
+            self.sync()
+            return
+        term, clipped = self._proximal, self.training.max_grad_norm
+        if term is not None and self.fused_optimizer and not clipped and not term.norms:
+            center = [term.center[name] for name in self.params]
+            strengths = [term.strength(name) for name in self.params]
+            self.optimizer.pull(center, strengths)  # type: ignore[union-attr]
+            self._proximal = None
+        self._add_proximal()
+        if clipped:
+            self.weights.gather()
+            nn.utils.clip_grad_norm_(self.weights.masters.values(), clipped)
+        self.optimizer.step()
+        if not self.fused_optimizer:
+            self.sync()
+
+    def _optimizer_of(self, names: tuple[str, ...]) -> Optimizer:
+        """Return an optimizer for some parameters, which starts anew with every client."""
+        if names not in self._optimizers:
+            chosen = [self.weights.masters[name] for name in names]
+            self._optimizers[names] = self._make_optimizer(chosen)
+            reset(self._optimizers[names], self.training.lr(self.round_number))
+        return self._optimizers[names]
+
+    def sync(self) -> None:
+        """Let the model compute with `params` as they are now."""
+        self.weights.sync()
+
+    @contextmanager
+    def preserve_weights(self) -> Iterator[None]:
+        """Restore parameters and buffers at the end of a block; gradients stay."""
+        self._add_proximal()
+        with _restored([list(self.params.values()), *self._buffers]):
+            yield
+        self.sync()
+
+    @contextmanager
+    def preserve_buffers(self) -> Iterator[None]:
+        """Restore buffers at the end of a block."""
+        with _restored(self._buffers):
+            yield
+
+    def frozen(self, state: State, inputs: Tensor, forward: Forward | None = None) -> Tensor:
+        """Return the output of this architecture with another state, without gradients."""
+        module = _Forward(self.model, forward or _call)
+        self.model.eval()
+        try:
+            with torch.no_grad(), self.without_compilation():
+                own = {f"model.{n}": tensor for n, tensor in self._in_model_types(state).items()}
+                output: Tensor = functional_call(module, own, (inputs,))
+        finally:
+            self.model.train()
+        return output
+
+    def _in_model_types(self, state: State) -> State:
+        """Return a state in the types that the model computes with; one grouped copy if they
+        differ.
+        """
+        own = {name: state[name] for name in self._computing}
+        wanted = {n: t for n, t in self._computing.items() if t.dtype != own[n].dtype}
+        if wanted:
+            cast = [torch.empty_like(tensor) for tensor in wanted.values()]
+            torch._foreach_copy_(cast, [own[name] for name in wanted])
+            own.update(zip(wanted, cast, strict=True))
+        return own
+
+    def keep(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Copy tensors into `scratch[name]`, which stays in place."""
+        room = self.scratch.setdefault(name, {})
+        for key_, value in tensors.items():
+            if key_ not in room:
+                room[key_] = on_device(torch.empty_like(value), self.device)
+        self._copy_in({key_: room[key_] for key_ in tensors}, tensors)
+
+    def first_inputs(self, count: int) -> Tensor:
+        """Return the client's first `count` inputs of this round, as it trained on them."""
+        return self.batches.first(count, self.lengths)
+
+    def present_classes(self, num_classes: int) -> Tensor:
+        """Return 1 for every class of which the client has an example, and 0 for the others."""
+        rows = torch.from_numpy(self.rows).to(self.device)
+        zeros = torch.zeros(num_classes, device=self.device)
+        return zeros.index_fill_(0, self.data.labels[rows], 1.0)
+
+    # ---- collections
+
+    def examples(self, plan: Plan) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield a plan's batches without augmentation and in single precision, for a collection."""
+        rows = plan.rows.to(self.device)
+        for step, length in enumerate(plan.lengths):
+            yield self.data.batch(rows[step, :length])
+
+
+def _call(model: nn.Module, inputs: Tensor) -> Tensor:
+    output: Tensor = model(inputs)
+    return output

@@ -1,0 +1,312 @@
+"""The clients' states between rounds: control variates, previous models, dual variables.
+
+A state is stored under its client and the round that made it. The server says which round counts
+(`Job.client_state_round`), so a round that was never completed leaves no trace: after a crash the
+server names the older state, and the newer one is ignored or replaced.
+
+There are three tiers. The newest states stay on the GPU they were made on, up to a limit, so that
+no client waits for a copy to the host and back. Older ones are in host memory, up to another limit.
+The others are in one SQLite file. All that is stored between two checkpoints is one transaction:
+`save` ends it, and a crash rolls it back. It is one file, because a thousand small ones take a
+second to reach the disk and this takes hundredths of one. It is SQLite, because it reuses the space
+of deleted states, for which a log would have to be rewritten.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from motley.core.errors import MotleyError
+from motley.core.part import State, by_type
+
+#: Default limit of host memory for client states, in bytes.
+HELD = 2**30
+#: Bytes of a state in one row: SQLite's rows are limited to 10^9 bytes.
+PIECE = 2**26
+
+
+class ClientStateStore:
+    """Client states by client and round.
+
+    Up to `near` bytes stay on `device`, up to `most` bytes in host memory, and the others are in
+    `folder`, or in a temporary file if there is none.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        most: int = HELD,
+        near: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        self.path = folder / "memories.sqlite" if folder else None
+        self.most, self.near, self.device = most, near, device
+        self.held_bytes = self.near_bytes = 0
+        #: States on the device by client and round, oldest first.
+        self._near: dict[tuple[int, int], State] = {}
+        #: States in host memory by client and round, oldest first.
+        self._held: dict[tuple[int, int], State] = {}
+        #: The states in memory that are not in the file.
+        self._unsaved: set[tuple[int, int]] = set()
+        #: The states in the file that were written for lack of memory and are in no checkpoint yet.
+        self._spilled: set[tuple[int, int]] = set()
+        #: Client -> the rounds of its states that may be on the device or in host memory.
+        self._rounds: dict[int, list[int]] = {}
+        #: Client -> the last two rounds that the server named; the first is None if it named one.
+        self._named: dict[int, tuple[int | None, int]] = {}
+        self._file: ClientStateFile | None = None
+        self._forgotten: Mapping[int, int] = {}
+
+    def put(self, client: int, round_number: int, state: Mapping[str, Tensor]) -> None:
+        """Store a copy of a client's state after a round; the oldest states make room for it."""
+        if not state:
+            return
+        key = client, round_number
+        self._drop([key])
+        self._unsaved.add(key)
+        rounds = self._rounds.setdefault(client, [])
+        if round_number not in rounds:
+            rounds.append(round_number)
+        if not self.near or any(tensor.device != self.device for tensor in state.values()):
+            self._hold(key, state)
+            return
+        self._near[key] = _copied(state)
+        self.near_bytes += _bytes(state)
+        while self.near_bytes > self.near:
+            oldest = next(iter(self._near))
+            state = self._near.pop(oldest)
+            self.near_bytes -= _bytes(state)
+            self._hold(oldest, state)
+
+    def _hold(self, key: tuple[int, int], state: Mapping[str, Tensor]) -> None:
+        self._held[key] = _on_host(state)
+        self.held_bytes += _bytes(state)
+        while self.held_bytes > self.most:
+            oldest = next(iter(self._held))
+            if oldest in self._unsaved:
+                self._write(oldest)
+                self._spilled.add(oldest)
+            self.held_bytes -= _bytes(self._held.pop(oldest))
+
+    def recall(self, client: int, round_number: int) -> State:
+        """Return the state that a client starts a round with, and drop those that will not be named
+        again.
+
+        The state that the server named before stays: if the round that made this one is lost, the
+        server names that one again.
+        """
+        before, now = self._named.get(client, (None, None))
+        if now != round_number:
+            before = now
+            self._named[client] = before, round_number
+        kept = [
+            number
+            for number in self._rounds.get(client, [])
+            if number >= round_number or number == before
+        ]
+        self._drop(
+            (client, number) for number in self._rounds.get(client, []) if number not in kept
+        )
+        self._rounds[client] = kept
+        return self.get(client, round_number)
+
+    def get(self, client: int, round_number: int) -> State:
+        """Return a client's state after a round."""
+        key = client, round_number
+        if key in self._near:
+            for tensor in self._near[key].values():
+                if tensor.is_cuda:  # it may be dropped while this stream still reads it
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            return self._near[key]
+        if key in self._held:
+            return self._held[key]
+        file = self._open(make=False)
+        state = file.read(client, round_number) if file else None
+        if state is None:
+            raise MotleyError(
+                f"the memory of client {client} after round {round_number} is missing "
+                f"({self.path})."
+            )
+        return state
+
+    def save(self, rounds: Mapping[int, int]) -> None:
+        """Make the named states (client -> round) durable, and drop older ones that are not in the
+        file.
+
+        A state that an earlier process stored under the same name is replaced: the round it came
+        from was never completed.
+        """
+        self._drop_older(rounds)
+        if self.path is None:
+            return
+        for client, made in sorted(self._unsaved):
+            if rounds.get(client) == made:
+                self._write((client, made))
+        self._spilled.clear()
+        if self._file:
+            self._file.commit()
+
+    def forget_older(self, rounds: Mapping[int, int]) -> None:
+        """Delete states of rounds before the named ones.
+
+        For rounds that no kept checkpoint names any more.
+        """
+        self._drop_older(rounds)
+        file = self._open(make=False)
+        if file:
+            file.delete_older(
+                (c, made) for c, made in rounds.items() if self._forgotten.get(c) != made
+            )
+            file.commit()
+            self._forgotten = rounds
+
+    def _drop_older(self, rounds: Mapping[int, int]) -> None:
+        self._drop(
+            [
+                (client, made)
+                for client, made in (*self._near, *self._held)
+                if made < rounds.get(client, 0)
+            ]
+        )
+
+    def _drop(self, keys: Iterable[tuple[int, int]]) -> None:
+        for key in keys:
+            self._unsaved.discard(key)
+            self.near_bytes -= _bytes(self._near.pop(key, {}))
+            self.held_bytes -= _bytes(self._held.pop(key, {}))
+            if key in self._spilled and self._file:
+                self._file.delete(*key)
+                self._spilled.discard(key)
+
+    def _write(self, key: tuple[int, int]) -> None:
+        file = self._open(make=True)
+        assert file is not None
+        file.write(*key, self._held[key] if key in self._held else _on_host(self._near[key]))
+        self._unsaved.discard(key)
+
+    def _open(self, *, make: bool) -> ClientStateFile | None:
+        """Return the file, or None if there is none yet and none is to be made."""
+        if self._file is None and (make or (self.path is not None and self.path.exists())):
+            self._file = ClientStateFile(self.path)
+        return self._file
+
+
+class ClientStateFile:
+    """Client states in an SQLite file, or in a temporary one that ends with the process."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._lost = False
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with self._explained("opened"):
+            self._database = sqlite3.connect(path or "", isolation_level=None)
+            weakref.finalize(self, self._database.close)
+            self._database.execute("PRAGMA page_size = 16384")
+            self._database.execute("PRAGMA secure_delete = OFF")
+            self._database.execute(
+                "CREATE TABLE IF NOT EXISTS memories "
+                "(client INTEGER, round INTEGER, piece INTEGER, content BLOB, "
+                "PRIMARY KEY (client, round, piece))"
+            )
+
+    def write(self, client: int, round_number: int, state: State) -> None:
+        """Store a state, in place of one of the same client and round."""
+        content = memoryview(save(state))
+        pieces = [content[start : start + PIECE] for start in range(0, len(content), PIECE)]
+        with self._changing():
+            self._database.execute(
+                "DELETE FROM memories WHERE client = ? AND round = ?", (client, round_number)
+            )
+            self._database.executemany(
+                "INSERT INTO memories VALUES (?, ?, ?, ?)",
+                [(client, round_number, number, piece) for number, piece in enumerate(pieces)],
+            )
+
+    def read(self, client: int, round_number: int) -> State | None:
+        """Return a state or None. Names are sorted, because safetensors keeps no order."""
+        query = "SELECT content FROM memories WHERE client = ? AND round = ? ORDER BY piece"
+        with self._explained("read"):
+            pieces = [piece for (piece,) in self._database.execute(query, (client, round_number))]
+            return dict(sorted(load(b"".join(pieces)).items())) if pieces else None
+
+    def delete(self, client: int, round_number: int) -> None:
+        """Delete a state."""
+        with self._changing():
+            self._database.execute(
+                "DELETE FROM memories WHERE client = ? AND round = ?", (client, round_number)
+            )
+
+    def delete_older(self, rounds: Iterable[tuple[int, int]]) -> None:
+        """Delete clients' states of rounds before the given ones."""
+        with self._changing():
+            self._database.executemany(
+                "DELETE FROM memories WHERE client = ? AND round < ?", rounds
+            )
+
+    def commit(self) -> None:
+        """Make all changes so far durable."""
+        if self._lost:
+            raise MotleyError(
+                f"{self.path}: what clients remembered since the last checkpoint is lost."
+            )
+        if self._database.in_transaction:
+            with self._explained("written"):
+                self._database.execute("COMMIT")
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Change the file in the transaction that `commit` ends; an interruption leaves it open."""
+        with self._explained("written"):
+            if not self._database.in_transaction:
+                self._database.execute("BEGIN")
+            yield
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Name the file that failed, and notice if SQLite rolled the whole transaction back.
+
+        It may do that on a full disk.
+        """
+        try:
+            yield
+        except (sqlite3.Error, SafetensorError) as error:
+            self._lost |= what == "written" and not self._database.in_transaction
+            raise MotleyError(
+                f"{self.path or 'the temporary file of memories'} cannot be {what}: {error}."
+            ) from None
+
+
+def _on_host(state: Mapping[str, Tensor]) -> State:
+    return {
+        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in sorted(state.items())
+    }
+
+
+def _copied(state: Mapping[str, Tensor]) -> State:
+    """Return copies on the same device, made in one grouped call per type."""
+    copies = {
+        name: torch.empty_like(tensor, requires_grad=False)
+        for name, tensor in sorted(state.items())
+    }
+    with torch.no_grad():
+        for into, values in zip(
+            by_type(copies.values()), by_type(state[name] for name in copies), strict=True
+        ):
+            if into:
+                torch._foreach_copy_(into, values)
+    return copies
+
+
+def _bytes(state: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in state.values())

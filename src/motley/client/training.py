@@ -1,0 +1,255 @@
+"""The `[training]` table: how a client trains, and the plan of one round that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from pydantic import Field, SerializeAsAny
+from torch import Tensor
+
+from motley.client.optimizers import CpuAdam, CpuSGD, Optimizer
+from motley.client.weights import LossScale, Weights
+from motley.core.part import by_type
+from motley.core.randomness import generator
+from motley.data.device import DRAWS
+from motley.settings import Choice, Settings
+
+Momentum: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerSettings(Settings):
+    """The clients' optimizer. Its state starts anew in every round."""
+
+    lasting = ()
+
+    name: str = "adam"
+    """The clients' optimizer."""
+    lr: float = Field(default=1e-3, gt=0)
+    """Learning rate of the clients in round 1; see training.lr_decay and training.lr_milestones."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Weight decay: decoupled with adamw, part of the gradient with adam and sgd."""
+
+    @property
+    def moments(self) -> int:
+        """How many tensors of its size the optimizer keeps for each parameter."""
+        raise NotImplementedError
+
+    @property
+    def sgd_momentum(self) -> float | None:
+        """The momentum of SGD; None for other optimizers."""
+        return None
+
+    def build(
+        self,
+        parameters: Iterable[Tensor],
+        device: torch.device,
+        fused: bool = False,
+        weights: Weights | None = None,
+        scale: LossScale | None = None,
+    ) -> Optimizer:
+        """Return the optimizer; on a GPU one that a graph can capture, with its learning rate
+        there.
+
+        A fused one reads the gradients of the parameters' 16-bit copies, and writes these copies.
+        With a loss scale, steps with gradients that are not finite are skipped.
+        """
+        cuda = device.type == "cuda"
+        lr: Any = torch.tensor(self.lr, device=device) if cuda else self.lr
+        if fused:
+            return self._build_fused(list(parameters), lr, weights, scale)
+        parameters = list(parameters)
+        one_type = len({parameter.dtype for parameter in parameters}) == 1
+        if device.type == "cpu" and one_type and scale is None:
+            return self._build_for_cpu(parameters)
+        optimizer = self._build_of_torch(parameters, lr, cuda)
+        if scale is not None:
+            scale.guard(optimizer)
+        return optimizer
+
+    def _build_of_torch(
+        self, parameters: list[Tensor], lr: Any, cuda: bool
+    ) -> torch.optim.Optimizer:
+        raise NotImplementedError
+
+    def _build_for_cpu(self, parameters: list[Tensor]) -> Optimizer:
+        raise NotImplementedError
+
+    def _build_fused(
+        self, parameters: list[Tensor], lr: Any, weights: Weights | None, scale: LossScale | None
+    ) -> torch.optim.Optimizer:
+        raise NotImplementedError
+
+
+class SGDSettings(OptimizerSettings):
+    """Stochastic gradient descent."""
+
+    name: Literal["sgd"] = "sgd"
+    momentum: Momentum = 0.0
+    """Momentum."""
+
+    @property
+    def sgd_momentum(self) -> float | None:
+        """The momentum of SGD."""
+        return self.momentum
+
+    @property
+    def moments(self) -> int:
+        """One with momentum, none without."""
+        return int(self.momentum > 0)
+
+    def _build_for_cpu(self, parameters: list[Tensor]) -> Optimizer:
+        return CpuSGD(parameters, self.lr, self.momentum, self.weight_decay)
+
+    def _build_of_torch(
+        self, parameters: list[Tensor], lr: Any, cuda: bool
+    ) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            parameters, lr, self.momentum, weight_decay=self.weight_decay, fused=True
+        )
+
+    def _build_fused(
+        self, parameters: list[Tensor], lr: Any, weights: Weights | None, scale: LossScale | None
+    ) -> torch.optim.Optimizer:
+        from motley.kernels.optimizers import FusedSGD
+
+        return FusedSGD(parameters, lr, self.momentum, self.weight_decay, weights, scale)
+
+
+class AdamSettings(OptimizerSettings):
+    """Adam and AdamW."""
+
+    name: Literal["adam", "adamw"] = "adam"
+    betas: tuple[Momentum, Momentum] = (0.9, 0.999)
+    """Decay rates of the two moments."""
+
+    @property
+    def moments(self) -> int:
+        """The first and the second moment."""
+        return 2
+
+    def _build_for_cpu(self, parameters: list[Tensor]) -> Optimizer:
+        decoupled = self.name == "adamw"
+        return CpuAdam(parameters, self.lr, self.betas, self.weight_decay, decoupled=decoupled)
+
+    def _build_of_torch(
+        self, parameters: list[Tensor], lr: Any, cuda: bool
+    ) -> torch.optim.Optimizer:
+        cls = torch.optim.Adam if self.name == "adam" else torch.optim.AdamW
+        return cls(
+            parameters, lr, self.betas, weight_decay=self.weight_decay, capturable=cuda, fused=True
+        )
+
+    def _build_fused(
+        self, parameters: list[Tensor], lr: Any, weights: Weights | None, scale: LossScale | None
+    ) -> torch.optim.Optimizer:
+        from motley.kernels.optimizers import FusedAdam
+
+        decoupled = self.name == "adamw"
+        return FusedAdam(
+            parameters, lr, self.betas, self.weight_decay, weights, scale, decoupled=decoupled
+        )
+
+
+OPTIMIZERS = Choice("adam", {"adam": AdamSettings, "adamw": AdamSettings, "sgd": SGDSettings})
+
+
+class TrainingSettings(Settings):
+    """The number of rounds, and the clients' local training."""
+
+    rounds: int = Field(default=20, ge=1)
+    """Number of rounds. `motley resume RUN --rounds N` changes it for an existing run."""
+    epochs: float = Field(default=1.0, gt=0)
+    """Local epochs per round; fractions are allowed."""
+    steps: int = Field(default=0, ge=0)
+    """Local steps (batches) per round, instead of `epochs`; 0: use `epochs`."""
+    batch_size: int = Field(default=32, ge=1)
+    """Batch size of local training."""
+    drop_last: bool = False
+    """Drop the last, smaller batch of an epoch, unless it is the only one."""
+    max_grad_norm: float = Field(default=0.0, ge=0)
+    """Maximum norm of the gradient; 0: no clipping."""
+    lr_decay: float = Field(default=1.0, gt=0, le=1)
+    """The learning rate of round t is lr * lr_decay ** (t - 1)."""
+    lr_milestones: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Rounds after which the learning rate is multiplied by `lr_gamma`."""
+    lr_gamma: float = Field(default=0.1, gt=0, le=1)
+    """Factor on the learning rate after each round of `lr_milestones`."""
+    optimizer: Annotated[SerializeAsAny[OptimizerSettings], OPTIMIZERS] = AdamSettings()
+
+    def lr(self, round_number: int) -> float:
+        """Return the learning rate of a round (the first is 1)."""
+        drops = sum(round_number > drop for drop in self.lr_milestones)
+        return self.optimizer.lr * self.lr_decay ** (round_number - 1) * self.lr_gamma**drops
+
+    def epoch_lengths(self, samples: int, smallest: int) -> list[int]:
+        """Return the lengths of an epoch's batches, none of them shorter than `smallest`."""
+        full, rest = divmod(samples, self.batch_size)
+        keep_rest = rest >= smallest and (full == 0 or not self.drop_last)
+        return [self.batch_size] * full + [rest] * (rest > 0 and keep_rest)
+
+    def local_steps(self, epoch_steps: int) -> int:
+        """Return the number of steps in a round, given the number of steps in an epoch."""
+        if not epoch_steps:
+            return 0
+        return self.steps or max(1, round(self.epochs * epoch_steps))
+
+
+def reset(optimizer: Optimizer, lr: float) -> None:
+    """Let an optimizer start anew, in place: captured steps write into its tensors."""
+    tensors: list[Tensor] = []
+    for state in optimizer.state.values():
+        tensors.extend(value for value in state.values() if isinstance(value, Tensor))
+    for moments in by_type(tensors):
+        if moments:
+            torch._foreach_zero_(moments)
+    group = optimizer.param_groups[0]
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
+
+
+class Plan(NamedTuple):
+    """One client's round: the examples of every batch, and random numbers for augmentation."""
+
+    lengths: list[int]
+    #: (steps, batch size); a shorter batch leaves the end of its row unused.
+    rows: Tensor
+    #: (steps, batch size, DRAWS) numbers in [0, 1).
+    draws: Tensor | None
+
+
+#: The plan of a client that does not train.
+NO_STEPS = Plan([], torch.zeros((0, 1), dtype=torch.long), None)
+
+
+def make_plan(
+    training: TrainingSettings,
+    examples: np.ndarray,
+    *,
+    smallest: int,
+    augmented: bool,
+    seed: int,
+    round_number: int,
+    client: int,
+) -> Plan:
+    """Draw a client's batches for a round: a fresh permutation of its examples per epoch."""
+    epoch = training.epoch_lengths(len(examples), smallest)
+    steps = training.local_steps(len(epoch))
+    lengths = [epoch[step % len(epoch)] for step in range(steps)]
+    rows = np.zeros((steps, training.batch_size), dtype=np.int64)
+    numbers = generator(seed, "batches", round_number, client)
+    for step, length in enumerate(lengths):
+        if step % len(epoch) == 0:
+            order = numbers.permutation(examples)
+        first = (step % len(epoch)) * training.batch_size
+        rows[step, :length] = order[first : first + length]
+    draws = None
+    if augmented:
+        shape = (steps, training.batch_size, DRAWS)
+        numbers = generator(seed, "augmentation", round_number, client)
+        draws = torch.from_numpy(numbers.random(shape, dtype=np.float32))
+    return Plan(lengths, torch.from_numpy(rows), draws)

@@ -1,0 +1,81 @@
+"""One client on its own, as a node runs it: it trains the part that it is sent on its own examples.
+
+It builds the model of its own size and no other. There is no server, no evaluation, no privacy
+ledger and no test set. Threads and precision of the process are left to the node's app.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from motley.assembly import assign_sizes, build_clients, build_method, build_split, size_lookup
+from motley.checks import check_precision, check_weights_fit
+from motley.config import Config
+from motley.core.update import ClientUpdate
+from motley.data.dataset import Examples
+from motley.data.device import DeviceData
+from motley.data.partition import Partition
+from motley.engine import Job, LocalEngine
+from motley.engine.device import choose_devices, numerics, request_hardware_queues
+from motley.methods.base import Collection
+from motley.splits.check import check_outputs
+
+
+class Client:
+    """A client of one size."""
+
+    def __init__(
+        self,
+        config: Config,
+        size: str,
+        examples: Examples,
+        partition: Partition,
+        classes: int,
+        *,
+        folder: Path,
+        secret: bytes | None = None,
+    ) -> None:
+        """Build the client's model for the examples that `partition` gives to it.
+
+        `folder` keeps the client's state. `secret` keys the noise of `privacy`, or without one the
+        run's seed.
+        """
+        self.config = config
+        if config.engine.device != "cpu":
+            request_hardware_queues()
+        (device, *_) = choose_devices(config.engine.device)
+        check_precision(config.engine.precision, device)
+        with self._numerics():
+            data = DeviceData(examples, config.data.transform, device, augment=True)
+            data.check_batch_fits("training.batch_size", config.training.batch_size)
+            split = build_split(config, data.shape, classes)
+            check_weights_fit(split, [size], device)
+            check_outputs(split, [size], data.shape, classes)
+            sizes = assign_sizes(config)
+            size_of = size_lookup(config, sizes)
+            method = build_method(config, split, sizes, data.shape, classes, size_of)
+            lean = device.type == "cpu"
+            clients = build_clients(config, method, [data], partition, folder, secret=secret, lean=lean)
+            self._engine = LocalEngine(clients, slots=1, stack=config.engine.vmap_clients)
+
+    def train(self, job: Job, forget: int) -> ClientUpdate | None:
+        """Train a part; return None if the client has too few examples for a step.
+
+        On a CPU the job loses its state, to free the memory. The new client state is saved in the
+        folder before this returns, and states of rounds before `forget` are deleted.
+        """
+        with self._numerics():
+            uploads = self._engine.train([job], lambda client: None)
+        self._engine.save_memory({job.client: job.round_number})
+        self._engine.forget_memory({job.client: forget})
+        return uploads[0] if uploads else None
+
+    def collect(self, job: Job) -> Collection | None:
+        """Return the client's part of a collection; None if it has no examples."""
+        with self._numerics():
+            collections = self._engine.collect([job])
+        return collections[0] if collections else None
+
+    def _numerics(self) -> AbstractContextManager[None]:
+        return numerics(self.config.engine.precision, self.config.engine.threads)

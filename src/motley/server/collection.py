@@ -1,0 +1,150 @@
+"""Collections: passes over clients' data that do not train, between pipeline and evaluation.
+
+A collection stage is like a stage of the pipeline that needs answers from clients first. The round
+asks the engine to run the stage's jobs, rejects unusable answers, and applies the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from motley.core.device import on_device
+from motley.core.part import size_in_bytes, take
+from motley.engine.base import Engine, Failure, Job
+from motley.methods.base import Collection, ServerAlgorithm
+from motley.server.state import ServerState
+from motley.server.timing import Timer
+from motley.server.validation import collection_error
+from motley.splits.base import Split
+
+
+class CollectionStage(Protocol):
+    """Something that asks clients for a collection after a round."""
+
+    def jobs(self, server: ServerState, sampled: Sequence[int]) -> list[Job]:
+        """Return what clients are sent; empty if nothing is collected after this round.
+
+        `sampled`: its clients.
+        """
+        ...
+
+    def error(self, server: ServerState, collection: Collection) -> str | None:
+        """Say why a client's answer cannot be used; None if it can.
+
+        Only nodes elsewhere are checked.
+        """
+        ...
+
+    def apply(self, server: ServerState, collections: Sequence[Collection]) -> ServerState:
+        """Return the server state with the clients' answers, of which there is at least one."""
+        ...
+
+
+@dataclass(frozen=True)
+class MethodCollection:
+    """The method's own collection, on the model that is evaluated.
+
+    size_of: (client, round) -> the client's size.
+    """
+
+    algorithm: ServerAlgorithm
+    split: Split
+    size_of: Callable[[int, int], str]
+
+    def jobs(self, server: ServerState, sampled: Sequence[int]) -> list[Job]:
+        """Return jobs for the clients that the method wants to ask after this round."""
+        jobs = []
+        number = server.round_number
+        for client in self.algorithm.collection_clients(number):
+            size = self.size_of(client, number)
+            job = Job(
+                round_number=number,
+                client=client,
+                size=size,
+                state=take(server.model, self.split.evaluated(size, number)),
+                broadcast=self.algorithm.broadcast(
+                    server.method_state, server.state, number, client
+                ),
+                client_state_round=server.client_state_rounds.get(client),
+            )
+            jobs.append(job)
+        return jobs
+
+    def error(self, server: ServerState, collection: Collection) -> str | None:
+        """Try the collection on its own."""
+        return collection_error(self.algorithm, server, collection)
+
+    def apply(self, server: ServerState, collections: Sequence[Collection]) -> ServerState:
+        """Let the method use the collections."""
+        method_state, model = self.algorithm.apply_collection(
+            server.method_state, server.model, collections
+        )
+        return replace(server.with_model(model), method_state=method_state)
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The server state after all collections of a round, and what they cost."""
+
+    server: ServerState
+    rejected: dict[int, str]
+    bytes_down: int
+    bytes_up: int
+    seconds: dict[str, float]
+
+
+def run_collections(
+    stages: Sequence[CollectionStage],
+    engine: Engine,
+    server: ServerState,
+    sampled: Sequence[int],
+    device: torch.device,
+) -> Collected:
+    """Ask clients for what the stages collect after this round, and apply the usable answers.
+
+    `sampled` are the round's clients, and `device` is the server's.
+    """
+    rejected: dict[int, str] = {}
+    bytes_down, bytes_up = 0, 0
+    timer = Timer()
+    for stage in stages:
+        jobs = stage.jobs(server, sampled)
+        if not jobs:
+            continue
+        with timer.phase("collect"):
+            answers = engine.collect(jobs)
+            collections = [answer for answer in answers if isinstance(answer, Collection)]
+            bytes_down += sum(
+                size_in_bytes(job.state) + size_in_bytes(job.broadcast) for job in jobs
+            )
+            bytes_up += sum(size_in_bytes(collection.values) for collection in collections)
+            for answer in answers:
+                if isinstance(answer, Failure):
+                    rejected[answer.client] = f"its collection failed: {answer.reason}"
+            if not engine.trusted:
+                collections, errors = _check(stage, server, collections, device)
+                rejected.update(errors)
+            if collections:
+                server = stage.apply(server, collections)
+    return Collected(server, rejected, bytes_down, bytes_up, timer.seconds)
+
+
+def _check(
+    stage: CollectionStage, server: ServerState, answers: Sequence[Collection], device: torch.device
+) -> tuple[list[Collection], dict[int, str]]:
+    """Return the usable answers of nodes on the server's device, and why others are not usable."""
+    usable: list[Collection] = []
+    errors: dict[int, str] = {}
+    for answer in answers:
+        values = {name: on_device(tensor, device) for name, tensor in answer.values.items()}
+        collection = replace(answer, values=values)
+        error = stage.error(server, collection)
+        if error:
+            errors[collection.client] = error
+        else:
+            usable.append(collection)
+    return usable, errors

@@ -1,0 +1,188 @@
+"""InCo Aggregation: the delta of a shallow layer refines those of deeper layers of its shape.
+
+Chan, Zhou, Zhao, Jiang and Ngai, "Internal Cross-layer Gradients for Extending Homogeneity to
+Heterogeneity in Federated Learning", ICLR 2024.
+
+The stage runs after the aggregation and before any server optimizer, so it combines with every
+method that exchanges weights. The paper and its released code differ: each difference is a setting
+(`method.inco`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from motley.core.errors import MotleyError
+from motley.core.merge import Aggregate
+from motley.core.part import State
+from motley.core.update import ClientUpdate
+from motley.methods.inco_settings import IncoSettings
+from motley.models import CrossLayer
+from motley.server.pipeline import StageResult
+from motley.server.state import ServerState
+
+
+class Coefficients(NamedTuple):
+    """Figure 9 and Table 3 for one target: means over its covered kernels.
+
+    `theta` is the value as used: |theta| with sign = "plus", 0 where Theorem 3.1 leaves g_k alone,
+    and 1 without optimization. `positive` is the fraction of kernels with beta > 0.
+    """
+
+    theta: Tensor
+    alpha: Tensor
+    beta: Tensor
+    positive: Tensor
+
+
+@dataclass(frozen=True)
+class InCo:
+    """Refine the deltas of deep layers. `pairs` are the layers that match, from shallow to deep."""
+
+    pairs: Sequence[CrossLayer]
+    settings: IncoSettings
+    name: str = "inco"
+
+    def __post_init__(self) -> None:
+        if not self.pairs:
+            raise MotleyError(
+                f"method.inco.variant = {self.settings.variant!r}: the models (model.sizes) have "
+                "no layers of one shape behind each other, so there is nothing to mix."
+            )
+
+    def __call__(
+        self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]
+    ) -> StageResult:
+        """Return the refined delta.
+
+        The metrics are LAYER/COEFFICIENT for every layer that was refined.
+        """
+        delta, coefficients = inco(aggregate.delta, self.pairs, self.settings, aggregate.covered)
+        metrics = {}
+        for layer, row in coefficients.items():
+            for name, value in row._asdict().items():
+                metrics[f"{layer}/{name}"] = value
+        return StageResult(server, aggregate.with_delta(delta), metrics)
+
+
+def inco(
+    delta: Mapping[str, Tensor],
+    pairs: Sequence[CrossLayer],
+    settings: IncoSettings,
+    covered: Mapping[str, Tensor | None] | None = None,
+) -> tuple[State, dict[str, Coefficients]]:
+    """Return the delta with every target refined by its source, and every target's coefficients.
+
+    Sources are always the deltas as given, so the order of pairs does not matter. A pair is skipped
+    if nobody held one of its layers. `covered` says which coordinates somebody held (None: all of
+    them). Only kernels that are covered in both source and target take part and are changed; if
+    theta is per tensor, only such coordinates.
+    """
+    refined = dict(delta)
+    coefficients: dict[str, Coefficients] = {}
+    for group in _groups_of_one_shape(delta, pairs, covered or {}):
+        # All pairs of one shape are computed together, in a stack: a few kernels instead of a few
+        # per pair.
+        deep = torch.stack([delta[pair.target] for pair, _ in group])
+        shallow = torch.stack([delta[pair.source] for pair, _ in group])
+        masks = [mask for _, mask in group if mask is not None]
+        mixed, values = _refine(deep, shallow, torch.stack(masks) if masks else None, settings)
+        for (pair, _), tensor, *row in zip(group, mixed, *values, strict=True):
+            refined[pair.target] = tensor
+            coefficients[pair.target] = Coefficients(*row)
+    return refined, coefficients
+
+
+PairAndMask = tuple[CrossLayer, Tensor | None]
+
+
+def _groups_of_one_shape(
+    delta: Mapping[str, Tensor], pairs: Sequence[CrossLayer], covered: Mapping[str, Tensor | None]
+) -> list[list[PairAndMask]]:
+    """Return the pairs of which both layers were held, each with its mask of coordinates.
+
+    A group holds the pairs of one shape, and either all of them have a mask or none has.
+    """
+    groups: dict[object, list[PairAndMask]] = {}
+    for pair in pairs:
+        if pair.source not in delta or pair.target not in delta:
+            continue
+        source, target = covered.get(pair.source), covered.get(pair.target)
+        if source is not None and target is not None:
+            mask: Tensor | None = source & target
+        else:
+            mask = target if source is None else source
+        groups.setdefault((delta[pair.target].shape, mask is None), []).append((pair, mask))
+    return list(groups.values())
+
+
+def _refine(
+    deep: Tensor, shallow: Tensor, mask: Tensor | None, settings: IncoSettings
+) -> tuple[Tensor, Coefficients]:
+    """Combine each g_k (`deep`) and g_0 (`shallow`) of a stack of pairs as Algorithm 1, line 9:
+
+    (g_k' -+ theta g_0') (|g_k| + |g_0|) / 2, where g' = g / (|g| + eps); without normalization g_k
+    -+ theta g_0. In double precision no finite float32 input overflows, so nothing here can become
+    NaN.
+    """
+    per_kernel = settings.granularity == "kernel" and deep.dim() == 5
+    shape, dims = deep.shape, (-2, -1) if per_kernel else (-1,)
+    if not per_kernel:
+        deep, shallow = deep.reshape(len(deep), -1), shallow.reshape(len(deep), -1)
+    if mask is not None:
+        mask = mask.all(dims, keepdim=True) if per_kernel else mask.reshape(len(deep), -1)
+    g_k, g_0 = deep.double(), shallow.double()
+    if mask is not None:
+        g_k, g_0 = g_k.where(mask, 0.0), g_0.where(mask, 0.0)
+    alpha = (g_0 * g_0).sum(dims, keepdim=True)
+    beta = (g_0 * g_k).sum(dims, keepdim=True)
+    norm_0 = alpha.sqrt()
+    norm_k = g_k.square().sum(dims, keepdim=True).sqrt()
+    divisor_0, divisor_k = norm_0 + settings.epsilon, norm_k + settings.epsilon
+    if settings.products == "normalized":
+        alpha, beta = alpha / divisor_0 / divisor_0, beta / divisor_0 / divisor_k
+    theta = _theta(alpha, beta, settings)
+    signed = theta if settings.sign == "plus" or not settings.optimize else -theta
+    if settings.normalize:
+        mixed = (g_k / divisor_k + signed * (g_0 / divisor_0)) * ((norm_k + norm_0) / 2)
+    else:
+        mixed = g_k + signed * g_0
+    if isinstance(settings.element_max, float):
+        mixed = mixed.clamp(-settings.element_max, settings.element_max)
+    mixed = mixed.to(deep.dtype)
+    if mask is not None:
+        mixed = torch.where(mask, mixed, deep)
+    positive = (beta > 0).double()
+    coefficients = Coefficients(*(_mean(value, mask) for value in (theta, alpha, beta, positive)))
+    return mixed.reshape(shape), coefficients
+
+
+def _theta(alpha: Tensor, beta: Tensor, settings: IncoSettings) -> Tensor:
+    """Theorem 3.1 (matrix form:
+
+    Eq. 20): theta = beta / alpha, alpha = <g_0, g_0>, beta = <g_0, g_k>.
+    """
+    if not settings.optimize:
+        return torch.ones_like(beta)
+    theta = beta / (alpha + settings.epsilon)
+    if settings.sign == "plus":
+        theta = theta.abs()
+    elif settings.sign == "theorem":
+        theta = theta.clamp(max=0)
+    if isinstance(settings.theta_max, float):
+        theta = theta.clamp(-settings.theta_max, settings.theta_max)
+    return theta
+
+
+def _mean(value: Tensor, mask: Tensor | None) -> Tensor:
+    """Return each pair's mean over what was covered."""
+    value = value.flatten(1)
+    if mask is None:
+        return value.mean(1).float()
+    mask = mask.flatten(1)
+    return ((value * mask).sum(1) / mask.sum(1).clamp(min=1)).float()

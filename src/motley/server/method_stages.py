@@ -1,0 +1,64 @@
+"""The stages that belong to the method:
+
+its aggregation, its correction, and its work on the new global state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from motley.core.merge import Aggregate
+from motley.core.update import ClientUpdate
+from motley.methods.base import ServerAlgorithm
+from motley.server.pipeline import StageResult
+from motley.server.state import ServerState
+
+
+@dataclass(frozen=True)
+class AggregateUpdates:
+    """Compute the mean delta, and the method's server state after the round.
+
+    Both see the global state that the clients started from.
+    """
+
+    algorithm: ServerAlgorithm
+    name: str = "method"
+
+    def __call__(
+        self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]
+    ) -> StageResult:
+        """Ignore the aggregate so far: there is none yet."""
+        aggregate = self.algorithm.aggregate(server.method_state, server.state, updates)
+        method_state = self.algorithm.update(server.method_state, server.state, updates)
+        metrics = self.algorithm.metrics(method_state, updates)
+        return StageResult(replace(server, method_state=method_state), aggregate, metrics)
+
+
+@dataclass(frozen=True)
+class MethodCorrection:
+    """Let the method adjust the aggregated delta before it is applied (FedDyn's h)."""
+
+    algorithm: ServerAlgorithm
+    name: str = "method-correction"
+
+    def __call__(
+        self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]
+    ) -> StageResult:
+        """Adjust the delta with the method state after this round's update."""
+        return StageResult(server, self.algorithm.adjust_aggregate(server.method_state, aggregate))
+
+
+@dataclass(frozen=True)
+class PostProcess:
+    """Let the method work on the new global state, for example by distillation."""
+
+    algorithm: ServerAlgorithm
+    name: str = "post-process"
+
+    def __call__(
+        self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]
+    ) -> StageResult:
+        """Replace the global state by what the method makes of it."""
+        state = self.algorithm.post_process(server.method_state, server.state, updates)
+        return StageResult(replace(server, state=state), aggregate)

@@ -1,0 +1,80 @@
+"""The aggregation pipeline: a list of stages that turn client updates into a new server state.
+
+The order of the stages is the order of the list, which `assembly.build_pipeline` puts together:
+
+    Aggregate -> InCo -> MethodCorrection -> ServerOptimizer -> Apply -> PostProcess -> EMA
+
+A stage is called with the server state, the aggregated delta so far and the accepted updates, and
+returns what it changes. It never modifies its arguments. To add one of your own, write a class like
+this, and insert an instance into `federation.pipeline`:
+
+    class ClipAggregate:
+        name = "clip"
+
+        def __call__(self, server, aggregate, updates):
+            norm = torch.nn.utils.get_total_norm(aggregate.delta.values())
+            factor = (1.0 / norm).clamp(max=1.0)
+            delta = {name: tensor * factor for name, tensor in aggregate.delta.items()}
+            return StageResult(server, aggregate.with_delta(delta), {"norm": norm})
+
+Stages may be queued behind a GPU that is still training (`speculation.py`), so they must not read a
+value from the
+device: metrics are returned as tensors and read later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from motley.core.merge import Aggregate
+from motley.core.update import ClientUpdate
+from motley.server.metrics import Metrics
+from motley.server.state import ServerState
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What a stage returns: both its inputs, changed or not, and numbers for the round's record."""
+
+    server: ServerState
+    aggregate: Aggregate
+    metrics: Metrics = field(default_factory=dict)
+
+
+class Stage(Protocol):
+    """One step of the aggregation.
+
+    `name` prefixes the stage's metrics. It also names the stage's own state between rounds, if it
+    keeps any: read `server.stage_states.get(name, {})` and return `server.with_stage_state(name,
+    ...)`. Checkpoints save it.
+    """
+
+    @property
+    def name(self) -> str:
+        """The stage's name; no other stage of the pipeline has it."""
+        ...
+
+    def __call__(
+        self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]
+    ) -> StageResult:
+        """Run the stage. `server.round_number` is the number of the current round."""
+        ...
+
+
+def run_stages(
+    stages: Sequence[Stage], server: ServerState, updates: Sequence[ClientUpdate]
+) -> tuple[ServerState, Metrics]:
+    """Run all stages in order; return the server state after them, and metrics as NAME/METRIC."""
+    aggregate = Aggregate({}, {})
+    metrics: Metrics = {}
+    for stage in stages:
+        result = stage(server, aggregate, updates)
+        server, aggregate = result.server, result.aggregate
+        metrics = {**metrics, **_prefixed(stage.name, result.metrics)}
+    return server, metrics
+
+
+def _prefixed(name: str, metrics: Metrics) -> Metrics:
+    return {f"{name}/{metric}": value for metric, value in metrics.items()}

@@ -1,0 +1,74 @@
+"""What is known about a round."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field, replace
+
+from motley.evaluate import Evaluation, Score
+from motley.server.metrics import PendingMetrics
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """The record of one round, from which the metrics log and all displays are made.
+
+    round_number: the round.
+    clients: the clients that were sampled.
+    refused: client -> why its update, or its answer in a collection, was rejected.
+    repeated: for each earlier attempt at the round, which had too few accepted updates, its
+        rejected clients.
+    idle: sampled clients that had no batch to train on.
+    train_loss: mean training loss of the accepted updates; NaN if it is not known.
+    num_steps: local steps of the accepted updates together.
+    scores: size -> score on the test set; empty if the round was not evaluated.
+    metrics: numbers of stages and of the method, such as `inco/LAYER/theta` or `method/pool`.
+    epsilon: privacy spent so far, towards an adversary who sees models and one who sees uploads.
+    seconds: phase -> time.
+    bytes_down, bytes_up: traffic to and from the clients.
+    """
+
+    round_number: int
+    clients: list[int] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
+    repeated: list[dict[int, str]] = field(default_factory=list)
+    idle: list[int] = field(default_factory=list)
+    train_loss: float = math.nan
+    num_steps: int = 0
+    scores: dict[str, Score] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    epsilon: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes_down: int = 0
+    bytes_up: int = 0
+
+
+class PendingRecord:
+    """A record whose scores and metrics a GPU may still compute while the next round begins."""
+
+    def __init__(
+        self, record: RoundRecord, evaluation: Evaluation | None, metrics: PendingMetrics
+    ) -> None:
+        self._record, self._evaluation, self._metrics = record, evaluation, metrics
+        self._complete: RoundRecord | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether `read` would return without waiting for the device."""
+        return self._metrics.ready and (self._evaluation is None or self._evaluation.ready)
+
+    def read(self) -> RoundRecord:
+        """Wait for the device and return the complete record.
+
+        The wait is part of the evaluation's time.
+        """
+        if self._complete is None:
+            begin = time.perf_counter()
+            scores = {} if self._evaluation is None else self._evaluation.scores()
+            metrics = self._metrics.read()
+            seconds = dict(self._record.seconds)
+            if self._evaluation is not None:
+                seconds["evaluate"] = seconds.get("evaluate", 0.0) + time.perf_counter() - begin
+            self._complete = replace(self._record, scores=scores, metrics=metrics, seconds=seconds)
+        return self._complete

@@ -1,0 +1,39 @@
+"""Ending a round before its updates have been checked, so that a GPU is never idle between rounds.
+
+While a GPU is still training, the host already holds the updates as tensors that are not computed
+yet. Whether they are finite is known only once they are. Waiting for that would leave the GPU idle
+while the host then queues the aggregation and the evaluation. So the end of the round is queued
+behind the training as if all updates were valid, and queued again without the invalid ones if some
+turn out to be. Server states are never changed in place, so the first end can simply be dropped.
+
+Nodes elsewhere have sent their updates completely when they arrive, and they are not asked for a
+collection twice: for them, and on a CPU, this is `rounds.finish_round`.
+"""
+
+from __future__ import annotations
+
+from motley.server.rounds import (
+    Attempt,
+    Ending,
+    RoundContext,
+    end_round,
+    enough_updates,
+)
+from motley.server.rounds import finish_round as finish_plainly
+from motley.server.state import ServerState
+from motley.server.validation import Verdict
+
+
+def finish_round(
+    context: RoundContext, server: ServerState, attempt: Attempt
+) -> tuple[Verdict, Ending | None]:
+    """Do as `rounds.finish_round` does, with the end queued before the updates are checked."""
+    if not context.engine.trusted or attempt.check.ready:
+        return finish_plainly(context, server, attempt)
+    ending = end_round(context, server, attempt.clients, attempt.updates)
+    verdict = attempt.check.verdict()
+    if not enough_updates(context, attempt, verdict):
+        return verdict, None
+    if len(verdict.accepted) < len(attempt.updates):
+        ending = end_round(context, server, attempt.clients, verdict.accepted)
+    return verdict, ending

@@ -1,0 +1,217 @@
+"""All checks of what clients send. A bad update is rejected with a reason; the round goes on.
+
+An update is checked in this order:
+
+1. `shape_error`: the delta has the names, shapes and types of the part that was sent out.
+2. The delta and the payload hold no NaN and no infinity (`UpdateCheck`).
+3. The training loss is finite, if clients report one (`UpdateCheck`).
+4. `payload_error`: the method can use the payload. This is tried for nodes elsewhere only. This
+process's own clients
+   run the server's version of the method.
+
+A collection, which a client sends without training, is checked by `collection_error` or
+`moments_error`.
+
+Whether an update is finite is computed on the update's device. A GPU does that after the training
+that is queued before it, so `UpdateCheck` starts the computation and its verdict is read later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from motley.core.async_copy import AsyncCopy
+from motley.core.part import Part, State, select
+from motley.core.update import ClientUpdate
+from motley.methods.base import Collection, ServerAlgorithm
+from motley.models.moments import MOMENTS, layers_in
+from motley.server.state import ServerState
+from motley.server.timing import Timer
+
+NOT_FINITE = "it holds a number that is not finite."
+
+
+def shape_error(expected: Mapping[str, Tensor], delta: Mapping[str, Tensor]) -> str | None:
+    """Say why a delta does not fit the part that was sent out; None if it does."""
+    for name in delta:
+        if name not in expected:
+            return f"unknown name {name!r}: it was not sent out."
+    for name, tensor in expected.items():
+        if name not in delta:
+            return f"{name!r} is missing."
+        if delta[name].shape != tensor.shape:
+            shape, expected_shape = tuple(delta[name].shape), tuple(tensor.shape)
+            return f"{name!r} has shape {shape}; {expected_shape} was sent out."
+        if delta[name].dtype != tensor.dtype:
+            return f"{name!r} is {delta[name].dtype}; {tensor.dtype} was sent out."
+    return None
+
+
+def max_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the largest absolute value, on the tensors' device, without waiting for the device.
+
+    It is NaN or infinite exactly if one of the values is.
+
+    It is one grouped pass that reads the tensors. Integers are left out; without other values it is
+    0.
+    """
+    tensors = list(tensors)
+    floats = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    if not floats:
+        return torch.zeros((), device=tensors[0].device if tensors else None)
+    return get_total_norm(floats, norm_type=math.inf)
+
+
+def has_nonfinite(tensors: Iterable[Tensor]) -> Tensor:
+    """Return whether any value is NaN or infinite, on the tensors' device."""
+    return ~max_norm(tensors).isfinite()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The updates that count, and why the others do not.
+
+    rejected: client -> reason.
+    train_loss: the mean loss of the accepted updates; NaN if there is none.
+    seconds: how long the check took, most of which is waiting for the training to end.
+    """
+
+    accepted: Sequence[ClientUpdate]
+    rejected: Mapping[int, str]
+    train_loss: float
+    seconds: Mapping[str, float]
+
+
+class UpdateCheck:
+    """Checks updates whose shapes are right. This is where an update with a NaN is rejected.
+
+    `payload_error` says why the method cannot use an update's payload; None if payloads are
+    trusted.
+    """
+
+    def __init__(
+        self,
+        updates: Sequence[ClientUpdate],
+        *,
+        losses_are_reported: bool = True,
+        payload_error: Callable[[ClientUpdate], str | None] | None = None,
+    ) -> None:
+        self.updates = updates
+        self._losses_are_reported, self._payload_error = losses_are_reported, payload_error
+        norms = [max_norm([*update.delta.values(), *update.payload.values()]) for update in updates]
+        self._losses = AsyncCopy(_vector([update.loss for update in updates]))
+        self._norms = AsyncCopy(_vector(norms))
+
+    @property
+    def ready(self) -> bool:
+        """Whether `verdict` would return without waiting for the device."""
+        return self._norms.ready
+
+    def verdict(self) -> Verdict:
+        """Wait for the device, and return which updates are accepted."""
+        accepted: list[ClientUpdate] = []
+        losses: list[float] = []
+        rejected: dict[int, str] = {}
+        timer = Timer()
+        with timer.phase("train"):
+            numbers = zip(self.updates, self._losses.read(), self._norms.read(), strict=True)
+            for update, loss, norm in numbers:
+                reason = self._reason(update, loss, norm)
+                if reason is None:
+                    accepted.append(update)
+                    losses.append(loss)
+                else:
+                    rejected[update.client] = reason
+        train_loss = sum(losses) / len(losses) if losses else math.nan
+        return Verdict(accepted, rejected, train_loss, timer.seconds)
+
+    def _reason(self, update: ClientUpdate, loss: float, norm: float) -> str | None:
+        if not math.isfinite(norm):
+            return NOT_FINITE
+        if self._losses_are_reported and not math.isfinite(loss):
+            return "its loss is not finite."
+        if self._payload_error is not None:
+            return self._payload_error(update)
+        return None
+
+
+def _vector(scalars: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(scalars)) if scalars else torch.zeros(0)
+
+
+# ---- payloads and collections, which only the method can judge
+
+
+def payload_error(
+    algorithm: ServerAlgorithm, server: ServerState, update: ClientUpdate
+) -> str | None:
+    """Say why the method cannot use an update's payload, by trying it alone; None if it can."""
+
+    def use() -> None:
+        for local, piece in update.part.items():
+            if piece.index is None and local in update.payload:
+                shape = update.payload[local].shape
+                if shape != server.state[piece.name].shape:
+                    raise ValueError(f"{local!r} has shape {tuple(shape)}")
+        algorithm.aggregate(server.method_state, server.state, [update])
+        algorithm.update(server.method_state, server.state, [update])
+
+    return _error_of_trying("payload", use)
+
+
+def collection_error(
+    algorithm: ServerAlgorithm, server: ServerState, collection: Collection
+) -> str | None:
+    """Say why the method cannot use a collection, by trying it on its own; None if it can."""
+
+    def use() -> None:
+        if has_nonfinite(collection.values.values()):
+            raise ValueError("it holds a number that is not finite")
+        algorithm.apply_collection(server.method_state, server.model, [collection])
+
+    return _error_of_trying("collection", use)
+
+
+def _error_of_trying(what: str, use: Callable[[], None]) -> str | None:
+    try:
+        use()
+    except Exception as error:  # a method may raise anything when a node sends it nonsense
+        return f"the method cannot use its {what}: {error!r}"
+    return None
+
+
+def moments_error(model: State, part: Part, moments: State) -> str | None:
+    """Say why a report is not the moments of BatchNorm's inputs in a part; None if it is."""
+    problem = _moments_problem(model, part, moments)
+    return f"its statistics were refused: {problem}." if problem else None
+
+
+def _moments_problem(model: State, part: Part, moments: State) -> str | None:
+    expected = {}
+    for local, piece in part.items():
+        if local == "running_mean" or local.endswith(".running_mean"):
+            shape = select(model[piece.name], piece.index).shape
+            for name in MOMENTS:
+                expected[local.removesuffix("running_mean") + name] = shape
+    for name in moments.keys() ^ expected.keys():
+        return f"{name!r} is missing or was not asked for"
+    for name, shape in expected.items():
+        if moments[name].shape != shape:
+            return f"{name!r} has shape {tuple(moments[name].shape)}, not {tuple(shape)}"
+        if moments[name].dtype != torch.float64:
+            return f"{name!r} is {moments[name].dtype}, not torch.float64"
+        if not moments[name].isfinite().all():
+            return f"{name!r} holds a number that is not finite"
+    for prefix in layers_in(moments):
+        count, total, squares = (moments[prefix + name] for name in MOMENTS)
+        # No numbers have n q < s^2 (Cauchy-Schwarz). Clients compute with rounding, hence the
+        # tolerance.
+        if (count < 0).any() or (count * squares < total.square() * (1 - 1e-6)).any():
+            return f"{prefix!r} has moments that no inputs have"
+    return None
