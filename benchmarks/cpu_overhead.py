@@ -93,6 +93,7 @@ class HandWritten:
         config = federation.config
         self.training, self.seed = config.training, config.seed
         self.sample, self.partition = federation.sample, federation.partition
+        self.numerics = federation.numerics
         self.model = federation.split.build(config.model.sizes[0]).train()
         side = config.data.transform.resize
         images = torch.from_numpy(federation.dataset.train.images).permute(0, 3, 1, 2).float().div(255).contiguous()
@@ -103,11 +104,12 @@ class HandWritten:
         """Return the global state after a round."""
         total = {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in state.items()}
         clients = self.sample(round_number)
-        for client in clients:
-            self.model.load_state_dict(state)
-            self.train(round_number, client)
-            for name, tensor in self.model.state_dict().items():
-                total[name] += tensor
+        with self.numerics():  # as many threads as Motley has
+            for client in clients:
+                self.model.load_state_dict(state)
+                self.train(round_number, client)
+                for name, tensor in self.model.state_dict().items():
+                    total[name] += tensor
         return {name: (total[name] / len(clients)).to(tensor.dtype) for name, tensor in state.items()}
 
     def train(self, round_number: int, client: int) -> float:

@@ -112,6 +112,21 @@ def test_a_merge_queued_before_the_verdict_is_made_again_without_what_was_refuse
         assert all(torch.equal(after.model[name], expected.model[name]) for name in expected.model)
 
 
+def test_a_round_is_repeated_with_other_clients_while_too_few_updates_are_valid() -> None:
+    config = tiny_config("server.min_fraction=0.75", "server.attempts=3", "training.steps=1", "evaluation.every=3")
+    federation = Federation(config)
+    spoil = with_delta("fc.bias", torch.full((10,), float("nan")))
+    federation.engine = Tampered(federation.engine, {0: spoil, 1: spoil})  # type: ignore[assignment]
+    federation.sample = lambda number, attempt=0: [[0, 1, 2, 3], [1, 2, 3, 4]][attempt]
+    after, record = federation.run_round(federation.initial_state())
+    assert [attempt.keys() for attempt in record.repeated] == [{0, 1}]
+    assert record.clients == [1, 2, 3, 4] and record.refused.keys() == {1}
+    assert after.client_state_rounds == {2: 1, 3: 1, 4: 1}
+    federation.sample = lambda number, attempt=0: [0, 1]
+    with pytest.raises(MotleyError, match=r"round 1 was played 3 times .* client 0: it holds a number"):
+        federation.run_round(federation.initial_state())
+
+
 def test_a_round_in_which_everybody_is_refused_changes_nothing() -> None:
     federation = Federation(tiny_config())
     server = federation.initial_state()

@@ -52,9 +52,9 @@ def load_dataset_of(config: Config) -> Dataset:
 
 
 def deal_examples(config: Config, dataset: Dataset, partition: Partition | None = None) -> Partition:
-    """Return which examples each client holds:
+    """Return which examples each client holds.
 
-    as the configuration says, or the caller's partition if it fits.
+    This is the configuration's partition, or the caller's own if it fits.
     """
     labels, clients = dataset.train.labels, config.federation.clients
     if partition is None:
@@ -63,10 +63,7 @@ def deal_examples(config: Config, dataset: Dataset, partition: Partition | None 
 
 
 def client_sizes(config: Config, split: Split, shape: ImageShape) -> tuple[str, ...]:
-    """Return the size of every client, by client id:
-
-    with budgets, the largest that fits each one's.
-    """
+    """Return the size of every client, by client id. Budgets give each the largest that fits."""
     if not config.federation.budgets:
         return assign_sizes(config)
     costs = costs_of(split, shape, config.training)
@@ -113,8 +110,8 @@ def build_split(config: Config, shape: ImageShape, classes: int) -> Split:
     """
 
     def build(size: str) -> Any:
-        architecture = MODELS[size]
-        model = architecture.build(getattr(config.model, architecture.family), shape, classes)
+        spec = MODELS[size]
+        model = spec.make(getattr(config.model, spec.family), shape, classes)
         return with_projection(model, config.model.projection)
 
     builds = {size: partial(build, size) for size in config.model.sizes}

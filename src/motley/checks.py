@@ -36,9 +36,10 @@ def check_dataset(dataset: Any) -> Dataset:
     if isinstance(dataset, Dataset):
         return dataset
     raise MotleyError(
-        f"dataset: a motley.data.Dataset is expected, not a {_type_name(dataset)}. Make one of arrays: "
-        "Dataset(name, Examples(images, labels), Examples(test_images, test_labels), classes), with images in uint8 of "
-        "shape (N, height, width, channels) and labels in int64 of shape (N,)."
+        f"dataset: a motley.data.Dataset is expected, not a {_type_name(dataset)}. Make one of "
+        "arrays: Dataset(name, Examples(images, labels), Examples(test_images, test_labels), "
+        "classes), with images in uint8 of shape (N, height, width, channels) and labels in int64 "
+        "of shape (N,)."
     )
 
 
@@ -81,10 +82,7 @@ def check_weights_fit(split: Split, sizes: Iterable[str], device: torch.device) 
 
 
 def check_client_state(config: Config, split: Split, method: Method) -> None:
-    """Refuse methods with client state if a client's part changes from round to round:
-
-    the state is of one part.
-    """
+    """Refuse methods with client state, which belongs to one part, if clients' parts change."""
     if config.federation.size_assignment == "dynamic":
         why = "federation.size_assignment = 'dynamic'"
     elif split.moves:
@@ -93,12 +91,12 @@ def check_client_state(config: Config, split: Split, method: Method) -> None:
         return
     if config.uplink.dtype != "fp32":
         raise MotleyError(
-            f"uplink.dtype = {config.uplink.dtype!r}: clients remember what rounding took from their "
+            f"uplink.dtype = {config.uplink.dtype!r}: clients keep the rounding errors of their "
             f"parts, which {why} changes from round to round. Use 'fp32', or parts that stay."
         )
     if method.requirements.client_state:
         raise MotleyError(
-            f"method.name = {config.method.name!r}: its clients remember something of their parts, which "
+            f"method.name = {config.method.name!r}: its clients keep a state of their parts, which "
             f"{why} changes from round to round. Choose another method, or parts that stay."
         )
 
@@ -110,16 +108,18 @@ def check_recalibration(config: Config, split: Split) -> None:
     setting = "server.statistics.name = 'recalibrate'"
     if config.split.normalization_statistics == "batch":
         raise MotleyError(
-            f"{setting}: with split.normalization_statistics = 'batch' there are no running statistics to recalibrate. "
-            "Use split.normalization_statistics = 'per-size' or 'shared', or server.statistics.name = 'averaged'."
+            f"{setting}: with split.normalization_statistics = 'batch' there are no running "
+            "statistics to recalibrate. Use split.normalization_statistics = 'per-size' or "
+            "'shared', or server.statistics.name = 'averaged'."
         )
     if not any(norms_of(blueprint.module) for blueprint in split.blueprints.values()):
         raise MotleyError(
-            f"{setting}: {', '.join(split.sizes)} have no BatchNorm layers with running statistics, so there is "
-            "nothing to recalibrate. Use server.statistics.name = 'averaged'."
+            f"{setting}: {', '.join(split.sizes)} have no BatchNorm layers with running "
+            "statistics, so there is nothing to recalibrate. Use server.statistics.name = 'averaged'."
         )
     if getattr(config.method, "statistics", "") == "pass":
         raise MotleyError(
-            f"{setting}: method.statistics = 'pass' already replaces the statistics before each evaluation, by the "
-            "method's own formula. Use method.statistics = 'running', or server.statistics.name = 'averaged'."
+            f"{setting}: method.statistics = 'pass' already replaces the statistics before each "
+            "evaluation, by the method's own formula. Use method.statistics = 'running', or "
+            "server.statistics.name = 'averaged'."
         )

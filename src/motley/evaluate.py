@@ -1,10 +1,10 @@
 """Accuracy of the global model: every size on the whole test set, and summaries over a run.
 
 Evaluation is in single precision whatever the training precision (on a GPU, tf32 unless
-`engine.precision` is fp32). In 16 bits the rounded weights shift the mean of a channel by up to 0.4
-% of it. Where such a channel's running variance
-is small, that is many standard deviations, and no batch statistics take the shift away: on one
-    checkpoint after 500 rounds it cost ten points of accuracy.
+`engine.precision` is fp32). In 16 bits the rounded weights shift the mean of a channel by up to
+0.4 % of it. Where such a channel's running variance is small, that is many standard deviations, and
+no batch statistics take the shift away: on one checkpoint after 500 rounds it cost ten points of
+accuracy.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class _Size:
         self.batches, self.device = batches, batches.data.device
         self.model = place(model, self.device).eval()
         if self.device.type == "cuda":
-            apply_kernels(self.model, kernels)
+            self.model = apply_kernels(self.model, kernels)
         self._compiled = compiled
         if compiled:
             compile_model(self.model)

@@ -44,8 +44,9 @@ from motley.engine.device import choose_devices, numerics, request_hardware_queu
 from motley.evaluate import Evaluator, Score
 from motley.privacy import Accountant
 from motley.server import rounds, speculation
+from motley.server.context import RoundContext
+from motley.server.exchange import make_job
 from motley.server.record import PendingRecord, RoundRecord
-from motley.server.rounds import RoundContext
 from motley.server.sampling import ClientSampler, Sampler
 from motley.server.state import ServerState
 from motley.server.uplink import Uplink
@@ -202,7 +203,7 @@ class Federation:
 
     def job(self, server: ServerState, round_number: int, client: int) -> Job:
         """Return what a client is sent in a round."""
-        return rounds.make_job(self.context, server, round_number, client)
+        return make_job(self.context, server, round_number, client)
 
     def jobs(self, server: ServerState) -> list[Job]:
         """Return what the clients of the next round are sent."""

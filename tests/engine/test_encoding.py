@@ -114,7 +114,7 @@ def test_an_upload_that_was_not_taken_leaves_no_residual() -> None:
 @pytest.mark.parametrize("moving", ["split.channels=rolling", "federation.size_assignment=dynamic"])
 def test_parts_that_move_are_refused(moving: str) -> None:
     width = ("split.name=width", "model.sizes=['resnet10']", "split.rates=[0.5,1.0]")
-    with pytest.raises(MotleyError, match=r"uplink.dtype = 'fp16': clients remember what rounding took"):
+    with pytest.raises(MotleyError, match=r"uplink.dtype = 'fp16': clients keep the rounding errors"):
         Federation(tiny_config("uplink.dtype=fp16", *width, moving))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,10 @@ from motley.engine.base import Done
 from motley.engine.timeline import Timeline
 from motley.federation import Federation
 from motley.methods.base import Collection
+from motley.server import rounds
 from motley.server.collection import run_collections
 from motley.server.state import ServerState
+from motley.server.validation import has_nonfinite
 from tests.conftest import tiny_config
 from tests.states import with_large_means
 
@@ -206,18 +209,37 @@ def test_memories_on_the_gpu_are_what_they_are_on_the_host(method: str) -> None:
 
 @pytest.mark.parametrize("method", [*REAL, "InCoAvg", "InCoNova", *WITH_MORE])
 def test_no_merge_waits_for_the_device(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    merge = Federation.merge
+    """Neither the check of the updates nor a stage nor a metric may read a value from the device."""
 
-    def watched(*args: Any) -> Any:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return merge(*args)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def without_waiting(*args: Any) -> Any:
+            calls.append(function.__name__)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return function(*args)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(Federation, "merge", watched)
+        return without_waiting
+
+    calls: list[str] = []
+    for name in ("start_check", "run_stages", "PendingMetrics"):
+        monkeypatch.setattr(rounds, name, watched(getattr(rounds, name)))
     settings = (f"method.name={method}", *WITH_MORE.get(method, ()))
     after(3, *settings, "training.batch_size=16", "training.steps=2")
+    assert set(calls) == {"start_check", "run_stages", "PendingMetrics"}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_numbers_that_are_not_finite_are_found_on_the_device(bad: float, dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    fine = [torch.ones(3, device="cuda"), torch.full((70_000,), largest, dtype=dtype, device="cuda")]
+    assert not has_nonfinite([*fine, torch.tensor(1, device="cuda"), torch.zeros(0, device="cuda")])
+    for place in (0, 35_000, 69_999):
+        spoiled = torch.full((70_000,), largest, dtype=dtype, device="cuda")
+        spoiled[place] = bad
+        assert has_nonfinite([*fine, spoiled])
 
 
 def test_random_numbers_are_each_clients_own() -> None:

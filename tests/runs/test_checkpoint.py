@@ -82,6 +82,21 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path, changes: dict[str, An
     assert everything(load_checkpoint(tmp_path)) == everything(server)
 
 
+def test_checkpoints_of_earlier_versions_can_be_read(tmp_path: Path) -> None:
+    """They have other names for the same tensors and numbers."""
+    server = make_server(3)
+    path = save_checkpoint(tmp_path, server, keep=1)
+    old_names = {"ema": "averaged", "method_state": "method", "stage-optimizer": "optimizer"}
+    for new, old in old_names.items():
+        (path / f"{new}.safetensors").rename(path / f"{old}.safetensors")
+    numbers = json.loads((path / "server.json").read_text())
+    numbers["sections"] = [old_names.get(name, name) for name in numbers["sections"]]
+    numbers["remembered"] = numbers.pop("client_state_rounds")
+    numbers["spent"] = numbers.pop("ledger")
+    (path / "server.json").write_text(json.dumps(numbers))
+    assert everything(load_checkpoint(tmp_path)) == everything(server)
+
+
 def test_layout_and_shared_memory_do_not_matter(tmp_path: Path) -> None:
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     zero = torch.zeros(3)

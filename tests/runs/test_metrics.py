@@ -11,7 +11,7 @@ import pytest
 
 from motley.core.errors import MotleyError
 from motley.evaluate import Score, Summary
-from motley.runs.metrics import MetricsLog, outcome, to_line
+from motley.runs.metrics import MetricsLog, layer_metrics, outcome, stage_metrics, to_line
 from motley.server.record import RoundRecord
 
 
@@ -48,6 +48,19 @@ def test_a_line_contains_all_fields_of_a_record() -> None:
         "bytes": {"down": 100, "up": 90},
         "metrics": {"inco/layer1.1/theta": 0.5, "inco/layer1.1/beta": -2.0, "method/in_loss": 0.123457},
     }
+
+
+def test_lines_of_earlier_versions_are_read_into_the_metrics(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    line = {"round": 1, "seconds": {}, "bytes": {"down": 1, "up": 1}}
+    old = {"method": {"pool": 4.0}, "inco": {"small/layer1.weight": {"theta": 0.5, "beta": None}}}
+    log.path.write_text(json.dumps({**line, **old}) + "\n")
+    (read,) = log.read()
+    metrics = {"method/pool": 4.0, "inco/small/layer1.weight/theta": 0.5, "inco/small/layer1.weight/beta": None}
+    assert read == {**line, "metrics": metrics}
+    assert stage_metrics(read) == {"pool": 4.0}
+    assert layer_metrics(read, "inco") == {"small/layer1.weight": {"theta": 0.5, "beta": None}}
+    assert layer_metrics(read, "method") == {} and layer_metrics(line, "inco") == {} == stage_metrics(line)
 
 
 def test_a_round_that_was_not_evaluated_has_no_accuracy() -> None:

@@ -6,7 +6,7 @@ import torch
 
 from motley.federation import Federation
 from motley.runs.checkpoint import fingerprint
-from motley.server.rounds import complete_update
+from motley.server.exchange import complete_update
 from motley.server.uplink import perturbed
 from tests.conftest import refused, tiny_config
 

@@ -53,7 +53,7 @@ def test_the_check_does_not_write_to_updates() -> None:
     """A tensor that may not be written to, such as one that is shared, is only read."""
     update = ClientUpdate(client=0, delta={"w": torch.ones(1).expand(4)}, loss=torch.tensor(1.0))
     version = update.delta["w"]._version
-    assert UpdateCheck([update]).verdict().accepted == [update]
+    assert UpdateCheck([update]).verdict.accepted == [update]
     assert update.delta["w"]._version == version
 
 
@@ -75,7 +75,7 @@ def test_the_verdict_names_every_reason_and_averages_the_losses_of_the_others() 
     def payload_error(update: ClientUpdate) -> str | None:
         return "it is no good." if update.client == 5 else None
 
-    verdict = UpdateCheck(updates, payload_error=payload_error).verdict()
+    verdict = UpdateCheck(updates, payload_error=payload_error).verdict
     assert [update.client for update in verdict.accepted] == [0, 4]
     assert verdict.rejected == {
         1: "it holds a number that is not finite.",
@@ -88,10 +88,10 @@ def test_the_verdict_names_every_reason_and_averages_the_losses_of_the_others() 
 
 def test_without_reported_losses_none_is_asked_for() -> None:
     """With differential privacy, clients do not say how well they fit their data."""
-    verdict = UpdateCheck([update_of(0, 1.0, math.nan)], losses_are_reported=False).verdict()
+    verdict = UpdateCheck([update_of(0, 1.0, math.nan)], losses_are_reported=False).verdict
     assert len(verdict.accepted) == 1 and math.isnan(verdict.train_loss)
 
 
 def test_no_updates_at_all() -> None:
-    verdict = UpdateCheck([]).verdict()
+    verdict = UpdateCheck([]).verdict
     assert not verdict.accepted and not verdict.rejected and math.isnan(verdict.train_loss)

@@ -28,7 +28,7 @@ from motley.federation import Federation
 from motley.plan import LiveBytes
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import MetricsLog
-from motley.server.rounds import complete_update
+from motley.server.exchange import complete_update
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

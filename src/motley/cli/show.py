@@ -58,8 +58,7 @@ def _fingerprint(folder: RunFolder) -> str | None:
 
 def title(config: Config) -> str:
     """Return a short title: the data set and the method of a run."""
-    inco = f" + InCo ({config.method.inco.variant})" if config.method.inco.active else ""
-    return f"{config.data.name}, {config.method.name}{inco}"
+    return f"{config.data.name}, {config.method.label}"
 
 
 def print_outcome(console: Console, folder: RunFolder) -> None:

@@ -25,8 +25,7 @@ def choose_devices(setting: str) -> list[torch.device]:
     """Return the devices that `engine.device` names. The first is the server's home device.
 
     `auto` is every GPU that is visible, or else the CPU. The CPU may be named several times, which
-    changes nothing but
-    the code that runs: what several devices do can then be tried without them.
+    changes nothing but the code that runs: the code for several devices can be tried without them.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if setting == "auto":

@@ -42,6 +42,11 @@ class MethodSettings(Settings):
     """The method (`motley list methods`). The papers' names, such as InCoProx, are accepted too."""
     inco: Annotated[SerializeAsAny[IncoOff], INCO] = IncoOff()
 
+    @property
+    def label(self) -> str:
+        """The method's name, and InCo's variant if InCo runs on top of it."""
+        return f"{self.name} + InCo ({self.inco.variant})" if self.inco.active else self.name
+
 
 @dataclass(frozen=True)
 class Requirements:

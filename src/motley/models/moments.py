@@ -89,7 +89,7 @@ def _own_row(statistics: Tensor) -> Tensor:
 def _without_lone_examples(batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
     """Yield the images of batches. A batch of one example joins the batch before it.
 
-    BatchNorm cannot normalize one example. The only example of a client has no batch to join, and is left out.
+    BatchNorm cannot normalize one example. If a client has no other, it is left out.
     """
     waiting: Tensor | None = None
     for images, _ in batches:
@@ -106,4 +106,8 @@ def _without_lone_examples(batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator
 
 def layers_in(moments: State) -> list[str]:
     """Return the prefixes of the layers that moments are reported of."""
-    return [name.removesuffix(COUNT) for name in moments if name == COUNT or name.endswith(f".{COUNT}")]
+    prefixes = []
+    for name in moments:
+        if name == COUNT or name.endswith(f".{COUNT}"):
+            prefixes.append(name.removesuffix(COUNT))
+    return prefixes

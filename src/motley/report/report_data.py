@@ -257,7 +257,7 @@ class _Group:
 
     @property
     def method(self) -> str:
-        return method_title(self.runs[0].config)
+        return self.runs[0].config.method.label
 
 
 def _add_runs(data: ReportData, runs: Sequence[Run]) -> None:
@@ -358,12 +358,6 @@ def _as_text(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     return "none" if value in ("", None) else str(value)
-
-
-def method_title(config: Config) -> str:
-    """Return a run's method, with its InCo preset if it has one."""
-    inco = f" + InCo ({config.method.inco.variant})" if config.method.inco.active else ""
-    return config.method.name + inco
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

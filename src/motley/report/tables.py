@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from motley.evaluate import Summary
-from motley.report.report_data import Panel, Run, Series, method_title
+from motley.report.report_data import Panel, Run, Series
 from motley.studies.statistics import spread
 
 Rows = list[list[str]]
@@ -120,7 +120,7 @@ def _environment(label: str, run: Run) -> list[str]:
         hardware = gpu
     else:
         hardware = f"{environment.get('cores', '?')} cores, {environment.get('processor', '?')}"
-    method = method_title(config)
+    method = config.method.label
     done, total = run.rounds_done, config.training.rounds
     return [
         label if label == method else f"{label} ({method})",

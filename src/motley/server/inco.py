@@ -163,9 +163,9 @@ def _refine(
 
 
 def _theta(alpha: Tensor, beta: Tensor, settings: IncoSettings) -> Tensor:
-    """Theorem 3.1 (matrix form:
+    """Return theta = beta / alpha, where alpha = <g_0, g_0> and beta = <g_0, g_k>.
 
-    Eq. 20): theta = beta / alpha, alpha = <g_0, g_0>, beta = <g_0, g_k>.
+    Theorem 3.1; in matrix form, Eq. 20.
     """
     if not settings.optimize:
         return torch.ones_like(beta)

@@ -1,7 +1,4 @@
-"""The stages that belong to the method:
-
-its aggregation, its correction, and its work on the new global state.
-"""
+"""The method's own stages: its aggregation, its correction, and its work on the new state."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@
 Hsu, Qi and Brown, Measuring the Effects of Non-Identical Data Distribution, 2019 (FedAvgM); Reddi
 et al., Adaptive Federated Optimization, ICLR 2021 (the others; no bias correction). D is the delta
 after the earlier stages.
+
 Moments advance only for coordinates that somebody held: a layer without an owner does not drift on
 old momentum. Only parameters are optimized; buffers keep their plain mean.
 """

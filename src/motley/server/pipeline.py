@@ -2,7 +2,7 @@
 
 The order of the stages is the order of the list, which `assembly.build_pipeline` puts together:
 
-    Aggregate -> InCo -> MethodCorrection -> ServerOptimizer -> Apply -> PostProcess -> EMA
+    AggregateUpdates -> InCo -> MethodCorrection -> ServerOptimizer -> Apply -> PostProcess -> EMA
 
 A stage is called with the server state, the aggregated delta so far and the accepted updates, and
 returns what it changes. It never modifies its arguments. To add one of your own, write a class like
@@ -12,14 +12,16 @@ this, and insert an instance into `federation.pipeline`:
         name = "clip"
 
         def __call__(self, server, aggregate, updates):
-            norm = torch.nn.utils.get_total_norm(aggregate.delta.values())
-            factor = (1.0 / norm).clamp(max=1.0)
-            delta = {name: tensor * factor for name, tensor in aggregate.delta.items()}
+            delta = dict(aggregate.delta)
+            floats = [name for name, tensor in delta.items() if tensor.is_floating_point()]
+            norm = torch.nn.utils.get_total_norm([delta[name] for name in floats])
+            for name in floats:
+                delta[name] = delta[name] * (1.0 / norm).clamp(max=1.0)
             return StageResult(server, aggregate.with_delta(delta), {"norm": norm})
 
 Stages may be queued behind a GPU that is still training (`speculation.py`), so they must not read a
-value from the
-device: metrics are returned as tensors and read later.
+value from the device: no `.item()`, no `if` on a tensor. Metrics are returned as tensors and are
+read later.
 """
 
 from __future__ import annotations
@@ -46,9 +48,9 @@ class StageResult:
 class Stage(Protocol):
     """One step of the aggregation.
 
-    `name` prefixes the stage's metrics. It also names the stage's own state between rounds, if it
-    keeps any: read `server.stage_states.get(name, {})` and return `server.with_stage_state(name,
-    ...)`. Checkpoints save it.
+    `name` prefixes the stage's metrics. A stage may also keep tensors between rounds under its
+    name: it reads `server.stage_states.get(name, {})`, and returns `server.with_stage_state(name,
+    ...)`. Checkpoints save them.
     """
 
     @property

@@ -1,16 +1,17 @@
 """One round of federated learning. Read this first.
 
-    run_round:      train_clients -> finish_round -> the round's record
-    train_clients:  sample clients; send each its part of the global state and the method's
-        broadcast; the engine trains them; receive their updates and check their shapes
-    finish_round:   reject invalid updates (`validation.py`), then end_round with the others
-    end_round:      run the stages of the aggregation pipeline (`pipeline.py`); ask clients for
-        collections, such as BatchNorm statistics (`collection.py`); start to evaluate every size
+    run_round       train_clients, then finish_round, then the round's record
+    train_clients   Sample clients. Send each its part of the global state and the method's
+                    broadcast. The engine trains them. Receive their updates (`exchange.py`).
+    finish_round    Reject invalid updates (`validation.py`). End the round with the others.
+    end_round       Run the stages of the aggregation (`pipeline.py`). Ask clients for collections,
+                    such as BatchNorm statistics (`collection.py`). Start to evaluate every size.
 
-Every function takes a `ServerState` or parts of it and returns what it computes; nothing is changed
-in place. If a round is interrupted, the state before it is still whole and can be saved.
+Every function takes a server state and returns what it computes; nothing is changed in place. If a
+round is interrupted, the state before it is still whole and can be saved.
 
-On a GPU, `speculation.finish_round` takes the place of `finish_round` and gives the same results.
+`speculation.finish_round` can take the place of `finish_round`. It keeps a GPU busy and gives the
+same results; nothing here depends on it.
 """
 
 from __future__ import annotations
@@ -18,79 +19,52 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from motley.core.errors import MotleyError
-from motley.core.part import size_in_bytes, take
 from motley.core.update import ClientUpdate
-from motley.engine.base import Done, Engine, Failure, Job
-from motley.evaluate import Evaluation, Evaluator
+from motley.engine.base import Done
+from motley.evaluate import Evaluation
 from motley.limits import allocating
-from motley.methods.base import ServerAlgorithm
-from motley.privacy import Accountant
-from motley.server.collection import CollectionStage, run_collections
+from motley.server.collection import run_collections
+from motley.server.context import RoundContext
+from motley.server.exchange import bytes_down, bytes_up, make_job, receive, start_check
 from motley.server.metrics import Metrics, PendingMetrics
-from motley.server.pipeline import Stage, run_stages
+from motley.server.pipeline import run_stages
 from motley.server.record import PendingRecord, RoundRecord
-from motley.server.sampling import Sampler
 from motley.server.state import ServerState
 from motley.server.timing import Timer, add_up
-from motley.server.uplink import Uplink, on_servers_device
-from motley.server.validation import UpdateCheck, Verdict, payload_error, shape_error
-from motley.splits.base import Split
-
-
-@dataclass(frozen=True)
-class RoundContext:
-    """The objects and numbers that a round works with. They stay the same from round to round.
-
-    size_of: (client, round) -> the client's size.
-    weigh_by_examples: whether a client counts by its number of examples in the mean; otherwise all
-        count equally.
-    accountant: computes the privacy spent; None if the run is not private. Private clients do not
-        report their loss.
-    device: the server's device.
-    min_fraction: fraction of a round's clients whose updates must be accepted; with fewer, the
-        round is repeated with other clients, up to `attempts` times in all.
-    batch_size: the clients' batch size, for error messages.
-    """
-
-    engine: Engine
-    algorithm: ServerAlgorithm
-    split: Split
-    size_of: Callable[[int, int], str]
-    sample: Sampler
-    pipeline: Sequence[Stage]
-    collections: Sequence[CollectionStage]
-    evaluator: Evaluator
-    uplink: Uplink
-    weigh_by_examples: bool
-    accountant: Accountant | None
-    device: torch.device
-    min_fraction: float
-    attempts: int
-    batch_size: int
+from motley.server.validation import UpdateCheck
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A round up to the clients' updates. `check` tells later which updates are valid."""
+    """A round up to the clients' updates.
+
+    updates: the updates that have the right shapes.
+    check: tells which of them are valid, once the device has computed them.
+    failures: client -> why there is no update of it, or not one of the right shapes.
+    idle: clients that had no batch to train on.
+    """
 
     clients: list[int]
     updates: list[ClientUpdate]
     check: UpdateCheck
-    rejected: dict[int, str]
+    failures: dict[int, str]
     idle: list[int]
     bytes_down: int
     bytes_up: int
     seconds: dict[str, float]
 
+    @property
+    def rejected(self) -> dict[int, str]:
+        """Client -> why it does not count in the round. Waits for the check."""
+        return {**self.failures, **self.check.verdict.rejected}
+
 
 @dataclass(frozen=True)
 class Ending:
-    """The rest of a round:
+    """The rest of a round. The device may still be computing the evaluation and the metrics.
 
-    the server state after it, and numbers that the device may still be computing.
+    rejected: client -> why its answer in a collection was rejected.
     """
 
     server: ServerState
@@ -102,11 +76,8 @@ class Ending:
     seconds: dict[str, float]
 
 
-#: Validates an attempt's updates and ends the round with the valid ones; None if they are too few.
-FinishRound = Callable[[RoundContext, ServerState, Attempt], tuple[Verdict, Ending | None]]
-
-
-# ---- the round
+#: Rejects an attempt's invalid updates and ends the round; None if too few are left.
+FinishRound = Callable[[RoundContext, ServerState, Attempt], Ending | None]
 
 
 def run_round(
@@ -114,19 +85,18 @@ def run_round(
 ) -> tuple[ServerState, PendingRecord]:
     """Run the round after `server`; return the server state after it, and the round's record.
 
-    `done` is called with each client's id when the client has finished. `finish` replaces
-    `finish_round`.
+    While too few updates are valid, the round is repeated with other clients. `done` is called with
+    the id of every client that has finished. `finish` takes the place of `finish_round`.
     """
     finish = finish or finish_round
-    failed: list[tuple[Attempt, Verdict]] = []
+    failed: list[Attempt] = []
     while len(failed) < context.attempts:
         attempt = train_clients(context, server, len(failed), done)
-        verdict, ending = finish(context, server, attempt)
+        ending = finish(context, server, attempt)
         if ending is not None:
-            return conclude(context, failed, attempt, verdict, ending)
-        failed.append((attempt, verdict))
-    attempt, verdict = failed[-1]
-    reasons = [f"client {client}: {why}" for client, why in _rejected(attempt, verdict).items()]
+            return conclude(context, failed, attempt, ending)
+        failed.append(attempt)
+    reasons = [f"client {client}: {reason}" for client, reason in failed[-1].rejected.items()]
     raise MotleyError(
         f"round {server.round_number + 1} was played {context.attempts} times (server.attempts) "
         f"and never had {context.min_fraction:.0%} of its uploads (server.min_fraction). "
@@ -134,42 +104,46 @@ def run_round(
     )
 
 
-def train_clients(context: RoundContext, server: ServerState, number: int, done: Done) -> Attempt:
+def train_clients(
+    context: RoundContext, server: ServerState, attempt_number: int, done: Done
+) -> Attempt:
     """Sample clients, have the engine train them, and receive their updates.
 
-    `number`: 0 for the first attempt.
+    `attempt_number` is 0, or higher if the round is repeated with other clients.
     """
     timer = Timer()
     with timer.phase("train"):
         round_number = server.round_number + 1
-        clients = context.sample(round_number, number)
+        clients = context.sample(round_number, attempt_number)
         jobs = [make_job(context, server, round_number, client) for client in clients]
         with allocating(f"round {round_number}: training with batches of {context.batch_size}"):
             answers = context.engine.train(jobs, done)
-        updates, rejected = receive(context, jobs, answers)
+        updates, failures = receive(context, jobs, answers)
         check = start_check(context, server, updates)
     answered = {answer.client for answer in answers}
-    sent_back = [answer for answer in answers if isinstance(answer, ClientUpdate)]
     return Attempt(
         clients=clients,
         updates=updates,
         check=check,
-        rejected=rejected,
+        failures=failures,
         idle=[client for client in clients if client not in answered],
-        bytes_down=_bytes_down(jobs),
-        bytes_up=sum(size_in_bytes(u.delta) + size_in_bytes(u.payload) for u in sent_back),
+        bytes_down=bytes_down(jobs),
+        bytes_up=bytes_up(answers),
         seconds=timer.seconds,
     )
 
 
-def finish_round(
-    context: RoundContext, server: ServerState, attempt: Attempt
-) -> tuple[Verdict, Ending | None]:
+def finish_round(context: RoundContext, server: ServerState, attempt: Attempt) -> Ending | None:
     """Check the updates, and end the round with the valid ones; None if they are too few."""
-    verdict = attempt.check.verdict()
-    if not enough_updates(context, attempt, verdict):
-        return verdict, None
-    return verdict, end_round(context, server, attempt.clients, verdict.accepted)
+    if not enough_updates(context, attempt):
+        return None
+    return end_round(context, server, attempt.clients, attempt.check.verdict.accepted)
+
+
+def enough_updates(context: RoundContext, attempt: Attempt) -> bool:
+    """Tell whether a round can end. Clients without examples count as if they had sent updates."""
+    sampled = len(attempt.clients)
+    return sampled - len(attempt.rejected) >= context.min_fraction * sampled
 
 
 def end_round(
@@ -211,126 +185,34 @@ def end_round(
 
 
 def conclude(
-    context: RoundContext,
-    failed: Sequence[tuple[Attempt, Verdict]],
-    attempt: Attempt,
-    verdict: Verdict,
-    ending: Ending,
+    context: RoundContext, failed: Sequence[Attempt], attempt: Attempt, ending: Ending
 ) -> tuple[ServerState, PendingRecord]:
     """Account for the privacy spent, and assemble the round's record.
 
-    `failed`: the attempts before this one.
+    `failed` are the attempts at the round before the one that has ended. They cost privacy, time
+    and traffic too.
     """
-    server, epsilon = ending.server, {}
+    server, verdict = ending.server, attempt.check.verdict
+    epsilon: dict[str, float] = {}
     if context.accountant is not None:
         accepted = [update.client for update in verdict.accepted]
-        asked_before = [client for earlier, _ in failed for client in earlier.clients]
+        asked_before = [client for earlier in failed for client in earlier.clients]
         ledger = context.accountant.after(server.ledger, attempt.clients, accepted, asked_before)
         server = replace(server, ledger=ledger)
         epsilon = context.accountant.epsilon(ledger)
-    checks = [its_verdict.seconds for _, its_verdict in failed] + [verdict.seconds]
-    parts: list[Attempt | Ending] = [*(earlier for earlier, _ in failed), attempt, ending]
+    attempts = [*failed, attempt]
+    seconds = [one.seconds for one in attempts] + [one.check.verdict.seconds for one in attempts]
     record = RoundRecord(
         round_number=server.round_number,
         clients=attempt.clients,
-        refused={**ending.rejected, **_rejected(attempt, verdict)},
-        repeated=[_rejected(earlier, its_verdict) for earlier, its_verdict in failed],
+        refused={**ending.rejected, **attempt.rejected},
+        repeated=[earlier.rejected for earlier in failed],
         idle=attempt.idle,
         train_loss=verdict.train_loss,
         num_steps=sum(update.num_steps for update in verdict.accepted),
         epsilon=epsilon,
-        seconds=add_up([*(part.seconds for part in parts), *checks]),
-        bytes_down=sum(part.bytes_down for part in parts),
-        bytes_up=sum(part.bytes_up for part in parts),
+        seconds=add_up([*seconds, ending.seconds]),
+        bytes_down=ending.bytes_down + sum(one.bytes_down for one in attempts),
+        bytes_up=ending.bytes_up + sum(one.bytes_up for one in attempts),
     )
     return server, PendingRecord(record, ending.evaluation, ending.metrics)
-
-
-# ---- its pieces
-
-
-def make_job(context: RoundContext, server: ServerState, round_number: int, client: int) -> Job:
-    """Return what one client is sent."""
-    size = context.size_of(client, round_number)
-    part = context.split.part(size, round_number, client)
-    return Job(
-        round_number=round_number,
-        client=client,
-        size=size,
-        state=take(server.state, part),
-        broadcast=context.algorithm.broadcast(
-            server.method_state, server.state, round_number, client
-        ),
-        client_state_round=server.client_state_rounds.get(client),
-    )
-
-
-def receive(
-    context: RoundContext, jobs: Sequence[Job], answers: Sequence[ClientUpdate | Failure]
-) -> tuple[list[ClientUpdate], dict[int, str]]:
-    """Return the updates with the shapes that were sent out, and why others are rejected."""
-    job_of = {job.client: job for job in jobs}
-    updates: list[ClientUpdate] = []
-    rejected: dict[int, str] = {}
-    for answer in answers:
-        if isinstance(answer, Failure):
-            rejected[answer.client] = answer.reason
-            continue
-        job = job_of[answer.client]
-        update = context.uplink.decode(job, answer)
-        if not context.engine.trusted:
-            update = on_servers_device(update, context.device)
-        error = shape_error(job.state, update.delta)
-        if error:
-            rejected[update.client] = error
-        else:
-            updates.append(complete_update(context, job, update))
-    return updates, rejected
-
-
-def complete_update(context: RoundContext, job: Job, update: ClientUpdate) -> ClientUpdate:
-    """Add what the server knows about the client, and the channel noise if there is any."""
-    trained = context.split.parameters_of(job.size)
-    update = context.uplink.add_noise(job, update, [name for name in job.state if name in trained])
-    return replace(
-        update,
-        part=context.split.part(job.size, job.round_number, job.client),
-        weight=float(update.num_examples) if context.weigh_by_examples else 1.0,
-        size=job.size,
-        round_number=job.round_number,
-    )
-
-
-def start_check(
-    context: RoundContext, server: ServerState, updates: Sequence[ClientUpdate]
-) -> UpdateCheck:
-    """Start to check updates.
-
-    Payloads of nodes elsewhere are tried one by one; those of our own clients are not.
-    """
-
-    def error(update: ClientUpdate) -> str | None:
-        return payload_error(context.algorithm, server, update)
-
-    return UpdateCheck(
-        updates,
-        losses_are_reported=context.accountant is None,
-        payload_error=None if context.engine.trusted else error,
-    )
-
-
-def enough_updates(context: RoundContext, attempt: Attempt, verdict: Verdict) -> bool:
-    """Tell whether the round can end.
-
-    A client without examples counts as if it had sent a valid update.
-    """
-    sampled = len(attempt.clients)
-    return sampled - len(_rejected(attempt, verdict)) >= context.min_fraction * sampled
-
-
-def _rejected(attempt: Attempt, verdict: Verdict) -> dict[int, str]:
-    return {**attempt.rejected, **verdict.rejected}
-
-
-def _bytes_down(jobs: Sequence[Job]) -> int:
-    return sum(size_in_bytes(job.state) + size_in_bytes(job.broadcast) for job in jobs)

@@ -12,28 +12,21 @@ collection twice: for them, and on a CPU, this is `rounds.finish_round`.
 
 from __future__ import annotations
 
-from motley.server.rounds import (
-    Attempt,
-    Ending,
-    RoundContext,
-    end_round,
-    enough_updates,
-)
-from motley.server.rounds import finish_round as finish_plainly
+from motley.server import rounds
+from motley.server.context import RoundContext
+from motley.server.rounds import Attempt, Ending, end_round, enough_updates
 from motley.server.state import ServerState
-from motley.server.validation import Verdict
 
 
-def finish_round(
-    context: RoundContext, server: ServerState, attempt: Attempt
-) -> tuple[Verdict, Ending | None]:
+def finish_round(context: RoundContext, server: ServerState, attempt: Attempt) -> Ending | None:
     """Do as `rounds.finish_round` does, with the end queued before the updates are checked."""
     if not context.engine.trusted or attempt.check.ready:
-        return finish_plainly(context, server, attempt)
+        return rounds.finish_round(context, server, attempt)
     ending = end_round(context, server, attempt.clients, attempt.updates)
-    verdict = attempt.check.verdict()
-    if not enough_updates(context, attempt, verdict):
-        return verdict, None
-    if len(verdict.accepted) < len(attempt.updates):
-        ending = end_round(context, server, attempt.clients, verdict.accepted)
-    return verdict, ending
+    # Reading the verdict waits for the training; the work above is queued behind it.
+    accepted = attempt.check.verdict.accepted
+    if not enough_updates(context, attempt):
+        return None
+    if len(accepted) < len(attempt.updates):
+        ending = end_round(context, server, attempt.clients, accepted)
+    return ending

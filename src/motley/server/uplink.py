@@ -1,7 +1,4 @@
-"""What happens to an update when the server receives it:
-
-decoding, and the channel noise of a robustness study.
-"""
+"""How updates reach the server: decoding, and the channel noise of a robustness study."""
 
 from __future__ import annotations
 
@@ -23,9 +20,10 @@ from motley.engine.base import Job
 class Uplink:
     """How clients' updates reach the server.
 
-    dtype: the type in which deltas are sent. noise: factor on each tensor's standard deviation for
-        normal noise that is added to parameters (the InCo paper's Figure 7); 0 for none. seed keys
-        the noise.
+    dtype: the type in which deltas are sent.
+    noise: factor on each tensor's standard deviation for normal noise that is added to parameters
+        (the InCo paper's Figure 7); 0 for none.
+    seed: keys the noise.
     """
 
     dtype: Encoding = "fp32"

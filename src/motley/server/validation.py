@@ -5,9 +5,8 @@ An update is checked in this order:
 1. `shape_error`: the delta has the names, shapes and types of the part that was sent out.
 2. The delta and the payload hold no NaN and no infinity (`UpdateCheck`).
 3. The training loss is finite, if clients report one (`UpdateCheck`).
-4. `payload_error`: the method can use the payload. This is tried for nodes elsewhere only. This
-process's own clients
-   run the server's version of the method.
+4. `payload_error`: the method can use the payload. This is tried for nodes elsewhere only. Clients
+   of this process run the server's version of the method.
 
 A collection, which a client sends without training, is checked by `collection_error` or
 `moments_error`.
@@ -21,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -56,10 +56,8 @@ def shape_error(expected: Mapping[str, Tensor], delta: Mapping[str, Tensor]) -> 
 def max_norm(tensors: Iterable[Tensor]) -> Tensor:
     """Return the largest absolute value, on the tensors' device, without waiting for the device.
 
-    It is NaN or infinite exactly if one of the values is.
-
-    It is one grouped pass that reads the tensors. Integers are left out; without other values it is
-    0.
+    It is NaN or infinite exactly if one of the values is. The tensors are read in one grouped pass
+    and not changed. Integers are left out; without other values the result is 0.
     """
     tensors = list(tensors)
     floats = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
@@ -113,8 +111,9 @@ class UpdateCheck:
         """Whether `verdict` would return without waiting for the device."""
         return self._norms.ready
 
+    @cached_property
     def verdict(self) -> Verdict:
-        """Wait for the device, and return which updates are accepted."""
+        """Which updates are accepted. The first access waits for the device."""
         accepted: list[ClientUpdate] = []
         losses: list[float] = []
         rejected: dict[int, str] = {}
