@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from motley.client.fused import apply_kernels
-from motley.client.training import OptimizerSettings, reset
+from motley.client.training import AdamSettings, OptimizerSettings, SGDSettings, reset
 from motley.client.weights import Weights, working_type
 from motley.engine.device import numerics
 from motley.kernels import AVAILABLE
@@ -129,10 +129,10 @@ def test_the_first_convolution_equals_torchs(shape: tuple[int, ...], dtype: torc
 @pytest.mark.parametrize(
     "settings",
     [
-        OptimizerSettings(name="adam", lr=1e-2, weight_decay=0.1),
-        OptimizerSettings(name="adamw", lr=1e-2, weight_decay=0.1),
-        OptimizerSettings(name="sgd", lr=1e-2),
-        OptimizerSettings(name="sgd", lr=1e-2, momentum=0.9, weight_decay=0.1),
+        AdamSettings(name="adam", lr=1e-2, weight_decay=0.1),
+        AdamSettings(name="adamw", lr=1e-2, weight_decay=0.1),
+        SGDSettings(lr=1e-2),
+        SGDSettings(lr=1e-2, momentum=0.9, weight_decay=0.1),
     ],
     ids=["adam", "adamw", "sgd", "momentum"],
 )
@@ -192,7 +192,7 @@ def test_fused_optimizers_equal_torchs(
 
 
 @pytest.mark.parametrize("gathered", [False, True], ids=["raw_gradients", "gathered"])
-@pytest.mark.parametrize("settings", [OptimizerSettings(lr=1e-2), OptimizerSettings(name="sgd", lr=1e-2, momentum=0.9)])
+@pytest.mark.parametrize("settings", [AdamSettings(lr=1e-2), SGDSettings(lr=1e-2, momentum=0.9)])
 def test_optimizers_leave_out_the_steps_that_torchs_leave_out(settings: OptimizerSettings, gathered: bool) -> None:
     """With gradients that are not finite in one tensor or another, once and again."""
     torch.manual_seed(0)
