@@ -20,7 +20,7 @@ from motley.methods.base import Collection
 from motley.settings import Settings
 
 #: The kernels of `motley.kernels.ALL`.
-KernelName = Literal["conv", "norm", "optimizer", "stem"]
+KernelName = Literal["conv", "norm", "optimizer", "pool", "stem"]
 
 
 class FlowerSettings(Settings):
@@ -62,11 +62,11 @@ class EngineSettings(Settings):
     """CPU threads of torch. Other values change the last bits of results. More than one thread is
     slow beside other busy processes; for large models on an idle machine, use the number of cores.
     """
-    kernels: tuple[KernelName, ...] = ("conv", "norm", "optimizer", "stem")
+    kernels: tuple[KernelName, ...] = ("conv", "norm", "optimizer", "pool", "stem")
     """Motley's own kernels to use on a GPU; true: all, false: none. conv: weight gradients of small
     maps in 16 bits. norm: batch norm with addition and ReLU. optimizer: one kernel over all
-    tensors. stem: the first convolution. Those for layers (conv, norm, stem) are for ResNets, and
-    are not used in compiled models. No effect in the debug engine.
+    tensors. pool: max pooling. stem: the first convolution. Those for layers (conv, norm, pool,
+    stem) are for ResNets, and are not used in compiled models. No effect in the debug engine.
     """
     compile: bool = False
     """Compile models with torch.compile, for batches of the full batch size. The first round takes
