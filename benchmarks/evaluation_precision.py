@@ -52,7 +52,7 @@ def evaluate(federation: Federation, state: State, data: DeviceData, precision: 
         model.load_state_dict(take(state, federation.split.part(size)))
         lower(model, precision)
         if precision != "fp32" and federation.device.type == "cuda":
-            apply_kernels(model)
+            model = apply_kernels(model)
         scores[size] = accuracy(model, data, TYPES.get(precision, torch.float32))
     scores["mean"] = sum(scores.values()) / len(scores)
     return scores

@@ -53,7 +53,7 @@ def model() -> nn.Module:
     torch.set_num_threads(1)
     config = federation_config()
     shape = load_dataset("digits").shape
-    return MODELS["mlp2"].build(config.model.mlp, shape, 10).train()
+    return MODELS["mlp2"].make(config.model.mlp, shape, 10).train()
 
 
 @cache

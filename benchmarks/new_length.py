@@ -26,9 +26,9 @@ LENGTHS = (128, 127, 101, 64, 37, 5)
 def main() -> None:
     """Take two steps of every length and print their seconds."""
     options = arguments(__doc__).parse_args()
-    model = MODELS["resnet18"].build(ResNetSettings(stem="cifar"), ImageShape(3, 32, 32), 10)
+    model = MODELS["resnet18"].make(ResNetSettings(stem="cifar"), ImageShape(3, 32, 32), 10)
     model = model.cuda().to(memory_format=torch.channels_last)
-    apply_kernels(model)
+    model = apply_kernels(model)
     weights = Weights(model, "fp16")
 
     def seconds(length: int) -> float:

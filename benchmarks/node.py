@@ -1,6 +1,6 @@
 """What one message costs a node. Run it so:
 
-    OMP_NUM_THREADS=1 python benchmarks/node.py [--rounds 6] [--size resnet10] [--width 0.125] [--json FILE]
+    OMP_NUM_THREADS=1 python benchmarks/node.py [--rounds 6] [--size resnet10] [--width 0.125] [--limited] [--json FILE]
 
 A real deployment on this machine: a server with TLS and keys, one node process, and a run of one client, started by
 `motley deploy` and ended afterwards. The node trains a small ResNet on all digits (one epoch) in every round, so there
@@ -15,6 +15,9 @@ other     the rest of the work: settings, examples, packing the answer
 send      the answer goes to the SuperNode
 round     the whole round as the server sees it, with Flower's polling (up to 3 s at a SuperNode)
 peak MB   highest resident memory of the process that answers, above that of a process that imported torch only
+plan MB   what `motley plan` counts for the size, with what a node's process needs whatever its model
+
+`--limited` gives the node a memory budget, so that its allocator returns freed memory at once.
 """
 
 from __future__ import annotations
@@ -35,10 +38,13 @@ from typing import IO, Any
 
 from report import arguments, machine, report
 
+from motley.assembly import build_split
 from motley.config import Config, load_config
 from motley.core.errors import MotleyError
+from motley.data import load_dataset
 from motley.deploy.commands import free_port
 from motley.deploy.folder import DeployFolder, DeploySettings, create
+from motley.plan import NODE_RUNTIME, cost_of
 from motley.runs.metrics import MetricsLog
 
 HERE = Path(__file__).resolve().parent
@@ -56,11 +62,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--size", default="resnet10")
     parser.add_argument("--width", type=float, default=0.125)
+    parser.add_argument("--limited", action="store_true", help="give the node a memory budget")
     options = parser.parse_args()
     about = machine("torch", "flwr", "motleyfl")
     with tempfile.TemporaryDirectory() as place:
         config = federation(options.size, options.width, options.rounds)
         folder = create(Path(place) / "federation", config, DeploySettings(port=free_port()))
+        planned = planned_memory(config, options.size)
+        if options.limited:
+            limit_memory(folder.nodes / "node-0" / "node.toml", options.size)
         log = Path(place) / "node.log"
         play(folder, log)
         messages = read_messages(log)
@@ -70,7 +80,9 @@ def main() -> None:
     for message, line in zip(messages, lines, strict=True):
         message["round"] = line["seconds"]["train"]
     floor = resident_after_import_of_torch()
-    rows = [{"message": "first", **row_of(messages[:1], floor)}, {"message": "later", **row_of(messages[1:], floor)}]
+    rows = []
+    for name, some in (("first", messages[:1]), ("later", messages[1:])):
+        rows.append({"message": name, **row_of(some, floor), "plan MB": planned / 1e6})
     report(rows, about, options.json, messages=messages)
 
 
@@ -90,6 +102,19 @@ def federation(size: str, width: float, rounds: int) -> Config:
         "engine.name=flower",
     )
     return load_config(overrides=settings)
+
+
+def planned_memory(config: Config, size: str) -> int:
+    """Return the memory that is planned for a node of a size, above `import torch`."""
+    dataset = load_dataset("digits")
+    shape = config.data.transform.shape_of(dataset.shape)
+    return cost_of(build_split(config, shape, dataset.classes), size, shape, config.training).memory + NODE_RUNTIME
+
+
+def limit_memory(file: Path, size: str) -> None:
+    """Give a node a budget that every size fits, instead of its size."""
+    text = file.read_text().replace(f'size = "{size}"', 'size = ""')
+    file.write_text(text.replace("[budget]\n", "[budget]\nmemory_mb = 1e6\n"))
 
 
 def play(folder: DeployFolder, node_log: Path) -> None:
@@ -152,9 +177,11 @@ def row_of(messages: Sequence[dict[str, Any]], floor: int) -> dict[str, float]:
 
 
 def resident_after_import_of_torch() -> int:
-    """Return the peak of memory of a process that imports torch and does nothing else."""
-    measure = "import torch, resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
-    return int(subprocess.run([sys.executable, "-c", measure], capture_output=True, check=True, text=True).stdout)
+    """Return the highest resident memory of a process that imports torch and does nothing else."""
+    measure = "import torch; print(open('/proc/self/status').read())"
+    done = subprocess.run([sys.executable, "-c", measure], capture_output=True, check=True, text=True)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from motley.core.errors import MotleyError
 from motley.data import Dataset, Examples, Partition
 from motley.federation import Federation
 from motley.limits import allocating, check_fits, is_out_of_memory, memory_of
-from motley.models import MODELS, Architecture, ImageShape
+from motley.models import MODELS, ImageShape, ModelSpec
 from tests.conftest import tiny_config
 
 CPU = torch.device("cpu")
@@ -134,7 +134,7 @@ class Mine(nn.Module):
 @contextmanager
 def registered(build: Callable[[Any, ImageShape, int], nn.Module]) -> Iterator[str]:
     """Register a model for one test; its family is that of the perceptrons, whose settings it is given."""
-    MODELS.register("mine", "a toy")(Architecture("mlp", build, lambda model: []))
+    MODELS.register("mine", "a toy")(ModelSpec(build, "mlp"))
     try:
         yield "mine"
     finally:

@@ -109,8 +109,8 @@ def build_split(config: Config, shape: ImageShape, classes: int) -> Split:
     """
 
     def build(size: str) -> Any:
-        architecture = MODELS[size]
-        model = architecture.build(getattr(config.model, architecture.family), shape, classes)
+        spec = MODELS[size]
+        model = spec.make(getattr(config.model, spec.family), shape, classes)
         return with_projection(model, config.model.projection)
 
     builds = {size: partial(build, size) for size in config.model.sizes}

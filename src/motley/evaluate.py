@@ -161,7 +161,7 @@ class _Size:
         self.batches, self.device = batches, batches.data.device
         self.model = place(model, self.device).eval()
         if self.device.type == "cuda":
-            apply_kernels(self.model, kernels)
+            self.model = apply_kernels(self.model, kernels)
         self._compiled = compiled
         if compiled:
             compile_model(self.model)

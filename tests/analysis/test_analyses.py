@@ -160,7 +160,7 @@ def test_quantiles_by_hand() -> None:
 
 
 def test_stages_of_every_family() -> None:
-    model = MODELS["resnet14"].build(ResNetSettings(width=0.0625), ImageShape(1, 32, 32), 10).eval()
+    model = MODELS["resnet14"].make(ResNetSettings(width=0.0625), ImageShape(1, 32, 32), 10).eval()
     outputs = features(model, torch.zeros(2, 1, 32, 32))
     assert list(outputs) == ["stage 1", "stage 2", "stage 3", "stage 4"]
     assert outputs["stage 4"].shape == (2, 32)

@@ -43,7 +43,7 @@ def test_noise_is_in_standard_deviations_of_the_features() -> None:
 def test_plain_shallow_features_reveal_a_digit(digit: torch.Tensor) -> None:
     """The features are those of the papers' stem, untrained, which keep the whole image."""
     torch.manual_seed(1)
-    model = MODELS["resnet10"].build(ResNetSettings(), ImageShape(1, 16, 16), 10).eval().requires_grad_(False)
+    model = MODELS["resnet10"].make(ResNetSettings(), ImageShape(1, 16, 16), 10).eval().requires_grad_(False)
     reconstructions = attack(extractor(model), digit, steps=150)
     plain, noisy, mean = [sum(map(ssim, digit, images)) / len(digit) for images in reconstructions.values()]
     assert plain > 0.9

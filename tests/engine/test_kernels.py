@@ -294,9 +294,8 @@ FAMILIES: dict[str, Any] = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_with_kernels_is_the_same_function_under_the_same_names(name: str) -> None:
     torch.manual_seed(0)
-    plain = MODELS[name].build(FAMILIES[name], ImageShape(3, 32, 32), 10).cuda().to(memory_format=torch.channels_last)
-    fused = deepcopy(plain)
-    apply_kernels(fused)
+    plain = MODELS[name].make(FAMILIES[name], ImageShape(3, 32, 32), 10).cuda().to(memory_format=torch.channels_last)
+    fused = apply_kernels(deepcopy(plain))
     assert list(fused.state_dict()) == list(plain.state_dict())
     assert type(fused.conv1) is FusedStem
     exact = deepcopy(plain).double()

@@ -21,7 +21,7 @@ IMAGE = ImageShape(3, 16, 16)
 
 def build() -> nn.Module:
     torch.manual_seed(0)
-    return MODELS["vit2"].build(ViTSettings(patch=8, dim=32, heads=2), IMAGE, 10)
+    return MODELS["vit2"].make(ViTSettings(patch=8, dim=32, heads=2), IMAGE, 10)
 
 
 def train(model: nn.Module, weights: Weights, steps: int) -> State:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from motley.models.stages import features
+
 Batch = tuple[Tensor, Tensor]
 Vector = list[Tensor]
 
@@ -157,7 +159,7 @@ def moon(fl: Reference, turns: dict[int, list[Batch]], mu: float, temperature: f
         previous = fl.previous.get(client, frozen)
 
         def contrast(model: nn.Module, batch: Batch, previous: nn.Module = previous) -> Tensor:
-            z, z_global, z_previous = (m.features(batch[0]) for m in (model, frozen, previous))  # type: ignore[operator]
+            z, z_global, z_previous = (features(m, batch[0]) for m in (model, frozen, previous))
             similar = nn.functional.cosine_similarity
             logits = torch.stack([similar(z, z_global.detach()), similar(z, z_previous.detach())], 1) / temperature
             return -mu * nn.functional.log_softmax(logits, 1)[:, 0].mean()

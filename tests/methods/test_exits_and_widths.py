@@ -13,8 +13,8 @@ from torch import Tensor
 from motley.client.learner import Learner
 from motley.core.merge import merge
 from motley.federation import Federation
-from motley.models.exits import answers_of
 from motley.server.exchange import complete_update
+from motley.splits.exits import answers_of
 from tests.conftest import tiny_config
 from tests.methods.test_contract import FAST, played
 
@@ -130,7 +130,7 @@ WIDTHS = ("split.name=ordered", "split.rates=[1,0.5,0.25]", *ONE)
 @pytest.mark.parametrize("distill", ["true", "false"])
 def test_fjords_loss_by_hand(distill: str) -> None:
     federation, learner = seated("method.name=fjord", f"method.distill={distill}", *WIDTHS, client=0)
-    from motley.models.ordered import narrowed
+    from motley.splits.ordered_dropout import narrowed
 
     images, labels = learner.batches.next(8)
     torch.manual_seed(4)
@@ -148,7 +148,7 @@ def test_fjords_loss_by_hand(distill: str) -> None:
 
 
 def test_a_narrow_draw_moves_only_narrow_weights() -> None:
-    from motley.models.ordered import narrowed
+    from motley.splits.ordered_dropout import narrowed
 
     federation, learner = seated("method.name=fjord", "method.distill=false", *WIDTHS, client=0)
     images, labels = learner.batches.next(8)

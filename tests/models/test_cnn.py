@@ -11,6 +11,7 @@ from motley.core.errors import MotleyError
 from motley.federation import Federation
 from motley.models import MODELS, ImageShape
 from motley.models.cnn import CNN, CNNSettings, cross_layers
+from motley.models.stages import features
 from motley.runs.checkpoint import fingerprint
 from motley.runs.run import run_rounds
 from motley.settings import validate
@@ -21,7 +22,7 @@ SMALL = ImageShape(2, 8, 7)
 
 
 def build(image: ImageShape = SMALL, **settings: float) -> CNN:
-    model = MODELS["cnn"].build(CNNSettings(**settings), image, 10)
+    model = MODELS["cnn"].make(CNNSettings(**settings), image, 10)
     assert isinstance(model, CNN)
     return model
 
@@ -64,7 +65,7 @@ def test_forward_is_the_published_sequence() -> None:
             torch.manual_seed(3)
             answers.append(module(x))
         torch.testing.assert_close(*answers)
-    torch.testing.assert_close(model.head(model.features(x)), answers[0])
+    torch.testing.assert_close(model.head(features(model, x)), answers[0])
 
 
 def test_dropout_acts_in_training_only_and_can_be_turned_off() -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from motley.federation import Federation
 from motley.models import MODELS, CrossLayer, ImageShape
 from motley.models.mlp import MLP, SIZES, MLPSettings, cross_layers
+from motley.models.stages import features
 from motley.runs.checkpoint import fingerprint
 from motley.runs.run import run_rounds
 from tests.conftest import tiny_config
@@ -18,7 +19,7 @@ SMALL = ImageShape(1, 4, 4)
 
 
 def build(depth: int, hidden: int = 5, image: ImageShape = SMALL) -> MLP:
-    model = MODELS[f"mlp{depth}"].build(MLPSettings(hidden=hidden), image, 10)
+    model = MODELS[f"mlp{depth}"].make(MLPSettings(hidden=hidden), image, 10)
     assert isinstance(model, MLP)
     return model
 
@@ -62,7 +63,7 @@ def test_forward_is_relu_of_every_layer_and_the_head() -> None:
     model, x = build(2), torch.randn(3, *SMALL)
     first, second = model.layers
     hidden = second(first(x.reshape(3, 16)).clamp(min=0)).clamp(min=0)
-    torch.testing.assert_close(model.features(x), hidden)
+    torch.testing.assert_close(features(model, x), hidden)
     torch.testing.assert_close(model(x), model.head(hidden))
 
 

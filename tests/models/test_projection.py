@@ -11,6 +11,7 @@ from motley.config import ModelSettings
 from motley.federation import Federation
 from motley.models import MODELS, ImageShape
 from motley.models.projection import representation_and_answer, with_projection
+from motley.models.stages import features
 from tests.conftest import refused, tiny_config
 
 IMAGE = ImageShape(3, 32, 32)
@@ -20,7 +21,7 @@ SIZES = ["resnet10", "resnet50", "vit1", "mlp2", "cnn"]
 def build(size: str) -> torch.nn.Module:
     torch.manual_seed(0)
     architecture = MODELS[size]
-    return architecture.build(getattr(ModelSettings(), architecture.family), IMAGE, 10)
+    return architecture.make(getattr(ModelSettings(), architecture.family), IMAGE, 10)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -28,7 +29,7 @@ def test_the_last_layer_reads_the_projection_and_all_before_it_is_as_it_was(size
     plain = build(size).eval()
     model = with_projection(copy.deepcopy(plain), 7).eval()
     images = torch.randn(2, *IMAGE)
-    assert torch.equal(model.features(images), plain.features(images))
+    assert torch.equal(features(model, images), features(plain, images))
     representation, answer = representation_and_answer(model, images)
     assert representation.shape == (2, 7) and answer.shape == (2, 10)
     assert torch.equal(model(images), answer)
@@ -41,7 +42,7 @@ def test_without_one_the_representation_is_what_enters_the_last_layer(size: str)
     model = build(size).eval()
     images = torch.randn(2, *IMAGE)
     representation, answer = representation_and_answer(with_projection(model, 0), images)
-    assert torch.equal(representation, model.features(images)) and torch.equal(answer, model(images))
+    assert torch.equal(representation, features(model, images)) and torch.equal(answer, model(images))
 
 
 def test_a_federation_shares_it_and_still_pairs_layers() -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from motley.core.errors import MotleyError
 from motley.models import MODELS, CrossLayer, ImageShape
 from motley.models.resnet import SIZES, ResNet, ResNetSettings, cross_layers
+from motley.models.stages import features
 from motley.settings import validate
 
 SMALL = ImageShape(3, 32, 32)
@@ -21,7 +22,7 @@ def seeded() -> None:
 
 
 def build(depth: int, settings: ResNetSettings | None = None, image: ImageShape = SMALL, classes: int = 10) -> ResNet:
-    model = MODELS[f"resnet{depth}"].build(settings or ResNetSettings(), image, classes)
+    model = MODELS[f"resnet{depth}"].make(settings or ResNetSettings(), image, classes)
     assert isinstance(model, ResNet)
     return model
 
@@ -117,7 +118,7 @@ def test_forward_is_stem_stages_mean_and_fc() -> None:
     for stage in model.stages:
         cut = stage(cut)
     feature = cut.mean(dim=(2, 3))
-    torch.testing.assert_close(model.features(x), feature)
+    torch.testing.assert_close(features(model, x), feature)
     torch.testing.assert_close(model(x), feature @ model.fc.weight.T + model.fc.bias)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 
 from motley.config import ModelSettings
 from motley.core.errors import MotleyError
-from motley.models import MODELS, ImageShape
+from motley.models import MODELS, ImageShape, ModelSpec
 from motley.models.projection import with_projection
-from motley.models.stages import chain_of, owned, run, shape_behind
+from motley.models.spec import Stage, classifiers_of, spec_of
+from motley.models.stages import chain_of, features, owned, run, shape_behind
 
 IMAGE = ImageShape(3, 32, 32)
 SETTINGS = ModelSettings.model_validate({"resnet": {"width": 1 / 16}, "vit": {"patch": 8, "dim": 12, "heads": 2}})
@@ -31,7 +33,7 @@ CHAINS = {
 def build(size: str) -> Any:
     torch.manual_seed(0)
     architecture = MODELS[size]
-    return architecture.build(getattr(SETTINGS, architecture.family), IMAGE, 10).eval()
+    return architecture.make(getattr(SETTINGS, architecture.family), IMAGE, 10).eval()
 
 
 def test_every_family_has_a_chain() -> None:
@@ -48,7 +50,9 @@ def test_a_chain_is_the_whole_model(size: str, names: list[str]) -> None:
     assert torch.equal(run(chain, images), model(images))
     for at in range(1, len(chain)):
         assert torch.equal(run(chain[at:], run(chain[:at], images)), model(images))
-    assert torch.equal(model.features(images), run(chain[:-1], images)) and model.features(images).dim() == 2
+    assert torch.equal(features(model, images), run(chain[:-1], images)) and features(model, images).dim() == 2
+    head = model.get_submodule(MODELS[size].head)
+    assert torch.equal(head(features(model, images)), model(images))
 
 
 @pytest.mark.parametrize("size", CHAINS)
@@ -61,7 +65,7 @@ def test_shapes_are_known_without_memory(size: str) -> None:
 
 
 def test_a_member_is_not_the_beginning_of_anothers_name() -> None:
-    model = MODELS["vit11"].build(SETTINGS.vit, IMAGE, 10)
+    model = MODELS["vit11"].make(SETTINGS.vit, IMAGE, 10)
     names = owned(model, [stage for stage in chain_of(model) if stage.name == "block1"])
     assert names and all(name.startswith("blocks.1.") for name in names)
 
@@ -76,3 +80,32 @@ def test_the_head_of_a_chain_is_the_one_that_the_model_has_now() -> None:
 def test_a_model_of_ones_own_without_a_chain_is_refused() -> None:
     with pytest.raises(MotleyError, match=r"model\.sizes: Sequential declares no chain of stages .*method\.name"):
         chain_of(torch.nn.Sequential())
+
+
+def test_any_module_becomes_a_chain_by_declaring_its_stages() -> None:
+    """Nothing but `build` is required, and no base class: the declaration stands beside the model."""
+
+    def build() -> torch.nn.Module:
+        body = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 5))
+        return torch.nn.Sequential(body, torch.nn.Linear(5, 2))
+
+    bare = ModelSpec(build).make()
+    with pytest.raises(MotleyError, match="declares no chain of stages"):
+        chain_of(bare)
+    spec = ModelSpec(build, stages=(Stage("body", "0"), Stage("head", "1")), head="1")
+    model = copy.deepcopy(spec.make())
+    assert spec_of(model) is spec and list(model.state_dict()) == list(bare.state_dict())
+    images = torch.randn(3, 3, 2, 2)
+    assert torch.equal(run(chain_of(model), images), model(images)) and features(model, images).shape == (3, 5)
+    assert owned(model, chain_of(model)[:1]) == ["0.1.weight", "0.1.bias"]
+    with_projection(model, 4)
+    assert features(model, images).shape == (3, 5) and model(images).shape == (3, 2)
+    assert classifiers_of(spec_of(model)) == ("1.classify",) and classifiers_of(spec) == ("1",)
+
+
+@pytest.mark.parametrize("size", CHAINS)
+def test_declared_blocks_are_modules_in_the_models_order(size: str) -> None:
+    model, blocks = build(size), MODELS[size].blocks
+    paths = [name for name, _ in model.named_modules() if name in blocks]
+    assert paths == list(blocks)
+    assert blocks or size == "cnn"

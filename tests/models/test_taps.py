@@ -19,7 +19,7 @@ IMAGE = ImageShape(3, 32, 32)
 def build(size: str, trim: bool) -> nn.Module:
     with torch_seed(1, "test"):
         settings = ResNetSettings(width=0.0625, trim_dead_taps=trim)
-        return MODELS[size].build(settings, IMAGE, 10)
+        return MODELS[size].make(settings, IMAGE, 10)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def build(size: str, trim: bool) -> nn.Module:
 )  # 17,452,362 - 8/9 of five 512x512x3x3 - 5/9 of one 512x256x3x3 for resnet26
 def test_how_many_weights_are_left(size: str, left: int) -> None:
     with torch.device("meta"):
-        model = MODELS[size].build(ResNetSettings(trim_dead_taps=True), IMAGE, 10)
+        model = MODELS[size].make(ResNetSettings(trim_dead_taps=True), IMAGE, 10)
     assert sum(parameter.numel() for parameter in model.parameters()) == left
 
 

@@ -17,7 +17,7 @@ CIFAR = ImageShape(3, 32, 32)
 
 
 def build(depth: int, image: ImageShape = CIFAR, **settings: float) -> VGG:
-    model = MODELS[f"vgg{depth}"].build(VGGSettings(**settings), image, 10)
+    model = MODELS[f"vgg{depth}"].make(VGGSettings(**settings), image, 10)
     assert isinstance(model, VGG)
     return model
 

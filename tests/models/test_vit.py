@@ -10,6 +10,7 @@ from torch import nn
 
 from motley.core.errors import MotleyError
 from motley.models import MODELS, CrossLayer, ImageShape
+from motley.models.stages import features
 from motley.models.vit import SIZES, Attention, Block, ViT, ViTSettings, cross_layers
 from motley.settings import validate
 
@@ -24,7 +25,7 @@ def seeded() -> None:
 
 
 def build(depth: int, settings: ViTSettings = TINY, image: ImageShape = SMALL, classes: int = 10) -> ViT:
-    model = MODELS[f"vit{depth}"].build(settings, image, classes)
+    model = MODELS[f"vit{depth}"].make(settings, image, classes)
     assert isinstance(model, ViT)
     return model
 
@@ -139,7 +140,7 @@ def test_forward_is_embed_blocks_norm_of_the_class_token_and_head() -> None:
     for block in model.blocks:
         tokens = block(tokens)
     feature = model.norm(tokens[:, 0])
-    torch.testing.assert_close(model.features(x), feature)
+    torch.testing.assert_close(features(model, x), feature)
     torch.testing.assert_close(model(x), model.head(feature))
 
 

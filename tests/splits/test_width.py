@@ -18,8 +18,8 @@ from motley.core.part import State, select, take
 from motley.data.device import DeviceData
 from motley.federation import Federation
 from motley.models.channels import CLASSES, Axis, axes, positions
-from motley.models.narrow import Scaler
 from motley.splits import Width
+from motley.splits.width import Scaler
 from tests.conftest import refused, tiny_config
 
 MODELS = {

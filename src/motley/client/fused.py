@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from motley.kernels import ALL, AVAILABLE
 from motley.models import preact, resnet
+from motley.models.spec import declare, spec_of
 
 if AVAILABLE:
     from motley.kernels.layers import (
@@ -27,12 +28,13 @@ if AVAILABLE:
     )
 
 
-def apply_kernels(model: nn.Module, kernels: Collection[str] = ALL) -> None:
-    """Replace modules of a model, in place, by those with the kernels of the given names, if there
-    is Triton.
+def apply_kernels(model: nn.Module, kernels: Collection[str] = ALL) -> nn.Module:
+    """Return a model with the kernels of the given names in it, if there is Triton.
+
+    The model that is given is used up.
     """
     if not AVAILABLE:
-        return
+        return model
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             replacement = _layer(child, kernels)
@@ -41,16 +43,25 @@ def apply_kernels(model: nn.Module, kernels: Collection[str] = ALL) -> None:
     if isinstance(model, resnet.ResNet):
         _fuse_stem(model, kernels)
         _fuse_resnet(model)
+        # A subclass, such as a network with exits, has a forward pass of its own.
+        if type(model) is resnet.ResNet and all(
+            isinstance(stage, FusedStage) for stage in model.stages
+        ):
+            return FusedResNet(model)
     elif isinstance(model, preact.PreActResNet):
         _fuse_stem(model, kernels)
         _fuse_preact(model)
+    return model
 
 
 def _layer(layer: nn.Module, kernels: Collection[str]) -> nn.Module | None:
     """Return what takes the place of one layer, or None if it stays.
 
-    Only torch's own classes are replaced: a subclass may compute something else.
+    Only torch's own classes are replaced, because a subclass may compute something else. A layer
+    with a hook, such as HeteroFL's scaler, stays, because its replacement would not have the hook.
     """
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        return None
     if (
         type(layer) is nn.BatchNorm2d
         and "norm" in kernels
@@ -69,7 +80,8 @@ def _layer(layer: nn.Module, kernels: Collection[str]) -> nn.Module | None:
 
 
 def _fuse_stem(model: resnet.ResNet | preact.PreActResNet, kernels: Collection[str]) -> None:
-    if "stem" in kernels and type(model.conv1) in (nn.Conv2d, FusedConv2d):
+    plain = type(model.conv1) in (nn.Conv2d, FusedConv2d) and not model.conv1._forward_hooks
+    if plain and "stem" in kernels:
         model.conv1 = FusedStem.of(model.conv1)
 
 
@@ -77,7 +89,7 @@ def _fuse_resnet(model: resnet.ResNet) -> None:
     if type(model.bn1) is FusedBatchNorm:
         model.bn1 = FusedBatchNormReLU.of(model.bn1)
         model.relu = nn.Identity()
-    for name in resnet.STAGES:
+    for name in resnet.LAYERS:
         stage = getattr(model, name)
         if all(_can_fuse(block) for block in stage):
             setattr(model, name, FusedStage(*(FusedBlock(block) for block in stage)))
@@ -131,11 +143,33 @@ class FusedStage(nn.Sequential):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        pair = (x, x)
+        return self.twice((x, x))[0]
+
+    def twice(self, inputs: Pair) -> Pair:
+        """Return the result for two uses, from inputs for two uses."""
         for block in self:
             assert isinstance(block, FusedBlock)
-            pair = block.twice(pair)
-        return pair[0]
+            inputs = block.twice(inputs)
+        return inputs
+
+
+class FusedResNet(resnet.ResNet):
+    """A ResNet of fused stages, which hands results for two uses on from stage to stage."""
+
+    def __init__(self, model: resnet.ResNet) -> None:
+        nn.Module.__init__(self)
+        for name, child in model.named_children():
+            self.add_module(name, child)
+        self.train(model.training)
+        declare(self, spec_of(model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        pair = (x, x)
+        for stage in self.stages:
+            assert isinstance(stage, FusedStage)
+            pair = stage.twice(pair)
+        return self.fc(self.pool(pair[0]))
 
 
 class FusedPreActBlock(nn.Module):

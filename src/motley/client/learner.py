@@ -104,9 +104,8 @@ class Learner:
     ) -> None:
         """`kernels`: names of Motley's kernels to use on a GPU. `compiled`: compile the model."""
         device = data.device
-        self.model = place(model, device).train()
         self._kernels = frozenset(kernels) if device.type == "cuda" and AVAILABLE else frozenset()
-        apply_kernels(self.model, self._kernels)
+        self.model = apply_kernels(place(model, device).train(), self._kernels)
         self._compiled = compiled
         if compiled:
             compile_model(self.model)

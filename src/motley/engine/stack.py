@@ -208,6 +208,21 @@ class Batches:
 class UnfoldedConvolution(nn.Conv2d):
     """A convolution as one matrix product: with weights that differ from client to client, cuDNN has nothing better."""
 
+    @classmethod
+    def of(cls, convolution: nn.Conv2d) -> UnfoldedConvolution:
+        """Return one with the parameters of an ordinary convolution."""
+        unfolded = cls(
+            convolution.in_channels,
+            convolution.out_channels,
+            convolution.kernel_size,  # type: ignore[arg-type]
+            convolution.stride,  # type: ignore[arg-type]
+            convolution.padding,  # type: ignore[arg-type]
+            bias=convolution.bias is not None,
+            device="meta",
+        )
+        unfolded.weight, unfolded.bias = convolution.weight, convolution.bias
+        return unfolded
+
     def forward(self, x: Tensor) -> Tensor:
         (high, wide), (down, across) = self.kernel_size, self.stride
         assert not isinstance(self.padding, str)
@@ -222,7 +237,13 @@ class UnfoldedConvolution(nn.Conv2d):
 
 
 def unfold_convolutions(model: nn.Module) -> None:
-    """Let a model's plain convolutions compute as matrix products."""
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d) and module.groups == 1 and module.dilation == (1, 1):
-            module.__class__ = UnfoldedConvolution
+    """Replace a model's plain convolutions, in place, by ones that compute as matrix products."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Conv2d and _is_plain(child):
+                setattr(parent, name, UnfoldedConvolution.of(child))
+
+
+def _is_plain(convolution: nn.Conv2d) -> bool:
+    zeros_around = convolution.padding_mode == "zeros" and not isinstance(convolution.padding, str)
+    return zeros_around and convolution.groups == 1 and convolution.dilation == (1, 1)

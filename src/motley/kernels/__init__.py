@@ -14,7 +14,7 @@ LAYERS = frozenset({"conv", "norm", "stem"})
 #: All kernels, by the names that `engine.kernels` may list.
 ALL = LAYERS | {"optimizer"}
 
-LENGTHS = ("rows", "cut", "span", "blocks", "count")
+LENGTHS = ("rows", "span", "blocks")
 """Arguments that depend on how long a batch is: kernels are not compiled anew for their values."""
 
 
@@ -30,6 +30,6 @@ def compiled_in(length: int, count: int) -> int:
 def twin(y: Tensor) -> Tensor:
     """Return an output of an autograd function once more, for a second gradient.
 
-    No view: that would hold `y`, which holds its twin (`layers.second_use`), and neither would ever be freed.
+    It has the memory of `y`, and for autograd it is a tensor of its own, not a view.
     """
     return y.data

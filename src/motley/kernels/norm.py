@@ -10,8 +10,6 @@ With g = dy where y > 0, xhat = (x - mean) / std and n rows:
     dbias = sum g,   dweight = sum g xhat,   dadd = g
     dx = weight / std * (g - dbias / n - xhat dweight / n)
 
-The rows may be two batches, one behind the other (`cut`): each is normalised by itself, in one kernel.
-
 The result comes as two tensors of one memory, because a residual block uses its input twice: the gradients of both uses
 then arrive here apart and are added on the way.
 """
@@ -67,89 +65,66 @@ def _gradient(
     return g
 
 
-@triton.jit
-def _batch(group, rows, cut, GROUPS: tl.constexpr):
-    """Return the first row and the number of rows of a batch; where there is one only, `cut` is 0."""
-    begin, count = cut, rows
-    if GROUPS == 2:
-        begin = group * cut
-        count = cut + group * (rows - 2 * cut)
-    return begin, count
-
-
 @triton.jit(do_not_specialize=LENGTHS)
 def _forward(
     x, add, weight, bias, y, mean, rstd, running_mean, running_var, tracked,
-    rows, cut, channels, eps, momentum,
-    ADD: tl.constexpr, RELU: tl.constexpr, GROUPS: tl.constexpr, MOVES: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    rows, channels, eps, momentum,
+    ADD: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """The second of two batches comes first; the last MOVES of them move the running statistics."""
     row = tl.arange(0, ROWS)[:, None]
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     known = channel < channels
     w = tl.load(weight + channel, mask=known, other=0.0)
     b = tl.load(bias + channel, mask=known, other=0.0)
+    inside = (row < rows) & known[None, :]
+    at = row * channels + channel[None, :]
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    first = tl.load(x + channel, mask=known, other=0.0).to(tl.float32)
+    off = tl.where(inside, values - first[None, :], 0.0)
+    total, squares = tl.reduce((off, off * off), 0, _pairs)
+    m, variance, r = _moments(first, total, squares, rows, eps)
+    out = (values - m[None, :]) * (r * w)[None, :] + b[None, :]
+    if ADD:
+        out += tl.load(add + at, mask=inside, other=0.0).to(tl.float32)
+    if RELU:
+        out = tl.maximum(out, 0.0)
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+    tl.store(mean + channel, m, mask=known)
+    tl.store(rstd + channel, r, mask=known)
     run_mean = tl.load(running_mean + channel, mask=known, other=0.0)
     run_var = tl.load(running_var + channel, mask=known, other=0.0)
-    for turn in tl.static_range(GROUPS):
-        group = GROUPS - 1 - turn
-        begin, count = _batch(group, rows, cut, GROUPS)
-        inside = (row < count) & known[None, :]
-        at = (begin + row) * channels + channel[None, :]
-        values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        first = tl.load(x + begin * channels + channel, mask=known, other=0.0).to(tl.float32)
-        off = tl.where(inside, values - first[None, :], 0.0)
-        total, squares = tl.reduce((off, off * off), 0, _pairs)
-        m, variance, r = _moments(first, total, squares, count, eps)
-        out = (values - m[None, :]) * (r * w)[None, :] + b[None, :]
-        if ADD:
-            out += tl.load(add + at, mask=inside, other=0.0).to(tl.float32)
-        if RELU:
-            out = tl.maximum(out, 0.0)
-        tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
-        tl.store(mean + group * channels + channel, m, mask=known)
-        tl.store(rstd + group * channels + channel, r, mask=known)
-        if group < MOVES:
-            run_mean, run_var = _moved(run_mean, run_var, m, variance, count, momentum)
+    run_mean, run_var = _moved(run_mean, run_var, m, variance, rows, momentum)
     tl.store(running_mean + channel, run_mean, mask=known)
     tl.store(running_var + channel, run_var, mask=known)
     if tl.program_id(0) == 0:
-        tl.store(tracked, tl.load(tracked) + MOVES)
+        tl.store(tracked, tl.load(tracked) + 1)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _backward(
     dy, twin, x, y, weight, bias, mean, rstd, dx, dadd, dweight, dbias,
-    rows, cut, channels,
-    TWIN: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr, GROUPS: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    rows, channels,
+    TWIN: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, ROWS)[:, None]
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     known = channel < channels
     w = tl.load(weight + channel, mask=known, other=0.0)
     b = tl.load(bias + channel, mask=known, other=0.0)
-    all_g = tl.zeros((CHANNELS,), tl.float32)
-    all_gx = tl.zeros((CHANNELS,), tl.float32)
-    for group in tl.static_range(GROUPS):
-        begin, count = _batch(group, rows, cut, GROUPS)
-        inside = (row < count) & known[None, :]
-        at = (begin + row) * channels + channel[None, :]
-        m = tl.load(mean + group * channels + channel, mask=known, other=0.0)
-        r = tl.load(rstd + group * channels + channel, mask=known, other=0.0)
-        off = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - m[None, :]
-        g = _gradient(dy, twin, y, at, inside, off, r * w, b, TWIN, ADD, RELU)
-        if ADD:
-            tl.store(dadd + at, g.to(dadd.dtype.element_ty), mask=inside)
-        xhat = off * r[None, :]
-        sum_g, sum_gx = tl.reduce((g, g * xhat), 0, _pairs)
-        out = (g - (sum_g / count)[None, :] - xhat * (sum_gx / count)[None, :]) * (r * w)[None, :]
-        tl.store(dx + at, out.to(dx.dtype.element_ty), mask=inside)
-        all_g += sum_g
-        all_gx += sum_gx
-    tl.store(dbias + channel, all_g, mask=known)
-    tl.store(dweight + channel, all_gx, mask=known)
+    inside = (row < rows) & known[None, :]
+    at = row * channels + channel[None, :]
+    m = tl.load(mean + channel, mask=known, other=0.0)
+    r = tl.load(rstd + channel, mask=known, other=0.0)
+    off = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - m[None, :]
+    g = _gradient(dy, twin, y, at, inside, off, r * w, b, TWIN, ADD, RELU)
+    if ADD:
+        tl.store(dadd + at, g.to(dadd.dtype.element_ty), mask=inside)
+    xhat = off * r[None, :]
+    sum_g, sum_gx = tl.reduce((g, g * xhat), 0, _pairs)
+    out = (g - (sum_g / rows)[None, :] - xhat * (sum_gx / rows)[None, :]) * (r * w)[None, :]
+    tl.store(dx + at, out.to(dx.dtype.element_ty), mask=inside)
+    tl.store(dbias + channel, sum_g, mask=known)
+    tl.store(dweight + channel, sum_gx, mask=known)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -310,13 +285,6 @@ def applies(x: Tensor, training: bool) -> bool:
     return enough and x.is_contiguous(memory_format=torch.channels_last)
 
 
-def applies_apart(x: Tensor, first: int) -> bool:
-    """Tell whether two batches behind each other, the first of so many examples, can be normalised in one kernel."""
-    positions = x.shape[2] * x.shape[3]
-    lengths = first * positions, (len(x) - first) * positions
-    return applies(x, True) and min(lengths) > 1 and max(lengths) <= FEW_ROWS
-
-
 def few(rows: int, channels: int) -> dict[str, int]:
     """Return the rows and channels of a program that holds all rows, and its warps: many small programs are fastest."""
     height = max(triton.next_power_of_2(rows), 16)
@@ -368,15 +336,12 @@ class _NormAddRelu(torch.autograd.Function):
         bias: Tensor,
         norm: Any,
         relu: bool,
-        cut: int,
-        both: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         channels = x.shape[1]
         rows = x.numel() // channels
-        groups = 2 if cut else 1
         y = torch.empty_like(x)
-        mean, rstd = weight.new_empty((groups, channels)), weight.new_empty((groups, channels))
+        mean, rstd = weight.new_empty(channels), weight.new_empty(channels)
         if add is not None:
             add = add.contiguous(memory_format=torch.channels_last)
         tensors = (
@@ -384,13 +349,10 @@ class _NormAddRelu(torch.autograd.Function):
             norm.running_mean, norm.running_var, norm.num_batches_tracked,
         )  # fmt: skip
         kind = {"ADD": add is not None, "RELU": relu}
-        if cut or rows <= FEW_ROWS:
-            tile = few(max(cut, rows - cut), channels)
+        if rows <= FEW_ROWS:
+            tile = few(rows, channels)
             grid: tuple[int, ...] = (triton.cdiv(channels, tile["CHANNELS"]),)
-            _forward[grid](
-                *tensors, rows, cut, channels, norm.eps, norm.momentum,
-                GROUPS=groups, MOVES=groups if both else 1, **kind, **tile,
-            )  # fmt: skip
+            _forward[grid](*tensors, rows, channels, norm.eps, norm.momentum, **kind, **tile)
         else:
             tall = many(x)
             sums = weight.new_empty((tall.blocks, 2, channels))
@@ -402,24 +364,24 @@ class _NormAddRelu(torch.autograd.Function):
                 SPAN=compiled_in(len(x), tall.applied), BLOCKS=tall.most, **kind, **tall.tile,
             )  # fmt: skip
         ctx.save_for_backward(x, y, weight, bias, mean, rstd)
-        ctx.add, ctx.relu, ctx.cut = add is not None, relu, cut
+        ctx.add, ctx.relu = add is not None, relu
         return y, twin(y)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         x, y, weight, bias, mean, rstd = ctx.saved_tensors
         given = [g.contiguous(memory_format=torch.channels_last) for g in gradients if g is not None]
-        channels, cut = x.shape[1], ctx.cut
+        channels = x.shape[1]
         rows = x.numel() // channels
         dx, dweight, dbias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
         dadd = torch.empty_like(x) if ctx.add else dx
         entered = (given[0], given[-1], x, y, weight, bias, mean, rstd)
         left = (dx, dadd, dweight, dbias)
         kind = {"TWIN": len(given) == 2, "ADD": ctx.add, "RELU": ctx.relu}
-        if cut or rows <= FEW_ROWS:
-            tile = few(max(cut, rows - cut), channels)
+        if rows <= FEW_ROWS:
+            tile = few(rows, channels)
             grid: tuple[int, ...] = (triton.cdiv(channels, tile["CHANNELS"]),)
-            _backward[grid](*entered, *left, rows, cut, channels, GROUPS=len(mean), **kind, **tile)
+            _backward[grid](*entered, *left, rows, channels, **kind, **tile)
         else:
             tall = many(x)
             sums = weight.new_empty((tall.blocks, 2, channels))
@@ -431,19 +393,12 @@ class _NormAddRelu(torch.autograd.Function):
                 *entered, *left, sums, rows, tall.applied, tall.blocks, channels,
                 SPAN=compiled_in(len(x), tall.applied), BLOCKS=tall.most, **kind, **tall.tile,
             )  # fmt: skip
-        return dx, dadd if ctx.add else None, dweight, dbias, None, None, None, None
+        return dx, dadd if ctx.add else None, dweight, dbias, None, None
 
 
-def norm_add_relu(
-    x: Tensor, add: Tensor | None, norm: nn.BatchNorm2d, relu: bool, first: int = 0, both: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Return relu(batch_norm(x) + add), twice for two uses, and move the running statistics.
-
-    With `first`, so many examples are one batch and those behind them another, which moves the running statistics
-    before the first one does, or, without `both`, not at all.
-    """
-    cut = first * x.shape[2] * x.shape[3]
-    result: tuple[Tensor, Tensor] = _NormAddRelu.apply(x, add, norm.weight, norm.bias, norm, relu, cut, both)
+def norm_add_relu(x: Tensor, add: Tensor | None, norm: nn.BatchNorm2d, relu: bool) -> tuple[Tensor, Tensor]:
+    """Return relu(batch_norm(x) + add), twice for two uses, and move the running statistics."""
+    result: tuple[Tensor, Tensor] = _NormAddRelu.apply(x, add, norm.weight, norm.bias, norm, relu)
     return result
 
 

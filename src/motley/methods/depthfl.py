@@ -20,7 +20,7 @@ from motley.methods.base import METHODS, Method
 from motley.methods.feddyn import FedDyn, FedDynClient, FedDynServer, FedDynSettings
 from motley.methods.scalefl import divergence
 from motley.methods.step import Step
-from motley.models.exits import answers_of
+from motley.splits.exits import answers_of
 
 
 class DepthFLSettings(FedDynSettings):

@@ -48,7 +48,6 @@ from motley.methods.fedprox import Proximal
 from motley.methods.info import FederationInfo
 from motley.methods.step import Step
 from motley.models import ImageShape
-from motley.models.layers import apart
 from motley.models.stages import chain_of, owned, run, shape_behind
 from motley.splits.base import Split
 
@@ -162,21 +161,18 @@ class FedINClient(ClientAlgorithm):
     def _backward_together(self, step: Step) -> Tensor:
         """Leave G_IN + weight G_local in the intermediate layers, and G_local elsewhere.
 
-        Batch and features go through the intermediate layers as one, each half normalized by
-        itself. The gradient that comes from the head is weighted before it enters them, and
-        weighted back when it leaves them for the extractor. Return L_local without its proximal
-        term.
+        The received features go through the intermediate layers first, then the batch; both losses
+        have one backward pass. The gradient that comes from the head is weighted before it enters
+        these layers, and weighted back when it leaves them for the extractor. Return L_local
+        without its proximal term.
         """
         weight = self.settings.multiplier / 2 if self.settings.combine == "simplified" else 1.0
         extractor, *between, head = chain_of(step.model)
         s_in = weighted(self._noisy(extractor.run(step.inputs), "forward"), 1 / weight)
-        received = self.restored(step, step.broadcast[IN]).to(step.inputs.dtype)
-        with apart(step.model, len(step.inputs), both=self.settings.running == "both"):
-            both = run(between, torch.cat([s_in, received]))
-        s_out, answered = both.split([len(step.inputs), len(received)])
+        inner = self.inner_loss(step)
+        s_out = run(between, s_in)
         logits = head.run(weighted(self._noisy(s_out, "forward"), weight))
         loss = step.task_loss(logits, step.targets)
-        inner = self._distance(step, answered)
         step.scratch[SCRATCH]["loss"].add_(inner.detach())
         step.backward(loss + inner)
         inside = set(intermediate(step.model))

@@ -8,7 +8,7 @@ batch, a client minimizes
     CE(z_p),    or with self-distillation    CE(z_max) + CE(softmax(z_max), detached; z_p)
 
 Over networks of one width this is FedAvg. The width is drawn on the device, and a narrow output is
-that of the wide network with channels masked (`motley.models.ordered`). So no step depends on the
+that of the wide network with masked channels (`splits/ordered_dropout.py`). No step depends on the
 host, but a narrow forward pass costs as much as a wide one.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from motley.methods.base import METHODS, ClientAlgorithm, Method, MethodSettings, Requirements
 from motley.methods.step import Step
-from motley.models.ordered import narrowed, widths_of
+from motley.splits.ordered_dropout import narrowed, widths_of
 
 
 class FjORDSettings(MethodSettings):

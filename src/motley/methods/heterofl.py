@@ -40,9 +40,7 @@ from motley.methods.base import (
     ServerAlgorithm,
 )
 from motley.methods.step import Step
-
-#: Names of the layer that outputs the logits, in any model family.
-CLASSIFIERS = ("fc", "head", "classify")
+from motley.models.spec import classifiers_of
 
 
 class HeteroFLSettings(MethodSettings):
@@ -131,8 +129,10 @@ class HeteroFLServer(ServerAlgorithm):
         return replace(update, row_weights=dict.fromkeys(self._classifier(update.size), present))
 
     def _classifier(self, size: str) -> list[str]:
-        names = self.info.split.parameters_of(size)
-        return [name for name in names if name.rpartition(".")[0].rpartition(".")[2] in CLASSIFIERS]
+        """Return the parameters of the layers that output one number per class."""
+        split = self.info.split
+        layers = classifiers_of(split.blueprints[size].spec)
+        return [name for name in split.parameters_of(size) if name.rpartition(".")[0] in layers]
 
     def collection_clients(self, round_number: int) -> Sequence[int]:
         if self.settings.statistics != "pass" or not self.info.is_evaluated(round_number):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from motley.methods.base import METHODS, ClientAlgorithm, Method, MethodSettings, Requirements
 from motley.methods.step import Step
-from motley.models.exits import answers_of
+from motley.splits.exits import answers_of
 
 
 class ScaleFLSettings(MethodSettings):

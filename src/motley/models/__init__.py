@@ -1,17 +1,17 @@
 """Model families: plain modules, and the declarations that a family makes about itself (`spec.py`).
 
-A family registers one `Architecture` per size: how to build it, which layers cross-layer gradients may pair, at which
+A family registers one `ModelSpec` per size: how to build it, which layers cross-layer gradients may pair, at which
 stages a method may cut it (`stages.py`), and which channels belong together. Nothing here knows of clients or rounds.
 """
 
 from motley.models import cnn, mlp, preact, resnet, vgg, vit
-from motley.models.spec import MODELS, Architecture, CrossLayer, ImageShape
+from motley.models.spec import MODELS, CrossLayer, ImageShape, ModelSpec
 
 __all__ = [
     "MODELS",
-    "Architecture",
     "CrossLayer",
     "ImageShape",
+    "ModelSpec",
     "cnn",
     "mlp",
     "preact",

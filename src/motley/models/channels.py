@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from motley.models.projection import ProjectionHead
+from motley.models.heads import ProjectionHead
 
 CLASSES = "classes"
 """The stream of a classifier's answers, which no split makes narrower."""

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from motley.core.errors import MotleyError
 from motley.models.channels import Axis, Channels, of_head
-from motley.models.spec import MODELS, Architecture, CrossLayer, ImageShape
-from motley.models.stages import Chain, Stage, Staged
+from motley.models.spec import MODELS, CrossLayer, ImageShape, ModelSpec, Stage
 from motley.settings import Settings
 
 SMALLEST_SIDE = 6
@@ -29,7 +28,7 @@ class CNNSettings(Settings):
     """Dropout probability of the hidden units."""
 
 
-class CNN(Staged):
+class CNN(nn.Module):
     """Two convolutions and a pooling, a hidden layer, and a head."""
 
     def __init__(self, settings: CNNSettings, image: ImageShape, classes: int) -> None:
@@ -42,24 +41,28 @@ class CNN(Staged):
         self.head = nn.Linear(128, classes)
         _initialise(self)
 
-    def _first(self, x: Tensor) -> Tensor:
+    def first(self, x: Tensor) -> Tensor:
+        """Return the first convolution's map."""
         return F.relu(self.conv1(x))
 
-    def _second(self, x: Tensor) -> Tensor:
+    def second(self, x: Tensor) -> Tensor:
+        """Return the second convolution's map, pooled."""
         return F.max_pool2d(F.relu(self.conv2(x)), 2)
 
-    def _vector(self, x: Tensor) -> Tensor:
+    def vector(self, x: Tensor) -> Tensor:
+        """Return the hidden units: one vector per image."""
         return self.hidden_dropout(F.relu(self.hidden(self.map_dropout(x).flatten(1))))
 
-    @property
-    def chain(self) -> Chain:
-        """Return conv1, conv2 with the pooling, hidden and head."""
-        return (
-            Stage("conv1", self._first, ("conv1",)),
-            Stage("conv2", self._second, ("conv2",)),
-            Stage("hidden", self._vector, ("hidden",)),
-            Stage("head", self.head, ("head",)),
-        )
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.vector(self.second(self.first(x))))
+
+
+STAGES = (
+    Stage("conv1", "first", ("conv1",)),
+    Stage("conv2", "second", ("conv2",)),
+    Stage("hidden", "vector", ("hidden",)),
+    Stage("head"),
+)
 
 
 def _pooled(side: int) -> int:
@@ -100,4 +103,4 @@ MODELS.register(
     "cnn",
     "two convolutions and a hidden layer, with dropout; 1,626,442 parameters (3x32x32 images, 10 classes)",
     paper="pfl-research, NeurIPS 2024",
-)(Architecture("cnn", CNN, cross_layers, channels))
+)(ModelSpec(CNN, "cnn", STAGES, (), channels, cross_layers, head="head"))

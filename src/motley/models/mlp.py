@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from motley.models.channels import Axis, Channels, of_head
-from motley.models.spec import MODELS, Architecture, CrossLayer, ImageShape
-from motley.models.stages import Chain, Stage, Staged
+from motley.models.spec import MODELS, CrossLayer, ImageShape, ModelSpec, Stage
 from motley.settings import Settings
 
 
@@ -26,7 +25,7 @@ class MLPSettings(Settings):
     """Number of units per hidden layer."""
 
 
-class MLP(Staged):
+class MLP(nn.Module):
     """Hidden layers over the flattened image, and a head."""
 
     def __init__(self, depth: int, settings: MLPSettings, image: ImageShape, classes: int) -> None:
@@ -36,20 +35,15 @@ class MLP(Staged):
         self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(widths))
         self.head = nn.Linear(settings.hidden, classes)
 
-    @property
-    def chain(self) -> Chain:
-        """Return layer0 and those behind it, and head."""
-        return (
-            *(
-                Stage(f"layer{depth}", partial(_hidden, layer), (f"layers.{depth}",))
-                for depth, layer in enumerate(self.layers)
-            ),
-            Stage("head", self.head, ("head",)),
-        )
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(len(self.layers)):
+            x = hidden(self, x, number)
+        return self.head(x)
 
 
-def _hidden(layer: nn.Module, x: Tensor) -> Tensor:
-    return F.relu(layer(x.flatten(1)))
+def hidden(model: MLP, x: Tensor, number: int) -> Tensor:
+    """Return what one of a model's hidden layers makes of the output of the one before it, or of images."""
+    return F.relu(model.layers[number](x.flatten(1)))
 
 
 def cross_layers(model: nn.Module) -> list[CrossLayer]:
@@ -79,7 +73,10 @@ SIZES = {1: 197_322, 2: 201_482, 3: 205_642}
 def _register(depth: int) -> None:
     layers = f"{depth} hidden layer{'s' * (depth > 1)}"
     summary = f"perceptron of {layers}, {SIZES[depth]:,} parameters (3x32x32 images, 10 classes)"
-    MODELS.register(f"mlp{depth}", summary)(Architecture("mlp", partial(MLP, depth), cross_layers, channels))
+    blocks = tuple(f"layers.{number}" for number in range(depth))
+    stages = [Stage(f"layer{at}", partial(hidden, number=at), (block,)) for at, block in enumerate(blocks)]
+    spec = ModelSpec(partial(MLP, depth), "mlp", (*stages, Stage("head")), blocks, channels, cross_layers, head="head")
+    MODELS.register(f"mlp{depth}", summary)(spec)
 
 
 for _depth in SIZES:

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from motley.models.channels import Axis, Channels, of_head
 from motley.models.resnet import stage_widths
-from motley.models.spec import MODELS, Architecture, CrossLayer, ImageShape
-from motley.models.stages import Chain, Stage, Staged
+from motley.models.spec import MODELS, CrossLayer, ImageShape, ModelSpec, Stage
 from motley.settings import Settings
 
 
@@ -45,7 +44,7 @@ class Block(nn.Module):
         return self.conv2(F.relu(self.bn2(self.conv1(active)))) + shortcut
 
 
-class PreActResNet(Staged):
+class PreActResNet(nn.Module):
     """A stem, blocks, a last norm with the mean over the map, and a head."""
 
     def __init__(
@@ -70,15 +69,8 @@ class PreActResNet(Staged):
         """Return the normalised mean over the last map: one vector an image."""
         return F.adaptive_avg_pool2d(self.relu(self.norm(x)), 1).flatten(1)
 
-    @property
-    def chain(self) -> Chain:
-        """Return stem, block1 and those behind it, pool and head."""
-        return (
-            Stage("stem", self.conv1, ("conv1",)),
-            *(Stage(f"block{number + 1}", block, (f"blocks.{number}",)) for number, block in enumerate(self.blocks)),
-            Stage("pool", self.pool, ("norm",)),
-            Stage("head", self.head, ("head",)),
-        )
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.pool(self.blocks(self.conv1(x))))
 
 
 def cross_layers(model: nn.Module) -> list[CrossLayer]:
@@ -111,8 +103,18 @@ def channels(model: nn.Module) -> Channels:
     return {**found, "norm": (read,), **of_head("head", model.head, read)}
 
 
+BLOCKS = (1, 1, 1, 2)
+"""Blocks per stage."""
+_PATHS = tuple(f"blocks.{number}" for number in range(sum(BLOCKS)))
+STAGES = (
+    Stage("stem", "conv1"),
+    *(Stage(f"block{number}", path) for number, path in enumerate(_PATHS, 1)),
+    Stage("pool", members=("norm",)),
+    Stage("head"),
+)
+
 MODELS.register(
     "heterofl-resnet18",
     "HeteroFL's ResNet-18: pre-activation blocks 1-1-1-2, 9,622,090 parameters (3 channels, 10 classes)",
     paper="HeteroFL, ICLR 2021",
-)(Architecture("preact", partial(PreActResNet, (1, 1, 1, 2)), cross_layers, channels))
+)(ModelSpec(partial(PreActResNet, BLOCKS), "preact", STAGES, _PATHS, channels, cross_layers, head="head"))

@@ -5,35 +5,36 @@ It takes the place of a model's last layer, so features, names and layers before
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from torch import Tensor, nn
 
-
-class ProjectionHead(nn.Module):
-    """Two linear maps with a ReLU between them, and the last layer on what they return."""
-
-    def __init__(self, inputs: int, width: int, classes: int) -> None:
-        super().__init__()
-        self.project = nn.Sequential(nn.Linear(inputs, inputs), nn.ReLU(), nn.Linear(inputs, width))
-        self.classify = nn.Linear(width, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.classify(self.project(x))
+from motley.core.errors import MotleyError
+from motley.models.heads import ProjectionHead
+from motley.models.spec import declare, spec_of
+from motley.models.stages import chain_of, run
 
 
 def with_projection(model: nn.Module, width: int) -> nn.Module:
     """Put a projection of a width before the last layer of a model, in place; 0: leave the model as it is."""
-    if width:
-        *_, (name, last) = model.named_children()
-        assert isinstance(last, nn.Linear)
-        setattr(model, name, ProjectionHead(last.in_features, width, last.out_features))
-    return model
+    if not width:
+        return model
+    spec = spec_of(model)
+    last = model.get_submodule(spec.head) if spec.head else None
+    if spec.head is None or not isinstance(last, nn.Linear):
+        raise MotleyError(
+            f"model.projection = {width}: {type(model).__name__} declares no linear layer as its head "
+            "(motley.models.spec), before which a projection could stand. Use 0."
+        )
+    parent, _, name = spec.head.rpartition(".")
+    setattr(model.get_submodule(parent), name, ProjectionHead(last.in_features, width, last.out_features))
+    return declare(model, replace(spec, classifiers=(f"{spec.head}.classify",)))
 
 
-def representation_and_answer(model: Any, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what enters a model's last layer, one vector an image, and what leaves it."""
-    features, head = model.features(images), model.head
+def representation_and_answer(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what enters a model's last layer, one vector per image, and what leaves it."""
+    *body, last = chain_of(model)
+    features, head = run(body, images), last.run
     if not isinstance(head, ProjectionHead):
         return features, head(features)
     projected = head.project(features)

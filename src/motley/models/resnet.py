@@ -17,12 +17,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from motley.models.channels import Axis, Channels, of_head
-from motley.models.spec import MODELS, Architecture, CrossLayer, ImageShape
-from motley.models.stages import Chain, Stage, Staged
+from motley.models.spec import MODELS, CrossLayer, ImageShape, ModelSpec, Stage
 from motley.models.taps import crop_taps
 from motley.settings import Settings
 
-STAGES = ("layer1", "layer2", "layer3", "layer4")
+LAYERS = ("layer1", "layer2", "layer3", "layer4")
+STAGES = (
+    Stage("stem", members=("conv1", "bn1")),
+    *(Stage(layer) for layer in LAYERS),
+    Stage("pool", members=()),
+    Stage("head", "fc"),
+)
 STAGE_WIDTHS = (64, 128, 256, 512)
 Pair: TypeAlias = tuple[Tensor, Tensor]
 
@@ -132,7 +137,7 @@ class Bottleneck(Block):
                 yield other.weight, mine.weight
 
 
-class ResNet(Staged):
+class ResNet(nn.Module):
     """A stem, four stages of blocks, a mean over the map, and `fc`, the head.
 
     On 32x32 images the imagenet stem leaves an 8x8 map and stage 4 a 1x1 map. There a padded 3x3 convolution of stride
@@ -164,11 +169,6 @@ class ResNet(Staged):
         """Return the four stages in order."""
         return self.layer1, self.layer2, self.layer3, self.layer4
 
-    @property
-    def head(self) -> nn.Module:
-        """Return the last layer, under the name that it has in every family."""
-        return self.fc
-
     def stem(self, x: Tensor) -> Tensor:
         """Return the map that stage 1 is fed."""
         return self.maxpool(self.relu(self.bn1(self.conv1(x))))
@@ -177,16 +177,11 @@ class ResNet(Staged):
         """Return the mean over the map: one vector an image."""
         return self.avgpool(x).flatten(1)
 
-    @property
-    def chain(self) -> Chain:
-        """Return stem, layer1 to layer4, pool and head."""
-        stages = (Stage(f"layer{number}", stage, (f"layer{number}",)) for number, stage in enumerate(self.stages, 1))
-        return (
-            Stage("stem", self.stem, ("conv1", "bn1")),
-            *stages,
-            Stage("pool", self.pool),
-            Stage("head", self.fc, ("fc",)),
-        )
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for stage in self.stages:
+            x = stage(x)
+        return self.fc(self.pool(x))
 
 
 def cross_layers(model: nn.Module) -> list[CrossLayer]:
@@ -294,7 +289,10 @@ def _register(depth: int) -> None:
     kind = "basic" if block is BasicBlock else "bottleneck"
     summary = f"{kind} blocks {'-'.join(map(str, blocks))}, {parameters:,} parameters (3 channels, 10 classes)"
     register = MODELS.register(f"resnet{depth}", summary, paper="He et al., CVPR 2016")
-    register(Architecture("resnet", partial(_build, depth), cross_layers, channels))
+    paths = []
+    for layer, count in zip(LAYERS, blocks, strict=True):
+        paths += [f"{layer}.{number}" for number in range(count)]
+    register(ModelSpec(partial(_build, depth), "resnet", STAGES, tuple(paths), channels, cross_layers, head="fc"))
 
 
 for _depth in SIZES:

@@ -10,12 +10,11 @@ from functools import partial
 from itertools import pairwise
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
 from motley.core.errors import MotleyError
 from motley.models.channels import Axis, Channels, of_head
-from motley.models.spec import MODELS, Architecture, CrossLayer, ImageShape
-from motley.models.stages import Chain, Stage, Staged
+from motley.models.spec import MODELS, CrossLayer, ImageShape, ModelSpec, Stage
 from motley.settings import Settings
 
 BLOCKS: dict[int, tuple[tuple[int, ...], ...]] = {
@@ -35,7 +34,7 @@ class VGGSettings(Settings):
     """Probability of dropping a whole feature map after VGG9's second block."""
 
 
-class VGG(Staged):
+class VGG(nn.Module):
     """Blocks of convolutions, two hidden layers, and a head."""
 
     def __init__(self, depth: int, settings: VGGSettings, image: ImageShape, classes: int) -> None:
@@ -54,14 +53,10 @@ class VGG(Staged):
         )
         self.head = nn.Linear(HIDDEN, classes)
 
-    @property
-    def chain(self) -> Chain:
-        """Return block1 and those behind it, hidden and head."""
-        return (
-            *(Stage(f"block{number + 1}", block, (f"blocks.{number}",)) for number, block in enumerate(self.blocks)),
-            Stage("hidden", self.hidden, ("hidden",)),
-            Stage("head", self.head, ("head",)),
-        )
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.hidden(x))
 
 
 def _block(inputs: int, widths: tuple[int, ...]) -> nn.Sequential:
@@ -105,7 +100,10 @@ PARAMETERS = {9: 3_491_530, 11: 9_750_922}
 def _register(depth: int) -> None:
     summary = f"VGG of {depth} layers, no normalisation; {PARAMETERS[depth]:,} parameters (3x32x32 images, 10 classes)"
     register = MODELS.register(f"vgg{depth}", summary, paper="Simonyan and Zisserman, ICLR 2015")
-    register(Architecture("vgg", partial(VGG, depth), cross_layers, channels))
+    blocks = tuple(f"blocks.{number}" for number in range(len(BLOCKS[depth])))
+    stages = [Stage(f"block{number}", block) for number, block in enumerate(blocks, 1)]
+    stages += [Stage("hidden"), Stage("head")]
+    register(ModelSpec(partial(VGG, depth), "vgg", tuple(stages), blocks, channels, cross_layers, head="head"))
 
 
 for _depth in PARAMETERS:

@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 from motley.core.errors import MotleyError
 from motley.models.channels import Axis, Channels, of_head
-from motley.models.spec import MODELS, Architecture, CrossLayer, ImageShape
-from motley.models.stages import Chain, Stage, Staged
+from motley.models.spec import MODELS, CrossLayer, ImageShape, ModelSpec, Stage
 from motley.settings import Settings
 
 
@@ -102,7 +101,7 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class ViT(Staged):
+class ViT(nn.Module):
     """Embedded patches, blocks, the normalised class token, and a head. No dropout anywhere."""
 
     def __init__(self, depth: int, settings: ViTSettings, image: ImageShape, classes: int) -> None:
@@ -125,15 +124,8 @@ class ViT(Staged):
         """Return the normalised class token: one vector an image."""
         return self.norm(x)[:, 0]
 
-    @property
-    def chain(self) -> Chain:
-        """Return embed, block0 and those behind it, token and head."""
-        return (
-            Stage("embed", self.embed, ("cls_token", "pos_embed", "patch_embed")),
-            *(Stage(f"block{depth}", block, (f"blocks.{depth}",)) for depth, block in enumerate(self.blocks)),
-            Stage("token", self.class_token, ("norm",)),
-            Stage("head", self.head, ("head",)),
-        )
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.class_token(self.blocks(self.embed(x))))
 
 
 def cross_layers(model: nn.Module) -> list[CrossLayer]:
@@ -209,7 +201,14 @@ def _register(depth: int) -> None:
     parameters = PARAMETERS_OUTSIDE_BLOCKS + PARAMETERS_A_BLOCK * depth
     summary = f"ViT-S of depth {depth}, {parameters:,} parameters (3x224x224 images, 10 classes)"
     register = MODELS.register(f"vit{depth}", summary, paper="Dosovitskiy et al., ICLR 2021")
-    register(Architecture("vit", partial(ViT, depth), cross_layers, channels))
+    blocks = tuple(f"blocks.{number}" for number in range(depth))
+    stages = (
+        Stage("embed", members=("cls_token", "pos_embed", "patch_embed")),
+        *(Stage(f"block{number}", block) for number, block in enumerate(blocks)),
+        Stage("token", "class_token", ("norm",)),
+        Stage("head"),
+    )
+    register(ModelSpec(partial(ViT, depth), "vit", stages, blocks, channels, cross_layers, head="head"))
 
 
 for _depth in SIZES:

@@ -19,10 +19,12 @@ from motley.core.part import Part, Piece, State
 from motley.core.randomness import torch_seed
 from motley.core.registry import Registry
 from motley.limits import allocating
-from motley.models import MODELS, CrossLayer
+from motley.models import CrossLayer, ModelSpec
+from motley.models.spec import spec_of
 from motley.settings import Settings
 
-OWN_MODELS = "motley.models."
+#: The modules of Motley's own models, also of those that a split makes of them.
+OWN_MODELS = "motley."
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -52,16 +54,24 @@ class Blueprint:
     """A size's model on torch's meta device: names and shapes, without memory for values."""
 
     build: Callable[[], nn.Module]
-    family: str
     module: nn.Module
     cross_layers: tuple[CrossLayer, ...]
 
     @classmethod
     def of(cls, name: str, build: Callable[[], nn.Module]) -> Blueprint:
-        """Draw up the blueprint of a registered architecture."""
+        """Draw up the blueprint of an architecture."""
         module = build_on_meta(name, build)
-        architecture = MODELS[name]
-        return cls(build, architecture.family, module, tuple(architecture.cross_layers(module)))
+        return cls(build, module, tuple(spec_of(module).cross_layers(module)))
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What is declared about the model."""
+        return spec_of(self.module)
+
+    @property
+    def family(self) -> str:
+        """The family of the model."""
+        return self.spec.family
 
 
 def build_on_meta(name: str, build: Callable[[], nn.Module]) -> nn.Module:

@@ -15,8 +15,8 @@ from torch import nn
 
 from motley.core.errors import MotleyError
 from motley.models.channels import Channels
-from motley.models.exits import add_exits, count_blocks, exit_channels
 from motley.splits.base import SPLITS
+from motley.splits.exits import add_exits, count_blocks, exit_channels
 from motley.splits.width import Rate, Width, WidthSettings
 
 
@@ -88,8 +88,7 @@ class Grid(Width):
                 f"split.cuts = {list(settings.cuts)}: the last level is the whole network, and "
                 f"{self.architecture!r} has {count_blocks(model)} blocks."
             )
-        add_exits(model, settings.cuts, level, settings.head, settings.output == "mean")
-        return model
+        return add_exits(model, settings.cuts, level, settings.head, settings.output == "mean")
 
     def more_channels(self, whole: nn.Module) -> Channels:
         """Return the channels of the exits."""

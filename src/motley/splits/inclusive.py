@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from functools import cached_property
 
 from motley.core.errors import MotleyError
+from motley.models.stages import chain_of, is_within
 from motley.splits.base import SPLITS
 from motley.splits.depth import Depth
-
-_BLOCK = re.compile(r"^(blocks|layer4|layers)\.(\d+)\.")
-"""Where a family's last blocks are: a transformer's or a perceptron's layers, or stage 4 of a ResNet."""
 
 
 @SPLITS.register(
@@ -19,25 +16,40 @@ _BLOCK = re.compile(r"^(blocks|layer4|layers)\.(\d+)\.")
     paper="InclusiveFL, KDD 2022",
 )
 class Inclusive(Depth):
-    """`depth`, with last blocks a size."""
+    """`depth`, with one last block per size."""
 
     def global_name(self, size: str, name: str) -> str:
-        block = self._number(name)
-        after_blocks = name.startswith(("fc.", "head.", "norm."))
-        return f"{size}/{name}" if after_blocks or block == self.last[size] else name
+        is_own = any(is_within(name, member) for member in self._own_members[size])
+        return f"{size}/{name}" if is_own else name
 
     @cached_property
-    def last(self) -> dict[str, int]:
-        """Size -> the number of its last block."""
-        found = {}
+    def _own_members(self) -> dict[str, tuple[str, ...]]:
+        """Size -> its last block, and the members of all stages behind it."""
+        return {size: (self._siblings[size][-1], *self._behind_blocks(size)) for size in self.blueprints}
+
+    def _behind_blocks(self, size: str) -> list[str]:
+        module, last_block = self.blueprints[size].module, self._siblings[size][-1]
+        behind: list[str] = []
+        is_behind = False
+        for stage in chain_of(module):
+            if is_behind:
+                behind += stage.members
+            is_behind = is_behind or any(is_within(last_block, member) for member in stage.members)
+        return behind
+
+    @cached_property
+    def _siblings(self) -> dict[str, tuple[str, ...]]:
+        """Size -> the blocks of its last group of blocks: all of a transformer's, those of stage 4 of a ResNet."""
+        siblings = {}
         for size, blueprint in self.blueprints.items():
-            numbers = [n for name in blueprint.module.state_dict() if (n := self._number(name)) is not None]
-            if not numbers:
+            blocks = blueprint.spec.blocks
+            if not blocks:
                 raise MotleyError(
                     f"model.sizes: {size!r} has no blocks; split.name = 'inclusive' is for ResNets and ViTs."
                 )
-            found[size] = max(numbers)
-        return found
+            group = blocks[-1].rpartition(".")[0]
+            siblings[size] = tuple(block for block in blocks if block.rpartition(".")[0] == group)
+        return siblings
 
     @cached_property
     def by_depth(self) -> tuple[str, ...]:
@@ -51,16 +63,14 @@ class Inclusive(Depth):
         place in its blocks from there on that have the same shape.
         """
         shapes = {name: tensor.shape for name, tensor in self.blueprints[larger].module.named_parameters()}
-        found = {}
+        siblings = self._siblings[size]
+        deeper_blocks = self._siblings[larger][len(siblings) - 1 :]
+        taught = {}
         for name, parameter in self.blueprints[size].module.named_parameters():
-            if self._number(name) != self.last[size]:
+            if not is_within(name, siblings[-1]):
                 continue
-            places = [_BLOCK.sub(rf"\g<1>.{n}.", name) for n in range(self.last[size], self.last[larger] + 1)]
-            teachers = [place for place in places if shapes.get(place) == parameter.shape]
+            place = name.removeprefix(siblings[-1])
+            teachers = [block + place for block in deeper_blocks if shapes.get(block + place) == parameter.shape]
             if teachers:
-                found[self.global_name(size, name)] = teachers
-        return found
-
-    def _number(self, name: str) -> int | None:
-        found = _BLOCK.match(name)
-        return int(found.group(2)) if found else None
+                taught[self.global_name(size, name)] = teachers
+        return taught

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from motley.core.part import Piece, State
 from motley.models.channels import CLASSES
-from motley.models.ordered import mask_rows, order
 from motley.splits.base import SPLITS
+from motley.splits.ordered_dropout import mask_rows, order
 from motley.splits.width import Width, WidthSettings, fresh, kept
 
 ROWS = ("running_mean", "running_var")

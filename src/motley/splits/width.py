@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, field_validator
@@ -31,8 +31,8 @@ from motley.core.part import Part, Piece, State
 from motley.core.randomness import generator
 from motley.models import MODELS
 from motley.models.channels import CLASSES, Axis, Channels, axes, positions
-from motley.models.narrow import Scaler, narrow
 from motley.splits.base import SPLITS, STATISTICS, Blueprint, Split, SplitSettings
+from motley.splits.narrow import narrow
 
 Rate = Annotated[float, Field(gt=0, le=1)]
 
@@ -125,7 +125,7 @@ class Width(Split):
     @cached_property
     def axes(self) -> dict[str, tuple[Axis | None, ...]]:
         """The channel stream of every dimension of every tensor; None for those never sliced."""
-        declared = MODELS[self.architecture].channels
+        declared = self.whole.spec.channels
         if declared is None:
             able = sorted({entry.item.family for entry in MODELS if entry.item.channels})
             raise MotleyError(
@@ -206,6 +206,16 @@ class Width(Split):
         """Return the initial weights of the whole model, and empty per-size statistics, if any."""
         whole = self._drawn(self.whole.build, seed).state_dict()
         return {name: whole[name] if name in whole else fresh(name, tensor) for name, tensor in self.frame.items()}
+
+
+@dataclass(frozen=True)
+class Scaler:
+    """A hook that divides a layer's output by the rate of its model (HeteroFL, Section 3)."""
+
+    rate: float
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output / self.rate
 
 
 def fresh(name: str, like: Tensor) -> Tensor:

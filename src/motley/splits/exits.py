@@ -8,6 +8,7 @@ stands behind the first `cuts[i]` of them. The last exit of the whole network is
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from motley.core.errors import MotleyError
 from motley.models.channels import CLASSES, Axis, Channels
 from motley.models.resnet import ResNet
-from motley.models.stages import Chain, Staged
+from motley.models.spec import declare, spec_of
 from motley.models.vit import ViT
 
 
@@ -48,12 +49,21 @@ class LinearHead(nn.Module):
         return self.classify(x)
 
 
-class WithExits(Staged):
-    """What a network with exits can do more; `add_exits` makes one of an ordinary network."""
+class WithExits(nn.Module):
+    """A network with exits. It is made of an ordinary network, whose modules and parameters it takes over by name."""
 
+    #: Number of blocks before each exit.
     cuts: tuple[int, ...]
     exits: nn.ModuleList
+    #: Answer with the mean over all exits instead of the deepest one.
     ensemble: bool
+
+    def __init__(self, network: nn.Module) -> None:
+        nn.Module.__init__(self)
+        for name, parameter in network.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        for name, child in network.named_children():
+            self.add_module(name, child)
 
     def hidden(self, x: Any) -> Iterator[Tensor]:
         """Yield what leaves each block."""
@@ -62,14 +72,6 @@ class WithExits(Staged):
     def own_head(self, x: Tensor) -> Tensor:
         """Return the answer of the ordinary head."""
         raise NotImplementedError
-
-    @property
-    def chain(self) -> Chain:
-        """Refuse: a network with exits branches, and has no one vector an image that a method could use."""
-        raise MotleyError(
-            "split.name = 'grid': a network with exits is no chain of stages, as fedin, fedimpro and moon need one. "
-            "Choose another split, or another method.name."
-        )
 
     def answers(self, x: Tensor) -> list[Tensor]:
         """Return the answers of all exits, the deepest last."""
@@ -97,7 +99,7 @@ class ResNetWithExits(WithExits, ResNet):
                 yield x
 
     def own_head(self, x: Tensor) -> Tensor:
-        return self.fc(self.avgpool(x).flatten(1))
+        return self.fc(self.pool(x))
 
 
 class ViTWithExits(WithExits, ViT):
@@ -110,7 +112,7 @@ class ViTWithExits(WithExits, ViT):
             yield x
 
     def own_head(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(x)[:, 0])
+        return self.head(self.class_token(x))
 
 
 def answers_of(model: nn.Module, images: Tensor) -> list[Tensor]:
@@ -133,23 +135,41 @@ def _blocks(model: nn.Module) -> list[tuple[nn.Sequential, int, str]]:
     raise MotleyError(f"split.name = 'grid': {type(model).__name__} has no exits. Allowed are ResNets and ViTs.")
 
 
-def add_exits(model: Any, cuts: Sequence[int], level: int, head: str, ensemble: bool) -> None:
-    """Make a network one with exits, in place, that ends at exit number `level`: what lies behind it is gone."""
-    blocks, heads = _blocks(model), []
-    if not isinstance(model.head, nn.Linear):
+def add_exits(network: nn.Module, cuts: Sequence[int], level: int, head: str, ensemble: bool) -> WithExits:
+    """Return a network with exits that ends at exit number `level`, made of an ordinary one, which is used up.
+
+    Blocks behind that exit, and the ordinary head if it is not the last exit, are left out.
+    """
+    blocks, spec = _blocks(network), spec_of(network)
+    ordinary_head = network.get_submodule(spec.head) if spec.head else None
+    if not isinstance(ordinary_head, nn.Linear):
         raise MotleyError("model.projection: is for a network with one head; split.name = 'grid' has several.")
-    classes = model.head.out_features
+    heads = []
     for cut in cuts[: level + 1]:
         if cut < len(blocks):
-            width = _width(model, *blocks[cut - 1][:2])
-            heads.append(_head(head, width, classes, isinstance(model, ViT)))
+            width = _width(network, *blocks[cut - 1][:2])
+            heads.append(_head(head, width, ordinary_head.out_features, isinstance(network, ViT)))
     for where, number, _ in reversed(blocks[cuts[level] :]):
         del where[number]
-    if cuts[level] < len(blocks):
-        for gone in ("fc",) if isinstance(model, ResNet) else ("norm", "head"):
-            delattr(model, gone)
+    is_whole = cuts[level] == len(blocks)
+    if not is_whole:
+        for name in ("fc",) if isinstance(network, ResNet) else ("norm", "head"):
+            delattr(network, name)
+    model = ResNetWithExits(network) if isinstance(network, ResNet) else ViTWithExits(network)
     model.cuts, model.exits, model.ensemble = tuple(cuts[: level + 1]), nn.ModuleList(heads), ensemble
-    model.__class__ = ResNetWithExits if isinstance(model, ResNet) else ViTWithExits
+    classifiers = [f"exits.{number}.classify" for number in range(len(heads))]
+    if is_whole and spec.head:
+        classifiers.append(spec.head)
+    # A network with exits branches, so it is no chain of stages.
+    branched = replace(
+        spec,
+        stages=None,
+        blocks=spec.blocks[: cuts[level]],
+        head=spec.head if is_whole else None,
+        classifiers=tuple(classifiers),
+    )
+    declare(model, branched)
+    return model
 
 
 def _width(model: nn.Module, where: nn.Sequential, number: int) -> int:

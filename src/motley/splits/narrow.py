@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from motley.core.errors import MotleyError
 
@@ -39,13 +37,3 @@ def _resize(module: nn.Module) -> None:
                 f"split.rates: {module.num_channels} channels do not divide into model.resnet.groups = "
                 f"{module.num_groups}. Choose rates whose channels do, or model.resnet.norm = 'batch'."
             )
-
-
-@dataclass(frozen=True)
-class Scaler:
-    """Divides what a layer puts out by the rate of its model (HeteroFL, Section 3)."""
-
-    rate: float
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return output / self.rate
