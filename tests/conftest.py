@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from motley.config import Config, load_config
+from motley.config import Config, load_config, parse_overrides, resolve
 from motley.core.errors import MotleyError
 from motley.methods import METHODS, Method, MethodSettings, Requirements
 
@@ -30,8 +30,8 @@ TINY = (
 
 
 def tiny_config(*overrides: str) -> Config:
-    """Return a small digits federation of three sizes, with overrides on top."""
-    return load_config(overrides=[*TINY, *overrides])
+    """Return a small digits federation of three sizes, with a layer of overrides on top."""
+    return resolve("quickstart", [parse_overrides(TINY), parse_overrides(overrides)])
 
 
 @pytest.fixture(scope="session")

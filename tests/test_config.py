@@ -11,7 +11,7 @@ import pytest
 from motley.config import Config, load_config, presets, read_resolved
 from motley.data.transforms import TransformSettings
 from motley.methods import MethodSettings
-from motley.methods.inco_settings import IncoSettings
+from motley.methods.inco_settings import IncoOff, IncoSettings
 from tests.conftest import LogitsSettings, refused, written
 
 
@@ -93,7 +93,7 @@ def test_an_override_of_one_key_leaves_its_neighbours() -> None:
         ("federation.size_fractions=[1, 2, 3, 4, 5]", (1.0, 2.0, 3.0, 4.0, 5.0)),
         ("model.sizes=['resnet10', \"resnet18\"]", ("resnet10", "resnet18")),
         ("evaluation.targets=[]", ()),
-        ("method.inco.theta_max=off", "off"),
+        ("uplink.dtype=fp16", "fp16"),
     ],
 )
 def test_overrides_read_as_toml_and_else_as_text(override: str, value: object) -> None:
@@ -158,7 +158,7 @@ def test_odd_values_survive_being_saved(resolved: Any) -> None:
         overrides=[
             "data.path='''a \"b\" \\ 'c' é 漢 [x]'''",
             "data.partition={name = 'file', path = 'ä b.json'}",
-            "method.inco={preset = 'paper', epsilon = 1e-30, theta_max = 5}",
+            "method.inco={variant = 'paper', epsilon = 1e-30, theta_max = 5}",
             "training.optimizer.lr=1.2345678901234567e-300",
             "seed=9007199254740993",
         ]
@@ -180,7 +180,7 @@ def test_the_inco_presets_are_the_papers_setting() -> None:
     }
     assert config.model.sizes == ("resnet10", "resnet14", "resnet18", "resnet22", "resnet26")
     assert (config.model.resnet.stem, config.model.resnet.width) == ("imagenet", 1.0)
-    assert config.method.inco == IncoSettings(preset="official")
+    assert config.method.inco == IncoSettings(variant="official")
     assert (config.server.ema_decay, config.split.normalization_statistics) == (0.0, "shared")
 
 
@@ -218,16 +218,16 @@ def test_another_partition_drops_the_settings_of_the_old_one(resolved: Any) -> N
 def test_the_same_choice_again_drops_nothing(resolved: Any) -> None:
     file = resolved(load_config(overrides=["data.partition.alpha=0.2", "data.transform.resize=9"]))
     again = load_config(
-        file, overrides=["data.partition.name=dirichlet", "data.name=digits", "data.transform.preset=plain"]
+        file, overrides=["data.partition.name=dirichlet", "data.name=digits", "data.transform.variant=plain"]
     )
     assert again == load_config(file)
     assert again.data.partition.model_dump()["alpha"] == 0.2 and again.data.transform.resize == 9
 
 
 def test_naming_what_is_chosen_by_default_drops_nothing(tmp_path: Path) -> None:
-    text = "[data.transform]\nresize = 9\n[data.partition]\nalpha = 0.2\n[method.inco]\nepsilon = 0.5\n"
-    overrides = ["data.name=digits", "data.transform.preset=plain", "data.partition.name=dirichlet"]
-    overrides += ["method.name=fedavg", "method.inco.preset=off"]
+    text = "[data.transform]\nresize = 9\n[data.partition]\nalpha = 0.2\n[server.statistics]\n"
+    overrides = ["data.name=digits", "data.transform.variant=plain", "data.partition.name=dirichlet"]
+    overrides += ["method.name=fedavg", "method.inco.variant=off"]
     file = written(tmp_path, text)
     assert load_config(file, overrides=overrides) == load_config(file)
 
@@ -235,55 +235,58 @@ def test_naming_what_is_chosen_by_default_drops_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backwards", [False, True])
 def test_the_order_of_a_choice_and_its_settings_is_free(backwards: bool) -> None:
     overrides = ["data.partition.name=dirichlet-equal", "data.partition.alpha=0.1"]
-    overrides += ["method.inco.preset=paper", "method.inco.epsilon=0.5"]
+    overrides += ["method.inco.variant=paper", "method.inco.epsilon=0.5"]
     config = load_config(overrides=overrides[::-1] if backwards else overrides)
     assert config.data.partition.model_dump() == {"name": "dirichlet-equal", "alpha": 0.1}
-    assert config.method.inco == IncoSettings(preset="paper", epsilon=0.5)
+    assert config.method.inco == IncoSettings(variant="paper", epsilon=0.5)
 
 
 def test_an_override_that_the_chosen_partition_does_not_know_is_refused_in_any_order() -> None:
     for overrides in (["name=iid", "alpha=0.1"], ["alpha=0.1", "name=iid"]):
         message = refused(*(f"data.partition.{override}" for override in overrides))
-        assert message.startswith("data.partition.alpha = 0.1: unknown key 'alpha'.")
+        assert message == (
+            "data.partition.alpha = 0.1: has no effect with data.partition.name = 'iid'; it is for 'dirichlet', "
+            "'dirichlet-equal' and 'quantity'."
+        )
 
 
 def test_another_method_drops_the_settings_of_the_old_one_but_keeps_inco(logits: str, resolved: Any) -> None:
     own = load_config(overrides=["method.name=logits", "method.temperature=3"])
     assert own.method == LogitsSettings(name="logits", temperature=3)
-    text = own.to_toml().replace('preset = "off"', 'preset = "official"')
+    text = own.to_toml().replace('variant = "off"', 'variant = "official"')
     file = resolved(own)
     assert read_resolved(file) == own
     file.write_text(text)
     assert load_config(file, overrides=["method.name=fedavg"]).method == MethodSettings(
-        inco=IncoSettings(preset="official")
+        inco=IncoSettings(variant="official")
     )
 
 
-def test_another_inco_preset_drops_the_settings_of_the_old_one(resolved: Any) -> None:
+def test_another_inco_variant_drops_the_settings_of_the_old_one(resolved: Any) -> None:
     file = resolved(load_config(preset="inco-cifar10", overrides=["method.inco.epsilon=0.5"]))
-    assert load_config(file, overrides=["method.inco.preset=official"]).method.inco.epsilon == 0.5
-    paper = load_config(file, overrides=["method.inco.preset=paper"]).method.inco
-    assert paper == IncoSettings(preset="paper") and paper.epsilon == 1e-30 and paper.sign == "minus"
-    off = load_config(file, overrides=["method.inco.preset=off"]).method.inco
-    assert off == IncoSettings() and not off.active
+    assert load_config(file, overrides=["method.inco.variant=official"]).method.inco.epsilon == 0.5
+    paper = load_config(file, overrides=["method.inco.variant=paper"]).method.inco
+    assert paper == IncoSettings(variant="paper") and paper.epsilon == 1e-30 and paper.sign == "minus"
+    off = load_config(file, overrides=["method.inco.variant=off"]).method.inco
+    assert off == IncoOff() and not off.active
 
 
-def test_another_transform_preset_drops_the_settings_of_the_old_one(resolved: Any) -> None:
+def test_another_transform_variant_drops_the_settings_of_the_old_one(resolved: Any) -> None:
     for start in ({"preset": "inco-cifar10"}, {"file": resolved(load_config(preset="inco-cifar10"))}):
         assert load_config(**start).data.transform.cutout == 16
-        other = load_config(overrides=["data.transform.preset=fedimpro"], **start)
+        other = load_config(overrides=["data.transform.variant=fedimpro"], **start)
         assert (other.data.transform.cutout, other.data.transform.crop_padding) == (0, 4)
-        plain = load_config(overrides=["data.transform.preset=plain"], **start)
+        plain = load_config(overrides=["data.transform.variant=plain"], **start)
         assert plain.data.transform == TransformSettings()
 
 
-def test_another_data_set_keeps_only_the_transforms_preset(resolved: Any) -> None:
+def test_another_data_set_keeps_only_the_transforms_variant(resolved: Any) -> None:
     file = resolved(load_config(preset="inco-cifar10", overrides=["data.root=/d", "data.partition.alpha=0.1"]))
     for start in ({"file": file}, {"preset": "inco-cifar10"}):
         data = load_config(overrides=["data.name=fashion-mnist"], **start).data
-        assert data.transform == TransformSettings(preset="inco", resize=32)
+        assert data.transform == TransformSettings(variant="inco", resize=32)
     moved = load_config(file, overrides=["data.name=fashion-mnist", "data.transform.flip=true"])
-    assert moved.data.transform == TransformSettings(preset="inco", resize=32, flip=True)
+    assert moved.data.transform == TransformSettings(variant="inco", resize=32, flip=True)
     assert moved.data.root == "/d" and moved.data.partition.model_dump()["alpha"] == 0.1
 
 
@@ -298,7 +301,7 @@ def test_another_data_set_drops_the_users_own_file(resolved: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "data", "expected"),
+    ("variant", "data", "expected"),
     [
         ("plain", "digits", {"resize": 16}),
         ("plain", "cifar10", {}),
@@ -329,25 +332,25 @@ def test_another_data_set_drops_the_users_own_file(resolved: Any) -> None:
         ),
     ],
 )
-def test_a_transform_preset_fills_what_it_means_for_the_data_set(
-    preset: str, data: str, expected: dict[str, Any]
+def test_a_transform_variant_fills_what_it_means_for_the_data_set(
+    variant: str, data: str, expected: dict[str, Any]
 ) -> None:
-    config = load_config(overrides=[f"data.name={data}", f"data.transform.preset={preset}"])
+    config = load_config(overrides=[f"data.name={data}", f"data.transform.variant={variant}"])
     changed = config.data.transform.model_dump(exclude_defaults=True)
-    assert {key: value for key, value in changed.items() if key != "preset"} == expected
-    assert config.data.transform.preset == preset
+    assert {key: value for key, value in changed.items() if key != "variant"} == expected
+    assert config.data.transform.variant == variant
 
 
-def test_what_the_user_gives_lies_over_the_transform_preset() -> None:
+def test_what_the_user_gives_lies_over_the_transform_variant() -> None:
     transform = load_config(preset="inco-cifar10", overrides=["data.transform.cutout=8"]).data.transform
-    assert (transform.cutout, transform.crop_padding, transform.preset) == (8, 4, "inco")
+    assert (transform.cutout, transform.crop_padding, transform.variant) == (8, 4, "inco")
 
 
-def test_a_transform_preset_of_other_data_sets_is_refused() -> None:
-    message = refused("data.transform.preset=inco")
+def test_a_transform_variant_of_other_data_sets_is_refused() -> None:
+    message = refused("data.transform.variant=inco")
     assert message == (
-        "data.transform.preset = 'inco': is defined for cifar10, fashion-mnist, not for 'digits'. "
-        "Use data.transform.preset = 'plain', which is defined for every data set."
+        "data.transform.variant = 'inco': is defined for cifar10, fashion-mnist, not for 'digits'. "
+        "Use data.transform.variant = 'plain', which is defined for every data set."
     )
 
 

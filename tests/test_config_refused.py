@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from motley.config import load_config
+from motley.config import ModelSettings, load_config
 from motley.core.errors import MotleyError
 from motley.data.dataset import Dataset, Examples
 from motley.federation import Federation
@@ -31,6 +31,8 @@ def test_an_unknown_key_at_any_level_names_key_value_allowed_and_nearest(path: t
     fields: dict[str, Any] = load_config().model_dump()
     for step in path:
         fields = fields[step]
+    if path == ("model",):
+        fields = dict.fromkeys(ModelSettings.model_fields)  # families of no model have no table
     near = next(iter(fields))
     wrong = near + near[-1]
     label = ".".join((*path, wrong))
@@ -94,10 +96,10 @@ def test_every_problem_is_named_at_once() -> None:
         ("model.sizes=['resnet12']", "unknown model 'resnet12'. Did you mean 'resnet1"),
         ("training=5", "training = 5: is a table; set a key of it: rounds, epochs,"),
         ("data.partition=iid", "data.partition = 'iid': is a table; set a key of it: name."),
-        ("data.transform=inco", "data.transform = 'inco': is a table; set a key of it: preset,"),
+        ("data.transform=inco", "data.transform = 'inco': is a table; set a key of it: variant,"),
         ("data=cifar10", "data = 'cifar10': is a table; set a key of it: name,"),
         ("method=fedavg", "method = 'fedavg': is a table; set a key of it: name, inco."),
-        ("method.inco.preset=paper2", "method.inco.preset = 'paper2': should be 'off', 'paper' or 'official'."),
+        ("method.inco.variant=paper2", "method.inco.variant = 'paper2': should be 'off', 'paper' or 'official'."),
         ("data.partition={name = 'file'}", "data.partition.path: is required and was not given."),
         ("data.partition.alpha=0", "data.partition.alpha = 0: should be greater than 0."),
     ],
@@ -121,7 +123,7 @@ def test_a_text_in_place_of_a_table_below_a_new_choice_is_refused() -> None:
         ("method.name", "fedavgg", "fedavg"),
         ("data.name", "cifar-10", "cifar10"),
         ("data.partition.name", "dirichlett", "dirichlet"),
-        ("data.transform.preset", "incoo", "inco"),
+        ("data.transform.variant", "incoo", "inco"),
         ("split.name", "dept", "depth"),
         ("preset", "inco-cifar", "inco-cifar10"),
     ],
@@ -131,7 +133,7 @@ def test_an_unknown_name_is_refused_with_its_setting_and_the_nearest(setting: st
     assert setting in message and repr(given) in message and f"Did you mean {near!r}? Allowed: " in message
 
 
-@pytest.mark.parametrize("setting", ["method.name", "data.name", "data.partition.name", "data.transform.preset"])
+@pytest.mark.parametrize("setting", ["method.name", "data.name", "data.partition.name", "data.transform.variant"])
 @pytest.mark.parametrize("value", ["[1]", "3", "{a = 1}", "true"])
 def test_a_name_that_is_no_text_is_refused(setting: str, value: str) -> None:
     message = refused(f"{setting}={value}")
@@ -176,9 +178,9 @@ def test_shares_that_do_not_fit_the_sizes_are_refused(shares: str, said: str) ->
 
 def test_inco_with_a_method_that_exchanges_no_weights_is_refused(logits: str) -> None:
     assert load_config(overrides=["method.name=logits"]).method.name == "logits"
-    message = refused("method.name=logits", "method.inco.preset=official")
-    assert message.startswith("method.inco.preset = 'official': 'logits' exchanges no weights")
-    assert "method.inco.preset = 'off'" in message
+    message = refused("method.name=logits", "method.inco.variant=official")
+    assert message.startswith("method.inco.variant = 'official': 'logits' exchanges no weights")
+    assert "method.inco.variant = 'off'" in message
 
 
 def dataset() -> Dataset:
@@ -195,9 +197,9 @@ def test_one_size_for_everybody_refuses_several() -> None:
 
 
 def test_inco_on_sizes_without_a_pair_of_layers_is_refused() -> None:
-    shallow = tiny_config("model.sizes=['resnet10']", "method.inco.preset=official")
+    shallow = tiny_config("model.sizes=['resnet10']", "method.inco.variant=official")
     with pytest.raises(
-        MotleyError, match=r"method\.inco\.preset = 'official': the models .* have no layers of one shape"
+        MotleyError, match=r"method\.inco\.variant = 'official': the models .* have no layers of one shape"
     ):
         Federation(shallow, dataset=dataset())
 

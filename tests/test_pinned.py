@@ -51,7 +51,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "fedspeed": ("method.name=fedspeed", *SGD),
     "fedin": ("method.name=fedin",),
     "fedin-exact": ("method.name=fedin", "method.combine=exact", "method.samples=2", "method.noise=0.5"),
-    "fedimpro-official": ("method.name=fedimpro", "method.preset=official", "method.ramp=2", "method.noise=0.01"),
+    "fedimpro-official": ("method.name=fedimpro", "method.variant=official", "method.ramp=2", "method.noise=0.01"),
     "fedimpro-scaffold": ("method.name=fedimpro-scaffold",),
     "HeteroFL": ("method.name=HeteroFL", *WIDTHS),
     "FedRolex": ("method.name=FedRolex", *WIDTHS, "split.normalization_statistics=batch"),
@@ -62,11 +62,11 @@ CASES: dict[str, tuple[str, ...]] = {
     "InclusiveFL": ("method.name=InclusiveFL",),
     # InCo, its ablations, and methods on top of which it runs.
     "InCoAvg": ("method.name=InCoAvg",),
-    "InCoAvg-paper": ("method.name=InCoAvg", "method.inco.preset=paper"),
+    "InCoAvg-paper": ("method.name=InCoAvg", "method.inco.variant=paper"),
     "InCoAvg-without-N": ("method.name=InCoAvg w/o N",),
     "InCoAvg-without-O": ("method.name=InCoAvg w/o O",),
     "InCoScaffold": ("method.name=InCoScaffold",),
-    "InCoDyn-vit": ("method.name=feddyn", "method.inco.preset=official", *VITS),
+    "InCoDyn-vit": ("method.name=feddyn", "method.inco.variant=official", *VITS),
     # Splits and families.
     "grouped": ("split.name=grouped",),
     "homogeneous-cnn": ("model.sizes=['cnn']", "split.name=homogeneous"),
@@ -78,7 +78,7 @@ CASES: dict[str, tuple[str, ...]] = {
     # The server.
     "fedavgm": ("server.optimizer.name=momentum", "server.optimizer.nesterov=true"),
     "fedadam": ("server.optimizer.name=adam",),
-    "fedyogi-inco": ("server.optimizer.name=yogi", "method.inco.preset=official"),
+    "fedyogi-inco": ("server.optimizer.name=yogi", "method.inco.variant=official"),
     "fedadagrad": ("server.optimizer.name=adagrad",),
     "ema": ("server.ema_decay=0.9", "server.lr=0.5"),
     "weighted-by-samples": ("server.weighting=samples", "data.partition.name=quantity"),
@@ -98,9 +98,9 @@ CASES: dict[str, tuple[str, ...]] = {
     "debug": ("engine.name=debug", "method.name=InCoProx"),
     "three-clients": ("federation.clients=3", "federation.clients_per_round=3"),
     # Recalibrated statistics.
-    "recalibrated": ("server.statistics=recalibrate", "server.ema_decay=0"),
+    "recalibrated": ("server.statistics.name=recalibrate", "server.ema_decay=0"),
     "recalibrated-ema": (
-        "server.statistics=recalibrate",
+        "server.statistics.name=recalibrate",
         "server.ema_decay=0.9",
         "split.normalization_statistics=shared",
     ),

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from motley.checks import check_client_state, check_partition
 from motley.client.state_store import ClientStateStore
-from motley.config import Config
+from motley.config import Config, RecalibrationSettings
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.core.randomness import generator
@@ -28,6 +28,7 @@ from motley.data.partition import Partition
 from motley.engine import Clients, DebugEngine, LocalEngine
 from motley.limits import allocating
 from motley.methods import METHODS, FederationInfo, Method
+from motley.methods.inco_settings import IncoSettings
 from motley.models import MODELS, ImageShape
 from motley.models.projection import with_projection
 from motley.plan import assigned, costs_of, read_budgets
@@ -143,7 +144,7 @@ def build_method(
     )
     method = METHODS[config.method.name](config.method, info)
     check_client_state(config, split, method)
-    refuse_leaks(config.privacy, split, method, statistics=config.server.statistics, dynamic_sizes=dynamic)
+    refuse_leaks(config.privacy, split, method, statistics=config.server.statistics.name, dynamic_sizes=dynamic)
     return method
 
 
@@ -171,7 +172,7 @@ def build_pipeline(config: Config, split: Split, method: Method) -> list[Stage]:
     """Return the stages of the aggregation, in their order."""
     server = config.server
     pipeline: list[Stage] = [AggregateUpdates(method.server)]
-    if config.method.inco.active:
+    if isinstance(config.method.inco, IncoSettings):
         pipeline.append(InCo(split.cross_layers, config.method.inco))
     pipeline.append(MethodCorrection(method.server))
     if server.optimizer.name != "none":
@@ -188,16 +189,16 @@ def build_collections(
 ) -> list[CollectionStage]:
     """Return what is collected from clients after the pipeline, in this order."""
     collections: list[CollectionStage] = [MethodCollection(method.server, split, size_of)]
-    server = config.server
-    if server.statistics != "recalibrate":
+    statistics = config.server.statistics
+    if not isinstance(statistics, RecalibrationSettings):
         return collections
 
     def is_due(round_number: int) -> bool:
-        if server.statistics_every == 0:
+        if statistics.every == 0:
             return method.info.is_evaluated(round_number)
-        return round_number % server.statistics_every == 0 or round_number == config.training.rounds
+        return round_number % statistics.every == 0 or round_number == config.training.rounds
 
-    everyone = config.federation.clients if server.statistics_clients == "all" else None
+    everyone = config.federation.clients if statistics.clients == "all" else None
     collections.append(Recalibrate(split, size_of, is_due, everyone))
     return collections
 

@@ -109,23 +109,23 @@ def check_client_state(config: Config, split: Split, method: Method) -> None:
 
 def check_recalibration(config: Config, split: Split) -> None:
     """Refuse recalibration if there are no statistics, or if the method computes its own."""
-    if config.server.statistics != "recalibrate":
+    if config.server.statistics.name != "recalibrate":
         return
-    setting = "server.statistics = 'recalibrate'"
+    setting = "server.statistics.name = 'recalibrate'"
     if config.split.normalization_statistics == "batch":
         raise MotleyError(
             f"{setting}: with split.normalization_statistics = 'batch' there are no running "
             "statistics to recalibrate. Use split.normalization_statistics = 'per-size' or "
-            "'shared', or server.statistics = 'averaged'."
+            "'shared', or server.statistics.name = 'averaged'."
         )
     if not any(norms_of(blueprint.module) for blueprint in split.blueprints.values()):
         raise MotleyError(
             f"{setting}: {', '.join(split.sizes)} have no BatchNorm layers with running "
-            "statistics, so there is nothing to recalibrate. Use server.statistics = 'averaged'."
+            "statistics, so there is nothing to recalibrate. Use server.statistics.name = 'averaged'."
         )
     if getattr(config.method, "statistics", "") == "pass":
         raise MotleyError(
             f"{setting}: method.statistics = 'pass' already replaces the statistics before each "
             "evaluation, by the method's own formula. Use method.statistics = 'running', or "
-            "server.statistics = 'averaged'."
+            "server.statistics.name = 'averaged'."
         )

@@ -139,7 +139,7 @@ def cost_of(
     parameter_bytes = _bytes(model.parameters())
     state_bytes = parameter_bytes + _bytes(model.buffers())
     model_and_received = 2 * state_bytes
-    moments = _moments(training) * parameter_bytes
+    moments = training.optimizer.moments * parameter_bytes
     encoded_delta, _ = encoded(model.state_dict(), {}, upload)
     return Cost(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -149,13 +149,6 @@ def cost_of(
         exchange_memory=EXCHANGE_COPIES * state_bytes,
         traffic=state_bytes + _bytes(encoded_delta.values()),
     )
-
-
-def _moments(training: TrainingSettings) -> int:
-    """Return how many numbers the optimizer keeps per parameter."""
-    if training.optimizer.name in ("adam", "adamw"):
-        return 2
-    return 1 if training.optimizer.momentum > 0 else 0
 
 
 def _outputs(model: torch.nn.Module, images: Tensor, size: str) -> Tensor:

@@ -18,10 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from motley.config import Config
-from motley.data import PARTITIONS
-from motley.methods import METHODS
-from motley.settings import Limit
-from motley.splits import SPLITS
+from motley.settings import Choice, Limit, RegistryChoice, TableOf, table_of
 
 #: Python types and pydantic's bounds -> words for users.
 _TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "text"}
@@ -36,6 +33,13 @@ A key such as `training.rounds` is written `rounds = 20` under `[training]` in a
 the preset that the run starts from (`motley list presets`). Unknown keys are rejected, with a
 suggestion. Relative paths in a TOML file are relative to that file's folder, those on the command
 line to the working folder.
+
+A configuration is merged from layers: a preset, a TOML file, `--set`. Tables are merged key by key,
+and the higher layer wins. If it changes the `name` or `variant` of a table, the keys that lower
+layers gave to that table are dropped, because they belonged to the old choice; the tables below say
+which keys are kept. Likewise, another `model.sizes` drops the tables of model families that are no
+longer used. A key that has no effect with the chosen name is rejected, with the names that it is
+for. `motley config` prints all settings of a run with the layer that each value comes from.
 """
 
 
@@ -61,54 +65,59 @@ class Section:
 
 
 def sections() -> list[Section]:
-    """Return all settings, table by table, and then the additional keys of the choices."""
-    all_sections = list(_tables(Config, ""))
-    partitions = [(entry.name, entry.item) for entry in PARTITIONS]
-    all_sections.extend(_choices("data.partition", "data.partition.name", partitions))
-    splits = [(entry.name, entry.item.Settings) for entry in SPLITS]
-    all_sections.extend(_choices("split", "split.name", splits))
-    methods = [(entry.name, entry.item.Settings) for entry in METHODS]
-    all_sections.extend(_choices("method", "method.name", methods))
+    """Return all settings: table by table, and after each the additional keys of its choices."""
+    all_sections = list(_tables(TableOf(Config), ""))
     return [section for section in all_sections if section.settings or section.description]
 
 
-def _tables(cls: type[BaseModel], prefix: str) -> Iterator[Section]:
-    """Yield the plain keys of a settings class as one section, then the sections of its tables."""
+def _tables(table: TableOf, prefix: str) -> Iterator[Section]:
+    """Yield the keys of a table, then the keys of its choices, then the tables inside it."""
     settings = []
-    for name, field in cls.model_fields.items():
-        if _model(field) is None:
-            settings.append(_setting(prefix, name, field))
+    for name, field in table.cls.model_fields.items():
+        if table_of(field) is None:
+            settings.append(describe(prefix, name, field, table.choice))
     if settings:
         title = f"[{prefix[:-1]}]" if prefix else "Top level"
-        yield Section(title, _first_paragraph(cls), tuple(settings))
-    for name, field in cls.model_fields.items():
-        table = _model(field)
-        if table is not None:
-            yield from _tables(table, f"{prefix}{name}.")
+        description = f"{first_paragraph(table.cls)} {_kept_keys(table, prefix)}".strip()
+        yield Section(title, description, tuple(settings))
+    if table.choice is not None:
+        yield from _choices(table.cls, prefix[:-1], table.choice)
+    for name, field in table.cls.model_fields.items():
+        inner = table_of(field)
+        if inner is not None:
+            yield from _tables(inner, f"{prefix}{name}.")
 
 
-def _choices(prefix: str, chooser: str, classes: Iterable[tuple[str, type[BaseModel]]]) -> Iterator[Section]:
-    """Yield, for each choice, the settings that it adds or whose defaults it changes.
+def _kept_keys(table: TableOf, prefix: str) -> str:
+    """Return a sentence about the keys that stay if a higher layer makes another choice."""
+    if not table.cls.lasting:
+        return ""
+    keys = ", ".join(f"`{prefix}{key}`" for key in table.cls.lasting)
+    return f"Kept from lower layers if `{prefix}name` changes: {keys}."
 
-    `classes` has the name and the settings class of each choice. Choices with the same additional
-    settings share one section.
+
+def _choices(base: type[BaseModel], prefix: str, choice: Choice) -> Iterator[Section]:
+    """Yield the settings that a choice adds to those of the base class, or whose defaults it changes.
+
+    Choices with the same additional settings share one section.
     """
+    chooser = f"{prefix}.{choice.key}"
     names_by_settings: dict[tuple[Setting, ...], list[str]] = {}
     combined: list[Section] = []
-    for name, cls in classes:
-        base = _base(cls)
+    for name, cls in choice.classes.items():
         if len(cls.__bases__) > 1:
             # FedImpro combined with another method: refer to both instead of repeating their keys.
             parents = [parent for parent in cls.__bases__ if issubclass(parent, BaseModel)]
             both = " and ".join(f"`{parent.model_fields['name'].default}`" for parent in parents)
-            combined.append(Section(f'[{prefix}], if {chooser} = "{name}"', f"The settings of {both}.", ()))
+            title = f'[{prefix}], if {chooser} = "{name}"'
+            combined.append(Section(title, f"The settings of {both}.", ()))
             continue
         additional = []
         for key, field in cls.model_fields.items():
-            if key == "name" or _model(field) is not None:
+            if key == choice.key or table_of(field) is not None:
                 continue
             if _differs(base.model_fields.get(key), field):
-                additional.append(_setting(f"{prefix}.", key, field))
+                additional.append(describe(f"{prefix}.", key, field))
         names_by_settings.setdefault(tuple(additional), []).append(name)
     for settings, names in names_by_settings.items():
         quoted = " or ".join(f'"{name}"' for name in names)
@@ -117,27 +126,15 @@ def _choices(prefix: str, chooser: str, classes: Iterable[tuple[str, type[BaseMo
     yield from combined
 
 
-def _base(cls: type[BaseModel]) -> type[BaseModel]:
-    """Return the settings class whose keys all choices share: the direct child of `Settings`."""
-    ancestors = [ancestor for ancestor in cls.__mro__ if issubclass(ancestor, BaseModel)]
-    names = [ancestor.__name__ for ancestor in ancestors]
-    return ancestors[names.index("Settings") - 1]
-
-
 def _differs(base: FieldInfo | None, field: FieldInfo) -> bool:
     return base is None or (base.default, base.description) != (field.default, field.description)
 
 
-def _model(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the settings class of a field that is a table, or None for a plain value."""
-    annotation = field.annotation
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return None
-
-
-def _setting(prefix: str, name: str, field: FieldInfo) -> Setting:
+def describe(prefix: str, name: str, field: FieldInfo, choice: Choice | None = None) -> Setting:
+    """Return what is known of a key; `choice` is that of its table."""
     type_name, allowed = _type(field.annotation)
+    if choice is not None and name == choice.key and not isinstance(choice, RegistryChoice):
+        allowed = ", ".join(json.dumps(option) for option in choice.classes)
     limits = _limits(field.metadata)
     return Setting(
         key=f"{prefix}{name}",
@@ -207,7 +204,8 @@ def _resolved(key: str) -> str:
     return "" if value is None else json.dumps(value)
 
 
-def _first_paragraph(cls: type[BaseModel]) -> str:
+def first_paragraph(cls: type[BaseModel]) -> str:
+    """Return the first paragraph of a class's documentation, on one line."""
     return " ".join((cls.__doc__ or "").split("\n\n")[0].split())
 
 

@@ -1,25 +1,32 @@
-"""The base class of all settings, and the messages about wrong settings."""
+"""The base of every settings class, tables with a choice, and the messages about wrong settings."""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_origin
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args, get_origin
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     ValidationError,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     field_validator,
+    model_validator,
 )
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from motley.core.errors import MotleyError, unknown
+from motley.core.registry import Registry
 
 S = TypeVar("S", bound=BaseModel)
+Table: TypeAlias = Mapping[str, Any]
 
 
 def _limit(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
@@ -34,21 +41,54 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Limit: TypeAlias = Annotated[Positive | Literal["off"], WrapValidator(_limit)]
 
 
-class Settings(BaseModel):
-    """Typed and immutable settings. Unknown keys are errors.
+class NamesFile:
+    """Marks a setting whose value is the path of a file or folder.
 
-    The strings below the attributes are documentation for users: `motley list settings` prints them.
+    Relative paths are resolved when a configuration is read, and a Flower node takes no such
+    setting from a server.
+    """
+
+
+#: The path of a file or folder, as text; empty: none.
+FilePath: TypeAlias = Annotated[str, NamesFile()]
+
+
+class Settings(BaseModel):
+    """Typed, frozen and closed: an unknown key is an error and is not silently ignored.
+
+    The strings below the attributes are their documentation for users: `motley list settings`
+    prints them.
     """
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
     )
+
+    #: For a table with a key `variant`: the values that each variant gives to other keys of the
+    #: table.
+    variants: ClassVar[Mapping[str, Table]] = {}
+    #: The keys that keep the values of lower layers if a higher layer changes the table's `name` or
+    #: `variant`. A dot leads into a table: "transform.variant". None: all keys, because `name` does
+    #: not change what they mean.
+    lasting: ClassVar[tuple[str, ...] | None] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_variant(cls, values: Any) -> Any:
+        if not cls.variants or not isinstance(values, Mapping):
+            return values
+        return with_variant(values, cls.variants, cls.model_fields["variant"].default)
 
     @field_validator("*", mode="before")
     @classmethod
     def _numbers_are_not_bools(cls, value: Any, info: ValidationInfo) -> Any:
         """Reject true and false, which pydantic would accept as 1 and 0."""
-        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation in (int, float):
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and annotation in (int, float):
             raise ValueError("should be a number")
         return value
 
@@ -63,7 +103,7 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _one_value_is_a_list(cls, value: Any, info: ValidationInfo) -> Any:
-        """Accept a single value for a list, and words separated by commas: resnet10,resnet14."""
+        """Accept a word for a list of words, also several with commas: resnet10,resnet14."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         if get_origin(annotation) is tuple and get_args(annotation)[1:] == (...,):
             item = get_args(annotation)[0]
@@ -71,30 +111,220 @@ class Settings(BaseModel):
                 item = get_args(item)[0]
             if item is str and isinstance(value, str) and value:
                 return [word.strip() for word in value.split(",")]
-            if item in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if item in (int, float) and is_number:
                 return [value]
         return value
 
+    @classmethod
+    def kept_below(cls, below: Table, above: Table) -> Table:
+        """Return the values of a lower layer that stay if a higher layer gives the table others.
+
+        This is for tables without a choice; `Choice.kept_below` is for the others.
+        """
+        variant = cls.model_fields.get("variant")
+        if variant is None or not _changes("variant", variant.default, below, above):
+            return below
+        return only(below, cls.lasting)
+
+
+def with_variant(values: Table, variants: Mapping[str, Table], default: str) -> Table:
+    """Return a table's values on top of those that its `variant` stands for.
+
+    An unknown variant is left to the validation of the key, which names the allowed ones.
+    """
+    variant = values.get("variant", default)
+    if not isinstance(variant, str) or variant not in variants:
+        return values
+    return {**variants[variant], **values}
+
+
+def _changes(key: str, default: Any, below: Table, above: Table) -> bool:
+    old = below.get(key, default)
+    return bool(above.get(key, old) != old)
+
+
+def only(values: Table, keys: tuple[str, ...] | None) -> Table:
+    """Return some keys of a table; a dot leads into a table inside it. None: all keys."""
+    if keys is None:
+        return values
+    result: dict[str, Any] = {}
+    for key in keys:
+        first, _, rest = key.partition(".")
+        value = values.get(first)
+        if rest:
+            value = only(value, (rest,)) if isinstance(value, Mapping) else value
+        if value is not None:
+            result[first] = value
+    return result
+
+
+# ---- tables with a choice
+
+
+class Choice:
+    """A table with one settings class per name. Its key `name` chooses the class.
+
+    It annotates a field, as in
+
+        optimizer: Annotated[OptimizerSettings, OPTIMIZERS] = AdamSettings()
+
+    where OPTIMIZERS is a Choice whose classes derive from OptimizerSettings. This is a discriminated
+    union. It differs from pydantic's in three ways: the key has a default, the classes may come from
+    a registry that grows, and the error about a key of another choice says which names it is for.
+    """
+
+    def __init__(self, default: str, classes: Mapping[str, type[Settings]], key: str = "name") -> None:
+        self.default, self.key, self._classes = default, key, classes
+
+    @property
+    def classes(self) -> Mapping[str, type[Settings]]:
+        """The settings class of each name."""
+        return self._classes
+
+    def own_name(self, name: Any) -> Any:
+        """Return the name that an alias stands for, and any other value as it is."""
+        return name
+
+    def class_of(self, values: Table) -> type[Settings] | None:
+        """Return the class of a table's values, or None if they choose nothing that exists."""
+        name = self.own_name(values.get(self.key, self.default))
+        return self.classes.get(name) if isinstance(name, str) else None
+
+    def unknown_name(self, label: str, name: Any) -> str:
+        """Return the message about a name that does not exist; `label` is the table's."""
+        *names, last = map(repr, self.classes)
+        return f"{label}.{self.key} = {name!r}: should be {', '.join(names)} or {last}."
+
+    def validate(self, values: Table) -> Any:
+        """Return the settings of a table's values, for use without a configuration."""
+        cls = self.class_of(values)
+        if cls is None:
+            raise MotleyError(self.unknown_name("table", values.get(self.key, self.default)))
+        return validate(cls, values)
+
+    def kept_below(self, below: Table, above: Table) -> Table:
+        """Return the values of a lower layer that stay if a higher layer gives the table others."""
+        old = self.own_name(below.get(self.key, self.default))
+        new = self.own_name(above.get(self.key, old))
+        cls = self.class_of({self.key: new})
+        if cls is None or cls.lasting is None:
+            return below
+        if new != old:
+            return only(below, cls.lasting)
+        kept = cls.kept_below(below, above)
+        return kept if kept is below else {**only(below, (self.key,)), **kept}
+
+    def names_with(self, key: str) -> list[str]:
+        """Return the names whose tables have a key."""
+        return [name for name, cls in self.classes.items() if key in cls.model_fields]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._read, handler(source))
+
+    def _read(self, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        name = values.get(self.key, self.default)
+        cls = self.class_of(values)
+        if cls is None:
+            raise PydanticCustomError("unknown_choice", "unknown {name}", {"name": name, "choice": self})
+        try:
+            return cls.model_validate({**values, self.key: self.own_name(name)})
+        except ValidationError as error:
+            # Nested errors travel in the context, so that `validate` can report them beside those
+            # of other tables.
+            context = {"error": error, "problems": Chosen(self, self.own_name(name), cls)}
+            raise PydanticCustomError("chosen_table", "{error}", context) from None
+
+
+class RegistryChoice(Choice):
+    """A choice among the entries of a registry. Entries can be added at any time."""
+
+    def __init__(self, default: str, registry: Registry[Any], settings_of: Callable[[Any], type[Settings]]) -> None:
+        super().__init__(default, {})
+        self._registry, self._settings_of = registry, settings_of
+
+    @property
+    def classes(self) -> Mapping[str, type[Settings]]:
+        """The settings class of each registered name."""
+        return {entry.name: self._settings_of(entry.item) for entry in self._registry}
+
+    def own_name(self, name: Any) -> Any:
+        """Return the name that an alias stands for."""
+        if isinstance(name, str) and name in self._registry:
+            return self._registry.entry(name).name
+        return name
+
+    def unknown_name(self, label: str, name: Any) -> str:
+        """Return the message about a name that is not registered."""
+        return f"{label}.{self.key}: {unknown(self._registry.kind, str(name), self.classes)}"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A choice that was made: the name, and its class."""
+
+    choice: Choice
+    name: str
+    cls: type[Settings]
+
+
+@dataclass(frozen=True)
+class TableOf:
+    """A field that is a table: its class, or for a table with a choice the common base class."""
+
+    cls: type[Settings]
+    choice: Choice | None = None
+
+
+def table_of(field: FieldInfo | None) -> TableOf | None:
+    """Return what is known of a field that is a table; None if it is a plain value."""
+    if field is None:
+        return None
+    cls = next(_models_in(field.annotation), None)
+    if cls is None or not issubclass(cls, Settings) or get_origin(field.annotation) is tuple:
+        return None
+    choice = next((item for item in field.metadata if isinstance(item, Choice)), None)
+    return TableOf(cls, choice)
+
+
+# ---- messages
+
+
+def no_effect(values: Any, because: str) -> PydanticCustomError:
+    """Return the error about a table that has no effect; `because` follows "has no effect with"."""
+    return PydanticCustomError("no_effect", "has no effect with {because}", {"because": because, "values": values})
+
 
 def validate(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
-    """Build `cls` from plain values. The error names each wrong key, its value and what is allowed."""
+    """Build `cls` from plain values. Errors name each key, its value and what is allowed."""
     try:
         return cls.model_validate(dict(values))
     except ValidationError as error:
         raise MotleyError("\n".join(_problems(cls, error, where))) from None
 
 
-def _problems(cls: type[BaseModel], error: ValidationError, where: str) -> Iterator[str]:
+def _problems(cls: type[BaseModel], error: ValidationError, where: str, chosen: Chosen | None = None) -> Iterator[str]:
     for item in error.errors():
         path = [where, *map(str, item["loc"])] if where else list(map(str, item["loc"]))
         label = ".".join(path)
         given = "" if isinstance(item["input"], dict) else f" = {item['input']!r}"
-        if item["type"] == "extra_forbidden":
-            owner = _owner(cls, item["loc"][:-1])
-            yield f"{label}{given}: {unknown('key', str(item['loc'][-1]), owner.model_fields if owner else ())}"
+        context = item.get("ctx", {})
+        if item["type"] == "chosen_table":
+            inner: Chosen = context["problems"]
+            yield from _problems(inner.cls, context["error"], label, inner)
+        elif item["type"] == "unknown_choice":
+            yield context["choice"].unknown_name(label, context["name"])
+        elif item["type"] == "no_effect":
+            for key, value in flat({label: context["values"]}).items():
+                yield f"{key} = {value!r}: has no effect with {context['because']}."
+        elif item["type"] == "extra_forbidden":
+            yield f"{label}{given}: {_unknown_key(cls, item['loc'], where, chosen)}"
         elif item["type"] == "model_type":
             owner = _owner(cls, item["loc"])
-            yield f"{label}{given}: is a table; set a key of it: {', '.join(owner.model_fields if owner else ())}."
+            keys = ", ".join(owner.model_fields if owner else ())
+            yield f"{label}{given}: is a table; set a key of it: {keys}."
         elif item["type"] == "tuple_type":
             yield f"{label}{given}: should be a list."
         elif item["type"] == "missing":
@@ -105,8 +335,22 @@ def _problems(cls: type[BaseModel], error: ValidationError, where: str) -> Itera
             yield about + message + ("" if message.endswith((".", "?")) else ".")
 
 
+def _unknown_key(cls: type[BaseModel], loc: tuple[int | str, ...], where: str, chosen: Chosen | None) -> str:
+    """Return the message about a key that its table does not have with the choice that was made."""
+    key = str(loc[-1])
+    if chosen is not None and len(loc) == 1:
+        names = [repr(name) for name in chosen.choice.names_with(key)]
+        if names:
+            *others, last = names
+            all_names = f"{', '.join(others)} and {last}" if others else last
+            choice = f"{where}.{chosen.choice.key} = {chosen.name!r}"
+            return f"has no effect with {choice}; it is for {all_names}."
+    owner = _owner(cls, loc[:-1])
+    return unknown("key", key, owner.model_fields if owner else ())
+
+
 def _owner(cls: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel] | None:
-    """Follow a key path from `cls` to the settings class at its end. List indices are skipped."""
+    """Follow a key path from `cls` to the class of the table at its end, without list indices."""
     owner: type[BaseModel] | None = cls
     for step in path:
         if isinstance(step, int):
@@ -126,7 +370,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a nested table to one with dotted names."""
+    """Return a nested table as one with dotted names."""
     result: dict[str, Any] = {}
     for name, value in table.items():
         if isinstance(value, Mapping):

@@ -118,7 +118,7 @@ def test_divergence_is_that_of_the_clients_of_the_next_round(run: Path) -> None:
 @pytest.mark.parametrize("rule", ["leading", "random"])
 def test_divergence_of_parts_in_width_is_over_the_holders_of_every_channel(tmp_path: Path, rule: str) -> None:
     width = ("model.sizes=['mlp2']", "split.name=width", "split.rates=[1,0.5]", f"split.channels={rule}")
-    path = small_run(tmp_path / "width", "method.name=fedavg", "method.inco.preset=off", *width)
+    path = small_run(tmp_path / "width", "method.name=fedavg", "method.inco.variant=off", *width)
     rows = ANALYSES["divergence"]([path]).rows
     assert {row[2] for row in rows} == {WHOLE, "layers.0", "layers.1", "head"}
     assert all(0 < row[3] < 10 for row in rows)
@@ -126,7 +126,7 @@ def test_divergence_of_parts_in_width_is_over_the_holders_of_every_channel(tmp_p
 
 def test_variance_is_that_of_the_gradients_of_the_clients_own_examples(tmp_path: Path) -> None:
     """With one size for all clients, compared with autograd on all examples of a client at once."""
-    same = ("model.sizes=['mlp2']", "split.name=homogeneous", "method.name=fedavg", "method.inco.preset=off")
+    same = ("model.sizes=['mlp2']", "split.name=homogeneous", "method.name=fedavg", "method.inco.variant=off")
     path = small_run(tmp_path / "same", *same)
     rows = ANALYSES["variance"]([path]).rows
     with open_run(path) as (federation, servers):

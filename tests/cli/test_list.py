@@ -12,10 +12,10 @@ import pytest
 from motley.analysis import ANALYSES
 from motley.cli.list import Kind, by_name
 from motley.config import load_config, presets
+from motley.config.paper_names import PREFIXES, STEMS
 from motley.core.registry import Registry
 from motley.data import DATASETS, PARTITIONS
 from motley.methods import METHODS
-from motley.methods.names import PREFIXES, STEMS
 from motley.models import MODELS
 from motley.reference import sections
 from motley.settings import flat
@@ -66,7 +66,7 @@ def test_names_of_methods_are_listed_with_what_they_stand_for(motley: Command) -
     _, _, names = motley("list", "methods").out.partition("Names for a method")
     rows = {line.split("  ")[0]: " ".join(line.split()) for line in names.splitlines()}
     assert {f"{prefix}*" for prefix in PREFIXES} | {f"*{stem}" for stem in STEMS} <= rows.keys()
-    assert "split.name = depth, method.inco.preset = official" in rows["InCo*"]
+    assert "split.name = depth, method.inco.variant = official" in rows["InCo*"]
     assert "method.inco.normalize = false, method.inco.optimize = false" in rows["InCo* w/o N & O"]
     assert "server.optimizer.name = yogi FedYogi, HeteroYogi or InCoYogi" in rows["*Yogi"]
 

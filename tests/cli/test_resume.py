@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from motley.config import read_resolved
 from tests.cli.conftest import Command, overrides
@@ -78,3 +80,21 @@ def test_settings_that_were_edited_are_named(motley: Command, tmp_path: Path) ->
 def test_an_undisturbed_run_gets_no_warning(motley: Command, tmp_path: Path, extended: bool) -> None:
     start(motley, tmp_path / "run", "training.rounds=1")
     assert motley("resume", "run", *(["--rounds", 2] if extended else [])).err == ""
+
+
+def test_a_run_with_the_names_of_an_earlier_version_is_resumed(motley: Command, tmp_path: Path) -> None:
+    """Its configuration and its checkpoints have old names, and settings that have no effect."""
+    start(motley, tmp_path / "run", "training.rounds=1")
+    config = tmp_path / "run" / "config.toml"
+    values = tomllib.loads(config.read_text())
+    values["server"]["average"] = values["server"].pop("ema_decay")
+    values["method"]["inco"] = {"preset": "off", "epsilon": 1e-7}
+    values["model"]["vit"] = {"patch": 16}
+    config.write_text(tomli_w.dumps(values))
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    metadata = json.loads((checkpoint / "server.json").read_text())
+    (checkpoint / "server.json").write_text(json.dumps({**metadata, "config": values}))
+    answer = motley("resume", "run", "--rounds", 2)
+    assert (answer.code, answer.err) == (0, "") and "round 2 of 2" in answer.out
+    assert "ema_decay" in config.read_text() and "average" not in tomllib.loads(config.read_text())["server"]
+    assert motley("show", "run").code == 0

@@ -13,7 +13,7 @@ from motley.config import load_config
 from motley.core.errors import MotleyError
 from motley.data.dataset import Examples
 from motley.data.device import DRAWS, DeviceData
-from motley.data.transforms import PRESETS, TransformSettings
+from motley.data.transforms import VARIANTS, TransformSettings
 
 CPU = torch.device("cpu")
 LARGEST = 1 - 2**-24
@@ -153,8 +153,8 @@ TRANSFORMS: dict[str, dict[str, Any]] = {
     "crop, then larger": {"crop_padding": 2, "resize": 13},
     "resized crop": {**NORMAL, "resize": 14, "resized_crop": True},
     "resized crop to fewer pixels": {"resize": 7, "resized_crop": True, "flip": True, "cutout": 2},
-    "all of the inco preset": {**PRESETS["inco"]["cifar10"]},
-    "all of the inco-vit preset": {**PRESETS["inco-vit"]["cifar10"], "resize": 20},
+    "all of the inco variant": {**VARIANTS["inco"]["cifar10"]},
+    "all of the inco-vit variant": {**VARIANTS["inco-vit"]["cifar10"], "resize": 20},
 }
 
 
@@ -197,7 +197,7 @@ def test_batches_have_their_channels_last_in_memory(name: str, channels: int) ->
         assert images.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("name", ["nothing", "all of the inco preset", "resized crop"])
+@pytest.mark.parametrize("name", ["nothing", "all of the inco variant", "resized crop"])
 def test_labels_and_images_follow_the_rows_asked_for(name: str) -> None:
     given, transform, rows = examples(), TransformSettings(**TRANSFORMS[name]), [5, 0, 5, 11]
     data = DeviceData(given, transform, CPU, augment=True)
@@ -212,7 +212,7 @@ def test_labels_and_images_follow_the_rows_asked_for(name: str) -> None:
 
 def test_each_image_has_its_own_draws() -> None:
     given, table = examples(), draws()
-    data = DeviceData(given, TransformSettings(**TRANSFORMS["all of the inco preset"]), CPU, augment=True)
+    data = DeviceData(given, TransformSettings(**TRANSFORMS["all of the inco variant"]), CPU, augment=True)
     whole, _ = data.batch(torch.arange(12), table)
     for row in range(12):
         alone, _ = data.batch(torch.tensor([row]), table[row : row + 1])
@@ -222,7 +222,7 @@ def test_each_image_has_its_own_draws() -> None:
 def test_the_examples_are_left_as_they_were() -> None:
     given = examples()
     before = given.images.copy()
-    batch(given, TransformSettings(**TRANSFORMS["all of the inco preset"]), draws())
+    batch(given, TransformSettings(**TRANSFORMS["all of the inco variant"]), draws())
     assert np.array_equal(given.images, before)
 
 
@@ -359,9 +359,9 @@ def test_normalisation_for_another_number_of_channels_is_refused() -> None:
         DeviceData(examples(channels=1), transform, CPU, augment=True)
 
 
-@pytest.mark.parametrize("name", [name for name, by_data in PRESETS.items() if "cifar10" in by_data])
+@pytest.mark.parametrize("name", [name for name, by_data in VARIANTS.items() if "cifar10" in by_data])
 def test_the_papers_transforms_fit_their_data(name: str) -> None:
-    transform = load_config(overrides=["data.name=cifar10", f"data.transform.preset={name}"]).data.transform
+    transform = load_config(overrides=["data.name=cifar10", f"data.transform.variant={name}"]).data.transform
     data = DeviceData(examples(2, 32, 32), transform, CPU, augment=True)
     for table in (None, draws(2)):
         assert tuple(data.batch(torch.arange(2), table)[0].shape[1:]) == tuple(data.shape)

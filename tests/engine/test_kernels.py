@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from motley.client.fused import apply_kernels
-from motley.client.training import OptimizerSettings, reset
+from motley.client.training import AdamSettings, OptimizerSettings, SGDSettings, reset
 from motley.client.weights import Weights, working_type
 from motley.engine.device import numerics
 from motley.kernels import AVAILABLE
@@ -129,10 +129,10 @@ def test_the_first_convolution_equals_torchs(shape: tuple[int, ...], dtype: torc
 @pytest.mark.parametrize(
     "settings",
     [
-        OptimizerSettings(name="adam", lr=1e-2, weight_decay=0.1),
-        OptimizerSettings(name="adamw", lr=1e-2, weight_decay=0.1),
-        OptimizerSettings(name="sgd", lr=1e-2),
-        OptimizerSettings(name="sgd", lr=1e-2, momentum=0.9, weight_decay=0.1),
+        AdamSettings(name="adam", lr=1e-2, weight_decay=0.1),
+        AdamSettings(name="adamw", lr=1e-2, weight_decay=0.1),
+        SGDSettings(lr=1e-2),
+        SGDSettings(lr=1e-2, momentum=0.9, weight_decay=0.1),
     ],
     ids=["adam", "adamw", "sgd", "momentum"],
 )
@@ -192,7 +192,7 @@ def test_fused_optimizers_equal_torchs(
 
 
 @pytest.mark.parametrize("gathered", [False, True], ids=["raw_gradients", "gathered"])
-@pytest.mark.parametrize("settings", [OptimizerSettings(lr=1e-2), OptimizerSettings(name="sgd", lr=1e-2, momentum=0.9)])
+@pytest.mark.parametrize("settings", [AdamSettings(lr=1e-2), SGDSettings(lr=1e-2, momentum=0.9)])
 def test_optimizers_leave_out_the_steps_that_torchs_leave_out(settings: OptimizerSettings, gathered: bool) -> None:
     """With gradients that are not finite in one tensor or another, once and again."""
     torch.manual_seed(0)
@@ -327,13 +327,22 @@ def test_a_model_with_kernels_is_the_same_function_under_the_same_names(name: st
     for training in (True, False):
         with torch.set_grad_enabled(training):
             wanted, given = exact.train(training)(images.double()), fused.train(training)(images)
+            torchs = plain.train(training)(images)
         torch.testing.assert_close(given.double(), wanted, rtol=1e-3, atol=1e-3)
         if training:
-            wanted.square().mean().backward()
-            given.square().mean().backward()
-    for (label, mine), theirs in zip(fused.named_parameters(), exact.parameters(), strict=True):
-        assert mine.grad is not None and theirs.grad is not None
-        assert float((mine.grad.double() - theirs.grad).norm() / theirs.grad.norm()) < 1e-2, label
+            for logits in (wanted, given, torchs):
+                logits.square().mean().backward()
+    exact_gradients = dict(exact.named_parameters())
+    torchs_gradients = dict(plain.named_parameters())
+    for label, parameter in fused.named_parameters():
+        exact_gradient = exact_gradients[label].grad
+
+        def error(gradient: torch.Tensor, exact_gradient: torch.Tensor = exact_gradient) -> float:
+            return float((gradient.double() - exact_gradient).norm() / exact_gradient.norm())
+
+        # Behind fifty layers even torch's own gradients in single precision are off by some percent.
+        allowed = max(1e-2, 3 * error(torchs_gradients[label].grad))
+        assert error(parameter.grad) < allowed, label
     for mine, theirs in zip(fused.buffers(), exact.buffers(), strict=True):
         torch.testing.assert_close(mine.double(), theirs.double(), rtol=1e-4, atol=1e-4)
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from motley.client.training import OptimizerSettings, reset
+from motley.client.training import AdamSettings, OptimizerSettings, SGDSettings, reset
 
 SETTINGS = {
-    "adam": OptimizerSettings(name="adam", lr=0.01, betas=(0.8, 0.95)),
-    "adam with decay": OptimizerSettings(name="adam", weight_decay=0.1),
-    "adamw": OptimizerSettings(name="adamw", weight_decay=0.1),
-    "sgd": OptimizerSettings(name="sgd", lr=0.1),
-    "sgd with decay": OptimizerSettings(name="sgd", weight_decay=0.1),
-    "sgd with momentum": OptimizerSettings(name="sgd", momentum=0.9, weight_decay=0.01),
+    "adam": AdamSettings(name="adam", lr=0.01, betas=(0.8, 0.95)),
+    "adam with decay": AdamSettings(name="adam", weight_decay=0.1),
+    "adamw": AdamSettings(name="adamw", weight_decay=0.1),
+    "sgd": SGDSettings(lr=0.1),
+    "sgd with decay": SGDSettings(weight_decay=0.1),
+    "sgd with momentum": SGDSettings(momentum=0.9, weight_decay=0.01),
 }
 
 
@@ -66,7 +66,7 @@ def test_steps_are_those_of_torch(settings: OptimizerSettings) -> None:
 
 def test_parameters_of_several_types_are_left_to_torch() -> None:
     parameters = [torch.zeros(2, requires_grad=True), torch.zeros(2, dtype=torch.float64, requires_grad=True)]
-    optimizer = OptimizerSettings().build(parameters, torch.device("cpu"))
+    optimizer = AdamSettings().build(parameters, torch.device("cpu"))
     assert isinstance(optimizer, torch.optim.Adam)
 
 

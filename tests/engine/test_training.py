@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motley.client.training import OptimizerSettings, Plan, TrainingSettings, make_plan
+from motley.client.training import AdamSettings, Plan, SGDSettings, TrainingSettings, make_plan
 from motley.core.errors import MotleyError
 from motley.data.device import DRAWS
 from motley.data.partition import Partition
@@ -212,14 +212,13 @@ def test_one_example_more_or_less(engine: str, norm: str, steps: dict[int, int])
 
 
 def test_the_learning_rate_of_a_round() -> None:
-    training = TrainingSettings(lr_decay=0.5, optimizer=OptimizerSettings(lr=0.8))
+    training = TrainingSettings(lr_decay=0.5, optimizer=AdamSettings(lr=0.8))
     assert [training.lr(number) for number in (1, 2, 4)] == [0.8, 0.4, 0.1]
     assert TrainingSettings().lr(500) == TrainingSettings().optimizer.lr
 
 
-def test_momentum_is_for_sgd() -> None:
-    with pytest.raises(ValueError, match="momentum"):
-        OptimizerSettings(name="adam", momentum=0.9)
+def test_a_parameter_costs_an_optimizer_as_many_tensors_as_it_keeps() -> None:
+    assert [AdamSettings().moments, SGDSettings().moments, SGDSettings(momentum=0.9).moments] == [2, 0, 1]
 
 
 def test_the_learning_rate_drops_after_the_rounds_named() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from motley.client.training import OptimizerSettings
+from motley.client.training import AdamSettings, OptimizerSettings, SGDSettings
 from motley.client.weights import TYPES, LossScale, Weights
 from motley.core.errors import MotleyError
 from motley.core.part import State
@@ -82,7 +82,7 @@ def test_batch_norms_stay_in_single_precision() -> None:
     assert weights.masters["1.weight"] is model[1].weight
 
 
-@pytest.mark.parametrize("settings", [OptimizerSettings(), OptimizerSettings(name="sgd", lr=1e-3, momentum=0.9)])
+@pytest.mark.parametrize("settings", [AdamSettings(), SGDSettings(lr=1e-3, momentum=0.9)])
 def test_steps_whose_gradients_do_not_fit_are_left_out_until_they_do(settings: OptimizerSettings) -> None:
     """A gradient of 100 fits under a scale of 512: three steps are left out, and the fourth is the first of fp32."""
     model, plain = nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)

@@ -42,7 +42,7 @@ def local(folder: Path, *overrides: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "moon", "heterofl"])
 def test_nodes_end_where_slots_end(grid: Grid, tmp_path: Path, method: str) -> None:
-    settings = (f"method.name={method}", "method.inco.preset=official", "server.ema_decay=0.5")
+    settings = (f"method.name={method}", "method.inco.variant=official", "server.ema_decay=0.5")
     _, server = serve(grid, three_nodes(*settings), tmp_path / "run")
     assert (fingerprint(server.state), fingerprint(server.method_state)) == local(tmp_path / "local", *settings)
     assert not any("refused" in line for line in MetricsLog(tmp_path / "run" / "metrics.jsonl").read())
@@ -494,7 +494,7 @@ def test_a_node_that_wants_more_privacy_than_the_run_gives(
 @pytest.mark.parametrize("average", [0.0, 0.5], ids=["raw", "ema"])
 def test_recalibrated_nodes_end_where_slots_end(grid: Grid, tmp_path: Path, average: float) -> None:
     settings = (
-        "server.statistics=recalibrate",
+        "server.statistics.name=recalibrate",
         f"server.ema_decay={average}",
         "training.steps=2",
         "method.name=scaffold",
@@ -510,7 +510,7 @@ def test_statistics_that_cannot_be_are_refused(grid: Grid, tmp_path: Path) -> No
     grid.misdeeds_with = "train.collect"
     lie = {"bn1.count": torch.ones(4, dtype=torch.float64)}
     grid.misdeeds[999] = lambda sent, reply: [answered(reply, payload=lie)]
-    settings = ("training.rounds=1", "training.steps=2", "server.statistics=recalibrate")
+    settings = ("training.rounds=1", "training.steps=2", "server.statistics.name=recalibrate")
     _, server = serve(grid, three_nodes(*settings), tmp_path / "run")
     (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
     assert list(line["refused"]) == ["1"]
@@ -518,7 +518,7 @@ def test_statistics_that_cannot_be_are_refused(grid: Grid, tmp_path: Path) -> No
     assert sorted(server.client_state_rounds) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("settings", ["server.statistics=recalibrate", "method.name=heterofl"])
+@pytest.mark.parametrize("settings", ["server.statistics.name=recalibrate", "method.name=heterofl"])
 def test_a_node_that_fails_in_a_collection_is_reported(grid: Grid, tmp_path: Path, settings: str) -> None:
     grid.misdeeds_with = "train.collect"
     grid.misdeeds[999] = lambda sent, reply: [Message(Error(0, "training 0123abcd"), reply_to=sent)]
@@ -540,7 +540,7 @@ def test_a_node_reports_statistics_only_if_the_run_recalibrates(grid: Grid, tmp_
     grid.before = ask_for_statistics
     serve(grid, three_nodes("training.rounds=1", "training.steps=2", "method.name=heterofl"), tmp_path / "run")
     log = (max(grid.nodes.values()).parent / "node.log").read_text()
-    assert "the job asks for BatchNorm statistics; the run has server.statistics = 'averaged'." in log
+    assert "the job asks for BatchNorm statistics; the run has server.statistics.name = 'averaged'." in log
 
 
 def test_a_guarded_node_answers_no_collection(grid: Grid, tmp_path: Path) -> None:

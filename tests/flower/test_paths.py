@@ -16,7 +16,7 @@ pytest.importorskip("flwr")
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from motley.config import PATH_SETTINGS, Config
+from motley.config import Config, path_settings
 from motley.core.errors import MotleyError
 from motley.data import PARTITIONS
 from motley.federation import Federation
@@ -35,16 +35,18 @@ NAMES = {
     "preset",
     "data.name",
     "data.partition.name",
-    "data.transform.preset",
+    "data.transform.variant",
     "model.sizes",
     "split.name",
+    "training.optimizer.name",
+    "server.optimizer.name",
     "federation.sizes",
     "method.name",
     "method.cut",
     "method.teacher",
     "engine.device",
 }
-"""Settings of free text that name no file. A new one belongs here, or in config.PATH_SETTINGS if it names a file."""
+"""Settings of free text that name no file. A new one belongs here, or has the type FilePath if it names a file."""
 
 
 def free_texts(settings: type[BaseModel], where: str = "") -> Iterator[str]:
@@ -68,7 +70,7 @@ def plain_types(annotation: Any) -> Iterator[type]:
 
 
 def test_every_setting_that_could_name_a_file_is_sorted_into_paths_and_names() -> None:
-    """A new setting that names a file must be in config.PATH_SETTINGS, or else nodes would take it from a server."""
+    """A new setting that names a file must have the type FilePath, or else nodes would take it from a server."""
     found = set(free_texts(Config))
     for entry in METHODS:
         found |= set(free_texts(entry.item.Settings, "method."))
@@ -76,7 +78,7 @@ def test_every_setting_that_could_name_a_file_is_sorted_into_paths_and_names() -
         found |= set(free_texts(entry.item.Settings, "split."))
     for entry in PARTITIONS:
         found |= set(free_texts(entry.item, "data.partition."))
-    paths = {".".join(path) for path in PATH_SETTINGS}
+    paths = {".".join(path) for path in path_settings()}
     assert found == paths | NAMES
 
 
@@ -234,7 +236,7 @@ def test_a_file_in_the_way_is_a_traceback_for_the_node_and_a_word_for_the_server
 
 
 TEXT = three_nodes().to_toml()
-GUARDED = three_nodes("server.statistics=recalibrate", "privacy.clip=1").to_toml()
+GUARDED = three_nodes("server.statistics.name=recalibrate", "privacy.clip=1").to_toml()
 JOB = {"config": TEXT, "shape": SHAPE, "round": 1, "client": 0, "size": "resnet10"}
 JOB |= {"client_state_round": -1, "forget": 0}
 

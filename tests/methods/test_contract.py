@@ -27,7 +27,7 @@ SPLITS = {
     "grouped": ("split.name=grouped",),
     "depth": ("split.name=depth",),
 }
-INCO = {"plain": (), "inco": ("method.inco.preset=official",)}
+INCO = {"plain": (), "inco": ("method.inco.variant=official",)}
 ON_FEDIMPRO = ("fedimpro-prox", "fedimpro-scaffold", "fedimpro-nova", "fedimpro-dyn")
 """Two methods at once, each of which is tested over every split."""
 SERVERS = {
@@ -42,7 +42,7 @@ SERVERS = {
     "fedin-exact": ("method.name=fedin", "method.combine=exact", "method.samples=2", "method.noise=0.5"),
     "fedin-separate": ("method.name=fedin", "method.step=separate", "method.noise=0.5", "method.noise_on=upload"),
     "fedin-projection": ("method.name=fedin", "method.projection=8", "method.running=local"),
-    "fedimpro-official": ("method.name=fedimpro", "method.preset=official", "method.ramp=2", "method.noise=0.01"),
+    "fedimpro-official": ("method.name=fedimpro", "method.variant=official", "method.ramp=2", "method.noise=0.01"),
     "fedimpro-separate": ("method.name=fedimpro", "method.normalization=separate", "method.merge=counts"),
     **{name: (f"method.name={name}",) for name in ON_FEDIMPRO},
     "scaffold-weights": ("method.name=scaffold", "method.initial=weights", "training.max_grad_norm=1"),

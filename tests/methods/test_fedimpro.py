@@ -123,7 +123,7 @@ def test_equation_6_by_hand() -> None:
 
 
 def test_without_momentum_statistics_are_the_last_batchs_and_deviations_are_capped() -> None:
-    federation, learner = first_learner(*MLP, "model.mlp.hidden=1", "method.preset=official")
+    federation, learner = first_learner(*MLP, "model.mlp.hidden=1", "method.variant=official")
     observe(federation, learner, [[1.0], [3.0]], [2, 2])
     observe(federation, learner, [[5.0], [5.04]], [2, 2])
     assert float(learner.scratch[SCRATCH]["mean"][2]) == pytest.approx(5.02)
@@ -332,21 +332,20 @@ def test_a_loss_by_hand() -> None:
     images, labels = learner.first_inputs(4), torch.tensor([1, 1, 4, 0])
     model: Any = learner.model
     real = nn.functional.cross_entropy(model(images), labels)
-    drawn = nn.functional.cross_entropy(
-        model.head(chain_of(model)[1].run(learner.broadcast[f"{OWN}mean"][labels])), labels
-    )
+    logits = run(chain_of(model)[1:], learner.broadcast[f"{OWN}mean"][labels])
+    drawn = nn.functional.cross_entropy(logits, labels)
     learner.inputs, learner.targets = images, labels
     loss = federation.method.client.loss(learner)
     assert loss.item() == pytest.approx((real.item() + 0.5 * drawn.item()) / 1.5, rel=1e-5)
 
 
 def test_the_weight_grows_with_the_epochs_as_released() -> None:
-    official = FedImproSettings(preset="official")
+    official = FedImproSettings(variant="official")
     assert [official.weight_at(epoch) for epoch in (0, 250, 500, 1000)] == [0, 0.5, 1, 2]
-    capped = FedImproSettings(preset="official", weight_max=1.0)
+    capped = FedImproSettings(variant="official", weight_max=1.0)
     assert [capped.weight_at(epoch) for epoch in (250, 1000)] == [0.5, 1]
     assert FedImproSettings(weight=0.3).weight_at(700) == 0.3
-    federation = federation_of(*MLP, "method.preset=official", "training.epochs=5")
+    federation = federation_of(*MLP, "method.variant=official", "training.epochs=5")
     learner = seated(federation, federation.job(federation.initial_state(), 51, 0))
     assert float(learner.scratch[SCRATCH]["weight"]) == pytest.approx(50 * 5 / 500)
 
@@ -401,12 +400,12 @@ def test_presets_fix_every_difference_and_a_field_can_differ_from_them(tmp_path:
     assert isinstance(official, FedImproSettings)
     assert (official.beta_m, official.beta_g, official.spread, official.deviation_max) == (0, 0, "deviation", 0.1)
     assert (official.labels, official.source, official.ramp, official.weight_max) == ("balanced", "own", 500, "off")
-    paper = load_config(preset="fedimpro-cifar10", overrides=["method.preset=paper"]).method
+    paper = load_config(preset="fedimpro-cifar10", overrides=["method.variant=paper"]).method
     assert paper == FedImproSettings()
     assert (paper.labels, paper.source, paper.ramp, paper.spread) == ("batch", "received", 0, "variance")
     saved = written(tmp_path, load_config(preset="fedimpro-cifar10", overrides=["method.ratio=2"]).to_toml())
-    assert read_resolved(saved).method == FedImproSettings(preset="official", ratio=2)
-    assert load_config(saved, overrides=["method.preset=paper"]).method == FedImproSettings()
-    again = load_config(saved, overrides=["method.preset=official", "method.cut=layer1"]).method
-    assert again == FedImproSettings(preset="official", ratio=2, cut="layer1")
+    assert read_resolved(saved).method == FedImproSettings(variant="official", ratio=2)
+    assert load_config(saved, overrides=["method.variant=paper"]).method == FedImproSettings()
+    again = load_config(saved, overrides=["method.variant=official", "method.cut=layer1"]).method
+    assert again == FedImproSettings(variant="official", ratio=2, cut="layer1")
     assert "method.deviation_max = -1" in refused("method.name=fedimpro", "method.deviation_max=-1")

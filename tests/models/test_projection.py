@@ -21,7 +21,7 @@ SIZES = ["resnet10", "resnet50", "vit1", "mlp2", "cnn"]
 def build(size: str) -> torch.nn.Module:
     torch.manual_seed(0)
     architecture = MODELS[size]
-    return architecture.make(getattr(ModelSettings(), architecture.family), IMAGE, 10)
+    return architecture.make(getattr(ModelSettings(sizes=(size,)), architecture.family), IMAGE, 10)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -17,7 +17,6 @@ from motley.models.spec import Stage, classifiers_of, spec_of
 from motley.models.stages import chain_of, features, owned, run, shape_behind
 
 IMAGE = ImageShape(3, 32, 32)
-SETTINGS = ModelSettings.model_validate({"resnet": {"width": 1 / 16}, "vit": {"patch": 8, "dim": 12, "heads": 2}})
 CHAINS = {
     "resnet10": ["stem", "layer1", "layer2", "layer3", "layer4", "pool", "head"],
     "resnet50": ["stem", "layer1", "layer2", "layer3", "layer4", "pool", "head"],
@@ -28,6 +27,13 @@ CHAINS = {
     "vgg9": ["block1", "block2", "block3", "hidden", "head"],
     "vgg11": ["block1", "block2", "block3", "block4", "block5", "hidden", "head"],
 }
+SETTINGS = ModelSettings.model_validate(
+    {
+        "sizes": list(CHAINS),
+        "resnet": {"width": 1 / 16},
+        "vit": {"patch": 8, "dim": 12, "heads": 2},
+    }
+)
 
 
 def build(size: str) -> Any:

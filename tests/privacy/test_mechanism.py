@@ -176,7 +176,9 @@ def test_settings_that_contradict_each_other() -> None:
         "server.weighting = 'samples': with privacy.clip"
     )
     assert refused("privacy.clip=1", "federation.sampler=fedml").startswith(
-        "federation.sampler = 'fedml': privacy.clip = 1 counts on nobody knowing"
+        "federation.sampler = 'fedml': the guarantee of privacy.clip = 1 assumes"
     )
-    assert refused("privacy.clip=1", "uplink.dtype=fp16").startswith("uplink.dtype = 'fp16': what privacy.clip = 1")
+    assert refused("privacy.clip=1", "uplink.dtype=fp16").startswith(
+        "uplink.dtype = 'fp16': the cost of privacy.clip = 1"
+    )
     assert "privacy.delta = 1" in refused("privacy.delta=1")

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from motley.core.errors import MotleyError
-from motley.methods.inco_settings import IncoSettings
+from motley.methods.inco_settings import INCO, IncoOff, IncoSettings
 from motley.models import CrossLayer
 from motley.server.inco import Coefficients, inco
 from motley.settings import validate
 
 PAIR = [CrossLayer("shallow", "deep")]
-PLAIN = {"preset": "official", "theta_max": "off", "element_max": "off", "epsilon": 1e-30}
+PLAIN = {"variant": "official", "theta_max": "off", "element_max": "off", "epsilon": 1e-30}
 """The released code's formula without its guards, so that hand arithmetic is exact."""
 
 
@@ -102,7 +102,7 @@ def test_every_combination_equals_the_scalar_reference(shape):
     """A large epsilon, so that each of its three places shows."""
     g_0, g_k = random(*shape, seed=1), random(*shape, seed=2)
     for chosen in EVERY:
-        s = IncoSettings(preset="official", epsilon=0.01, **chosen)
+        s = IncoSettings(variant="official", epsilon=0.01, **chosen)
         changed, coefficients = inco({"shallow": g_0, "deep": g_k}, PAIR, s)
         expected, means = reference(g_0, g_k, s)
         assert changed["deep"].dtype == torch.float32
@@ -115,7 +115,7 @@ def test_every_combination_equals_the_scalar_reference(shape):
 def test_each_setting_changes_the_result(key):
     """So that the comparison above can tell the combinations apart."""
     g_0, g_k = random(4, 3, 3, 3, seed=1), random(4, 3, 3, 3, seed=2)
-    base = {"preset": "official", "sign": "minus", "epsilon": 0.01, "theta_max": "off", "element_max": "off"}
+    base = {"variant": "official", "sign": "minus", "epsilon": 0.01, "theta_max": "off", "element_max": "off"}
     results = [refine(g_0, g_k, **{**base, key: value})[0] for value in CHOICES[key]]
     for one, other in itertools.combinations(results, 2):
         assert (one - other).abs().max() > 1e-3
@@ -184,7 +184,7 @@ def test_official_guards_by_hand():
     """
     g_0 = torch.tensor([0.01, 0.0003]).reshape(1, 2, 1, 1)
     g_k = torch.tensor([0.2, -0.0003]).reshape(1, 2, 1, 1)
-    got, coefficients = refine(g_0, g_k, preset="official")
+    got, coefficients = refine(g_0, g_k, variant="official")
     torch.testing.assert_close(got.flatten(), torch.tensor([0.1, (-10 / 19) * 0.0003**2 / 0.0003001]))
     assert coefficients.theta.item() == pytest.approx((5 + 9 / 19) / 2)
     assert coefficients.alpha.item() == pytest.approx((1e-4 + 9e-8) / 2)
@@ -194,9 +194,9 @@ def test_official_guards_by_hand():
 
 def test_kernel_granularity_is_tensor_granularity_of_each_kernel():
     g_0, g_k = random(3, 2, 3, 3, seed=5), random(3, 2, 3, 3, seed=6)
-    got, _ = refine(g_0, g_k, preset="official")
+    got, _ = refine(g_0, g_k, variant="official")
     for o, i in itertools.product(range(3), range(2)):
-        alone, _ = refine(g_0[o, i], g_k[o, i], preset="official", granularity="tensor")
+        alone, _ = refine(g_0[o, i], g_k[o, i], variant="official", granularity="tensor")
         torch.testing.assert_close(got[o, i], alone)
 
 
@@ -214,15 +214,6 @@ def test_single_entry_kernels_reduce_to_the_scalar_form():
 # Promises.
 
 
-@pytest.mark.parametrize("options", [{}, {"sign": "minus", "granularity": "tensor", "theta_max": "off"}])
-def test_off_is_the_identity(options):
-    change = {"shallow": random(2, 2, 3, 3), "deep": random(2, 2, 3, 3, seed=1)}
-    off = IncoSettings(preset="off", **options)
-    changed, coefficients = inco(change, PAIR, off)
-    assert not off.active and coefficients == {}
-    assert changed is not change and all(changed[name] is change[name] for name in change)
-
-
 def test_zero_theta_keeps_the_direction_of_the_deep_layer():
     """Orthogonal gradients, and any pair with theta clamped to next to nothing."""
     g_0, g_k = torch.tensor([1.0, 0.0, 2.0]), torch.tensor([0.0, -3.0, 0.0])
@@ -235,19 +226,19 @@ def test_zero_theta_keeps_the_direction_of_the_deep_layer():
     assert not torch.allclose(got, g_k)
 
 
-@pytest.mark.parametrize("preset", ["official", "paper"])
+@pytest.mark.parametrize("variant", ["official", "paper"])
 @pytest.mark.parametrize("shape", [*SHAPES, ()], ids=str)
-def test_zero_gradients_give_zero_terms(preset, shape):
+def test_zero_gradients_give_zero_terms(variant, shape):
     """A zero source halves the target under normalisation, (g_k/|g_k|) |g_k|/2; a zero target stays zero: beta = 0."""
     zero, g = torch.zeros(shape), random(*shape, seed=2, scale=0.02)
     for products in ("raw", "normalized"):
-        got, coefficients = refine(zero, g, preset=preset, products=products)
+        got, coefficients = refine(zero, g, variant=variant, products=products)
         torch.testing.assert_close(got, g / 2, rtol=1e-4, atol=1e-7)
         assert coefficients.theta == coefficients.alpha == coefficients.beta == 0
         for options in ({}, {"normalize": False}):
-            assert not refine(g, zero, preset=preset, products=products, **options)[0].any()
-            assert not refine(zero, zero, preset=preset, products=products, **options)[0].any()
-        assert same_bits(refine(zero, g, preset=preset, products=products, normalize=False)[0], g)
+            assert not refine(g, zero, variant=variant, products=products, **options)[0].any()
+            assert not refine(zero, zero, variant=variant, products=products, **options)[0].any()
+        assert same_bits(refine(zero, g, variant=variant, products=products, normalize=False)[0], g)
 
 
 def test_without_optimisation_a_zero_target_takes_half_the_source():
@@ -258,14 +249,14 @@ def test_without_optimisation_a_zero_target_takes_half_the_source():
 def test_pairs_with_a_missing_layer_are_skipped():
     change = {"a": random(3, seed=1), "b": random(3, seed=2)}
     pairs = [CrossLayer("a", "gone"), CrossLayer("gone", "b"), CrossLayer("gone", "gone too")]
-    changed, coefficients = inco(change, pairs, IncoSettings(preset="official"))
+    changed, coefficients = inco(change, pairs, IncoSettings(variant="official"))
     assert changed == change and coefficients == {}
 
 
 def test_only_targets_change_and_inputs_are_never_modified():
     change = {"stem": random(2, seed=0), "shallow": random(2, 2, 3, 3, seed=1), "deep": random(2, 2, 3, 3, seed=2)}
     before = {name: tensor.clone() for name, tensor in change.items()}
-    changed, coefficients = inco(change, PAIR, IncoSettings(preset="official"))
+    changed, coefficients = inco(change, PAIR, IncoSettings(variant="official"))
     assert list(changed) == list(change) and set(coefficients) == {"deep"}
     assert changed["stem"] is change["stem"] and changed["shallow"] is change["shallow"]
     assert not torch.equal(changed["deep"], before["deep"])
@@ -276,7 +267,7 @@ def test_sources_are_the_unmodified_changes_in_any_order():
     """Every layer is both a source and a target: each sees the others as they were merged."""
     change = {name: random(2, 2, 3, 3, seed=seed) for seed, name in enumerate("abc")}
     pairs = [CrossLayer("a", "b"), CrossLayer("b", "c"), CrossLayer("c", "a")]
-    s = IncoSettings(preset="official")
+    s = IncoSettings(variant="official")
     alone = {pair.target: inco(change, [pair], s)[0][pair.target] for pair in pairs}
     for order in itertools.permutations(pairs):
         changed, _ = inco(change, order, s)
@@ -298,9 +289,9 @@ def test_uncovered_kernels_keep_their_change_and_do_not_count(granularity, whole
     if whole == "deep":
         rows = 3
         del covered["deep"]
-    s = IncoSettings(preset="official", granularity=granularity)
+    s = IncoSettings(variant="official", granularity=granularity)
     changed, coefficients = inco({"shallow": g_0, "deep": g_k}, PAIR, s, covered)
-    corner, expected = refine(g_0[:rows, :columns], g_k[:rows, :columns], preset="official", granularity=granularity)
+    corner, expected = refine(g_0[:rows, :columns], g_k[:rows, :columns], variant="official", granularity=granularity)
     torch.testing.assert_close(changed["deep"][:rows, :columns], corner, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(torch.stack(coefficients["deep"]), torch.stack(expected))
     outside = torch.ones(4, 4, 3, 3, dtype=torch.bool)
@@ -324,17 +315,17 @@ def test_a_partly_covered_kernel_is_left_alone():
     g_0, g_k = random(1, 2, 3, 3, seed=1), random(1, 2, 3, 3, seed=2)
     mask = torch.ones(1, 2, 3, 3, dtype=torch.bool)
     mask[0, 0, 2, 2] = False
-    s = IncoSettings(preset="official")
+    s = IncoSettings(variant="official")
     changed, _ = inco({"shallow": g_0, "deep": g_k}, PAIR, s, {"deep": mask})
     assert same_bits(changed["deep"][0, 0], g_k[0, 0])
-    assert same_bits(changed["deep"][0, 1], refine(g_0, g_k, preset="official")[0][0, 1])
+    assert same_bits(changed["deep"][0, 1], refine(g_0, g_k, variant="official")[0][0, 1])
 
 
 @pytest.mark.parametrize("granularity", ["kernel", "tensor"])
 def test_nothing_covered_changes_nothing(granularity):
     g_0, g_k = random(2, 2, 3, 3, seed=1), random(2, 2, 3, 3, seed=2)
     mask = torch.zeros(2, 2, 3, 3, dtype=torch.bool)
-    s = IncoSettings(preset="official", granularity=granularity)
+    s = IncoSettings(variant="official", granularity=granularity)
     changed, coefficients = inco({"shallow": g_0, "deep": g_k}, PAIR, s, {"shallow": mask})
     assert same_bits(changed["deep"], g_k)
     assert not torch.stack(coefficients["deep"]).any()
@@ -346,7 +337,7 @@ def test_no_value_is_ever_read_on_the_host(masked):
     change = {name: torch.empty(4, 4, 3, 3, device="meta") for name in ("shallow", "deep")}
     covered = {"deep": torch.empty(4, 4, 3, 3, dtype=torch.bool, device="meta")} if masked else None
     for chosen in EVERY:
-        changed, coefficients = inco(change, PAIR, IncoSettings(preset="official", **chosen), covered)
+        changed, coefficients = inco(change, PAIR, IncoSettings(variant="official", **chosen), covered)
         assert changed["deep"].device.type == "meta" and changed["deep"].dtype == torch.float32
         assert all(c.device.type == "meta" and c.shape == () for c in coefficients["deep"])
 
@@ -362,7 +353,7 @@ any_float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 @settings(max_examples=300, deadline=None)
 def test_finite_gradients_never_give_nan(values, chosen, epsilon):
     g_0, g_k = torch.tensor(values).reshape(2, 1, 1, -1, 1)
-    got, coefficients = refine(g_0, g_k, **{"preset": "official", **chosen, "epsilon": epsilon})
+    got, coefficients = refine(g_0, g_k, **{"variant": "official", **chosen, "epsilon": epsilon})
     assert not got.isnan().any() and not torch.stack(coefficients).isnan().any()
 
 
@@ -389,8 +380,8 @@ def test_the_theorem_solves_its_problem(values):
 
 
 def test_official_is_what_the_released_code_does():
-    assert IncoSettings(preset="official").model_dump() == {
-        "preset": "official",
+    assert IncoSettings(variant="official").model_dump() == {
+        "variant": "official",
         "granularity": "kernel",
         "sign": "plus",
         "products": "raw",
@@ -403,8 +394,8 @@ def test_official_is_what_the_released_code_does():
 
 
 def test_paper_is_algorithm_1():
-    assert IncoSettings(preset="paper").model_dump() == {
-        "preset": "paper",
+    assert IncoSettings(variant="paper").model_dump() == {
+        "variant": "paper",
         "granularity": "tensor",
         "sign": "minus",
         "products": "raw",
@@ -416,15 +407,15 @@ def test_paper_is_algorithm_1():
     }
 
 
-def test_default_is_off_and_presets_are_active():
-    assert IncoSettings().preset == "off" and not IncoSettings().active
-    assert IncoSettings(preset="paper").active and IncoSettings(preset="official").active
+def test_default_is_off_and_variants_are_active():
+    assert INCO.validate({}) == IncoOff() and not IncoOff().active
+    assert IncoSettings(variant="paper").active and IncoSettings(variant="official").active
 
 
-def test_a_given_field_overrides_its_preset_and_nothing_else():
-    changed = IncoSettings(preset="paper", theta_max=2, granularity="kernel").model_dump()
-    assert changed == {**IncoSettings(preset="paper").model_dump(), "theta_max": 2.0, "granularity": "kernel"}
-    assert IncoSettings(preset="official", theta_max="off").theta_max == "off"
+def test_a_given_field_overrides_its_variant_and_nothing_else():
+    changed = IncoSettings(variant="paper", theta_max=2, granularity="kernel").model_dump()
+    assert changed == {**IncoSettings(variant="paper").model_dump(), "theta_max": 2.0, "granularity": "kernel"}
+    assert IncoSettings(variant="official", theta_max="off").theta_max == "off"
 
 
 def to_toml(values: dict) -> str:
@@ -434,10 +425,10 @@ def to_toml(values: dict) -> str:
     )
 
 
-@pytest.mark.parametrize("preset", ["off", "paper", "official"])
+@pytest.mark.parametrize("variant", ["paper", "official"])
 @pytest.mark.parametrize("override", [{}, {"theta_max": "off"}, {"element_max": 0.5, "sign": "theorem"}])
-def test_resolved_settings_round_trip_through_toml(preset, override):
-    resolved = IncoSettings(preset=preset, **override)
+def test_resolved_settings_round_trip_through_toml(variant, override):
+    resolved = IncoSettings(variant=variant, **override)
     dumped = resolved.model_dump()
     assert None not in dumped.values()
     assert IncoSettings(**tomllib.loads(to_toml(dumped))) == resolved
@@ -446,9 +437,9 @@ def test_resolved_settings_round_trip_through_toml(preset, override):
 @pytest.mark.parametrize(
     ("values", "parts"),
     [
-        ({"preset": "oficial"}, ["inco.preset", "'oficial'", "'official'"]),
-        ({"preset": ["paper"]}, ["inco.preset"]),
-        ({"preset": "paper", "sign": "+"}, ["inco.sign", "'+'", "'theorem'"]),
+        ({"variant": "oficial"}, ["inco.variant", "'oficial'", "'official'"]),
+        ({"variant": ["paper"]}, ["inco.variant"]),
+        ({"variant": "paper", "sign": "+"}, ["inco.sign", "'+'", "'theorem'"]),
         ({"theta_max": 0}, ["inco.theta_max = 0", "above 0", '"off"']),
         ({"element_max": "none"}, ["inco.element_max = 'none'", "above 0", '"off"']),
         ({"theta_max": float("nan")}, ["inco.theta_max"]),

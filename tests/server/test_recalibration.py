@@ -24,7 +24,7 @@ from motley.server.validation import moments_error
 from tests.conftest import tiny_config
 from tests.methods.test_contract import NoValueIsRead
 
-RECALIBRATED = ("server.statistics=recalibrate",)
+RECALIBRATED = ("server.statistics.name=recalibrate",)
 BRIEF = ("training.steps=2", "training.rounds=2", "run.tensorboard=false")
 ROLLING = ("split.name=width", "split.channels=rolling", "split.rates=[1,0.5,0.25]", "model.sizes=['resnet14']")
 WIDTHS = ("split.rates=[1,0.5,0.25]", "model.sizes=['resnet14']")
@@ -149,7 +149,7 @@ def test_the_first_layer_gets_the_statistics_of_all_training_data(statistics: st
         ("server.ema_decay=0",),
         ("server.ema_decay=0.9", "split.normalization_statistics=shared"),
         ("method.name=scaffold",),
-        ("method.name=moon", "server.statistics_clients=round"),
+        ("method.name=moon", "server.statistics.clients=round"),
         ROLLING,
         ("method.name=FjORD", *WIDTHS),
     ],
@@ -193,9 +193,9 @@ def test_a_layer_with_rows_per_width_gets_its_own_row() -> None:
     ("settings", "expected"),
     [
         (("evaluation.every=2",), [2, 4, 5]),
-        (("evaluation.every=2", "server.statistics_every=1"), [1, 2, 3, 4, 5]),
-        (("evaluation.every=1", "server.statistics_every=3"), [3, 5]),
-        (("server.statistics=averaged", "server.statistics_every=1"), []),
+        (("evaluation.every=2", "server.statistics.every=1"), [1, 2, 3, 4, 5]),
+        (("evaluation.every=1", "server.statistics.every=3"), [3, 5]),
+        (("server.statistics.name=averaged",), []),
     ],
 )
 def test_when_statistics_are_recalibrated(settings: tuple[str, ...], expected: list[int]) -> None:
@@ -210,7 +210,7 @@ def test_when_statistics_are_recalibrated(settings: tuple[str, ...], expected: l
 
 
 def test_only_the_rounds_clients_are_asked_if_that_is_set() -> None:
-    federation = Federation(tiny_config(*RECALIBRATED, "server.statistics_clients=round", *BRIEF))
+    federation = Federation(tiny_config(*RECALIBRATED, "server.statistics.clients=round", *BRIEF))
     asked: list[int] = []
     collect = federation.engine.collect
 
@@ -294,7 +294,7 @@ def test_reports_that_are_none() -> None:
     ],
 )
 def test_where_recalibration_is_refused(settings: tuple[str, ...], reason: str) -> None:
-    with pytest.raises(MotleyError, match=r"server.statistics = 'recalibrate': ") as raised:
+    with pytest.raises(MotleyError, match=r"server.statistics.name = 'recalibrate': ") as raised:
         Federation(tiny_config(*RECALIBRATED, *settings))
     assert reason in str(raised.value)
 

@@ -68,7 +68,7 @@ def test_settings_that_only_the_user_can_provide_are_named(shared_data: Path) ->
 def test_an_invalid_setting_is_reported_with_its_line(sweep: Path) -> None:
     sweep.write_text(sweep.read_text().replace('against = "HeteroAvg"', "set.method.mu = 1.0"))
     (reason,) = [reason for reason, names in missing(cells(sweep)).items() if names == ["InCoAvg"]]
-    assert "unknown key 'mu'" in reason
+    assert "method.mu = 1.0: has no effect with method.name = 'fedavg'" in reason
 
 
 def test_cells_that_need_the_same_run_share_it(sweep: Path) -> None:

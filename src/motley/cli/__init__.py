@@ -22,6 +22,11 @@ COMMANDS = (
         "motley.cli.run:run",
     ),
     LazyCommand(
+        "config",
+        "Print all settings of a run, with their documentation and where each value comes from.",
+        "motley.cli.config:config",
+    ),
+    LazyCommand(
         "resume",
         "Continue a run after a crash, Ctrl-C or kill -9, or extend it with --rounds.",
         "motley.cli.resume:resume",

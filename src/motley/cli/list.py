@@ -14,11 +14,11 @@ from rich.text import Text
 
 from motley.analysis import ANALYSES
 from motley.config import presets
+from motley.config.paper_names import ABLATIONS, PREFIXES, STEMS, SYSTEMS, VARIANTS
 from motley.core.errors import MotleyError
 from motley.core.registry import Registry
 from motley.data import DATASETS, PARTITIONS
 from motley.methods import METHODS
-from motley.methods.names import ABLATIONS, PREFIXES, STEMS, SYSTEMS, VARIANTS
 from motley.models import MODELS
 from motley.reference import Setting, markdown, sections
 from motley.runs.overview import find_runs
@@ -215,7 +215,7 @@ def _names() -> Table:
     for name, (summary, settings) in VARIANTS.items():
         table.add_row(
             name,
-            _written({k: v for k, v in settings.items() if k != "method.inco.preset"}),
+            _written({k: v for k, v in settings.items() if k != "method.inco.variant"}),
             summary,
         )
     return table

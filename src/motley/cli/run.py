@@ -29,7 +29,11 @@ def run(
         None, help="The run's folder. Default: the next free name in runs/."
     ),
 ) -> None:
-    """Train a federation from one TOML file, a preset, or the defaults."""
+    """Train a federation from one TOML file, a preset, or the defaults.
+
+    `motley config` with the same file, preset and overrides prints all settings that the run would
+    have, with their documentation. `motley list settings` prints all settings that exist.
+    """
     overrides = [*set_, f"engine.name={engine}"] if engine else set_
     config = load_config(file, preset=preset, overrides=overrides)
     name = config.preset or f"{config.data.name}-{config.method.name}"

@@ -181,7 +181,7 @@ def as_plain(folder: RunFolder, *, with_fingerprint: bool = True) -> dict[str, A
         "run": str(folder.path),
         "data": config.data.name,
         "method": config.method.name,
-        "inco": inco.preset if inco.active else None,
+        "inco": inco.variant if inco.active else None,
         "split": config.split.name,
         "preset": config.preset or None,
         "seed": config.seed,

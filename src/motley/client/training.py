@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, SerializeAsAny
 from torch import Tensor
 
 from motley.client.optimizers import CpuAdam, CpuSGD, Optimizer
@@ -15,32 +15,32 @@ from motley.client.weights import LossScale, Weights
 from motley.core.part import by_type
 from motley.core.randomness import generator
 from motley.data.device import DRAWS
-from motley.settings import Settings
+from motley.settings import Choice, Settings
 
 Momentum: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSettings(Settings):
-    """The clients' optimiser. Its state starts anew in every round."""
+    """The clients' optimizer. Its state starts anew in every round."""
 
-    name: Literal["adam", "adamw", "sgd"] = "adam"
-    """The clients' optimiser."""
+    lasting = ()
+
+    name: str = "adam"
+    """The clients' optimizer."""
     lr: float = Field(default=1e-3, gt=0)
     """Learning rate of the clients in round 1; see training.lr_decay and training.lr_milestones."""
-    momentum: Momentum = 0.0
-    """Momentum (sgd)."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Weight decay: decoupled with adamw, part of the gradient with adam and sgd."""
-    betas: tuple[Momentum, Momentum] = (0.9, 0.999)
-    """Decay rates of the two moments (adam, adamw)."""
 
-    @model_validator(mode="after")
-    def _momentum_is_for_sgd(self) -> OptimizerSettings:
-        if self.momentum and self.name != "sgd":
-            raise ValueError(
-                f"momentum = {self.momentum} is for optimizer.name = 'sgd', not {self.name!r}"
-            )
-        return self
+    @property
+    def moments(self) -> int:
+        """How many tensors of its size the optimizer keeps for each parameter."""
+        raise NotImplementedError
+
+    @property
+    def sgd_momentum(self) -> float | None:
+        """The momentum of SGD; None for other optimizers."""
+        return None
 
     def build(
         self,
@@ -59,39 +59,101 @@ class OptimizerSettings(Settings):
         cuda = device.type == "cuda"
         lr: Any = torch.tensor(self.lr, device=device) if cuda else self.lr
         if fused:
-            from motley.kernels.optimizers import FusedAdam, FusedSGD
-
-            if self.name == "sgd":
-                return FusedSGD(
-                    list(parameters), lr, self.momentum, self.weight_decay, weights, scale
-                )
-            decoupled = self.name == "adamw"
-            return FusedAdam(
-                list(parameters),
-                lr,
-                self.betas,
-                self.weight_decay,
-                weights,
-                scale,
-                decoupled=decoupled,
-            )
+            return self._build_fused(list(parameters), lr, weights, scale)
         parameters = list(parameters)
         one_type = len({parameter.dtype for parameter in parameters}) == 1
         if device.type == "cpu" and one_type and scale is None:
-            if self.name == "sgd":
-                return CpuSGD(parameters, self.lr, self.momentum, self.weight_decay)
-            decoupled = self.name == "adamw"
-            return CpuAdam(parameters, self.lr, self.betas, self.weight_decay, decoupled=decoupled)
-        optimizer: torch.optim.Optimizer
-        shared = {"lr": lr, "weight_decay": self.weight_decay, "fused": True}
-        if self.name == "sgd":
-            optimizer = torch.optim.SGD(parameters, momentum=self.momentum, **shared)
-        else:
-            kind = torch.optim.Adam if self.name == "adam" else torch.optim.AdamW
-            optimizer = kind(parameters, betas=self.betas, capturable=cuda, **shared)
+            return self._build_for_cpu(parameters)
+        optimizer = self._build_of_torch(parameters, lr, cuda)
         if scale is not None:
             scale.guard(optimizer)
         return optimizer
+
+    def _build_of_torch(
+        self, parameters: list[Tensor], lr: Any, cuda: bool
+    ) -> torch.optim.Optimizer:
+        raise NotImplementedError
+
+    def _build_for_cpu(self, parameters: list[Tensor]) -> Optimizer:
+        raise NotImplementedError
+
+    def _build_fused(
+        self, parameters: list[Tensor], lr: Any, weights: Weights | None, scale: LossScale | None
+    ) -> torch.optim.Optimizer:
+        raise NotImplementedError
+
+
+class SGDSettings(OptimizerSettings):
+    """Stochastic gradient descent."""
+
+    name: Literal["sgd"] = "sgd"
+    momentum: Momentum = 0.0
+    """Momentum."""
+
+    @property
+    def sgd_momentum(self) -> float | None:
+        """The momentum of SGD."""
+        return self.momentum
+
+    @property
+    def moments(self) -> int:
+        """One with momentum, none without."""
+        return int(self.momentum > 0)
+
+    def _build_for_cpu(self, parameters: list[Tensor]) -> Optimizer:
+        return CpuSGD(parameters, self.lr, self.momentum, self.weight_decay)
+
+    def _build_of_torch(
+        self, parameters: list[Tensor], lr: Any, cuda: bool
+    ) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            parameters, lr, self.momentum, weight_decay=self.weight_decay, fused=True
+        )
+
+    def _build_fused(
+        self, parameters: list[Tensor], lr: Any, weights: Weights | None, scale: LossScale | None
+    ) -> torch.optim.Optimizer:
+        from motley.kernels.optimizers import FusedSGD
+
+        return FusedSGD(parameters, lr, self.momentum, self.weight_decay, weights, scale)
+
+
+class AdamSettings(OptimizerSettings):
+    """Adam and AdamW."""
+
+    name: Literal["adam", "adamw"] = "adam"
+    betas: tuple[Momentum, Momentum] = (0.9, 0.999)
+    """Decay rates of the two moments."""
+
+    @property
+    def moments(self) -> int:
+        """The first and the second moment."""
+        return 2
+
+    def _build_for_cpu(self, parameters: list[Tensor]) -> Optimizer:
+        decoupled = self.name == "adamw"
+        return CpuAdam(parameters, self.lr, self.betas, self.weight_decay, decoupled=decoupled)
+
+    def _build_of_torch(
+        self, parameters: list[Tensor], lr: Any, cuda: bool
+    ) -> torch.optim.Optimizer:
+        cls = torch.optim.Adam if self.name == "adam" else torch.optim.AdamW
+        return cls(
+            parameters, lr, self.betas, weight_decay=self.weight_decay, capturable=cuda, fused=True
+        )
+
+    def _build_fused(
+        self, parameters: list[Tensor], lr: Any, weights: Weights | None, scale: LossScale | None
+    ) -> torch.optim.Optimizer:
+        from motley.kernels.optimizers import FusedAdam
+
+        decoupled = self.name == "adamw"
+        return FusedAdam(
+            parameters, lr, self.betas, self.weight_decay, weights, scale, decoupled=decoupled
+        )
+
+
+OPTIMIZERS = Choice("adam", {"adam": AdamSettings, "adamw": AdamSettings, "sgd": SGDSettings})
 
 
 class TrainingSettings(Settings):
@@ -115,7 +177,7 @@ class TrainingSettings(Settings):
     """Rounds after which the learning rate is multiplied by `lr_gamma`."""
     lr_gamma: float = Field(default=0.1, gt=0, le=1)
     """Factor on the learning rate after each round of `lr_milestones`."""
-    optimizer: OptimizerSettings = OptimizerSettings()
+    optimizer: Annotated[SerializeAsAny[OptimizerSettings], OPTIMIZERS] = AdamSettings()
 
     def lr(self, round_number: int) -> float:
         """Return the learning rate of a round (the first is 1)."""

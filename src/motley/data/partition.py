@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -23,7 +23,7 @@ from pydantic import Field
 from motley.core.errors import MotleyError
 from motley.core.randomness import generator
 from motley.core.registry import Registry
-from motley.settings import Settings
+from motley.settings import NamesFile, Settings
 
 #: How often a Dirichlet partition is drawn again when a client has too few samples.
 TRIES = 50
@@ -81,7 +81,9 @@ class Partition:
 class PartitionSettings(Settings):
     """The partition of a labelled data set among the clients."""
 
-    name: str
+    lasting = ()
+
+    name: str = "dirichlet"
     """How samples are distributed to clients (`motley list partitions`)."""
 
     @abstractmethod
@@ -331,7 +333,7 @@ class FromFile(PartitionSettings):
     """
 
     name: Literal["file"] = "file"
-    path: Path
+    path: Annotated[Path, NamesFile()]
     """The .json or .npz file with one list of sample indices per client."""
     allow_shared: bool = False
     """Allow two clients to hold the same sample. No client may hold a sample twice."""

@@ -3,50 +3,47 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import SerializeAsAny, field_validator, model_validator
+from pydantic import SerializeAsAny, model_validator
 
 from motley.data.dataset import DATASETS
 from motley.data.partition import PARTITIONS, PartitionSettings
-from motley.data.transforms import TransformSettings, fill_preset
-from motley.settings import Settings, validate
+from motley.data.transforms import TransformSettings, variants_for
+from motley.settings import FilePath, RegistryChoice, Settings, with_variant
+
+PARTITION = RegistryChoice("dirichlet", PARTITIONS, lambda partition: partition)
 
 
 class DataSettings(Settings):
     """The data set, its transform and its partition among the clients."""
 
+    #: Another data set keeps the transform's variant; it has values of its own for it.
+    lasting = ("root", "partition", "transform.variant")
+
     name: str = "digits"
     """The data set (`motley list datasets`)."""
-    path: str = ""
+    path: FilePath = ""
     """Your own data file, for data.name = "npz". In a TOML file, a relative path starts from that
     file's folder.
     """
-    root: str = ""
+    root: FilePath = ""
     """Folder with the named data sets; empty: $MOTLEY_DATA if it is set, else ~/.cache/motley."""
     transform: TransformSettings = TransformSettings()
-    partition: SerializeAsAny[PartitionSettings]
+    partition: Annotated[SerializeAsAny[PartitionSettings], PARTITION]
 
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults(cls, values: Any) -> Any:
+        """Give the transform the values that its variant has for this data set."""
         if not isinstance(values, dict):
             return values
-        values = {"name": "digits", "partition": {}, **values}
-        name = DATASETS.entry(str(values["name"]), "data.name").name
+        name = DATASETS.entry(str(values.get("name", "digits")), "data.name").name
+        filled = {"partition": {}, **values, "name": name}
         transform = values.get("transform", {})
         if isinstance(transform, dict):
-            values["transform"] = fill_preset(transform, name)
-        return {**values, "name": name}
-
-    @field_validator("partition", mode="before")
-    @classmethod
-    def _chosen_partition(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        values = {"name": "dirichlet", **value}
-        settings = PARTITIONS.entry(str(values["name"]), "data.partition.name").item
-        return validate(settings, values, where="data.partition")
+            filled["transform"] = with_variant(transform, variants_for(name, transform), "plain")
+        return filled
 
     @property
     def root_path(self) -> Path | None:

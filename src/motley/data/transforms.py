@@ -6,6 +6,7 @@ augmented.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -16,9 +17,11 @@ from motley.settings import Settings
 
 
 class TransformSettings(Settings):
-    """Resizing, normalisation and augmentation of images. The preset fills in missing keys."""
+    """Resizing, normalisation and augmentation of images. The variant fills in missing keys."""
 
-    preset: str = "plain"
+    lasting = ()
+
+    variant: str = "plain"
     """plain, or a paper's transform for this data set: inco, inco-vit, fedimpro. The other keys of
     the table override it.
     """
@@ -68,8 +71,8 @@ _CIFAR = {
 _HALF = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}
 _VIT = {"resize": 224, "resized_crop": True, "flip": True, **_HALF}
 
-#: Values by preset and data set.
-PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+#: Variant -> data set -> the values that the variant gives to other keys.
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {"digits": {"resize": 16}},
     "inco": {"cifar10": {**_CIFAR, "cutout": 16}, "fashion-mnist": {"resize": 32}},
     "inco-vit": {"cifar10": _VIT, "fashion-mnist": {"resize": 224}},
@@ -77,16 +80,19 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def fill_preset(given: dict[str, Any], data_name: str) -> dict[str, Any]:
-    """Fill in the keys that the user did not set (`given`) from the preset for this data set."""
-    preset = str(given.get("preset", "plain"))
-    if preset not in PRESETS:
-        raise MotleyError(f"data.transform.preset: {unknown('transform', preset, PRESETS)}")
-    for_data = PRESETS[preset]
-    if preset != "plain" and data_name not in for_data:
+def variants_for(data_name: str, transform: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the values of every variant for a data set.
+
+    A transform whose variant has no values for the data set is an error.
+    """
+    variant = str(transform.get("variant", "plain"))
+    if variant not in VARIANTS:
+        raise MotleyError(f"data.transform.variant: {unknown('transform', variant, VARIANTS)}")
+    data_sets = VARIANTS[variant]
+    if variant != "plain" and data_name not in data_sets:
         raise MotleyError(
-            f"data.transform.preset = {preset!r}: is defined for {', '.join(sorted(for_data))}, "
-            f"not for {data_name!r}. Use data.transform.preset = 'plain', which is "
+            f"data.transform.variant = {variant!r}: is defined for {', '.join(sorted(data_sets))}, "
+            f"not for {data_name!r}. Use data.transform.variant = 'plain', which is "
             "defined for every data set."
         )
-    return {**for_data.get(data_name, {}), **given}
+    return {name: values.get(data_name, {}) for name, values in VARIANTS.items()}

@@ -170,8 +170,8 @@ def collect(node: NodeSettings, request: Request, clients: ClientCache) -> Recor
     if request.config.privacy.active:
         reason = "the job asks for a collection, but runs with [privacy] have none."
         raise NodeError("refused-by-node", reason)
-    if job.collection == "statistics" and request.config.server.statistics != "recalibrate":
-        reason = "the job asks for BatchNorm statistics; the run has server.statistics = 'averaged'."
+    if job.collection == "statistics" and request.config.server.statistics.name != "recalibrate":
+        reason = "the job asks for BatchNorm statistics; the run has server.statistics.name = 'averaged'."
         raise NodeError("refused-by-node", reason)
     collection = client_of(node, request, job.size, clients).collect(job)
     if collection is None:

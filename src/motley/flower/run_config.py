@@ -15,7 +15,7 @@ from typing import Any
 
 import tomli_w
 
-from motley.config import PATH_SETTINGS, Config
+from motley.config import Config, path_settings
 from motley.flower.failures import NodeError, failing_as
 from motley.flower.settings import NodeSettings
 from motley.settings import validate
@@ -61,7 +61,7 @@ def own_partition(node: NodeSettings) -> Values:
 def without_paths(values: Mapping[str, Any]) -> Values:
     """Return the values of a configuration without the settings that name files."""
     kept = copy.deepcopy(dict(values))
-    for *tables, name in PATH_SETTINGS:
+    for *tables, name in path_settings():
         table_in(kept, *tables).pop(name, None)
     return kept
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import SerializeAsAny
 from torch import Tensor
 
 from motley.core.merge import Aggregate, merge
 from motley.core.part import State
 from motley.core.registry import Registry
 from motley.core.update import ClientUpdate
-from motley.methods.inco_settings import IncoSettings
+from motley.methods.inco_settings import INCO, IncoOff
 from motley.methods.info import ClientInfo, FederationInfo
 from motley.methods.step import Step
 from motley.models.stages import chain_of
@@ -35,14 +36,16 @@ class MethodSettings(Settings):
     A method with settings of its own derives its class from this one.
     """
 
+    lasting = ("inco",)
+
     name: str = "fedavg"
     """The method (`motley list methods`). The papers' names, such as InCoProx, are accepted too."""
-    inco: IncoSettings = IncoSettings()
+    inco: Annotated[SerializeAsAny[IncoOff], INCO] = IncoOff()
 
     @property
     def label(self) -> str:
-        """The method's name, and InCo's preset if InCo runs on top of it."""
-        return f"{self.name} + InCo ({self.inco.preset})" if self.inco.active else self.name
+        """The method's name, and InCo's variant if InCo runs on top of it."""
+        return f"{self.name} + InCo ({self.inco.variant})" if self.inco.active else self.name
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,19 @@ of which the low level sees the first term only. It estimates H on its own featu
 (Eq. 6) and sends its estimate with its delta; the server merges the estimates (Eq. 7), and the next
 broadcast brings H.
 
-The released code differs from the paper: each difference is a setting, and `preset` fixes them. The
-paper gives no momenta; those here are ours. Its code starts as both presets do: means between 0 and
-1 at random, deviations of 0.1.
+The released code differs from the paper: each difference is a setting, and `variant` fixes them.
+The paper gives no momenta; those here are ours. Its code starts as both variants do: means between
+0 and 1 at random, deviations of 0.1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from motley.core.part import State
@@ -46,19 +46,6 @@ from motley.methods.step import Step
 from motley.models.stages import Chain, chain_of, run
 from motley.settings import Limit
 
-#: What each preset changes. The defaults of the settings are the paper's.
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {},
-    "official": {
-        "beta_m": 0.0,
-        "beta_g": 0.0,
-        "spread": "deviation",
-        "deviation_max": 0.1,
-        "labels": "balanced",
-        "source": "own",
-        "ramp": 500.0,
-    },
-}
 #: Prefix of the method's own tensors in a broadcast, in a payload and in the server's state.
 OWN = "features/"
 INITIAL_DEVIATION = 0.1
@@ -71,10 +58,24 @@ SCRATCH = "fedimpro"
 class FedImproSettings(MethodSettings):
     """FedImpro's own settings."""
 
+    #: The defaults of the settings are the paper's.
+    variants: ClassVar[dict[str, dict[str, Any]]] = {
+        "paper": {},
+        "official": {
+            "beta_m": 0.0,
+            "beta_g": 0.0,
+            "spread": "deviation",
+            "deviation_max": 0.1,
+            "labels": "balanced",
+            "source": "own",
+            "ramp": 500.0,
+        },
+    }
+
     name: str = "fedimpro"
-    preset: Literal["paper", "official"] = "paper"
+    variant: Literal["paper", "official"] = "paper"
     """The paper's choices, or those of its released code (official). The other keys override the
-    preset.
+    variant's values.
     """
     cut: str = ""
     """The last stage of the low level, for example layer2; empty: the one in the middle, which is
@@ -129,16 +130,6 @@ class FedImproSettings(MethodSettings):
     """Divide the loss by 1 + weight. With weight = ratio it is then the mean over real and drawn
     features (Theorem 4.2).
     """
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_preset(cls, values: Any) -> Any:
-        preset = values.get("preset") if isinstance(values, Mapping) else None
-        return (
-            {**PRESETS[preset], **values}
-            if isinstance(preset, str) and preset in PRESETS
-            else values
-        )
 
     def weight_at(self, epoch: float) -> float:
         """Return the weight of the drawn features' loss after so many epochs."""

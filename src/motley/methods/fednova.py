@@ -55,9 +55,10 @@ class FedNovaClient(FedProxClient):
         payload, client_state = super().finish(step)
         training = self.info.training
         a = float(step.num_steps)
-        if training.optimizer.name == "sgd":
+        momentum = training.optimizer.sgd_momentum
+        if momentum is not None:  # with other optimizers, every step counts alike
             pull = self.settings.mu * training.lr(step.round_number)
-            a = progress(step.num_steps, training.optimizer.momentum, pull)
+            a = progress(step.num_steps, momentum, pull)
         return {**payload, "progress": torch.full((), a, device=step.round.device)}, client_state
 
 

@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import model_validator
-
-from motley.settings import Limit, Positive, Settings
-
-#: What each preset changes. The fields' defaults are what the authors' released code does
-#: ("official"). "paper" is Algorithm 1 to the letter: no clamps, no epsilon (1e-30 only prevents
-#: 0/0), and raw products. Line 8 takes alpha and beta from Theorem 3.1, whose g carry no prime,
-#: although line 7 has just defined the normalized g'. Section 5.4 explains a falling beta by
-#: shrinking gradients, which a cosine would not show. `products = "normalized"` is the reading by
-#: the order of lines 7 and 8; with it line 9 is an exact projection.
-PRESETS: dict[str, dict[str, Any]] = {
-    "off": {},
-    "official": {},
-    "paper": {
-        "granularity": "tensor",
-        "sign": "minus",
-        "theta_max": "off",
-        "element_max": "off",
-        "epsilon": 1e-30,
-    },
-}
+from motley.settings import Choice, Limit, Positive, Settings
 
 
-class IncoSettings(Settings):
-    """InCo Aggregation on top of the method: a preset, and the values that differ from it."""
+class IncoOff(Settings):
+    """InCo Aggregation on top of the method. Only `variant` exists if it is "off"."""
 
-    preset: Literal["off", "paper", "official"] = "off"
+    lasting = ()
+
+    variant: Literal["off", "paper", "official"] = "off"
     """off, or InCo as the paper describes it (paper) or as its authors released it (official). The
-    other keys override the preset, and are ignored with "off".
+    other keys override the variant's values.
     """
+
+    @property
+    def active(self) -> bool:
+        """Whether InCo is on."""
+        return self.variant != "off"
+
+
+class IncoSettings(IncoOff):
+    """A variant of InCo, and the values that differ from it.
+
+    The fields' defaults are what the authors' released code does ("official"). "paper" is Algorithm
+    1 to the letter: no clamps, no epsilon (1e-30 only prevents 0/0), and raw products. Line 8 takes
+    alpha and beta from Theorem 3.1, whose g carry no prime, although line 7 has just defined the
+    normalized g'. Section 5.4 explains a falling beta by shrinking gradients, which a cosine would
+    not show. `products = "normalized"` is the reading by the order of lines 7 and 8; with it line 9
+    is an exact projection.
+    """
+
+    variants: ClassVar[dict[str, dict[str, Any]]] = {
+        "official": {},
+        "paper": {
+            "granularity": "tensor",
+            "sign": "minus",
+            "theta_max": "off",
+            "element_max": "off",
+            "epsilon": 1e-30,
+        },
+    }
+
+    variant: Literal["paper", "official"] = "official"
     granularity: Literal["kernel", "tensor"] = "kernel"
     """kernel: one theta per (out, in) kernel of a 4-D weight, and one per tensor of any other
     weight. tensor: one per tensor throughout.
@@ -58,15 +69,8 @@ class IncoSettings(Settings):
     epsilon: Positive = 1e-7
     """Added to alpha and to both norms before dividing by them."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_preset(cls, values: Any) -> Any:
-        preset = values.get("preset") if isinstance(values, Mapping) else None
-        if isinstance(preset, str) and preset in PRESETS:
-            return {**PRESETS[preset], **values}
-        return values
 
-    @property
-    def active(self) -> bool:
-        """Whether InCo is on."""
-        return self.preset != "off"
+#: Chosen by method.inco.variant.
+INCO = Choice(
+    "off", {"off": IncoOff, "paper": IncoSettings, "official": IncoSettings}, key="variant"
+)

@@ -28,8 +28,8 @@ class Optimizer(Protocol):
         ...
 
     @property
-    def momentum(self) -> float:
-        """Momentum of SGD."""
+    def sgd_momentum(self) -> float | None:
+        """Momentum of SGD; None for other optimizers."""
         ...
 
 

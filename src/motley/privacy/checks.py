@@ -22,7 +22,7 @@ def refuse_leaks(
 ) -> None:
     """Raise an error if the accounting of `accounting.py` would not cover all that clients send.
 
-    `statistics` is the setting `server.statistics`. `dynamic_sizes` says whether clients are given
+    `statistics` is `server.statistics.name`. `dynamic_sizes` says whether clients are given
     a new size in every round.
     """
     if not privacy.active:
@@ -37,9 +37,9 @@ def refuse_leaks(
         )
     if statistics == "recalibrate":
         raise MotleyError(
-            f"server.statistics = 'recalibrate': {setting} protects deltas, and the sums of "
+            f"server.statistics.name = 'recalibrate': {setting} protects deltas, and the sums of "
             "activations that clients would report are neither clipped nor noised. Use "
-            "server.statistics = 'averaged'."
+            "server.statistics.name = 'averaged'."
         )
     buffers = sorted(name for name in split.frame if name not in split.parameters)
     if buffers:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from motley.config import Config
+from motley.config import Config, from_saved
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.files import flush
@@ -152,7 +152,8 @@ def changed_settings(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]
     saved_config = metadata.get("config") if isinstance(metadata, dict) else None
     if not isinstance(saved_config, dict):
         return {}
-    before = flat(saved_config)
+    # Settings that were renamed or added since then have not changed.
+    before = flat(from_saved(saved_config).model_dump(mode="json"))
     now = flat(config.model_dump(mode="json"))
     changes = {}
     for name in sorted({*before, *now}):

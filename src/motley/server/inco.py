@@ -51,8 +51,8 @@ class InCo:
     def __post_init__(self) -> None:
         if not self.pairs:
             raise MotleyError(
-                f"method.inco.preset = {self.settings.preset!r}: the models (model.sizes) have no "
-                "layers of one shape behind each other, so there is nothing to mix."
+                f"method.inco.variant = {self.settings.variant!r}: the models (model.sizes) have "
+                "no layers of one shape behind each other, so there is nothing to mix."
             )
 
     def __call__(
@@ -85,8 +85,6 @@ def inco(
     """
     refined = dict(delta)
     coefficients: dict[str, Coefficients] = {}
-    if not settings.active:
-        return refined, coefficients
     for group in _groups_of_one_shape(delta, pairs, covered or {}):
         # All pairs of one shape are computed together, in a stack: a few kernels instead of a few
         # per pair.

@@ -16,12 +16,12 @@ old momentum. Only parameters are optimized; buffers keep their plain mean.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from motley.core.merge import Aggregate
@@ -29,66 +29,83 @@ from motley.core.part import State
 from motley.core.update import ClientUpdate
 from motley.server.pipeline import StageResult
 from motley.server.state import ServerState
-from motley.settings import Settings
+from motley.settings import Choice, Settings
 
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
 
-#: What each optimizer changes in the fields' defaults: for the adaptive ones, the paper's choice
-#: for CIFAR-10.
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "momentum": {},
-    "adam": {"lr": 0.01},
-    "yogi": {"lr": 0.01},
-    "adagrad": {"lr": 0.1, "beta1": 0.0, "tau": 0.01},
-}
-
 
 class ServerOptimizerSettings(Settings):
-    """The server's optimizer, which takes the averaged delta as its gradient.
-
-    Defaults depend on the optimizer.
+    """The server's optimizer, which takes the averaged delta as its gradient. Without one, the
+    delta is the step.
     """
 
-    name: Literal["none", "momentum", "adam", "yogi", "adagrad"] = "none"
+    lasting = ()
+
+    name: str = "none"
     """The server's optimizer. momentum is FedAvgM; adam, yogi and adagrad are FedAdam, FedYogi and
     FedAdagrad.
     """
+
+
+class MomentumSettings(ServerOptimizerSettings):
+    """FedAvgM."""
+
+    name: Literal["momentum"] = "momentum"
     lr: float = Field(default=1.0, gt=0)
-    """Learning rate of the server's optimizer. Its default depends on the optimizer, as those of
-    beta1 and tau do.
-    """
+    """Learning rate of the server's optimizer."""
+    beta1: Decay = 0.9
+    """Momentum."""
+    nesterov: bool = False
+    """Nesterov momentum, as in Hsu et al."""
+
+
+class AdaptiveSettings(ServerOptimizerSettings):
+    """The adaptive optimizers. Defaults are the paper's choices for CIFAR-10."""
+
+    lr: float = Field(default=0.01, gt=0)
+    """Learning rate of the server's optimizer."""
     beta1: Decay = 0.9
     """Decay of the first moment."""
-    beta2: Decay = 0.99
-    """Decay of the second moment (adam, yogi)."""
     tau: float = Field(default=1e-3, gt=0)
-    """Added to the square root of the second moment (adam, yogi, adagrad)."""
+    """Added to the square root of the second moment."""
     initial: Literal["tau-squared", "zero"] = "tau-squared"
     """Initial value of the second moment: tau squared, as in the paper, or zero, as in many
     implementations.
     """
-    nesterov: bool = False
-    """Nesterov momentum (momentum only), as in Hsu et al."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_name(cls, values: Any) -> Any:
-        name = values.get("name") if isinstance(values, Mapping) else None
-        return (
-            {**OPTIMIZERS[name], **values}
-            if isinstance(name, str) and name in OPTIMIZERS
-            else values
-        )
 
-    @model_validator(mode="after")
-    def _nesterov_is_for_momentum(self) -> ServerOptimizerSettings:
-        if self.nesterov and self.name != "momentum":
-            raise ValueError(
-                f"nesterov = true is for optimizer.name = 'momentum', not {self.name!r}"
-            )
-        return self
+class AdagradSettings(AdaptiveSettings):
+    """FedAdagrad."""
+
+    name: Literal["adagrad"] = "adagrad"
+    lr: float = Field(default=0.1, gt=0)
+    """Learning rate of the server's optimizer."""
+    beta1: Decay = 0.0
+    """Decay of the first moment."""
+    tau: float = Field(default=0.01, gt=0)
+    """Added to the square root of the second moment."""
+
+
+class AdamSettings(AdaptiveSettings):
+    """FedAdam, and FedYogi, which has the same settings."""
+
+    name: Literal["adam", "yogi"] = "adam"
+    beta2: Decay = 0.99
+    """Decay of the second moment."""
+
+
+#: Chosen by server.optimizer.name.
+SERVER_OPTIMIZERS = Choice(
+    "none",
+    {
+        "none": ServerOptimizerSettings,
+        "momentum": MomentumSettings,
+        "adam": AdamSettings,
+        "yogi": AdamSettings,
+        "adagrad": AdagradSettings,
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -124,8 +141,11 @@ def optimize(
     gradients = [aggregate.delta[name] for name in names]
     orders = ("first",) if settings.name == "momentum" else ("first", "second")
     before = {order: _moments(moments, order, names, gradients, settings) for order in orders}
-    rule = _momentum if settings.name == "momentum" else _adaptive
-    steps, after = rule(gradients, before, settings)
+    if isinstance(settings, MomentumSettings):
+        steps, after = _momentum(gradients, before, settings)
+    else:
+        assert isinstance(settings, AdaptiveSettings)
+        steps, after = _adaptive(gradients, before, settings)
     new_moments = dict(moments)
     for order, tensors in after.items():
         for name, new, old in zip(names, tensors, before[order], strict=True):
@@ -145,7 +165,9 @@ def _moments(
     settings: ServerOptimizerSettings,
 ) -> list[Tensor]:
     """Return the moments of names. Names that nobody has held so far get initial ones."""
-    initial = settings.tau**2 if order == "second" and settings.initial == "tau-squared" else 0.0
+    initial = 0.0
+    if order == "second" and isinstance(settings, AdaptiveSettings):
+        initial = settings.tau**2 if settings.initial == "tau-squared" else 0.0
     tensors = []
     for name, tensor in zip(names, like, strict=True):
         moment = moments.get(f"{order}/{name}")
@@ -154,7 +176,7 @@ def _moments(
 
 
 def _momentum(
-    gradients: list[Tensor], moments: dict[str, list[Tensor]], settings: ServerOptimizerSettings
+    gradients: list[Tensor], moments: dict[str, list[Tensor]], settings: MomentumSettings
 ) -> tuple[Tensors, dict[str, Tensors]]:
     first = torch._foreach_add(torch._foreach_mul(moments["first"], settings.beta1), gradients)
     ahead = (
@@ -164,7 +186,7 @@ def _momentum(
 
 
 def _adaptive(
-    gradients: list[Tensor], moments: dict[str, list[Tensor]], settings: ServerOptimizerSettings
+    gradients: list[Tensor], moments: dict[str, list[Tensor]], settings: AdaptiveSettings
 ) -> tuple[Tensors, dict[str, Tensors]]:
     first = torch._foreach_mul(moments["first"], settings.beta1)
     torch._foreach_add_(first, gradients, alpha=1 - settings.beta1)
@@ -176,9 +198,9 @@ def _adaptive(
     return steps, {"first": first, "second": second}
 
 
-def _second(second: list[Tensor], squares: Tensors, settings: ServerOptimizerSettings) -> Tensors:
+def _second(second: list[Tensor], squares: Tensors, settings: AdaptiveSettings) -> Tensors:
     """Return the second moment after a round."""
-    if settings.name == "adagrad":
+    if not isinstance(settings, AdamSettings):
         return torch._foreach_add(second, squares)
     if settings.name == "yogi":
         signs = torch._foreach_sign(torch._foreach_sub(second, squares))

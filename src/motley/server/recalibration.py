@@ -1,9 +1,10 @@
 """Recalibrated BatchNorm statistics: those of the evaluated model on all clients' data.
 
 A round averages the running statistics of a few clients, whose labels are skewed and whose weights
-are not those of the merged model. Recalibration (`server.statistics = "recalibrate"`) replaces the
-result. Every client gets its part of the model that will be evaluated, passes its examples through
-it once, without augmentation and in single precision, and reports per BatchNorm layer and channel
+are not those of the merged model. Recalibration (`server.statistics.name = "recalibrate"`) replaces
+the result. Every client gets its part of the model that will be evaluated, passes its examples
+through it once, without augmentation and in single precision, and reports per BatchNorm layer and
+channel
 
     n = number of the layer's inputs,    s = sum of the inputs,    q = sum of their squares.
 

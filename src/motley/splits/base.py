@@ -31,6 +31,8 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 class SplitSettings(Settings):
     """How the sizes share the global state."""
 
+    lasting = ("normalization_statistics",)
+
     name: str = "depth"
     """How sizes share the global state (`motley list splits`)."""
     normalization_statistics: Literal["shared", "per-size", "batch"] = "shared"

@@ -10,13 +10,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from motley.config import Config, Table, resolve
+from motley.config import Config, resolve
+from motley.config.paper_names import NAMES
 from motley.core.errors import MotleyError, unknown
 from motley.data import DATASETS, load_dataset
 from motley.data.dataset import data_root
 from motley.data.settings import DataSettings
 from motley.methods import METHODS
-from motley.methods.names import NAMES
+from motley.settings import Table
 from motley.studies.declaration import FILE_READER, Case, DataColumn, MethodRow, PaperNumber, Study
 from motley.studies.measures import Measure, whole_model
 

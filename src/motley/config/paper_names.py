@@ -1,10 +1,9 @@
-"""The papers' names for a method together with a way to aggregate: InCoProx is FedProx by layers, with InCo.
+"""The papers' names for methods: InCoProx is FedProx over layers that sizes share, with InCo.
 
-And their names for a method together with a way to split a model: HeteroFL, FedRolex.
-
-Such a name is accepted wherever a method is named, and stands for plain settings: those are what a run saves. A lower
-layer of the configuration (a preset under a file, a file under overrides) gives way to them; beside an explicit other
-choice in the same layer the name is refused.
+Such a name stands for plain settings: a method with a split, with or without InCo, or with a server
+optimizer. It is accepted wherever a method is named, and a run saves the plain settings. The
+settings win over lower layers of the configuration, and are rejected beside other values of the
+same keys in the same layer.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from motley.core.errors import MotleyError, unknown
-from motley.methods.base import METHODS
+from motley.methods import METHODS
 from motley.splits import SPLITS
 
 Table = Mapping[str, Any]
@@ -21,28 +20,28 @@ Table = Mapping[str, Any]
 PREFIXES: dict[str, tuple[str, dict[str, Any]]] = {
     "Fed": (
         "nothing shared between sizes: the baselines of InCo's preprint",
-        {"split.name": "grouped", "method.inco.preset": "off"},
+        {"split.name": "grouped", "method.inco.variant": "off"},
     ),
     "Hetero": (
         "layer by layer over all sizes: the baselines of the InCo paper",
-        {"split.name": "depth", "method.inco.preset": "off"},
+        {"split.name": "depth", "method.inco.variant": "off"},
     ),
     "InCo": (
-        'layer by layer, with InCo; method.inco.preset = "paper" may be set beside it',
+        'layer by layer, with InCo; method.inco.variant = "paper" may be set beside it',
         {
             "split.name": "depth",
-            "method.inco.preset": "official",
+            "method.inco.variant": "official",
             "method.inco.normalize": True,
             "method.inco.optimize": True,
         },
     ),
 }
+#: InCo's own ablations: a name that begins with InCo, a space, and one of these.
 ABLATIONS: dict[str, dict[str, Any]] = {
     "w/o N": {"method.inco.normalize": False},
     "w/o O": {"method.inco.optimize": False},
     "w/o N & O": {"method.inco.normalize": False, "method.inco.optimize": False},
 }
-"""InCo's own ablations: a name that begins with InCo, a space, and one of these."""
 STEMS: dict[str, dict[str, Any]] = {
     "Avg": {"method.name": "fedavg"},
     "Prox": {"method.name": "fedprox"},
@@ -56,6 +55,7 @@ STEMS: dict[str, dict[str, Any]] = {
     "Yogi": {"method.name": "fedavg", "server.optimizer.name": "yogi"},
     "Adagrad": {"method.name": "fedavg", "server.optimizer.name": "adagrad"},
 }
+#: A method with its split; InCo is free.
 SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "HeteroFL": (
         "leading channels by rate",
@@ -103,51 +103,65 @@ SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
         {"method.name": "inclusivefl", "split.name": "inclusive"},
     ),
 }
-"""A method with its split; InCo is free."""
 
 _FEDIN = {
     "method.name": "fedin",
     "split.name": "depth",
-    "method.inco.preset": "off",
+    "method.inco.variant": "off",
     "method.mu": 0.1,
     "method.samples": 1,
     "method.combine": "simplified",
     "method.noise": 0.0,
 }
+#: Names of single methods and their variants, by the papers that have them.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "FedIN": ("layer by layer over all sizes, as in the FedIN paper", _FEDIN),
     "FedIN (+Noise)": ("its version with noise on features", {**_FEDIN, "method.noise": 0.8}),
     "FedIN w/o IN": ("its ablation without features", {**_FEDIN, "method.samples": 0}),
     "FedIN w/o Prox": ("its ablation without the proximal term", {**_FEDIN, "method.mu": 0.0}),
-    "FedImpro": ("over whatever split is set", {"method.name": "fedimpro", "method.inco.preset": "off"}),
-    "FedIN w/o Opt": ("its ablation that adds both gradients up", {**_FEDIN, "method.combine": "sum"}),
+    "FedImpro": (
+        "over whatever split is set",
+        {"method.name": "fedimpro", "method.inco.variant": "off"},
+    ),
+    "FedIN w/o Opt": (
+        "its ablation that adds both gradients up",
+        {**_FEDIN, "method.combine": "sum"},
+    ),
 }
-"""Names of single methods and their variants, by the papers that have them."""
 
+#: Name -> the settings it stands for.
 NAMES: dict[str, dict[str, Any]] = {
     **{name: meaning for name, (_, meaning) in VARIANTS.items()},
     **{name: settings for name, (_, settings) in SYSTEMS.items()},
-    **{prefix + stem: {**how, **what} for prefix, (_, how) in PREFIXES.items() for stem, what in STEMS.items()},
+    **{
+        prefix + stem: {**how, **what}
+        for prefix, (_, how) in PREFIXES.items()
+        for stem, what in STEMS.items()
+    },
     **{
         f"InCo{stem} {without}": {**PREFIXES["InCo"][1], **off, **what}
         for stem, what in STEMS.items()
         for without, off in ABLATIONS.items()
     },
 }
-"""Name -> the settings it stands for."""
 
 
 def spelled_out(values: Table, below: Table) -> Table:
-    """Return a layer of a configuration with a name of `NAMES` replaced by its settings; `below` are lower layers."""
+    """Replace a paper's name of a method in a layer by the settings that it stands for.
+
+    `below` has the values of all lower layers.
+    """
     name = _get(values, "method.name")
     if not isinstance(name, str) or name in METHODS:
         return values
     if name not in NAMES:
-        raise MotleyError("method.name: " + unknown("method", name, (entry.name for entry in METHODS), also=NAMES))
+        raise MotleyError(
+            "method.name: " + unknown("method", name, (entry.name for entry in METHODS), also=NAMES)
+        )
     meaning = dict(NAMES[name])
-    under = _get(below, "method.inco.preset")
-    if meaning.get("method.inco.preset", "off") != "off" and under not in (None, "off"):
-        meaning["method.inco.preset"] = under
+    under = _get(below, "method.inco.variant")
+    if meaning.get("method.inco.variant", "off") != "off" and under not in (None, "off"):
+        meaning["method.inco.variant"] = under
     values = _with(values, "method.name", meaning.pop("method.name"))
     for key, value in meaning.items():
         given = _get(values, key)
@@ -155,16 +169,18 @@ def spelled_out(values: Table, below: Table) -> Table:
             values = _with(values, key, value)
         elif not _agree(key, given, value):
             raise MotleyError(
-                f"{key} = {given!r}: method.name = {name!r} stands for {key} = {value!r}. Leave {key} out, or set "
-                f"method.name = {NAMES[name]['method.name']!r}, which leaves it free."
+                f"{key} = {given!r}: method.name = {name!r} stands for {key} = {value!r}. "
+                f"Leave {key} out, or set method.name = {NAMES[name]['method.name']!r}, which "
+                "leaves it free."
             )
     return values
 
 
 def _agree(key: str, given: Any, meant: Any) -> bool:
     if key == "split.name":
-        return given not in SPLITS or SPLITS.entry(given).name == meant  # what is no split is refused later
-    if key == "method.inco.preset":
+        # An unknown split is rejected later, with the allowed names.
+        return given not in SPLITS or SPLITS.entry(given).name == meant
+    if key == "method.inco.variant":
         return (given == "off") == (meant == "off")
     return bool(given == meant)
 
@@ -176,7 +192,10 @@ def _get(values: Any, key: str) -> Any:
 
 
 def _with(values: Any, key: str, value: Any) -> Table:
-    """Return a table with one more key; what stands in the place of a table stays, and is refused later."""
+    """Return a table with one more key.
+
+    A value where a table should be stays as it is, and is rejected later.
+    """
     step, _, rest = key.partition(".")
     if not isinstance(values, Mapping):
         return values

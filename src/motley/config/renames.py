@@ -1,7 +1,8 @@
 """Settings that had another name in an earlier version.
 
-A configuration that a user writes is rejected with the new name. A configuration that was saved with a run is read as
-if it had been written with the new names, so that old runs can still be resumed and shown.
+A configuration that a user writes is rejected with the new name. A configuration that was saved
+with a run is read as if it had been written with the new names, so that old runs can still be
+resumed and shown.
 """
 
 from __future__ import annotations
@@ -44,6 +45,12 @@ RENAMED: dict[str, Rename] = {
     "model.resnet.taps": Rename("model.resnet.trim_dead_taps", {"all": False, "effective": True}),
     "split.answer": Rename("split.output"),
     "run.keep": Rename("run.keep_checkpoints"),
+    "data.transform.preset": Rename("data.transform.variant"),
+    "method.preset": Rename("method.variant"),
+    "method.inco.preset": Rename("method.inco.variant"),
+    "server.statistics": Rename("server.statistics.name"),
+    "server.statistics_every": Rename("server.statistics.every"),
+    "server.statistics_clients": Rename("server.statistics.clients"),
 }
 
 
@@ -63,7 +70,7 @@ def reject_old_names(values: Mapping[str, Any]) -> None:
 
 
 def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a saved configuration, in which old keys and values have their new names."""
+    """Give old keys and values of a saved configuration their new names."""
     result = copy.deepcopy(dict(values))
     for old, rename in RENAMED.items():
         if not _has(result, old):
@@ -89,9 +96,13 @@ def _get(values: Mapping[str, Any], key: str) -> Any:
 
 
 def _has(values: Mapping[str, Any], key: str) -> bool:
+    """Tell whether a key has a value.
+
+    A table does not count: server.statistics was a text, and is a table now.
+    """
     *path, name = key.split(".")
     *_, table = _tables(values, path)
-    return isinstance(table, Mapping) and name in table
+    return isinstance(table, Mapping) and name in table and not isinstance(table[name], Mapping)
 
 
 def _pop(values: dict[str, Any], key: str) -> Any:

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from motley.config import Config, load_config, presets, read_resolved
+from motley.config.paper_names import ABLATIONS, NAMES, STEMS, SYSTEMS, VARIANTS
 from motley.federation import Federation
 from motley.methods.fedin import FedInSettings
 from motley.methods.inco_settings import IncoSettings
-from motley.methods.names import ABLATIONS, NAMES, STEMS, SYSTEMS, VARIANTS
 from tests.conftest import refused, tiny_config, written
 
 
 def chosen(name: str, *overrides: str, **start: Any) -> tuple[str, str, str]:
     config = load_config(overrides=[f"method.name={name}", *overrides], **start)
-    return config.method.name, config.split.name, config.method.inco.preset
+    return config.method.name, config.split.name, config.method.inco.variant
 
 
 @pytest.mark.parametrize("preset", presets())
@@ -53,7 +53,7 @@ def test_ablations_have_names(stem: str) -> None:
         "w/o N & O": (False, False),
     }.items():
         config = load_config(overrides=[f"method.name=InCo{stem} {ablation}"])
-        assert config.method.inco == IncoSettings(preset="official", normalize=normalize, optimize=optimize)
+        assert config.method.inco == IncoSettings(variant="official", normalize=normalize, optimize=optimize)
         assert config.method.name == STEMS[stem]["method.name"] and config.split.name == "depth"
 
 
@@ -78,13 +78,11 @@ def test_fedins_ablations_have_names(name: str, settings: dict[str, Any], tmp_pa
 def test_every_name_runs_a_round() -> None:
     """A federation that takes no time; an InCo name needs layers that help each other."""
     for name in NAMES:
-        sizes = "['resnet18']" if name in SYSTEMS else "['mlp2','mlp3']"
-        tiny = (f"model.sizes={sizes}", "model.mlp.hidden=4", "training.steps=1", "evaluation.every=3")
-        federation = Federation(tiny_config(*tiny, f"method.name={name}"))
+        sizes = ("model.sizes=resnet18",) if name in SYSTEMS else ("model.sizes=mlp2,mlp3", "model.mlp.hidden=4")
+        federation = Federation(tiny_config(*sizes, "training.steps=1", "evaluation.every=3", f"method.name={name}"))
         _, record = federation.run_round(federation.initial_state())
-        assert not record.refused and any(metric.startswith("inco/") for metric in record.metrics) == name.startswith(
-            "InCo"
-        ), name
+        has_inco = any(metric.startswith("inco/") for metric in record.metrics)
+        assert not record.refused and has_inco == name.startswith("InCo"), name
     assert len(NAMES) == len(STEMS) * (3 + len(ABLATIONS)) + len(VARIANTS) + len(SYSTEMS)
 
 
@@ -99,23 +97,23 @@ def test_a_run_saves_plain_settings(tmp_path: Path) -> None:
 def test_a_name_in_a_file_and_in_python(tmp_path: Path) -> None:
     file = written(tmp_path, 'preset = "inco-cifar10"\n[method]\nname = "HeteroNova"\nscale_buffers = true\n')
     config = load_config(file)
-    assert (config.method.name, config.method.inco.preset) == ("fednova", "off")
+    assert (config.method.name, config.method.inco.variant) == ("fednova", "off")
     assert Config.model_validate({"method": {"name": "InCoMoon"}}).method.inco.active
 
 
 def test_a_higher_layer_overrides_what_a_name_stood_for(tmp_path: Path) -> None:
     file = written(tmp_path, '[method]\nname = "InCoAvg"\n')
     assert load_config(file, overrides=["split.name=grouped"]).split.name == "grouped"
-    assert not load_config(file, overrides=["method.inco.preset=off"]).method.inco.active
+    assert not load_config(file, overrides=["method.inco.variant=off"]).method.inco.active
     again = load_config(file, overrides=["method.name=FedProx"])
     assert (again.method.name, again.split.name, again.method.inco.active) == ("fedprox", "grouped", False)
 
 
-def test_inco_keeps_the_preset_below_it_and_undoes_an_ablation(tmp_path: Path) -> None:
-    file = written(tmp_path, '[method.inco]\npreset = "paper"\nepsilon = 0.5\nnormalize = false\n')
+def test_inco_keeps_the_variant_below_it_and_undoes_an_ablation(tmp_path: Path) -> None:
+    file = written(tmp_path, '[method.inco]\nvariant = "paper"\nepsilon = 0.5\nnormalize = false\n')
     inco = load_config(file, overrides=["method.name=InCoProx"]).method.inco
-    assert inco == IncoSettings(preset="paper", epsilon=0.5)
-    assert chosen("InCoAvg", "method.inco.preset=paper") == ("fedavg", "depth", "paper")
+    assert inco == IncoSettings(variant="paper", epsilon=0.5)
+    assert chosen("InCoAvg", "method.inco.variant=paper") == ("fedavg", "depth", "paper")
     assert chosen("InCoAvg", "split.name=layer-wise") == ("fedavg", "depth", "official")
 
 
@@ -126,8 +124,8 @@ def test_inco_keeps_the_preset_below_it_and_undoes_an_ablation(tmp_path: Path) -
         (["split.name=grouped", "method.name=InCoAvg"], "stands for split.name = 'depth'"),
         (["method.name=FedAvg", "split.name=depth"], "stands for split.name = 'grouped'"),
         (["method.name=FedProx", "split.name=homogeneous"], "or set method.name = 'fedprox', which leaves it free"),
-        (["method.name=InCoProx", "method.inco.preset=off"], "method.inco.preset = 'off'"),
-        (["method.name=HeteroAvg", "method.inco.preset=paper"], "stands for method.inco.preset = 'off'"),
+        (["method.name=InCoProx", "method.inco.variant=off"], "method.inco.variant = 'off'"),
+        (["method.name=HeteroAvg", "method.inco.variant=paper"], "stands for method.inco.variant = 'off'"),
         (["method.name=InCoAvg w/o N", "method.inco.normalize=true"], "method.inco.normalize = True"),
     ],
 )

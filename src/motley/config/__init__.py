@@ -1,0 +1,47 @@
+"""One TOML file is one run. The whole configuration is checked before anything starts.
+
+schema.py       all tables of a configuration, and combinations that cannot work
+layers.py       presets, files and overrides, and the rule by which they are merged
+paper_names.py  the papers' names (HeteroProx, InCoNova, ...) and the settings they stand for
+renames.py      settings that had other names in earlier versions
+"""
+
+from motley.config.layers import (
+    Resolved,
+    absolute_paths,
+    from_saved,
+    load_config,
+    load_with_origins,
+    parse_overrides,
+    path_settings,
+    presets,
+    read_resolved,
+    read_toml,
+    resolve,
+)
+from motley.config.schema import (
+    Config,
+    FederationSettings,
+    ModelSettings,
+    RecalibrationSettings,
+    ServerSettings,
+)
+
+__all__ = [
+    "Config",
+    "FederationSettings",
+    "ModelSettings",
+    "RecalibrationSettings",
+    "Resolved",
+    "ServerSettings",
+    "absolute_paths",
+    "from_saved",
+    "load_config",
+    "load_with_origins",
+    "parse_overrides",
+    "path_settings",
+    "presets",
+    "read_resolved",
+    "read_toml",
+    "resolve",
+]

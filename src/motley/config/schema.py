@@ -1,0 +1,333 @@
+"""The schema of a configuration: all tables of a run, with checks of combinations that cannot work.
+
+Each settings class is defined beside the code it configures. This module puts them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import (
+    Field,
+    SerializeAsAny,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from motley.client.encoding import Encoding
+from motley.client.training import TrainingSettings
+from motley.config.paper_names import spelled_out
+from motley.config.renames import reject_old_names
+from motley.core.errors import MotleyError, unknown
+from motley.data.dataset import DATASETS
+from motley.data.settings import DataSettings
+from motley.engine.base import EngineSettings
+from motley.evaluate import EvaluationSettings
+from motley.methods import METHODS, MethodSettings
+from motley.models import MODELS
+from motley.models.cnn import CNNSettings
+from motley.models.mlp import MLPSettings
+from motley.models.preact import PreActSettings
+from motley.models.resnet import ResNetSettings
+from motley.models.vgg import VGGSettings
+from motley.models.vit import ViTSettings
+from motley.privacy.settings import PrivacySettings
+from motley.server.optimizer import SERVER_OPTIMIZERS, ServerOptimizerSettings
+from motley.settings import Choice, FilePath, RegistryChoice, Settings, Table, no_effect
+from motley.splits import SPLITS, SplitSettings
+
+FAMILIES = ("resnet", "vit", "mlp", "cnn", "vgg", "preact")
+#: Chosen by data.name, split.name and method.name.
+DATA = RegistryChoice("digits", DATASETS, lambda reader: DataSettings)
+SPLIT = RegistryChoice("depth", SPLITS, lambda split: split.Settings)
+METHOD = RegistryChoice("fedavg", METHODS, lambda method: method.Settings)
+
+
+class ModelSettings(Settings):
+    """The models of the federation, and the settings of the families that they belong to."""
+
+    sizes: tuple[str, ...] = ("resnet10", "resnet14", "resnet18", "resnet22", "resnet26")
+    """The models of the federation, smallest first (`motley list models`)."""
+    resnet: ResNetSettings | None = None
+    vit: ViTSettings | None = None
+    mlp: MLPSettings | None = None
+    cnn: CNNSettings | None = None
+    vgg: VGGSettings | None = None
+    preact: PreActSettings | None = None
+    projection: int = Field(default=0, ge=0)
+    """Width of a two-layer projection before the last layer, as in MOON's code (256 there); 0:
+    none.
+    """
+    weights: FilePath = ""
+    """A safetensors file with initial weights. Tensors of the initial global state that have the
+    same name and shape are replaced.
+    """
+
+    @field_validator("sizes")
+    @classmethod
+    def _known(cls, sizes: tuple[str, ...]) -> tuple[str, ...]:
+        if not sizes:
+            raise ValueError("at least one size is needed")
+        if len(set(sizes)) != len(sizes):
+            raise ValueError("a size is named twice")
+        for size in sizes:
+            if size not in MODELS:
+                raise ValueError(unknown("model", size, (entry.name for entry in MODELS)))
+        return sizes
+
+    @field_validator(*FAMILIES, mode="before")
+    @classmethod
+    def _only_of_used_families(cls, value: Any, info: ValidationInfo) -> Any:
+        """Give every used family its table, and reject settings of the others."""
+        sizes, family = info.data.get("sizes"), str(info.field_name)
+        if sizes is None:  # they are wrong themselves, and are reported
+            return value
+        if family in {MODELS[size].family for size in sizes}:
+            return {} if value is None else value
+        if value:
+            names = ", ".join(entry.name for entry in MODELS if entry.item.family == family)
+            raise no_effect(value, f"model.sizes = {list(sizes)}; it is for {names}")
+        return None
+
+    @model_serializer(mode="wrap")
+    def _without_unused_families(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        return {key: value for key, value in values.items() if value is not None}
+
+    @classmethod
+    def kept_below(cls, below: Table, above: Table) -> Table:
+        """Drop the tables of model families that the `sizes` of the higher layer do not use."""
+        sizes = above.get("sizes")
+        if isinstance(sizes, str):
+            sizes = [size.strip() for size in sizes.split(",")]
+        if not isinstance(sizes, list | tuple) or not all(size in MODELS for size in sizes):
+            return below
+        used = {MODELS[size].family for size in sizes}
+        return {key: value for key, value in below.items() if key not in FAMILIES or key in used}
+
+
+class FederationSettings(Settings):
+    """The clients: how many there are, how they are sampled, and which sizes they have."""
+
+    clients: int = Field(default=20, ge=1)
+    """Number of clients."""
+    clients_per_round: int = Field(default=5, ge=1)
+    """Number of clients that train in each round."""
+    sampler: Literal["uniform", "fedml"] = "uniform"
+    """How a round's clients are sampled. uniform: from the run's seed. fedml: from the round's
+    number alone, after numpy.random.seed(number - 1), as in FedML and code built on it, such as
+    FedImpro's; runs with different seeds then sample the same clients.
+    """
+    size_assignment: Literal["blocks", "alternate", "random", "dynamic", "budget"] = "blocks"
+    """How clients get their sizes. blocks: consecutive client ids share a size (as in InCo's code).
+    alternate: in turns. random: drawn once. dynamic: drawn anew for all clients in every round
+    (HeteroFL's "dynamic"). budget: the largest size that fits each client's line in `budgets`.
+    """
+    budgets: FilePath = ""
+    """A CSV file with the clients' budgets, for size_assignment = "budget". `motley plan` shows the
+    resulting sizes.
+    """
+    size_fractions: tuple[float, ...] = ()
+    """Fraction of the clients that get each size; empty: equal fractions."""
+    sizes: tuple[str, ...] = ()
+    """The size of every client, by client id, instead of `size_assignment` and `size_fractions`."""
+
+
+class StatisticsSettings(Settings):
+    """The source of BatchNorm's running statistics in the evaluated model."""
+
+    lasting = ()
+
+    name: Literal["averaged", "recalibrate"] = "averaged"
+    """averaged: the average over the round's clients. recalibrate: clients pass their data through
+    the evaluated model, and the server computes the mean and variance of all of it. Not with
+    [privacy].
+    """
+
+
+class RecalibrationSettings(StatisticsSettings):
+    """When statistics are recalibrated, and by whom."""
+
+    name: Literal["recalibrate"] = "recalibrate"
+    every: int = Field(default=0, ge=0)
+    """Rounds between recalibrations; the last round always has one. 0: before each evaluation."""
+    clients: Literal["all", "round"] = "all"
+    """The clients that are asked in a recalibration: all of the federation, or those sampled for
+    the round. Each one receives its part of the model for it.
+    """
+
+
+STATISTICS = Choice(
+    "averaged", {"averaged": StatisticsSettings, "recalibrate": RecalibrationSettings}
+)
+
+
+class ServerSettings(Settings):
+    """How the server combines the clients' deltas."""
+
+    weighting: Literal["uniform", "samples"] = "uniform"
+    """Clients' weights in the average. uniform: equal. samples: proportional to their numbers of
+    examples.
+    """
+    lr: float = Field(default=1.0, gt=0)
+    """Server learning rate: a factor on the averaged delta."""
+    optimizer: Annotated[SerializeAsAny[ServerOptimizerSettings], SERVER_OPTIMIZERS] = (
+        ServerOptimizerSettings()
+    )
+    ema_decay: float = Field(default=0.0, ge=0, lt=1)
+    """Decay of an exponential moving average (EMA) of the global model over rounds. The average is
+    evaluated; clients still train from the global model itself. 0: off.
+    """
+    statistics: Annotated[SerializeAsAny[StatisticsSettings], STATISTICS] = StatisticsSettings()
+    min_fraction: float = Field(default=0.0, ge=0, le=1)
+    """Fraction of a round's clients whose updates must be accepted. With fewer, the round is
+    repeated with newly sampled clients.
+    """
+    attempts: int = Field(default=3, ge=1)
+    """Number of attempts at a round (see `min_fraction`) before the run stops with an error."""
+
+
+class UplinkSettings(Settings):
+    """How deltas travel to the server."""
+
+    noise: float = Field(default=0.0, ge=0)
+    """Noise on every parameter's delta on its way to the server, as a multiple of the delta's
+    standard deviation (InCo, Figure 7).
+    """
+    dtype: Encoding = "fp32"
+    """Data type in which deltas are sent. fp16 and bf16 halve the upload; the rounding error is
+    kept and added to the client's next delta (error feedback).
+    """
+
+
+class RunSettings(Settings):
+    """Which files a run keeps."""
+
+    checkpoint_every: int = Field(default=10, ge=1)
+    """Rounds between checkpoints. The last round and an interrupted run are always saved."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Number of checkpoints that are kept."""
+    tensorboard: bool = True
+    """Write TensorBoard event files, if tensorboard is installed."""
+
+
+class Config(Settings):
+    """The whole configuration of a run."""
+
+    preset: str = ""
+    """The preset that the values started from; it is recorded with the run."""
+    seed: int = Field(default=1, ge=0)
+    """Seed of every random choice. Runs with the same seed share partition, client sampling and
+    initial weights.
+    """
+    data: Annotated[DataSettings, DATA] = Field(
+        default_factory=lambda: DataSettings.model_validate({})
+    )
+    model: ModelSettings = ModelSettings()
+    split: Annotated[SerializeAsAny[SplitSettings], SPLIT] = SplitSettings()
+    federation: FederationSettings = FederationSettings()
+    training: TrainingSettings = TrainingSettings()
+    method: Annotated[SerializeAsAny[MethodSettings], METHOD] = MethodSettings()
+    uplink: UplinkSettings = UplinkSettings()
+    privacy: PrivacySettings = PrivacySettings()
+    server: ServerSettings = ServerSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    engine: EngineSettings = EngineSettings()
+    run: RunSettings = RunSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_spelled_out(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        reject_old_names(values)
+        return spelled_out(values, {})
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Config:
+        self._check_clients()
+        self._check_sizes()
+        self._check_method()
+        if self.privacy.active:
+            self._check_privacy()
+        return self
+
+    def _check_clients(self) -> None:
+        federation = self.federation
+        sizes = self.split.sizes(self.model.sizes)
+        if federation.clients_per_round > federation.clients:
+            raise MotleyError(
+                f"federation.clients_per_round = {federation.clients_per_round}: there are only "
+                f"federation.clients = {federation.clients} clients."
+            )
+        if len(sizes) > federation.clients:
+            raise MotleyError(
+                f"federation.clients = {federation.clients}: fewer than the {len(sizes)} sizes."
+            )
+        if federation.sizes and len(federation.sizes) != federation.clients:
+            raise MotleyError(
+                f"federation.sizes has {len(federation.sizes)} sizes; federation.clients = "
+                f"{federation.clients}."
+            )
+        unknown_sizes = sorted(set(federation.sizes) - set(sizes))
+        if unknown_sizes:
+            raise MotleyError(f"federation.sizes: {unknown('size', unknown_sizes[0], sizes)}")
+
+    def _check_sizes(self) -> None:
+        federation = self.federation
+        count = len(self.split.sizes(self.model.sizes))
+        fractions = list(federation.size_fractions)
+        if fractions:
+            setting = f"federation.size_fractions = {fractions}"
+            if len(fractions) != count:
+                raise MotleyError(f"{setting}: {count} fractions are needed, one per size.")
+            if min(fractions) < 0:
+                raise MotleyError(f"{setting}: fractions must not be negative.")
+            if sum(fractions) == 0:
+                raise MotleyError(f"{setting}: at least one fraction must be above 0.")
+        if federation.size_assignment == "budget" and not federation.budgets:
+            raise MotleyError(
+                "federation.size_assignment = 'budget': needs federation.budgets, a CSV file with "
+                "one line per client."
+            )
+        if federation.budgets and federation.size_assignment != "budget":
+            raise MotleyError(
+                f"federation.budgets = {federation.budgets!r}: is only used with "
+                "federation.size_assignment = 'budget'; it is "
+                f"{federation.size_assignment!r}."
+            )
+
+    def _check_method(self) -> None:
+        method = self.method
+        if method.inco.active and not METHODS[method.name].requirements.exchanges_weights:
+            raise MotleyError(
+                f"method.inco.variant = {method.inco.variant!r}: {method.name!r} exchanges no "
+                "weights, so there is no delta to work on. Use method.inco.variant = 'off'."
+            )
+
+    def _check_privacy(self) -> None:
+        clip = f"privacy.clip = {self.privacy.clip:g}"
+        if self.server.weighting != "uniform":
+            raise MotleyError(
+                f"server.weighting = {self.server.weighting!r}: with {clip} clients do not report "
+                "how many examples they have. Use server.weighting = 'uniform'."
+            )
+        if self.federation.sampler == "fedml":
+            raise MotleyError(
+                f"federation.sampler = 'fedml': the guarantee of {clip} assumes that nobody knows "
+                "which clients take part in a round. Use federation.sampler = 'uniform'."
+            )
+        if self.uplink.dtype != "fp32":
+            raise MotleyError(
+                f"uplink.dtype = {self.uplink.dtype!r}: the cost of {clip} is known for deltas "
+                "that are not rounded. Use uplink.dtype = 'fp32'."
+            )
+
+    def to_toml(self) -> str:
+        """Return the whole configuration, every default written out."""
+        return tomli_w.dumps(self.model_dump(mode="json"))
