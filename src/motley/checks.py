@@ -23,6 +23,12 @@ from motley.models.moments import norms_of
 from motley.splits import Split
 
 
+def check_engine(config: Config, external: bool) -> None:
+    """Refuse Flower's engines unless the caller brings one: a federation builds only local ones."""
+    if config.engine.name.startswith("flower") and not external:
+        raise MotleyError(f"engine.name = {config.engine.name!r}: needs Flower; see docs/deploy.md.")
+
+
 def check_precision(precision: str, device: torch.device) -> None:
     """Refuse 16-bit training on a CPU."""
     if precision in ("fp16", "bf16") and device.type == "cpu":

@@ -28,6 +28,7 @@ from motley.assembly import (
 from motley.checks import (
     check_batches_fit,
     check_dataset,
+    check_engine,
     check_precision,
     check_recalibration,
     check_weights_fit,
@@ -84,8 +85,7 @@ class Federation:
         `engine` makes an engine whose clients are elsewhere; their examples are then not known
         here.
         """
-        if engine is None and config.engine.name.startswith("flower"):
-            raise MotleyError(f"engine.name = {config.engine.name!r}: needs Flower; see docs/deploy.md.")
+        check_engine(config, external=engine is not None)
         if config.engine.device != "cpu":
             request_hardware_queues()
         self.config = config

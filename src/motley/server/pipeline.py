@@ -30,6 +30,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from torch import Tensor
+
 from motley.core.merge import Aggregate
 from motley.core.update import ClientUpdate
 from motley.server.metrics import Metrics
@@ -70,13 +72,10 @@ def run_stages(
 ) -> tuple[ServerState, Metrics]:
     """Run all stages in order; return the server state after them, and metrics as NAME/METRIC."""
     aggregate = Aggregate({}, {})
-    metrics: Metrics = {}
+    metrics: dict[str, Tensor | float] = {}
     for stage in stages:
         result = stage(server, aggregate, updates)
         server, aggregate = result.server, result.aggregate
-        metrics = {**metrics, **_prefixed(stage.name, result.metrics)}
+        for metric, value in result.metrics.items():
+            metrics[f"{stage.name}/{metric}"] = value
     return server, metrics
-
-
-def _prefixed(name: str, metrics: Metrics) -> Metrics:
-    return {f"{name}/{metric}": value for metric, value in metrics.items()}
