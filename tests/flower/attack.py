@@ -1,4 +1,4 @@
-"""Somebody who knows an address of the server and the public ca.crt, and uses Flower's own commands to run code."""
+"""An attacker with the server's address and the public ca.crt, who uses Flower's own commands."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def query(message, context):
 
 
 class Stranger:
-    """Flower's command line with an own configuration, an own key and an own app."""
+    """Flower's command line with the attacker's configuration, key and app."""
 
     def __init__(self, folder: Path, address: str, certificate: Path | None) -> None:
         self.home = folder / "home"

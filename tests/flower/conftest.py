@@ -1,4 +1,4 @@
-"""Nodes without processes, for all tests of Flower."""
+"""A grid of nodes without processes, for all tests of Flower."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Grid:
-    """Return a grid of three honest nodes; Flower is imported here, for there are tests that do without."""
+    """Return a grid of three honest nodes. Flower is imported here: some tests run without it."""
     from tests.flower.grid import Grid, write_nodes
 
     monkeypatch.setattr("motley.flower.engine.POLL_S", 0.01)

@@ -1,4 +1,4 @@
-"""A grid without processes: every node is a call of the client app, and may be made to misbehave."""
+"""A grid without processes: every node is a call of the client app, and can misbehave."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from motley.flower.client import NodeApp, build
 from tests.conftest import TINY
 
 Misdeed = Callable[[Message, Message], list[Message]]
-"""From what a node was sent, and what it would answer: what it answers instead.
+"""Gets a message and the honest answer to it, and returns the answers to send instead.
 
 An exception among its answers is raised by who pulls them; an event keeps who pulls them waiting until it is set.
 """
 NEVER_S = 30.0
-"""How long such a wait takes at most: a test should fail and not hang."""
+"""Longest wait in seconds: a test should fail and not hang."""
 
 
 def three_nodes(*overrides: str) -> Config:
-    """Return the tiny federation with three clients, one a size, all in every round."""
+    """Return the tiny federation with three clients, one per size, all of them in every round."""
     clients = ("federation.clients=3", "federation.clients_per_round=3", "run.tensorboard=false")
     quick = ("engine.flower.wait_s=0.01", "engine.flower.timeout_s=0.05")
     return load_config(overrides=[*TINY, *clients, *quick, "engine.name=flower", *overrides])
@@ -35,17 +35,17 @@ def honest(sent: Message, reply: Message) -> list[Message]:
 
 
 def in_round_1(misdeed: Misdeed) -> Misdeed:
-    """Be honest later."""
+    """Return a misdeed of round 1 only."""
     return lambda sent, reply: misdeed(sent, reply) if sent.metadata.group_id == "1" else [reply]
 
 
 class Grid:
-    """Stands in for Flower's: `nodes` are the files of connected nodes by their Flower ids."""
+    """Takes the place of Flower's grid. `nodes` are the node.toml files by Flower id."""
 
     def __init__(self, nodes: dict[int, Path]) -> None:
         self.nodes = dict(nodes)
         self.misdeeds: dict[int, Misdeed] = {}
-        """What nodes do with messages of that type, by their Flower ids."""
+        """Flower id -> what the node does with messages of the type `misdeeds_with`."""
         self.misdeeds_with = "train"
         self.replies: dict[str, list[Message]] = {}
         self.sent = 0

@@ -1,4 +1,4 @@
-"""The app of a real node that misbehaves: client 1 does something else wrong in every round, the others are honest."""
+"""The app of a real node that misbehaves: client 1 does another wrong thing in every round."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ app = ClientApp()
 
 
 def changed(**more: torch.Tensor) -> Callable[[RecordDict], None]:
-    """Return a misdeed: some tensors of the delta are others, or more than were asked for."""
+    """Return a misdeed that replaces tensors of the delta or adds some."""
 
     def act(content: RecordDict) -> None:
         delta: State = unpack(content["arrays"], "delta")
@@ -39,7 +39,7 @@ def earlier(content: RecordDict) -> None:
 
 
 def late(content: RecordDict) -> None:
-    """Answer when nobody waits any more."""
+    """Answer after the server has given up."""
     time.sleep(LATE_S + 5)
 
 
@@ -57,7 +57,7 @@ MISDEEDS: list[tuple[Callable[[RecordDict], None], str]] = [
     (garbled, "delta is not in the format safetensors"),
     (late, f"it did not answer within {LATE_S:g} s."),
 ]
-"""What client 1 does in rounds 1, 2, ... and the reason for which it is refused."""
+"""What client 1 does in rounds 1, 2, ..., and the reason in the metrics."""
 
 
 @app.query()

@@ -19,7 +19,7 @@ from motley.runs.metrics import MetricsLog
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE = 600.0
-"""Seconds before a test gives up: on a busy machine every message starts a process that imports torch."""
+"""Seconds before a test gives up: processes start slowly on a busy machine."""
 
 
 def is_worker(process: int) -> bool:
@@ -42,13 +42,13 @@ class Deployment:
         self.logs = folder.with_name("logs")
         self.logs.mkdir()
         self.namespaces: dict[str, str] = {}
-        """The network namespace that a role's commands run in, where it has one of its own."""
+        """Role -> the network namespace of its commands, if it has one."""
 
     def __enter__(self) -> Deployment:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kill whatever has this folder in its environment: Flower's processes start others, and outlive them."""
+        """Kill all processes with this folder in their environment, also those that Flower started."""
         while ours := [process for process in self._processes() if self._is_ours(process)]:
             for process in ours:
                 self._kill(process)
@@ -97,18 +97,18 @@ class Deployment:
         self.finish(self.play())
 
     def play(self) -> subprocess.Popen[bytes]:
-        """Begin the run, or go on with it."""
+        """Start or resume the run."""
         return self.start("run", "run", self.folder.path)
 
     def finish(self, process: subprocess.Popen[bytes]) -> None:
-        """Wait for a run to end well."""
+        """Wait for a run to end successfully."""
         try:
             assert process.wait(PATIENCE) == 0, self.said("run") + self.said("server")
         except subprocess.TimeoutExpired:
             raise AssertionError(self.said("run") + self.said("server")[-5000:]) from None
 
     def kill(self, role: str) -> None:
-        """Do what kill -9 does to all processes of the server or of a node, those that Flower started included."""
+        """Kill all processes of the server or of a node with SIGKILL, also those that Flower started."""
         for process in self._processes():
             if self._is_ours(process, role):
                 self._kill(process)
@@ -129,7 +129,7 @@ class Deployment:
         return place
 
     def said(self, name: str) -> str:
-        """Return what a command has said."""
+        """Return the output of a command."""
         log = self.logs / name
         return log.read_text(errors="replace") if log.exists() else ""
 

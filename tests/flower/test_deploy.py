@@ -52,7 +52,7 @@ def test_three_nodes_end_with_the_bits_of_the_local_engine(tmp_path: Path, insec
 
 @pytest.mark.slow
 def test_a_run_that_cannot_begin_says_why_without_a_traceback(tmp_path: Path) -> None:
-    """First no node is there; then all are, but one of them is another client than the server has it for."""
+    """First there is no node; then there are all, but one of them states another client number."""
     settings = (*INCO, "engine.flower.wait_s=40")
     with Deployment(tmp_path / "federation", three_nodes(*settings), insecure=False) as deployment:
         deployment.serve()
@@ -105,7 +105,7 @@ def test_a_killed_server_resumes_and_a_killed_node_comes_back(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_real_node_that_does_something_else_wrong_in_every_round(tmp_path: Path) -> None:
+def test_a_real_node_with_another_misdeed_in_every_round(tmp_path: Path) -> None:
     """The rounds go on with the others, and the metrics have the reasons."""
     limits = ("engine.flower.max_reply_mib=1", f"engine.flower.timeout_s={LATE_S}")
     settings = (*INCO, f"training.rounds={len(MISDEEDS)}", *limits)
@@ -122,7 +122,7 @@ def test_a_real_node_that_does_something_else_wrong_in_every_round(tmp_path: Pat
 
 @pytest.mark.slow
 def test_only_the_first_of_a_real_nodes_two_answers_counts(tmp_path: Path) -> None:
-    """The SuperLink refuses the second one, and the run ends as if it had never come."""
+    """The SuperLink refuses the second one, and the run ends as without it."""
     settings, nodes = (*INCO, "training.rounds=2"), "tests.flower.twice:app"
     with Deployment(tmp_path / "federation", three_nodes(*settings), insecure=False, nodes=nodes) as deployment:
         deployment.run()
@@ -137,7 +137,7 @@ def test_only_the_first_of_a_real_nodes_two_answers_counts(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_real_nodes_answer_that_is_announced_and_never_sent(grid: Grid, tmp_path: Path) -> None:
-    """It holds up the round no longer than no answer at all, and the node takes part in the next one."""
+    """It delays the round as long as a missing answer, and the node takes part in the next one."""
     settings = (*INCO, "training.rounds=2", f"engine.flower.timeout_s={LATE_S}")
     nodes = "tests.flower.twice:half"
     with Deployment(tmp_path / "federation", three_nodes(*settings), insecure=False, nodes=nodes) as deployment:

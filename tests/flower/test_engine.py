@@ -1,4 +1,4 @@
-"""Nodes give what slots give, bit for bit; what goes wrong costs one upload and is told with its reason."""
+"""Nodes give the same bits as the local engine, and a failure costs one update and is recorded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def local(folder: Path, *overrides: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "moon", "heterofl"])
-def test_nodes_end_where_slots_end(grid: Grid, tmp_path: Path, method: str) -> None:
+def test_nodes_end_with_the_local_engines_bits(grid: Grid, tmp_path: Path, method: str) -> None:
     settings = (f"method.name={method}", "method.inco.variant=official", "server.ema_decay=0.5")
     _, server = serve(grid, three_nodes(*settings), tmp_path / "run")
     assert (fingerprint(server.state), fingerprint(server.method_state)) == local(tmp_path / "local", *settings)
@@ -49,7 +49,7 @@ def test_nodes_end_where_slots_end(grid: Grid, tmp_path: Path, method: str) -> N
 
 
 def test_a_node_with_a_file_of_its_own_examples(grid: Grid, tmp_path: Path) -> None:
-    """The same shares as in a dealt data set, each in its node's own file: the same bits."""
+    """Each node has its share of the data set in a file of its own, and the bits are the same."""
     digits = load_dataset("digits")
     partition = tiny_config("federation.clients=3", "federation.clients_per_round=3").data.partition
     shares = partition.split(digits.train.labels, 3, seed=1)
@@ -108,7 +108,7 @@ def test_the_limits_of_a_node_are_the_columns_of_budgets_csv() -> None:
 
 
 @pytest.mark.parametrize("limit", ["memory_mb = 0.001", "parameters = 5", "gflops = 1e-6"])
-def test_a_budget_that_is_too_small_is_told_at_the_node(
+def test_a_budget_that_is_too_small_is_reported_at_the_node(
     grid: Grid, tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: str
 ) -> None:
     file = min(grid.nodes.values())
@@ -137,7 +137,7 @@ def test_a_job_beyond_a_nodes_budget_is_refused(grid: Grid, tmp_path: Path) -> N
 
 
 def test_budgets_of_the_server_reach_nodes_as_sizes(grid: Grid, tmp_path: Path) -> None:
-    """Nodes have no file of the server's, and end with the local engine's bits."""
+    """Nodes do not have the server's file, and end with the local engine's bits."""
     (tmp_path / "budgets.csv").write_text("client,memory_mb\n0,1000\n1,1000\n2,1000\n")
     budgets = (
         "federation.size_assignment=budget",
@@ -154,7 +154,7 @@ def test_budgets_of_the_server_reach_nodes_as_sizes(grid: Grid, tmp_path: Path) 
     assert not any(str(tmp_path) in text for text in sent)
 
 
-def test_a_server_that_stopped_goes_on_while_nodes_keep_their_memory(grid: Grid, tmp_path: Path) -> None:
+def test_a_stopped_server_resumes_with_the_nodes_client_states(grid: Grid, tmp_path: Path) -> None:
     settings = ("method.name=scaffold", "training.rounds=4")
 
     def stop(message: Message) -> None:
@@ -225,7 +225,9 @@ MISDEEDS: dict[str, tuple[Misdeed, str]] = {
 
 
 @pytest.mark.parametrize(("misdeed", "reason"), MISDEEDS.values(), ids=MISDEEDS)
-def test_a_bad_answer_costs_one_upload_and_is_told(grid: Grid, tmp_path: Path, misdeed: Misdeed, reason: str) -> None:
+def test_a_bad_answer_costs_one_update_and_is_recorded(
+    grid: Grid, tmp_path: Path, misdeed: Misdeed, reason: str
+) -> None:
     grid.misdeeds[999] = misdeed
     _, server = serve(grid, three_nodes("training.rounds=1", "engine.flower.max_reply_mib=1"), tmp_path / "run")
     (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
@@ -289,14 +291,14 @@ def test_an_answer_that_flower_cannot_read_costs_no_other(grid: Grid, tmp_path: 
 
 @pytest.fixture
 def rest() -> Iterator[Event]:
-    """The rest of an answer that was announced: it comes when this is set."""
+    """Set this to let the rest of an announced answer arrive."""
     event = Event()
     yield event
     event.set()
 
 
-def test_an_answer_that_does_not_come_whole_is_as_none(grid: Grid, tmp_path: Path, rest: Event) -> None:
-    """The others' answers do not wait for it, and nobody takes it when it comes in a later round."""
+def test_an_incomplete_answer_counts_as_missing(grid: Grid, tmp_path: Path, rest: Event) -> None:
+    """Other answers are not delayed, and it is ignored when it arrives in a later round."""
     silent = Grid(grid.nodes)
     silent.misdeeds[1000] = in_round_1(lambda sent, reply: [])
     _, expected = serve(silent, three_nodes(), tmp_path / "silent")
@@ -313,15 +315,15 @@ def test_an_answer_that_does_not_come_whole_is_as_none(grid: Grid, tmp_path: Pat
     assert fingerprint(server.state) == fingerprint(expected.state)
 
 
-def test_an_answer_that_comes_whole_in_time_counts(grid: Grid, tmp_path: Path, rest: Event) -> None:
-    """It takes longer than one answer may hold up the others."""
+def test_an_answer_that_is_complete_in_time_counts(grid: Grid, tmp_path: Path, rest: Event) -> None:
+    """It takes longer than one answer may delay the others."""
     grid.misdeeds[1000] = lambda sent, reply: [rest, reply]  # type: ignore[list-item]
     Timer(1.5, rest.set).start()
     _, server = serve(grid, three_nodes("engine.flower.timeout_s=30"), tmp_path / "run")
     assert fingerprint(server.state) == local(tmp_path / "local")[0]
 
 
-def test_a_node_that_never_says_all_of_who_it_is(grid: Grid, tmp_path: Path, rest: Event) -> None:
+def test_a_node_whose_introduction_is_incomplete_is_left_out(grid: Grid, tmp_path: Path, rest: Event) -> None:
     grid.misdeeds_with, grid.misdeeds[1000] = "query", lambda sent, reply: [rest, reply]  # type: ignore[list-item]
     begin = time.monotonic()
     with pytest.raises(MotleyError, match=r"no node came for client 0; a run begins"):
@@ -330,7 +332,7 @@ def test_a_node_that_never_says_all_of_who_it_is(grid: Grid, tmp_path: Path, res
 
 
 def test_a_node_that_flower_could_not_ask_is_asked_again(grid: Grid, tmp_path: Path) -> None:
-    """A busy machine that takes too long to start the app is no reason to do without a node."""
+    """A node is not left out because a busy machine is slow to start the app."""
     failures = [Error(6, "ClientApp stopped responding."), Error(6, "ClientApp stopped responding.")]
 
     def fail_twice(sent: Message, reply: Message) -> list[Message]:
@@ -353,7 +355,7 @@ def test_a_node_that_leaves_and_comes_back_under_another_id(grid: Grid, tmp_path
     assert server.client_state_rounds == {0: 3, 1: 3, 2: 3}
 
 
-def test_a_round_with_too_few_survivors_is_played_again(grid: Grid, tmp_path: Path) -> None:
+def test_a_round_with_too_few_updates_is_repeated(grid: Grid, tmp_path: Path) -> None:
     silent = {999, 998}
     tries = [0]
 
@@ -389,7 +391,7 @@ def test_the_engine_needs_a_grid() -> None:
         Federation(three_nodes())
 
 
-def test_what_clients_of_a_size_are_sent_is_one_object_to_flower(grid: Grid, tmp_path: Path) -> None:
+def test_the_part_of_a_size_is_pushed_to_flower_once(grid: Grid, tmp_path: Path) -> None:
     """Flower pushes an object once, whoever it is for, and knows it by its content."""
     pushed: dict[int, str] = {}
     grid.before = lambda message: pushed.update(arrays_of(message))
@@ -427,8 +429,8 @@ def edit(grid: Grid, more: str) -> None:
         file.write_text(f"{more}\n{file.read_text()}")
 
 
-def test_uploads_in_16_bits_end_where_slots_end(grid: Grid, tmp_path: Path) -> None:
-    """What rounding took away is on the nodes' disks, and survives a restart of everything."""
+def test_uploads_in_16_bits_end_with_the_local_engines_bits(grid: Grid, tmp_path: Path) -> None:
+    """Rounding errors are kept on the nodes' disks, and survive a restart of everything."""
     settings = ("uplink.dtype=fp16", "method.name=scaffold")
     grid.before = lambda message: stop_in_round(message, 3)
     with pytest.raises(KeyboardInterrupt):
@@ -446,7 +448,7 @@ def stop_in_round(message: Message, number: int) -> None:
         raise KeyboardInterrupt
 
 
-def test_repeatable_nodes_draw_the_noise_that_slots_draw(grid: Grid, tmp_path: Path) -> None:
+def test_repeatable_nodes_draw_the_local_engines_noise(grid: Grid, tmp_path: Path) -> None:
     pytest.importorskip("dp_accounting")
     edit(grid, "repeatable = true")
     _, server = serve(grid, three_nodes(*GUARDED), tmp_path / "run")
@@ -492,7 +494,7 @@ def test_a_node_that_wants_more_privacy_than_the_run_gives(
 
 
 @pytest.mark.parametrize("average", [0.0, 0.5], ids=["raw", "ema"])
-def test_recalibrated_nodes_end_where_slots_end(grid: Grid, tmp_path: Path, average: float) -> None:
+def test_recalibrated_nodes_end_with_the_local_engines_bits(grid: Grid, tmp_path: Path, average: float) -> None:
     settings = (
         "server.statistics.name=recalibrate",
         f"server.ema_decay={average}",
@@ -506,7 +508,7 @@ def test_recalibrated_nodes_end_where_slots_end(grid: Grid, tmp_path: Path, aver
     assert not any("refused" in line for line in MetricsLog(tmp_path / "run" / "metrics.jsonl").read())
 
 
-def test_statistics_that_cannot_be_are_refused(grid: Grid, tmp_path: Path) -> None:
+def test_impossible_statistics_are_refused(grid: Grid, tmp_path: Path) -> None:
     grid.misdeeds_with = "train.collect"
     lie = {"bn1.count": torch.ones(4, dtype=torch.float64)}
     grid.misdeeds[999] = lambda sent, reply: [answered(reply, payload=lie)]
@@ -531,7 +533,7 @@ def test_a_node_that_fails_in_a_collection_is_reported(grid: Grid, tmp_path: Pat
 
 
 def test_a_node_reports_statistics_only_if_the_run_recalibrates(grid: Grid, tmp_path: Path) -> None:
-    """Else a server could ask a node for them that guards its uploads."""
+    """Otherwise a server could get statistics from a node with privacy."""
 
     def ask_for_statistics(message: Message) -> None:
         if message.metadata.message_type == "train.collect":
@@ -544,7 +546,7 @@ def test_a_node_reports_statistics_only_if_the_run_recalibrates(grid: Grid, tmp_
 
 
 def test_a_guarded_node_answers_no_collection(grid: Grid, tmp_path: Path) -> None:
-    """Not even with its number of examples, which stays at the node in a run with [privacy]."""
+    """It does not even tell its number of examples in a run with [privacy]."""
     refusals = []
 
     def ask_for_a_collection(message: Message) -> None:

@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> DeployFolder:
     return create(tmp_path / "fed", three_nodes(), DeploySettings(host="fed.example", port=9000))
 
 
-def test_a_node_has_what_it_needs_and_no_more(folder: DeployFolder) -> None:
+def test_a_nodes_folder_has_its_own_files_only(folder: DeployFolder) -> None:
     place = folder.nodes / "node-1"
     assert sorted(file.name for file in place.iterdir()) == ["ca.crt", "key", "key.pub", "node.toml"]
     node = read_node(place / "node.toml")
@@ -107,7 +107,7 @@ def test_a_server_whose_host_is_not_in_dns_says_so(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("command", ["run", "status"])
-def test_without_a_server_there_is_one_line(folder: DeployFolder, command: str) -> None:
+def test_without_a_server_the_error_is_one_line(folder: DeployFolder, command: str) -> None:
     code, out, err = call("deploy", command, folder.path)
     assert (code, out) == (2, "")
     assert err == f"motley: no server is running for {folder.path}. To start it: motley deploy server {folder.path}\n"
@@ -137,13 +137,13 @@ def test_the_run_is_the_one_that_was_configured(folder: DeployFolder) -> None:
         ({"host": "0.0.0.0"}, "they cannot reach this one"),
     ],
 )
-def test_settings_that_are_refused(values: dict[str, object], said: str) -> None:
+def test_rejected_settings(values: dict[str, object], said: str) -> None:
     with pytest.raises(MotleyError, match=said):
         validate(DeploySettings, values)
 
 
 @pytest.mark.parametrize("host", ["fed.example", "localhost", "a", "10.0.0.1", "2001:db8::1", "a" * 63 + ".example"])
-def test_hosts_that_are_taken(tmp_path: Path, host: str) -> None:
+def test_accepted_hosts(tmp_path: Path, host: str) -> None:
     folder = create(tmp_path / "fed", three_nodes(), DeploySettings(host=host))
     address = read_node(folder.nodes / "node-0" / "node.toml").superlink
     assert address == (f"[{host}]:8443" if ":" in host else f"{host}:8443")
@@ -182,7 +182,7 @@ def test_init_into_a_place_that_cannot_be_written(tmp_path: Path) -> None:
         ("client = ", "cannot be read"),
     ],
 )
-def test_node_files_that_are_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_rejected_node_files(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "node.toml"
     file.write_text(text)
     with pytest.raises(MotleyError) as raised:

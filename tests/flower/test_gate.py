@@ -1,4 +1,4 @@
-"""Who gets at which of Flower's APIs: on the public address nodes only, on loopback only holders of a secret."""
+"""Only nodes reach the public address, and only holders of a secret the APIs on loopback."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_length_of_a_request_is_known_and_limited(headers: dict[bytes, bytes
 
 
 def test_the_host_header_does_not_get_through() -> None:
-    """Flower decides by a URL that is made from it which requests need a key."""
+    """Flower builds a URL from it and decides by that URL which requests need a key."""
     _, behind = ask("/v1/fleet/get-run", headers={b"host": b"x/health?", b"content-length": b"1", b"accept": b"*/*"})
     assert behind.headers == [{b"content-length": b"1", b"accept": b"*/*"}]
 

@@ -35,7 +35,7 @@ TIMEOUT_S = 60
 
 
 def command(*words: object) -> None:
-    """Run a command, and fail with what it says."""
+    """Run a command, and fail with its error output."""
     done = subprocess.run([*map(str, words)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(map(str, words))}: {done.stderr}"
 
@@ -52,7 +52,7 @@ class Hosts:
         return f"{self.prefix}-node-{client}"
 
     def make(self) -> None:
-        """Make all of them, with addresses."""
+        """Create all namespaces, with addresses."""
         server = ("ip", "-n", self.server)
         command("ip", "netns", "add", self.server)
         command(*server, "link", "set", "lo", "up")

@@ -1,4 +1,4 @@
-"""`motley deploy node` says at once what is wrong with a node, and why Flower ended it."""
+"""`motley deploy node` prints what is wrong with a node, and why Flower's SuperNode ended."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("breaking", "said"), BROKEN.values(), ids=BROKEN)
-def test_what_is_wrong_is_said_before_anything_starts(
+def test_errors_are_reported_before_anything_starts(
     place: Path, monkeypatch: pytest.MonkeyPatch, breaking: Callable[[Path], object], said: str
 ) -> None:
     monkeypatch.setattr("motley.deploy.node.run_supernode", lambda *_: pytest.fail("it was started"))
@@ -70,7 +70,7 @@ def test_what_is_wrong_is_said_before_anything_starts(
     assert code == 2 and said in err and err.startswith("motley: ") and "Traceback" not in err
 
 
-def test_a_sound_node_says_what_it_has(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_valid_node_prints_its_examples(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rewrite(place, "resnet14", "resnet18-w0.5")
     check(read_node(place / "node.toml"), place / "node.toml")
     assert capsys.readouterr().out == (
@@ -116,7 +116,7 @@ TOO_OLD = "\x1b[91mERROR \x1b[0m:     Exit Code: 607\nVersions 1.40 and 1.41 do 
         (-9, "", "the node ended with status -9", False),
     ],
 )
-def test_flowers_words_are_put_plainly(place: Path, code: int, said: str, reason: str, can_heal: bool) -> None:
+def test_flowers_errors_are_explained(place: Path, code: int, said: str, reason: str, can_heal: bool) -> None:
     file = place / "node.toml"
     told, again = why_ended(read_node(file), file, code, LOG.format(said))
     assert reason in told and again == can_heal

@@ -1,4 +1,4 @@
-"""A node builds the model of its own size and no other, needs no test set, and takes the memory that was planned."""
+"""A node builds only its own size, needs no test set, and takes as much memory as planned."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_federation_builds_no_model_before_it_needs_one(built: list[str]) -> N
 
 
 def test_a_split_keeps_no_model_and_builds_equal_ones() -> None:
-    """Also where a model has tensors that are in no state (the masks of ordered widths)."""
+    """Also if a model has tensors that are not in its state (the masks of ordered widths)."""
     for overrides in ((), ("split.name=ordered", "model.sizes=['resnet10']", "split.rates=[1.0,0.5]")):
         split = Federation(tiny_config(*overrides)).split
         for size in split.sizes:
@@ -102,7 +102,7 @@ def test_a_run_still_needs_a_test_set(grid: Grid) -> None:
     assert len(load_dataset("npz", path=file, tested=False).test) == 0
 
 
-def test_labels_beyond_the_run_are_told_at_the_node(
+def test_labels_beyond_the_runs_classes_are_reported_at_the_node(
     grid: Grid, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own_files(grid)

@@ -1,4 +1,4 @@
-"""A server that means harm learns nothing of a node's files: it cannot name them, and no error quotes them."""
+"""A malicious server learns nothing about a node's files: it cannot name them, and no error quotes them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ NAMES = {
 
 
 def free_texts(settings: type[BaseModel], where: str = "") -> Iterator[str]:
-    """Return the keys of all settings that could name a file: strings of which any is taken, and paths."""
+    """Yield the keys of all settings that could name a file: free strings, and paths."""
     for name, field in settings.model_fields.items():
         key = f"{where}{name}"
         for kind in plain_types(field.annotation):
@@ -61,7 +61,7 @@ def free_texts(settings: type[BaseModel], where: str = "") -> Iterator[str]:
 
 
 def plain_types(annotation: Any) -> Iterator[type]:
-    """Return the classes in an annotation; those of a Literal's values are none."""
+    """Yield the classes in an annotation, without those of a Literal's values."""
     if isinstance(annotation, type) and not get_args(annotation):
         yield annotation
     elif "Literal" not in str(annotation).partition("[")[0]:
@@ -128,7 +128,7 @@ def attacker(grid: Grid) -> Attacker:
 
 
 def everything_in(reply: Message) -> str:
-    """Return all that a reply tells, but for the random part of a failure's reference."""
+    """Return everything in a reply except the random part of a failure's reference."""
     if reply.has_error():
         return f"{reply.error.code} {re.sub('[0-9a-f]{8}', 'REFERENCE', str(reply.error.reason))}"
     parts = []
@@ -166,7 +166,7 @@ ATTACKS: dict[str, tuple[str, Callable[[str], tuple[str, ...]]]] = {
 def test_a_file_that_a_server_names_is_not_read_and_not_even_looked_for(
     attacker: Attacker, tmp_path: Path, kind: str, name: str, settings: Callable[[str], tuple[str, ...]]
 ) -> None:
-    """The answer is the same whether the file is there or not, and holds nothing of it."""
+    """The answer is the same whether or not the file exists, and contains nothing of it."""
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / name).write_text(SECRET)
     answers = []
@@ -179,7 +179,7 @@ def test_a_file_that_a_server_names_is_not_read_and_not_even_looked_for(
 
 
 def test_a_server_that_names_its_own_paths_is_understood_without_them(attacker: Attacker, tmp_path: Path) -> None:
-    """Paths that a node does not need are dropped: it does the job, with its own data."""
+    """Paths that a node does not need are dropped, and it trains on its own data."""
     plain = everything_in(attacker.ask("train", three_nodes().to_toml()))
     paths = ("data.name=npz", f"data.path={tmp_path}/a.npz", f"model.weights={tmp_path}/b", "data.transform.resize=8")
     assert everything_in(attacker.ask("train", three_nodes(*paths).to_toml())) == plain
@@ -223,10 +223,10 @@ def test_the_text_of_a_failure_stays_at_the_node(attacker: Attacker) -> None:
     assert f"failure {reference} (data): data set 'npz': train labels go from 0 to 17" in attacker.log
 
 
-def test_a_file_in_the_way_is_a_traceback_for_the_node_and_a_word_for_the_server(
+def test_an_unexpected_error_is_a_traceback_at_the_node_and_a_kind_at_the_server(
     attacker: Attacker, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No part of Motley foresees it, and Flower would send the exception's text, with the path in it."""
+    """Motley does not expect it, and Flower would send the exception's text, which has the path."""
     (attacker.file.parent / "occupied").write_text("")
     attacker.file.write_text(f'memory = "occupied"\n{attacker.file.read_text()}')
     reply = attacker.ask("train", three_nodes("uplink.dtype=fp16").to_toml())
@@ -291,7 +291,7 @@ def test_whatever_a_server_sends_the_answer_is_a_kind_and_a_reference(
     assert everything_in(attacker.send(kind, RecordDict(content))) == f"0 {failure} REFERENCE"
 
 
-def test_the_server_words_what_a_node_says_and_believes_nothing() -> None:
+def test_the_servers_wording_of_any_reason_is_safe_to_print() -> None:
     assert told("data 0123abcd") == "failed (data), see reference 0123abcd in the node's log."
     assert told("greed 0123abcd") == "failed: greed 0123abcd"
     assert told("data 0123abcd\nmore") == "failed: more"
@@ -301,8 +301,8 @@ def test_the_server_words_what_a_node_says_and_believes_nothing() -> None:
 
 
 @pytest.mark.parametrize("allocate", [torch.empty, np.empty])
-def test_too_little_memory_is_a_kind_of_its_own(allocate: Callable[[int], object]) -> None:
-    """Also if somebody has made a message of it, or it came up while data were read."""
+def test_out_of_memory_has_its_own_kind(allocate: Callable[[int], object]) -> None:
+    """Also if it was turned into a message, or happened while data were read."""
     with pytest.raises((MemoryError, RuntimeError)) as raised:
         allocate(10**16)
     assert kind_of(raised.value) == "out-of-memory"

@@ -1,4 +1,4 @@
-"""Nodes end where the local engine ended when its result was recorded."""
+"""Nodes end with the recorded result of the local engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands at the server say about nodes and runs: clients and sizes, and who is still missing."""
+"""The server's commands print nodes and runs by client and size, and name missing nodes."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_status_of_runs(folder: DeployFolder) -> None:
     ]
 
 
-def test_a_run_says_whom_it_waits_for(
+def test_a_run_names_the_nodes_it_waits_for(
     folder: DeployFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("motley.deploy.commands.LOOK_S", 0.0)
@@ -141,7 +141,7 @@ def test_without_keys_nodes_are_counted(tmp_path: Path) -> None:
 
 
 def test_exactly_the_keys_in_the_folder_are_admitted(folder: DeployFolder, tmp_path: Path) -> None:
-    """One that somebody else registered, with a server that let them, does not stay."""
+    """A key that somebody else registered on an older server is removed."""
     write_node_key(tmp_path)
     stranger = NodeInfo(node_id=99, public_key=read_public_key(tmp_path / "key.pub"), status="registered")
     registry = control(stranger, node(folder, 0, "offline"))

@@ -28,7 +28,7 @@ from motley.flower.client import build, settings_of
 from motley.flower.settings import read_node
 
 TWICE = "answered {} twice: the SuperLink wants {} objects of the first answer, {} of the second"
-"""What client 1 says of every round."""
+"""The line that client 1 prints in every round."""
 
 honest = build()
 
@@ -62,7 +62,7 @@ def complete(link: FleetHttpClient, reply: Message, wanted: PushMessagesResponse
 
 
 def opposite(reply: Message, message: Message) -> Message:
-    """Return an answer that would count if it were the only one: the negated delta."""
+    """Return a valid answer with the negated delta."""
     arrays = reply.content["arrays"]
     delta = {name: -tensor for name, tensor in unpack(arrays, "delta").items()}
     content = {"update": reply.content["update"], "arrays": pack(delta=delta, payload=unpack(arrays, "payload"))}
