@@ -34,6 +34,7 @@ import torch
 from motley.bench import measure, synthetic_dataset
 from motley.config import load_config
 from motley.data import Dataset
+from motley.engine.device import request_hardware_queues
 from motley.kernels import ALL
 from motley.runs.folder import describe_environment
 
@@ -53,7 +54,7 @@ ONLY_16_BITS = ("conv",)
 
 def variants(precision: str) -> list[str]:
     """Return all variants for a precision, the most important first."""
-    names = sorted(ALL, key=["norm", "optimizer", "conv", "stem"].index)
+    names = sorted(ALL, key=["norm", "optimizer", "conv", "stem", "pool"].index)
     left_out = [name for name in names if precision in ("fp16", "bf16") or name not in ONLY_16_BITS]
     return [*COMPARED, *(f"kernels-{name}" for name in left_out)]
 
@@ -133,6 +134,8 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=450.0, help="start no variant after this many seconds")
     parser.add_argument("--smoke", action="store_true", help="tiny models on a CPU: does the script run?")
     arguments = parser.parse_args()
+    # Before anything else uses the GPU: CUDA reads it once, and the environment below names the GPU.
+    request_hardware_queues()
     precisions = arguments.precisions.split(",")
     chosen = arguments.variants.split(",") if arguments.variants else []
     known = {variant for precision in precisions for variant in variants(precision)}

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from motley.config import Config, load_config
-from motley.core.part import State
+from motley.core.part import State, size_in_bytes
 from motley.data import Dataset, Examples
-from motley.federation import Federation, size_in_bytes
+from motley.federation import Federation
 from motley.methods import METHODS, ClientAlgorithm, Method, Requirements, Step
 from motley.runs.callbacks import SaveCheckpoints
 

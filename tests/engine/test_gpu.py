@@ -140,7 +140,7 @@ def test_slots_agree_with_debug_for_methods_with_more(case: str, inco: tuple[str
     fast, fast_loss = after(3, "engine.slots=3", "engine.kernels=false", *settings)
     assert fast_loss == pytest.approx(plain_loss, rel=1e-4)
     assert distance(fast.state, plain.state) < 1e-5
-    torch.testing.assert_close(fast.method, plain.method, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(fast.method_state, plain.method_state, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("steps", [1, 10, 20])
@@ -385,7 +385,9 @@ def test_statistics_are_recalibrated_in_single_precision(precision: str) -> None
 
 @pytest.mark.parametrize("engine", [LocalEngine, Nodes])
 def test_recalibrated_statistics_are_those_of_the_plain_engine(engine: type[LocalEngine]) -> None:
-    settings = (*EXACT, "server.statistics.name=recalibrate", "evaluation.every=1", "server.ema_decay=0")
+    # Adam would turn differences in the last bits of small gradients into whole steps.
+    sgd = ("training.optimizer.name=sgd", "training.optimizer.lr=0.001")
+    settings = (*EXACT, *sgd, "server.statistics.name=recalibrate", "evaluation.every=1", "server.ema_decay=0")
     plain = Federation(tiny_config(*settings, "engine.name=debug"))
     expected, _ = plain.run_round(plain.initial_state())
     federation = Federation(tiny_config(*settings))

@@ -19,11 +19,12 @@ from motley.kernels import AVAILABLE
 from motley.models import MODELS, ImageShape
 from motley.models.preact import PreActSettings
 from motley.models.resnet import ResNetSettings
+from motley.splits.width import Scaler
 
 if AVAILABLE:
     from motley.kernels import convolve
     from motley.kernels import norm as norm_kernels
-    from motley.kernels.layers import FusedBatchNorm, FusedConv2d, FusedStem
+    from motley.kernels.layers import FusedBatchNorm, FusedConv2d, FusedMaxPool2d, FusedStem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -247,6 +248,29 @@ def test_a_pass_leaves_no_memory_behind(backward: bool) -> None:
     assert torch.cuda.memory_allocated() == before
 
 
+@pytest.mark.parametrize("shape", [(64, 64, 16, 16), (7, 70, 9, 11)])
+@pytest.mark.parametrize("twice", [False, True])
+def test_max_pooling_equals_torchs(shape: tuple[int, ...], twice: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape, device="cuda").relu().to(memory_format=torch.channels_last)
+    plain = nn.MaxPool2d(3, 2, 1)
+    fused = FusedMaxPool2d.of(plain)
+    inputs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
+    wanted, given = plain(inputs[0]), fused(inputs[1], twice=twice)
+    weight = torch.randn_like(wanted)
+    if twice:
+        given, again = given
+        (wanted * weight * 2).sum().backward()
+        (given * weight + again * weight).sum().backward()
+    else:
+        (wanted * weight).sum().backward()
+        (given * weight).sum().backward()
+    assert torch.equal(given, wanted)
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+    with torch.no_grad():
+        assert torch.equal(fused(x), wanted)
+
+
 @pytest.mark.parametrize(
     "shape", [(64, 128, 256, 4, 2, 3), (64, 256, 256, 2, 1, 3), (64, 256, 512, 2, 2, 2), (9, 64, 128, 8, 2, 1)]
 )
@@ -303,12 +327,35 @@ def test_a_model_with_kernels_is_the_same_function_under_the_same_names(name: st
     for training in (True, False):
         with torch.set_grad_enabled(training):
             wanted, given = exact.train(training)(images.double()), fused.train(training)(images)
+            torchs = plain.train(training)(images)
         torch.testing.assert_close(given.double(), wanted, rtol=1e-3, atol=1e-3)
         if training:
-            wanted.square().mean().backward()
-            given.square().mean().backward()
-    for (label, mine), theirs in zip(fused.named_parameters(), exact.parameters(), strict=True):
-        assert mine.grad is not None and theirs.grad is not None
-        assert float((mine.grad.double() - theirs.grad).norm() / theirs.grad.norm()) < 1e-2, label
+            for logits in (wanted, given, torchs):
+                logits.square().mean().backward()
+    exact_gradients = dict(exact.named_parameters())
+    torchs_gradients = dict(plain.named_parameters())
+    for label, parameter in fused.named_parameters():
+        exact_gradient = exact_gradients[label].grad
+
+        def error(gradient: torch.Tensor, exact_gradient: torch.Tensor = exact_gradient) -> float:
+            return float((gradient.double() - exact_gradient).norm() / exact_gradient.norm())
+
+        # Behind fifty layers even torch's own gradients in single precision are off by some percent.
+        allowed = max(1e-2, 3 * error(torchs_gradients[label].grad))
+        assert error(parameter.grad) < allowed, label
     for mine, theirs in zip(fused.buffers(), exact.buffers(), strict=True):
         torch.testing.assert_close(mine.double(), theirs.double(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("single_precision")
+def test_a_layer_with_a_hook_keeps_it() -> None:
+    """HeteroFL's scaler is a hook on a convolution, and a replacement would not have it."""
+    torch.manual_seed(0)
+    plain = MODELS["resnet10"].make(ResNetSettings(width=0.25), ImageShape(3, 32, 32), 10).cuda().eval()
+    for layer in (plain.conv1, plain.layer1[0].conv1):
+        layer.register_forward_hook(Scaler(0.5))
+    plain = plain.to(memory_format=torch.channels_last)
+    fused = apply_kernels(deepcopy(plain))
+    images = torch.randn(4, 3, 32, 32, device="cuda").to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        torch.testing.assert_close(fused(images), plain(images), rtol=1e-4, atol=1e-4)

@@ -81,7 +81,7 @@ def test_urgent_jobs_have_slots_of_their_own_while_there_is_room() -> None:
     federation = Federation(tiny_config("model.sizes=['mlp1']"))
     engine = federation.engine
     assert isinstance(engine, LocalEngine)
-    pool, server = SlotPool(engine.clients, a_size=2), federation.initial_state()
+    pool, server = SlotPool(engine.clients, per_size=2), federation.initial_state()
     jobs = [federation.job(server, 1, client) for client in range(3)]
     first, second = pool.seat(jobs[0], urgent=True), pool.seat(jobs[1], urgent=False)
     assert first is not None and second is not None and first.urgent and not second.urgent

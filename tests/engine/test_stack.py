@@ -77,7 +77,7 @@ def test_dropout_is_repeatable_and_differs_between_clients_and_rounds() -> None:
     together = Stack(federation.engine.clients, "cnn", 2)  # type: ignore[attr-defined]
     state = {n: torch.stack([t, t]) for n, t in federation.initial_state().state.items()}
     images = torch.randn(1, 8, *federation.engine.clients.data.shape).expand(2, -1, -1, -1, -1)  # type: ignore[attr-defined]
-    answers = together._answers(state, images)
+    answers = together._logits(state, images)
     assert not torch.equal(answers[0], answers[1])
 
 

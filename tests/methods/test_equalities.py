@@ -10,8 +10,8 @@ from motley.core.merge import apply
 from motley.core.part import Piece, State
 from motley.core.update import ClientUpdate
 from motley.federation import Federation
-from motley.methods import METHODS, FederationInfo, FedNova
-from motley.methods.fednova import FedNovaSettings, progress
+from motley.methods import METHODS, FederationInfo
+from motley.methods.fednova import FedNova, FedNovaSettings, progress
 from motley.models import ImageShape
 from motley.server.inco import inco
 from motley.server.state import ServerState

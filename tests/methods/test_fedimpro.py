@@ -241,7 +241,7 @@ def test_a_rounds_drawn_loss_is_the_mean_over_steps_and_clients(name: str) -> No
     assert 0.5 < record.metrics["method/drawn_loss"] < 5 and record.metrics["method/weight"] == 1
     federation = federation_of(*MLP, "method.weight=0", name=name)
     _, nothing = federation.run_round(federation.initial_state())
-    assert nothing.method.keys() == {"deviation", "means_apart"}
+    assert nothing.metrics.keys() == {"method/deviation", "method/means_apart"}
 
 
 # ---- who learns from it
@@ -322,8 +322,8 @@ def test_weight_zero_is_the_method_below_bit_for_bit(name: str, plain: str, opti
     _, expected = after(2, *optimizer, name=plain)
     _, found = after(2, *optimizer, "method.weight=0", name=name)
     assert same_bits(found.state, expected.state)
-    assert same_bits({n: t for n, t in found.method.items() if not n.startswith(OWN)}, expected.method_state)
-    assert any(n.startswith(OWN) for n in found.method)
+    assert same_bits({n: t for n, t in found.method_state.items() if not n.startswith(OWN)}, expected.method_state)
+    assert any(n.startswith(OWN) for n in found.method_state)
 
 
 def test_a_loss_by_hand() -> None:
@@ -332,7 +332,9 @@ def test_a_loss_by_hand() -> None:
     images, labels = learner.first_inputs(4), torch.tensor([1, 1, 4, 0])
     model: Any = learner.model
     real = nn.functional.cross_entropy(model(images), labels)
-    drawn = nn.functional.cross_entropy(model.head(model.chain[1].run(learner.broadcast[f"{OWN}mean"][labels])), labels)
+    drawn = nn.functional.cross_entropy(
+        model.head(chain_of(model)[1].run(learner.broadcast[f"{OWN}mean"][labels])), labels
+    )
     learner.inputs, learner.targets = images, labels
     loss = federation.method.client.loss(learner)
     assert loss.item() == pytest.approx((real.item() + 0.5 * drawn.item()) / 1.5, rel=1e-5)

@@ -171,7 +171,7 @@ def test_whose_passes_move_running_statistics(running: str) -> None:
 def test_without_features_it_is_fedprox_bit_for_bit(overrides: tuple[str, ...]) -> None:
     _, plain = after(2, *overrides, name="fedprox")
     federation, without = after(2, *overrides, "method.samples=0")
-    assert same_bits(without.state, plain.state) and not without.method
+    assert same_bits(without.state, plain.state) and not without.method_state
     assert not any(job.broadcast for job in jobs_of(federation, without))
     _, other = after(2, *overrides)
     assert not same_bits(other.state, plain.state)
@@ -281,7 +281,7 @@ def test_the_record_has_the_inner_loss_the_pool_and_what_its_features_weigh(step
     local_step_first = {"joint": 1e-5, "separate": 0.3}[step]
     assert record.metrics["method/in_loss"] == pytest.approx(sum(losses) / len(losses), rel=local_step_first)
     _, without = federation_of(*MLP, "method.samples=0").run_round(federation.initial_state())
-    assert without.method == {}
+    assert without.metrics == {}
 
 
 # ---- noise
@@ -306,8 +306,8 @@ def test_noise_on_upload_leaves_training_alone_and_changes_what_is_sent() -> Non
     _, upload = after(1, "method.noise=0.8", "method.noise_on=upload")
     _, forward = after(1, "method.noise=0.8")
     assert same_bits(upload.state, plain.state) and not same_bits(forward.state, plain.state)
-    for name, clean in plain.method.items():
-        off = upload.method[name] - clean
+    for name, clean in plain.method_state.items():
+        off = upload.method_state[name] - clean
         assert float(off.std()) == pytest.approx(0.8 * float(clean.std()), rel=0.15)
 
 

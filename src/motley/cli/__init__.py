@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -107,6 +108,9 @@ def version(
 def main() -> None:
     """Run the command line and exit. No exception reaches the user as a traceback."""
     status: str | int | None = 0
+    # As `engine.device.request_hardware_queues` does, which would import torch: a command must not
+    # use the GPU before it is set, not even to print the GPU's name.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
         app(prog_name="motley")
     except SystemExit as exit_request:

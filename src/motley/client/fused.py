@@ -23,6 +23,7 @@ if AVAILABLE:
         FusedBatchNorm,
         FusedBatchNormReLU,
         FusedConv2d,
+        FusedMaxPool2d,
         FusedStem,
         Pair,
     )
@@ -76,6 +77,8 @@ def _layer(layer: nn.Module, kernels: Collection[str]) -> nn.Module | None:
         and not isinstance(layer.padding, str)
     ):
         return FusedConv2d.of(layer)
+    if type(layer) is nn.MaxPool2d and "pool" in kernels:
+        return FusedMaxPool2d.of(layer)
     return None
 
 
@@ -164,8 +167,12 @@ class FusedResNet(resnet.ResNet):
         declare(self, spec_of(model))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        pair = (x, x)
+        x = self.relu(self.bn1(self.conv1(x)))
+        if isinstance(self.maxpool, FusedMaxPool2d):
+            pair = self.maxpool(x, twice=True)
+        else:
+            x = self.maxpool(x)
+            pair = (x, x)
         for stage in self.stages:
             assert isinstance(stage, FusedStage)
             pair = stage.twice(pair)

@@ -1,11 +1,11 @@
 """A slot on a device other than the home device.
 
-The server's tensors live on the home device. A job is carried over when its turn begins, and what it sends back is
-carried home when the turn ends; in between, the slot is like any other.
+The server's tensors are on the home device. A job is copied to the slot's device when it is loaded,
+and its update is copied home when it has finished; in between, the slot is like any other.
 
-torch runs a copy between GPUs on the source's current stream and lets it and the destination's wait for each other. On
-the home device's own stream all copies would stand in one line, and each would wait for the turn before it in its slot;
-so every such slot has a stream at home, too.
+torch runs a copy between GPUs on the source's current stream, and lets it and the destination's
+stream wait for each other. If all copies were on one stream of the home device, each would wait for
+the client before it in its slot. So every such slot also has a stream on the home device.
 """
 
 from __future__ import annotations
@@ -33,17 +33,23 @@ class AwaySlot(Slot):
         self.stream_at_home = torch.cuda.Stream(self.home) if self.home.type == "cuda" else None
 
     def load(self, job: Job, plan: Plan) -> None:
-        """Carry a job over and start its turn."""
+        """Copy a job to the slot's device and load it."""
         with self._on_both():
-            here = replace(job, state=carried(job.state, self.device), broadcast=carried(job.broadcast, self.device))
+            here = replace(
+                job,
+                state=carried(job.state, self.device),
+                broadcast=carried(job.broadcast, self.device),
+            )
             super().load(here, plan)
 
     def unload(self) -> ClientUpdate:
-        """End the client's training and carry its update home."""
+        """End the client's training and copy its update to the home device."""
         with self._on_both():
             update = super().unload()
             delta, payload = carried(update.delta, self.home), carried(update.payload, self.home)
-            return replace(update, delta=delta, payload=payload, loss=update.loss.to(self.home, copy=True))
+            return replace(
+                update, delta=delta, payload=payload, loss=update.loss.to(self.home, copy=True)
+            )
 
     def follow(self) -> None:
         """Let the slot's streams wait for the work so far on both devices."""
@@ -59,7 +65,9 @@ class AwaySlot(Slot):
 
     @contextmanager
     def _on_both(self) -> Iterator[None]:
-        """Make the slot's two streams the current ones of their devices; its own device is the current one."""
+        """Make the slot's two streams the current ones of their devices; its own device is the
+        current one.
+        """
         if self.stream is None or self.stream_at_home is None:
             yield
             return
@@ -68,8 +76,10 @@ class AwaySlot(Slot):
 
 
 def carried(state: State, device: torch.device) -> State:
-    """Return a state on another device; what a method keeps in host memory stays there.
+    """Return a state on another device; tensors that a method keeps in host memory stay there.
 
-    Tensors are copied even if the device turns out to be the same one, as it does in tests.
+    Tensors are copied even if the device is the same one, as it is in tests.
     """
-    return {n: t.to(device, copy=True) if t.device.type == device.type else t for n, t in state.items()}
+    return {
+        n: t.to(device, copy=True) if t.device.type == device.type else t for n, t in state.items()
+    }

@@ -1,7 +1,8 @@
-"""The contract of an engine: client jobs in, uploads out.
+"""The contract of an engine: jobs in, client updates out.
 
-The server loop is the same whether clients are slots on a GPU, a plain loop, or nodes elsewhere; an engine is what
-differs. It holds, or reaches, the clients' data and their memory; the server sees neither.
+The server loop is the same whether clients run in slots on a GPU, in a plain loop, or on nodes
+elsewhere. Engines differ in that. An engine holds, or reaches, the clients' data and the clients'
+states; the server sees neither.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from motley.methods.base import Collection
 from motley.settings import Settings
 
 #: The kernels of `motley.kernels.ALL`.
-KernelName = Literal["conv", "norm", "optimizer", "stem"]
+KernelName = Literal["conv", "norm", "optimizer", "pool", "stem"]
 
 
 class FlowerSettings(Settings):
@@ -34,49 +35,56 @@ class FlowerSettings(Settings):
 
 
 class EngineSettings(Settings):
-    """How and where clients are run. Only `precision` and `vmap_clients` change results by more than rounding."""
+    """How and where clients are run. Only `precision` and `vmap_clients` change results by more
+    than rounding.
+    """
 
     name: Literal["local", "debug", "flower", "flower-simulation"] = "local"
-    """How clients are run. local: in slots, captured as CUDA graphs on a GPU. debug: a fresh model per client, one
-    client at a time. flower: on nodes elsewhere (`motley deploy`). flower-simulation: Flower's own simulation, with
-    Ray.
+    """How clients are run. local: in slots, captured as CUDA graphs on a GPU. debug: a fresh model
+    per client, one client at a time. flower: on nodes elsewhere (`motley deploy`).
+    flower-simulation: Flower's own simulation, with Ray.
     """
     device: str = "auto"
-    """auto (every visible GPU, or the CPU if there is none), cpu, cuda (the first GPU), cuda:N, or several GPUs:
-    cuda:0,cuda:1. The first one is the server's; clients train on all of them. The debug engine uses the first one
-    only.
+    """auto (every visible GPU, or the CPU if there is none), cpu, cuda (the first GPU), cuda:N, or
+    several GPUs: cuda:0,cuda:1. The first one is the server's; clients train on all of them. The
+    debug engine uses the first one only.
     """
     slots: int = Field(default=0, ge=0)
-    """Clients of the same size that train at the same time on each device; 0: 1 on a CPU, up to 4 on a GPU."""
+    """Clients of the same size that train at the same time on each device; 0: 1 on a CPU, up to 4
+    on a GPU.
+    """
     vmap_clients: int = Field(default=1, ge=1)
-    """Clients of the same size that train in one batched step, for small models without batch norm (on a CPU, also
-    without convolutions). Changes the last bits of results, and the random numbers of dropout.
+    """Clients of the same size that train in one batched step, for small models without batch norm
+    (on a CPU, also without convolutions). Changes the last bits of results, and the random numbers
+    of dropout.
     """
     threads: int = Field(default=1, ge=1, le=1024)
-    """CPU threads of torch. Other values change the last bits of results. More than one thread is slow beside other
-    busy processes; for large models on an idle machine, use the number of cores.
+    """CPU threads of torch. Other values change the last bits of results. More than one thread is
+    slow beside other busy processes; for large models on an idle machine, use the number of cores.
     """
-    kernels: tuple[KernelName, ...] = ("conv", "norm", "optimizer", "stem")
-    """Motley's own kernels to use on a GPU; true: all, false: none. conv: weight gradients of small maps in 16 bits.
-    norm: batch norm with addition and ReLU. optimizer: one kernel over all tensors. stem: the first convolution. Those
-    for layers (conv, norm, stem) are for ResNets, and are not used in compiled models. No effect in the debug engine.
+    kernels: tuple[KernelName, ...] = ("conv", "norm", "optimizer", "pool", "stem")
+    """Motley's own kernels to use on a GPU; true: all, false: none. conv: weight gradients of small
+    maps in 16 bits. norm: batch norm with addition and ReLU. optimizer: one kernel over all
+    tensors. pool: max pooling. stem: the first convolution. Those for layers (conv, norm, pool,
+    stem) are for ResNets, and are not used in compiled models. No effect in the debug engine.
     """
     compile: bool = False
-    """Compile models with torch.compile, for batches of the full batch size. The first round takes up to half a minute
-    longer per size. Needs a C++ compiler on a CPU, and Triton on a GPU. No effect in the debug engine and on clients
-    that train in one batched step (vmap_clients). Changes the last bits of results.
+    """Compile models with torch.compile, for batches of the full batch size. The first round takes
+    up to half a minute longer per size. Needs a C++ compiler on a CPU, and Triton on a GPU. No
+    effect in the debug engine and on clients that train in one batched step (vmap_clients). Changes
+    the last bits of results.
     """
     client_state_gpu_fraction: float = Field(default=0.125, ge=0, le=1)
-    """Fraction of a GPU's memory for the clients' state between rounds; the rest of the state is kept in host memory.
-    With several GPUs all of it is.
+    """Fraction of a GPU's memory for the clients' state between rounds; the rest of the state is
+    kept in host memory. With several GPUs all of it is.
     """
     client_state_host_gib: float = Field(default=1.0, ge=0)
     """Host memory for the clients' state, in GiB; the rest of the state is kept on disk."""
     precision: Literal["fp32", "tf32", "fp16", "bf16"] = "tf32"
-    """Precision of training. tf32 is fp32 on a CPU. fp16 and bf16, for a GPU only, compute in 16 bits and keep
-    single-precision master weights. fp16 has more digits and a narrow range: a step whose gradients overflow is
-    skipped, and the next ones use a smaller loss scale. Evaluation is always in single precision: tf32 on a GPU, or
-    fp32 if that is the training precision.
+    """Precision of training. tf32 is fp32 on a CPU. fp16 and bf16, for a GPU only, compute in 16
+    bits and keep single-precision master weights. fp16 has more digits and a narrow range: a step
+    whose gradients overflow is skipped, and the next ones use a smaller loss scale. Evaluation is
+    always in single precision: tf32 on a GPU, or fp32 if that is the training precision.
     """
     flower: FlowerSettings = FlowerSettings()
 
@@ -96,37 +104,38 @@ class EngineSettings(Settings):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no upload of a client that was asked for one."""
+    """The reason why a client that was asked for an update sent none."""
 
     client: int
     reason: str
 
 
+#: Called with a client's id as soon as it has finished.
 Done = Callable[[int], None]
-"""Called with a client's id as soon as its turn is over."""
 
 
 class Engine(Protocol):
     """Runs clients."""
 
+    #: Whether clients run in this process. Others may send anything, so their updates are
+    #: validated.
     trusted: ClassVar[bool]
-    """Whether clients are this process's own. Others may send anything, so what they send is tried before it counts."""
 
     def train(self, jobs: Sequence[Job], done: Done) -> Sequence[ClientUpdate | Failure]:
-        """Train every job's client. A client without a single batch is left out of the answer."""
+        """Train every job's client. A client without a single batch has no update."""
         ...
 
     def collect(self, jobs: Sequence[Job]) -> Sequence[Collection | Failure]:
         """Ask every job's client for the collection that the job names, without training.
 
-        A client without a single example is left out of the answer.
+        A client without a single example has no collection.
         """
         ...
 
     def save_memory(self, rounds: dict[int, int]) -> None:
-        """Make the clients' memory of the given rounds (client -> round) durable."""
+        """Make the clients' states of the given rounds (client -> round) durable."""
         ...
 
     def forget_memory(self, rounds: dict[int, int]) -> None:
-        """Let go of what clients remember of rounds before the given ones (client -> round)."""
+        """Drop the clients' states of rounds before the given ones (client -> round)."""
         ...

@@ -1,6 +1,7 @@
-"""The plain engine: a fresh model and a fresh optimiser for every client, one client after the other.
+"""The plain engine: a fresh model and a fresh optimizer for every client, one client after the
+other.
 
-Nothing here is clever. Every faster way to run clients is tested against it.
+Every faster way to run clients is tested against it.
 """
 
 from __future__ import annotations
@@ -45,13 +46,17 @@ class DebugEngine:
     def collect(self, jobs: Sequence[Job]) -> list[Collection]:
         """Ask every job's client for a collection."""
         with own_randomness(self.clients.device):
-            able = [job for job in jobs if self.clients.samples(job.client)]
-            return [self.clients.collect(self.clients.learner(job.size), job) for job in able]
+            collections = []
+            for job in jobs:
+                if self.clients.samples(job.client):
+                    learner = self.clients.learner(job.size)
+                    collections.append(self.clients.collect(learner, job))
+            return collections
 
     def save_memory(self, rounds: dict[int, int]) -> None:
-        """Write the clients' memory."""
+        """Write the clients' states."""
         self.clients.memory.save(rounds)
 
     def forget_memory(self, rounds: dict[int, int]) -> None:
-        """Delete what clients wrote before the given rounds."""
+        """Delete the clients' states of rounds before the given ones."""
         self.clients.memory.forget_older(rounds)

@@ -32,9 +32,14 @@ def choose_devices(setting: str) -> list[torch.device]:
         return [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]
     names = [name.strip() for name in setting.split(",")]
     if not all(re.fullmatch(r"cpu|cuda|cuda:\d+", name) for name in names):
-        raise _refused(setting, "allowed are auto, cpu, cuda, cuda:N, or several GPUs: cuda:0,cuda:1")
+        raise _refused(
+            setting, "allowed are auto, cpu, cuda, cuda:N, or several GPUs: cuda:0,cuda:1"
+        )
     if len({name.partition(":")[0] for name in names}) > 1:
-        raise _refused(setting, "several devices are GPUs only: allowed is cpu, or a list such as cuda:0,cuda:1")
+        raise _refused(
+            setting,
+            "several devices are GPUs only: allowed is cpu, or a list such as cuda:0,cuda:1",
+        )
     if names[0] == "cpu":
         return [torch.device("cpu")] * len(names)
     numbers = [int(name.partition(":")[2] or 0) for name in names]

@@ -1,8 +1,9 @@
 """The local engine: all clients in this process, in slots.
 
-Jobs go to the slots of their size, longest turn first, and a slot takes its next client as soon as it is free. All busy
-slots step in turns; on a GPU each has its own stream, the host only queues work, and nothing waits until the round's
-losses are read. There the kernels of the longest turns go first: a round ends when its longest turn does.
+Jobs go to the slots of their size, longest first, and a slot takes its next client as soon as it is
+free. All busy slots step in turns. On a GPU each has its own stream, the host only queues work, and
+nothing waits until the round's losses are read. There the kernels of the longest jobs go first,
+since a round ends when its longest job does.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from motley.engine.timeline import Timeline
 from motley.methods.base import Collection
 
 Queues: TypeAlias = dict[str, deque[tuple[Job, bool]]]
+#: Fraction of a round's jobs whose kernels go first, on a GPU.
 URGENT = 0.3
-"""Share of a round's jobs whose kernels go first, on a GPU."""
 
 
 class LocalEngine:
@@ -36,13 +37,13 @@ class LocalEngine:
     def __init__(self, clients: Clients, slots: int, stack: int = 1) -> None:
         self.clients, self.stack = clients, stack
         self._stacks: dict[str, Stack] = {}
-        a_size = slots or (4 if clients.device.type == "cuda" else 1)
-        pools = [SlotPool(clients, a_size, where) for where in range(len(clients.devices))]
+        per_size = slots or (4 if clients.device.type == "cuda" else 1)
+        pools = [SlotPool(clients, per_size, where) for where in range(len(clients.devices))]
         self.pool: SlotPool | Spread = Spread(pools) if len(pools) > 1 else pools[0]
         self._pools = pools
 
     def record(self, timeline: Timeline) -> None:
-        """Note in a timeline which client trains in which slot and when."""
+        """Record in a timeline which client trains in which slot and when."""
         for pool in self._pools:
             pool.timeline = timeline
 
@@ -84,31 +85,39 @@ class LocalEngine:
         return updates
 
     def _stack(self, size: str, count: int) -> Stack:
-        """Return room for clients of a size: on a CPU just as much as they need, on a GPU always the same."""
+        """Return a stack for clients of a size: on a CPU as wide as they need, on a GPU always the
+        same.
+        """
         width = count if self.clients.device.type == "cpu" else self.stack
-        held = self._stacks.get(size)
-        if held is None or held.width != width:
-            held = self._stacks[size] = Stack(self.clients, size, width)
-        return held
+        stack = self._stacks.get(size)
+        if stack is None or stack.width != width:
+            stack = self._stacks[size] = Stack(self.clients, size, width)
+        return stack
 
     def collect(self, jobs: Sequence[Job]) -> list[Collection]:
         """Ask every job's client for a collection."""
         with own_randomness(self.clients.device):
-            able = [job for job in jobs if self.clients.samples(job.client)]
-            return [self.clients.collect(self.pool.any(job.size).learner, job) for job in able]
+            collections = []
+            for job in jobs:
+                if self.clients.samples(job.client):
+                    learner = self.pool.any(job.size).learner
+                    collections.append(self.clients.collect(learner, job))
+            return collections
 
     def save_memory(self, rounds: dict[int, int]) -> None:
-        """Write the clients' memory."""
+        """Write the clients' states."""
         self.clients.memory.save(rounds)
 
     def forget_memory(self, rounds: dict[int, int]) -> None:
-        """Delete what clients wrote before the given rounds."""
+        """Delete the clients' states of rounds before the given ones."""
         self.clients.memory.forget_older(rounds)
 
     def _queues(self, jobs: Sequence[Job]) -> Queues:
-        """Return the jobs of each size that have a step to take, longest first, and whether they are urgent.
+        """Return the jobs of each size that have a step to take, longest first, and whether they
+        are urgent.
 
-        How long a step takes is in proportion to the number of a model's tensors, or nearly so: each has its kernels.
+        A step's duration is roughly proportional to the number of a model's tensors, because each
+        has its kernels.
         """
         work = {job.client: self.clients.local_steps(job) * len(job.state) for job in jobs}
         urgent = URGENT * len(jobs) if self.clients.device.type == "cuda" else 0
@@ -119,7 +128,9 @@ class LocalEngine:
         return queues
 
     def _fill_slots(self, waiting: Queues, busy: list[Slot]) -> Iterator[Slot]:
-        """Give free slots the first waiting jobs of their sizes; yield each slot as soon as it is filled."""
+        """Give free slots the first waiting jobs of their sizes; yield each slot as soon as it is
+        filled.
+        """
         for queue in waiting.values():
             while queue and (slot := self.pool.seat(*queue[0])) is not None:
                 queue.popleft()

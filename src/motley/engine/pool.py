@@ -1,4 +1,6 @@
-"""The slots of a device: made when they are first needed, up to a number a size, and fewer where memory is short."""
+"""The slots of a device: created when first needed, up to a number per size, fewer if memory is
+short.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ from motley.engine.timeline import Timeline
 class SlotPool:
     """The slots of one device, by size."""
 
-    def __init__(self, clients: Clients, a_size: int, where: int = 0) -> None:
+    def __init__(self, clients: Clients, per_size: int, where: int = 0) -> None:
         self.clients, self.where, self.device = clients, where, clients.devices[where]
-        self.a_size = a_size
+        self.per_size = per_size
+        #: How many slots fit on the device; known once one more did not.
         self.most: int | None = None
-        """How many slots fit on the device; known once one more did not."""
         self._slots: dict[str, list[Slot]] = {}
-        #: Notes who trains in which slot and when, if it is set.
+        #: Records which client trains in which slot and when, if it is set.
         self.timeline: Timeline | None = None
 
     def __iter__(self) -> Iterator[Slot]:
@@ -32,11 +34,12 @@ class SlotPool:
             yield from slots
 
     def seat(self, job: Job, urgent: bool = False) -> Slot | None:
-        """Start a job's turn in a free slot of its size; None where the job has to wait.
+        """Load a job into a free slot of its size; return None if the job has to wait.
 
-        An urgent job gets a slot whose kernels go first, where there is one or one can be made, and no other job does.
-        A slot for which the device has no memory is given up, and from then on there are no more slots than there were
-        without it: others are emptied to make room. Who trains where changes no result.
+        Urgent jobs get slots whose kernels go first, if there is such a slot or one can be created,
+        and other jobs do not. If the device has no memory for a slot, the slot is dropped, and the
+        number of slots never exceeds that without it again: idle ones are dropped to make room.
+        Which slot a client trains in changes no result.
         """
         slot = self._free(job.size, urgent)
         if slot is None:
@@ -59,26 +62,30 @@ class SlotPool:
 
     def _free(self, size: str, urgent: bool) -> Slot | None:
         slots = self._slots.setdefault(size, [])
-        free = sorted((slot for slot in slots if not slot.busy), key=lambda slot: slot.urgent != urgent)
+        free = sorted(
+            (slot for slot in slots if not slot.busy), key=lambda slot: slot.urgent != urgent
+        )
         if free and free[0].urgent == urgent:
             return free[0]
-        if len(slots) >= self.a_size or not self._has_room():
+        if len(slots) >= self.per_size or not self._has_room():
             return next((slot for slot in free if slot in slots), None)
         try:
-            made = self._make(size, urgent)
+            slot = self._make(size, urgent)
         except torch.OutOfMemoryError:
             self._no_more_than(len(list(self)), size)
             return self._free(size, urgent)
-        made.follow()
-        slots.append(made)
-        return made
+        slot.follow()
+        slots.append(slot)
+        return slot
 
     def _make(self, size: str, urgent: bool = False) -> Slot:
-        kind = AwaySlot if self.where else Slot
-        return kind(self.clients, size, self.where, urgent)
+        slot_class = AwaySlot if self.where else Slot
+        return slot_class(self.clients, size, self.where, urgent)
 
     def _has_room(self) -> bool:
-        """Tell whether one more slot may be made, after emptying an idle one where the device is full."""
+        """Tell whether one more slot may be created, after dropping an idle one if the device is
+        full.
+        """
         if self.most is None or len(list(self)) < self.most:
             return True
         idle = next((slot for slot in self if not slot.busy), None)
@@ -94,14 +101,19 @@ class SlotPool:
 
     def _no_more_than(self, count: int, size: str) -> None:
         if count == 0:
-            leave_out = f"{self.device} out of engine.device" if self.where else "the largest size out of model.sizes"
+            leave_out = (
+                f"{self.device} out of engine.device"
+                if self.where
+                else "the largest size out of model.sizes"
+            )
             raise MotleyError(
                 f"{self.device} has too little memory for a single client of size {size!r}. "
                 f"Lower training.batch_size, or leave {leave_out}."
             )
         if self.most is None:
             warnings.warn(
-                f"{self.device} has memory for {count} clients at once; the others wait their turn.",
+                f"{self.device} has memory for {count} clients at once; the others wait their "
+                "turn.",
                 stacklevel=2,
             )
         self.most = count

@@ -1,9 +1,11 @@
-"""A slot: a learner that stays, its stream, and its step captured once.
+"""A slot: a learner that many clients use one after the other, its stream, and its captured steps.
 
-A client's turn in a slot is: copy its state in, zero the optimiser, write the plan, replay. On a CPU the same slot runs
-its step eagerly. A captured step holds for one shape of message and memory; another shape is captured anew. A batch
-shorter than the batch size runs eagerly on the slot's stream when its length is first met, and is captured if it comes
-again. All graphs of a slot share their memory: no two of them run at once, and none leaves anything in it for another.
+To train a client, a slot copies the client's state in, zeroes the optimizer, writes the plan and
+replays its graphs. On a CPU the same slot runs its steps eagerly. A captured step is for one shape
+of broadcast and client state; other shapes are captured anew. A batch shorter than the batch size
+runs eagerly on the slot's stream when its length first occurs, and is captured if it occurs again.
+All graphs of a slot share their memory: no two of them run at once, and none leaves anything in it
+for another one.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ from motley.core.part import State
 from motley.core.update import ClientUpdate
 from motley.engine.timeline import Timeline
 
+#: Eager steps before a capture, in which libraries choose their algorithms and the optimizer
+#: creates its state.
 WARM_UP = 3
-"""Eager steps before a capture, in which libraries choose their algorithms and the optimiser makes its state."""
+#: Maximum number of graphs for short batches of a slot and a shape; further lengths run eagerly.
 SHORT = 16
-"""Most graphs for short batches of a slot and a shape; further lengths run eagerly."""
+#: Steps of the longer of a slot's two graphs. The host launches less often, and the GPU waits less
+#: between steps.
 CHUNK = 4
-"""Steps of the longer of a slot's two graphs: the host launches less often, and the GPU waits less between steps."""
 
 
 class Slot:
@@ -35,30 +39,33 @@ class Slot:
         self.clients, self.size, self.where, self.urgent = clients, size, where, urgent
         self.learner = clients.learner(size, where)
         self.device = clients.devices[where]
-        self.stream = torch.cuda.Stream(self.device, -urgent) if self.device.type == "cuda" else None
+        self.stream = (
+            torch.cuda.Stream(self.device, -urgent) if self.device.type == "cuda" else None
+        )
         self._captures: dict[object, dict[int, torch.cuda.CUDAGraph]] = {}
+        #: Graphs for the current client's shapes, by their number of full steps; those of short
+        #: batches have the negative length of the batch as their key.
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        """Graphs of the present turn's shapes, by their number of full steps; of a short batch, by minus its length."""
         self._pool = torch.cuda.graph_pool_handle() if self.stream is not None else None
+        #: Lengths of short batches that have run eagerly once, as a capture requires.
         self._met: set[int] = set()
-        """Lengths of short batches that have run eagerly once, which is what a capture needs before it."""
         self.busy = False
-        #: Notes who trains here and when, if it is set.
+        #: Records which client trains here and when, if it is set.
         self.timeline: Timeline | None = None
 
     def load(self, job: Job, plan: Plan) -> None:
-        """Start a client's turn."""
+        """Load a client, ready for its first step."""
         self.busy = True
         with self._on_stream():
             if self.timeline is not None:
                 self.timeline.begin(self, job)
-            memory = self.clients.recall(job)
+            client_state = self.clients.recall(job)
             if self.stream is not None:
-                self._graphs = self._captured(job, memory)
-            self.clients.seat(self.learner, job, plan, memory)
+                self._graphs = self._captured(job, client_state)
+            self.clients.seat(self.learner, job, plan, client_state)
 
     def advance(self) -> bool:
-        """Take the next step, or several of them; return whether the turn is over."""
+        """Take the next step, or several of them; return whether the client has finished."""
         learner = self.learner
         learner.seed_step()
         steps = self._steps_ahead()
@@ -73,7 +80,7 @@ class Slot:
         return learner.finished
 
     def _short(self, length: int) -> torch.cuda.CUDAGraph | None:
-        """Return the graph for a short batch, made when the length comes for the second time."""
+        """Return the graph for a short batch, captured when its length occurs a second time."""
         if self.stream is None:
             return None
         graphs = self._graphs
@@ -84,7 +91,9 @@ class Slot:
         return graphs.get(-length)
 
     def _steps_ahead(self) -> int:
-        """Return how many steps can be replayed at once: none where the next batch is a short one, or on a CPU."""
+        """Return how many steps can be replayed at once: none if the next batch is short, or on a
+        CPU.
+        """
         if not self._graphs:
             return 0
         learner = self.learner
@@ -116,14 +125,18 @@ class Slot:
     def _on_stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 
-    def _captured(self, job: Job, memory: State) -> dict[int, torch.cuda.CUDAGraph]:
-        """Return the graphs for a job's shapes. What warming up did to the weights is overwritten by the next load."""
-        shapes = shapes_of(job.broadcast, memory)
+    def _captured(self, job: Job, client_state: State) -> dict[int, torch.cuda.CUDAGraph]:
+        """Return the graphs for a job's shapes. The warm-up's weights are overwritten by the next
+        load.
+        """
+        shapes = shapes_of(job.broadcast, client_state)
         if shapes not in self._captures:
-            self.clients.seat(self.learner, job, self.clients.plan(job), memory)
+            self.clients.seat(self.learner, job, self.clients.plan(job), client_state)
             self._warm_up()
             batch_size = self.learner.training.batch_size
-            self._captures[shapes] = {steps: self._capture(steps, batch_size) for steps in (1, CHUNK)}
+            self._captures[shapes] = {
+                steps: self._capture(steps, batch_size) for steps in (1, CHUNK)
+            }
         return self._captures[shapes]
 
     def _warm_up(self) -> None:

@@ -1,4 +1,4 @@
-"""Slots spread over several devices: a pool a device, behind the face of a single pool."""
+"""Slots on several devices: one pool per device, with the interface of a single pool."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ class Spread:
             yield from pool
 
     def seat(self, job: Job, urgent: bool = False) -> Slot | None:
-        """Start a job's turn on the device with the fewest steps to go that has a free slot of its size.
+        """Load a job on the device with the fewest steps to go that has a free slot of its size.
 
-        Steps to go are those that the host has yet to queue. Jobs come longest first, a size after the other, so every
-        size is dealt evenly over the devices, whatever a step of it costs.
+        Steps to go are those that the host has yet to queue. Jobs come longest first, one size
+        after the other, so every size is spread evenly over the devices, whatever its steps cost.
         """
-        seated = (pool.seat(job, urgent) for pool in sorted(self.pools, key=steps_to_go))
-        return next((slot for slot in seated if slot is not None), None)
+        for pool in sorted(self.pools, key=steps_to_go):
+            slot = pool.seat(job, urgent)
+            if slot is not None:
+                return slot
+        return None
 
     def any(self, size: str) -> Slot:
         """Return a slot of a size on the home device, for work outside of training."""

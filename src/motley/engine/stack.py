@@ -1,13 +1,15 @@
-"""Clients side by side: one model with a leading dimension of clients, so that one step serves all of them.
+"""Clients side by side: one model with a leading client dimension, so that one step trains all of
+them.
 
-A small model's step is bound by the number of operations, not by arithmetic, and a stack of fifty clients needs as many
-operations as one client. Clients do not touch each other: the gradient of the sum of their losses is the gradient of
-each, and optimisers work coordinate by coordinate. A short batch is filled up with examples of weight zero.
+A small model's step is bound by the number of operations, not by arithmetic, and a stack of fifty
+clients needs as many operations as one client. Clients do not influence each other: the gradient of
+the sum of their losses is the gradient of each, and optimizers work coordinate by coordinate. Short
+batches are padded with examples of weight zero.
 
-Sums come in another order than a client's own, and what a step draws (dropout) is drawn for all clients at once, so
-`engine.vmap_clients` is a setting that changes numbers. What cannot be stacked trains in slots: models with buffers
-(batch norm), methods with client hooks of their own, clipped gradients; on a CPU also convolutions, which are three
-times slower side by side.
+Sums are taken in another order than for one client, and random numbers in a step (dropout) are
+drawn for all clients at once, so `engine.vmap_clients` changes results. These train in slots
+instead: models with buffers (batch norm), methods with their own local training, and clipped
+gradients; on a CPU also convolutions, which are three times slower side by side.
 """
 
 from __future__ import annotations
@@ -50,33 +52,40 @@ def can_stack(clients: Clients, size: str) -> bool:
 
 
 class Stack:
-    """Room for the turns of some clients of one size; on a GPU their common step is captured once."""
+    """Trains several clients of one size at once; on a GPU their common step is captured once."""
 
     def __init__(self, clients: Clients, size: str, width: int) -> None:
         self.clients, self.size, self.width = clients, size, width
         device, training, shape = clients.device, clients.training, clients.data.shape
         model = clients.method.info.split.build(size).to(device).train()
         unfold_convolutions(model)
-        self._answers = vmap(lambda state, images: functional_call(model, state, (images,)), randomness="different")
+        self._logits = vmap(
+            lambda state, images: functional_call(model, state, (images,)), randomness="different"
+        )
         self.start: State = {
-            name: torch.empty((width, *tensor.shape), device=device) for name, tensor in model.named_parameters()
+            name: torch.empty((width, *tensor.shape), device=device)
+            for name, tensor in model.named_parameters()
         }
-        self.weights: State = {name: torch.empty_like(tensor).requires_grad_() for name, tensor in self.start.items()}
+        self.weights: State = {
+            name: torch.empty_like(tensor).requires_grad_() for name, tensor in self.start.items()
+        }
         self.optimizer = training.optimizer.build(self.weights.values(), device)
         self.losses = torch.zeros(width, device=device)
         batch = (width, training.batch_size)
+        #: Images, labels and shares of a captured step.
         self._rooms = (
             torch.zeros((*batch, *shape), device=device),
             torch.zeros(batch, dtype=torch.long, device=device),
             torch.zeros(batch, device=device),
         )
-        """Where a captured step finds images, labels and shares."""
         self._generator = torch.Generator(device) if device.type == "cuda" else None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def train(self, jobs: Sequence[Job]) -> list[ClientUpdate]:
-        """Train clients of this size; what is left of the stack's width idles."""
+        """Train clients of this size. If they are fewer than the stack is wide, the other rows
+        idle.
+        """
         plans = [self.clients.plan(job) for job in jobs]
         counts = [len(plan.lengths) for plan in plans]
         with self._on_stream():
@@ -91,12 +100,17 @@ class Stack:
                 self._step(*batches.of(step))
                 ended = [row for row, count in enumerate(counts) if count == step + 1 < max(counts)]
                 if ended:
-                    aside.append((ended, {name: tensor.detach()[ended] for name, tensor in self.weights.items()}))
+                    aside.append(
+                        (
+                            ended,
+                            {name: tensor.detach()[ended] for name, tensor in self.weights.items()},
+                        )
+                    )
             return self._updates(jobs, counts, aside)
 
     @torch.no_grad()
     def _load(self, jobs: Sequence[Job]) -> None:
-        """Give every row its client's part, and the rows that idle the first client's."""
+        """Copy every client's part to its row, and the first client's to rows that idle."""
         jobs = [*jobs, *[jobs[0]] * (self.width - len(jobs))]
         for name, start in self.start.items():
             torch.stack([job.state[name] for job in jobs], out=start)
@@ -105,7 +119,7 @@ class Stack:
         self.losses.zero_()
 
     def _step(self, images: Tensor, labels: Tensor, shares: Tensor) -> None:
-        """Take a step; `shares` is what each example counts in its client's mean loss."""
+        """Take a step; `shares` is the weight of each example in its client's mean loss."""
         if self._graph is None:
             self._compute(images, labels, shares)
             return
@@ -114,8 +128,10 @@ class Stack:
         self._graph.replay()
 
     def _compute(self, images: Tensor, labels: Tensor, shares: Tensor) -> None:
-        answers = self._answers(self.weights, images)
-        errors = F.cross_entropy(answers.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+        logits = self._logits(self.weights, images)
+        errors = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(
+            labels
+        )
         losses = (errors * shares).sum(1)
         self.optimizer.zero_grad()
         losses.sum().backward()
@@ -123,7 +139,7 @@ class Stack:
         self.losses += losses.detach()
 
     def _capture(self, batches: Batches) -> None:
-        """Capture a step. What this did to the weights is overwritten by the next load."""
+        """Capture a step. The changed weights are overwritten by the next load."""
         for room, values in zip(self._rooms, batches.of(0), strict=True):
             room.copy_(values)
         use_generator(self._generator)
@@ -136,7 +152,7 @@ class Stack:
         self._graph = graph
 
     def _seed(self, first: Job, step: int) -> None:
-        """Key what a step draws: for the whole turn where it is captured."""
+        """Key the random numbers of a step, or of the whole training if it is captured."""
         if self._generator is None:
             torch.random.default_generator.manual_seed(self._key(first, step))
         elif step == 0:
@@ -152,7 +168,10 @@ class Stack:
         for rows, state in aside:
             for name, tensor in state.items():
                 self.weights[name].detach()[rows] = tensor
-        deltas = {name: (self.weights[name].detach() - start).unbind() for name, start in self.start.items()}
+        deltas = {
+            name: (self.weights[name].detach() - start).unbind()
+            for name, start in self.start.items()
+        }
         losses = self.losses.clone().unbind()
         updates = []
         for row, job in enumerate(jobs):
@@ -175,14 +194,16 @@ class Stack:
 
 
 class Batches:
-    """The batches of several plans, a step at a time."""
+    """The batches of several plans, one step at a time."""
 
     def __init__(self, clients: Clients, plans: Sequence[Plan], width: int) -> None:
         self.data = clients.data
         steps, size = max(len(plan.lengths) for plan in plans), clients.training.batch_size
         rows = np.zeros((steps, width, size), dtype=np.int64)
         lengths = np.zeros((steps, width), dtype=np.int64)
-        draws = np.zeros((steps, width, size, DRAWS), dtype=np.float32) if self.data.random else None
+        draws = (
+            np.zeros((steps, width, size, DRAWS), dtype=np.float32) if self.data.random else None
+        )
         for row, plan in enumerate(plans):
             rows[: len(plan.lengths), row] = plan.rows
             lengths[: len(plan.lengths), row] = plan.lengths
@@ -190,14 +211,16 @@ class Batches:
                 draws[: len(plan.lengths), row] = plan.draws
         shares = (np.arange(size) < lengths[..., None]) / np.maximum(lengths, 1)[..., None]
         device = self.data.device
+        #: Examples of each step that are computed: a captured step has one shape.
         self._longest = lengths.max(1) if device.type == "cpu" else np.full(steps, size)
-        """Examples of each step that are computed: a captured step has one shape."""
         self._rows = torch.from_numpy(rows).to(device)
         self._shares = torch.from_numpy(shares.astype(np.float32)).to(device)
         self._draws = torch.from_numpy(draws).to(device) if draws is not None else None
 
     def of(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a step's images and labels (clients, batch size, ...) and each example's share of its batch's mean."""
+        """Return a step's images and labels (clients, batch size, ...) and each example's weight in
+        its mean.
+        """
         longest = int(self._longest[step])
         rows, shares = self._rows[step, :, :longest], self._shares[step, :, :longest]
         draws = self._draws[step, :, :longest].flatten(0, 1) if self._draws is not None else None
@@ -205,23 +228,18 @@ class Batches:
         return images.unflatten(0, rows.shape), labels.view(rows.shape), shares
 
 
-class UnfoldedConvolution(nn.Conv2d):
-    """A convolution as one matrix product: with weights that differ from client to client, cuDNN has nothing better."""
+class UnfoldedConvolution(nn.Module):
+    """A convolution as one matrix product, with the tensors of a plain one.
 
-    @classmethod
-    def of(cls, convolution: nn.Conv2d) -> UnfoldedConvolution:
-        """Return one with the parameters of an ordinary convolution."""
-        unfolded = cls(
-            convolution.in_channels,
-            convolution.out_channels,
-            convolution.kernel_size,  # type: ignore[arg-type]
-            convolution.stride,  # type: ignore[arg-type]
-            convolution.padding,  # type: ignore[arg-type]
-            bias=convolution.bias is not None,
-            device="meta",
-        )
-        unfolded.weight, unfolded.bias = convolution.weight, convolution.bias
-        return unfolded
+    cuDNN has nothing better for weights that differ from client to client.
+    """
+
+    def __init__(self, original: nn.Conv2d) -> None:
+        super().__init__()
+        self.kernel_size, self.stride = original.kernel_size, original.stride
+        self.padding = original.padding
+        self.weight = original.weight
+        self.bias = original.bias
 
     def forward(self, x: Tensor) -> Tensor:
         (high, wide), (down, across) = self.kernel_size, self.stride
@@ -241,7 +259,7 @@ def unfold_convolutions(model: nn.Module) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Conv2d and _is_plain(child):
-                setattr(parent, name, UnfoldedConvolution.of(child))
+                setattr(parent, name, UnfoldedConvolution(child))
 
 
 def _is_plain(convolution: nn.Conv2d) -> bool:

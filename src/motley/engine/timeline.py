@@ -1,4 +1,4 @@
-"""Which client ran where and when: spans of turns in slots, on the devices' own clocks."""
+"""Which client trained where and when: time spans in slots, on the devices' own clocks."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from motley.extras import require
 
 
 class Place(Protocol):
-    """Where clients train one after the other: a slot. Known by its identity."""
+    """A slot, where clients train one after the other. It is known by its identity."""
 
     #: Its device, as a position among the devices that clients train on.
     where: int
 
 
 Mark = float | torch.cuda.Event
+#: Round, client and size. Not the job, because that would keep its tensors alive.
 Who = tuple[int, int, str]
-"""Round, client and size; not the job, whose tensors would be kept for as long."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """One turn. Seconds are counted from the timeline's beginning."""
+    """One client's training. Seconds are counted from the timeline's beginning."""
 
     round_number: int
     client: int
     size: str
     slot: int
+    #: Its place among the devices that clients train on.
     device: int
-    """Its place among the devices that clients train on."""
     start: float
     end: float
 
 
 class Timeline:
-    """Collects turns; on a GPU with events on the slots' streams, so that nothing waits."""
+    """Collects spans; on a GPU with events on the slots' streams, so that nothing waits."""
 
     def __init__(self, *devices: torch.device) -> None:
         self.devices = devices
@@ -54,17 +54,17 @@ class Timeline:
         self._zeros = [self._mark(where) for where in range(len(devices))]
 
     def begin(self, slot: Place, job: Job) -> None:
-        """Note that a job's turn begins in a slot, on the current stream."""
+        """Record that a job begins in a slot, on the current stream."""
         self._slots.setdefault(id(slot), len(self._slots))
         self._open[id(slot)] = (job.round_number, job.client, job.size), self._mark(slot.where)
 
     def end(self, slot: Place) -> None:
-        """Note that the turn in a slot is over, on the current stream."""
+        """Record that the job in a slot has ended, on the current stream."""
         who, start = self._open.pop(id(slot))
         self._closed.append((who, self._slots[id(slot)], slot.where, start, self._mark(slot.where)))
 
     def spans(self) -> list[Span]:
-        """Return the turns so far; waits for the device."""
+        """Return the spans so far; waits for the device."""
         return [
             Span(*who, slot, where, self._seconds(start, where), self._seconds(end, where))
             for who, slot, where, start, end in self._closed
@@ -88,7 +88,9 @@ class Timeline:
 
 
 def draw(spans: Sequence[Span], path: Path, rounds: int = 3) -> None:
-    """Draw the last rounds: a row a slot, a bar a turn with its client's number, a colour a size."""
+    """Draw the last rounds: one row per slot, one bar per client with its number, one colour per
+    size.
+    """
     last = max(span.round_number for span in spans)
     shown = [span for span in spans if span.round_number > last - rounds]
     first = min(span.start for span in shown)
@@ -108,7 +110,9 @@ def draw(spans: Sequence[Span], path: Path, rounds: int = 3) -> None:
         axes.text(left + width / 2, row, str(span.client), ha="center", va="center", fontsize=7)
     for size in sizes:
         axes.barh(0, 0, color=f"C{sizes.index(size)}", label=size)
-    names = [f"device {device}, slot {slot}" if several else f"slot {slot}" for device, slot in places]
+    names = [
+        f"device {device}, slot {slot}" if several else f"slot {slot}" for device, slot in places
+    ]
     axes.set_yticks(range(len(rows)), names)
     axes.set_xlabel("ms")
     axes.set_title(f"rounds {max(1, last - rounds + 1)} to {last}: clients in slots")

@@ -10,7 +10,7 @@ from torch import Tensor
 AVAILABLE = find_spec("triton") is not None
 
 #: Kernels that take the place of a model's layers. A compiled model has no use for them.
-LAYERS = frozenset({"conv", "norm", "stem"})
+LAYERS = frozenset({"conv", "norm", "pool", "stem"})
 #: All kernels, by the names that `engine.kernels` may list.
 ALL = LAYERS | {"optimizer"}
 

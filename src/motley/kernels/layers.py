@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from motley.kernels import convolve, stem
+from motley.kernels import convolve, pool, stem
 from motley.kernels import norm as norm_kernels
 
 #: One result for two uses: two tensors of one memory, whose gradients arrive apart and are added inside of a kernel.
@@ -87,3 +87,20 @@ class FusedStem(FusedConv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         return stem.convolve(x, self) if stem.applies(x, self) else nn.Conv2d.forward(self, x)
+
+
+class FusedMaxPool2d(nn.MaxPool2d):
+    """The largest value of every window."""
+
+    @classmethod
+    def of(cls, layer: nn.MaxPool2d) -> FusedMaxPool2d:
+        """Make one with the same windows."""
+        return cls(layer.kernel_size, layer.stride, layer.padding, layer.dilation, ceil_mode=layer.ceil_mode)
+
+    def forward(self, x: Tensor, twice: bool = False) -> Any:
+        """Return the result; if it is needed `twice`, as a pair."""
+        if pool.applies(x, self):
+            pair = pool.max_pool(x)
+            return pair if twice else pair[0]
+        y = super().forward(x)
+        return (y, y) if twice else y

@@ -161,18 +161,17 @@ class FedINClient(ClientAlgorithm):
     def _backward_together(self, step: Step) -> Tensor:
         """Leave G_IN + weight G_local in the intermediate layers, and G_local elsewhere.
 
-        The received features go through the intermediate layers first, then the batch; both losses
-        have one backward pass. The gradient that comes from the head is weighted before it enters
-        these layers, and weighted back when it leaves them for the extractor. Return L_local
-        without its proximal term.
+        One backward pass computes both. The gradient that comes from the head is weighted before it
+        enters the intermediate layers, and weighted back when it leaves them for the extractor.
+        Return L_local without its proximal term.
         """
         weight = self.settings.multiplier / 2 if self.settings.combine == "simplified" else 1.0
         extractor, *between, head = chain_of(step.model)
         s_in = weighted(self._noisy(extractor.run(step.inputs), "forward"), 1 / weight)
+        # Received features go first, so they update running statistics before the client's batch.
         inner = self.inner_loss(step)
-        s_out = run(between, s_in)
-        logits = head.run(weighted(self._noisy(s_out, "forward"), weight))
-        loss = step.task_loss(logits, step.targets)
+        s_out = self._noisy(run(between, s_in), "forward")
+        loss = step.task_loss(head.run(weighted(s_out, weight)), step.targets)
         step.scratch[SCRATCH]["loss"].add_(inner.detach())
         step.backward(loss + inner)
         inside = set(intermediate(step.model))
