@@ -332,9 +332,8 @@ def test_a_loss_by_hand() -> None:
     images, labels = learner.first_inputs(4), torch.tensor([1, 1, 4, 0])
     model: Any = learner.model
     real = nn.functional.cross_entropy(model(images), labels)
-    drawn = nn.functional.cross_entropy(
-        model.head(chain_of(model)[1].run(learner.broadcast[f"{OWN}mean"][labels])), labels
-    )
+    logits = run(chain_of(model)[1:], learner.broadcast[f"{OWN}mean"][labels])
+    drawn = nn.functional.cross_entropy(logits, labels)
     learner.inputs, learner.targets = images, labels
     loss = federation.method.client.loss(learner)
     assert loss.item() == pytest.approx((real.item() + 0.5 * drawn.item()) / 1.5, rel=1e-5)

@@ -7,4 +7,13 @@ from motley.engine.base import Engine, EngineSettings, Failure
 from motley.engine.debug import DebugEngine
 from motley.engine.local import LocalEngine
 
-__all__ = ["ClientUpdate", "Clients", "DebugEngine", "Engine", "EngineSettings", "Failure", "Job", "LocalEngine"]
+__all__ = [
+    "ClientUpdate",
+    "Clients",
+    "DebugEngine",
+    "Engine",
+    "EngineSettings",
+    "Failure",
+    "Job",
+    "LocalEngine",
+]
