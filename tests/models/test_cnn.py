@@ -91,7 +91,7 @@ def test_no_layers_help_each_other() -> None:
 
 def test_an_image_that_is_too_small_is_refused() -> None:
     assert build(ImageShape(1, 6, 6))(torch.zeros(1, 1, 6, 6)).shape == (1, 10)
-    with pytest.raises(MotleyError, match="5 pixels a side is too small"):
+    with pytest.raises(MotleyError, match="at least 6 pixels high and wide, not 5"):
         build(ImageShape(1, 8, 5))
 
 

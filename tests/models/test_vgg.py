@@ -57,7 +57,7 @@ def test_dropout_acts_in_training_only_and_can_be_turned_off() -> None:
 
 def test_an_image_that_is_too_small_is_refused() -> None:
     assert build(9, ImageShape(1, 8, 9))(torch.zeros(1, 1, 8, 9)).shape == (1, 10)
-    with pytest.raises(MotleyError, match="model 'vgg11': an image of 16 pixels a side is too small; it takes 32"):
+    with pytest.raises(MotleyError, match="model 'vgg11': images must be at least 32 pixels high and wide, not 16"):
         build(11, ImageShape(3, 32, 16))
 
 

@@ -98,7 +98,7 @@ def test_the_mean_of_all_exits_can_be_the_answer() -> None:
     [
         (("model.sizes=['resnet14']", "split.cuts=[2,5]", "split.rates=[1,1]"), "has 6 blocks"),
         (("model.sizes=['mlp2']", "split.cuts=[1]", "split.rates=[1]"), "MLP has no exits. Allowed are ResNets"),
-        ((*RESNET, "model.projection=8"), r"model\.projection: is for a network with one head"),
+        ((*RESNET, "model.projection=8"), r"model\.projection: needs a network with one head"),
         *(((*RESNET, f"method.name={name}"), "declares no chain of stages") for name in ("fedin", "fedimpro", "moon")),
     ],
 )

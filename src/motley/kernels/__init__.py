@@ -1,6 +1,7 @@
-"""Kernels of our own for the GPU, in Triton, for steps that are too small for torch's.
+"""Triton kernels for training steps that are too small for torch's own kernels to be efficient.
 
-Triton comes with torch's CUDA builds only. Each kernel has a plain counterpart, which is used everywhere else.
+Only torch's CUDA builds include Triton. Each kernel has a plain counterpart in torch, which is used
+everywhere else.
 """
 
 from importlib.util import find_spec
@@ -9,27 +10,29 @@ from torch import Tensor
 
 AVAILABLE = find_spec("triton") is not None
 
-#: Kernels that take the place of a model's layers. A compiled model has no use for them.
+#: Kernels that replace layers of a model. They are not used in compiled models.
 LAYERS = frozenset({"conv", "norm", "pool", "stem"})
 #: All kernels, by the names that `engine.kernels` may list.
 ALL = LAYERS | {"optimizer"}
 
+#: Arguments that depend on the batch size: kernels are not recompiled for their values.
 LENGTHS = ("rows", "span", "blocks")
-"""Arguments that depend on how long a batch is: kernels are not compiled anew for their values."""
 
 
 def compiled_in(length: int, count: int) -> int:
-    """Return a number that comes from a batch's length if it is to be compiled into a kernel, or else 0.
+    """Return `count` if it is to be compiled into a kernel as a constant, and 0 otherwise.
 
-    How often a loop turns is worth a few percent if the compiler knows it, and compiling a network's kernels once more
-    takes seconds. The last batch of every client has a length of its own; the others mostly have a power of two.
+    `count` is a loop length that follows from the batch size `length`. A kernel that knows it at
+    compile time is a few percent faster, but compiling a network's kernels once more takes seconds.
+    Therefore only powers of two are compiled in: full batches mostly have such sizes, while the
+    last batch of every client can have any size.
     """
     return count if length >= 16 and length.bit_count() == 1 else 0
 
 
 def twin(y: Tensor) -> Tensor:
-    """Return an output of an autograd function once more, for a second gradient.
+    """Return a second output of an autograd function that shares the memory of `y`.
 
-    It has the memory of `y`, and for autograd it is a tensor of its own, not a view.
+    For autograd it is a separate tensor, not a view, so it gets a gradient of its own.
     """
     return y.data

@@ -1,8 +1,9 @@
-"""The gradient of a convolution's weight where its output map is small.
+"""The weight gradient of convolutions with small output maps.
 
-cuDNN spreads this sum over the whole GPU, which is quickest alone and wasteful beside other clients' kernels. Here a
-program makes a tile of one tap's gradient, with a loop over all output positions, in one order. The forward pass and
-the gradient of the input are torch's.
+cuDNN spreads this sum over the whole GPU, which is fastest when nothing else runs, and wasteful
+next to the kernels of other clients. Here each program computes a tile of one tap's gradient in a
+loop over all output positions, always in the same order. The forward pass and the gradient of the
+input are torch's.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 
 from motley.kernels import LENGTHS, compiled_in
 
+#: The largest numbers of output positions in a batch for which this kernel is used. The limit is
+#: higher for 1x1 kernels, which have a single tap.
 MOST_ROWS, MOST_ROWS_OF_1X1 = 256, 4096
-"""Output positions of a batch up to which this is used: more for a single tap."""
 TILE = {"OUTPUTS": 64, "INPUTS": 32, "ROWS": 64, "num_warps": 4, "num_stages": 4}
 
 
@@ -44,7 +46,11 @@ def _gradient(
         g = tl.load(dy + p[:, None] * outputs + k[None, :], mask=inside, other=0.0)
         total = tl.dot(tl.trans(g), values, total)
     into = dweight + (k[:, None] * TAPS + tap) * inputs + c[None, :]
-    tl.store(into, total.to(dweight.dtype.element_ty), mask=(k < outputs)[:, None] & (c < inputs)[None, :])
+    tl.store(
+        into,
+        total.to(dweight.dtype.element_ty),
+        mask=(k < outputs)[:, None] & (c < inputs)[None, :],
+    )
 
 
 class _Convolve(torch.autograd.Function):
@@ -60,10 +66,13 @@ class _Convolve(torch.autograd.Function):
         dy = gradients[0].contiguous(memory_format=torch.channels_last)
         outputs, inputs, taps, across = weight.shape
         dweight, rows = torch.empty_like(weight), dy.numel() // outputs
-        grid = taps * across * triton.cdiv(inputs, TILE["INPUTS"]), triton.cdiv(outputs, TILE["OUTPUTS"])
+        grid = (
+            taps * across * triton.cdiv(inputs, TILE["INPUTS"]),
+            triton.cdiv(outputs, TILE["OUTPUTS"]),
+        )
         _gradient[grid](
-            x, dy, dweight, rows, *x.shape[2:], *dy.shape[2:], inputs, outputs, across, taps * across,
-            ctx.stride, ctx.padding, SPAN=compiled_in(len(x), rows), **TILE,
+            x, dy, dweight, rows, *x.shape[2:], *dy.shape[2:], inputs, outputs,
+            across, taps * across, ctx.stride, ctx.padding, SPAN=compiled_in(len(x), rows), **TILE,
         )  # fmt: skip
         sides = [ctx.stride] * 2, [ctx.padding] * 2, [1, 1]
         dx, _, _ = torch.ops.aten.convolution_backward(
@@ -73,10 +82,14 @@ class _Convolve(torch.autograd.Function):
 
 
 def applies(x: Tensor, convolution: nn.Conv2d) -> bool:
-    """Tell whether a batch in 16 bits has few enough output positions."""
+    """Tell whether the kernel can be used: 16-bit inputs with few enough output positions."""
     if x.dtype.itemsize != 2 or not torch.is_grad_enabled() or convolution.bias is not None:
         return False
-    kernel, (stride, across), padding = convolution.kernel_size, convolution.stride, convolution.padding[0]
+    kernel, (stride, across), padding = (
+        convolution.kernel_size,
+        convolution.stride,
+        convolution.padding[0],
+    )
     rows = len(x)
     for side, taps in zip(x.shape[2:], kernel, strict=True):
         rows *= (side + 2 * int(padding) - taps) // stride + 1
@@ -86,6 +99,8 @@ def applies(x: Tensor, convolution: nn.Conv2d) -> bool:
 
 
 def convolve(x: Tensor, convolution: nn.Conv2d) -> Tensor:
-    """Return what a convolution makes of a batch."""
-    result: Tensor = _Convolve.apply(x, convolution.weight, convolution.stride[0], convolution.padding[0])
+    """Apply a convolution to a batch."""
+    result: Tensor = _Convolve.apply(
+        x, convolution.weight, convolution.stride[0], convolution.padding[0]
+    )
     return result

@@ -1,7 +1,8 @@
-"""torch's layers with Motley's kernels in them: the same parameters, buffers and names, and the same function.
+"""Layers that use Motley's kernels, with the parameters, buffers and names of torch's layers.
 
-Each is made of a plain layer (`of`), whose tensors it takes over, and falls back to torch's own operations where its
-kernel does not apply. Only for machines with Triton.
+Each is made from a plain layer (`of`), takes over its tensors and computes the same function. If
+its kernel does not apply to an input, it falls back to torch's operations. This module needs
+Triton.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch.nn import functional as F
 from motley.kernels import convolve, pool, stem
 from motley.kernels import norm as norm_kernels
 
-#: One result for two uses: two tensors of one memory, whose gradients arrive apart and are added inside of a kernel.
+#: One result for two uses: two tensors that share memory. Their gradients arrive separately and are
+#: added inside a kernel.
 Pair: TypeAlias = tuple[Tensor, Tensor]
 
 
@@ -30,10 +32,13 @@ class FusedBatchNorm(nn.BatchNorm2d):
             setattr(fused, name, buffer)
         return fused.train(norm.training)
 
-    def forward(self, x: Tensor, add: Tensor | None = None, relu: bool = False, twice: bool = False) -> Any:
-        """Return the result; if it is needed `twice`, as a pair.
+    def forward(
+        self, x: Tensor, add: Tensor | None = None, relu: bool = False, twice: bool = False
+    ) -> Any:
+        """Return the result, or a pair if it is used `twice`.
 
-        Called like any module, so that hooks on its inputs see them.
+        `add` and `relu` are arguments of the module's call, so that forward hooks on its inputs
+        still run.
         """
         if norm_kernels.applies(x, self.training):
             if self.training:
@@ -50,7 +55,7 @@ class FusedBatchNorm(nn.BatchNorm2d):
 
 
 class FusedBatchNormReLU(FusedBatchNorm):
-    """relu(batch_norm(x)), for a place where a model always has a ReLU behind the norm."""
+    """relu(batch_norm(x)), for norms that a model always follows with a ReLU."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         y: Tensor = super().forward(x, relu=True)
@@ -58,7 +63,7 @@ class FusedBatchNormReLU(FusedBatchNorm):
 
 
 class FusedConv2d(nn.Conv2d):
-    """A convolution within a network, with its own weight gradient for small maps in 16 bits."""
+    """A convolution with Motley's weight-gradient kernel for small maps in 16 bits."""
 
     @classmethod
     def of(cls, convolution: nn.Conv2d) -> FusedConv2d:
@@ -90,15 +95,21 @@ class FusedStem(FusedConv2d):
 
 
 class FusedMaxPool2d(nn.MaxPool2d):
-    """The largest value of every window."""
+    """Max pooling."""
 
     @classmethod
     def of(cls, layer: nn.MaxPool2d) -> FusedMaxPool2d:
-        """Make one with the same windows."""
-        return cls(layer.kernel_size, layer.stride, layer.padding, layer.dilation, ceil_mode=layer.ceil_mode)
+        """Make a layer with the same windows."""
+        return cls(
+            layer.kernel_size,
+            layer.stride,
+            layer.padding,
+            layer.dilation,
+            ceil_mode=layer.ceil_mode,
+        )
 
     def forward(self, x: Tensor, twice: bool = False) -> Any:
-        """Return the result; if it is needed `twice`, as a pair."""
+        """Return the result, or a pair if it is used `twice`."""
         if pool.applies(x, self):
             pair = pool.max_pool(x)
             return pair if twice else pair[0]

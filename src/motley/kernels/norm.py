@@ -1,17 +1,18 @@
-"""Kernels for relu(batch_norm(x) + add): in training, for its gradient, and in evaluation.
+"""Kernels for relu(batch_norm(x) + add): forward, backward, and evaluation.
 
-A map of few rows (examples x map positions) takes one kernel: a program holds all rows of a few channels in registers,
-reads them once, computes mean and variance there, writes the result and moves the running statistics. A map of many
-rows takes two: the first leaves sums over blocks of rows, the second adds them up, always in the same order, and
-applies the result. Sums are of distances to the channel's first value, so that a large mean costs no precision.
+A map with few rows (examples x map positions) takes one kernel: each program reads all rows of a
+few channels into registers once, computes mean and variance, writes the result and updates the
+running statistics. A map with many rows takes two kernels: the first writes sums over blocks of
+rows; the second adds them up, always in the same order, and applies the result. The sums are taken
+over differences to the channel's first value, so that a large mean costs no precision.
 
 With g = dy where y > 0, xhat = (x - mean) / std and n rows:
 
     dbias = sum g,   dweight = sum g xhat,   dadd = g
     dx = weight / std * (g - dbias / n - xhat dweight / n)
 
-The result comes as two tensors of one memory, because a residual block uses its input twice: the gradients of both uses
-then arrive here apart and are added on the way.
+The result is returned as two tensors that share memory, because a residual block uses its input
+twice: the gradients of both uses arrive here separately and are added inside the kernel.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from torch import Tensor, nn
 
 from motley.kernels import LENGTHS, compiled_in, twin
 
+#: The largest number of rows that one program holds in registers.
 FEW_ROWS = 1024
-"""Most rows that one program holds."""
 
 
 @triton.jit
@@ -36,7 +37,7 @@ def _pairs(a, b, c, d):
 
 @triton.jit
 def _moments(first, total, squares, rows, eps):
-    """Return mean, variance and 1 / std from sums of the distances to a value."""
+    """Return mean, variance and 1 / std from sums of differences to the value `first`."""
     off = total / rows
     variance = tl.maximum(squares / rows - off * off, 0.0)
     return first + off, variance, 1.0 / tl.sqrt(variance + eps)
@@ -44,16 +45,17 @@ def _moments(first, total, squares, rows, eps):
 
 @triton.jit
 def _moved(old_mean, old_var, m, variance, rows, momentum):
-    """Return running statistics after one more batch."""
+    """Return the running statistics after one more batch."""
     unbiased = variance * (rows / (rows - 1.0))
     return old_mean + momentum * (m - old_mean), old_var + momentum * (unbiased - old_var)
 
 
 @triton.jit
 def _gradient(
-    dy, twin, y, at, inside, off, scale, shift, TWIN: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr
+    dy, twin, y, at, inside, off, scale, shift,
+    TWIN: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """Return g; `off` is x - mean. Without an addition y's sign follows from x, and y need not be read."""
+    """Return g; `off` is x - mean. Without `add`, y's sign follows from x and y is not read."""
     g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
     if TWIN:
         g += tl.load(twin + at, mask=inside, other=0.0).to(tl.float32)
@@ -104,7 +106,8 @@ def _forward(
 def _backward(
     dy, twin, x, y, weight, bias, mean, rstd, dx, dadd, dweight, dbias,
     rows, channels,
-    TWIN: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    TWIN: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, ROWS)[:, None]
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
@@ -131,7 +134,7 @@ def _backward(
 def _block_moments(
     x, sums, rows, span, channels, SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr
 ):  # fmt: skip
-    """Leave the sums of a block of rows in sums[block, 0 and 1, channel]."""
+    """Write the sums over a block of rows to sums[block, 0 and 1, channel]."""
     block = tl.program_id(0)
     length = SPAN if SPAN > 0 else span
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -280,49 +283,59 @@ def _scale(
 
 
 def applies(x: Tensor, training: bool) -> bool:
-    """Tell whether a map lies with channels last; one row cannot be trained on, and evaluation has no gradient here."""
+    """Tell whether the kernels can be used for a map, which must be in channels-last format.
+
+    Training needs at least two rows, and the evaluation kernel computes no gradient.
+    """
     enough = x.numel() > x.shape[1] if training else not torch.is_grad_enabled()
     return enough and x.is_contiguous(memory_format=torch.channels_last)
 
 
 def few(rows: int, channels: int) -> dict[str, int]:
-    """Return the rows and channels of a program that holds all rows, and its warps: many small programs are fastest."""
+    """Return the tile and number of warps of a program that holds all rows.
+
+    Tiles have few channels: many small programs are fastest.
+    """
     height = max(triton.next_power_of_2(rows), 16)
     width = min(4, triton.next_power_of_2(channels))
     return {"ROWS": height, "CHANNELS": width, "num_warps": max(1, min(height * width // 256, 8))}
 
 
 class Tall(NamedTuple):
-    """How programs go through a map of many rows."""
+    """How the work on a map with many rows is divided among programs."""
 
     tile: dict[str, int]
+    #: Programs along the rows in the summing kernel.
     blocks: int
-    """Programs along the rows in the kernel that sums."""
+    #: Programs along the channels.
     sides: int
-    """Programs along the channels."""
+    #: Rows per program in the summing kernel.
     summed: int
-    """Rows of a program in the kernel that sums."""
+    #: Rows per program in the applying kernel.
     applied: int
-    """Rows of a program in the kernel that applies."""
+    #: A power of two that is at least `blocks`.
     most: int
-    """A power of two that `blocks` is not above."""
 
 
 def many(x: Tensor) -> Tall:
-    """Return how programs go through a map."""
+    """Divide the work on a map among programs."""
     channels = x.shape[1]
     rows = x.numel() // channels
     width = min(triton.next_power_of_2(channels), 64)
     values, summing, applying = (2048, 64, 128) if rows * channels <= 2**21 else (4096, 128, 256)
     height, sides = values // width, triton.cdiv(channels, width)
-    summed, applied = (_span(rows, height, max(programs // sides, 1)) for programs in (summing, applying))
+    summed, applied = (
+        _span(rows, height, max(programs // sides, 1)) for programs in (summing, applying)
+    )
     blocks = triton.cdiv(rows, summed)
     most = triton.next_power_of_2(compiled_in(len(x), blocks) or max(summing // sides, 1))
-    return Tall({"ROWS": height, "CHANNELS": width, "num_warps": 8}, blocks, sides, summed, applied, most)
+    return Tall(
+        {"ROWS": height, "CHANNELS": width, "num_warps": 8}, blocks, sides, summed, applied, most
+    )
 
 
 def _span(rows: int, height: int, programs: int) -> int:
-    """Return how many rows a program goes through, so that there are no more programs: whole tiles."""
+    """Return the rows per program, in whole tiles, such that at most `programs` are needed."""
     return triton.cdiv(triton.cdiv(rows, programs), height) * height
 
 
@@ -357,7 +370,13 @@ class _NormAddRelu(torch.autograd.Function):
             tall = many(x)
             sums = weight.new_empty((tall.blocks, 2, channels))
             _block_moments[tall.blocks, tall.sides](
-                x, sums, rows, tall.summed, channels, SPAN=compiled_in(len(x), tall.summed), **tall.tile
+                x,
+                sums,
+                rows,
+                tall.summed,
+                channels,
+                SPAN=compiled_in(len(x), tall.summed),
+                **tall.tile,
             )
             _apply_forward[triton.cdiv(rows, tall.applied), tall.sides](
                 *tensors, sums, rows, tall.applied, tall.blocks, channels, norm.eps, norm.momentum,
@@ -370,7 +389,9 @@ class _NormAddRelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         x, y, weight, bias, mean, rstd = ctx.saved_tensors
-        given = [g.contiguous(memory_format=torch.channels_last) for g in gradients if g is not None]
+        given = [
+            g.contiguous(memory_format=torch.channels_last) for g in gradients if g is not None
+        ]
         channels = x.shape[1]
         rows = x.numel() // channels
         dx, dweight, dbias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
@@ -396,19 +417,21 @@ class _NormAddRelu(torch.autograd.Function):
         return dx, dadd if ctx.add else None, dweight, dbias, None, None
 
 
-def norm_add_relu(x: Tensor, add: Tensor | None, norm: nn.BatchNorm2d, relu: bool) -> tuple[Tensor, Tensor]:
-    """Return relu(batch_norm(x) + add), twice for two uses, and move the running statistics."""
+def norm_add_relu(
+    x: Tensor, add: Tensor | None, norm: nn.BatchNorm2d, relu: bool
+) -> tuple[Tensor, Tensor]:
+    """Return relu(batch_norm(x) + add), twice for two uses, and update the running statistics."""
     result: tuple[Tensor, Tensor] = _NormAddRelu.apply(x, add, norm.weight, norm.bias, norm, relu)
     return result
 
 
 def scale_add_relu(x: Tensor, add: Tensor | None, norm: nn.BatchNorm2d, relu: bool) -> Tensor:
-    """Return relu(batch_norm(x) + add) with the running statistics, in one kernel and without a gradient."""
+    """Return relu(batch_norm(x) + add) with the running statistics, without a gradient."""
     y = torch.empty_like(x)
     if add is not None:
         add = add.contiguous(memory_format=torch.channels_last)
     _scale[(triton.cdiv(x.numel(), 1024),)](
-        x, x if add is None else add, norm.weight, norm.bias, norm.running_mean, norm.running_var, y,
-        x.numel(), x.shape[1], norm.eps, ADD=add is not None, RELU=relu, BLOCK=1024,
+        x, x if add is None else add, norm.weight, norm.bias, norm.running_mean, norm.running_var,
+        y, x.numel(), x.shape[1], norm.eps, ADD=add is not None, RELU=relu, BLOCK=1024,
     )  # fmt: skip
     return y

@@ -1,11 +1,16 @@
 """Adam and SGD in one kernel over all tensors.
 
-torch's grouped optimisers hand out pieces of 65,536 values, too few pieces to fill a large GPU with a small model. Here
-a table on the device says where all pieces lie, so a step is a single launch whose pieces are small. It computes what
-torch.optim's Adam, AdamW and SGD compute. With 16-bit copies of the weights it reads their gradients as backward left
-them, undoes the scale of the loss, and writes the new copies on the way: no value passes through memory twice. A pull
-towards other weights, as of a proximal term, is one more value to read. Only where the loss has a scale the gradients
-are looked through first: a step with one that is not finite is left out, and the scale halved (`LossScale`).
+torch's multi-tensor optimizers divide the work into pieces of 65,536 values; for a small model
+these are too few to fill a large GPU. Here a table on the device holds the addresses of all pieces,
+so a step is a single launch with many small pieces. The result is that of torch.optim's Adam, AdamW
+and SGD.
+
+If there are 16-bit copies of the weights, the kernel reads their gradients as backward wrote them,
+divides by the loss scale, and writes the new copies in the same pass: no value goes through memory
+twice. A proximal term, which pulls the weights towards other weights, is one more value to read.
+
+With a loss scale, a first kernel checks the gradients. If any is not finite, the step is skipped
+and the scale is halved (`LossScale`).
 """
 
 from __future__ import annotations
@@ -33,32 +38,36 @@ class LossScale(Protocol):
 
 
 class Weights(Protocol):
-    """The trained tensors' 16-bit copies and gradients (`motley.client.weights.Weights`)."""
+    """16-bit copies and gradients of the trained tensors (`motley.client.weights.Weights`)."""
 
     copies: list[Tensor | None]
     scaled: bool
 
     @property
     def raw_gradients(self) -> list[Tensor | None]:
-        """The gradients, where backward left them."""
+        """The gradients as backward wrote them."""
         ...
 
 
+#: Values that one program updates.
 PIECE = 4096
-"""Values that a program steps."""
+#: Number of columns of the table, which has one row per piece. Positions are offsets in elements.
+#: 0 to 3: position of the weight, the first moment, the second moment, and the 16-bit copy;
+#: 4: number of values;
+#: 5, 6: position of the gradient, and whether it has 16 bits;
+#: 7, 8: position of the target of the proximal term, and its strength as the bits of a float.
 FIELDS = 9
-"""Columns of the table: where weight, first and second moment and copy lie; the number of values; where the gradient
-lies, and whether it is one in 16 bits; where that lies to which the weight is pulled, and how strongly, as a float's
-bits.
-"""
+#: The first columns of the gradient and of the proximal term, which change from step to step.
 GRADIENT, PULL = 5, 7
-"""The first columns of what differs from step to step."""
+#: Marks tensors without a 16-bit copy in column 3.
 NO_COPY = -(2**62)
 
 
 @triton.jit
-def _look(base, shadow, table, found, COPIES: tl.constexpr, FIELDS: tl.constexpr, PIECE: tl.constexpr):
-    """Write a one where a gradient is not finite."""
+def _look(
+    base, shadow, table, found, COPIES: tl.constexpr, FIELDS: tl.constexpr, PIECE: tl.constexpr
+):
+    """Set `found` to 1 if any gradient is not finite."""
     row = table + tl.program_id(0) * FIELDS
     count = tl.load(row + 4)
     if count == PIECE:
@@ -73,8 +82,9 @@ def _look(base, shadow, table, found, COPIES: tl.constexpr, FIELDS: tl.constexpr
 def _step(
     base, shadow, table, lr, counter, programs, scale, good, found,
     log_beta1, log_beta2, rest1, rest2, beta1, beta2, eps, decay, highest, lowest, patience,
-    ADAM: tl.constexpr, DECOUPLED: tl.constexpr, MOMENTUM: tl.constexpr, PULLED: tl.constexpr, COPIES: tl.constexpr,
-    SCALED: tl.constexpr, CHECKED: tl.constexpr, NONE: tl.constexpr, FIELDS: tl.constexpr, PIECE: tl.constexpr,
+    ADAM: tl.constexpr, DECOUPLED: tl.constexpr, MOMENTUM: tl.constexpr, PULLED: tl.constexpr,
+    COPIES: tl.constexpr, SCALED: tl.constexpr, CHECKED: tl.constexpr,
+    NONE: tl.constexpr, FIELDS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     row = table + tl.program_id(0) * FIELDS
     rate = tl.load(lr)
@@ -91,15 +101,19 @@ def _step(
         count = tl.where(tl.load(found) != 0.0, 0, count)
     if count == PIECE:
         _update(
-            base, shadow, row, PIECE, factor, size, shrink, root, rest1, rest2, beta1, beta2, eps, decay,
+            base, shadow, row, PIECE, factor, size, shrink, root,
+            rest1, rest2, beta1, beta2, eps, decay,
             ADAM, DECOUPLED, MOMENTUM, PULLED, COPIES, NONE, PIECE,
         )  # fmt: skip
     elif count > 0:
         _update(
-            base, shadow, row, count, factor, size, shrink, root, rest1, rest2, beta1, beta2, eps, decay,
+            base, shadow, row, count, factor, size, shrink, root,
+            rest1, rest2, beta1, beta2, eps, decay,
             ADAM, DECOUPLED, MOMENTUM, PULLED, COPIES, NONE, PIECE,
         )  # fmt: skip
-    tl.debug_barrier()  # all of this program have read what the last one changes
+    # All threads of this program must have read the counter, the scale and `found` before the last
+    # program to finish changes them.
+    tl.debug_barrier()
     if tl.atomic_add(counter + 1, 1) == programs - 1:
         tl.store(counter + 1, 0)
         taken = 1
@@ -110,7 +124,10 @@ def _step(
 
 @triton.jit
 def _adjust(scale, good, found, highest, lowest, patience):
-    """Halve the scale after a step that was left out, double it after some that were not; return the steps taken."""
+    """Halve the loss scale after a skipped step; double it after `patience` steps in a row.
+
+    Return 1 if the step was taken and 0 if it was skipped.
+    """
     passed = tl.load(found) == 0.0
     value = tl.load(scale)
     steps = tl.load(good) + 1
@@ -124,13 +141,15 @@ def _adjust(scale, good, found, highest, lowest, patience):
 
 @triton.jit
 def _gradient(base, shadow, row, count, COPIES: tl.constexpr, PIECE: tl.constexpr):
-    """Return a piece's gradients in single precision, wherever and however they lie."""
+    """Return a piece's gradients in single precision."""
     at = tl.arange(0, PIECE)
     inside = at < count
     gradient = tl.load(row + 5)
     if COPIES:
         if tl.load(row + 6) != 0:
-            g = tl.load(shadow + tl.multiple_of(gradient, 8) + at, mask=inside, other=0.0).to(tl.float32)
+            g = tl.load(shadow + tl.multiple_of(gradient, 8) + at, mask=inside, other=0.0).to(
+                tl.float32
+            )
         else:
             g = tl.load(base + tl.multiple_of(gradient, 4) + at, mask=inside, other=0.0)
     else:
@@ -141,10 +160,13 @@ def _gradient(base, shadow, row, count, COPIES: tl.constexpr, PIECE: tl.constexp
 @triton.jit
 def _update(
     base, shadow, row, count, factor, size, shrink, root, rest1, rest2, beta1, beta2, eps, decay,
-    ADAM: tl.constexpr, DECOUPLED: tl.constexpr, MOMENTUM: tl.constexpr, PULLED: tl.constexpr, COPIES: tl.constexpr,
-    NONE: tl.constexpr, PIECE: tl.constexpr,
+    ADAM: tl.constexpr, DECOUPLED: tl.constexpr, MOMENTUM: tl.constexpr, PULLED: tl.constexpr,
+    COPIES: tl.constexpr, NONE: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Step one piece; where `count` is known to be PIECE, the compiler drops the mask and loads widely."""
+    """Update one piece.
+
+    If `count` is the constant PIECE, the compiler drops the mask and uses vectorized loads.
+    """
     at = tl.arange(0, PIECE)
     inside = at < count
     weights = base + tl.multiple_of(tl.load(row), 4) + at
@@ -152,7 +174,9 @@ def _update(
     g = _gradient(base, shadow, row, count, COPIES, PIECE) * factor
     if PULLED:
         strength = tl.load(row + 8).to(tl.int32).to(tl.float32, bitcast=True)
-        g += strength * (w - tl.load(base + tl.multiple_of(tl.load(row + 7), 4) + at, mask=inside, other=0.0))
+        g += strength * (
+            w - tl.load(base + tl.multiple_of(tl.load(row + 7), 4) + at, mask=inside, other=0.0)
+        )
     if DECOUPLED:
         w *= shrink
     else:
@@ -173,14 +197,17 @@ def _update(
     if COPIES:
         copy = tl.load(row + 3)
         if copy != NONE:
-            tl.store(shadow + tl.multiple_of(copy, 8) + at, w.to(shadow.dtype.element_ty), mask=inside)
+            tl.store(
+                shadow + tl.multiple_of(copy, 8) + at, w.to(shadow.dtype.element_ty), mask=inside
+            )
 
 
 class Fused(torch.optim.Optimizer):
-    """Steps tensors that stay where they are, with gradients that may lie anywhere.
+    """An optimizer of tensors with fixed addresses; their gradients may be anywhere.
 
-    Where a captured step finds its gradients is known when it is captured. The table that says so must lie outside of
-    the capture's own memory, which its steps share, so it is made before (`reserve`), and written after (`settle`).
+    The addresses of a captured step's gradients are only known while it is captured. The table that
+    holds them must not be in the memory pool of the capture, which its steps share. Therefore it is
+    allocated before the capture (`reserve`) and written after it (`settle`).
     """
 
     def __init__(
@@ -195,59 +222,74 @@ class Fused(torch.optim.Optimizer):
         super().__init__(tensors, {"lr": lr})
         self.tensors, self.lr, self.weight_decay = list(tensors), lr, weight_decay
         self.weights, self.scale = weights, scale
+        #: The 16-bit copy of each tensor, or None.
         self.copies = weights.copies if weights is not None else [None] * len(self.tensors)
-        """For each tensor, what is to hold its values in 16 bits."""
         self._shadow = next((copy.detach() for copy in self.copies if copy is not None), None)
-        self.moments = torch.zeros((moments, sum(_room(tensor) for tensor in self.tensors)), device=lr.device)
+        self.moments = torch.zeros(
+            (moments, sum(_room(tensor) for tensor in self.tensors)), device=lr.device
+        )
+        #: The number of steps taken, and of programs that have finished the current step.
         self.counter = torch.zeros(2, dtype=torch.int32, device=lr.device)
-        """Steps taken; programs of the present step that are done."""
         if moments:
             self.state[self.tensors[0]] = {"moments": self.moments, "counter": self.counter}
+        #: Positions of all tensors in single precision are offsets from this one.
         self._base = self.moments if moments else self.tensors[0].detach()
-        """Everything in single precision is found by its distance from here."""
         self._owner, self._first, self._pieces = self._cut()
         self._reserved: list[Tensor] = []
+        #: Tables of captured steps, kept as long as the steps may be replayed.
         self._captured: list[Tensor] = []
-        """Tables of captured steps, kept for as long as these may be replayed."""
+        #: Tables of the current capture, each with the rows to be written to it afterwards.
         self._unwritten: list[tuple[Tensor, Tensor]] = []
-        """Of the capture that goes on: tables, and what is to be written into them."""
         self._pulls: tuple[Sequence[Tensor], Sequence[float]] | None = None
 
     def pull(self, towards: Sequence[Tensor], strengths: Sequence[float]) -> None:
-        """Let the next step add strength (tensor - towards) to every gradient."""
-        self._pulls = [_aligned(one, tensor) for one, tensor in zip(towards, self.tensors, strict=True)], strengths
+        """Add strength * (tensor - towards) to every gradient in the next step."""
+        self._pulls = (
+            [_aligned(one, tensor) for one, tensor in zip(towards, self.tensors, strict=True)],
+            strengths,
+        )
 
     def launch(self, factors: Sequence[float], **kind: bool) -> None:
-        """Take a step with the gradients as they lie now."""
-        gradients = [_aligned(gradient, tensor) for gradient, tensor in zip(self._given(), self.tensors, strict=True)]
+        """Take a step with the current gradients."""
+        gradients = [
+            _aligned(gradient, tensor)
+            for gradient, tensor in zip(self._given(), self.tensors, strict=True)
+        ]
         table = self._table(gradients)
         shadow, copies = (self._base, False) if self._shadow is None else (self._shadow, True)
         scale = self.scale
         states, limits = (self.lr, self.lr, self.lr), (1.0, 1.0, 1)
         if scale is not None:
-            states, limits = (scale.value, scale.good, scale.found), (scale.HIGHEST, scale.LOWEST, scale.PATIENCE)
-            _look[(len(table),)](self._base, shadow, table, scale.found, COPIES=copies, FIELDS=FIELDS, PIECE=PIECE)
+            states, limits = (
+                (scale.value, scale.good, scale.found),
+                (scale.HIGHEST, scale.LOWEST, scale.PATIENCE),
+            )
+            _look[(len(table),)](
+                self._base, shadow, table, scale.found, COPIES=copies, FIELDS=FIELDS, PIECE=PIECE
+            )
         _step[(len(table),)](
             self._base, shadow, table, self.lr, self.counter, len(table), *states,
             *factors, self.weight_decay, *limits, **kind, PULLED=self._pulls is not None,
-            COPIES=copies, SCALED=self.weights is not None and self.weights.scaled, CHECKED=scale is not None,
-            NONE=NO_COPY, FIELDS=FIELDS, PIECE=PIECE,
+            COPIES=copies, SCALED=self.weights is not None and self.weights.scaled,
+            CHECKED=scale is not None, NONE=NO_COPY, FIELDS=FIELDS, PIECE=PIECE,
         )  # fmt: skip
         self._pulls = None
 
     def reserve(self, steps: int) -> None:
-        """Make tables for steps that are about to be captured."""
+        """Allocate tables for steps that are about to be captured."""
         while len(self._reserved) < steps:
-            self._reserved.append(torch.empty(self._pieces.shape, dtype=torch.long, device=self.lr.device))
+            self._reserved.append(
+                torch.empty(self._pieces.shape, dtype=torch.long, device=self.lr.device)
+            )
 
     def settle(self) -> None:
-        """Write the tables of the steps that were captured."""
+        """Write the tables of the captured steps."""
         for table, rows in self._unwritten:
             table.copy_(rows)
         self._unwritten.clear()
 
     def _table(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return where everything lies in this step; in a capture, a reserved table that will say so."""
+        """Return the table of this step. During a capture it is a reserved one, written later."""
         half = np.array([gradient.dtype.itemsize == 2 for gradient in gradients])
         shadow = self._base if self._shadow is None else self._shadow
         starts = [_distance(g, shadow if g.dtype.itemsize == 2 else self._base) for g in gradients]
@@ -256,7 +298,9 @@ class Fused(torch.optim.Optimizer):
         rows[:, GRADIENT + 1] = half[self._owner]
         if self._pulls is not None:
             towards, strengths = self._pulls
-            rows[:, PULL] = np.array([_distance(one, self._base) for one in towards])[self._owner] + self._first
+            rows[:, PULL] = (
+                np.array([_distance(one, self._base) for one in towards])[self._owner] + self._first
+            )
             rows[:, PULL + 1] = np.array(strengths, dtype=np.float32).view(np.int32)[self._owner]
         if not (self.lr.is_cuda and torch.cuda.is_current_stream_capturing()):
             return torch.from_numpy(rows).to(self.lr.device)
@@ -266,9 +310,11 @@ class Fused(torch.optim.Optimizer):
         return table
 
     def _given(self) -> list[Tensor]:
-        """Return every tensor's gradient, and zeros where it has none."""
+        """Return the gradient of every tensor, or zeros if it has none."""
         raw_gradients = (
-            self.weights.raw_gradients if self.weights is not None else [tensor.grad for tensor in self.tensors]
+            self.weights.raw_gradients
+            if self.weights is not None
+            else [tensor.grad for tensor in self.tensors]
         )
         return [
             torch.zeros_like(tensor) if gradient is None else gradient
@@ -276,24 +322,34 @@ class Fused(torch.optim.Optimizer):
         ]
 
     def _cut(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return for every piece its tensor, its first value in it, and its row of the table as far as it stays."""
+        """Return three arrays with one entry per piece.
+
+        They are the number of its tensor, the position of its first value in that tensor, and its
+        row of the table; the columns that change with each step are zero.
+        """
         owners, firsts, rows, start = [], [], [], 0
         size = self.moments.shape[1]
         for number, (tensor, copy) in enumerate(zip(self.tensors, self.copies, strict=True)):
             assert copy is None or copy.stride() == tensor.stride()
             for first in range(0, tensor.numel(), PIECE):
-                to = NO_COPY if copy is None or self._shadow is None else _distance(copy, self._shadow) + first
+                to = (
+                    NO_COPY
+                    if copy is None or self._shadow is None
+                    else _distance(copy, self._shadow) + first
+                )
                 moments = (start + first, size + start + first)
                 count = min(PIECE, tensor.numel() - first)
                 owners.append(number)
                 firsts.append(first)
-                rows.append((_distance(tensor, self._base) + first, *moments, to, count, 0, 0, 0, 0))
+                rows.append(
+                    (_distance(tensor, self._base) + first, *moments, to, count, 0, 0, 0, 0)
+                )
             start += _room(tensor)
         return np.array(owners), np.array(firsts), np.array(rows, dtype=np.int64)
 
 
 class FusedAdam(Fused):
-    """torch.optim.Adam, or AdamW where weight decay is decoupled."""
+    """torch.optim.Adam, or AdamW if weight decay is decoupled."""
 
     def __init__(
         self,
@@ -341,7 +397,10 @@ class FusedSGD(Fused):
 
 
 def _aligned(gradient: Tensor, tensor: Tensor) -> Tensor:
-    """Return a gradient that lies as its tensor does, from an address that wide loads take."""
+    """Return the gradient in its tensor's memory layout, at an address aligned to 16 bytes.
+
+    It is copied if necessary. Vectorized loads need the alignment.
+    """
     if gradient.data_ptr() % 16 == 0 and _steps(gradient) == _steps(tensor):
         return gradient
     return torch.empty_like(tensor, dtype=gradient.dtype).copy_(gradient)
@@ -356,7 +415,7 @@ def _distance(tensor: Tensor, base: Tensor) -> int:
 
 
 def _room(tensor: Tensor) -> int:
-    """Return a tensor's values, rounded up so that the next one's moments begin at an aligned address."""
+    """Return the tensor's size, rounded up so that the next tensor's moments start aligned."""
     return -(-tensor.numel() // 4) * 4
 
 

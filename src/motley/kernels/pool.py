@@ -57,7 +57,8 @@ def _backward(
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
     for t in tl.static_range(4):
         a, b = (i + t // 2) // 2, (j + t % 2) // 2
-        again = (i % 2 < t // 2) | (j % 2 < t % 2)  # an even position is in one window per dimension, not in two
+        # An even position is in one window per dimension, an odd one in two.
+        again = (i % 2 < t // 2) | (j % 2 < t % 2)
         met = known & ((a < P) & (b < Q) & ~again)[:, None]
         at = ((n * P + a) * Q + b)[:, None] * channels + channel[None, :]
         tap = (i - 2 * a + 1) * 3 + (j - 2 * b + 1)
@@ -65,7 +66,9 @@ def _backward(
         total += tl.load(dy + at, mask=mine, other=0.0).to(tl.float32)
         if TWIN:
             total += tl.load(twin + at, mask=mine, other=0.0).to(tl.float32)
-    tl.store(dx + row[:, None] * channels + channel[None, :], total.to(dx.dtype.element_ty), mask=known)
+    tl.store(
+        dx + row[:, None] * channels + channel[None, :], total.to(dx.dtype.element_ty), mask=known
+    )
 
 
 def _grid(rows: int, channels: int) -> tuple[tuple[int, int], dict[str, int]]:
@@ -81,7 +84,9 @@ def _pooled(x: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
     where = torch.empty_like(y, dtype=torch.int8) if keep else y
     rows = y.numel() // channels
     grid, tile = _grid(rows, channels)
-    _forward[grid](x, y, where, rows, height, width, shape[2], shape[3], channels, KEEP=keep, **tile)
+    _forward[grid](
+        x, y, where, rows, height, width, shape[2], shape[3], channels, KEEP=keep, **tile
+    )
     return y, where
 
 
@@ -97,21 +102,28 @@ class _MaxPool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Tensor:
         (where,) = ctx.saved_tensors
-        given = [g.contiguous(memory_format=torch.channels_last) for g in gradients if g is not None]
+        given = [
+            g.contiguous(memory_format=torch.channels_last) for g in gradients if g is not None
+        ]
         _, channels, height, width = ctx.shape
-        kind = {"dtype": given[0].dtype, "device": where.device, "memory_format": torch.channels_last}
+        kind = {
+            "dtype": given[0].dtype,
+            "device": where.device,
+            "memory_format": torch.channels_last,
+        }
         dx = torch.empty(ctx.shape, **kind)
         rows = dx.numel() // channels
         grid, tile = _grid(rows, channels)
         _backward[grid](
-            given[0], given[-1], where, dx, rows, height, width, where.shape[2], where.shape[3], channels,
+            given[0], given[-1], where, dx, rows, height, width,
+            where.shape[2], where.shape[3], channels,
             TWIN=len(given) == 2, **tile,
         )  # fmt: skip
         return dx
 
 
 def applies(x: Tensor, pool: nn.MaxPool2d) -> bool:
-    """Tell whether a map has channels last and the windows are those of a ResNet's stem."""
+    """Tell whether a map is in channels-last format, with the windows of a ResNet's stem."""
     windows = (pool.kernel_size, pool.stride, pool.padding, pool.dilation) == (3, 2, 1, 1)
     return windows and not pool.ceil_mode and x.is_contiguous(memory_format=torch.channels_last)
 

@@ -1,7 +1,8 @@
 """The first convolution of a network: few input channels, no gradient for the images.
 
-With channels last, the values that a row of taps meets lie side by side in memory: 7 taps of 3 channels are 21 numbers
-in a row. So the convolution is one small matrix product a row of taps; cuDNN first fills up the channels to eight.
+In channels-last format the values under one row of taps are contiguous in memory: 7 taps of 3
+channels are 21 consecutive numbers. The convolution is therefore one small matrix product per row
+of taps, whereas cuDNN first pads the channels to eight.
 """
 
 from __future__ import annotations
@@ -15,30 +16,36 @@ from torch import Tensor
 
 from motley.kernels import LENGTHS, compiled_in
 
+#: The largest number of values in a row of taps.
 MOST_INNER = 64
-"""Most values in a row of taps."""
+#: Output channels per program.
 OUTPUTS = 64
-"""Output channels of a program."""
+#: Output positions that a program processes at a time.
 ROWS = 128
-"""Output positions that a program holds at a time."""
+#: Number of blocks of positions whose gradients are summed separately.
 BLOCKS = 16
-"""Blocks of positions over which the gradient is summed apart."""
 
 
 @triton.jit
 def _taps(x, p, rows, r, P, Q, H, LINE, STRIDE, PAD, CHANNELS, TAPS, j):
-    """Return the values that the r-th row of taps meets at each output position: (positions, values)."""
+    """Return the inputs under the r-th row of taps at each output position: (positions, values)."""
     n = p // (P * Q)
     i = (p // Q) % P * STRIDE + r - PAD
     column = ((p % Q) * STRIDE - PAD)[:, None] * CHANNELS + j[None, :]
-    met = ((p < rows) & (i >= 0) & (i < H))[:, None] & (j < TAPS)[None, :] & (column >= 0) & (column < LINE)
+    met = (
+        ((p < rows) & (i >= 0) & (i < H))[:, None]
+        & (j < TAPS)[None, :]
+        & (column >= 0)
+        & (column < LINE)
+    )
     return tl.load(x + (n * H + i)[:, None] * LINE + column, mask=met, other=0.0)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _forward(
     x, weight, y, rows, outputs, P, Q, H, LINE, STRIDE, PAD, CHANNELS, TAPS,
-    HEIGHT: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PRECISION: tl.constexpr,
+    HEIGHT: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -50,16 +57,23 @@ def _forward(
         taps = tl.load(at, mask=(k < outputs)[None, :] & (j < TAPS)[:, None], other=0.0)
         total = tl.dot(met, taps, total, input_precision=PRECISION)
     inside = (p < rows)[:, None] & (k < outputs)[None, :]
-    tl.store(y + p.to(tl.int64)[:, None] * outputs + k[None, :], total.to(y.dtype.element_ty), mask=inside)
+    tl.store(
+        y + p.to(tl.int64)[:, None] * outputs + k[None, :],
+        total.to(y.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _gradient(
     x, dy, sums, span, rows, outputs, P, Q, H, LINE, STRIDE, PAD, CHANNELS, TAPS,
-    HEIGHT: tl.constexpr, SPAN: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HEIGHT: tl.constexpr, SPAN: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Leave the gradient of a row of taps, summed over a block of positions, in sums[block, output, row, tap]."""
+    """Write the gradient of a row of taps, summed over a block of positions.
+
+    It is stored in sums[block, output, row, tap].
+    """
     block, r = tl.program_id(0), tl.program_id(1)
     k = tl.program_id(2) * OUTPUTS + tl.arange(0, OUTPUTS)
     j = tl.arange(0, INNER)
@@ -80,14 +94,15 @@ class _Stem(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
         outputs, channels, height, width = weight.shape
         sides = [
-            (side + 2 * padding - taps) // stride + 1 for side, taps in zip(x.shape[2:], (height, width), strict=True)
+            (side + 2 * padding - taps) // stride + 1
+            for side, taps in zip(x.shape[2:], (height, width), strict=True)
         ]
         shape = (len(x), outputs, *sides)
         y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
         ctx.save_for_backward(x, weight)
         ctx.shape = (
-            len(x) * sides[0] * sides[1], outputs, *sides, x.shape[2], x.shape[3] * channels, stride, padding, channels,
-            width * channels,
+            len(x) * sides[0] * sides[1], outputs, *sides, x.shape[2], x.shape[3] * channels,
+            stride, padding, channels, width * channels,
         )  # fmt: skip
         ctx.kind = {
             "HEIGHT": height,
@@ -109,21 +124,42 @@ class _Stem(torch.autograd.Function):
         blocks = triton.cdiv(rows, span)
         sums = torch.empty((blocks, outputs, height, width, channels), device=x.device)
         _gradient[blocks, height, triton.cdiv(outputs, OUTPUTS)](
-            x, dy, sums, span, *ctx.shape, SPAN=compiled_in(len(x), span), **ctx.kind, ROWS=ROWS, num_warps=4
+            x,
+            dy,
+            sums,
+            span,
+            *ctx.shape,
+            SPAN=compiled_in(len(x), span),
+            **ctx.kind,
+            ROWS=ROWS,
+            num_warps=4,
         )
         return None, sums.sum(0).to(weight.dtype).permute(0, 3, 1, 2), None, None
 
 
 def applies(x: Tensor, convolution: torch.nn.Conv2d) -> bool:
-    """Tell whether images lie with channels last, need no gradient, and meet short rows of taps."""
+    """Tell whether the kernel can be used.
+
+    Images must be in channels-last format and need no gradient, and rows of taps must be short.
+    """
     taps = convolution.kernel_size[1] * x.shape[1]
     square = len({*convolution.stride}) == 1 and len({*convolution.padding}) == 1
-    plain = convolution.bias is None and convolution.groups == 1 and convolution.dilation == (1, 1) and square
-    return plain and taps <= MOST_INNER and not x.requires_grad and x.is_contiguous(memory_format=torch.channels_last)
+    plain = (
+        convolution.bias is None
+        and convolution.groups == 1
+        and convolution.dilation == (1, 1)
+        and square
+    )
+    return (
+        plain
+        and taps <= MOST_INNER
+        and not x.requires_grad
+        and x.is_contiguous(memory_format=torch.channels_last)
+    )
 
 
 def convolve(x: Tensor, convolution: torch.nn.Conv2d) -> Tensor:
-    """Return what a convolution makes of images."""
+    """Apply a convolution to images."""
     stride, padding = convolution.stride[0], convolution.padding[0]
     result: Tensor = _Stem.apply(x, convolution.weight, stride, padding)
     return result

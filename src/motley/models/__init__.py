@@ -1,7 +1,8 @@
-"""Model families: plain modules, and the declarations that a family makes about itself (`spec.py`).
+"""Model families: plain modules, and what each family declares about itself (`spec.py`).
 
-A family registers one `ModelSpec` per size: how to build it, which layers cross-layer gradients may pair, at which
-stages a method may cut it (`stages.py`), and which channels belong together. Nothing here knows of clients or rounds.
+A family registers one `ModelSpec` per size: how to build it, which layers cross-layer gradients may
+pair, at which stages a method may cut it (`stages.py`), and which channels belong together. Nothing
+here depends on clients or rounds.
 """
 
 from motley.models import cnn, mlp, preact, resnet, vgg, vit

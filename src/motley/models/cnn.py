@@ -1,7 +1,8 @@
-"""The small convolutional network of pfl-research's CIFAR-10 benchmark, Granqvist et al. (NeurIPS 2024).
+"""The small CNN of pfl-research's CIFAR-10 benchmark, Granqvist et al. (NeurIPS 2024).
 
-Two 3x3 convolutions without padding, one 2x2 pooling, and a hidden layer of 128 units, with dropout before and behind
-it. There is one size, and no two of its layers have one shape, so cross-layer gradients have nothing to pair.
+Two 3x3 convolutions without padding, 2x2 max pooling, and a hidden layer of 128 units with dropout
+before and after it. There is one size. No two layers have the same shape, so there are no pairs for
+cross-layer gradients.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from motley.models.channels import Axis, Channels, of_head
 from motley.models.spec import MODELS, CrossLayer, ImageShape, ModelSpec, Stage
 from motley.settings import Settings
 
+#: The smallest image height and width that leave a map after both convolutions and the pooling.
 SMALLEST_SIDE = 6
-"""Pixels a side below which nothing is left after two convolutions and the pooling."""
 
 
 class CNNSettings(Settings):
@@ -39,7 +40,7 @@ class CNN(nn.Module):
         self.hidden = nn.Linear(64 * _pooled(image.height) * _pooled(image.width), 128)
         self.hidden_dropout = nn.Dropout(settings.hidden_dropout)
         self.head = nn.Linear(128, classes)
-        _initialise(self)
+        _initialize(self)
 
     def first(self, x: Tensor) -> Tensor:
         """Return the first convolution's map."""
@@ -68,26 +69,32 @@ STAGES = (
 def _pooled(side: int) -> int:
     if side < SMALLEST_SIDE:
         raise MotleyError(
-            f"model 'cnn': an image of {side} pixels a side is too small; it takes {SMALLEST_SIDE} and more."
-            f" Set data.transform.resize to at least {SMALLEST_SIDE}."
+            f"model 'cnn': images must be at least {SMALLEST_SIDE} pixels high and wide, "
+            f"not {side}. Set data.transform.resize to at least {SMALLEST_SIDE}."
         )
     return (side - 4) // 2
 
 
-def _initialise(model: nn.Module) -> None:
-    """Draw weights from Glorot's uniform distribution, as pfl-research does; biases keep torch's draw."""
+def _initialize(model: nn.Module) -> None:
+    """Draw weights from Glorot's uniform distribution, as pfl-research does.
+
+    Biases keep torch's initialization.
+    """
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             nn.init.xavier_uniform_(module.weight)
 
 
 def cross_layers(model: nn.Module) -> list[CrossLayer]:
-    """Return no pairs: there are no layers of one shape."""
+    """Return no pairs: no two layers have the same shape."""
     return []
 
 
 def channels(model: nn.Module) -> Channels:
-    """Both convolutions and the hidden layer are streams; the hidden layer reads every pixel of a map."""
+    """Return the streams: one per convolution, and one for the hidden layer.
+
+    The hidden layer reads every pixel of a map.
+    """
     assert isinstance(model, CNN)
     first, second = Axis("conv1", model.conv1.out_channels), Axis("conv2", model.conv2.out_channels)
     hidden = Axis("hidden", model.hidden.out_features)
@@ -101,6 +108,7 @@ def channels(model: nn.Module) -> Channels:
 
 MODELS.register(
     "cnn",
-    "two convolutions and a hidden layer, with dropout; 1,626,442 parameters (3x32x32 images, 10 classes)",
+    "two convolutions and a hidden layer, with dropout; 1,626,442 parameters "
+    "(3x32x32 images, 10 classes)",
     paper="pfl-research, NeurIPS 2024",
 )(ModelSpec(CNN, "cnn", STAGES, (), channels, cross_layers, head="head"))

@@ -1,4 +1,4 @@
-"""The last layer of a model with a projection before it."""
+"""A classification head with a projection before its last layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class ProjectionHead(nn.Module):
-    """Two linear maps with a ReLU between them, and the last layer on what they return."""
+    """Linear, ReLU, linear (the projection), and the classifier on the projected features."""
 
     def __init__(self, inputs: int, width: int, classes: int) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
 """Multilayer perceptrons: one to three hidden layers of ReLU units over the flattened image.
 
-A size is a number of hidden layers, all of one width. The first hidden layer reads the image, and those behind it have
-one shape, so a shallower network's tensors are, name by name and shape by shape, some of a deeper one's.
+A size is a number of hidden layers, all of the same width. The first hidden layer reads the image,
+and all later ones have the same shape, so the tensors of a shallower network are a subset of a
+deeper network's, with the same names and shapes.
 """
 
 from __future__ import annotations
@@ -42,40 +43,57 @@ class MLP(nn.Module):
 
 
 def hidden(model: MLP, x: Tensor, number: int) -> Tensor:
-    """Return what one of a model's hidden layers makes of the output of the one before it, or of images."""
+    """Apply one hidden layer to the output of the layer before it, or to images."""
     return F.relu(model.layers[number](x.flatten(1)))
 
 
 def cross_layers(model: nn.Module) -> list[CrossLayer]:
-    """Let the second hidden layer help those behind it: they are the layers of one shape (InCo, Section 3.2)."""
+    """Pair the second hidden layer with each later one (InCo, Section 3.2).
+
+    These are the hidden layers of equal shape; the first one reads the image.
+    """
     assert isinstance(model, MLP)
-    return [CrossLayer("layers.1.weight", f"layers.{depth}.weight") for depth in range(2, len(model.layers))]
+    return [
+        CrossLayer("layers.1.weight", f"layers.{depth}.weight")
+        for depth in range(2, len(model.layers))
+    ]
 
 
 def channels(model: nn.Module) -> Channels:
-    """Every hidden layer is a stream."""
+    """Return the streams: one per hidden layer."""
     assert isinstance(model, MLP)
-    found: dict[str, tuple[Axis | None, ...]] = {}
+    layer_channels: dict[str, tuple[Axis | None, ...]] = {}
     read = None
     for number, layer in enumerate(model.layers):
         assert isinstance(layer, nn.Linear)
         written = Axis(f"layers.{number}", layer.out_features)
-        found[f"layers.{number}"] = (written, read)
+        layer_channels[f"layers.{number}"] = (written, read)
         read = written
     assert read is not None
-    return {**found, **of_head("head", model.head, read)}
+    return {**layer_channels, **of_head("head", model.head, read)}
 
 
+#: Number of hidden layers -> number of parameters, for 3x32x32 images, 10 classes and the default
+#: settings.
 SIZES = {1: 197_322, 2: 201_482, 3: 205_642}
-"""Hidden layers, and parameters at 3x32x32 images, 10 classes and the default settings."""
 
 
 def _register(depth: int) -> None:
     layers = f"{depth} hidden layer{'s' * (depth > 1)}"
     summary = f"perceptron of {layers}, {SIZES[depth]:,} parameters (3x32x32 images, 10 classes)"
     blocks = tuple(f"layers.{number}" for number in range(depth))
-    stages = [Stage(f"layer{at}", partial(hidden, number=at), (block,)) for at, block in enumerate(blocks)]
-    spec = ModelSpec(partial(MLP, depth), "mlp", (*stages, Stage("head")), blocks, channels, cross_layers, head="head")
+    stages = [
+        Stage(f"layer{at}", partial(hidden, number=at), (block,)) for at, block in enumerate(blocks)
+    ]
+    spec = ModelSpec(
+        partial(MLP, depth),
+        "mlp",
+        (*stages, Stage("head")),
+        blocks,
+        channels,
+        cross_layers,
+        head="head",
+    )
     MODELS.register(f"mlp{depth}", summary)(spec)
 
 

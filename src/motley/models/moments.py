@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from motley.core.part import State
 
-#: What a client reports per layer. All three have the shape of the layer's running statistics.
+#: The tensors that a client reports per layer, all in the shape of the layer's running statistics.
 COUNT, SUM, SQUARES = "count", "sum", "squares"
 MOMENTS = (COUNT, SUM, SQUARES)
 
@@ -32,8 +32,8 @@ def batch_moments(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) ->
     """Pass batches of (images, labels) through a model; return the moments of BatchNorm's inputs.
 
     BatchNorm layers normalize with their batch; everything else, such as dropout, is in evaluation
-    mode. The model's
-    running statistics are not kept: whoever trains the model next loads them again.
+    mode. The model's running statistics are overwritten; they are loaded again before the model is
+    trained next.
     """
     norms = norms_of(model)
     moments: State = {}
@@ -87,9 +87,9 @@ def _own_row(statistics: Tensor) -> Tensor:
 
 
 def _without_lone_examples(batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
-    """Yield the images of batches. A batch of one example joins the batch before it.
+    """Yield the images of batches. A batch of one example is merged into the batch before it.
 
-    BatchNorm cannot normalize one example. If a client has no other, it is left out.
+    BatchNorm cannot normalize a single example. If a client has only one, it is left out.
     """
     waiting: Tensor | None = None
     for images, _ in batches:
@@ -105,7 +105,7 @@ def _without_lone_examples(batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator
 
 
 def layers_in(moments: State) -> list[str]:
-    """Return the prefixes of the layers that moments are reported of."""
+    """Return the prefixes of the layers whose moments are reported."""
     prefixes = []
     for name in moments:
         if name == COUNT or name.endswith(f".{COUNT}"):

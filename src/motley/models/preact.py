@@ -1,13 +1,13 @@
-"""The residual networks of HeteroFL: norm and ReLU stand before each convolution, and a last norm after the blocks.
+"""HeteroFL's ResNets: norm and ReLU come before each convolution, and a last norm after the blocks.
 
-He et al., "Identity Mappings in Deep Residual Networks" (ECCV 2016). What HeteroFL's authors (and FedRolex's after
-them) call ResNet-18 has 1-1-1-2 blocks in its four stages, and a 3x3 stem without pooling.
+He et al., "Identity Mappings in Deep Residual Networks" (ECCV 2016). The network that the authors
+of HeteroFL, and later those of FedRolex, call ResNet-18 has 1-1-1-2 blocks in its four stages, and
+a 3x3 stem without pooling.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from itertools import pairwise
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -27,7 +27,10 @@ class PreActSettings(Settings):
 
 
 class Block(nn.Module):
-    """f(a) + s(x) with a = relu(norm(x)): s is the identity on x, or where the shape changes a 1x1 convolution of a."""
+    """f(a) + s with a = relu(norm(x)).
+
+    The shortcut s is x itself or, if the shape changes, a 1x1 convolution of a.
+    """
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -45,19 +48,25 @@ class Block(nn.Module):
 
 
 class PreActResNet(nn.Module):
-    """A stem, blocks, a last norm with the mean over the map, and a head."""
+    """A stem, blocks, a last norm, global average pooling, and a head."""
 
     def __init__(
-        self, blocks: tuple[int, int, int, int], settings: PreActSettings, image: ImageShape, classes: int
+        self,
+        blocks: tuple[int, int, int, int],
+        settings: PreActSettings,
+        image: ImageShape,
+        classes: int,
     ) -> None:
         super().__init__()
         widths = stage_widths(settings.width)
         self.conv1 = nn.Conv2d(image.channels, widths[0], 3, padding=1, bias=False)
-        made = []
-        for stage, ((inputs, width), count) in enumerate(zip(pairwise((widths[0], *widths)), blocks, strict=True)):
-            made.append(Block(inputs, width, 2 if stage else 1))
-            made += [Block(width, width, 1) for _ in range(count - 1)]
-        self.blocks = nn.Sequential(*made)
+        modules = []
+        inputs = widths[0]
+        for stage, (width, count) in enumerate(zip(widths, blocks, strict=True)):
+            modules.append(Block(inputs, width, 2 if stage else 1))
+            modules += [Block(width, width, 1) for _ in range(count - 1)]
+            inputs = width
+        self.blocks = nn.Sequential(*modules)
         self.norm = nn.BatchNorm2d(widths[-1])
         self.relu: nn.Module = nn.ReLU()
         self.head = nn.Linear(widths[-1], classes)
@@ -66,7 +75,7 @@ class PreActResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def pool(self, x: Tensor) -> Tensor:
-        """Return the normalised mean over the last map: one vector an image."""
+        """Return the mean over the normalized last map: one vector per image."""
         return F.adaptive_avg_pool2d(self.relu(self.norm(x)), 1).flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,7 +83,10 @@ class PreActResNet(nn.Module):
 
 
 def cross_layers(model: nn.Module) -> list[CrossLayer]:
-    """Pair conv2 of each stage's first block with both convolutions of its later ones, as in the other ResNets."""
+    """Pair conv2 of each stage's first block with both convolutions of the stage's later blocks.
+
+    These are the same pairs as in the other ResNets.
+    """
     assert isinstance(model, PreActResNet)
     pairs, first = [], 0
     for number, block in enumerate(model.blocks):
@@ -83,28 +95,39 @@ def cross_layers(model: nn.Module) -> list[CrossLayer]:
             first = number
         else:
             source = f"blocks.{first}.conv2.weight"
-            pairs += [CrossLayer(source, f"blocks.{number}.{layer}.weight") for layer in ("conv1", "conv2")]
+            pairs += [
+                CrossLayer(source, f"blocks.{number}.{layer}.weight")
+                for layer in ("conv1", "conv2")
+            ]
     return pairs
 
 
 def channels(model: nn.Module) -> Channels:
-    """A stage's blocks write one stream, which begins at the block that has a convolution on its shortcut."""
+    """Return the streams: the blocks of a stage write one, and each block has another inside.
+
+    A stage's stream starts at the block that has a convolution on its shortcut.
+    """
     assert isinstance(model, PreActResNet)
     read = Axis("blocks.0", model.conv1.out_channels)
-    found: dict[str, tuple[Axis | None, ...]] = {"conv1": (read, None)}
+    layer_channels: dict[str, tuple[Axis | None, ...]] = {"conv1": (read, None)}
     for number, block in enumerate(model.blocks):
         assert isinstance(block, Block)
         name = f"blocks.{number}"
         written = read if block.shortcut is None else Axis(name, block.conv2.out_channels)
         inside = Axis(f"{name}.conv1", block.conv1.out_channels)
-        found |= {f"{name}.bn1": (read,), f"{name}.conv1": (inside, read), f"{name}.bn2": (inside,)}
-        found |= {f"{name}.conv2": (written, inside), f"{name}.shortcut": (written, read)}
+        layer_channels |= {
+            f"{name}.bn1": (read,),
+            f"{name}.conv1": (inside, read),
+            f"{name}.bn2": (inside,),
+            f"{name}.conv2": (written, inside),
+            f"{name}.shortcut": (written, read),
+        }
         read = written
-    return {**found, "norm": (read,), **of_head("head", model.head, read)}
+    return {**layer_channels, "norm": (read,), **of_head("head", model.head, read)}
 
 
+#: Blocks per stage.
 BLOCKS = (1, 1, 1, 2)
-"""Blocks per stage."""
 _PATHS = tuple(f"blocks.{number}" for number in range(sum(BLOCKS)))
 STAGES = (
     Stage("stem", "conv1"),
@@ -115,6 +138,11 @@ STAGES = (
 
 MODELS.register(
     "heterofl-resnet18",
-    "HeteroFL's ResNet-18: pre-activation blocks 1-1-1-2, 9,622,090 parameters (3 channels, 10 classes)",
+    "HeteroFL's ResNet-18: pre-activation blocks 1-1-1-2, 9,622,090 parameters "
+    "(3 channels, 10 classes)",
     paper="HeteroFL, ICLR 2021",
-)(ModelSpec(partial(PreActResNet, BLOCKS), "preact", STAGES, _PATHS, channels, cross_layers, head="head"))
+)(
+    ModelSpec(
+        partial(PreActResNet, BLOCKS), "preact", STAGES, _PATHS, channels, cross_layers, head="head"
+    )
+)

@@ -1,6 +1,7 @@
-"""A projection before the last layer, for methods that compare representations (MOON; SimCLR before it).
+"""A projection before the last layer, for methods that compare representations (MOON, SimCLR).
 
-It takes the place of a model's last layer, so features, names and layers before it are as they were.
+It is part of the module that replaces a model's last layer, so the layers before it keep their
+names and outputs.
 """
 
 from __future__ import annotations
@@ -16,23 +17,27 @@ from motley.models.stages import chain_of, run
 
 
 def with_projection(model: nn.Module, width: int) -> nn.Module:
-    """Put a projection of a width before the last layer of a model, in place; 0: leave the model as it is."""
+    """Insert a projection to `width` features before a model's last layer, in place.
+
+    With width 0 the model is returned unchanged.
+    """
     if not width:
         return model
     spec = spec_of(model)
     last = model.get_submodule(spec.head) if spec.head else None
     if spec.head is None or not isinstance(last, nn.Linear):
         raise MotleyError(
-            f"model.projection = {width}: {type(model).__name__} declares no linear layer as its head "
-            "(motley.models.spec), before which a projection could stand. Use 0."
+            f"model.projection = {width}: a projection is inserted before a linear head, and "
+            f"{type(model).__name__} declares none (motley.models.spec). Use 0."
         )
     parent, _, name = spec.head.rpartition(".")
-    setattr(model.get_submodule(parent), name, ProjectionHead(last.in_features, width, last.out_features))
+    head = ProjectionHead(last.in_features, width, last.out_features)
+    setattr(model.get_submodule(parent), name, head)
     return declare(model, replace(spec, classifiers=(f"{spec.head}.classify",)))
 
 
 def representation_and_answer(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what enters a model's last layer, one vector per image, and what leaves it."""
+    """Return the input of a model's last layer, one vector per image, and its logits."""
     *body, last = chain_of(model)
     features, head = run(body, images), last.run
     if not isinstance(head, ProjectionHead):

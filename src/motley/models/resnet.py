@@ -1,9 +1,10 @@
 """Residual networks, He et al., "Deep Residual Learning for Image Recognition" (CVPR 2016).
 
-A block computes relu(f(x) + s(x)), s being the identity, or a 1x1 convolution and a norm where the shape changes. Four
-stages of such blocks follow a stem, and a mean over the map and one linear layer follow them. The sizes are nested: a
-shallower network's tensors are, name by name and shape by shape, some of a deeper one's (10 in 14 in 22 in 26, 10 in
-18 in 22), so clients with unlike sizes can share one state. Names are those of torchvision, so its weights load.
+A block computes relu(f(x) + s(x)), where s is the identity or, if the shape changes, a 1x1
+convolution and a norm. A stem is followed by four stages of such blocks, global average pooling and
+a linear layer. The sizes are nested: the tensors of a shallower network are a subset of a deeper
+network's, with the same names and shapes (10 in 14 in 22 in 26, 10 in 18 in 22), so clients of
+different sizes can share one state. Names are those of torchvision, so its weights can be loaded.
 """
 
 from __future__ import annotations
@@ -36,17 +37,21 @@ class ResNetSettings(Settings):
     """Settings of all ResNets."""
 
     stem: Literal["imagenet", "cifar"] = "imagenet"
-    """imagenet: 7x7 convolution of stride 2, then 3x3 max pooling of stride 2; cifar: 3x3 of stride 1, no pooling."""
+    """imagenet: 7x7 convolution of stride 2, then 3x3 max pooling of stride 2. cifar: 3x3
+    convolution of stride 1, no pooling.
+    """
     width: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Factor on the 64, 128, 256 and 512 channels of the four stages."""
     norm: Literal["batch", "group"] = "batch"
-    """batch: batch norm, whose running statistics are exchanged too. group: group norm, without running statistics."""
+    """batch: batch norm, whose running statistics are exchanged too. group: group norm, without
+    running statistics.
+    """
     groups: int = Field(2, ge=1)
     """Number of channel groups of group norm."""
 
     trim_dead_taps: bool = False
-    """Leave out kernel taps that only see padding at this image size. The function and its training stay the same, with
-    fewer weights.
+    """Leave out kernel taps that only see padding at this image size. The function and its training
+    stay the same, with fewer weights.
     """
 
     @field_validator("groups")
@@ -56,17 +61,20 @@ class ResNetSettings(Settings):
             widths = stage_widths(info.data["width"])
             if any(width % groups for width in widths):
                 counts = ", ".join(map(str, widths))
-                raise ValueError(f"must divide the channels of every stage; width {info.data['width']} gives {counts}")
+                raise ValueError(
+                    "must divide the channels of every stage; "
+                    f"width {info.data['width']} gives {counts}"
+                )
         return groups
 
 
 def stage_widths(width: float) -> tuple[int, ...]:
-    """Return the channels of the four stages (a bottleneck stage puts out four times as many)."""
+    """Return the channels of the four stages. A bottleneck stage outputs four times as many."""
     return tuple(max(1, round(channels * width)) for channels in STAGE_WIDTHS)
 
 
 class Block(nn.Module):
-    """What both kinds of block share: relu(f(x) + s(x)), where s is the identity or `downsample`."""
+    """Base class of both block types: relu(f(x) + s(x)) with s = identity or `downsample`."""
 
     expansion: int
     convolutions: int
@@ -138,31 +146,40 @@ class Bottleneck(Block):
 
 
 class ResNet(nn.Module):
-    """A stem, four stages of blocks, a mean over the map, and `fc`, the head.
+    """A stem, four stages of blocks, global average pooling, and the head `fc`.
 
-    On 32x32 images the imagenet stem leaves an 8x8 map and stage 4 a 1x1 map. There a padded 3x3 convolution of stride
-    1 sees zeros at all taps but its centre, so eight ninths of these weights never get a gradient. The published
-    results of InCo and FedIN belong to this stem all the same.
+    On 32x32 images the imagenet stem leaves an 8x8 map and stage 4 a 1x1 map. On that map a padded
+    3x3 convolution of stride 1 sees zeros at all taps but its center, so eight ninths of its
+    weights never get a gradient. InCo and FedIN nevertheless published results with this stem.
     """
 
     def __init__(
-        self, block: type[Block], blocks: Sequence[int], settings: ResNetSettings, channels: int, classes: int
+        self,
+        block: type[Block],
+        blocks: Sequence[int],
+        settings: ResNetSettings,
+        channels: int,
+        classes: int,
     ) -> None:
         super().__init__()
         widths = stage_widths(settings.width)
         large = settings.stem == "imagenet"
         kernel, stride = (7, 2) if large else (3, 1)
-        self.conv1 = nn.Conv2d(channels, widths[0], kernel, stride=stride, padding=kernel // 2, bias=False)
+        self.conv1 = nn.Conv2d(
+            channels, widths[0], kernel, stride=stride, padding=kernel // 2, bias=False
+        )
         self.bn1 = _norm(widths[0], settings)
         self.relu: nn.Module = nn.ReLU()
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1) if large else nn.Identity()
         outputs = [width * block.expansion for width in widths]
         inputs = [widths[0], *outputs[:-1]]
         make = partial(_stage, block, settings)
-        self.layer1, self.layer2, self.layer3, self.layer4 = map(make, inputs, widths, blocks, (1, 2, 2, 2))
+        self.layer1, self.layer2, self.layer3, self.layer4 = map(
+            make, inputs, widths, blocks, (1, 2, 2, 2)
+        )
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(outputs[-1], classes)
-        _initialise(self)
+        _initialize(self)
 
     @property
     def stages(self) -> tuple[nn.Sequential, ...]:
@@ -170,11 +187,11 @@ class ResNet(nn.Module):
         return self.layer1, self.layer2, self.layer3, self.layer4
 
     def stem(self, x: Tensor) -> Tensor:
-        """Return the map that stage 1 is fed."""
+        """Return the input of stage 1."""
         return self.maxpool(self.relu(self.bn1(self.conv1(x))))
 
     def pool(self, x: Tensor) -> Tensor:
-        """Return the mean over the map: one vector an image."""
+        """Return the mean over the map: one vector per image."""
         return self.avgpool(x).flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -187,14 +204,19 @@ class ResNet(nn.Module):
 def cross_layers(model: nn.Module) -> list[CrossLayer]:
     """Pair each stage's first block with its later ones (InCo, Section 3.2).
 
-    With basic blocks, "layer 0" is conv2 of the first block for both convolutions of every later block: conv1 of the
-    first block changes the width (and in stage 1, where it does not, InCo's published code takes conv2 all the same).
-    The paper defines no pairs for bottlenecks; there, conv1, conv2 and conv3 of the first block each help the
-    convolution of the same position in later blocks, where the shapes are equal (in practice conv2 and conv3).
+    With basic blocks, "layer 0" is conv2 of the first block for both convolutions of every later
+    block, because conv1 of the first block changes the width. In stage 1 it does not, but InCo's
+    published code takes conv2 there too. The paper defines no pairs for bottlenecks. We pair each
+    convolution of the first block with the convolution at the same position of later blocks if
+    their shapes are equal, which is the case for conv2 and conv3.
     """
     assert isinstance(model, ResNet)
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    return [CrossLayer(names[source], names[target]) for stage in model.stages for source, target in _pairs(stage)]
+    pairs = []
+    for stage in model.stages:
+        for source, target in _pairs(stage):
+            pairs.append(CrossLayer(names[source], names[target]))
+    return pairs
 
 
 def _pairs(stage: nn.Sequential) -> Iterator[Pair]:
@@ -204,33 +226,41 @@ def _pairs(stage: nn.Sequential) -> Iterator[Pair]:
 
 
 def channels(model: nn.Module) -> Channels:
-    """A stage's shortcuts and block outputs are one stream; what is inside a block is one a convolution.
+    """Return the streams: one per stage, and one per convolution inside a block.
 
-    The stem writes stage 1's stream, unless that begins with a convolution on its shortcut (bottlenecks).
+    A stage's stream is that of its shortcuts and block outputs. The stem writes the stream of stage
+    1, unless the stage begins with a convolution on its shortcut (bottlenecks).
     """
     assert isinstance(model, ResNet)
-    read = Axis("stem" if next(iter(model.layer1)).downsample is not None else "layer1", model.conv1.out_channels)
-    found: dict[str, tuple[Axis | None, ...]] = {"conv1": (read, None), "bn1": (read,)}
+    first_block = next(iter(model.layer1))
+    stem_stream = "layer1" if first_block.downsample is None else "stem"
+    read = Axis(stem_stream, model.conv1.out_channels)
+    layer_channels: dict[str, tuple[Axis | None, ...]] = {"conv1": (read, None), "bn1": (read,)}
     for number, stage in enumerate(model.stages, 1):
         for block_number, block in enumerate(stage):
             assert isinstance(block, Block)
-            found |= _block_channels(block, f"layer{number}.{block_number}", f"layer{number}", read)
-            read = found[f"layer{number}.{block_number}.bn{block.convolutions}"][0] or read
-    return {**found, **of_head("fc", model.fc, read)}
+            name = f"layer{number}.{block_number}"
+            layer_channels |= _block_channels(block, name, f"layer{number}", read)
+            read = layer_channels[f"{name}.bn{block.convolutions}"][0] or read
+    return {**layer_channels, **of_head("fc", model.fc, read)}
 
 
-def _block_channels(block: Block, name: str, stream: str, read: Axis) -> dict[str, tuple[Axis | None, ...]]:
-    found: dict[str, tuple[Axis | None, ...]] = {}
-    entered = read
+def _block_channels(
+    block: Block, name: str, stream: str, read: Axis
+) -> dict[str, tuple[Axis | None, ...]]:
+    layer_channels: dict[str, tuple[Axis | None, ...]] = {}
+    block_input = read
     for number in range(1, block.convolutions + 1):
         last = number == block.convolutions
         width = getattr(block, f"conv{number}").out_channels
         written = Axis(stream if last else f"{name}.conv{number}", width)
-        found |= {f"{name}.conv{number}": (written, read), f"{name}.bn{number}": (written,)}
+        layer_channels[f"{name}.conv{number}"] = (written, read)
+        layer_channels[f"{name}.bn{number}"] = (written,)
         read = written
     if block.downsample is not None:
-        found |= {f"{name}.downsample.0": (read, entered), f"{name}.downsample.1": (read,)}
-    return found
+        layer_channels[f"{name}.downsample.0"] = (read, block_input)
+        layer_channels[f"{name}.downsample.1"] = (read,)
+    return layer_channels
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
@@ -238,10 +268,14 @@ def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
 
 
 def _norm(channels: int, settings: ResNetSettings) -> nn.Module:
-    return nn.GroupNorm(settings.groups, channels) if settings.norm == "group" else nn.BatchNorm2d(channels)
+    if settings.norm == "group":
+        return nn.GroupNorm(settings.groups, channels)
+    return nn.BatchNorm2d(channels)
 
 
-def _downsample(inputs: int, outputs: int, stride: int, settings: ResNetSettings) -> nn.Sequential | None:
+def _downsample(
+    inputs: int, outputs: int, stride: int, settings: ResNetSettings
+) -> nn.Sequential | None:
     if stride == 1 and inputs == outputs:
         return None
     return nn.Sequential(_conv(inputs, outputs, 1, stride), _norm(outputs, settings))
@@ -255,13 +289,19 @@ def _stage(
     return nn.Sequential(block(inputs, width, stride, settings), *later)
 
 
-def _initialise(model: nn.Module) -> None:
-    """Draw convolutions with variance 2 / fan_out; norms (1 and 0, the last of a block too) and `fc` keep torch's."""
+def _initialize(model: nn.Module) -> None:
+    """Initialize convolutions with variance 2 / fan_out.
+
+    `fc` and the norms keep torch's initialization, so the last norm of a block also starts with
+    weight 1.
+    """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
+#: Depth -> block type, blocks per stage, and number of parameters for 3 channels, 10 classes and
+#: the default settings.
 SIZES: dict[int, tuple[type[Block], tuple[int, int, int, int], int]] = {
     10: (BasicBlock, (1, 1, 1, 1), 4_910_922),
     14: (BasicBlock, (1, 1, 2, 2), 10_812_234),
@@ -273,7 +313,6 @@ SIZES: dict[int, tuple[type[Block], tuple[int, int, int, int], int]] = {
     101: (Bottleneck, (3, 4, 23, 3), 42_520_650),
     152: (Bottleneck, (3, 8, 36, 3), 58_164_298),
 }
-"""Depth: kind of block, blocks a stage, and parameters at 3 channels, 10 classes and the default settings."""
 
 
 def _build(depth: int, settings: ResNetSettings, image: ImageShape, classes: int) -> ResNet:
@@ -286,13 +325,26 @@ def _build(depth: int, settings: ResNetSettings, image: ImageShape, classes: int
 
 def _register(depth: int) -> None:
     block, blocks, parameters = SIZES[depth]
-    kind = "basic" if block is BasicBlock else "bottleneck"
-    summary = f"{kind} blocks {'-'.join(map(str, blocks))}, {parameters:,} parameters (3 channels, 10 classes)"
+    block_type = "basic" if block is BasicBlock else "bottleneck"
+    summary = (
+        f"{block_type} blocks {'-'.join(map(str, blocks))}, {parameters:,} parameters "
+        "(3 channels, 10 classes)"
+    )
     register = MODELS.register(f"resnet{depth}", summary, paper="He et al., CVPR 2016")
     paths = []
     for layer, count in zip(LAYERS, blocks, strict=True):
         paths += [f"{layer}.{number}" for number in range(count)]
-    register(ModelSpec(partial(_build, depth), "resnet", STAGES, tuple(paths), channels, cross_layers, head="fc"))
+    register(
+        ModelSpec(
+            partial(_build, depth),
+            "resnet",
+            STAGES,
+            tuple(paths),
+            channels,
+            cross_layers,
+            head="fc",
+        )
+    )
 
 
 for _depth in SIZES:

@@ -1,7 +1,7 @@
-"""What is declared about a model, beside it: a `ModelSpec` per size, and the registry of all sizes.
+"""Declarations about models: one `ModelSpec` per size, and the registry of all sizes.
 
-A model is any `nn.Module`. Only `build` is required. Everything else says what splits and methods may do with the
-model. A split or a method that needs a missing declaration says so.
+A model is any `nn.Module`. Only `build` is required. The other fields say what splits and methods
+may do with the model. A split or method that needs a missing declaration raises an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from motley.models.channels import Channels
 
 
 class ImageShape(NamedTuple):
-    """What a model is fed: channels, height, width."""
+    """Shape of a model's input images: channels, height, width."""
 
     channels: int
     height: int
@@ -25,7 +25,10 @@ class ImageShape(NamedTuple):
 
 
 class CrossLayer(NamedTuple):
-    """A pair of parameters of one shape: the shallow one ("layer 0") helps the deep one (InCo, Section 3.2)."""
+    """A pair of parameters of equal shape (InCo, Section 3.2).
+
+    The gradient of the shallow one ("layer 0") is mixed into that of the deep one.
+    """
 
     source: str
     target: str
@@ -35,38 +38,40 @@ class Stage(NamedTuple):
     """One stage of a model: a model with stages computes them one after the other."""
 
     name: str
-    #: The submodule or method of the model that computes it, by its path ("blocks.0"), or a function of model and
-    #: inputs; the stage's name if it is empty.
+    #: The submodule or method that computes the stage, by its path in the model ("blocks.0"), or a
+    #: function of model and inputs. If it is empty, the path is the stage's name.
     run: str | Callable[[Any, Tensor], Tensor] = ""
-    #: The model's modules and parameters that belong to the stage; the module that computes it if it is None.
+    #: The modules and parameters of the model that belong to the stage. If it is None, this is the
+    #: module that computes the stage.
     members: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One size: how to build it, and what else is known about it."""
+    """One size: how to build it, and what splits and methods may do with it."""
 
-    #: (the family's settings, image shape, classes) -> a new module, initialized from torch's global generator.
+    #: (the family's settings, image shape, classes) -> a new module, initialized with torch's
+    #: global random generator.
     build: Callable[..., nn.Module]
     #: Sizes of one family have the same settings table, and layers that share a name can be shared.
     family: str = ""
     #: Where methods may cut the model (FedIN, FedImpro, MOON); the last stage is the head.
     stages: tuple[Stage, ...] | None = None
-    #: The repeated blocks in order, by their paths: where InclusiveFL keeps a size's last block apart.
+    #: The repeated blocks in order, by their paths. InclusiveFL does not share a size's last block.
     blocks: tuple[str, ...] = ()
-    #: Which channels belong together, from the model; None: the model cannot be split in width.
+    #: Model -> which of its channels belong together. None if it cannot be split in width.
     channels: Callable[[Any], Channels] | None = None
-    #: The pairs of parameters that InCo mixes, from the model.
+    #: Model -> the pairs of parameters that InCo mixes.
     cross_layers: Callable[[Any], Sequence[CrossLayer]] = lambda model: ()
     #: The last layer, by its path.
     head: str | None = None
-    #: Layers that return one number per class; the head if nothing is given.
+    #: Layers that output one value per class, by their paths. If it is empty, this is the head.
     classifiers: tuple[str, ...] = ()
 
     def make(self, *arguments: Any) -> nn.Module:
-        """Build a model that `spec_of` knows the declaration of."""
+        """Build a model and attach this declaration to it, for `spec_of`."""
         model = self.build(*arguments)
-        # A user's function may return anything; what is no module is refused when it is used.
+        # A user's function may return anything. Other types are rejected where the model is used.
         return declare(model, self) if isinstance(model, nn.Module) else model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelSpec:
@@ -74,24 +79,25 @@ class ModelSpec:
         return self
 
 
-#: A model's attribute that holds its declaration. Steps and methods are given a model, and nothing beside it.
+#: The attribute of a model that holds its declaration. It is stored on the model because steps and
+#: methods receive nothing but the model.
 _ATTRIBUTE = "motley_spec"
 
 
 def declare(model: nn.Module, spec: ModelSpec) -> nn.Module:
-    """Note a model's declaration, in place of an earlier one, and return the model."""
+    """Attach a declaration to a model, replacing any earlier one, and return the model."""
     setattr(model, _ATTRIBUTE, spec)
     return model
 
 
 def spec_of(model: nn.Module) -> ModelSpec:
-    """Return the declaration of a model, which says nothing if nothing was declared."""
+    """Return the declaration of a model, or an empty one if nothing was declared."""
     spec = getattr(model, _ATTRIBUTE, None)
     return spec if isinstance(spec, ModelSpec) else ModelSpec(type(model))
 
 
 def classifiers_of(spec: ModelSpec) -> tuple[str, ...]:
-    """Return the layers that return one number per class."""
+    """Return the paths of the layers that output one value per class."""
     if spec.classifiers:
         return spec.classifiers
     return () if spec.head is None else (spec.head,)

@@ -1,8 +1,9 @@
-"""A model as a chain of named stages, each fed by the one before it: where a method may cut a model.
+"""A model as a chain of named stages, each applied to the output of the one before it.
 
-A model's stages are declared beside it (`spec.py`); methods take slices of the chain. FedIN's extractor, intermediate
-layers and classifier are `chain[:1]`, `chain[1:-1]` and `chain[-1:]`; FedImpro's low and high level are the stages up
-to a name and those behind it.
+Methods may cut a model between stages, and take slices of the chain: FedIN's extractor,
+intermediate layers and classifier are `chain[:1]`, `chain[1:-1]` and `chain[-1:]`, and FedImpro's
+low-level and high-level parts are the stages up to a given one and those after it. The stages are
+declared in the model's `ModelSpec` (`spec.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from motley.models.spec import Stage, spec_of
 
 
 class BoundStage(NamedTuple):
-    """One link of a model's chain."""
+    """One stage of a given model."""
 
     name: str
     run: Callable[[Tensor], Tensor]
@@ -30,12 +31,16 @@ Chain = tuple[BoundStage, ...]
 
 
 def chain_of(model: nn.Module) -> Chain:
-    """Return a model's stages. Modules are looked up anew every time, because a head may have been replaced."""
+    """Return a model's stages.
+
+    Modules are looked up again on every call, because a head may have been replaced.
+    """
     declared = spec_of(model).stages
     if declared is None:
         raise MotleyError(
-            f"model.sizes: {type(model).__name__} declares no chain of stages (motley.models.spec), at which "
-            "method.name would cut it. Choose another model or split, or a method that cuts none."
+            f"model.sizes: {type(model).__name__} declares no chain of stages "
+            "(motley.models.spec), which method.name needs to cut the model. Choose another model "
+            "or split, or a method that does not cut models."
         )
     return tuple(_bound(model, stage) for stage in declared)
 
@@ -50,19 +55,19 @@ def _bound(model: nn.Module, stage: Stage) -> BoundStage:
 
 
 def run(stages: Sequence[BoundStage], x: Tensor) -> Tensor:
-    """Return what leaves the last of the stages when `x` enters the first."""
+    """Apply stages one after the other."""
     for stage in stages:
         x = stage.run(x)
     return x
 
 
 def features(model: nn.Module, x: Tensor) -> Tensor:
-    """Return what a model's head is fed: one vector per image."""
+    """Return the input of a model's head: one vector per image."""
     return run(chain_of(model)[:-1], x)
 
 
 def owned(model: nn.Module, stages: Sequence[BoundStage]) -> list[str]:
-    """Return the names of a model's parameters that belong to some of its stages, in the model's order."""
+    """Return the names of the parameters that belong to given stages, in the model's order."""
     members = {member for stage in stages for member in stage.members}
     names = []
     for name, _ in model.named_parameters():
@@ -72,11 +77,11 @@ def owned(model: nn.Module, stages: Sequence[BoundStage]) -> list[str]:
 
 
 def is_within(name: str, member: str) -> bool:
-    """Tell whether a tensor or module is a member itself, or a part of it."""
+    """Tell whether the tensor or module `name` is `member` itself or inside it."""
     return name == member or name.startswith(f"{member}.")
 
 
 def shape_behind(stages: Sequence[BoundStage], image: tuple[int, ...]) -> torch.Size:
-    """Return the shape of what leaves a blueprint's stages, of one image: computed without memory."""
+    """Return the shape of the stages' output for one image. The stages are on the meta device."""
     with torch.no_grad():
         return run(stages, torch.empty((2, *image), device="meta")).shape[1:]

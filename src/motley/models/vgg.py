@@ -1,13 +1,14 @@
-"""VGG networks for small images, Simonyan and Zisserman, "Very Deep Convolutional Networks" (ICLR 2015).
+"""VGG networks for small images.
 
-Blocks of 3x3 convolutions, each block with a pooling behind it, and two hidden layers of 512 units with dropout before
-each. No normalisation. These are the two that FedImpro's authors train: VGG9, and VGG11 as usual for 32x32 images.
+Simonyan and Zisserman, "Very Deep Convolutional Networks" (ICLR 2015). Blocks of 3x3 convolutions,
+each followed by max pooling, and two hidden layers of 512 units with dropout before each. No
+normalization. These are the two networks of FedImpro's authors: VGG9, and the usual VGG11 for 32x32
+images.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from itertools import pairwise
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -17,11 +18,11 @@ from motley.models.channels import Axis, Channels, of_head
 from motley.models.spec import MODELS, CrossLayer, ImageShape, ModelSpec, Stage
 from motley.settings import Settings
 
+#: Number of layers with weights -> the channels of every block's convolutions.
 BLOCKS: dict[int, tuple[tuple[int, ...], ...]] = {
     9: ((32, 64), (128, 128), (256, 256)),
     11: ((64,), (128,), (256, 256), (512, 512), (512, 512)),
 }
-"""Layers with weights -> the channels of every block's convolutions."""
 HIDDEN = 512
 
 
@@ -29,7 +30,9 @@ class VGGSettings(Settings):
     """Settings of all VGG networks."""
 
     dropout: float = Field(0.1, ge=0, lt=1)
-    """Dropout probability before each hidden layer of the classifier; VGG11 is often trained with 0.5."""
+    """Dropout probability before each hidden layer of the classifier; VGG11 is often trained with
+    0.5.
+    """
     map_dropout: float = Field(0.05, ge=0, lt=1)
     """Probability of dropping a whole feature map after VGG9's second block."""
 
@@ -40,12 +43,14 @@ class VGG(nn.Module):
     def __init__(self, depth: int, settings: VGGSettings, image: ImageShape, classes: int) -> None:
         super().__init__()
         blocks = BLOCKS[depth]
-        ends = [image.channels, *(block[-1] for block in blocks)]
-        self.blocks = nn.ModuleList(_block(inputs, block) for inputs, block in zip(ends, blocks, strict=False))
+        self.blocks = nn.ModuleList()
+        inputs = image.channels
+        for widths in blocks:
+            self.blocks.append(_block(inputs, widths))
+            inputs = widths[-1]
         if depth == 9:
             self.blocks[1].append(nn.Dropout2d(settings.map_dropout))  # type: ignore[operator]
-        sides = (_pooled(depth, side) for side in image[1:])
-        values = ends[-1] * next(sides) * next(sides)
+        values = inputs * _pooled(depth, image.height) * _pooled(depth, image.width)
         self.hidden = nn.Sequential(
             nn.Flatten(),
             *(nn.Dropout(settings.dropout), nn.Linear(values, HIDDEN), nn.ReLU()),
@@ -60,50 +65,63 @@ class VGG(nn.Module):
 
 
 def _block(inputs: int, widths: tuple[int, ...]) -> nn.Sequential:
-    convolutions = [(nn.Conv2d(*pair, 3, padding=1), nn.ReLU()) for pair in pairwise((inputs, *widths))]
-    return nn.Sequential(*(module for pair in convolutions for module in pair), nn.MaxPool2d(2))
+    modules: list[nn.Module] = []
+    for width in widths:
+        modules += [nn.Conv2d(inputs, width, 3, padding=1), nn.ReLU()]
+        inputs = width
+    return nn.Sequential(*modules, nn.MaxPool2d(2))
 
 
 def _pooled(depth: int, side: int) -> int:
     smallest = 2 ** len(BLOCKS[depth])
     if side < smallest:
         raise MotleyError(
-            f"model 'vgg{depth}': an image of {side} pixels a side is too small; it takes {smallest} and more."
-            f" Set data.transform.resize to at least {smallest}."
+            f"model 'vgg{depth}': images must be at least {smallest} pixels high and wide, "
+            f"not {side}. Set data.transform.resize to at least {smallest}."
         )
     return side // smallest
 
 
 def cross_layers(model: nn.Module) -> list[CrossLayer]:
-    """Return no pairs: InCo's authors define none for chains without shortcuts."""
+    """Return no pairs: InCo's authors define none for networks without shortcuts."""
     return []
 
 
 def channels(model: nn.Module) -> Channels:
-    """Every layer is a stream that the next one reads; the first hidden layer reads every pixel of a map."""
+    """Return the streams: one per layer, which the next layer reads.
+
+    The first hidden layer reads every pixel of a map.
+    """
     assert isinstance(model, VGG)
-    found: dict[str, tuple[Axis | None, ...]] = {}
+    layer_channels: dict[str, tuple[Axis | None, ...]] = {}
     read = None
     for name, layer in model.named_modules():
         if not name.startswith("head") and isinstance(layer, nn.Conv2d | nn.Linear):
             written, inputs = Axis(name, layer.weight.shape[0]), layer.weight.shape[1]
-            found[name] = (written, read and read._replace(inner=inputs // read.width))
+            layer_channels[name] = (written, read and read._replace(inner=inputs // read.width))
             read = written
     assert read is not None
-    return {**found, **of_head("head", model.head, read)}
+    return {**layer_channels, **of_head("head", model.head, read)}
 
 
+#: Number of layers -> number of parameters, for 3x32x32 images and 10 classes.
 PARAMETERS = {9: 3_491_530, 11: 9_750_922}
-"""At 3x32x32 images, 10 classes."""
 
 
 def _register(depth: int) -> None:
-    summary = f"VGG of {depth} layers, no normalisation; {PARAMETERS[depth]:,} parameters (3x32x32 images, 10 classes)"
+    summary = (
+        f"VGG of {depth} layers, no normalization; {PARAMETERS[depth]:,} parameters "
+        "(3x32x32 images, 10 classes)"
+    )
     register = MODELS.register(f"vgg{depth}", summary, paper="Simonyan and Zisserman, ICLR 2015")
     blocks = tuple(f"blocks.{number}" for number in range(len(BLOCKS[depth])))
     stages = [Stage(f"block{number}", block) for number, block in enumerate(blocks, 1)]
     stages += [Stage("hidden"), Stage("head")]
-    register(ModelSpec(partial(VGG, depth), "vgg", tuple(stages), blocks, channels, cross_layers, head="head"))
+    register(
+        ModelSpec(
+            partial(VGG, depth), "vgg", tuple(stages), blocks, channels, cross_layers, head="head"
+        )
+    )
 
 
 for _depth in PARAMETERS:

@@ -1,9 +1,10 @@
 """Vision transformers, Dosovitskiy et al., "An Image is Worth 16x16 Words" (ICLR 2021).
 
-An image is cut into square patches, each a token; a class token is put before them, a learned position is added, and
-`depth` pre-norm blocks of attention and MLP follow. The class token's last value, normalised, is the feature. A size is
-a depth: InCo's "ViT-S/8" to "ViT-S/12" are depths 8 to 12 at patch 16, not patch sizes, and each holds the first blocks
-of the next. Parameter names and shapes are those of timm, so its weights load.
+An image is cut into square patches, which become tokens. A class token is prepended, learned
+position embeddings are added, and `depth` pre-norm blocks of attention and MLP follow. The
+normalized class token after the last block is the feature. A size is a depth: InCo's "ViT-S/8" to
+"ViT-S/12" are depths 8 to 12 with patches of 16 pixels, and each has the first blocks of the next
+one. Parameter names and shapes are those of timm, so its weights can be loaded.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class ViTSettings(Settings):
 
 
 class PatchEmbed(nn.Module):
-    """One linear map of every patch, written as a convolution whose stride is its kernel."""
+    """A linear map of every patch, computed as a convolution with stride = kernel size."""
 
     def __init__(self, channels: int, patch: int, dim: int) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class PatchEmbed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Per head softmax(q k' / sqrt(dim / heads)) v, and one linear map of the heads side by side."""
+    """softmax(q k' / sqrt(dim / heads)) v per head, and a linear map of the concatenated heads."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -69,7 +70,8 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
         mixed = F.scaled_dot_product_attention(query, key, value)
         return self.proj(mixed.transpose(1, 2).flatten(2))
 
@@ -102,7 +104,7 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """Embedded patches, blocks, the normalised class token, and a head. No dropout anywhere."""
+    """Embedded patches, blocks, the normalized class token, and a head. There is no dropout."""
 
     def __init__(self, depth: int, settings: ViTSettings, image: ImageShape, classes: int) -> None:
         super().__init__()
@@ -113,15 +115,16 @@ class ViT(nn.Module):
         self.blocks = nn.Sequential(*(Block(settings) for _ in range(depth)))
         self.norm = _norm(settings.dim)
         self.head = nn.Linear(settings.dim, classes)
-        _initialise(self)
+        _initialize(self)
 
     def embed(self, x: Tensor) -> Tensor:
-        """Return the tokens that block 0 is fed: the class token, then the patches, each with its position."""
+        """Return the input of block 0: class token and patches, plus position embeddings."""
         patches = self.patch_embed(x)
-        return torch.cat([self.cls_token.expand(len(patches), -1, -1), patches], dim=1) + self.pos_embed
+        class_tokens = self.cls_token.expand(len(patches), -1, -1)
+        return torch.cat([class_tokens, patches], dim=1) + self.pos_embed
 
     def class_token(self, x: Tensor) -> Tensor:
-        """Return the normalised class token: one vector an image."""
+        """Return the normalized class token: one vector per image."""
         return self.norm(x)[:, 0]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,22 +132,24 @@ class ViT(nn.Module):
 
 
 def cross_layers(model: nn.Module) -> list[CrossLayer]:
-    """Let the gain of each block's first norm help that of its second: the pairs of InCo's published code.
+    """Pair the weights of each block's two layer norms, as InCo's published code does.
 
-    The paper speaks of layers of one shape "such as layer norm"; attention, MLP and biases stay as they are.
+    The paper speaks of layers of the same shape "such as layer norm". Attention, MLP and biases
+    have no pairs.
     """
     blocks = [name for name, module in model.named_modules() if isinstance(module, Block)]
     return [CrossLayer(f"{name}.norm1.weight", f"{name}.norm2.weight") for name in blocks]
 
 
 def channels(model: nn.Module) -> Channels:
-    """Tokens are one stream through all blocks; a block's MLP has its own, and so has its attention.
+    """Return the streams: the tokens through all blocks, and two per block, for attention and MLP.
 
-    That one is as wide as a head: every head keeps the same channels of its query, key and value.
+    The attention's stream has the width of one head: all heads keep the same channels of their
+    query, key and value.
     """
     assert isinstance(model, ViT)
     token = Axis("token", model.cls_token.shape[-1])
-    found: dict[str, tuple[Axis | None, ...]] = {
+    layer_channels: dict[str, tuple[Axis | None, ...]] = {
         "cls_token": (None, None, token),
         "pos_embed": (None, None, token),
         "patch_embed.proj": (token, None),
@@ -156,10 +161,15 @@ def channels(model: nn.Module) -> Channels:
         name, heads = f"blocks.{number}", block.attn.heads
         head = Axis(f"{name}.attn", block.attn.proj.in_features // heads, heads)
         hidden = Axis(f"{name}.mlp", block.mlp.fc1.out_features)
-        found |= {f"{name}.{norm}": (token,) for norm in ("norm1", "norm2")}
-        found |= {f"{name}.attn.qkv": (head._replace(repeats=3 * heads), token), f"{name}.attn.proj": (token, head)}
-        found |= {f"{name}.mlp.fc1": (hidden, token), f"{name}.mlp.fc2": (token, hidden)}
-    return found
+        layer_channels |= {
+            f"{name}.norm1": (token,),
+            f"{name}.norm2": (token,),
+            f"{name}.attn.qkv": (head._replace(repeats=3 * heads), token),
+            f"{name}.attn.proj": (token, head),
+            f"{name}.mlp.fc1": (hidden, token),
+            f"{name}.mlp.fc2": (token, hidden),
+        }
+    return layer_channels
 
 
 def _norm(dim: int) -> nn.LayerNorm:
@@ -168,19 +178,23 @@ def _norm(dim: int) -> nn.LayerNorm:
 
 def _patches(image: ImageShape, patch: int) -> int:
     if image.height % patch or image.width % patch:
-        sides = [side for side in range(1, min(image[1:]) + 1) if image.height % side == image.width % side == 0]
+        sides = []
+        for side in range(1, min(image.height, image.width) + 1):
+            if image.height % side == image.width % side == 0:
+                sides.append(str(side))
         raise MotleyError(
             f"patch = {patch}: does not divide an image of {image.height}x{image.width} pixels."
-            f" Allowed: {', '.join(map(str, sides))}."
+            f" Allowed: {', '.join(sides)}."
         )
     return (image.height // patch) * (image.width // patch)
 
 
-def _initialise(model: ViT) -> None:
-    """Start as timm does by default (`weight_init=''`).
+def _initialize(model: ViT) -> None:
+    """Initialize as timm does by default (`weight_init=''`).
 
-    Linear weights, the head's among them, and positions come from a normal of deviation 0.02, linear biases are zero,
-    and the class token is all but zero. The patch projection, being a convolution, keeps torch's own draw.
+    Linear weights, including the head's, and position embeddings are drawn from a truncated normal
+    distribution of standard deviation 0.02, linear biases are zero, and the class token is nearly
+    zero. The patch projection is a convolution and keeps torch's initialization.
     """
     nn.init.normal_(model.cls_token, std=1e-6)
     nn.init.trunc_normal_(model.pos_embed, std=0.02)
@@ -190,15 +204,15 @@ def _initialise(model: ViT) -> None:
             nn.init.zeros_(module.bias)
 
 
+#: The registered depths.
 SIZES = (1, 2, 3, 4, 6, 8, 9, 10, 11, 12)
-"""The registered depths."""
-PARAMETERS_A_BLOCK = 1_774_464
+#: Numbers of parameters for the default settings, 3x224x224 images and 10 classes.
+PARAMETERS_PER_BLOCK = 1_774_464
 PARAMETERS_OUTSIDE_BLOCKS = 375_946
-"""Both at the default settings, 3x224x224 images and 10 classes."""
 
 
 def _register(depth: int) -> None:
-    parameters = PARAMETERS_OUTSIDE_BLOCKS + PARAMETERS_A_BLOCK * depth
+    parameters = PARAMETERS_OUTSIDE_BLOCKS + PARAMETERS_PER_BLOCK * depth
     summary = f"ViT-S of depth {depth}, {parameters:,} parameters (3x224x224 images, 10 classes)"
     register = MODELS.register(f"vit{depth}", summary, paper="Dosovitskiy et al., ICLR 2021")
     blocks = tuple(f"blocks.{number}" for number in range(depth))
@@ -208,7 +222,9 @@ def _register(depth: int) -> None:
         Stage("token", "class_token", ("norm",)),
         Stage("head"),
     )
-    register(ModelSpec(partial(ViT, depth), "vit", stages, blocks, channels, cross_layers, head="head"))
+    register(
+        ModelSpec(partial(ViT, depth), "vit", stages, blocks, channels, cross_layers, head="head")
+    )
 
 
 for _depth in SIZES:

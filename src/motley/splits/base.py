@@ -23,7 +23,7 @@ from motley.models import CrossLayer, ModelSpec
 from motley.models.spec import spec_of
 from motley.settings import Settings
 
-#: The modules of Motley's own models, also of those that a split makes of them.
+#: Module prefix of Motley's own models, including those that a split derives from them.
 OWN_MODELS = "motley."
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -38,7 +38,7 @@ class SplitSettings(Settings):
     normalization_statistics: Literal["shared", "per-size", "batch"] = "shared"
     """shared: running statistics are averaged over all sizes, as in the papers. per-size: weights
     are shared and running statistics are not. batch: there are none, and test batches are
-    normalised by their own statistics (FedRolex, ScaleFL), so that accuracy depends on
+    normalized by their own statistics (FedRolex, ScaleFL), so that accuracy depends on
     evaluation.batch_size.
     """
 
@@ -67,7 +67,7 @@ class Blueprint:
 
     @property
     def spec(self) -> ModelSpec:
-        """What is declared about the model."""
+        """The declaration of the model."""
         return spec_of(self.module)
 
     @property
@@ -77,8 +77,9 @@ class Blueprint:
 
 
 def build_on_meta(name: str, build: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model on the meta device. Users' models can raise anything; the message names the
-    model.
+    """Build a model on the meta device.
+
+    Users' models can raise anything, so errors are raised again with the model's name.
     """
     try:
         with on_meta(), allocating(f"model.sizes: {name!r}"):
@@ -93,8 +94,10 @@ def build_on_meta(name: str, build: Callable[[], nn.Module]) -> nn.Module:
             f"{type(error).__name__}: {reason}"
         ) from error
     if not isinstance(module, nn.Module):
-        kind = type(module).__name__
-        raise MotleyError(f"model.sizes: {name!r} is built as a {kind}, not as a torch.nn.Module.")
+        actual = type(module).__name__
+        raise MotleyError(
+            f"model.sizes: {name!r} is built as a {actual}, not as a torch.nn.Module."
+        )
     for tensor_name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise MotleyError(
@@ -110,7 +113,9 @@ class Split(ABC):
 
     Settings: ClassVar[type[SplitSettings]] = SplitSettings
 
-    def __init__(self, builds: Mapping[str, Callable[[], nn.Module]], settings: SplitSettings, seed: int = 0) -> None:
+    def __init__(
+        self, builds: Mapping[str, Callable[[], nn.Module]], settings: SplitSettings, seed: int = 0
+    ) -> None:
         self.settings, self.seed = settings, seed
         if settings.normalization_statistics == "batch":
             builds = {name: partial(_without_statistics, build) for name, build in builds.items()}
@@ -146,14 +151,14 @@ class Split(ABC):
         """
         blueprint = self.blueprints[size].module
         if not is_described_by_its_state(blueprint):
-            return self._initialised(size, seed=0)
+            return self._initialized(size, seed=0)
         with torch.no_grad(), allocating("model.sizes: a model with its weights"):
             model = copy.deepcopy(blueprint).to_empty(device="cpu")
             for tensor in model.state_dict().values():
                 tensor.zero_()
         return model
 
-    def _initialised(self, size: str, seed: int) -> nn.Module:
+    def _initialized(self, size: str, seed: int) -> nn.Module:
         return self._drawn(self.blueprints[size].build, seed)
 
     def _drawn(self, build: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -166,7 +171,7 @@ class Split(ABC):
         return False
 
     def part(self, size: str, round_number: int = 0, client: int = 0) -> Part:
-        """Return the part of a client in a round. By default it depends only on the size."""
+        """Return a client's part in a round. By default it depends only on the size."""
         return self._parts[size]
 
     def evaluated(self, size: str, round_number: int) -> Part:
@@ -181,8 +186,10 @@ class Split(ABC):
         }
 
     def _placed(self, size: str, name: str) -> str:
-        per_size = self.settings.normalization_statistics == "per-size" and name.endswith(STATISTICS)
-        return f"{size}/{name}" if per_size else self.global_name(size, name)
+        per_size = self.settings.normalization_statistics == "per-size"
+        if per_size and name.endswith(STATISTICS):
+            return f"{size}/{name}"
+        return self.global_name(size, name)
 
     def initial(self, seed: int) -> State:
         """Return the global state before the first round.
@@ -191,7 +198,7 @@ class Split(ABC):
         """
         state: State = {}
         for size in self._largest_first:
-            tensors = self._initialised(size, seed).state_dict()
+            tensors = self._initialized(size, seed).state_dict()
             for name, piece in self.part(size).items():
                 state.setdefault(piece.name, tensors[name].clone())
         return state
@@ -220,16 +227,18 @@ class Split(ABC):
     @cached_property
     def parameters(self) -> frozenset[str]:
         """The global names of parameters. All others are buffers, which no method corrects."""
-        return frozenset(self._placed(size, name) for size in self.sizes for name in self.parameters_of(size))
+        return frozenset(
+            self._placed(size, name) for size in self.sizes for name in self.parameters_of(size)
+        )
 
     @cached_property
     def cross_layers(self) -> tuple[CrossLayer, ...]:
         """The pairs that InCo mixes, under their global names."""
-        pairs = {
-            CrossLayer(self._placed(size, pair.source), self._placed(size, pair.target)): None
-            for size in self._largest_first
-            for pair in self.blueprints[size].cross_layers
-        }
+        pairs: dict[CrossLayer, None] = {}  # used as an ordered set
+        for size in self._largest_first:
+            for pair in self.blueprints[size].cross_layers:
+                source, target = self._placed(size, pair.source), self._placed(size, pair.target)
+                pairs[CrossLayer(source, target)] = None
         return tuple(pairs)
 
     @cached_property
@@ -252,7 +261,7 @@ def is_described_by_its_state(blueprint: nn.Module) -> bool:
 
 
 def _without_statistics(build: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model whose batch norms keep no statistics, and normalize with their batch in evaluation too."""
+    """Build a model whose batch norms keep no statistics and always normalize with their batch."""
     model = build()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):

@@ -1,8 +1,9 @@
 """Early exits: classifiers along a network, so that a size may end at any of them.
 
-A network with exits answers once at each of its cuts; the last answer is its own. ScaleFL and DepthFL train all exits
-that a client holds, and a client that holds fewer blocks ends at an earlier one. A cut is a number of blocks: exit i
-stands behind the first `cuts[i]` of them. The last exit of the whole network is its ordinary head.
+A network with exits returns logits at each of its cuts; its own output is that of the last exit.
+ScaleFL and DepthFL train all exits that a client has, and a client with fewer blocks ends at an
+earlier exit. A cut is a number of blocks: exit i comes after the first `cuts[i]` blocks. The last
+exit of the whole network is its ordinary head.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from motley.models.vit import ViT
 
 
 class ConvolutionHead(nn.Module):
-    """Three 3x3 convolutions, each with a norm and a ReLU, the mean over the map, and a linear layer (ScaleFL)."""
+    """ScaleFL's head: three 3x3 convolutions with norm and ReLU, pooling, and a linear layer."""
 
     def __init__(self, channels: int, classes: int) -> None:
         super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(3))
+        self.convs = nn.ModuleList(
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(3)
+        )
         self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(3))
         self.classify = nn.Linear(channels, classes)
 
@@ -37,7 +40,7 @@ class ConvolutionHead(nn.Module):
 
 
 class LinearHead(nn.Module):
-    """The mean over a map, or a class token's norm, and a linear layer."""
+    """Average pooling of a map, or a layer norm of the class token, and a linear layer."""
 
     def __init__(self, channels: int, classes: int, tokens: bool) -> None:
         super().__init__()
@@ -50,12 +53,15 @@ class LinearHead(nn.Module):
 
 
 class WithExits(nn.Module):
-    """A network with exits. It is made of an ordinary network, whose modules and parameters it takes over by name."""
+    """A network with exits, made from an ordinary network.
+
+    It takes over the modules and parameters of that network under their names.
+    """
 
     #: Number of blocks before each exit.
     cuts: tuple[int, ...]
     exits: nn.ModuleList
-    #: Answer with the mean over all exits instead of the deepest one.
+    #: Return the mean over all exits instead of the output of the deepest one.
     ensemble: bool
 
     def __init__(self, network: nn.Module) -> None:
@@ -66,30 +72,33 @@ class WithExits(nn.Module):
             self.add_module(name, child)
 
     def hidden(self, x: Any) -> Iterator[Tensor]:
-        """Yield what leaves each block."""
+        """Yield the output of each block."""
         raise NotImplementedError
 
     def own_head(self, x: Tensor) -> Tensor:
-        """Return the answer of the ordinary head."""
+        """Return the logits of the ordinary head."""
         raise NotImplementedError
 
     def answers(self, x: Tensor) -> list[Tensor]:
-        """Return the answers of all exits, the deepest last."""
+        """Return the logits of all exits, the deepest last."""
+        # The whole network has one cut more than exit heads: its last exit is the ordinary head.
         heads = dict(zip(self.cuts, self.exits, strict=False))
-        found = []
-        for number, left in enumerate(self.hidden(x), 1):
+        logits = []
+        for number, output in enumerate(self.hidden(x), 1):
             if number in self.cuts:
-                found.append(heads[number](left) if number in heads else self.own_head(left))
-        return found
+                logits.append(heads[number](output) if number in heads else self.own_head(output))
+        return logits
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the deepest answer, or the mean of all."""
-        answers = self.answers(x)
-        return sum(answers[1:], answers[0]) / len(answers) if self.ensemble else answers[-1]
+        """Return the logits of the deepest exit, or the mean over all exits."""
+        logits = self.answers(x)
+        if self.ensemble:
+            return sum(logits[1:], logits[0]) / len(logits)
+        return logits[-1]
 
 
 class ResNetWithExits(WithExits, ResNet):
-    """A residual network with exits behind blocks."""
+    """A residual network with exits after blocks."""
 
     def hidden(self, x: Tensor) -> Iterator[Tensor]:
         x = self.stem(x)
@@ -103,7 +112,7 @@ class ResNetWithExits(WithExits, ResNet):
 
 
 class ViTWithExits(WithExits, ViT):
-    """A vision transformer with exits behind blocks."""
+    """A vision transformer with exits after blocks."""
 
     def hidden(self, x: Tensor) -> Iterator[Tensor]:
         x = self.embed(x)
@@ -116,7 +125,7 @@ class ViTWithExits(WithExits, ViT):
 
 
 def answers_of(model: nn.Module, images: Tensor) -> list[Tensor]:
-    """Return a model's answers, one an exit; an ordinary model has one."""
+    """Return a model's logits, one tensor per exit. An ordinary model has one exit."""
     return model.answers(images) if isinstance(model, WithExits) else [model(images)]
 
 
@@ -126,41 +135,53 @@ def count_blocks(model: nn.Module) -> int:
 
 
 def _blocks(model: nn.Module) -> list[tuple[nn.Sequential, int, str]]:
-    """Return every block as (where it is, its number there, the stream it writes)."""
+    """Return every block as (its parent module, its index there, the stream it writes)."""
     if isinstance(model, ResNet):
-        stages = enumerate(model.stages, 1)
-        return [(stage, number, f"layer{s}") for s, stage in stages for number in range(len(stage))]
+        blocks: list[tuple[nn.Sequential, int, str]] = []
+        for stage_number, stage in enumerate(model.stages, 1):
+            blocks += [(stage, number, f"layer{stage_number}") for number in range(len(stage))]
+        return blocks
     if isinstance(model, ViT):
         return [(model.blocks, number, "token") for number in range(len(model.blocks))]
-    raise MotleyError(f"split.name = 'grid': {type(model).__name__} has no exits. Allowed are ResNets and ViTs.")
+    raise MotleyError(
+        f"split.name = 'grid': {type(model).__name__} has no exits. Allowed are ResNets and ViTs."
+    )
 
 
-def add_exits(network: nn.Module, cuts: Sequence[int], level: int, head: str, ensemble: bool) -> WithExits:
-    """Return a network with exits that ends at exit number `level`, made of an ordinary one, which is used up.
+def add_exits(
+    network: nn.Module, cuts: Sequence[int], level: int, head: str, ensemble: bool
+) -> WithExits:
+    """Turn an ordinary network into one with exits that ends at exit number `level`.
 
-    Blocks behind that exit, and the ordinary head if it is not the last exit, are left out.
+    Blocks after that exit are removed, and so is the ordinary head unless it is the last exit.
+    `network` is taken apart and must not be used afterwards.
     """
     blocks, spec = _blocks(network), spec_of(network)
     ordinary_head = network.get_submodule(spec.head) if spec.head else None
     if not isinstance(ordinary_head, nn.Linear):
-        raise MotleyError("model.projection: is for a network with one head; split.name = 'grid' has several.")
+        raise MotleyError(
+            "model.projection: needs a network with one head, and split.name = 'grid' has several. "
+            "Use 0."
+        )
     heads = []
     for cut in cuts[: level + 1]:
         if cut < len(blocks):
             width = _width(network, *blocks[cut - 1][:2])
             heads.append(_head(head, width, ordinary_head.out_features, isinstance(network, ViT)))
-    for where, number, _ in reversed(blocks[cuts[level] :]):
-        del where[number]
+    for parent, number, _ in reversed(blocks[cuts[level] :]):
+        del parent[number]
     is_whole = cuts[level] == len(blocks)
     if not is_whole:
         for name in ("fc",) if isinstance(network, ResNet) else ("norm", "head"):
             delattr(network, name)
     model = ResNetWithExits(network) if isinstance(network, ResNet) else ViTWithExits(network)
-    model.cuts, model.exits, model.ensemble = tuple(cuts[: level + 1]), nn.ModuleList(heads), ensemble
+    model.cuts = tuple(cuts[: level + 1])
+    model.exits = nn.ModuleList(heads)
+    model.ensemble = ensemble
     classifiers = [f"exits.{number}.classify" for number in range(len(heads))]
     if is_whole and spec.head:
         classifiers.append(spec.head)
-    # A network with exits branches, so it is no chain of stages.
+    # A network with exits branches, so it is not a chain of stages.
     branched = replace(
         spec,
         stages=None,
@@ -172,31 +193,40 @@ def add_exits(network: nn.Module, cuts: Sequence[int], level: int, head: str, en
     return model
 
 
-def _width(model: nn.Module, where: nn.Sequential, number: int) -> int:
+def _width(model: nn.Module, parent: nn.Sequential, number: int) -> int:
+    """Return the number of channels that a block outputs."""
     if isinstance(model, ViT):
         return int(model.cls_token.shape[-1])
-    last = [module for name, module in where[number].named_children() if name.startswith("conv")][-1]
+    children = parent[number].named_children()
+    convolutions = [module for name, module in children if name.startswith("conv")]
+    last = convolutions[-1]
     assert isinstance(last, nn.Conv2d)
     return last.out_channels
 
 
-def _head(kind: str, width: int, classes: int, tokens: bool) -> nn.Module:
-    return (
-        ConvolutionHead(width, classes) if kind == "convolution" and not tokens else LinearHead(width, classes, tokens)
-    )
+def _head(name: str, width: int, classes: int, tokens: bool) -> nn.Module:
+    if name == "convolution" and not tokens:
+        return ConvolutionHead(width, classes)
+    return LinearHead(width, classes, tokens)
 
 
 def exit_channels(model: nn.Module) -> Channels:
-    """Return the channels of a network's exits: each reads its block's stream and keeps one of its own inside."""
+    """Return the channels of a network's exits.
+
+    Each exit reads the stream of its block; each of its convolutions writes a stream of its own.
+    """
     assert isinstance(model, WithExits)
     blocks = _blocks(model)
-    found: dict[str, tuple[Axis | None, ...]] = {}
+    layer_channels: dict[str, tuple[Axis | None, ...]] = {}
     for number, (cut, head) in enumerate(zip(model.cuts, model.exits, strict=False)):
         assert isinstance(head.classify, nn.Linear)
         name, read = f"exits.{number}", Axis(blocks[cut - 1][2], head.classify.in_features)
         for layer in range(3) if isinstance(head, ConvolutionHead) else ():
             written = Axis(f"{name}.{layer}", read.width)
-            found |= {f"{name}.convs.{layer}": (written, read), f"{name}.norms.{layer}": (written,)}
+            layer_channels[f"{name}.convs.{layer}"] = (written, read)
+            layer_channels[f"{name}.norms.{layer}"] = (written,)
             read = written
-        found |= {f"{name}.norm": (read,), f"{name}.classify": (Axis(CLASSES, head.classify.out_features), read)}
-    return found
+        logits = Axis(CLASSES, head.classify.out_features)
+        layer_channels[f"{name}.norm"] = (read,)
+        layer_channels[f"{name}.classify"] = (logits, read)
+    return layer_channels

@@ -24,28 +24,31 @@ class Inclusive(Depth):
 
     @cached_property
     def _own_members(self) -> dict[str, tuple[str, ...]]:
-        """Size -> its last block, and the members of all stages behind it."""
-        return {size: (self._siblings[size][-1], *self._behind_blocks(size)) for size in self.blueprints}
+        """Size -> its last block, and the members of all stages after it."""
+        return {
+            size: (self._siblings[size][-1], *self._after_blocks(size)) for size in self.blueprints
+        }
 
-    def _behind_blocks(self, size: str) -> list[str]:
+    def _after_blocks(self, size: str) -> list[str]:
         module, last_block = self.blueprints[size].module, self._siblings[size][-1]
-        behind: list[str] = []
-        is_behind = False
+        members: list[str] = []
+        is_after = False
         for stage in chain_of(module):
-            if is_behind:
-                behind += stage.members
-            is_behind = is_behind or any(is_within(last_block, member) for member in stage.members)
-        return behind
+            if is_after:
+                members += stage.members
+            is_after = is_after or any(is_within(last_block, member) for member in stage.members)
+        return members
 
     @cached_property
     def _siblings(self) -> dict[str, tuple[str, ...]]:
-        """Size -> the blocks of its last group of blocks: all of a transformer's, those of stage 4 of a ResNet."""
+        """Size -> its last group of blocks: all blocks of a ViT, those of stage 4 of a ResNet."""
         siblings = {}
         for size, blueprint in self.blueprints.items():
             blocks = blueprint.spec.blocks
             if not blocks:
                 raise MotleyError(
-                    f"model.sizes: {size!r} has no blocks; split.name = 'inclusive' is for ResNets and ViTs."
+                    f"model.sizes: {size!r} has no blocks; split.name = 'inclusive' is for ResNets "
+                    "and ViTs."
                 )
             group = blocks[-1].rpartition(".")[0]
             siblings[size] = tuple(block for block in blocks if block.rpartition(".")[0] == group)
@@ -59,10 +62,12 @@ class Inclusive(Depth):
     def taught_by(self, size: str, larger: str) -> dict[str, list[str]]:
         """Return which tensors of a larger size teach each parameter of this size's last block.
 
-        The keys are global names, the values names within the larger size: the tensors at the same
-        place in its blocks from there on that have the same shape.
+        The keys are global names, the values names within the larger size: the tensors of equal
+        shape at the same place in its blocks, starting with the block at this depth.
         """
-        shapes = {name: tensor.shape for name, tensor in self.blueprints[larger].module.named_parameters()}
+        shapes = {
+            name: tensor.shape for name, tensor in self.blueprints[larger].module.named_parameters()
+        }
         siblings = self._siblings[size]
         deeper_blocks = self._siblings[larger][len(siblings) - 1 :]
         taught = {}
@@ -70,7 +75,11 @@ class Inclusive(Depth):
             if not is_within(name, siblings[-1]):
                 continue
             place = name.removeprefix(siblings[-1])
-            teachers = [block + place for block in deeper_blocks if shapes.get(block + place) == parameter.shape]
+            teachers = [
+                block + place
+                for block in deeper_blocks
+                if shapes.get(block + place) == parameter.shape
+            ]
             if teachers:
                 taught[self.global_name(size, name)] = teachers
         return taught

@@ -1,4 +1,4 @@
-"""A model with fewer channels: the same layers, each tensor cut to the shape that a part has."""
+"""A model with fewer channels: the same layers, each tensor cut to its shape in a part."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from motley.core.errors import MotleyError
 
 
 def narrow(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Cut every tensor of a model to its first rows and columns, in place; layers learn their new sizes."""
+    """Cut every tensor of a model to its leading rows and columns, in place.
+
+    The layers' attributes, such as `in_channels`, are updated too.
+    """
     for prefix, module in model.named_modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
@@ -34,6 +37,7 @@ def _resize(module: nn.Module) -> None:
         module.num_channels = len(module.weight)
         if module.num_channels % module.num_groups:
             raise MotleyError(
-                f"split.rates: {module.num_channels} channels do not divide into model.resnet.groups = "
-                f"{module.num_groups}. Choose rates whose channels do, or model.resnet.norm = 'batch'."
+                f"split.rates: {module.num_channels} channels do not divide into "
+                f"model.resnet.groups = {module.num_groups}. Choose rates whose channels do, or "
+                "model.resnet.norm = 'batch'."
             )

@@ -32,7 +32,9 @@ class OrderedSettings(WidthSettings):
 
 
 @SPLITS.register(
-    "ordered", "leading channels, in networks that can also run at every narrower width", paper="FjORD, NeurIPS 2021"
+    "ordered",
+    "leading channels, in networks that can also run at every narrower width",
+    paper="FjORD, NeurIPS 2021",
 )
 class Ordered(Width):
     """`width`, with nested widths inside each size."""
@@ -48,8 +50,9 @@ class Ordered(Width):
             axis = axes[0] if axes else None
             if name.endswith(".bias") and axis is not None and axis.stream != CLASSES:
                 counts = [kept(axis, rate) for rate in rates]
-                row = mask_rows(counts, counts[-1]).repeat_interleave(axis.inner, 1).repeat(1, axis.repeats)
-                masks[name.removesuffix(".bias")] = row
+                rows = mask_rows(counts, counts[-1])
+                rows = rows.repeat_interleave(axis.inner, 1).repeat(1, axis.repeats)
+                masks[name.removesuffix(".bias")] = rows
         order(model, masks)
         return model
 
@@ -71,12 +74,18 @@ class Ordered(Width):
     def frame(self) -> State:
         """All tensors of the global state, without values. Statistics have one row per width."""
         whole = self.whole.module.state_dict()
-        return {name: self._rows(tensor) if name.endswith(ROWS) else tensor for name, tensor in whole.items()}
+        return {
+            name: self._rows(tensor) if name.endswith(ROWS) else tensor
+            for name, tensor in whole.items()
+        }
 
     def _rows(self, like: Tensor) -> Tensor:
         return torch.empty((len(self.rates), *like.shape), dtype=like.dtype, device="meta")
 
     def initial(self, seed: int) -> State:
-        """Return the initial weights of the whole model, and empty statistics."""
+        """Return the initial weights of the whole model, and initial statistics."""
         whole = self._drawn(self.whole.build, seed).state_dict()
-        return {name: fresh(name, t) if name.endswith(ROWS) else whole[name] for name, t in self.frame.items()}
+        return {
+            name: fresh(name, tensor) if name.endswith(ROWS) else whole[name]
+            for name, tensor in self.frame.items()
+        }

@@ -68,7 +68,11 @@ class WidthSettings(SplitSettings):
 
     def whole(self, architectures: tuple[str, ...]) -> str | None:
         """Return the size of rate 1, the last if there are several (levels of `grid`)."""
-        full_width = [size for size, rate in zip(self.sizes(architectures), self.rates, strict=True) if rate == 1]
+        full_width = [
+            size
+            for size, rate in zip(self.sizes(architectures), self.rates, strict=True)
+            if rate == 1
+        ]
         return full_width[-1] if full_width else None
 
 
@@ -107,18 +111,24 @@ class Width(Split):
 
     def _build_narrow(self, level: int) -> nn.Module:
         model, rate = self.uncut(level), self.settings.rates[level]
-        shapes = {
-            name: tuple(
-                length if axis is None else kept(axis, rate) * axis.repeats * axis.inner
-                for axis, length in zip(self.axes[name], tensor.shape, strict=True)
-            )
-            for name, tensor in model.state_dict().items()
-        }
+        shapes = {}
+        for name, tensor in model.state_dict().items():
+            lengths = []
+            for axis, length in zip(self.axes[name], tensor.shape, strict=True):
+                if axis is None:
+                    lengths.append(length)
+                else:
+                    lengths.append(kept(axis, rate) * axis.repeats * axis.inner)
+            shapes[name] = tuple(lengths)
         narrow(model, shapes)
         if self.settings.scaler and rate < 1:
             for name, module in model.named_modules():
                 written = self.axes.get(f"{name}.weight", (None,))[0]
-                if isinstance(module, nn.Conv2d | nn.Linear) and written is not None and written.stream != CLASSES:
+                if (
+                    isinstance(module, nn.Conv2d | nn.Linear)
+                    and written is not None
+                    and written.stream != CLASSES
+                ):
                     module.register_forward_hook(Scaler(rate))
         return model
 
@@ -161,11 +171,18 @@ class Width(Split):
 
     @lru_cache(maxsize=256)  # noqa: B019  (a split lives as long as its federation)
     def _part(self, size: str, round_number: int, client: int) -> Part:
-        streams = {axis for tensor_axes in self.axes.values() for axis in tensor_axes if axis is not None}
+        streams = {
+            axis for tensor_axes in self.axes.values() for axis in tensor_axes if axis is not None
+        }
         chosen = {axis.stream: self._chosen(axis, size, round_number, client) for axis in streams}
-        return {name: self._piece(size, name, chosen) for name in self.blueprints[size].module.state_dict()}
+        return {
+            name: self._piece(size, name, chosen)
+            for name in self.blueprints[size].module.state_dict()
+        }
 
-    def _chosen(self, axis: Axis, size: str, round_number: int, client: int) -> slice | Tensor | None:
+    def _chosen(
+        self, axis: Axis, size: str, round_number: int, client: int
+    ) -> slice | Tensor | None:
         """Return the channels of a stream that a client has, or None for all of them."""
         count = kept(axis, self.rates[size])
         if count == axis.width:
@@ -183,30 +200,35 @@ class Width(Split):
         wanted = [None if axis is None else chosen[axis.stream] for axis in self.axes[name]]
         if place != name or all(channels is None for channels in wanted):
             return Piece(place)
-        return Piece(
-            name,
-            tuple(
-                slice(None) if axis is None or channels is None else positions(axis, channels)
-                for axis, channels in zip(self.axes[name], wanted, strict=True)
-            ),
-        )
+        index: list[slice | Tensor] = []
+        for axis, channels in zip(self.axes[name], wanted, strict=True):
+            if axis is None or channels is None:
+                index.append(slice(None))
+            else:
+                index.append(positions(axis, channels))
+        return Piece(name, tuple(index))
 
     @cached_property
     def frame(self) -> State:
         """All tensors of the global state, without values, including per-size statistics."""
-        own = self.whole.module.state_dict()
         per_size = self.settings.normalization_statistics == "per-size"
-        shared = {name: tensor for name, tensor in own.items() if not (per_size and name.endswith(STATISTICS))}
-        added = {piece.name: self._own(size, name) for size in self.sizes for name, piece in self.part(size).items()}
-        return {**added, **shared}
-
-    def _own(self, size: str, name: str) -> Tensor:
-        return self.blueprints[size].module.state_dict()[name]
+        frame: State = {}
+        for size in self.sizes:
+            tensors = self.blueprints[size].module.state_dict()
+            for name, piece in self.part(size).items():
+                frame[piece.name] = tensors[name]
+        for name, tensor in self.whole.module.state_dict().items():
+            if not (per_size and name.endswith(STATISTICS)):
+                frame[name] = tensor
+        return frame
 
     def initial(self, seed: int) -> State:
-        """Return the initial weights of the whole model, and empty per-size statistics, if any."""
+        """Return the initial weights of the whole model, and initial per-size statistics."""
         whole = self._drawn(self.whole.build, seed).state_dict()
-        return {name: whole[name] if name in whole else fresh(name, tensor) for name, tensor in self.frame.items()}
+        return {
+            name: whole[name] if name in whole else fresh(name, tensor)
+            for name, tensor in self.frame.items()
+        }
 
 
 @dataclass(frozen=True)
