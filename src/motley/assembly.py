@@ -51,7 +51,9 @@ def load_dataset_of(config: Config) -> Dataset:
     return load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
 
 
-def deal_examples(config: Config, dataset: Dataset, partition: Partition | None = None) -> Partition:
+def deal_examples(
+    config: Config, dataset: Dataset, partition: Partition | None = None
+) -> Partition:
     """Return which examples each client holds.
 
     This is the configuration's partition, or the caller's own if it fits.
@@ -144,7 +146,13 @@ def build_method(
     )
     method = METHODS[config.method.name](config.method, info)
     check_client_state(config, split, method)
-    refuse_leaks(config.privacy, split, method, statistics=config.server.statistics.name, dynamic_sizes=dynamic)
+    refuse_leaks(
+        config.privacy,
+        split,
+        method,
+        statistics=config.server.statistics.name,
+        dynamic_sizes=dynamic,
+    )
     return method
 
 
@@ -153,7 +161,9 @@ def load_weights(state: State, file: Path) -> State:
     try:
         weights = load_file(file)
     except SafetensorError as error:
-        raise MotleyError(f"model.weights = {str(file)!r}: is not a safetensors file: {error}.") from None
+        raise MotleyError(
+            f"model.weights = {str(file)!r}: is not a safetensors file: {error}."
+        ) from None
     except (OSError, ValueError) as error:
         raise MotleyError(f"model.weights = {str(file)!r}: cannot be read: {error}.") from None
     after = dict(state)
@@ -161,7 +171,9 @@ def load_weights(state: State, file: Path) -> State:
         if name in state and state[name].shape == tensor.shape:
             after[name] = tensor.to(state[name].dtype)
     if all(after[name] is tensor for name, tensor in state.items()):
-        raise MotleyError(f"model.weights = {str(file)!r}: has no tensor that fits, by name and shape.")
+        raise MotleyError(
+            f"model.weights = {str(file)!r}: has no tensor that fits, by name and shape."
+        )
     return after
 
 
@@ -255,9 +267,16 @@ def compiles(config: Config) -> bool:
     return config.engine.compile and config.engine.name != "debug"
 
 
-def _store(config: Config, folder: Path | None, devices: Sequence[torch.device]) -> ClientStateStore:
+def _store(
+    config: Config, folder: Path | None, devices: Sequence[torch.device]
+) -> ClientStateStore:
     """Return the store of the clients' states: on a GPU only if all of them train on it."""
     near = 0
     if devices[0].type == "cuda" and len(devices) == 1:
-        near = int(config.engine.client_state_gpu_fraction * torch.cuda.get_device_properties(devices[0]).total_memory)
-    return ClientStateStore(folder, int(config.engine.client_state_host_gib * 2**30), near, devices[0])
+        near = int(
+            config.engine.client_state_gpu_fraction
+            * torch.cuda.get_device_properties(devices[0]).total_memory
+        )
+    return ClientStateStore(
+        folder, int(config.engine.client_state_host_gib * 2**30), near, devices[0]
+    )

@@ -26,7 +26,9 @@ from motley.splits import Split
 def check_engine(config: Config, external: bool) -> None:
     """Refuse Flower's engines unless the caller brings one: a federation builds only local ones."""
     if config.engine.name.startswith("flower") and not external:
-        raise MotleyError(f"engine.name = {config.engine.name!r}: needs Flower; see docs/deploy.md.")
+        raise MotleyError(
+            f"engine.name = {config.engine.name!r}: needs Flower; see docs/deploy.md."
+        )
 
 
 def check_precision(precision: str, device: torch.device) -> None:
@@ -58,7 +60,9 @@ def check_partition(partition: Any, clients: int, examples: int) -> Partition:
             "data.partition.name = 'file' reads index lists."
         )
     if len(partition) != clients:
-        raise MotleyError(f"the partition is of {len(partition)} clients; federation.clients = {clients}.")
+        raise MotleyError(
+            f"the partition is of {len(partition)} clients; federation.clients = {clients}."
+        )
     indices = partition.indices
     if len(indices) and not 0 <= indices.min() <= indices.max() < examples:
         raise MotleyError(f"the partition names samples that are not in 0..{examples - 1}.")
@@ -76,7 +80,9 @@ def check_batches_fit(config: Config, train: DeviceData, test_examples: int) -> 
     evaluation.
     """
     train.check_batch_fits("training.batch_size", config.training.batch_size)
-    train.check_batch_fits("evaluation.batch_size", min(config.evaluation.batch_size, test_examples))
+    train.check_batch_fits(
+        "evaluation.batch_size", min(config.evaluation.batch_size, test_examples)
+    )
 
 
 def check_weights_fit(split: Split, sizes: Iterable[str], device: torch.device) -> None:

@@ -96,7 +96,9 @@ class Evaluator:
         """Return the model of a size, which is built when it is first evaluated."""
         if name not in self._sizes:
             model = self._split.build(name)
-            self._sizes[name] = _Size(model, self._batches, self._classes, self._kernels, self._compiled)
+            self._sizes[name] = _Size(
+                model, self._batches, self._classes, self._kernels, self._compiled
+            )
         return self._sizes[name]
 
     @cached_property
@@ -107,7 +109,9 @@ class Evaluator:
     @cached_property
     def _seen(self) -> list[int]:
         """Test images per class."""
-        counts: list[int] = torch.bincount(self._batches.data.labels, minlength=self._classes).tolist()
+        counts: list[int] = torch.bincount(
+            self._batches.data.labels, minlength=self._classes
+        ).tolist()
         return counts
 
 
@@ -156,7 +160,12 @@ class _Size:
     """A model that stays, into which a state is copied to be evaluated."""
 
     def __init__(
-        self, model: nn.Module, batches: TestBatches, classes: int, kernels: Collection[str], compiled: bool
+        self,
+        model: nn.Module,
+        batches: TestBatches,
+        classes: int,
+        kernels: Collection[str],
+        compiled: bool,
     ) -> None:
         self.batches, self.device = batches, batches.data.device
         self.model = place(model, self.device).eval()
@@ -194,7 +203,9 @@ class _Size:
 
     @torch.no_grad()
     def _copy(self, own: State) -> None:
-        for into, values in zip(self._into, by_type(own[name] for name in self._tensors), strict=True):
+        for into, values in zip(
+            self._into, by_type(own[name] for name in self._tensors), strict=True
+        ):
             if into:
                 torch._foreach_copy_(into, values)
 
@@ -235,4 +246,7 @@ def summarize(rounds: Sequence[int], accuracies: Sequence[float], last_k: int) -
 
 def rounds_to(target: float, rounds: Sequence[int], accuracies: Sequence[float]) -> int | None:
     """Return the first round at or above a target accuracy, or None where there was none."""
-    return next((number for number, accuracy in zip(rounds, accuracies, strict=True) if accuracy >= target), None)
+    return next(
+        (number for number, accuracy in zip(rounds, accuracies, strict=True) if accuracy >= target),
+        None,
+    )

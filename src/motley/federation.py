@@ -99,7 +99,9 @@ class Federation:
         self.dataset.check_inferred_classes()
         copies = []
         for device in self.devices:
-            copies.append(DeviceData(self.dataset.train, config.data.transform, device, augment=True))
+            copies.append(
+                DeviceData(self.dataset.train, config.data.transform, device, augment=True)
+            )
         shape, classes = copies[0].shape, self.dataset.classes
         check_batches_fit(config, copies[0], len(self.dataset.test))
 
@@ -142,7 +144,9 @@ class Federation:
     def partition(self) -> Partition:
         """Which examples each client holds."""
         if self._partition is None:
-            raise MotleyError("federation.partition: its clients are elsewhere, and only they know their examples.")
+            raise MotleyError(
+                "federation.partition: its clients are elsewhere, and only they know their examples."
+            )
         return self._partition
 
     def _test_data(self) -> DeviceData:

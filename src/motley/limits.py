@@ -41,7 +41,9 @@ def check_fits(what: str, needed: int, device: torch.device) -> None:
     available = memory_of(device)
     if available is not None and needed > available:
         place = "this machine" if device.type == "cpu" else str(device)
-        raise MotleyError(f"{what} takes {needed / 1e9:,.1f} GB; {place} has {available / 1e9:,.1f} GB of memory.")
+        raise MotleyError(
+            f"{what} takes {needed / 1e9:,.1f} GB; {place} has {available / 1e9:,.1f} GB of memory."
+        )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

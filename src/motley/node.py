@@ -56,7 +56,9 @@ class Client:
             size_of = size_lookup(config, sizes)
             method = build_method(config, split, sizes, data.shape, classes, size_of)
             lean = device.type == "cpu"
-            clients = build_clients(config, method, [data], partition, folder, secret=secret, lean=lean)
+            clients = build_clients(
+                config, method, [data], partition, folder, secret=secret, lean=lean
+            )
             self._engine = LocalEngine(clients, slots=1, stack=config.engine.vmap_clients)
 
     def train(self, job: Job, forget: int) -> ClientUpdate | None:

@@ -165,7 +165,9 @@ def _outputs(model: torch.nn.Module, images: Tensor, size: str) -> Tensor:
             f"device, where tensors have no values: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(outputs, Tensor):
-        raise MotleyError(f"model.sizes: {size!r} returns a {type(outputs).__name__}, not a tensor of logits.")
+        raise MotleyError(
+            f"model.sizes: {size!r} returns a {type(outputs).__name__}, not a tensor of logits."
+        )
     return outputs
 
 
@@ -173,7 +175,9 @@ def _bytes(tensors: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def costs_of(split: Split, shape: ImageShape, training: TrainingSettings, upload: Encoding = "fp32") -> dict[str, Cost]:
+def costs_of(
+    split: Split, shape: ImageShape, training: TrainingSettings, upload: Encoding = "fp32"
+) -> dict[str, Cost]:
     """Return the costs of every size, the largest first."""
     costs = {size: cost_of(split, size, shape, training, upload) for size in split.sizes}
     return dict(sorted(costs.items(), key=lambda item: item[1].parameters, reverse=True))
@@ -192,7 +196,9 @@ def read_budgets(file: Path) -> list[Budget]:
         budget = _budget(file, line, row)
         if budget.client in line_of:
             first = line_of[budget.client]
-            raise MotleyError(f"{file}: client {budget.client!r} is listed twice, in lines {first} and {line}.")
+            raise MotleyError(
+                f"{file}: client {budget.client!r} is listed twice, in lines {first} and {line}."
+            )
         line_of[budget.client] = line
         budgets.append(budget)
     return budgets
@@ -216,7 +222,9 @@ def _read_rows(file: Path) -> list[tuple[int, dict[str, Any]]]:
             raise MotleyError(f"{file}: column {column!r} occurs twice.")
     if "client" not in columns or not rows:
         has = ", ".join(columns) or "none"
-        raise MotleyError(f"{file}: needs a column 'client' and one line per client; its columns are: {has}.")
+        raise MotleyError(
+            f"{file}: needs a column 'client' and one line per client; its columns are: {has}."
+        )
     return rows
 
 
@@ -225,7 +233,9 @@ def _budget(file: Path, line: int, row: Mapping[Any, Any]) -> Budget:
         raise MotleyError(f"{file}, line {line}: has more cells than there are columns.")
     client = (row["client"] or "").strip()
     if not client:
-        raise MotleyError(f"{file}, line {line}: client is empty; every line needs a number or a name.")
+        raise MotleyError(
+            f"{file}, line {line}: client is empty; every line needs a number or a name."
+        )
     limits: dict[str, float] = {}
     for column, text in row.items():
         if column == "client" or not (text or "").strip():
@@ -235,7 +245,9 @@ def _budget(file: Path, line: int, row: Mapping[Any, Any]) -> Budget:
         except ValueError:
             limits[column] = -1.0
         if not 0 < limits[column] < float("inf"):
-            raise MotleyError(f"{file}, line {line}: {column} = {text!r}: should be a number above 0, or empty.")
+            raise MotleyError(
+                f"{file}, line {line}: {column} = {text!r}: should be a number above 0, or empty."
+            )
     return Budget(client, **limits)
 
 
@@ -269,8 +281,12 @@ def _by_id(budgets: Sequence[Budget], clients: int) -> list[Budget]:
     ordered = []
     for client in range(clients):
         if str(client) not in by_client:
-            raise MotleyError(f"federation.budgets: client {client} is missing; {wanted}, 0 to {clients - 1}.")
+            raise MotleyError(
+                f"federation.budgets: client {client} is missing; {wanted}, 0 to {clients - 1}."
+            )
         ordered.append(by_client[str(client)])
     if len(budgets) != clients:
-        raise MotleyError(f"federation.budgets: it has {len(budgets)} lines; {wanted}, 0 to {clients - 1}.")
+        raise MotleyError(
+            f"federation.budgets: it has {len(budgets)} lines; {wanted}, 0 to {clients - 1}."
+        )
     return ordered

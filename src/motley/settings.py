@@ -174,7 +174,9 @@ class Choice:
     a registry that grows, and the error about a key of another choice says which names it is for.
     """
 
-    def __init__(self, default: str, classes: Mapping[str, type[Settings]], key: str = "name") -> None:
+    def __init__(
+        self, default: str, classes: Mapping[str, type[Settings]], key: str = "name"
+    ) -> None:
         self.default, self.key, self._classes = default, key, classes
 
     @property
@@ -219,7 +221,9 @@ class Choice:
         """Return the names whose tables have a key."""
         return [name for name, cls in self.classes.items() if key in cls.model_fields]
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self._read, handler(source))
 
     def _read(self, values: Any) -> Any:
@@ -228,7 +232,9 @@ class Choice:
         name = values.get(self.key, self.default)
         cls = self.class_of(values)
         if cls is None:
-            raise PydanticCustomError("unknown_choice", "unknown {name}", {"name": name, "choice": self})
+            raise PydanticCustomError(
+                "unknown_choice", "unknown {name}", {"name": name, "choice": self}
+            )
         try:
             return cls.model_validate({**values, self.key: self.own_name(name)})
         except ValidationError as error:
@@ -241,7 +247,9 @@ class Choice:
 class RegistryChoice(Choice):
     """A choice among the entries of a registry. Entries can be added at any time."""
 
-    def __init__(self, default: str, registry: Registry[Any], settings_of: Callable[[Any], type[Settings]]) -> None:
+    def __init__(
+        self, default: str, registry: Registry[Any], settings_of: Callable[[Any], type[Settings]]
+    ) -> None:
         super().__init__(default, {})
         self._registry, self._settings_of = registry, settings_of
 
@@ -294,7 +302,9 @@ def table_of(field: FieldInfo | None) -> TableOf | None:
 
 def no_effect(values: Any, because: str) -> PydanticCustomError:
     """Return the error about a table that has no effect; `because` follows "has no effect with"."""
-    return PydanticCustomError("no_effect", "has no effect with {because}", {"because": because, "values": values})
+    return PydanticCustomError(
+        "no_effect", "has no effect with {because}", {"because": because, "values": values}
+    )
 
 
 def validate(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
@@ -305,7 +315,9 @@ def validate(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
         raise MotleyError("\n".join(_problems(cls, error, where))) from None
 
 
-def _problems(cls: type[BaseModel], error: ValidationError, where: str, chosen: Chosen | None = None) -> Iterator[str]:
+def _problems(
+    cls: type[BaseModel], error: ValidationError, where: str, chosen: Chosen | None = None
+) -> Iterator[str]:
     for item in error.errors():
         path = [where, *map(str, item["loc"])] if where else list(map(str, item["loc"]))
         label = ".".join(path)
@@ -335,7 +347,9 @@ def _problems(cls: type[BaseModel], error: ValidationError, where: str, chosen: 
             yield about + message + ("" if message.endswith((".", "?")) else ".")
 
 
-def _unknown_key(cls: type[BaseModel], loc: tuple[int | str, ...], where: str, chosen: Chosen | None) -> str:
+def _unknown_key(
+    cls: type[BaseModel], loc: tuple[int | str, ...], where: str, chosen: Chosen | None
+) -> str:
     """Return the message about a key that its table does not have with the choice that was made."""
     key = str(loc[-1])
     if chosen is not None and len(loc) == 1:

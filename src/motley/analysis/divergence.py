@@ -89,7 +89,11 @@ def divergence(paths: Sequence[Path]) -> Findings:
         round_number = server.round_number + 1
         models = []
         for trained in train_next_round(federation, server):
-            models.append(in_global_shape(federation, trained.size, round_number, trained.client, trained.state))
+            models.append(
+                in_global_shape(
+                    federation, trained.size, round_number, trained.client, trained.state
+                )
+            )
         layers = layer_divergence(models)
         rows.append((run, server.round_number, WHOLE, weight_divergence(models)))
         for layer in layers_in_order(federation, layers):
@@ -98,7 +102,9 @@ def divergence(paths: Sequence[Path]) -> Findings:
     return Findings(columns, rows, draw(rows, "mean distance to the mean"))
 
 
-def in_global_shape(federation: Federation, size: str, round_number: int, client: int, values: State) -> State:
+def in_global_shape(
+    federation: Federation, size: str, round_number: int, client: int, values: State
+) -> State:
     """Return one tensor per parameter of a client under its global name and in its global shape.
 
     Coordinates that the client does not hold are NaN.

@@ -39,7 +39,9 @@ def embedding(paths: Sequence[Path]) -> Findings:
             is_drawn = labels < CLASSES
             images, labels = images[is_drawn], labels[is_drawn]
             by_size = {client.size: client for client in train_next_round(federation, servers[-1])}
-            clients = [by_size[size] for size in federation.split.sizes if size in by_size][-CLIENTS:]
+            clients = [by_size[size] for size in federation.split.sizes if size in by_size][
+                -CLIENTS:
+            ]
             last_features = []
             for client in clients:
                 model = model_of(federation, client.size, client.state)

@@ -76,7 +76,9 @@ class StepCost(NamedTuple):
 
 def one_step_on_cpu(config: Config) -> Config:
     """Return a configuration whose clients take one step on a CPU, with plain torch operations."""
-    engine = config.engine.model_copy(update={"name": "debug", "device": "cpu", "precision": "fp32"})
+    engine = config.engine.model_copy(
+        update={"name": "debug", "device": "cpu", "precision": "fp32"}
+    )
     training = config.training.model_copy(update={"steps": 1})
     return config.model_copy(update={"engine": engine, "training": training})
 
@@ -101,7 +103,9 @@ def measure_overhead(federation: Federation) -> Overhead:
         names = federation.split.parameters_of(update.size)
         parameter_counts.append(_count({name: update.delta[name] for name in names}))
     states = {job.size: job.state for job in jobs.values()}
-    client_states = [method.client.initial_client_state(size, state) for size, state in states.items()]
+    client_states = [
+        method.client.initial_client_state(size, state) for size, state in states.items()
+    ]
     # Round 2: trace one step per size. Sizes may have been redrawn.
     method_state = method.server.update(server.method_state, server.state, updates)
     broadcasts, steps = [], []

@@ -104,7 +104,9 @@ def probe_images(federation: Federation, count: int) -> tuple[Tensor, Tensor]:
     return _batch(federation, federation.dataset.test, count)
 
 
-def client_examples(federation: Federation, client: int, max_count: int | None = None) -> tuple[Tensor, Tensor]:
+def client_examples(
+    federation: Federation, client: int, max_count: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Return a client's training images without augmentation, and their labels."""
     train = federation.dataset.train
     rows = federation.partition.of(client)[:max_count]

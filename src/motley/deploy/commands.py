@@ -50,7 +50,9 @@ def running(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command until the block ends. It inherits `sockets`; `output` is Popen's stdout."""
     errors = subprocess.STDOUT if output is not None else None
-    process = subprocess.Popen(command, env=environment(home), pass_fds=sockets, stdout=output, stderr=errors)
+    process = subprocess.Popen(
+        command, env=environment(home), pass_fds=sockets, stdout=output, stderr=errors
+    )
     try:
         yield process
     finally:
@@ -87,19 +89,34 @@ def _serve(folder: DeployFolder, process: subprocess.Popen[bytes]) -> int:
     register_nodes(folder, control)
     with running(superexec_command(folder), folder.flower):
         settings = folder.read_settings()
-        print(f"serving at {settings.address}, {len(folder.public_keys())} nodes registered", flush=True)
+        print(
+            f"serving at {settings.address}, {len(folder.public_keys())} nodes registered",
+            flush=True,
+        )
         return process.wait()
 
 
 def superlink_command(folder: DeployFolder, public: int, private: int) -> list[str]:
     """Return the command of the server process, which inherits two sockets."""
-    return [sys.executable, "-m", "motley.deploy.superlink", str(folder.path), str(public), str(private)]
+    return [
+        sys.executable,
+        "-m",
+        "motley.deploy.superlink",
+        str(folder.path),
+        str(public),
+        str(private),
+    ]
 
 
 def superexec_command(folder: DeployFolder) -> list[str]:
     """Return the command that runs server apps; it fetches their tasks from the server process."""
     command = ["flower-superexec", "--runtime-api-address", folder.read_secrets().address]
-    command += ["--superexec-auth-secret-file", str(folder.superexec), "--parent-pid", str(os.getpid())]
+    command += [
+        "--superexec-auth-secret-file",
+        str(folder.superexec),
+        "--parent-pid",
+        str(os.getpid()),
+    ]
     if folder.read_settings().insecure:
         return [*command, "--insecure"]
     return [*command, "--root-certificates", str(folder.certificates / "ca.crt")]
@@ -120,7 +137,9 @@ def bound(host: str, port: int) -> socket.socket:
         found.bind((host, port))
     except OSError as error:
         found.close()
-        raise MotleyError(f"host = {host!r}, port = {port}: cannot be listened on: {error.strerror}.") from None
+        raise MotleyError(
+            f"host = {host!r}, port = {port}: cannot be listened on: {error.strerror}."
+        ) from None
     return found
 
 
@@ -129,7 +148,10 @@ def warn_of_unknown_host(settings: DeploySettings) -> None:
     try:
         socket.getaddrinfo(settings.host, settings.port)
     except OSError as error:
-        print(f"motley: host = {settings.host!r}: is not found from this machine: {error.strerror}.", file=sys.stderr)
+        print(
+            f"motley: host = {settings.host!r}: is not found from this machine: {error.strerror}.",
+            file=sys.stderr,
+        )
 
 
 def wait_for(control: Control, process: subprocess.Popen[bytes]) -> None:
@@ -153,7 +175,9 @@ def register_nodes(folder: DeployFolder, control: Control) -> None:
     for key, node in known.items():
         if key not in wanted and node.status != EXCLUDED:
             control.unregister(node.node_id)
-            print(f"node {node.name or node.node_id} is no longer admitted: its key.pub is not under {folder.nodes}")
+            print(
+                f"node {node.name or node.node_id} is no longer admitted: its key.pub is not under {folder.nodes}"
+            )
     for key, name in wanted.items():
         if key not in known:
             control.register(key, name)
@@ -177,7 +201,13 @@ def node_command(file: Path, tasks: TaskSource) -> list[str]:
     command += ["--node-config", f"motley={json.dumps(str(file.absolute()))}"]
     if node.insecure:
         return [*command, "--insecure"]
-    return [*command, "--root-certificates", str(here / "ca.crt"), "--auth-supernode-private-key", str(here / "key")]
+    return [
+        *command,
+        "--root-certificates",
+        str(here / "ca.crt"),
+        "--auth-supernode-private-key",
+        str(here / "key"),
+    ]
 
 
 def free_port() -> int:
@@ -200,9 +230,15 @@ def play(folder: DeployFolder) -> None:
         print(text, end="", flush=True)
     (status,) = [run.status for run in control.runs() if run.run_id == number]
     if status.sub_status != "completed":
-        reason = status.details.removeprefix("ServerApp failed with exception: ") or status.sub_status
+        reason = (
+            status.details.removeprefix("ServerApp failed with exception: ") or status.sub_status
+        )
         again = f"To resume it from its last checkpoint: motley deploy run {folder.path}"
-        raise MotleyError(f"the run failed: {reason}\n{again}" if RunFolder(folder.run).config.exists() else reason)
+        raise MotleyError(
+            f"the run failed: {reason}\n{again}"
+            if RunFolder(folder.run).config.exists()
+            else reason
+        )
 
 
 def wait_for_nodes(folder: DeployFolder, control: Control, config: Config) -> None:

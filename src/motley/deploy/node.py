@@ -71,7 +71,11 @@ def be_node(file: Path, patience: float, app: str = CLIENT_APP) -> NoReturn:
             reason, can_heal = why_ended(node, file, code, said)
             if not can_heal or time.monotonic() > end:
                 raise MotleyError(reason)
-            print(f"motley: {reason}\nmotley: trying again in {AGAIN_S:g} s", file=sys.stderr, flush=True)
+            print(
+                f"motley: {reason}\nmotley: trying again in {AGAIN_S:g} s",
+                file=sys.stderr,
+                flush=True,
+            )
             time.sleep(AGAIN_S)
 
 
@@ -82,7 +86,9 @@ def check(node: NodeSettings, file: Path) -> None:
     """Raise an error if the node could not train or could not connect."""
     here = file.absolute().parent
     if not re.fullmatch(r"[^/\s]+:\d{1,5}", node.superlink):
-        raise MotleyError(f"{file}: superlink = {node.superlink!r}: should be the server's host:port.")
+        raise MotleyError(
+            f"{file}: superlink = {node.superlink!r}: should be the server's host:port."
+        )
     if not node.insecure:
         check_key(here / "key")
         check_certificate(here / "ca.crt")
@@ -94,14 +100,19 @@ def check(node: NodeSettings, file: Path) -> None:
     try:
         Path(node.memory).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise MotleyError(f"{file}: memory = {node.memory!r}: is no folder to write to: {error.strerror}.") from None
+        raise MotleyError(
+            f"{file}: memory = {node.memory!r}: is no folder to write to: {error.strerror}."
+        ) from None
     try:
         train = read_data(node).train
     except (MotleyError, OSError, ValueError) as error:
         raise MotleyError(f"{file}: data: {error}") from None
     shape = "x".join(map(str, train.images.shape[1:]))
     share = ", of which it takes its client's share" if node.data.dealt else ""
-    print(f"client {node.client} on {node.device}: {len(train)} training examples of {shape}{share}", flush=True)
+    print(
+        f"client {node.client} on {node.device}: {len(train)} training examples of {shape}{share}",
+        flush=True,
+    )
     print(f"connecting to {node.superlink}", flush=True)
 
 
@@ -126,7 +137,9 @@ def check_key(key: Path) -> None:
     except (ValueError, TypeError, UnsupportedAlgorithm):
         private = None
     if not isinstance(private, ec.EllipticCurvePrivateKey):
-        raise MotleyError(f"{key}: is no node key: it should be a private key as `motley deploy init` writes it.")
+        raise MotleyError(
+            f"{key}: is no node key: it should be a private key as `motley deploy init` writes it."
+        )
 
 
 def check_certificate(certificate: Path) -> None:
@@ -154,7 +167,9 @@ def only_one(lock: Path) -> Iterator[None]:
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise MotleyError(f"{lock.parent}: this node is already running on this machine.") from None
+            raise MotleyError(
+                f"{lock.parent}: this node is already running on this machine."
+            ) from None
         yield
 
 

@@ -131,7 +131,8 @@ def holds_at_most(limit_mb: float) -> bool:
     resident_mb = pages * os.sysconf("SC_PAGESIZE") / 1e6
     if resident_mb > limit_mb:
         print(
-            f"motley: the worker holds {resident_mb:.0f} MB, more than max_idle_mb = {limit_mb:g}; it ends", flush=True
+            f"motley: the worker holds {resident_mb:.0f} MB, more than max_idle_mb = {limit_mb:g}; it ends",
+            flush=True,
         )
     return resident_mb <= limit_mb
 

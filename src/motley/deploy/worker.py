@@ -66,7 +66,9 @@ class TaskSource:
             protected_methods=frozenset({"/flwr.proto.Runtime/AcquireTask"}),
         )
         version = RuntimeVersionHttpInterceptor(component_name="SuperExec")
-        return RuntimeHttpClient.from_server_address(self.address, True, None, interceptors=[version, proof])
+        return RuntimeHttpClient.from_server_address(
+            self.address, True, None, interceptors=[version, proof]
+        )
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,9 @@ def next_task(client: RuntimeHttpClient) -> str:
     except httpx.TransportError:
         return ""
     except httpx.HTTPStatusError as error:
-        raise MotleyError(f"the SuperNode of this node refused to hand out messages: {error}") from None
+        raise MotleyError(
+            f"the SuperNode of this node refused to hand out messages: {error}"
+        ) from None
     return str(answer.token) if answer.HasField("task") else ""
 
 

@@ -81,7 +81,9 @@ class NodeApp(ClientApp):
             return super().__call__(message, context)
         except Exception as error:
             self.clients.drop()  # it may be in the middle of anything
-            return Message(Error(UNKNOWN_ERROR, keep_text(error, self.log(context))), reply_to=message)
+            return Message(
+                Error(UNKNOWN_ERROR, keep_text(error, self.log(context))), reply_to=message
+            )
 
     def log(self, context: Context) -> Path | None:
         """Return the file for the texts of failures, beside node.toml or the simulated states."""

@@ -78,7 +78,9 @@ class Nodes:
         new = sorted(connected - self._met)
         self._met = connected
         for node in new:
-            (number,) = self.grid.push_messages([Message(RecordDict({"job": self.content()}), node, MessageType.QUERY)])
+            (number,) = self.grid.push_messages(
+                [Message(RecordDict({"job": self.content()}), node, MessageType.QUERY)]
+            )
             self._asked[number] = node
         for reply in self.answers.pull(list(self._asked)):
             node = self._asked.pop(reply.metadata.reply_to_message_id)
@@ -96,7 +98,9 @@ class Nodes:
             answer = reply.content["node"]
             client, size = number(answer, "client"), str(answer["size"])
         except (KeyError, MotleyError) as error:
-            print(f"node {node} is left out: it did not say which client it is: {error}", flush=True)
+            print(
+                f"node {node} is left out: it did not say which client it is: {error}", flush=True
+            )
             return
         if client >= self.config.federation.clients:
             print(
@@ -113,7 +117,12 @@ class FlowerEngine:
     trusted: ClassVar[bool] = False
 
     def __init__(self, nodes: Nodes) -> None:
-        self.nodes, self.grid, self.answers, self.settings = nodes, nodes.grid, nodes.answers, nodes.settings
+        self.nodes, self.grid, self.answers, self.settings = (
+            nodes,
+            nodes.grid,
+            nodes.answers,
+            nodes.settings,
+        )
         self._forget: dict[int, int] = {}
 
     def train(self, jobs: Sequence[Job], done: Done) -> Sequence[ClientUpdate | Failure]:
@@ -134,7 +143,11 @@ class FlowerEngine:
             if isinstance(answer, Failure):
                 answers.append(answer)
             elif answer.num_examples:
-                answers.append(Collection(job.client, answer.num_examples, answer.payload, job.size, job.round_number))
+                answers.append(
+                    Collection(
+                        job.client, answer.num_examples, answer.payload, job.size, job.round_number
+                    )
+                )
         return sorted(answers, key=lambda answer: answer.client)
 
     def save_memory(self, rounds: dict[int, int]) -> None:
@@ -151,7 +164,9 @@ class FlowerEngine:
             if job.client not in found:
                 yield job, Failure(job.client, "its node is not connected.")
         asked = [job for job in jobs if job.client in found]
-        numbers = self.grid.push_messages([self._message(job, found[job.client], kind) for job in asked])
+        numbers = self.grid.push_messages(
+            [self._message(job, found[job.client], kind) for job in asked]
+        )
         waiting = dict(zip(numbers, asked, strict=True))
         end, pause = time.monotonic() + self.settings.timeout_s, FIRST_S
         while waiting:
@@ -163,7 +178,11 @@ class FlowerEngine:
             time.sleep(min(pause, POLL_S) if waiting else 0)
             pause *= LONGER
         for sent, job in waiting.items():
-            fault = "announced an answer that did not come whole" if self.answers.give_up(sent) else "did not answer"
+            fault = (
+                "announced an answer that did not come whole"
+                if self.answers.give_up(sent)
+                else "did not answer"
+            )
             yield job, Failure(job.client, f"it {fault} within {self.settings.timeout_s:g} s.")
 
     def _message(self, job: Job, node: int, kind: str) -> Message:
@@ -175,8 +194,16 @@ class FlowerEngine:
             forget=self._forget.get(job.client, 0),
             collection=job.collection,
         )
-        content = RecordDict({"job": about, "arrays": pack(state=job.state, broadcast=job.broadcast)})
-        return Message(content, node, kind, ttl=self.settings.timeout_s + GRACE_S, group_id=str(job.round_number))
+        content = RecordDict(
+            {"job": about, "arrays": pack(state=job.state, broadcast=job.broadcast)}
+        )
+        return Message(
+            content,
+            node,
+            kind,
+            ttl=self.settings.timeout_s + GRACE_S,
+            group_id=str(job.round_number),
+        )
 
     def _answer(self, job: Job, reply: Message) -> ClientUpdate | Failure:
         """Return the update in a reply, or the reason why it cannot be used."""

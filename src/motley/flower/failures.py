@@ -24,7 +24,15 @@ from motley.limits import is_out_of_memory
 #: node-settings: node.toml cannot be used. refused-by-node: the job does not match the node's
 #: settings (client, size, budget, privacy). data: the node's data cannot be used. out-of-memory: on
 #: the node or its GPU. training: everything else.
-Kind = Literal["bad-message", "bad-config", "node-settings", "refused-by-node", "data", "training", "out-of-memory"]
+Kind = Literal[
+    "bad-message",
+    "bad-config",
+    "node-settings",
+    "refused-by-node",
+    "data",
+    "training",
+    "out-of-memory",
+]
 
 #: A log of this size is renamed to .old: a server that makes a node fail again and again must not
 #: fill the node's disk.

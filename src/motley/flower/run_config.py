@@ -40,7 +40,10 @@ def from_text(text: str, node: NodeSettings) -> Config:
         federation = table_in(values, "federation")
         if federation.get("size_assignment") == "budget":
             if not federation.get("sizes"):
-                raise NodeError("bad-config", "federation.sizes: a run with budgets should name every client's size.")
+                raise NodeError(
+                    "bad-config",
+                    "federation.sizes: a run with budgets should name every client's size.",
+                )
             federation["size_assignment"] = "blocks"
         return validate(Config, values)
 

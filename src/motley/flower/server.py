@@ -36,7 +36,9 @@ def main(grid: Grid, context: Context) -> None:
     path = Path(str(context.run_config["out"]))
     begun = RunFolder(path).config.exists()
     try:
-        config = None if begun else validate(Config, tomllib.loads(str(context.run_config["config"])))
+        config = (
+            None if begun else validate(Config, tomllib.loads(str(context.run_config["config"])))
+        )
         with watch(path) as progress:
             serve(grid, config, path, [progress])
     except MotleyError:
@@ -73,7 +75,9 @@ def with_budgets(config: Config, dataset: Dataset) -> Config:
         return config
     data = DeviceData(dataset.train, config.data.transform, torch.device("cpu"), augment=False)
     costs = costs_of(build_split(config, data.shape, dataset.classes), data.shape, config.training)
-    sizes = assigned(costs, read_budgets(Path(config.federation.budgets)), config.federation.clients)
+    sizes = assigned(
+        costs, read_budgets(Path(config.federation.budgets)), config.federation.clients
+    )
     chosen = {"size_assignment": "blocks", "budgets": "", "sizes": sizes}
     values = config.model_dump(mode="json")
     return validate(Config, {**values, "federation": {**values["federation"], **chosen}})
@@ -85,4 +89,7 @@ def with_sizes(config: Config, sizes: dict[int, str]) -> Config:
     if chosen == assign_sizes(config):
         return config
     values = config.model_dump(mode="json")
-    return validate(Config, {**values, "federation": {**values["federation"], "sizes": chosen, "size_fractions": []}})
+    return validate(
+        Config,
+        {**values, "federation": {**values["federation"], "sizes": chosen, "size_fractions": []}},
+    )

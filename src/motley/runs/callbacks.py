@@ -160,5 +160,9 @@ def folder_callbacks(folder: RunFolder, config: Config) -> list[Callback]:
     callbacks: list[Callback] = [WriteMetrics(MetricsLog(folder.metrics))]
     if config.run.tensorboard and tensorboard_installed():
         callbacks.append(WriteTensorBoard(folder.tensorboard))
-    callbacks.append(SaveCheckpoints(folder.checkpoints, config.run.checkpoint_every, config.run.keep_checkpoints))
+    callbacks.append(
+        SaveCheckpoints(
+            folder.checkpoints, config.run.checkpoint_every, config.run.keep_checkpoints
+        )
+    )
     return callbacks
