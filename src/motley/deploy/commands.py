@@ -29,7 +29,7 @@ from motley.runs.folder import RunFolder
 START_S, STOP_S, LOOK_S = 60.0, 10.0, 1.0
 #: The exit status of Flower's commands for every kind of failure.
 FAILED = 1
-#: Most absent clients that a message names.
+#: The maximum number of absent clients that a message names.
 NAMED = 20
 
 
@@ -123,7 +123,7 @@ def superexec_command(folder: DeployFolder) -> list[str]:
 
 
 def listen(settings: DeploySettings) -> socket.socket:
-    """Open the public socket: on all addresses of this machine, or on loopback if the host is."""
+    """Open the public socket: on loopback if the host is loopback, else on all addresses."""
     if settings.loopback:
         return bound(settings.host, settings.port)
     return bound("::" if ":" in settings.host else "0.0.0.0", settings.port)
@@ -131,20 +131,20 @@ def listen(settings: DeploySettings) -> socket.socket:
 
 def bound(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to an address and does not listen yet."""
-    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((host, port))
+        server.bind((host, port))
     except OSError as error:
-        found.close()
+        server.close()
         raise MotleyError(
             f"host = {host!r}, port = {port}: cannot be listened on: {error.strerror}."
         ) from None
-    return found
+    return server
 
 
 def warn_of_unknown_host(settings: DeploySettings) -> None:
-    """Warn if the server's own name is unknown here. The nodes may know it, so this is no error."""
+    """Warn if the host cannot be resolved here. Not an error: the nodes may resolve it."""
     try:
         socket.getaddrinfo(settings.host, settings.port)
     except OSError as error:
@@ -176,7 +176,8 @@ def register_nodes(folder: DeployFolder, control: Control) -> None:
         if key not in wanted and node.status != EXCLUDED:
             control.unregister(node.node_id)
             print(
-                f"node {node.name or node.node_id} is no longer admitted: its key.pub is not under {folder.nodes}"
+                f"node {node.name or node.node_id} is no longer admitted: "
+                f"its key.pub is not under {folder.nodes}"
             )
     for key, name in wanted.items():
         if key not in known:
@@ -185,7 +186,8 @@ def register_nodes(folder: DeployFolder, control: Control) -> None:
             # Flower keeps the keys of excluded nodes and never admits them again.
             raise MotleyError(
                 f"{folder.nodes / name}: this node was excluded before. To admit it again, delete "
-                f"{folder.flower / 'state.db'}* (Flower's list of nodes and runs; checkpoints are not in it)."
+                f"{folder.flower / 'state.db'}* (Flower's list of nodes and runs; checkpoints are "
+                "not in it)."
             )
 
 
@@ -211,7 +213,7 @@ def node_command(file: Path, tasks: TaskSource) -> list[str]:
 
 
 def free_port() -> int:
-    """Return a free port of this machine, over which a node's own processes talk."""
+    """Return a free port of this machine, for the connection between a node's processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -242,19 +244,20 @@ def play(folder: DeployFolder) -> None:
 
 
 def wait_for_nodes(folder: DeployFolder, control: Control, config: Config) -> None:
-    """Wait until all clients are online, and print who is missing. A resumed run does not wait."""
+    """Wait until all clients are online, and print the missing ones. A resumed run does not wait."""
     limit = config.engine.flower.wait_s
     end = time.monotonic() + limit
-    said = ""
+    printed = ""
     while text := describe_missing(folder, control, config.federation.clients):
-        if text != said:
+        if text != printed:
             print(f"waiting for {text}", flush=True)
-        said = text
+        printed = text
         if RunFolder(folder.run).config.exists():
             return
         if time.monotonic() > end:
             raise MotleyError(
-                f"engine.flower.wait_s = {limit:g}: still waiting for {text}; a run begins with all of its clients."
+                f"engine.flower.wait_s = {limit:g}: still waiting for {text}; "
+                "a run begins with all of its clients."
             )
         time.sleep(LOOK_S)
 

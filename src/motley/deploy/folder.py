@@ -3,9 +3,11 @@
 run.toml                 the configuration of the run; edit it before the run begins
 deploy.toml              the server's address
 app/pyproject.toml       the app that Flower runs
-certificates/            the federation's certificate authority and the server's certificate; stays on the server
+certificates/            the federation's certificate authority and the server's certificate;
+                         stays on the server
 nodes/node-0/ ...        the files of each node: node.toml, its key, the authority's certificate
-flower/                  Flower's state, and the secrets of the running server; for the server's user only
+flower/                  Flower's state, and the secrets of the running server; readable only
+                         by the server's user
 run/                     the run, once it has begun
 """
 
@@ -77,7 +79,8 @@ class DeploySettings(Settings):
             return host
         if address.is_unspecified:
             raise ValueError(
-                "should be the address that nodes reach the server by, and they cannot reach this one"
+                "should be the address that nodes reach the server by, "
+                "and they cannot reach this one"
             )
         return host
 
@@ -155,7 +158,7 @@ class DeployFolder:
         return validate(DeploySettings, values)
 
     def write_secrets(self, address: str) -> None:
-        """Draw new secrets for a server whose private address this is."""
+        """Generate and save new secrets for a server with this private address."""
         self.flower.mkdir(mode=0o700, exist_ok=True)
         self.remove_secrets()
         write_secret(self.superexec, secrets.token_bytes(32))
@@ -169,7 +172,8 @@ class DeployFolder:
             return ServerSecrets(values["address"], values["token"], self.superexec.read_bytes())
         except FileNotFoundError:
             raise MotleyError(
-                f"no server is running for {self.path}. To start it: motley deploy server {self.path}"
+                f"no server is running for {self.path}. "
+                f"To start it: motley deploy server {self.path}"
             ) from None
         except (OSError, ValueError, KeyError) as error:
             raise MotleyError(f"{self.control}: cannot be read: {error}.") from None
@@ -189,7 +193,7 @@ class DeployFolder:
 
 
 def create(path: Path, config: Config, settings: DeploySettings) -> DeployFolder:
-    """Write the folder of a federation, with one node per client of the size assigned to it."""
+    """Write the folder of a federation, with one node per client, each with its assigned size."""
     sizes = assign_sizes(config)
     try:
         if path.exists() and not path.is_dir():

@@ -81,9 +81,8 @@ def run_lines(folder: DeployFolder, runs: Sequence[Any]) -> list[str]:
     for run in runs:
         state = run.status.status if run.status.status != "finished" else run.status.sub_status
         reason = run.status.details.removeprefix("ServerApp failed with exception: ")
-        lines.append(
-            f"run {run.run_id}: {state} since {_moment(run.finished_at or run.running_at or run.pending_at)}"
-        )
+        since = run.finished_at or run.running_at or run.pending_at
+        lines.append(f"run {run.run_id}: {state} since {_moment(since)}")
         if state == "failed" and reason:
             lines[-1] += f": {reason}"
     done = MetricsLog(folder.run / "metrics.jsonl").read()

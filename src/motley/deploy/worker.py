@@ -34,11 +34,11 @@ from motley.core.errors import MotleyError
 from motley.files import write_secret
 
 CLIENT_APP = "motley.flower.client:app"
-#: Seconds between two looks for a message.
+#: Seconds between two polls for a message.
 POLL_S = 0.2
 #: Seconds that a worker may take to end when it is told to.
 END_S = 5.0
-#: What a worker reports after a message if it waits for the next one.
+#: A worker's report after a message if it stays alive for the next one.
 STAYS = "stays"
 
 
@@ -46,7 +46,7 @@ class TaskSource:
     """The SuperNode's messages, which it hands out on loopback to processes that know a secret."""
 
     def __init__(self, folder: Path, port: int) -> None:
-        """`folder` is the node's own; the secret in it is new with every start."""
+        """`folder` is the node's folder. Every start writes a new secret to it."""
         self.address = f"127.0.0.1:{port}"
         self.port = port
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,14 +73,14 @@ class TaskSource:
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """How the node's worker process runs."""
+    """Settings of the node's worker process."""
 
     #: The client app, as MODULE:ATTRIBUTE.
     app: str = CLIENT_APP
     environment: Mapping[str, str] = field(default_factory=dict)
     #: Seconds that the process stays alive after a message; 0: one process per message.
     keep_alive_s: float = 0.0
-    #: A process that holds more resident memory than this after a message ends.
+    #: If the process has more resident memory than this after a message, it ends.
     max_idle_mb: float = float("inf")
 
 

@@ -66,9 +66,9 @@ class Nodes:
         end = time.monotonic() + self.settings.wait_s
         while True:
             self._greet()
-            found = {client: self._nodes[client] for client in wanted if client in self._nodes}
-            if len(found) == len(wanted) or time.monotonic() > end:
-                return found
+            nodes = {client: self._nodes[client] for client in wanted if client in self._nodes}
+            if len(nodes) == len(wanted) or time.monotonic() > end:
+                return nodes
             time.sleep(POLL_S)
 
     def _greet(self) -> None:
@@ -102,10 +102,10 @@ class Nodes:
                 f"node {node} is left out: it did not say which client it is: {error}", flush=True
             )
             return
-        if client >= self.config.federation.clients:
+        clients = self.config.federation.clients
+        if client >= clients:
             print(
-                f"node {node} is left out: client = {client}, but there are {self.config.federation.clients}.",
-                flush=True,
+                f"node {node} is left out: client = {client}, but there are {clients}.", flush=True
             )
             return
         self._nodes[client], self.sizes[client] = node, size
@@ -117,12 +117,8 @@ class FlowerEngine:
     trusted: ClassVar[bool] = False
 
     def __init__(self, nodes: Nodes) -> None:
-        self.nodes, self.grid, self.answers, self.settings = (
-            nodes,
-            nodes.grid,
-            nodes.answers,
-            nodes.settings,
-        )
+        self.nodes, self.grid = nodes, nodes.grid
+        self.answers, self.settings = nodes.answers, nodes.settings
         self._forget: dict[int, int] = {}
 
     def train(self, jobs: Sequence[Job], done: Done) -> Sequence[ClientUpdate | Failure]:
@@ -157,15 +153,17 @@ class FlowerEngine:
         """Tell each node with its next job which client states are no longer needed."""
         self._forget = rounds
 
-    def _ask(self, jobs: Sequence[Job], kind: str) -> Iterator[tuple[Job, ClientUpdate | Failure]]:
-        """Send jobs; yield each with its answer as it arrives, or with the reason of its failure."""
-        found = self.nodes.find([job.client for job in jobs])
+    def _ask(
+        self, jobs: Sequence[Job], message_type: str
+    ) -> Iterator[tuple[Job, ClientUpdate | Failure]]:
+        """Send jobs; yield each with its answer as it arrives, or with the reason for a failure."""
+        nodes = self.nodes.find([job.client for job in jobs])
         for job in jobs:
-            if job.client not in found:
+            if job.client not in nodes:
                 yield job, Failure(job.client, "its node is not connected.")
-        asked = [job for job in jobs if job.client in found]
+        asked = [job for job in jobs if job.client in nodes]
         numbers = self.grid.push_messages(
-            [self._message(job, found[job.client], kind) for job in asked]
+            [self._message(job, nodes[job.client], message_type) for job in asked]
         )
         waiting = dict(zip(numbers, asked, strict=True))
         end, pause = time.monotonic() + self.settings.timeout_s, FIRST_S
@@ -185,7 +183,7 @@ class FlowerEngine:
             )
             yield job, Failure(job.client, f"it {fault} within {self.settings.timeout_s:g} s.")
 
-    def _message(self, job: Job, node: int, kind: str) -> Message:
+    def _message(self, job: Job, node: int, message_type: str) -> Message:
         about = self.nodes.content(
             round=job.round_number,
             client=job.client,
@@ -200,7 +198,7 @@ class FlowerEngine:
         return Message(
             content,
             node,
-            kind,
+            message_type,
             ttl=self.settings.timeout_s + GRACE_S,
             group_id=str(job.round_number),
         )

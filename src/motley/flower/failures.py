@@ -42,7 +42,7 @@ _REASON = re.compile(rf"({'|'.join(get_args(Kind))}) ([0-9a-f]{{8}})")
 
 
 class NodeError(MotleyError):
-    """A failure of a known kind. If `text` is empty, the text of its cause stands for it."""
+    """A failure of a known kind. If `text` is empty, the text of its cause is used."""
 
     def __init__(self, kind: Kind, text: str = "") -> None:
         super().__init__(text)

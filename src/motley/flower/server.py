@@ -56,10 +56,11 @@ def serve(
     dataset = load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
     config = with_budgets(config, dataset)
     nodes = Nodes(grid, config, dataset)
-    found = nodes.find(range(config.federation.clients))
+    connected = nodes.find(range(config.federation.clients))
     if new is None:
         return resume_run(path, watchers, engine=lambda federation: FlowerEngine(nodes))
-    if absent := [client for client in range(config.federation.clients) if client not in found]:
+    absent = [client for client in range(config.federation.clients) if client not in connected]
+    if absent:
         raise MotleyError(
             f"engine.flower.wait_s = {config.engine.flower.wait_s:g}: no node came for "
             f"client {', '.join(map(str, absent))}; a run begins with all of its clients."
