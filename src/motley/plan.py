@@ -1,4 +1,4 @@
-"""What each size costs a client, and the largest size that fits a client's budget.
+"""The costs of each size for a client, and the largest size that fits a client's budget.
 
 Costs are counted on a model without values (on torch's meta device): nothing is allocated, so a
 plan for a fleet takes seconds on any machine. A client's memory is the larger of two peaks:
@@ -47,7 +47,7 @@ EXCHANGE_COPIES = 5
 
 @dataclass(frozen=True)
 class Cost:
-    """What one size takes."""
+    """The costs of one size."""
 
     parameters: int
     #: Of a training step, forward and backward.
@@ -152,7 +152,10 @@ def cost_of(
 
 
 def _outputs(model: torch.nn.Module, images: Tensor, size: str) -> Tensor:
-    """Return a model's outputs for images without values. Users' models can return or raise anything."""
+    """Return a model's outputs for images without values.
+
+    The model may be a user's, which can return or raise anything.
+    """
     try:
         outputs = model(images)
     except (MotleyError, MemoryError):
@@ -161,8 +164,9 @@ def _outputs(model: torch.nn.Module, images: Tensor, size: str) -> Tensor:
         if is_out_of_memory(error):
             raise
         raise MotleyError(
-            f"model.sizes: {size!r} cannot be counted with a batch of shape {tuple(images.shape)} on torch's meta "
-            f"device, where tensors have no values: {type(error).__name__}: {error}"
+            f"model.sizes: {size!r} cannot be counted with a batch of shape "
+            f"{tuple(images.shape)} on torch's meta device, where tensors have no values: "
+            f"{type(error).__name__}: {error}"
         ) from error
     if not isinstance(outputs, Tensor):
         raise MotleyError(
@@ -184,12 +188,16 @@ def costs_of(
 
 
 def largest_fitting(costs: Mapping[str, Cost], budget: Budget) -> str | None:
-    """Return the largest size within a budget, or None if no size is."""
+    """Return the largest size within a budget, or None if no size fits."""
     return next((size for size, cost in costs.items() if budget.fits(cost)), None)
 
 
 def read_budgets(file: Path) -> list[Budget]:
-    """Read one budget per line: a column `client`, and any of memory_mb, parameters, gflops. Empty: no limit."""
+    """Read a CSV file with one budget per line.
+
+    The columns are `client` and any of memory_mb, parameters and gflops. An empty cell means that
+    there is no limit.
+    """
     budgets = []
     line_of: dict[str, int] = {}
     for line, row in _read_rows(file):
@@ -259,8 +267,8 @@ def assigned(costs: Mapping[str, Cost], budgets: Sequence[Budget], clients: int)
         if size is None:
             name = "" if budget.client == str(client) else f" ({budget.client!r})"
             raise MotleyError(
-                f"federation.budgets: no size fits client {client}{name}. `motley plan` shows what each size takes; "
-                "add a smaller one, or leave the client out."
+                f"federation.budgets: no size fits client {client}{name}. `motley plan` shows what "
+                "each size takes; add a smaller one, or leave the client out."
             )
         sizes.append(size)
     return tuple(sizes)

@@ -169,9 +169,10 @@ class Choice:
 
         optimizer: Annotated[OptimizerSettings, OPTIMIZERS] = AdamSettings()
 
-    where OPTIMIZERS is a Choice whose classes derive from OptimizerSettings. This is a discriminated
-    union. It differs from pydantic's in three ways: the key has a default, the classes may come from
-    a registry that grows, and the error about a key of another choice says which names it is for.
+    where OPTIMIZERS is a Choice whose classes derive from OptimizerSettings. This is a
+    discriminated union. It differs from pydantic's in three ways: the key has a default, the
+    classes may come from a registry that grows, and the error about a key of another choice says
+    which names it is for.
     """
 
     def __init__(
@@ -271,7 +272,7 @@ class RegistryChoice(Choice):
 
 @dataclass(frozen=True)
 class Chosen:
-    """A choice that was made: the name, and its class."""
+    """The result of a choice: the name, and its class."""
 
     choice: Choice
     name: str
@@ -287,7 +288,7 @@ class TableOf:
 
 
 def table_of(field: FieldInfo | None) -> TableOf | None:
-    """Return what is known of a field that is a table; None if it is a plain value."""
+    """Describe a field that is a table; None if it is a plain value."""
     if field is None:
         return None
     cls = next(_models_in(field.annotation), None)
@@ -350,7 +351,7 @@ def _problems(
 def _unknown_key(
     cls: type[BaseModel], loc: tuple[int | str, ...], where: str, chosen: Chosen | None
 ) -> str:
-    """Return the message about a key that its table does not have with the choice that was made."""
+    """Return the message about a key that its table lacks with the chosen name."""
     key = str(loc[-1])
     if chosen is not None and len(loc) == 1:
         names = [repr(name) for name in chosen.choice.names_with(key)]

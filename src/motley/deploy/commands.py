@@ -244,7 +244,7 @@ def play(folder: DeployFolder) -> None:
 
 
 def wait_for_nodes(folder: DeployFolder, control: Control, config: Config) -> None:
-    """Wait until all clients are online, and print the missing ones. A resumed run does not wait."""
+    """Wait until all clients are online; print the missing ones. A resumed run does not wait."""
     limit = config.engine.flower.wait_s
     end = time.monotonic() + limit
     printed = ""
