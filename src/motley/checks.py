@@ -41,7 +41,7 @@ def check_precision(precision: str, device: torch.device) -> None:
 
 
 def check_dataset(dataset: Any) -> Dataset:
-    """Return the caller's data set. Those of other libraries are refused, with a conversion hint."""
+    """Return the caller's data set; refuse those of other libraries, with a conversion hint."""
     if isinstance(dataset, Dataset):
         return dataset
     raise MotleyError(

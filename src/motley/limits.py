@@ -60,7 +60,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def allocating(what: str) -> Iterator[None]:
-    """Turn a failed allocation in the block into a message that says what the memory was for."""
+    """Turn a failed allocation in the block into a message that names the purpose of the memory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

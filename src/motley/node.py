@@ -64,8 +64,8 @@ class Client:
     def train(self, job: Job, forget: int) -> ClientUpdate | None:
         """Train a part; return None if the client has too few examples for a step.
 
-        On a CPU the job's state is dropped, to free the memory. The new client state is saved in the
-        folder before this returns, and states of rounds before `forget` are deleted.
+        On a CPU the job's state is dropped, to free the memory. The new client state is saved in
+        the folder before this returns, and states of rounds before `forget` are deleted.
         """
         with self._numerics():
             updates = self._engine.train([job], lambda client: None)

@@ -87,9 +87,9 @@ class Budget:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows what a computation allocates and frees.
+    """Tracks the memory that a computation allocates and frees.
 
-    `now` is the number of bytes that are allocated, `peak` the highest it has been. Tensors in
+    `now` is the number of bytes that are allocated, `peak` its maximum so far. Tensors in
     `existing` are not counted.
     """
 

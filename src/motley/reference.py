@@ -170,7 +170,7 @@ def _limits(metadata: Iterable[Any]) -> str:
     """Return the bounds of a number in words."""
     texts = []
     for item in metadata:
-        # A pydantic field inside an Annotated type has its bounds in a metadata list of its own.
+        # A pydantic field inside an Annotated type has its bounds in its own metadata list.
         for constraint in (item, *getattr(item, "metadata", ())):
             for name, word in _LIMITS.items():
                 bound = getattr(constraint, name, None)

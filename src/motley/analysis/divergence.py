@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: The parameters of clients' models under their global names. A model need not have all parameters.
 #: Coordinates of a parameter that a client does not hold are NaN.
 Models = Sequence[Mapping[str, Tensor]]
-#: Names of the whole model and its two levels, among the names of layers.
+#: Names that stand for the whole model and its two levels in the column of layers.
 WHOLE, LOW, HIGH = "all", "low level", "high level"
 
 
@@ -126,7 +126,7 @@ def in_global_shape(
 
 
 def layers_in_order(federation: Federation, layers: Mapping[str, float]) -> list[str]:
-    """Return the names of layers from first to last, in the order of the size with most of them."""
+    """Return the names of layers from first to last, in the order of the deepest size."""
     split = federation.split
     sizes = sorted(split.sizes, key=lambda size: len(split.parameters_of(size)), reverse=True)
     ordered: dict[str, None] = {}
@@ -145,8 +145,8 @@ def layer_of(name: str) -> str:
 def draw(rows: list[tuple[Any, ...]], ylabel: str) -> Figure:
     """Draw rows of (run, round, layer, value).
 
-    On the left the whole model and its levels over rounds, on the right the layers at the newest
-    checkpoint.
+    The left plot shows the whole model and its levels over rounds, the right plot the layers at the
+    newest checkpoint.
     """
     figure = new_figure(12, 4)
     over_rounds, per_layer = figure.subplots(1, 2)

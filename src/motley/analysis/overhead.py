@@ -127,7 +127,7 @@ def measure_overhead(federation: Federation) -> Overhead:
 
 
 def _one_client_per_size(federation: Federation, round_number: int) -> list[int]:
-    """Return, for every size that some client has, the client with most examples."""
+    """Return one client per size: of the clients of that size, the one with most examples."""
     chosen: dict[str, int] = {}
     examples = federation.partition.sizes
     for client in range(federation.config.federation.clients):
@@ -190,7 +190,7 @@ COLUMNS = (
 def overhead(paths: Sequence[Path]) -> Findings:
     """Measure the costs of runs, as means over sizes.
 
-    Traffic is that of the run's own rounds, per client and round.
+    Traffic is read from the run's metrics, per client and round.
     """
     rows = [_row(path) for path in paths]
     return Findings(COLUMNS, rows, _draw(rows))

@@ -1,7 +1,7 @@
 """Train a round of a finished run again, to obtain the client models that a run does not keep.
 
-Every random choice is keyed, so the round after a checkpoint can be repeated; on a CPU it is
-bit-identical to the run's own. Runs that keep many checkpoints (`run.keep_checkpoints`) can be
+Every random choice is keyed, so the round after a checkpoint can be repeated; on a CPU the result
+is bit-identical to the run's. Runs that keep many checkpoints (`run.keep_checkpoints`) can be
 analyzed over rounds.
 """
 
@@ -35,7 +35,7 @@ class TrainedClient:
     client: int
     size: str
     delta: State
-    #: The client's own model: the received part plus the delta.
+    #: The state of the client's model: the received part plus the delta.
     state: State
 
 

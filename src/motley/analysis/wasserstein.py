@@ -45,7 +45,7 @@ def conditional_wasserstein(
 ) -> float:
     """Return the conditional distance between two sets of labelled features, (examples, ...).
 
-    Classes that only one of them has are left out of both expectations.
+    Classes that occur in only one of the sets are left out of both expectations.
     """
     shared = sorted(set(labels.tolist()) & set(other_labels.tolist()))
     if not shared:

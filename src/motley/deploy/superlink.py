@@ -1,7 +1,7 @@
 """The server process: Flower's SuperLink on two sockets.
 
 The public socket is behind a gate (gate.py), and the Control API needs a token. `motley deploy
-server` opens the sockets and starts this module as a process of its own:
+server` opens the sockets and starts this module as a separate process:
 
     python -m motley.deploy.superlink FOLDER PUBLIC_SOCKET PRIVATE_SOCKET
 """

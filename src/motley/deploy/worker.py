@@ -152,7 +152,7 @@ class Worker:
         assert self._process.stdin is not None
         if self._busy:
             self._process.kill()
-        with suppress(OSError):  # what was written last cannot be delivered to a dead process
+        with suppress(OSError):  # closing flushes, which fails if the process is dead
             self._process.stdin.close()
         try:
             self._process.wait(END_S)

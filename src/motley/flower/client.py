@@ -71,7 +71,7 @@ class NodeApp(ClientApp):
         self.clients = ClientCache()
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Do what a message asks.
+        """Handle a message.
 
         Flower would send the text of an exception to the server, so every one is caught here. The
         exceptions that are no `Exception` (a signal, a crash in native code) end the process, and

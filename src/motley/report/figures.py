@@ -40,7 +40,8 @@ def style(number: int) -> dict[str, Any]:
 def accuracy(panel: Panel, size: str, labels: Sequence[str]) -> go.Figure:
     """Draw accuracy over rounds for one size, or for the mean over sizes.
 
-    Lines are means over seeds. With several seeds, a band shows one standard deviation around it.
+    Lines are means over seeds. With several seeds, a band shows one standard deviation around
+    each line.
     """
     figure = go.Figure()
     shown = panel.series if size == "mean" else panel.distinct

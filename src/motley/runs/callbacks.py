@@ -21,7 +21,7 @@ class Callback:
     """Watches a run. By default every event does nothing."""
 
     def on_start(self, federation: Federation, server: ServerState) -> None:
-        """Called before the first round; `server` is what the run starts or continues from."""
+        """Called before the first round; the run starts or continues from `server`."""
 
     def on_client(self, client: int) -> None:
         """Called after a client has finished its local update."""
@@ -105,7 +105,7 @@ class WriteTensorBoard(Callback):
     def on_start(self, federation: Federation, server: ServerState) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard hides events from `purge_step` on that an earlier, interrupted process wrote.
+        # TensorBoard hides the events of an earlier, interrupted process from `purge_step` on.
         self.writer = SummaryWriter(str(self.folder), purge_step=server.round_number + 1)
 
     def on_round(self, server: ServerState, record: RoundRecord) -> None:

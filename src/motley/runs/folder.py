@@ -33,7 +33,7 @@ except ImportError:  # Windows, where nothing stops two processes from writing t
 
 
 class RunFolder:
-    """The paths inside a run's folder, and the lock that one process at a time holds."""
+    """The paths inside a run's folder, and a lock that only one process can hold."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -140,7 +140,7 @@ def next_free(parent: Path, stem: str) -> Path:
 
 
 def describe_environment() -> dict[str, str | int]:
-    """Return the versions and the hardware, for the record beside a run's results."""
+    """Return the versions and the hardware, to be saved with a run's results."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
         "motley": motley.__version__,

@@ -49,7 +49,7 @@ def to_line(record: RoundRecord) -> dict[str, Any]:
 
 
 def stage_metrics(line: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the metrics of a line that are not per layer. The method's lose their `method/`."""
+    """Return a line's metrics that are not per layer, without the prefix `method/`."""
     metrics = {}
     for name, value in (line.get("metrics") or {}).items():
         if name.count("/") == 1:
@@ -78,7 +78,7 @@ def _rounded(accuracies: tuple[float | None, ...]) -> list[float | None]:
 
 
 def _number(value: float) -> float | None:
-    """Round to six digits. NaN and infinity, which JSON does not have, become None (null)."""
+    """Round to six digits. NaN and infinity, which JSON cannot represent, become None (null)."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
@@ -155,9 +155,9 @@ def _upgrade(line: dict[str, Any]) -> dict[str, Any]:
     if not (line.get("method") or line.get("inco")):
         return line
     upgraded = dict(line)
-    metrics = {
-        f"method/{name}": value for name, value in (upgraded.pop("method", None) or {}).items()
-    }
+    metrics = {}
+    for name, value in (upgraded.pop("method", None) or {}).items():
+        metrics[f"method/{name}"] = value
     for layer, coefficients in (upgraded.pop("inco", None) or {}).items():
         for name, value in coefficients.items():
             metrics[f"inco/{layer}/{name}"] = value
