@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).parent.parent
 BASE = {"torch", "numpy", "pydantic", "typer", "rich", "safetensors", "tomli-w"}
 #: The only modules that cannot be imported without their extra: the commands check for it before they import them.
 NEEDS_PLOTLY = ("motley.report.figures", "motley.report.page", "motley.report.server")
-NEEDS_FLOWER = ("motley.deploy.", "motley.flower.")
+NEEDS_FLOWER = ("motley.deploy.", "motley.flower.", "motley.cli.server_app")
 
 
 @pytest.fixture

@@ -219,7 +219,12 @@ class Federation:
     # ---- computing with a state
 
     def evaluate(self, state: State, round_number: int = 0) -> dict[str, Score]:
-        """Return every size's score with its part of a global state."""
+        """Return every size's score with its part of a global state.
+
+        `evaluate(server.model, server.round_number)` gives the scores of a round's record.
+        `round_number` matters for a rolling window of channels only: its default, 0, evaluates the
+        leading channels and not the window that the round trained.
+        """
         with self.numerics():
             return self.evaluator(state, round_number)
 

@@ -120,7 +120,7 @@ def test_without_a_server_the_error_is_one_line(folder: DeployFolder, command: s
 def test_the_run_is_the_one_that_was_configured(folder: DeployFolder) -> None:
     assert folder.read_config() == three_nodes()
     app = tomllib.loads((folder.app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
-    assert app["components"]["serverapp"] == "motley.flower.server:app"
+    assert app["components"]["serverapp"] == "motley.cli.server_app:app"
 
 
 @pytest.mark.parametrize(
@@ -172,10 +172,10 @@ def test_init_into_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     [
         ("size = 'resnet10'", "client: is required and was not given"),
         ("client = -1", "client = -1: should be greater than or equal to 0"),
-        ("client = 0\nsize = 'a'\n[budget]\ngflops = 2", "size = 'a' and [budget]: give one of the two"),
+        ("client = 0\nsize = 'a'\n[budget]\ngflops = 2", "size = 'a' and [budget]: set one of the two"),
         (
             "client = 0\nbudget_mib = 2",
-            "budget_mib = 2: this key (the weights alone, in MiB) is gone. Use",
+            "budget_mib = 2: this key (the weights alone, in MiB) was removed. Use",
         ),
         ("client = 0\n[budget]\nmemory_mb = 0", "budget.memory_mb = 0: should be greater than 0"),
         ("client = 0\nsise = 'a'", "unknown key 'sise'. Did you mean 'size'?"),

@@ -18,13 +18,13 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.proto.run_pb2 import Run, RunStatus
 from rich.console import Console
 
+from motley.cli.server_app import app
 from motley.core.errors import MotleyError
 from motley.deploy.commands import describe_missing, register_nodes, wait_for_nodes
 from motley.deploy.control import EXCLUDED, Control, read_public_key
 from motley.deploy.folder import DeployFolder, DeploySettings, create
 from motley.deploy.keys import write_node_key
 from motley.deploy.status import node_table, run_lines
-from motley.flower.server import app
 from tests.flower.grid import Grid, three_nodes
 
 MOMENT = "2026-11-15T17:14:31+00:00"

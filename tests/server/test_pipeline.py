@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from torch.nn.utils import get_total_norm
 
+from motley.core.errors import MotleyError
 from motley.core.merge import Aggregate
 from motley.core.update import ClientUpdate
 from motley.federation import Federation
@@ -46,6 +48,13 @@ def test_a_stage_of_ones_own_sees_the_delta_and_reports_numbers() -> None:
     assert record.metrics["clip/norm"] > 0.01 == record.metrics["clip/limit"]
     moved = [after.state[name] - tensor for name, tensor in server.state.items() if tensor.is_floating_point()]
     assert float(get_total_norm(moved)) <= 0.01 * 1.001
+
+
+def test_a_stage_that_changes_the_delta_too_late_is_refused() -> None:
+    federation = Federation(tiny_config(*BRIEF))
+    federation.pipeline.append(ClipAggregate(0.01))
+    with pytest.raises(MotleyError, match=r"stage 'clip' changes .* before the stage 'apply'"):
+        federation.run_round(federation.initial_state())
 
 
 def test_a_stages_state_is_kept_between_rounds_and_in_checkpoints(tmp_path: Path) -> None:

@@ -133,10 +133,21 @@ def test_last_blocks_and_heads_are_a_sizes_own() -> None:
 # ---- FjORD's networks
 
 
-@pytest.mark.parametrize("model", ["resnet14", "resnet50", "heterofl-resnet18", "mlp3", "cnn"])
-def test_a_masked_answer_is_the_narrower_networks_in_training_and_in_evaluation(model: str) -> None:
-    small = ("model.mlp.hidden=12", "model.preact.width=0.0625", "model.cnn={map_dropout=0, hidden_dropout=0}")
-    split = split_of("split.name=ordered", "split.rates=[1,0.5,0.25]", f"model.sizes=['{model}']", *small)
+@pytest.mark.parametrize(
+    ("model", "small"),
+    [
+        ("resnet14", ()),
+        ("resnet50", ()),
+        ("heterofl-resnet18", ("model.preact.width=0.0625",)),
+        ("mlp3", ("model.mlp.hidden=12",)),
+        ("cnn", ("model.cnn={map_dropout=0, hidden_dropout=0}",)),
+    ],
+)
+def test_a_masked_answer_is_the_narrower_networks_in_training_and_in_evaluation(
+    model: str, small: tuple[str, ...]
+) -> None:
+    sizes = f"model.sizes=['{model}']"
+    split = split_of("split.name=ordered", "split.rates=[1,0.5,0.25]", sizes, *small)
     assert isinstance(split, Ordered)
     state = lively(split)
     widest = split.build(f"{model}-w1")

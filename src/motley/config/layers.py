@@ -49,6 +49,10 @@ def load_config(
 ) -> Config:
     """Read a run's configuration: a preset, then a TOML file on top, then `a.b=c` overrides.
 
+    Without a file and a preset, the preset is quickstart, so settings that are not overridden are
+    those of the quickstart (an EMA, for example), not the defaults. A file without a preset starts
+    from the defaults.
+
     Relative paths in the file start from the file's folder, those in overrides from the working
     folder. The result has absolute paths only, so that a run can be resumed from any folder.
     """

@@ -47,7 +47,7 @@ dependencies = []
 publisher = "motley"
 
 [tool.flwr.app.components]
-serverapp = "motley.flower.server:app"
+serverapp = "motley.cli.server_app:app"
 clientapp = "motley.flower.client:app"
 
 [tool.flwr.app.config]

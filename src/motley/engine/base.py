@@ -117,8 +117,8 @@ Done = Callable[[int], None]
 class Engine(Protocol):
     """Runs clients."""
 
-    #: Whether clients run in this process. Others may send anything, so their updates are
-    #: validated.
+    #: Whether clients run in this process. Others may send anything, so their payloads and
+    #: collections are tried first. Shapes and finite numbers are checked for updates of all.
     trusted: ClassVar[bool]
 
     def train(self, jobs: Sequence[Job], done: Done) -> Sequence[ClientUpdate | Failure]:

@@ -79,7 +79,7 @@ def kind_of(error: Exception) -> Kind:
 
 
 def keep_text(error: Exception, log: Path | None) -> str:
-    """Write a failure's text to the node's terminal and log; return the reason that the server gets."""
+    """Write a failure's text to the node's terminal and log; return the text for the server."""
     kind, reference = kind_of(error), secrets.token_hex(4)
     text = f"failure {reference} ({kind}): {text_of(error)}\n"
     print(f"motley: {text}", end="", file=sys.stderr, flush=True)

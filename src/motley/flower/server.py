@@ -1,15 +1,12 @@
-"""The app that a SuperLink runs: Motley's own round loop, with nodes as clients."""
+"""Motley's own round loop with Flower nodes as clients (`motley.cli.server_app` is the app)."""
 
 from __future__ import annotations
 
-import logging
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from flwr.app import Context
-from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp import Grid
 
 from motley.assembly import assign_sizes, build_split
 from motley.config import Config
@@ -24,28 +21,6 @@ from motley.runs.folder import RunFolder
 from motley.runs.run import resume_run, start_run
 from motley.server.state import ServerState
 from motley.settings import validate
-
-app = ServerApp()
-
-
-@app.main()
-def main(grid: Grid, context: Context) -> None:
-    """Run the federation that the app's settings `config` describe, in the folder `out`."""
-    from motley.cli.progress import watch
-
-    path = Path(str(context.run_config["out"]))
-    begun = RunFolder(path).config.exists()
-    try:
-        config = (
-            None if begun else validate(Config, tomllib.loads(str(context.run_config["config"])))
-        )
-        with watch(path) as progress:
-            serve(grid, config, path, [progress])
-    except MotleyError:
-        # The run's status keeps the message, and `motley deploy run` prints it. Flower would log it
-        # with a traceback and call it unhandled.
-        logging.getLogger("flwr").setLevel(logging.CRITICAL)
-        raise
 
 
 def serve(

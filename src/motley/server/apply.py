@@ -28,4 +28,4 @@ class Apply:
     ) -> StageResult:
         """Return the new global state."""
         state = apply(server.state, aggregate, self.parameters, self.lr)
-        return StageResult(replace(server, state=state), aggregate)
+        return StageResult(replace(server, state=state), aggregate, applied=True)

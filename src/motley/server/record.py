@@ -16,14 +16,16 @@ class RoundRecord:
 
     round_number: the round.
     clients: the clients that were sampled.
-    refused: client -> why its update, or its answer in a collection, was rejected.
+    refused: client -> why its update, or its answer in a collection, was rejected
+        (`validation.py`), or why it sent none.
     repeated: for each earlier attempt at the round, which had too few accepted updates, its
         rejected clients.
     idle: sampled clients that had no batch to train on.
     train_loss: mean training loss of the accepted updates; NaN if it is not known.
     num_steps: local steps of the accepted updates together.
     scores: size -> score on the test set; empty if the round was not evaluated.
-    metrics: numbers of stages and of the method, such as `inco/LAYER/theta` or `method/pool`.
+    metrics: numbers of stages and of the method, such as `inco/LAYER/theta` or `method/pool`; empty
+        if no update was accepted.
     epsilon: privacy spent so far, towards an adversary who sees models and one who sees uploads.
     seconds: phase -> time.
     bytes_down, bytes_up: traffic to and from the clients.

@@ -156,6 +156,7 @@ class Width(Split):
         return self._part(size, round_number, client if rule == "random" else 0)
 
     def evaluated(self, size: str, round_number: int) -> Part:
+        """Return the window of the round if it rolls, and else the leading channels."""
         return self.part(size, round_number if self.settings.channels == "rolling" else 0)
 
     @lru_cache(maxsize=256)  # noqa: B019  (a split lives as long as its federation)
