@@ -10,6 +10,6 @@ answers.py      receives answers without waiting too long for any of them
 request.py      the node's side: reads and checks a message
 examples.py     the node's own examples
 client.py       the app that a node runs
-server.py       the app that a SuperLink runs: Motley's own round loop with nodes as clients
+server.py       Motley's round loop with nodes as clients; motley.cli.server_app is its app
 simulation.py   both apps with Flower's simulation engine (Ray)
 """
