@@ -11,9 +11,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Config", "Federation", "load_config"]
 
-#: Public name -> the module that defines it. They are imported when they are first asked for, because they need torch,
-#: which takes seconds to import: `motley --help` and `motley --version` do not wait for it.
-_MODULES = {"Config": "motley.config", "Federation": "motley.federation", "load_config": "motley.config"}
+#: Public name -> the module that defines it. These modules are imported on first use, because they
+#: need torch, which takes seconds to import: `motley --help` and `motley --version` avoid it.
+_MODULES = {
+    "Config": "motley.config",
+    "Federation": "motley.federation",
+    "load_config": "motley.config",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -51,10 +51,12 @@ def load_dataset_of(config: Config) -> Dataset:
     return load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
 
 
-def deal_examples(config: Config, dataset: Dataset, partition: Partition | None = None) -> Partition:
+def deal_examples(
+    config: Config, dataset: Dataset, partition: Partition | None = None
+) -> Partition:
     """Return which examples each client holds.
 
-    This is the configuration's partition, or the caller's own if it fits.
+    This is the configuration's partition, or the caller's if one is given and it fits.
     """
     labels, clients = dataset.train.labels, config.federation.clients
     if partition is None:
@@ -63,7 +65,7 @@ def deal_examples(config: Config, dataset: Dataset, partition: Partition | None 
 
 
 def client_sizes(config: Config, split: Split, shape: ImageShape) -> tuple[str, ...]:
-    """Return the size of every client, by client id. Budgets give each the largest that fits."""
+    """Return the size of every client, by client id: with budgets, the largest that fits."""
     if not config.federation.budgets:
         return assign_sizes(config)
     costs = costs_of(split, shape, config.training)
@@ -91,12 +93,14 @@ def assign_sizes(config: Config, round_number: int = 0) -> tuple[str, ...]:
     with allocating(f"federation.clients = {clients}: a size for each of them"):
         blocks = np.repeat(np.arange(len(sizes)), np.diff(ends, prepend=0))
         if config.federation.size_assignment in ("random", "dynamic"):
-            which = (round_number,) if config.federation.size_assignment == "dynamic" else ()
-            blocks = generator(config.seed, "sizes", *which).permutation(blocks)
+            dynamic = config.federation.size_assignment == "dynamic"
+            round_key = (round_number,) if dynamic else ()
+            blocks = generator(config.seed, "sizes", *round_key).permutation(blocks)
         elif config.federation.size_assignment == "alternate":
             counts = [count for count in np.bincount(blocks) if count]
-            place = np.concatenate([np.linspace(0, 1, count, endpoint=False) for count in counts])
-            blocks = blocks[np.argsort(place, kind="stable")]
+            # The clients of each size at equal distances in [0, 1).
+            positions = [np.linspace(0, 1, count, endpoint=False) for count in counts]
+            blocks = blocks[np.argsort(np.concatenate(positions), kind="stable")]
         return tuple(sizes[block] for block in blocks)
 
 
@@ -106,7 +110,7 @@ def assign_sizes(config: Config, round_number: int = 0) -> tuple[str, ...]:
 def build_split(config: Config, shape: ImageShape, classes: int) -> Split:
     """Return the split of a configuration for the shape of its images.
 
-    Its models have no memory yet.
+    No memory is allocated for its models yet.
     """
 
     def build(size: str) -> Any:
@@ -126,10 +130,9 @@ def build_method(
     classes: int,
     drawn: Callable[[int, int], str],
 ) -> Method:
-    """Return the method of a configuration, if it goes together with the other settings.
+    """Return the method of a configuration. Raise if it conflicts with the other settings.
 
-    `drawn` returns the size of a client in a round; it is asked if sizes are drawn anew in every
-    round.
+    `drawn` returns the size of a client in a round. It is used only if sizes are dynamic.
     """
     dynamic = config.federation.size_assignment == "dynamic"
     info = FederationInfo(
@@ -144,7 +147,13 @@ def build_method(
     )
     method = METHODS[config.method.name](config.method, info)
     check_client_state(config, split, method)
-    refuse_leaks(config.privacy, split, method, statistics=config.server.statistics.name, dynamic_sizes=dynamic)
+    refuse_leaks(
+        config.privacy,
+        split,
+        method,
+        statistics=config.server.statistics.name,
+        dynamic_sizes=dynamic,
+    )
     return method
 
 
@@ -153,7 +162,9 @@ def load_weights(state: State, file: Path) -> State:
     try:
         weights = load_file(file)
     except SafetensorError as error:
-        raise MotleyError(f"model.weights = {str(file)!r}: is not a safetensors file: {error}.") from None
+        raise MotleyError(
+            f"model.weights = {str(file)!r}: is not a safetensors file: {error}."
+        ) from None
     except (OSError, ValueError) as error:
         raise MotleyError(f"model.weights = {str(file)!r}: cannot be read: {error}.") from None
     after = dict(state)
@@ -161,7 +172,9 @@ def load_weights(state: State, file: Path) -> State:
         if name in state and state[name].shape == tensor.shape:
             after[name] = tensor.to(state[name].dtype)
     if all(after[name] is tensor for name, tensor in state.items()):
-        raise MotleyError(f"model.weights = {str(file)!r}: has no tensor that fits, by name and shape.")
+        raise MotleyError(
+            f"model.weights = {str(file)!r}: has no tensor that fits, by name and shape."
+        )
     return after
 
 
@@ -169,7 +182,7 @@ def load_weights(state: State, file: Path) -> State:
 
 
 def build_pipeline(config: Config, split: Split, method: Method) -> list[Stage]:
-    """Return the stages of the aggregation, in their order."""
+    """Return the stages of the aggregation, in order."""
     server = config.server
     pipeline: list[Stage] = [AggregateUpdates(method.server)]
     if isinstance(config.method.inco, IncoSettings):
@@ -187,7 +200,7 @@ def build_pipeline(config: Config, split: Split, method: Method) -> list[Stage]:
 def build_collections(
     config: Config, split: Split, method: Method, size_of: Callable[[int, int], str]
 ) -> list[CollectionStage]:
-    """Return what is collected from clients after the pipeline, in this order."""
+    """Return the collections from clients that follow the pipeline, in order."""
     collections: list[CollectionStage] = [MethodCollection(method.server, split, size_of)]
     statistics = config.server.statistics
     if not isinstance(statistics, RecalibrationSettings):
@@ -216,10 +229,10 @@ def build_clients(
     secret: bytes | None = None,
     lean: bool = False,
 ) -> Clients:
-    """Return the clients that this process plays, with a copy of the examples on each device.
+    """Return the clients that this process runs, with a copy of the examples on each device.
 
-    `folder` is for the clients' states. `secret` keys the noise of `privacy`; without one, it is
-    the run's seed. `lean`: see `Clients`.
+    Client states are saved in `folder`. The noise of `privacy` is keyed by `secret`, or by the
+    run's seed if there is none. For `lean`, see `Clients`.
     """
     return Clients(
         method,
@@ -239,7 +252,7 @@ def build_clients(
 
 
 def build_engine(config: Config, clients: Clients) -> DebugEngine | LocalEngine:
-    """Return the engine that plays clients in this process."""
+    """Return the engine that runs clients in this process."""
     if config.engine.name == "debug":
         return DebugEngine(clients)
     return LocalEngine(clients, config.engine.slots, config.engine.vmap_clients)
@@ -255,9 +268,13 @@ def compiles(config: Config) -> bool:
     return config.engine.compile and config.engine.name != "debug"
 
 
-def _store(config: Config, folder: Path | None, devices: Sequence[torch.device]) -> ClientStateStore:
-    """Return the store of the clients' states: on a GPU only if all of them train on it."""
-    near = 0
+def _store(
+    config: Config, folder: Path | None, devices: Sequence[torch.device]
+) -> ClientStateStore:
+    """Return the store of client states. It uses GPU memory only if there is a single GPU."""
+    gpu_bytes = 0
     if devices[0].type == "cuda" and len(devices) == 1:
-        near = int(config.engine.client_state_gpu_fraction * torch.cuda.get_device_properties(devices[0]).total_memory)
-    return ClientStateStore(folder, int(config.engine.client_state_host_gib * 2**30), near, devices[0])
+        total = torch.cuda.get_device_properties(devices[0]).total_memory
+        gpu_bytes = int(config.engine.client_state_gpu_fraction * total)
+    host_bytes = int(config.engine.client_state_host_gib * 2**30)
+    return ClientStateStore(folder, host_bytes, gpu_bytes, devices[0])

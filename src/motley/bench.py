@@ -47,7 +47,9 @@ class Timing:
 def synthetic_dataset(name: str) -> Dataset:
     """Return random images in the shape of a data set. Training on them takes the same time."""
     if name not in SHAPES:
-        raise MotleyError(f"data.name = {name!r}: --synthetic can only replace {', '.join(SHAPES)}.")
+        raise MotleyError(
+            f"data.name = {name!r}: --synthetic can only replace {', '.join(SHAPES)}."
+        )
     height, width, channels, train_count = SHAPES[name]
     random = np.random.default_rng(0)
 
@@ -58,7 +60,9 @@ def synthetic_dataset(name: str) -> Dataset:
     return Dataset(name, examples(train_count), examples(10_000), 10)
 
 
-def measure(config: Config, setting: str, rounds: int, warm_up: int, dataset: Dataset | None = None) -> Timing:
+def measure(
+    config: Config, setting: str, rounds: int, warm_up: int, dataset: Dataset | None = None
+) -> Timing:
     """Run rounds of a configuration and return their timing."""
     federation = Federation(config, dataset=dataset)
     server = federation.initial_state()

@@ -1,7 +1,7 @@
 """Refuses settings that do not go together, and arguments that do not fit.
 
-`config.py` checks what can be told from the settings alone. The checks here need the data, the
-models or the method. `privacy.refuse_leaks` is one more, beside what it protects.
+The `config` package makes the checks that need only the settings. The checks here need the data,
+the models or the method. One more, `privacy.refuse_leaks`, is in the package `privacy`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ from motley.splits import Split
 
 
 def check_engine(config: Config, external: bool) -> None:
-    """Refuse Flower's engines unless the caller brings one: a federation builds only local ones."""
+    """Refuse Flower's engines unless the caller passes one: a federation builds only local ones."""
     if config.engine.name.startswith("flower") and not external:
-        raise MotleyError(f"engine.name = {config.engine.name!r}: needs Flower; see docs/deploy.md.")
+        raise MotleyError(
+            f"engine.name = {config.engine.name!r}: needs Flower; see docs/deploy.md."
+        )
 
 
 def check_precision(precision: str, device: torch.device) -> None:
     """Refuse 16-bit training on a CPU."""
     if precision in ("fp16", "bf16") and device.type == "cpu":
         raise MotleyError(
-            f"engine.precision = {precision!r}: is for a GPU; torch's CPU gradients of convolutions may be wrong in it."
+            f"engine.precision = {precision!r}: is for a GPU; torch's CPU gradients of "
+            "convolutions may be wrong in it."
         )
 
 
 def check_dataset(dataset: Any) -> Dataset:
-    """Return the caller's data set; refuse those of other libraries, with how to convert them."""
+    """Return the caller's data set; refuse those of other libraries, with a conversion hint."""
     if isinstance(dataset, Dataset):
         return dataset
     raise MotleyError(
@@ -58,7 +61,9 @@ def check_partition(partition: Any, clients: int, examples: int) -> Partition:
             "data.partition.name = 'file' reads index lists."
         )
     if len(partition) != clients:
-        raise MotleyError(f"the partition is of {len(partition)} clients; federation.clients = {clients}.")
+        raise MotleyError(
+            f"the partition is of {len(partition)} clients; federation.clients = {clients}."
+        )
     indices = partition.indices
     if len(indices) and not 0 <= indices.min() <= indices.max() < examples:
         raise MotleyError(f"the partition names samples that are not in 0..{examples - 1}.")
@@ -70,17 +75,19 @@ def _type_name(value: object) -> str:
 
 
 def check_batches_fit(config: Config, train: DeviceData, test_examples: int) -> None:
-    """Refuse batches that are larger than the memory.
+    """Refuse batches that are larger than the device's memory.
 
     Test images have the shape of training images, but are not on the device before the first
     evaluation.
     """
     train.check_batch_fits("training.batch_size", config.training.batch_size)
-    train.check_batch_fits("evaluation.batch_size", min(config.evaluation.batch_size, test_examples))
+    train.check_batch_fits(
+        "evaluation.batch_size", min(config.evaluation.batch_size, test_examples)
+    )
 
 
 def check_weights_fit(split: Split, sizes: Iterable[str], device: torch.device) -> None:
-    """Refuse a size if state, model and gradients together are larger than all the memory."""
+    """Refuse a size if its state, model and gradients together exceed the device's total memory."""
     for size in sizes:
         weights = size_in_bytes(split.blueprints[size].module.state_dict())
         what = f"model.sizes: three copies of the weights of {size!r} (state, model, gradients)"
@@ -88,7 +95,7 @@ def check_weights_fit(split: Split, sizes: Iterable[str], device: torch.device) 
 
 
 def check_client_state(config: Config, split: Split, method: Method) -> None:
-    """Refuse methods with client state, which belongs to one part, if clients' parts change."""
+    """Refuse client state if clients' parts change: a state belongs to one part."""
     if config.federation.size_assignment == "dynamic":
         why = "federation.size_assignment = 'dynamic'"
     elif split.moves:
@@ -121,7 +128,8 @@ def check_recalibration(config: Config, split: Split) -> None:
     if not any(norms_of(blueprint.module) for blueprint in split.blueprints.values()):
         raise MotleyError(
             f"{setting}: {', '.join(split.sizes)} have no BatchNorm layers with running "
-            "statistics, so there is nothing to recalibrate. Use server.statistics.name = 'averaged'."
+            "statistics, so there is nothing to recalibrate. "
+            "Use server.statistics.name = 'averaged'."
         )
     if getattr(config.method, "statistics", "") == "pass":
         raise MotleyError(

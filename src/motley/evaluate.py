@@ -1,10 +1,10 @@
 """Accuracy of the global model: every size on the whole test set, and summaries over a run.
 
 Evaluation is in single precision whatever the training precision (on a GPU, tf32 unless
-`engine.precision` is fp32). In 16 bits the rounded weights shift the mean of a channel by up to
-0.4 % of it. Where such a channel's running variance is small, that is many standard deviations, and
-no batch statistics take the shift away: on one checkpoint after 500 rounds it cost ten points of
-accuracy.
+`engine.precision` is fp32). In 16 bits, the rounding of the weights shifts the mean of a channel by
+up to 0.4 % of its value. If the channel's running variance is small, that is many standard
+deviations, and normalization with running statistics does not remove the shift: on one checkpoint
+after 500 rounds it cost ten points of accuracy.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ class EvaluationSettings(Settings):
 
 @dataclass(frozen=True)
 class Score:
-    """One size on the test set."""
+    """The score of one size on the test set."""
 
     accuracy: float
     loss: float
+    #: Accuracy per class; None for a class that has no test image.
     class_accuracy: tuple[float | None, ...]
-    """Accuracy per class; None for a class that has no test image."""
 
 
+#: Test batches are prepared once and kept if they take at most this much memory.
 PREPARED_BYTES = 2**28
-"""Most memory for test images that are made once and kept."""
 
 
 class Evaluator:
-    """Evaluates every size; on a GPU each on its own stream, as one captured graph.
+    """Evaluates every size. On a GPU, each size has a stream and a captured CUDA graph.
 
-    Models and test images take memory from the first evaluation on. `data` puts the test set on the
-    device, and is called then.
+    Models and test images are allocated in the first evaluation, which calls `data` to put the test
+    set on the device.
     """
 
     def __init__(
@@ -78,13 +78,14 @@ class Evaluator:
         self._sizes: dict[str, _Size] = {}
 
     def __call__(self, state: Mapping[str, Tensor], round_number: int = 0) -> dict[str, Score]:
-        """Return every size's score with its part of the state after a round."""
+        """Return the score of every size, with its part of the global state after a round."""
         return self.start(state, round_number).scores()
 
     def start(self, state: Mapping[str, Tensor], round_number: int) -> Evaluation:
-        """Begin to evaluate every size.
+        """Start to evaluate every size.
 
-        On a GPU the host goes on, and the state may be dropped or trained from.
+        On a GPU this returns before the device is done. The state has then been copied, in stream
+        order, so the caller may overwrite or drop it.
         """
         counts = {}
         for name in self._split.sizes:
@@ -93,10 +94,12 @@ class Evaluator:
         return Evaluation(counts, self._seen)
 
     def _size(self, name: str) -> _Size:
-        """Return the model of a size, which is built when it is first evaluated."""
+        """Return the evaluator of a size. It is built when the size is first evaluated."""
         if name not in self._sizes:
             model = self._split.build(name)
-            self._sizes[name] = _Size(model, self._batches, self._classes, self._kernels, self._compiled)
+            self._sizes[name] = _Size(
+                model, self._batches, self._classes, self._kernels, self._compiled
+            )
         return self._sizes[name]
 
     @cached_property
@@ -106,13 +109,15 @@ class Evaluator:
 
     @cached_property
     def _seen(self) -> list[int]:
-        """Test images per class."""
-        counts: list[int] = torch.bincount(self._batches.data.labels, minlength=self._classes).tolist()
+        """The number of test images per class."""
+        counts: list[int] = torch.bincount(
+            self._batches.data.labels, minlength=self._classes
+        ).tolist()
         return counts
 
 
 class Evaluation:
-    """An evaluation that the device may still be at."""
+    """The result of an evaluation that may still be running on the device."""
 
     def __init__(self, counts: dict[str, AsyncCopy], seen: list[int]) -> None:
         self._counts, self._seen = counts, seen
@@ -123,16 +128,16 @@ class Evaluation:
         return all(counts.ready for counts in self._counts.values())
 
     def scores(self) -> dict[str, Score]:
-        """Return every size's score, once the device is done."""
+        """Wait for the device and return the score of every size."""
         return {size: _score(counts.read(), self._seen) for size, counts in self._counts.items()}
 
 
 def _score(counts: list[float], seen: list[int]) -> Score:
-    *right, loss = counts
+    *correct, loss = counts
     by_class: list[float | None] = []
-    for right_of_class, images_of_class in zip(right, seen, strict=True):
-        by_class.append(right_of_class / images_of_class if images_of_class else None)
-    return Score(sum(right) / sum(seen), loss / sum(seen), tuple(by_class))
+    for correct_of_class, images_of_class in zip(correct, seen, strict=True):
+        by_class.append(correct_of_class / images_of_class if images_of_class else None)
+    return Score(sum(correct) / sum(seen), loss / sum(seen), tuple(by_class))
 
 
 class TestBatches:
@@ -153,10 +158,15 @@ class TestBatches:
 
 
 class _Size:
-    """A model that stays, into which a state is copied to be evaluated."""
+    """The model of one size, which is kept. Each evaluation copies a state into it."""
 
     def __init__(
-        self, model: nn.Module, batches: TestBatches, classes: int, kernels: Collection[str], compiled: bool
+        self,
+        model: nn.Module,
+        batches: TestBatches,
+        classes: int,
+        kernels: Collection[str],
+        compiled: bool,
     ) -> None:
         self.batches, self.device = batches, batches.data.device
         self.model = place(model, self.device).eval()
@@ -166,24 +176,26 @@ class _Size:
         if compiled:
             compile_model(self.model)
         self._tensors = self.model.state_dict()
-        self._into = by_type(self._tensors.values())
+        self._targets = by_type(self._tensors.values())
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._graph: torch.cuda.CUDAGraph | None = None
-        #: Correct predictions per class; the last place holds the summed loss.
+        #: Correct predictions per class; the last element is the summed loss.
         self._counts = torch.zeros(classes + 1, dtype=torch.float64, device=self.device)
 
-    def start(self, own: State) -> AsyncCopy:
-        """Evaluate a client's state without waiting for the device."""
+    def start(self, part: State) -> AsyncCopy:
+        """Evaluate this size's part of a state without waiting for the device."""
         if self.stream is None:
-            self._copy(own)
+            self._copy(part)
             self._count()
             return AsyncCopy(self._counts.clone())
         server = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(server)
         with torch.cuda.stream(self.stream):
-            self._copy(own)
+            self._copy(part)
+            # The server may change its state once it has been copied; it need not wait for more.
             server.wait_event(self.stream.record_event())
             if self._graph is None:
+                # A capture needs a warm-up: libraries choose algorithms and allocate workspaces.
                 self._count()
                 torch.cuda.synchronize(self.device)
                 self._graph = torch.cuda.CUDAGraph()
@@ -193,32 +205,34 @@ class _Size:
             return AsyncCopy(self._counts)
 
     @torch.no_grad()
-    def _copy(self, own: State) -> None:
-        for into, values in zip(self._into, by_type(own[name] for name in self._tensors), strict=True):
-            if into:
-                torch._foreach_copy_(into, values)
+    def _copy(self, part: State) -> None:
+        sources = by_type(part[name] for name in self._tensors)
+        for targets, values in zip(self._targets, sources, strict=True):
+            if targets:
+                torch._foreach_copy_(targets, values)
 
     @torch.no_grad()
     def _count(self) -> None:
         """Count correct predictions per class and sum the loss over the whole test set."""
         self._counts.zero_()
-        right, loss = self._counts[:-1], self._counts[-1]
+        correct, loss = self._counts[:-1], self._counts[-1]
         for images, labels in self.batches:
             logits = self._logits(images)
             loss += F.cross_entropy(logits, labels, reduction="sum")
-            right.index_add_(0, labels, (logits.argmax(1) == labels).double())
+            correct.index_add_(0, labels, (logits.argmax(1) == labels).double())
 
     def _logits(self, images: Tensor) -> Tensor:
-        """Run the model. It may be compiled for whole batches, and the last batch may be shorter."""
+        """Return the model's logits."""
         if not self._compiled:
             return self.model(images)
+        # The model is compiled for whole batches only; the last batch may be shorter.
         with compilation() if len(images) == self.batches.size else no_compilation():
             return self.model(images)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a series of accuracies comes to."""
+    """The summary of a series of accuracies."""
 
     last: float
     best: float
@@ -227,12 +241,18 @@ class Summary:
 
 
 def summarize(rounds: Sequence[int], accuracies: Sequence[float], last_k: int) -> Summary:
-    """Return last, best (the earliest of equals) and mean of the last k accuracies."""
+    """Return the last and the best accuracy, and the mean of the last k.
+
+    If several rounds have the best accuracy, the earliest counts.
+    """
     best = max(accuracies)
     tail = accuracies[-last_k:]
     return Summary(accuracies[-1], best, rounds[accuracies.index(best)], sum(tail) / len(tail))
 
 
 def rounds_to(target: float, rounds: Sequence[int], accuracies: Sequence[float]) -> int | None:
-    """Return the first round at or above a target accuracy, or None where there was none."""
-    return next((number for number, accuracy in zip(rounds, accuracies, strict=True) if accuracy >= target), None)
+    """Return the first round at or above a target accuracy, or None if there is none."""
+    for number, accuracy in zip(rounds, accuracies, strict=True):
+        if accuracy >= target:
+            return number
+    return None

@@ -38,4 +38,6 @@ def require(module: str, needed_for: str) -> None:
             f"pip install -c constraints.txt -e '.[{EXTRAS[module]}]'"
         ) from None
     except ImportError as error:
-        raise MotleyError(f"{needed_for} needs {module}, which cannot be imported: {error}") from error
+        raise MotleyError(
+            f"{needed_for} needs {module}, which cannot be imported: {error}"
+        ) from error

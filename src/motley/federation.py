@@ -1,6 +1,6 @@
 """The public object: a configuration put together into data, split, method, server and engine.
 
-What happens in a round is in `server/rounds.py`. Read that first.
+The steps of a round are in `server/rounds.py`. Read that file first.
 """
 
 from __future__ import annotations
@@ -79,18 +79,19 @@ class Federation:
         memory_folder: Path | None = None,
         engine: Callable[[Federation], Engine] | None = None,
     ) -> None:
-        """Without `dataset` or `partition`, they are the configuration's.
+        """By default, `dataset` and `partition` are those that the configuration names.
 
-        `memory_folder` is for client states that do not fit into memory, and for saving them.
-        `engine` makes an engine whose clients are elsewhere; their examples are then not known
-        here.
+        Client states are saved in `memory_folder`; those that do not fit into memory are kept
+        there, too. `engine` builds an engine whose clients are not in this process, for example on
+        Flower nodes; the federation then does not know which examples each client has.
         """
         check_engine(config, external=engine is not None)
         if config.engine.device != "cpu":
             request_hardware_queues()
         self.config = config
         devices = choose_devices(config.engine.device)
-        #: Where clients train. The first one is the home device, where everything else is.
+        #: The devices on which clients train. The first is the home device, which does everything
+        #: else.
         self.devices = devices if config.engine.name != "debug" else devices[:1]
         self.device = devices[0]
         check_precision(config.engine.precision, self.device)
@@ -99,7 +100,9 @@ class Federation:
         self.dataset.check_inferred_classes()
         copies = []
         for device in self.devices:
-            copies.append(DeviceData(self.dataset.train, config.data.transform, device, augment=True))
+            copies.append(
+                DeviceData(self.dataset.train, config.data.transform, device, augment=True)
+            )
         shape, classes = copies[0].shape, self.dataset.classes
         check_batches_fit(config, copies[0], len(self.dataset.test))
 
@@ -107,9 +110,9 @@ class Federation:
         check_weights_fit(self.split, self.split.sizes, self.device)
         check_outputs(self.split, self.split.sizes, shape, classes)
         check_recalibration(config, self.split)
-        # Before sizes are assigned: a partition knows how many clients the data set is enough for.
+        # Before sizes are assigned, because a partition reports too many clients for the data set.
         self._partition = deal_examples(config, self.dataset, partition) if engine is None else None
-        #: The size of every client, by client id. If sizes are dynamic, `size_of` is what counts.
+        #: The size of every client, by client id. Dynamic sizes differ per round: use `size_of`.
         self.sizes = client_sizes(config, self.split, shape)
         #: (client, round) -> the client's size.
         self.size_of = size_lookup(config, self.sizes)
@@ -142,7 +145,10 @@ class Federation:
     def partition(self) -> Partition:
         """Which examples each client holds."""
         if self._partition is None:
-            raise MotleyError("federation.partition: its clients are elsewhere, and only they know their examples.")
+            raise MotleyError(
+                "federation.partition: its clients are elsewhere, "
+                "and only they know their examples."
+            )
         return self._partition
 
     def _test_data(self) -> DeviceData:
@@ -202,11 +208,11 @@ class Federation:
         )
 
     def job(self, server: ServerState, round_number: int, client: int) -> Job:
-        """Return what a client is sent in a round."""
+        """Return the job that a client is sent in a round."""
         return make_job(self.context, server, round_number, client)
 
     def jobs(self, server: ServerState) -> list[Job]:
-        """Return what the clients of the next round are sent."""
+        """Return the jobs that the clients of the next round are sent."""
         number = server.round_number + 1
         return [self.job(server, number, client) for client in self.sample(number)]
 

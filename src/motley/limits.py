@@ -41,7 +41,9 @@ def check_fits(what: str, needed: int, device: torch.device) -> None:
     available = memory_of(device)
     if available is not None and needed > available:
         place = "this machine" if device.type == "cpu" else str(device)
-        raise MotleyError(f"{what} takes {needed / 1e9:,.1f} GB; {place} has {available / 1e9:,.1f} GB of memory.")
+        raise MotleyError(
+            f"{what} takes {needed / 1e9:,.1f} GB; {place} has {available / 1e9:,.1f} GB of memory."
+        )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -58,7 +60,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def allocating(what: str) -> Iterator[None]:
-    """Turn a failed allocation in the block into a message that says what the memory was for."""
+    """Turn a failed allocation in the block into a message that names the purpose of the memory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -1,7 +1,7 @@
-"""One client on its own, as a node runs it: it trains the part that it is sent on its own examples.
+"""A single client, as a node runs it: it trains the part that it receives on its own examples.
 
-It builds the model of its own size and no other. There is no server, no evaluation, no privacy
-ledger and no test set. Threads and precision of the process are left to the node's app.
+Only the model of its size is built. There is no server, no evaluation, no privacy ledger and no
+test set. Precision and threads apply only while the client computes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Client:
     ) -> None:
         """Build the client's model for the examples that `partition` gives to it.
 
-        `folder` keeps the client's state. `secret` keys the noise of `privacy`, or without one the
-        run's seed.
+        The client state is saved in `folder`. The noise of `privacy` is keyed by `secret`, or by
+        the run's seed if there is none.
         """
         self.config = config
         if config.engine.device != "cpu":
@@ -56,20 +56,22 @@ class Client:
             size_of = size_lookup(config, sizes)
             method = build_method(config, split, sizes, data.shape, classes, size_of)
             lean = device.type == "cpu"
-            clients = build_clients(config, method, [data], partition, folder, secret=secret, lean=lean)
+            clients = build_clients(
+                config, method, [data], partition, folder, secret=secret, lean=lean
+            )
             self._engine = LocalEngine(clients, slots=1, stack=config.engine.vmap_clients)
 
     def train(self, job: Job, forget: int) -> ClientUpdate | None:
         """Train a part; return None if the client has too few examples for a step.
 
-        On a CPU the job loses its state, to free the memory. The new client state is saved in the
-        folder before this returns, and states of rounds before `forget` are deleted.
+        On a CPU the job's state is dropped, to free the memory. The new client state is saved in
+        the folder before this returns, and states of rounds before `forget` are deleted.
         """
         with self._numerics():
-            uploads = self._engine.train([job], lambda client: None)
+            updates = self._engine.train([job], lambda client: None)
         self._engine.save_memory({job.client: job.round_number})
         self._engine.forget_memory({job.client: forget})
-        return uploads[0] if uploads else None
+        return updates[0] if updates else None
 
     def collect(self, job: Job) -> Collection | None:
         """Return the client's part of a collection; None if it has no examples."""

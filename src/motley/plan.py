@@ -1,4 +1,4 @@
-"""What each size costs a client, and the largest size that fits a client's budget.
+"""The costs of each size for a client, and the largest size that fits a client's budget.
 
 Costs are counted on a model without values (on torch's meta device): nothing is allocated, so a
 plan for a fleet takes seconds on any machine. A client's memory is the larger of two peaks:
@@ -47,7 +47,7 @@ EXCHANGE_COPIES = 5
 
 @dataclass(frozen=True)
 class Cost:
-    """What one size takes."""
+    """The costs of one size."""
 
     parameters: int
     #: Of a training step, forward and backward.
@@ -87,9 +87,9 @@ class Budget:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows what a computation allocates and frees.
+    """Tracks the memory that a computation allocates and frees.
 
-    `now` is the number of bytes that are allocated, `peak` the highest it has been. Tensors in
+    `now` is the number of bytes that are allocated, `peak` its maximum so far. Tensors in
     `existing` are not counted.
     """
 
@@ -152,7 +152,10 @@ def cost_of(
 
 
 def _outputs(model: torch.nn.Module, images: Tensor, size: str) -> Tensor:
-    """Return a model's outputs for images without values. Users' models can return or raise anything."""
+    """Return a model's outputs for images without values.
+
+    The model may be a user's, which can return or raise anything.
+    """
     try:
         outputs = model(images)
     except (MotleyError, MemoryError):
@@ -161,11 +164,14 @@ def _outputs(model: torch.nn.Module, images: Tensor, size: str) -> Tensor:
         if is_out_of_memory(error):
             raise
         raise MotleyError(
-            f"model.sizes: {size!r} cannot be counted with a batch of shape {tuple(images.shape)} on torch's meta "
-            f"device, where tensors have no values: {type(error).__name__}: {error}"
+            f"model.sizes: {size!r} cannot be counted with a batch of shape "
+            f"{tuple(images.shape)} on torch's meta device, where tensors have no values: "
+            f"{type(error).__name__}: {error}"
         ) from error
     if not isinstance(outputs, Tensor):
-        raise MotleyError(f"model.sizes: {size!r} returns a {type(outputs).__name__}, not a tensor of logits.")
+        raise MotleyError(
+            f"model.sizes: {size!r} returns a {type(outputs).__name__}, not a tensor of logits."
+        )
     return outputs
 
 
@@ -173,26 +179,34 @@ def _bytes(tensors: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def costs_of(split: Split, shape: ImageShape, training: TrainingSettings, upload: Encoding = "fp32") -> dict[str, Cost]:
+def costs_of(
+    split: Split, shape: ImageShape, training: TrainingSettings, upload: Encoding = "fp32"
+) -> dict[str, Cost]:
     """Return the costs of every size, the largest first."""
     costs = {size: cost_of(split, size, shape, training, upload) for size in split.sizes}
     return dict(sorted(costs.items(), key=lambda item: item[1].parameters, reverse=True))
 
 
 def largest_fitting(costs: Mapping[str, Cost], budget: Budget) -> str | None:
-    """Return the largest size within a budget, or None if no size is."""
+    """Return the largest size within a budget, or None if no size fits."""
     return next((size for size, cost in costs.items() if budget.fits(cost)), None)
 
 
 def read_budgets(file: Path) -> list[Budget]:
-    """Read one budget per line: a column `client`, and any of memory_mb, parameters, gflops. Empty: no limit."""
+    """Read a CSV file with one budget per line.
+
+    The columns are `client` and any of memory_mb, parameters and gflops. An empty cell means that
+    there is no limit.
+    """
     budgets = []
     line_of: dict[str, int] = {}
     for line, row in _read_rows(file):
         budget = _budget(file, line, row)
         if budget.client in line_of:
             first = line_of[budget.client]
-            raise MotleyError(f"{file}: client {budget.client!r} is listed twice, in lines {first} and {line}.")
+            raise MotleyError(
+                f"{file}: client {budget.client!r} is listed twice, in lines {first} and {line}."
+            )
         line_of[budget.client] = line
         budgets.append(budget)
     return budgets
@@ -216,7 +230,9 @@ def _read_rows(file: Path) -> list[tuple[int, dict[str, Any]]]:
             raise MotleyError(f"{file}: column {column!r} occurs twice.")
     if "client" not in columns or not rows:
         has = ", ".join(columns) or "none"
-        raise MotleyError(f"{file}: needs a column 'client' and one line per client; its columns are: {has}.")
+        raise MotleyError(
+            f"{file}: needs a column 'client' and one line per client; its columns are: {has}."
+        )
     return rows
 
 
@@ -225,7 +241,9 @@ def _budget(file: Path, line: int, row: Mapping[Any, Any]) -> Budget:
         raise MotleyError(f"{file}, line {line}: has more cells than there are columns.")
     client = (row["client"] or "").strip()
     if not client:
-        raise MotleyError(f"{file}, line {line}: client is empty; every line needs a number or a name.")
+        raise MotleyError(
+            f"{file}, line {line}: client is empty; every line needs a number or a name."
+        )
     limits: dict[str, float] = {}
     for column, text in row.items():
         if column == "client" or not (text or "").strip():
@@ -235,7 +253,9 @@ def _budget(file: Path, line: int, row: Mapping[Any, Any]) -> Budget:
         except ValueError:
             limits[column] = -1.0
         if not 0 < limits[column] < float("inf"):
-            raise MotleyError(f"{file}, line {line}: {column} = {text!r}: should be a number above 0, or empty.")
+            raise MotleyError(
+                f"{file}, line {line}: {column} = {text!r}: should be a number above 0, or empty."
+            )
     return Budget(client, **limits)
 
 
@@ -247,8 +267,8 @@ def assigned(costs: Mapping[str, Cost], budgets: Sequence[Budget], clients: int)
         if size is None:
             name = "" if budget.client == str(client) else f" ({budget.client!r})"
             raise MotleyError(
-                f"federation.budgets: no size fits client {client}{name}. `motley plan` shows what each size takes; "
-                "add a smaller one, or leave the client out."
+                f"federation.budgets: no size fits client {client}{name}. `motley plan` shows what "
+                "each size takes; add a smaller one, or leave the client out."
             )
         sizes.append(size)
     return tuple(sizes)
@@ -269,8 +289,12 @@ def _by_id(budgets: Sequence[Budget], clients: int) -> list[Budget]:
     ordered = []
     for client in range(clients):
         if str(client) not in by_client:
-            raise MotleyError(f"federation.budgets: client {client} is missing; {wanted}, 0 to {clients - 1}.")
+            raise MotleyError(
+                f"federation.budgets: client {client} is missing; {wanted}, 0 to {clients - 1}."
+            )
         ordered.append(by_client[str(client)])
     if len(budgets) != clients:
-        raise MotleyError(f"federation.budgets: it has {len(budgets)} lines; {wanted}, 0 to {clients - 1}.")
+        raise MotleyError(
+            f"federation.budgets: it has {len(budgets)} lines; {wanted}, 0 to {clients - 1}."
+        )
     return ordered

@@ -97,7 +97,7 @@ def _kept_keys(table: TableOf, prefix: str) -> str:
 
 
 def _choices(base: type[BaseModel], prefix: str, choice: Choice) -> Iterator[Section]:
-    """Yield the settings that a choice adds to those of the base class, or whose defaults it changes.
+    """Yield the settings that a choice adds to the base class's, or whose defaults it changes.
 
     Choices with the same additional settings share one section.
     """
@@ -131,7 +131,7 @@ def _differs(base: FieldInfo | None, field: FieldInfo) -> bool:
 
 
 def describe(prefix: str, name: str, field: FieldInfo, choice: Choice | None = None) -> Setting:
-    """Return what is known of a key; `choice` is that of its table."""
+    """Describe a key; `choice` is the choice that its table has, if any."""
     type_name, allowed = _type(field.annotation)
     if choice is not None and name == choice.key and not isinstance(choice, RegistryChoice):
         allowed = ", ".join(json.dumps(option) for option in choice.classes)
@@ -170,7 +170,7 @@ def _limits(metadata: Iterable[Any]) -> str:
     """Return the bounds of a number in words."""
     texts = []
     for item in metadata:
-        # A pydantic field inside an Annotated type has its bounds in a metadata list of its own.
+        # A pydantic field inside an Annotated type has its bounds in its own metadata list.
         for constraint in (item, *getattr(item, "metadata", ())):
             for name, word in _LIMITS.items():
                 bound = getattr(constraint, name, None)

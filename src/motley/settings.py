@@ -169,12 +169,15 @@ class Choice:
 
         optimizer: Annotated[OptimizerSettings, OPTIMIZERS] = AdamSettings()
 
-    where OPTIMIZERS is a Choice whose classes derive from OptimizerSettings. This is a discriminated
-    union. It differs from pydantic's in three ways: the key has a default, the classes may come from
-    a registry that grows, and the error about a key of another choice says which names it is for.
+    where OPTIMIZERS is a Choice whose classes derive from OptimizerSettings. This is a
+    discriminated union. It differs from pydantic's in three ways: the key has a default, the
+    classes may come from a registry that grows, and the error about a key of another choice says
+    which names it is for.
     """
 
-    def __init__(self, default: str, classes: Mapping[str, type[Settings]], key: str = "name") -> None:
+    def __init__(
+        self, default: str, classes: Mapping[str, type[Settings]], key: str = "name"
+    ) -> None:
         self.default, self.key, self._classes = default, key, classes
 
     @property
@@ -219,7 +222,9 @@ class Choice:
         """Return the names whose tables have a key."""
         return [name for name, cls in self.classes.items() if key in cls.model_fields]
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self._read, handler(source))
 
     def _read(self, values: Any) -> Any:
@@ -228,7 +233,9 @@ class Choice:
         name = values.get(self.key, self.default)
         cls = self.class_of(values)
         if cls is None:
-            raise PydanticCustomError("unknown_choice", "unknown {name}", {"name": name, "choice": self})
+            raise PydanticCustomError(
+                "unknown_choice", "unknown {name}", {"name": name, "choice": self}
+            )
         try:
             return cls.model_validate({**values, self.key: self.own_name(name)})
         except ValidationError as error:
@@ -241,7 +248,9 @@ class Choice:
 class RegistryChoice(Choice):
     """A choice among the entries of a registry. Entries can be added at any time."""
 
-    def __init__(self, default: str, registry: Registry[Any], settings_of: Callable[[Any], type[Settings]]) -> None:
+    def __init__(
+        self, default: str, registry: Registry[Any], settings_of: Callable[[Any], type[Settings]]
+    ) -> None:
         super().__init__(default, {})
         self._registry, self._settings_of = registry, settings_of
 
@@ -263,7 +272,7 @@ class RegistryChoice(Choice):
 
 @dataclass(frozen=True)
 class Chosen:
-    """A choice that was made: the name, and its class."""
+    """The result of a choice: the name, and its class."""
 
     choice: Choice
     name: str
@@ -279,7 +288,7 @@ class TableOf:
 
 
 def table_of(field: FieldInfo | None) -> TableOf | None:
-    """Return what is known of a field that is a table; None if it is a plain value."""
+    """Describe a field that is a table; None if it is a plain value."""
     if field is None:
         return None
     cls = next(_models_in(field.annotation), None)
@@ -294,7 +303,9 @@ def table_of(field: FieldInfo | None) -> TableOf | None:
 
 def no_effect(values: Any, because: str) -> PydanticCustomError:
     """Return the error about a table that has no effect; `because` follows "has no effect with"."""
-    return PydanticCustomError("no_effect", "has no effect with {because}", {"because": because, "values": values})
+    return PydanticCustomError(
+        "no_effect", "has no effect with {because}", {"because": because, "values": values}
+    )
 
 
 def validate(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
@@ -305,7 +316,9 @@ def validate(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
         raise MotleyError("\n".join(_problems(cls, error, where))) from None
 
 
-def _problems(cls: type[BaseModel], error: ValidationError, where: str, chosen: Chosen | None = None) -> Iterator[str]:
+def _problems(
+    cls: type[BaseModel], error: ValidationError, where: str, chosen: Chosen | None = None
+) -> Iterator[str]:
     for item in error.errors():
         path = [where, *map(str, item["loc"])] if where else list(map(str, item["loc"]))
         label = ".".join(path)
@@ -335,8 +348,10 @@ def _problems(cls: type[BaseModel], error: ValidationError, where: str, chosen: 
             yield about + message + ("" if message.endswith((".", "?")) else ".")
 
 
-def _unknown_key(cls: type[BaseModel], loc: tuple[int | str, ...], where: str, chosen: Chosen | None) -> str:
-    """Return the message about a key that its table does not have with the choice that was made."""
+def _unknown_key(
+    cls: type[BaseModel], loc: tuple[int | str, ...], where: str, chosen: Chosen | None
+) -> str:
+    """Return the message about a key that its table lacks with the chosen name."""
     key = str(loc[-1])
     if chosen is not None and len(loc) == 1:
         names = [repr(name) for name in chosen.choice.names_with(key)]

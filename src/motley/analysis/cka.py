@@ -86,7 +86,9 @@ def mean_off_diagonal(matrix: Tensor) -> float:
     return float(others.nanmean())
 
 
-@ANALYSES.register("cka", "similarity of clients' features per stage: mean, client x client, and over rounds")
+@ANALYSES.register(
+    "cka", "similarity of clients' features per stage: mean, client x client, and over rounds"
+)
 def cka(paths: Sequence[Path]) -> Findings:
     """Compare the clients of the round after every checkpoint."""
     rows: list[tuple[Any, ...]] = []

@@ -34,7 +34,9 @@ def coefficients(paths: Sequence[Path]) -> Findings:
                 for name in TITLES:
                     curve[name].append(values[name])
         if not curves:
-            raise MotleyError(f"{path} has no coefficients: it ran without InCo (method.inco.variant).")
+            raise MotleyError(
+                f"{path} has no coefficients: it ran without InCo (method.inco.variant)."
+            )
         for axis, (name, title) in zip(axes_of_run, TITLES.items(), strict=True):
             for layer, curve in curves.items():
                 label = layer.removesuffix(".weight")

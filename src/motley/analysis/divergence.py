@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: The parameters of clients' models under their global names. A model need not have all parameters.
 #: Coordinates of a parameter that a client does not hold are NaN.
 Models = Sequence[Mapping[str, Tensor]]
-#: Names of the whole model and its two levels, among the names of layers.
+#: Names that stand for the whole model and its two levels in the column of layers.
 WHOLE, LOW, HIGH = "all", "low level", "high level"
 
 
@@ -89,7 +89,11 @@ def divergence(paths: Sequence[Path]) -> Findings:
         round_number = server.round_number + 1
         models = []
         for trained in train_next_round(federation, server):
-            models.append(in_global_shape(federation, trained.size, round_number, trained.client, trained.state))
+            models.append(
+                in_global_shape(
+                    federation, trained.size, round_number, trained.client, trained.state
+                )
+            )
         layers = layer_divergence(models)
         rows.append((run, server.round_number, WHOLE, weight_divergence(models)))
         for layer in layers_in_order(federation, layers):
@@ -98,7 +102,9 @@ def divergence(paths: Sequence[Path]) -> Findings:
     return Findings(columns, rows, draw(rows, "mean distance to the mean"))
 
 
-def in_global_shape(federation: Federation, size: str, round_number: int, client: int, values: State) -> State:
+def in_global_shape(
+    federation: Federation, size: str, round_number: int, client: int, values: State
+) -> State:
     """Return one tensor per parameter of a client under its global name and in its global shape.
 
     Coordinates that the client does not hold are NaN.
@@ -120,7 +126,7 @@ def in_global_shape(federation: Federation, size: str, round_number: int, client
 
 
 def layers_in_order(federation: Federation, layers: Mapping[str, float]) -> list[str]:
-    """Return the names of layers from first to last, in the order of the size with most of them."""
+    """Return the names of layers from first to last, in the order of the deepest size."""
     split = federation.split
     sizes = sorted(split.sizes, key=lambda size: len(split.parameters_of(size)), reverse=True)
     ordered: dict[str, None] = {}
@@ -139,8 +145,8 @@ def layer_of(name: str) -> str:
 def draw(rows: list[tuple[Any, ...]], ylabel: str) -> Figure:
     """Draw rows of (run, round, layer, value).
 
-    On the left the whole model and its levels over rounds, on the right the layers at the newest
-    checkpoint.
+    The left plot shows the whole model and its levels over rounds, the right plot the layers at the
+    newest checkpoint.
     """
     figure = new_figure(12, 4)
     over_rounds, per_layer = figure.subplots(1, 2)

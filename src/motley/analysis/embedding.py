@@ -39,12 +39,14 @@ def embedding(paths: Sequence[Path]) -> Findings:
             is_drawn = labels < CLASSES
             images, labels = images[is_drawn], labels[is_drawn]
             by_size = {client.size: client for client in train_next_round(federation, servers[-1])}
-            clients = [by_size[size] for size in federation.split.sizes if size in by_size][-CLIENTS:]
+            sizes = [size for size in federation.split.sizes if size in by_size]
+            clients = [by_size[size] for size in sizes[-CLIENTS:]]
             last_features = []
             for client in clients:
                 model = model_of(federation, client.size, client.state)
                 last_features.append(list(features(model, images).values())[-1].cpu())
-        # Sizes can differ in their number of features. Zeros do not change distances within one.
+        # Sizes can differ in their number of features. Padding with zeros keeps all distances
+        # between the features of one size.
         width = max(values.shape[1] for values in last_features)
         padded = []
         for values in last_features:

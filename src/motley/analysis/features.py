@@ -1,4 +1,4 @@
-"""The features that a model's stages compute from images."""
+"""The outputs of a model's stages for given images."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def stages(model: nn.Module) -> dict[str, nn.Module]:
             return {f"{title} {number}": module for number, module in enumerate(modules, start=1)}
     children = {}
     for name, child in model.named_children():
-        if any(True for _ in child.parameters()):
+        if next(child.parameters(), None) is not None:
             children[name] = child
     return children
 
@@ -53,7 +53,10 @@ def features(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
 
 
 def extractor(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return the shallow part whose output FedIN shares: a ResNet's stem, else the first stage."""
+    """Return a function that computes the features FedIN shares.
+
+    They are the output of a ResNet's stem, or of the first stage of other models.
+    """
     if isinstance(model, ResNet):
         return model.stem
     first = next(iter(stages(model).values()))

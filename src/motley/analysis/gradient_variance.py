@@ -50,7 +50,10 @@ def gradient_variance(gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, fl
     return variances
 
 
-@ANALYSES.register("variance", "variance of clients' gradients before a local update (CGV), per layer and over rounds")
+@ANALYSES.register(
+    "variance",
+    "variance of clients' gradients before a local update (CGV), per layer and over rounds",
+)
 def variance(paths: Sequence[Path]) -> Findings:
     """Compute the gradients of the clients of the round after every checkpoint."""
     rows: list[tuple[Any, ...]] = []
@@ -61,7 +64,9 @@ def variance(paths: Sequence[Path]) -> Findings:
             # BatchNorm in training mode needs more than one example.
             if len(federation.partition.of(job.client)) > 1:
                 gradient = client_gradient(federation, job)
-                gradients.append(in_global_shape(federation, job.size, round_number, job.client, gradient))
+                gradients.append(
+                    in_global_shape(federation, job.size, round_number, job.client, gradient)
+                )
         layers = gradient_variance(gradients)
         values = {WHOLE: sum(layers.values()), **_levels(federation, layers)}
         for layer in layers_in_order(federation, layers):

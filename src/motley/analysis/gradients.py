@@ -48,7 +48,9 @@ def mean_delta(federation: Federation, server: ServerState) -> dict[str, Tensor]
     return deltas
 
 
-@ANALYSES.register("gradients", "distribution of deltas per layer over rounds, and similarity of two runs' deltas")
+@ANALYSES.register(
+    "gradients", "distribution of deltas per layer over rounds, and similarity of two runs' deltas"
+)
 def gradients(paths: Sequence[Path]) -> Findings:
     """Train the round after every checkpoint.
 
@@ -82,7 +84,9 @@ def _draw(newest: dict[str, dict[str, Tensor]], rows: list[tuple[Any, ...]]) -> 
             centers = (histogram.bin_edges[1:] + histogram.bin_edges[:-1]) / 2
             heights = histogram.hist / histogram.hist.max()
             axis.plot(centers, heights, label=layer.removesuffix(".weight"), linewidth=1)
-        axis.set(title=f"{run}: deltas, newest checkpoint", xlabel="value", ylabel="relative frequency")
+        axis.set(
+            title=f"{run}: deltas, newest checkpoint", xlabel="value", ylabel="relative frequency"
+        )
         axis.legend(fontsize=7)
     # Run -> round -> (layer, similarity).
     compared: dict[str, dict[int, list[tuple[str, float]]]] = {}

@@ -76,7 +76,9 @@ class StepCost(NamedTuple):
 
 def one_step_on_cpu(config: Config) -> Config:
     """Return a configuration whose clients take one step on a CPU, with plain torch operations."""
-    engine = config.engine.model_copy(update={"name": "debug", "device": "cpu", "precision": "fp32"})
+    engine = config.engine.model_copy(
+        update={"name": "debug", "device": "cpu", "precision": "fp32"}
+    )
     training = config.training.model_copy(update={"steps": 1})
     return config.model_copy(update={"engine": engine, "training": training})
 
@@ -101,7 +103,9 @@ def measure_overhead(federation: Federation) -> Overhead:
         names = federation.split.parameters_of(update.size)
         parameter_counts.append(_count({name: update.delta[name] for name in names}))
     states = {job.size: job.state for job in jobs.values()}
-    client_states = [method.client.initial_client_state(size, state) for size, state in states.items()]
+    client_states = [
+        method.client.initial_client_state(size, state) for size, state in states.items()
+    ]
     # Round 2: trace one step per size. Sizes may have been redrawn.
     method_state = method.server.update(server.method_state, server.state, updates)
     broadcasts, steps = [], []
@@ -123,7 +127,7 @@ def measure_overhead(federation: Federation) -> Overhead:
 
 
 def _one_client_per_size(federation: Federation, round_number: int) -> list[int]:
-    """Return, for every size that some client has, the client with most examples."""
+    """Return one client per size: of the clients of that size, the one with most examples."""
     chosen: dict[str, int] = {}
     examples = federation.partition.sizes
     for client in range(federation.config.federation.clients):
@@ -186,7 +190,7 @@ COLUMNS = (
 def overhead(paths: Sequence[Path]) -> Findings:
     """Measure the costs of runs, as means over sizes.
 
-    Traffic is that of the run's own rounds, per client and round.
+    Traffic is read from the run's metrics, per client and round.
     """
     rows = [_row(path) for path in paths]
     return Findings(COLUMNS, rows, _draw(rows))

@@ -38,7 +38,9 @@ def lpips_distance() -> Distance:
         raise MotleyError(f"no LPIPS: {error}. pip install lpips torchvision") from None
     file = Path(torch.hub.get_dir()) / "checkpoints" / WEIGHTS
     if not file.exists():
-        raise MotleyError(f"no LPIPS: AlexNet's weights ({WEIGHTS}) are not in torch's cache, {file.parent}.")
+        raise MotleyError(
+            f"no LPIPS: AlexNet's weights ({WEIGHTS}) are not in torch's cache, {file.parent}."
+        )
     with warnings.catch_warnings():
         # lpips uses arguments of torchvision that are deprecated.
         warnings.simplefilter("ignore")

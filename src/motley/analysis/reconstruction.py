@@ -64,7 +64,9 @@ def ssim(image: Tensor, other: Tensor) -> float:
     return float((numerator / denominator).mean())
 
 
-def reconstruct(extract: Callable[[Tensor], Tensor], target: Tensor, like: Tensor, steps: int = STEPS) -> Tensor:
+def reconstruct(
+    extract: Callable[[Tensor], Tensor], target: Tensor, like: Tensor, steps: int = STEPS
+) -> Tensor:
     """Return images whose features are close to `target`, with the shape and range of `like`."""
     low, high = float(like.min()), float(like.max())
     images = torch.full_like(like, (low + high) / 2).requires_grad_()
@@ -72,7 +74,9 @@ def reconstruct(extract: Callable[[Tensor], Tensor], target: Tensor, like: Tenso
     target_variance = target.var().clamp(min=1e-12)
     for step in range(steps):
         # Cosine decay to zero.
-        optimizer.param_groups[0]["lr"] = (high - low) / 20 * (1 + math.cos(math.pi * step / steps)) / 2
+        optimizer.param_groups[0]["lr"] = (
+            (high - low) / 20 * (1 + math.cos(math.pi * step / steps)) / 2
+        )
         variation = images.diff(dim=2).abs().mean() + images.diff(dim=3).abs().mean()
         error = F.mse_loss(extract(images), target) / target_variance
         (images.grad,) = torch.autograd.grad(error + SMOOTHNESS * variation, [images])
@@ -89,7 +93,9 @@ def add_noise(features: Tensor, noise: float, seed: int) -> Tensor:
     return features + noise * features.std() * gaussian
 
 
-def attack(extract: Callable[[Tensor], Tensor], images: Tensor, steps: int = STEPS) -> dict[str, Tensor]:
+def attack(
+    extract: Callable[[Tensor], Tensor], images: Tensor, steps: int = STEPS
+) -> dict[str, Tensor]:
     """Reconstruct images from their features, from noised features, and from the mean feature."""
     with torch.no_grad():
         features = extract(images)
@@ -104,7 +110,9 @@ def attack(extract: Callable[[Tensor], Tensor], images: Tensor, steps: int = STE
     return reconstructions
 
 
-@ANALYSES.register("privacy", "images reconstructed from features: plain, with noise, from their mean")
+@ANALYSES.register(
+    "privacy", "images reconstructed from features: plain, with noise, from their mean"
+)
 def privacy(paths: Sequence[Path]) -> Findings:
     """Attack the extractor of the smallest size at the newest checkpoint.
 

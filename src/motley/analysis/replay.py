@@ -1,7 +1,7 @@
 """Train a round of a finished run again, to obtain the client models that a run does not keep.
 
-Every random choice is keyed, so the round after a checkpoint can be repeated; on a CPU it is
-bit-identical to the run's own. Runs that keep many checkpoints (`run.keep_checkpoints`) can be
+Every random choice is keyed, so the round after a checkpoint can be repeated; on a CPU the result
+is bit-identical to the run's. Runs that keep many checkpoints (`run.keep_checkpoints`) can be
 analyzed over rounds.
 """
 
@@ -35,7 +35,7 @@ class TrainedClient:
     client: int
     size: str
     delta: State
-    #: The client's own model: the received part plus the delta.
+    #: The state of the client's model: the received part plus the delta.
     state: State
 
 
@@ -104,7 +104,9 @@ def probe_images(federation: Federation, count: int) -> tuple[Tensor, Tensor]:
     return _batch(federation, federation.dataset.test, count)
 
 
-def client_examples(federation: Federation, client: int, max_count: int | None = None) -> tuple[Tensor, Tensor]:
+def client_examples(
+    federation: Federation, client: int, max_count: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Return a client's training images without augmentation, and their labels."""
     train = federation.dataset.train
     rows = federation.partition.of(client)[:max_count]

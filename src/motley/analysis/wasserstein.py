@@ -35,11 +35,17 @@ EXAMPLES = 200
 
 
 def conditional_wasserstein(
-    features: Tensor, labels: Tensor, others: Tensor, other_labels: Tensor, *, directions: int = 64, seed: int = 0
+    features: Tensor,
+    labels: Tensor,
+    others: Tensor,
+    other_labels: Tensor,
+    *,
+    directions: int = 64,
+    seed: int = 0,
 ) -> float:
     """Return the conditional distance between two sets of labelled features, (examples, ...).
 
-    Classes that only one of them has are left out of both expectations.
+    Classes that occur in only one of the sets are left out of both expectations.
     """
     shared = sorted(set(labels.tolist()) & set(other_labels.tolist()))
     if not shared:
@@ -87,7 +93,9 @@ def _wasserstein(one: Tensor, other: Tensor) -> Tensor:
     return lengths @ (one[rows] - other[other_rows]).abs()
 
 
-@ANALYSES.register("wasserstein", "distance of clients' features of the same class, per stage and over rounds")
+@ANALYSES.register(
+    "wasserstein", "distance of clients' features of the same class, per stage and over rounds"
+)
 def wasserstein(paths: Sequence[Path]) -> Findings:
     """Train the round after every checkpoint, and compare its clients' features in pairs."""
     rows: list[tuple[Any, ...]] = []
@@ -100,11 +108,15 @@ def wasserstein(paths: Sequence[Path]) -> Findings:
         for stage, (distance, pairs) in stage_distances(clients).items():
             rows.append((run, server.round_number, stage, distance, pairs))
     if not rows:
-        raise MotleyError("no two clients of a round have a class in common and features of the same shape.")
+        raise MotleyError(
+            "no two clients of a round have a class in common and features of the same shape."
+        )
     return Findings(("run", "round", "stage", "distance", "pairs"), rows, _draw(rows))
 
 
-def stage_distances(clients: Sequence[tuple[dict[str, Tensor], Tensor]]) -> dict[str, tuple[float, int]]:
+def stage_distances(
+    clients: Sequence[tuple[dict[str, Tensor], Tensor]],
+) -> dict[str, tuple[float, int]]:
     """Return the mean distance per stage over pairs of clients, and the number of pairs."""
     distances: dict[str, list[float]] = {}
     for (one, labels), (other, other_labels) in combinations(clients, 2):

@@ -29,7 +29,7 @@ from motley.runs.folder import RunFolder
 START_S, STOP_S, LOOK_S = 60.0, 10.0, 1.0
 #: The exit status of Flower's commands for every kind of failure.
 FAILED = 1
-#: Most absent clients that a message names.
+#: The maximum number of absent clients that a message names.
 NAMED = 20
 
 
@@ -50,7 +50,9 @@ def running(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command until the block ends. It inherits `sockets`; `output` is Popen's stdout."""
     errors = subprocess.STDOUT if output is not None else None
-    process = subprocess.Popen(command, env=environment(home), pass_fds=sockets, stdout=output, stderr=errors)
+    process = subprocess.Popen(
+        command, env=environment(home), pass_fds=sockets, stdout=output, stderr=errors
+    )
     try:
         yield process
     finally:
@@ -87,26 +89,41 @@ def _serve(folder: DeployFolder, process: subprocess.Popen[bytes]) -> int:
     register_nodes(folder, control)
     with running(superexec_command(folder), folder.flower):
         settings = folder.read_settings()
-        print(f"serving at {settings.address}, {len(folder.public_keys())} nodes registered", flush=True)
+        print(
+            f"serving at {settings.address}, {len(folder.public_keys())} nodes registered",
+            flush=True,
+        )
         return process.wait()
 
 
 def superlink_command(folder: DeployFolder, public: int, private: int) -> list[str]:
     """Return the command of the server process, which inherits two sockets."""
-    return [sys.executable, "-m", "motley.deploy.superlink", str(folder.path), str(public), str(private)]
+    return [
+        sys.executable,
+        "-m",
+        "motley.deploy.superlink",
+        str(folder.path),
+        str(public),
+        str(private),
+    ]
 
 
 def superexec_command(folder: DeployFolder) -> list[str]:
     """Return the command that runs server apps; it fetches their tasks from the server process."""
     command = ["flower-superexec", "--runtime-api-address", folder.read_secrets().address]
-    command += ["--superexec-auth-secret-file", str(folder.superexec), "--parent-pid", str(os.getpid())]
+    command += [
+        "--superexec-auth-secret-file",
+        str(folder.superexec),
+        "--parent-pid",
+        str(os.getpid()),
+    ]
     if folder.read_settings().insecure:
         return [*command, "--insecure"]
     return [*command, "--root-certificates", str(folder.certificates / "ca.crt")]
 
 
 def listen(settings: DeploySettings) -> socket.socket:
-    """Open the public socket: on all addresses of this machine, or on loopback if the host is."""
+    """Open the public socket: on loopback if the host is loopback, else on all addresses."""
     if settings.loopback:
         return bound(settings.host, settings.port)
     return bound("::" if ":" in settings.host else "0.0.0.0", settings.port)
@@ -114,22 +131,27 @@ def listen(settings: DeploySettings) -> socket.socket:
 
 def bound(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to an address and does not listen yet."""
-    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((host, port))
+        server.bind((host, port))
     except OSError as error:
-        found.close()
-        raise MotleyError(f"host = {host!r}, port = {port}: cannot be listened on: {error.strerror}.") from None
-    return found
+        server.close()
+        raise MotleyError(
+            f"host = {host!r}, port = {port}: cannot be listened on: {error.strerror}."
+        ) from None
+    return server
 
 
 def warn_of_unknown_host(settings: DeploySettings) -> None:
-    """Warn if the server's own name is unknown here. The nodes may know it, so this is no error."""
+    """Warn if the host cannot be resolved here. Not an error: the nodes may resolve it."""
     try:
         socket.getaddrinfo(settings.host, settings.port)
     except OSError as error:
-        print(f"motley: host = {settings.host!r}: is not found from this machine: {error.strerror}.", file=sys.stderr)
+        print(
+            f"motley: host = {settings.host!r}: is not found from this machine: {error.strerror}.",
+            file=sys.stderr,
+        )
 
 
 def wait_for(control: Control, process: subprocess.Popen[bytes]) -> None:
@@ -153,7 +175,10 @@ def register_nodes(folder: DeployFolder, control: Control) -> None:
     for key, node in known.items():
         if key not in wanted and node.status != EXCLUDED:
             control.unregister(node.node_id)
-            print(f"node {node.name or node.node_id} is no longer admitted: its key.pub is not under {folder.nodes}")
+            print(
+                f"node {node.name or node.node_id} is no longer admitted: "
+                f"its key.pub is not under {folder.nodes}"
+            )
     for key, name in wanted.items():
         if key not in known:
             control.register(key, name)
@@ -161,7 +186,8 @@ def register_nodes(folder: DeployFolder, control: Control) -> None:
             # Flower keeps the keys of excluded nodes and never admits them again.
             raise MotleyError(
                 f"{folder.nodes / name}: this node was excluded before. To admit it again, delete "
-                f"{folder.flower / 'state.db'}* (Flower's list of nodes and runs; checkpoints are not in it)."
+                f"{folder.flower / 'state.db'}* (Flower's list of nodes and runs; checkpoints are "
+                "not in it)."
             )
 
 
@@ -177,11 +203,17 @@ def node_command(file: Path, tasks: TaskSource) -> list[str]:
     command += ["--node-config", f"motley={json.dumps(str(file.absolute()))}"]
     if node.insecure:
         return [*command, "--insecure"]
-    return [*command, "--root-certificates", str(here / "ca.crt"), "--auth-supernode-private-key", str(here / "key")]
+    return [
+        *command,
+        "--root-certificates",
+        str(here / "ca.crt"),
+        "--auth-supernode-private-key",
+        str(here / "key"),
+    ]
 
 
 def free_port() -> int:
-    """Return a free port of this machine, over which a node's own processes talk."""
+    """Return a free port of this machine, for the connection between a node's processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -200,25 +232,32 @@ def play(folder: DeployFolder) -> None:
         print(text, end="", flush=True)
     (status,) = [run.status for run in control.runs() if run.run_id == number]
     if status.sub_status != "completed":
-        reason = status.details.removeprefix("ServerApp failed with exception: ") or status.sub_status
+        reason = (
+            status.details.removeprefix("ServerApp failed with exception: ") or status.sub_status
+        )
         again = f"To resume it from its last checkpoint: motley deploy run {folder.path}"
-        raise MotleyError(f"the run failed: {reason}\n{again}" if RunFolder(folder.run).config.exists() else reason)
+        raise MotleyError(
+            f"the run failed: {reason}\n{again}"
+            if RunFolder(folder.run).config.exists()
+            else reason
+        )
 
 
 def wait_for_nodes(folder: DeployFolder, control: Control, config: Config) -> None:
-    """Wait until all clients are online, and print who is missing. A resumed run does not wait."""
+    """Wait until all clients are online; print the missing ones. A resumed run does not wait."""
     limit = config.engine.flower.wait_s
     end = time.monotonic() + limit
-    said = ""
+    printed = ""
     while text := describe_missing(folder, control, config.federation.clients):
-        if text != said:
+        if text != printed:
             print(f"waiting for {text}", flush=True)
-        said = text
+        printed = text
         if RunFolder(folder.run).config.exists():
             return
         if time.monotonic() > end:
             raise MotleyError(
-                f"engine.flower.wait_s = {limit:g}: still waiting for {text}; a run begins with all of its clients."
+                f"engine.flower.wait_s = {limit:g}: still waiting for {text}; "
+                "a run begins with all of its clients."
             )
         time.sleep(LOOK_S)
 

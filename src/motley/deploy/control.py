@@ -59,7 +59,10 @@ class Control:
             secrets.address,
             insecure,
             None if insecure else (folder.certificates / "ca.crt").read_bytes(),
-            interceptors=[RuntimeVersionHttpInterceptor(component_name="motley"), BearerToken(secrets.token)],
+            interceptors=[
+                RuntimeVersionHttpInterceptor(component_name="motley"),
+                BearerToken(secrets.token),
+            ],
         )
 
     def nodes(self) -> list[Any]:
@@ -85,7 +88,9 @@ class Control:
         """Start a run of an app with these settings; return its number."""
         content = build_fab_from_disk(app)
         fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
-        request = StartRunRequest(fab=fab_to_proto(fab), override_config=user_config_to_proto(values))
+        request = StartRunRequest(
+            fab=fab_to_proto(fab), override_config=user_config_to_proto(values)
+        )
         with self._explained():
             return int(self._client.StartRun(request).run_id)
 
@@ -128,5 +133,7 @@ def read_public_key(file: Path) -> bytes:
     except (OSError, ValueError, UnsupportedAlgorithm) as error:
         raise MotleyError(f"{file}: is not a public key: {error}") from None
     if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise MotleyError(f"{file}: is not a public key on an elliptic curve, as `motley deploy init` makes them.")
+        raise MotleyError(
+            f"{file}: is not a public key on an elliptic curve, as `motley deploy init` makes them."
+        )
     return public_key_to_bytes(key)

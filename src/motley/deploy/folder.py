@@ -3,9 +3,11 @@
 run.toml                 the configuration of the run; edit it before the run begins
 deploy.toml              the server's address
 app/pyproject.toml       the app that Flower runs
-certificates/            the federation's certificate authority and the server's certificate; stays on the server
+certificates/            the federation's certificate authority and the server's certificate;
+                         stays on the server
 nodes/node-0/ ...        the files of each node: node.toml, its key, the authority's certificate
-flower/                  Flower's state, and the secrets of the running server; for the server's user only
+flower/                  Flower's state, and the secrets of the running server; readable only
+                         by the server's user
 run/                     the run, once it has begun
 """
 
@@ -71,16 +73,23 @@ class DeploySettings(Settings):
             address = ipaddress.ip_address(host)
         except ValueError:
             if not is_host_name(host):
-                raise ValueError("should be the host name or the IP address that nodes reach the server by") from None
+                raise ValueError(
+                    "should be the host name or the IP address that nodes reach the server by"
+                ) from None
             return host
         if address.is_unspecified:
-            raise ValueError("should be the address that nodes reach the server by, and they cannot reach this one")
+            raise ValueError(
+                "should be the address that nodes reach the server by, "
+                "and they cannot reach this one"
+            )
         return host
 
     @model_validator(mode="after")
     def _insecure_at_home(self) -> DeploySettings:
         if self.insecure and not self.loopback:
-            raise ValueError(f"insecure is for this machine only: host = {self.host!r} should be 127.0.0.1")
+            raise ValueError(
+                f"insecure is for this machine only: host = {self.host!r} should be 127.0.0.1"
+            )
         return self
 
     @property
@@ -149,7 +158,7 @@ class DeployFolder:
         return validate(DeploySettings, values)
 
     def write_secrets(self, address: str) -> None:
-        """Draw new secrets for a server whose private address this is."""
+        """Generate and save new secrets for a server with this private address."""
         self.flower.mkdir(mode=0o700, exist_ok=True)
         self.remove_secrets()
         write_secret(self.superexec, secrets.token_bytes(32))
@@ -163,7 +172,8 @@ class DeployFolder:
             return ServerSecrets(values["address"], values["token"], self.superexec.read_bytes())
         except FileNotFoundError:
             raise MotleyError(
-                f"no server is running for {self.path}. To start it: motley deploy server {self.path}"
+                f"no server is running for {self.path}. "
+                f"To start it: motley deploy server {self.path}"
             ) from None
         except (OSError, ValueError, KeyError) as error:
             raise MotleyError(f"{self.control}: cannot be read: {error}.") from None
@@ -183,13 +193,15 @@ class DeployFolder:
 
 
 def create(path: Path, config: Config, settings: DeploySettings) -> DeployFolder:
-    """Write the folder of a federation, with one node per client of the size assigned to it."""
+    """Write the folder of a federation, with one node per client, each with its assigned size."""
     sizes = assign_sizes(config)
     try:
         if path.exists() and not path.is_dir():
             raise MotleyError(f"{path} is a file; a deployment needs a folder of its own.")
         if path.exists() and any(path.iterdir()):
-            raise MotleyError(f"{path} already exists and is not empty; a deployment needs a folder of its own.")
+            raise MotleyError(
+                f"{path} already exists and is not empty; a deployment needs a folder of its own."
+            )
         folder = DeployFolder(path)
         _write_server(folder, config, settings)
         for client, size in enumerate(sizes):
@@ -197,7 +209,9 @@ def create(path: Path, config: Config, settings: DeploySettings) -> DeployFolder
                 size = ""  # the server assigns sizes by its budgets.csv when the run begins
             _write_node(folder, settings, config, client, size)
     except OSError as error:
-        raise MotleyError(f"{path}: a deployment cannot be written there: {error.strerror}.") from None
+        raise MotleyError(
+            f"{path}: a deployment cannot be written there: {error.strerror}."
+        ) from None
     return folder
 
 
@@ -211,13 +225,25 @@ def _write_server(folder: DeployFolder, config: Config, settings: DeploySettings
         write_certificates(folder.certificates, settings.host)
 
 
-def _write_node(folder: DeployFolder, settings: DeploySettings, config: Config, client: int, size: str) -> None:
+def _write_node(
+    folder: DeployFolder, settings: DeploySettings, config: Config, client: int, size: str
+) -> None:
     place = folder.nodes / f"node-{client}"
     place.mkdir(parents=True)
-    data = {"name": config.data.name, "path": config.data.path, "root": config.data.root, "dealt": True}
+    data = {
+        "name": config.data.name,
+        "path": config.data.path,
+        "root": config.data.root,
+        "dealt": True,
+    }
     if isinstance(config.data.partition, FromFile):
         data["partition"] = str(config.data.partition.path)
-    node = {"client": client, "size": size, "superlink": settings.address, "insecure": settings.insecure}
+    node = {
+        "client": client,
+        "size": size,
+        "superlink": settings.address,
+        "insecure": settings.insecure,
+    }
     about = {**node, "memory": "memory", "data": data, "privacy": config.privacy.model_dump()}
     values = validate(NodeSettings, about).model_dump(exclude_none=True)
     (place / "node.toml").write_text(tomli_w.dumps(values), encoding="utf-8")

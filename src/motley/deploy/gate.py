@@ -1,9 +1,9 @@
 """Lets requests for Flower's Fleet API through on the server's public address, and nothing else.
 
 Flower 1.41 serves three APIs on one port. The Fleet API is for nodes, and checks their keys. The
-Control API starts runs, with any code, and the Runtime API hands out their tasks; neither checks who
-is calling. So the SuperLink listens on two sockets: one on loopback that serves everything, and the
-public one behind this gate.
+Control API starts runs, with any code, and the Runtime API hands out their tasks; neither of the
+two authenticates its callers. So the SuperLink listens on two sockets: one on loopback that serves
+everything, and the public one behind this gate.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class FleetGate:
         await self.app({**scope, "headers": headers}, receive, send)
 
     def check(self, scope: Scope) -> tuple[int, str]:
-        """Return the HTTP status and the reason to refuse a request with; 0 if there is none."""
+        """Return the HTTP status and the reason for refusing a request; status 0 lets it pass."""
         # The address of the socket that was connected to: nothing in the request can change it.
         server = scope.get("server")
         if server is not None and tuple(server) == self.private:

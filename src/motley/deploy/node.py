@@ -38,10 +38,10 @@ except ImportError:  # Windows, where the server refuses a node that is started 
 
 #: Seconds that a node waits before it tries again.
 AGAIN_S = 5.0
-#: Lets glibc map every block of at least 256 KiB on its own, so that it is unmapped when it is freed,
-#: and use one arena. By default every thread of Flower's transfers would keep free memory of its own.
+#: glibc maps every block of at least 256 KiB separately, so that freeing it unmaps it, and uses one
+#: arena. By default, every thread of Flower's transfers would keep an arena with free memory.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**18), "MALLOC_ARENA_MAX": "1"}
-#: Last lines of a SuperNode's output that are searched for the reason of its end.
+#: The number of last lines of a SuperNode's output in which the reason for its end is looked up.
 TAIL = 50
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -71,7 +71,11 @@ def be_node(file: Path, patience: float, app: str = CLIENT_APP) -> NoReturn:
             reason, can_heal = why_ended(node, file, code, said)
             if not can_heal or time.monotonic() > end:
                 raise MotleyError(reason)
-            print(f"motley: {reason}\nmotley: trying again in {AGAIN_S:g} s", file=sys.stderr, flush=True)
+            print(
+                f"motley: {reason}\nmotley: trying again in {AGAIN_S:g} s",
+                file=sys.stderr,
+                flush=True,
+            )
             time.sleep(AGAIN_S)
 
 
@@ -82,7 +86,9 @@ def check(node: NodeSettings, file: Path) -> None:
     """Raise an error if the node could not train or could not connect."""
     here = file.absolute().parent
     if not re.fullmatch(r"[^/\s]+:\d{1,5}", node.superlink):
-        raise MotleyError(f"{file}: superlink = {node.superlink!r}: should be the server's host:port.")
+        raise MotleyError(
+            f"{file}: superlink = {node.superlink!r}: should be the server's host:port."
+        )
     if not node.insecure:
         check_key(here / "key")
         check_certificate(here / "ca.crt")
@@ -94,14 +100,19 @@ def check(node: NodeSettings, file: Path) -> None:
     try:
         Path(node.memory).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise MotleyError(f"{file}: memory = {node.memory!r}: is no folder to write to: {error.strerror}.") from None
+        raise MotleyError(
+            f"{file}: memory = {node.memory!r}: is no folder to write to: {error.strerror}."
+        ) from None
     try:
         train = read_data(node).train
     except (MotleyError, OSError, ValueError) as error:
         raise MotleyError(f"{file}: data: {error}") from None
     shape = "x".join(map(str, train.images.shape[1:]))
     share = ", of which it takes its client's share" if node.data.dealt else ""
-    print(f"client {node.client} on {node.device}: {len(train)} training examples of {shape}{share}", flush=True)
+    print(
+        f"client {node.client} on {node.device}: {len(train)} training examples of {shape}{share}",
+        flush=True,
+    )
     print(f"connecting to {node.superlink}", flush=True)
 
 
@@ -119,22 +130,25 @@ def check_key(key: Path) -> None:
         private = load_ssh_private_key(key.read_bytes(), None)
     except FileNotFoundError:
         raise MotleyError(
-            f"{key}: there is no such file. It is the node's private key, which `motley deploy init` wrote."
+            f"{key}: there is no such file. It is the node's private key, "
+            "which `motley deploy init` wrote."
         ) from None
     except OSError as error:
         raise MotleyError(f"{key}: cannot be read: {error.strerror}.") from None
     except (ValueError, TypeError, UnsupportedAlgorithm):
         private = None
     if not isinstance(private, ec.EllipticCurvePrivateKey):
-        raise MotleyError(f"{key}: is no node key: it should be a private key as `motley deploy init` writes it.")
+        raise MotleyError(
+            f"{key}: is no node key: it should be a private key as `motley deploy init` writes it."
+        )
 
 
 def check_certificate(certificate: Path) -> None:
-    """Reject certificates with which no connection could be made."""
+    """Reject a certificate file that is missing or cannot be loaded."""
     if not certificate.is_file():
         raise MotleyError(
-            f"{certificate}: there is no such file. It is the certificate of the federation's authority; copy it from "
-            "the server's folder, certificates/ca.crt."
+            f"{certificate}: there is no such file. It is the certificate of the federation's "
+            "authority; copy it from the server's folder, certificates/ca.crt."
         )
     try:
         ssl.create_default_context(cafile=str(certificate))
@@ -154,7 +168,9 @@ def only_one(lock: Path) -> Iterator[None]:
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise MotleyError(f"{lock.parent}: this node is already running on this machine.") from None
+            raise MotleyError(
+                f"{lock.parent}: this node is already running on this machine."
+            ) from None
         yield
 
 
@@ -162,15 +178,15 @@ def only_one(lock: Path) -> Iterator[None]:
 
 
 def worker_settings(node: NodeSettings, file: Path, app: str = CLIENT_APP) -> WorkerSettings:
-    """Return how the process that answers messages runs."""
+    """Return the settings of the process that answers messages."""
     return WorkerSettings(app, worker_environment(node, file), node.keep_alive_s, node.max_idle_mb)
 
 
 def worker_environment(node: NodeSettings, file: Path) -> dict[str, str]:
     """Return the environment of the process that answers messages.
 
-    A node with a memory limit returns freed memory to the system at once. glibc's malloc would keep
-    some of it, between blocks in use, which saves page faults and so makes steps faster.
+    With a memory limit, freed memory is returned to the system at once. Otherwise glibc's malloc
+    keeps some of it, between blocks in use, which saves page faults and so makes steps faster.
     """
     variables = environment(home_of(file))
     if node.budget.memory_mb is not None:
@@ -179,7 +195,7 @@ def worker_environment(node: NodeSettings, file: Path) -> dict[str, str]:
 
 
 def home_of(file: Path) -> Path:
-    """Return the folder of Flower's own files of a node."""
+    """Return the folder in which Flower keeps a node's files."""
     return file.absolute().parent / "flower"
 
 
@@ -216,15 +232,17 @@ def why_ended(node: NodeSettings, file: Path, code: int, said: str) -> tuple[str
     here, server = file.absolute().parent, node.superlink
     if REFUSED in said:
         reason = (
-            f"the server at {server} refused the key of client {node.client}. Either a node with this key is "
-            "connected, or was killed less than a minute ago; or the server does not know the key: "
-            f"{here / 'key.pub'} should be in its folder nodes/{here.name}/, and the server started after that."
+            f"the server at {server} refused the key of client {node.client}. Either a node with "
+            "this key is connected, or was killed less than a minute ago; or the server does not "
+            f"know the key: {here / 'key.pub'} should be in its folder nodes/{here.name}/, and the "
+            "server started after that."
         )
         return reason, True
     if NOT_SAFE in said:
         reason = (
-            f"no safe connection to {server}: {last_words(said)}. {here / 'ca.crt'} should be the file "
-            "certificates/ca.crt of the server's folder, and superlink the host that `motley deploy init` was given."
+            f"no safe connection to {server}: {last_words(said)}. {here / 'ca.crt'} should be the "
+            "file certificates/ca.crt of the server's folder, and superlink the host that "
+            "`motley deploy init` was given."
         )
         return reason, False
     if code == FAILED:
@@ -232,8 +250,8 @@ def why_ended(node: NodeSettings, file: Path, code: int, said: str) -> tuple[str
         return f"the node ended: {last_words(said)}.", known is None or known[1] == NO_CONNECTION
     if code == 0:
         reason = (
-            f"the server at {server} does not accept this node's signature: its key was removed there, or the clocks "
-            "of the two machines differ by more than a few seconds."
+            f"the server at {server} does not accept this node's signature: its key was removed "
+            "there, or the clocks of the two machines differ by more than a few seconds."
         )
         return reason, False
     return f"the node ended with status {code}: {last_words(said)}.", False

@@ -31,7 +31,11 @@ def nodes_of_clients(folder: DeployFolder, nodes: Sequence[Any]) -> dict[int, An
 
 def missing_clients(nodes: Mapping[int, Any], clients: int) -> list[int]:
     """Return the clients whose nodes are not online."""
-    return [client for client in range(clients) if client not in nodes or nodes[client].status != "online"]
+    return [
+        client
+        for client in range(clients)
+        if client not in nodes or nodes[client].status != "online"
+    ]
 
 
 def node_table(folder: DeployFolder, nodes: Sequence[Any]) -> Table:
@@ -46,7 +50,13 @@ def node_table(folder: DeployFolder, nodes: Sequence[Any]) -> Table:
     for client, info in sorted(nodes_of_clients(folder, nodes).items()):
         file = folder.nodes / info.name / "node.toml"
         device = read_node(file).device if file.exists() else ""
-        table.add_row(str(client), info.name, sizes[client] if client < len(sizes) else "", device, *_state(info))
+        table.add_row(
+            str(client),
+            info.name,
+            sizes[client] if client < len(sizes) else "",
+            device,
+            *_state(info),
+        )
     return table
 
 
@@ -57,7 +67,9 @@ def _run_config(folder: DeployFolder) -> Any:
 
 
 def _state(info: Any) -> tuple[str, str, str]:
-    changed = {"online": info.last_activated_at, "offline": info.last_deactivated_at}.get(info.status, "")
+    changed = {"online": info.last_activated_at, "offline": info.last_deactivated_at}.get(
+        info.status, ""
+    )
     return STATES.get(info.status, info.status), _moment(changed), str(info.node_id)
 
 
@@ -69,7 +81,8 @@ def run_lines(folder: DeployFolder, runs: Sequence[Any]) -> list[str]:
     for run in runs:
         state = run.status.status if run.status.status != "finished" else run.status.sub_status
         reason = run.status.details.removeprefix("ServerApp failed with exception: ")
-        lines.append(f"run {run.run_id}: {state} since {_moment(run.finished_at or run.running_at or run.pending_at)}")
+        since = run.finished_at or run.running_at or run.pending_at
+        lines.append(f"run {run.run_id}: {state} since {_moment(since)}")
         if state == "failed" and reason:
             lines[-1] += f": {reason}"
     done = MetricsLog(folder.run / "metrics.jsonl").read()

@@ -1,7 +1,7 @@
 """The server process: Flower's SuperLink on two sockets.
 
 The public socket is behind a gate (gate.py), and the Control API needs a token. `motley deploy
-server` opens the sockets and starts this module as a process of its own:
+server` opens the sockets and starts this module as a separate process:
 
     python -m motley.deploy.superlink FOLDER PUBLIC_SOCKET PRIVATE_SOCKET
 """
@@ -37,7 +37,9 @@ class TokenPlugin(NoOpControlAuthnPlugin):
         super().__init__()
         self.token = token
 
-    def validate_tokens_in_metadata(self, metadata: Sequence[tuple[str, str | bytes]]) -> tuple[bool, Any]:
+    def validate_tokens_in_metadata(
+        self, metadata: Sequence[tuple[str, str | bytes]]
+    ) -> tuple[bool, Any]:
         """Compare a request's bearer token with the deployment's."""
         for _, given in metadata:
             if hmac.compare_digest(str(given).encode(), self.token.encode()):
@@ -48,14 +50,18 @@ class TokenPlugin(NoOpControlAuthnPlugin):
 def superlink_config(folder: DeployFolder, private: tuple[str, int]) -> SuperLinkLifespanConfig:
     """Return the SuperLink's settings. It starts no processes itself; see `superexec_command`."""
     insecure = folder.read_settings().insecure
-    ca, certificate, key = (folder.certificates / name for name in ("ca.crt", "server.pem", "server.key"))
+    ca, certificate, key = (
+        folder.certificates / name for name in ("ca.crt", "server.pem", "server.key")
+    )
     return SuperLinkLifespanConfig(
         control_address="",
         health_server_address=None,
         host=private[0],
         port=private[1],
         insecure=insecure,
-        certificates=None if insecure else (ca.read_bytes(), certificate.read_bytes(), key.read_bytes()),
+        certificates=None
+        if insecure
+        else (ca.read_bytes(), certificate.read_bytes(), key.read_bytes()),
         superexec_auth_secret=folder.read_secrets().superexec,
         authn_plugin=TokenPlugin(folder.read_secrets().token),
         event_log_plugin=None,
@@ -80,7 +86,9 @@ def main(path: str, public_socket: str, private_socket: str) -> None:
     # If `motley deploy server` is killed, this process would live on and keep the port.
     start_parent_process_monitor(os.getppid())
     folder = DeployFolder.open(Path(path))
-    public, private = (socket.socket(fileno=int(number)) for number in (public_socket, private_socket))
+    public, private = (
+        socket.socket(fileno=int(number)) for number in (public_socket, private_socket)
+    )
     host, port = private.getsockname()[:2]
     config = superlink_config(folder, (host, port))
     allowed = NODE_PATHS | SELF_REGISTRATION_PATHS if config.insecure else NODE_PATHS

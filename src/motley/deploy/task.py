@@ -108,7 +108,7 @@ def answer_message(address: str, reference: str, token: str, laps: Laps) -> None
 
 
 def run_app(reference: str, message: Message, context: Context, laps: Laps) -> Message:
-    """Run the app. Of an exception only the type travels: its text may be about the node's data."""
+    """Run the app. If it raises, send only the exception's type: its text may quote the data."""
     module, _, attribute = reference.partition(":")
     try:
         app = getattr(import_module(module), attribute)
@@ -123,7 +123,7 @@ def run_app(reference: str, message: Message, context: Context, laps: Laps) -> M
 
 
 def holds_at_most(limit_mb: float) -> bool:
-    """Tell whether this process's resident memory is within a limit. Only Linux is asked."""
+    """Tell whether this process's resident memory is within a limit; always true outside Linux."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -131,7 +131,9 @@ def holds_at_most(limit_mb: float) -> bool:
     resident_mb = pages * os.sysconf("SC_PAGESIZE") / 1e6
     if resident_mb > limit_mb:
         print(
-            f"motley: the worker holds {resident_mb:.0f} MB, more than max_idle_mb = {limit_mb:g}; it ends", flush=True
+            f"motley: the worker holds {resident_mb:.0f} MB, "
+            f"more than max_idle_mb = {limit_mb:g}; it ends",
+            flush=True,
         )
     return resident_mb <= limit_mb
 

@@ -34,11 +34,11 @@ from motley.core.errors import MotleyError
 from motley.files import write_secret
 
 CLIENT_APP = "motley.flower.client:app"
-#: Seconds between two looks for a message.
+#: Seconds between two polls for a message.
 POLL_S = 0.2
 #: Seconds that a worker may take to end when it is told to.
 END_S = 5.0
-#: What a worker reports after a message if it waits for the next one.
+#: A worker's report after a message if it stays alive for the next one.
 STAYS = "stays"
 
 
@@ -46,7 +46,7 @@ class TaskSource:
     """The SuperNode's messages, which it hands out on loopback to processes that know a secret."""
 
     def __init__(self, folder: Path, port: int) -> None:
-        """`folder` is the node's own; the secret in it is new with every start."""
+        """`folder` is the node's folder. Every start writes a new secret to it."""
         self.address = f"127.0.0.1:{port}"
         self.port = port
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,19 +66,21 @@ class TaskSource:
             protected_methods=frozenset({"/flwr.proto.Runtime/AcquireTask"}),
         )
         version = RuntimeVersionHttpInterceptor(component_name="SuperExec")
-        return RuntimeHttpClient.from_server_address(self.address, True, None, interceptors=[version, proof])
+        return RuntimeHttpClient.from_server_address(
+            self.address, True, None, interceptors=[version, proof]
+        )
 
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """How the node's worker process runs."""
+    """Settings of the node's worker process."""
 
     #: The client app, as MODULE:ATTRIBUTE.
     app: str = CLIENT_APP
     environment: Mapping[str, str] = field(default_factory=dict)
     #: Seconds that the process stays alive after a message; 0: one process per message.
     keep_alive_s: float = 0.0
-    #: A process that holds more resident memory than this after a message ends.
+    #: If the process has more resident memory than this after a message, it ends.
     max_idle_mb: float = float("inf")
 
 
@@ -150,7 +152,7 @@ class Worker:
         assert self._process.stdin is not None
         if self._busy:
             self._process.kill()
-        with suppress(OSError):  # what was written last cannot be delivered to a dead process
+        with suppress(OSError):  # closing flushes, which fails if the process is dead
             self._process.stdin.close()
         try:
             self._process.wait(END_S)
@@ -166,7 +168,9 @@ def next_task(client: RuntimeHttpClient) -> str:
     except httpx.TransportError:
         return ""
     except httpx.HTTPStatusError as error:
-        raise MotleyError(f"the SuperNode of this node refused to hand out messages: {error}") from None
+        raise MotleyError(
+            f"the SuperNode of this node refused to hand out messages: {error}"
+        ) from None
     return str(answer.token) if answer.HasField("task") else ""
 
 

@@ -71,7 +71,7 @@ class NodeApp(ClientApp):
         self.clients = ClientCache()
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Do what a message asks.
+        """Handle a message.
 
         Flower would send the text of an exception to the server, so every one is caught here. The
         exceptions that are no `Exception` (a signal, a crash in native code) end the process, and
@@ -81,7 +81,9 @@ class NodeApp(ClientApp):
             return super().__call__(message, context)
         except Exception as error:
             self.clients.drop()  # it may be in the middle of anything
-            return Message(Error(UNKNOWN_ERROR, keep_text(error, self.log(context))), reply_to=message)
+            return Message(
+                Error(UNKNOWN_ERROR, keep_text(error, self.log(context))), reply_to=message
+            )
 
     def log(self, context: Context) -> Path | None:
         """Return the file for the texts of failures, beside node.toml or the simulated states."""
@@ -128,7 +130,7 @@ def settings_of(context: Context, simulated: NodeSettings | None) -> NodeSetting
     return simulated.model_copy(update={"client": client, "memory": folder})
 
 
-# ---- what a node does
+# ---- the kinds of messages
 
 
 def introduce(node: NodeSettings, request: Request, clients: ClientCache) -> RecordDict:
@@ -143,7 +145,7 @@ def introduce(node: NodeSettings, request: Request, clients: ClientCache) -> Rec
 
 
 def train(node: NodeSettings, request: Request, clients: ClientCache) -> RecordDict:
-    """Train a part, and answer with its delta. The client's state is on the disk before that."""
+    """Train a part, and answer with its delta. The client state is saved to disk before that."""
     job = read_job(node, request)
     client = client_of(node, request, job.size, clients)
     update = client.train(job, request.number("forget"))
@@ -162,16 +164,19 @@ def train(node: NodeSettings, request: Request, clients: ClientCache) -> RecordD
 def collect(node: NodeSettings, request: Request, clients: ClientCache) -> RecordDict:
     """Answer the method's collection, or with BatchNorm statistics if the run recalibrates them.
 
-    A run with [privacy] has no collections: the values that they report, the number of examples
-    included, are neither clipped nor noised. So no server can have a node with privacy report
-    anything about its data.
+    A run with [privacy] has no collections: the values that they report, including the number of
+    examples, are neither clipped nor noised. A node with privacy therefore refuses them, whatever
+    the server asks.
     """
     job = read_job(node, request)
     if request.config.privacy.active:
         reason = "the job asks for a collection, but runs with [privacy] have none."
         raise NodeError("refused-by-node", reason)
     if job.collection == "statistics" and request.config.server.statistics.name != "recalibrate":
-        reason = "the job asks for BatchNorm statistics; the run has server.statistics.name = 'averaged'."
+        reason = (
+            "the job asks for BatchNorm statistics; "
+            "the run has server.statistics.name = 'averaged'."
+        )
         raise NodeError("refused-by-node", reason)
     collection = client_of(node, request, job.size, clients).collect(job)
     if collection is None:
@@ -188,7 +193,7 @@ def answer(
     delta: State | None = None,
     payload: State | None = None,
 ) -> RecordDict:
-    """Return what travels back. A client that had nothing to do answers with no examples."""
+    """Return the content of a reply. A client that had nothing to do reports no examples."""
     about: dict[str, ConfigRecordValues] = {
         "round": job.round_number,
         "client": job.client,
@@ -205,7 +210,7 @@ def answer(
 
 def client_of(node: NodeSettings, request: Request, size: str, clients: ClientCache) -> Client:
     """Return this node's client of a size, with its own examples."""
-    # Everything that the client is built from, and the run: another one starts from nothing.
+    # Everything that the client is built from, and the run: a new run gets a new client.
     sent = (request.run, request.text, request.image, request.classes, size)
     key = (sent, node, stamp_of(node))
     return clients.get(key, lambda: build_client(node, request, size))
@@ -222,16 +227,16 @@ def build_client(node: NodeSettings, request: Request, size: str) -> Client:
         if request.config.privacy.active and not node.repeatable:
             secret = own_secret(folder)
     # Client states are read from the disk when a job needs them: none stays in memory meanwhile.
-    own = {"name": "local", "device": node.device, "client_state_host_gib": 0.0}
+    node_engine = {"name": "local", "device": node.device, "client_state_host_gib": 0.0}
     with failing_as("bad-config"):
-        engine = validate(EngineSettings, {**request.config.engine.model_dump(), **own})
+        engine = validate(EngineSettings, {**request.config.engine.model_dump(), **node_engine})
         config = request.config.model_copy(update={"engine": engine})
         classes = request.classes
         return Client(config, size, examples, partition, classes, folder=folder, secret=secret)
 
 
 def own_secret(folder: Path) -> bytes:
-    """Return the key of this node's noise: drawn once, and known to nobody else."""
+    """Return the key of this node's noise. It is generated once and never leaves the node."""
     file, unfinished = folder / "secret", folder / "secret.unfinished"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -259,7 +264,7 @@ def chosen_size(node: NodeSettings, request: Request) -> str:
 
 
 def refuse_other_sizes(node: NodeSettings, request: Request, size: str) -> None:
-    """Refuse a job of a size that the node is not set to, or that is beyond its budget."""
+    """Refuse a job for a size that node.toml does not allow or that exceeds the node's budget."""
     if node.size and node.size != size:
         reason = f"size = {node.size!r}: the job is for {size!r}."
         raise NodeError("refused-by-node", reason)
@@ -274,7 +279,7 @@ def budget_of(node: NodeSettings) -> Budget:
 
 
 def describe(cost: Cost) -> str:
-    """Return what a size takes, in the words of node.toml's [budget]."""
+    """Return the cost of a size as text, with the keys of node.toml's [budget]."""
     memory_mb, gflops = cost.memory / 1e6, cost.flops / 1e9
     return f"memory_mb = {memory_mb:.1f}, parameters = {cost.parameters}, gflops = {gflops:.3g}"
 

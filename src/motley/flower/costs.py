@@ -1,4 +1,4 @@
-"""Counts the costs of a run's sizes, for a node with a budget, in a process of its own.
+"""Counts the costs of a run's sizes, for a node with a budget, in a separate process.
 
     python -m motley.flower.costs < REQUEST
 

@@ -66,9 +66,9 @@ class Nodes:
         end = time.monotonic() + self.settings.wait_s
         while True:
             self._greet()
-            found = {client: self._nodes[client] for client in wanted if client in self._nodes}
-            if len(found) == len(wanted) or time.monotonic() > end:
-                return found
+            nodes = {client: self._nodes[client] for client in wanted if client in self._nodes}
+            if len(nodes) == len(wanted) or time.monotonic() > end:
+                return nodes
             time.sleep(POLL_S)
 
     def _greet(self) -> None:
@@ -78,7 +78,9 @@ class Nodes:
         new = sorted(connected - self._met)
         self._met = connected
         for node in new:
-            (number,) = self.grid.push_messages([Message(RecordDict({"job": self.content()}), node, MessageType.QUERY)])
+            (number,) = self.grid.push_messages(
+                [Message(RecordDict({"job": self.content()}), node, MessageType.QUERY)]
+            )
             self._asked[number] = node
         for reply in self.answers.pull(list(self._asked)):
             node = self._asked.pop(reply.metadata.reply_to_message_id)
@@ -96,12 +98,14 @@ class Nodes:
             answer = reply.content["node"]
             client, size = number(answer, "client"), str(answer["size"])
         except (KeyError, MotleyError) as error:
-            print(f"node {node} is left out: it did not say which client it is: {error}", flush=True)
-            return
-        if client >= self.config.federation.clients:
             print(
-                f"node {node} is left out: client = {client}, but there are {self.config.federation.clients}.",
-                flush=True,
+                f"node {node} is left out: it did not say which client it is: {error}", flush=True
+            )
+            return
+        clients = self.config.federation.clients
+        if client >= clients:
+            print(
+                f"node {node} is left out: client = {client}, but there are {clients}.", flush=True
             )
             return
         self._nodes[client], self.sizes[client] = node, size
@@ -113,7 +117,8 @@ class FlowerEngine:
     trusted: ClassVar[bool] = False
 
     def __init__(self, nodes: Nodes) -> None:
-        self.nodes, self.grid, self.answers, self.settings = nodes, nodes.grid, nodes.answers, nodes.settings
+        self.nodes, self.grid = nodes, nodes.grid
+        self.answers, self.settings = nodes.answers, nodes.settings
         self._forget: dict[int, int] = {}
 
     def train(self, jobs: Sequence[Job], done: Done) -> Sequence[ClientUpdate | Failure]:
@@ -134,7 +139,11 @@ class FlowerEngine:
             if isinstance(answer, Failure):
                 answers.append(answer)
             elif answer.num_examples:
-                answers.append(Collection(job.client, answer.num_examples, answer.payload, job.size, job.round_number))
+                answers.append(
+                    Collection(
+                        job.client, answer.num_examples, answer.payload, job.size, job.round_number
+                    )
+                )
         return sorted(answers, key=lambda answer: answer.client)
 
     def save_memory(self, rounds: dict[int, int]) -> None:
@@ -144,14 +153,18 @@ class FlowerEngine:
         """Tell each node with its next job which client states are no longer needed."""
         self._forget = rounds
 
-    def _ask(self, jobs: Sequence[Job], kind: str) -> Iterator[tuple[Job, ClientUpdate | Failure]]:
-        """Send jobs; yield each with its answer as it arrives, or with the reason of its failure."""
-        found = self.nodes.find([job.client for job in jobs])
+    def _ask(
+        self, jobs: Sequence[Job], message_type: str
+    ) -> Iterator[tuple[Job, ClientUpdate | Failure]]:
+        """Send jobs; yield each with its answer as it arrives, or with the reason for a failure."""
+        nodes = self.nodes.find([job.client for job in jobs])
         for job in jobs:
-            if job.client not in found:
+            if job.client not in nodes:
                 yield job, Failure(job.client, "its node is not connected.")
-        asked = [job for job in jobs if job.client in found]
-        numbers = self.grid.push_messages([self._message(job, found[job.client], kind) for job in asked])
+        asked = [job for job in jobs if job.client in nodes]
+        numbers = self.grid.push_messages(
+            [self._message(job, nodes[job.client], message_type) for job in asked]
+        )
         waiting = dict(zip(numbers, asked, strict=True))
         end, pause = time.monotonic() + self.settings.timeout_s, FIRST_S
         while waiting:
@@ -163,10 +176,14 @@ class FlowerEngine:
             time.sleep(min(pause, POLL_S) if waiting else 0)
             pause *= LONGER
         for sent, job in waiting.items():
-            fault = "announced an answer that did not come whole" if self.answers.give_up(sent) else "did not answer"
+            fault = (
+                "announced an answer that did not come whole"
+                if self.answers.give_up(sent)
+                else "did not answer"
+            )
             yield job, Failure(job.client, f"it {fault} within {self.settings.timeout_s:g} s.")
 
-    def _message(self, job: Job, node: int, kind: str) -> Message:
+    def _message(self, job: Job, node: int, message_type: str) -> Message:
         about = self.nodes.content(
             round=job.round_number,
             client=job.client,
@@ -175,8 +192,16 @@ class FlowerEngine:
             forget=self._forget.get(job.client, 0),
             collection=job.collection,
         )
-        content = RecordDict({"job": about, "arrays": pack(state=job.state, broadcast=job.broadcast)})
-        return Message(content, node, kind, ttl=self.settings.timeout_s + GRACE_S, group_id=str(job.round_number))
+        content = RecordDict(
+            {"job": about, "arrays": pack(state=job.state, broadcast=job.broadcast)}
+        )
+        return Message(
+            content,
+            node,
+            message_type,
+            ttl=self.settings.timeout_s + GRACE_S,
+            group_id=str(job.round_number),
+        )
 
     def _answer(self, job: Job, reply: Message) -> ClientUpdate | Failure:
         """Return the update in a reply, or the reason why it cannot be used."""

@@ -18,7 +18,9 @@ def read_examples(node: NodeSettings, request: Request) -> tuple[Examples, Parti
     with failing_as("data"):
         train = read_data(node).train
         if train.images.shape[1:] != request.image:
-            raise MotleyError(f"data: images are {train.images.shape[1:]}; the federation's are {request.image}.")
+            raise MotleyError(
+                f"data: images are {train.images.shape[1:]}; the federation's are {request.image}."
+            )
         lowest, highest = int(train.labels.min()), int(train.labels.max())
         if lowest < 0 or highest >= request.classes:
             raise MotleyError(

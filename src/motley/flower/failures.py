@@ -24,7 +24,15 @@ from motley.limits import is_out_of_memory
 #: node-settings: node.toml cannot be used. refused-by-node: the job does not match the node's
 #: settings (client, size, budget, privacy). data: the node's data cannot be used. out-of-memory: on
 #: the node or its GPU. training: everything else.
-Kind = Literal["bad-message", "bad-config", "node-settings", "refused-by-node", "data", "training", "out-of-memory"]
+Kind = Literal[
+    "bad-message",
+    "bad-config",
+    "node-settings",
+    "refused-by-node",
+    "data",
+    "training",
+    "out-of-memory",
+]
 
 #: A log of this size is renamed to .old: a server that makes a node fail again and again must not
 #: fill the node's disk.
@@ -34,7 +42,7 @@ _REASON = re.compile(rf"({'|'.join(get_args(Kind))}) ([0-9a-f]{{8}})")
 
 
 class NodeError(MotleyError):
-    """A failure of a known kind. If `text` is empty, the text of its cause stands for it."""
+    """A failure of a known kind. If `text` is empty, the text of its cause is used."""
 
     def __init__(self, kind: Kind, text: str = "") -> None:
         super().__init__(text)
@@ -71,7 +79,7 @@ def kind_of(error: Exception) -> Kind:
 
 
 def keep_text(error: Exception, log: Path | None) -> str:
-    """Write a failure's text to the node's terminal and log; return what the server is told."""
+    """Write a failure's text to the node's terminal and log; return the text for the server."""
     kind, reference = kind_of(error), secrets.token_hex(4)
     text = f"failure {reference} ({kind}): {text_of(error)}\n"
     print(f"motley: {text}", end="", file=sys.stderr, flush=True)

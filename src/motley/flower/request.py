@@ -1,4 +1,4 @@
-"""What a message asks of a node. The server is not trusted, so every value is checked."""
+"""Reads and checks the messages to a node. The server is not trusted, so every value is checked."""
 
 from __future__ import annotations
 

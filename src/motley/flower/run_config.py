@@ -1,9 +1,9 @@
 """The run's configuration for the nodes, without any paths.
 
-A path on the server's machine means nothing on a node's, and a malicious server could name one of
-the node's files to learn something about it. So the server removes all paths from the configuration,
-and the node, which does not trust the server, removes them again before it does anything else. The
-node's own node.toml names the files that it needs.
+A path on the server's machine means nothing on a node, and a malicious server could name one of
+the node's files to learn something about it. So the server removes all paths from the
+configuration, and the node, which does not trust the server, removes them again before it does
+anything else. The node's own node.toml names the files that it needs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def from_text(text: str, node: NodeSettings) -> Config:
         federation = table_in(values, "federation")
         if federation.get("size_assignment") == "budget":
             if not federation.get("sizes"):
-                raise NodeError("bad-config", "federation.sizes: a run with budgets should name every client's size.")
+                raise NodeError(
+                    "bad-config",
+                    "federation.sizes: a run with budgets should name every client's size.",
+                )
             federation["size_assignment"] = "blocks"
         return validate(Config, values)
 
@@ -52,8 +55,9 @@ def own_partition(node: NodeSettings) -> Values:
     if not node.data.partition:
         raise NodeError(
             "node-settings",
-            "data.partition: is not set. The run deals examples by a file of index lists (data.partition.name = "
-            '"file"); with data.dealt = true, node.toml should name this node\'s copy of it.',
+            "data.partition: is not set. The run deals examples by a file of index lists "
+            '(data.partition.name = "file"); with data.dealt = true, node.toml should name this '
+            "node's copy of it.",
         )
     return {"path": node.data.partition}
 

@@ -31,10 +31,11 @@ def serve(
     dataset = load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
     config = with_budgets(config, dataset)
     nodes = Nodes(grid, config, dataset)
-    found = nodes.find(range(config.federation.clients))
+    connected = nodes.find(range(config.federation.clients))
     if new is None:
         return resume_run(path, watchers, engine=lambda federation: FlowerEngine(nodes))
-    if absent := [client for client in range(config.federation.clients) if client not in found]:
+    absent = [client for client in range(config.federation.clients) if client not in connected]
+    if absent:
         raise MotleyError(
             f"engine.flower.wait_s = {config.engine.flower.wait_s:g}: no node came for "
             f"client {', '.join(map(str, absent))}; a run begins with all of its clients."
@@ -50,7 +51,9 @@ def with_budgets(config: Config, dataset: Dataset) -> Config:
         return config
     data = DeviceData(dataset.train, config.data.transform, torch.device("cpu"), augment=False)
     costs = costs_of(build_split(config, data.shape, dataset.classes), data.shape, config.training)
-    sizes = assigned(costs, read_budgets(Path(config.federation.budgets)), config.federation.clients)
+    sizes = assigned(
+        costs, read_budgets(Path(config.federation.budgets)), config.federation.clients
+    )
     chosen = {"size_assignment": "blocks", "budgets": "", "sizes": sizes}
     values = config.model_dump(mode="json")
     return validate(Config, {**values, "federation": {**values["federation"], **chosen}})
@@ -62,4 +65,7 @@ def with_sizes(config: Config, sizes: dict[int, str]) -> Config:
     if chosen == assign_sizes(config):
         return config
     values = config.model_dump(mode="json")
-    return validate(Config, {**values, "federation": {**values["federation"], "sizes": chosen, "size_fractions": []}})
+    return validate(
+        Config,
+        {**values, "federation": {**values["federation"], "sizes": chosen, "size_fractions": []}},
+    )

@@ -51,7 +51,7 @@ class NodeSettings(Settings):
     client: int = Field(ge=0)
     """The client's number in the federation. It must not change, and no other node may have it."""
     size: str = ""
-    """The size to train; empty: the largest one within the budget, or the one that the run assigns."""
+    """The size to train; empty: the largest one within the budget, or the run's choice."""
     budget: NodeBudget = NodeBudget()
     data: NodeData = NodeData()
     memory: str = ""
@@ -80,9 +80,9 @@ class NodeSettings(Settings):
     def _old_budget(cls, values: Any) -> Any:
         if isinstance(values, dict) and "budget_mib" in values:
             raise ValueError(
-                f"budget_mib = {values['budget_mib']!r}: this key (the weights alone, in MiB) was removed. Use a "
-                "table [budget] with memory_mb, parameters or gflops, as in budgets.csv; `motley plan` shows what "
-                "each size takes."
+                f"budget_mib = {values['budget_mib']!r}: this key (the weights alone, in MiB) was "
+                "removed. Use a table [budget] with memory_mb, parameters or gflops, as in "
+                "budgets.csv; `motley plan` shows what each size takes."
             )
         return values
 

@@ -22,10 +22,16 @@ from motley.runs.callbacks import Callback
 from motley.runs.folder import RunFolder
 from motley.server.state import ServerState
 
-QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
 
 
-def simulate(new: Config | None, path: Path, watchers: Iterable[Callback] = ()) -> tuple[Federation, ServerState]:
+def simulate(
+    new: Config | None, path: Path, watchers: Iterable[Callback] = ()
+) -> tuple[Federation, ServerState]:
     """Run a federation, as `serve` does, on simulated nodes: one Ray worker per core.
 
     Every node trains on its client's share of the run's data set.
@@ -46,7 +52,15 @@ def simulate(new: Config | None, path: Path, watchers: Iterable[Callback] = ()) 
     }
     partition = config.data.partition
     lists = str(partition.path.expanduser()) if isinstance(partition, FromFile) else ""
-    data = NodeData(name=config.data.name, path=config.data.path, root=config.data.root, dealt=True, partition=lists)
-    every = NodeSettings(client=0, data=data, memory=str((path / "clients").absolute()), repeatable=True)
+    data = NodeData(
+        name=config.data.name,
+        path=config.data.path,
+        root=config.data.root,
+        dealt=True,
+        partition=lists,
+    )
+    every = NodeSettings(
+        client=0, data=data, memory=str((path / "clients").absolute()), repeatable=True
+    )
     run_simulation(app, build(every), config.federation.clients, backend_config=backend)
     return played[0]

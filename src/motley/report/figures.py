@@ -40,7 +40,8 @@ def style(number: int) -> dict[str, Any]:
 def accuracy(panel: Panel, size: str, labels: Sequence[str]) -> go.Figure:
     """Draw accuracy over rounds for one size, or for the mean over sizes.
 
-    Lines are means over seeds. With several seeds, a band shows one standard deviation around it.
+    Lines are means over seeds. With several seeds, a band shows one standard deviation around
+    each line.
     """
     figure = go.Figure()
     shown = panel.series if size == "mean" else panel.distinct
@@ -71,7 +72,12 @@ def sizes(panel: Panel, series: Series) -> go.Figure:
 
 
 def _curve(
-    figure: go.Figure, series: Series, size: str, line: dict[str, Any], name: str, group: str | None = None
+    figure: go.Figure,
+    series: Series,
+    size: str,
+    line: dict[str, Any],
+    name: str,
+    group: str | None = None,
 ) -> None:
     """Add the mean over seeds and, with several seeds, the band around it."""
     rounds, values = series.curve(size)
@@ -93,7 +99,9 @@ def _curve(
             showlegend=False,
             legendgroup=group,
         )
-    _add_line(figure, rounds, means, line, name, group, hovertemplate=f"%{{y:.1f}} % ({series.count})")
+    _add_line(
+        figure, rounds, means, line, name, group, hovertemplate=f"%{{y:.1f}} % ({series.count})"
+    )
 
 
 def _add_line(
@@ -125,7 +133,9 @@ def traffic(panel: Panel, labels: Sequence[str]) -> go.Figure:
     def megabytes(line: dict[str, Any]) -> float:
         return (line["bytes"]["down"] + line["bytes"]["up"]) / 1e6
 
-    return _accuracy_against(panel, labels, megabytes, "accuracy against traffic", "MB sent, down and up")
+    return _accuracy_against(
+        panel, labels, megabytes, "accuracy against traffic", "MB sent, down and up"
+    )
 
 
 def time(panel: Panel, labels: Sequence[str]) -> go.Figure:
@@ -138,7 +148,11 @@ def time(panel: Panel, labels: Sequence[str]) -> go.Figure:
 
 
 def _accuracy_against(
-    panel: Panel, labels: Sequence[str], cost: Callable[[dict[str, Any]], float], title: str, unit: str
+    panel: Panel,
+    labels: Sequence[str],
+    cost: Callable[[dict[str, Any]], float],
+    title: str,
+    unit: str,
 ) -> go.Figure:
     """Draw accuracy against a cumulative cost; `cost` is that of one line of metrics."""
     figure = go.Figure()

@@ -65,7 +65,7 @@ class Run:
 def _read_environment(file: Path) -> dict[str, Any]:
     """Return the versions and hardware of a run.
 
-    A damaged file counts as empty, because it is no reason to have no report.
+    A damaged file counts as empty: the rest of the report does not depend on it.
     """
     try:
         environment = json.loads(file.read_text())
@@ -338,7 +338,7 @@ def _labels(groups: Sequence[_Group], differing: Sequence[str]) -> list[str]:
 
 
 def _folder_names(groups: Sequence[_Group]) -> list[str]:
-    """Return distinct names for groups, with as much of the folders' paths as that takes."""
+    """Return distinct names for groups, with as much of the folders' paths as necessary."""
     names = []
     for group in groups:
         folders = [run.path.resolve().name for run in group.runs]

@@ -21,7 +21,7 @@ class Callback:
     """Watches a run. By default every event does nothing."""
 
     def on_start(self, federation: Federation, server: ServerState) -> None:
-        """Called before the first round; `server` is what the run starts or continues from."""
+        """Called before the first round; the run starts or continues from `server`."""
 
     def on_client(self, client: int) -> None:
         """Called after a client has finished its local update."""
@@ -105,7 +105,7 @@ class WriteTensorBoard(Callback):
     def on_start(self, federation: Federation, server: ServerState) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard hides events from `purge_step` on that an earlier, interrupted process wrote.
+        # TensorBoard hides the events of an earlier, interrupted process from `purge_step` on.
         self.writer = SummaryWriter(str(self.folder), purge_step=server.round_number + 1)
 
     def on_round(self, server: ServerState, record: RoundRecord) -> None:
@@ -160,5 +160,9 @@ def folder_callbacks(folder: RunFolder, config: Config) -> list[Callback]:
     callbacks: list[Callback] = [WriteMetrics(MetricsLog(folder.metrics))]
     if config.run.tensorboard and tensorboard_installed():
         callbacks.append(WriteTensorBoard(folder.tensorboard))
-    callbacks.append(SaveCheckpoints(folder.checkpoints, config.run.checkpoint_every, config.run.keep_checkpoints))
+    callbacks.append(
+        SaveCheckpoints(
+            folder.checkpoints, config.run.checkpoint_every, config.run.keep_checkpoints
+        )
+    )
     return callbacks

@@ -41,7 +41,9 @@ _RENAMED = {
 _UNFINISHED = "unfinished-"
 
 
-def save_checkpoint(folder: Path, server: ServerState, keep: int, config: Config | None = None) -> Path:
+def save_checkpoint(
+    folder: Path, server: ServerState, keep: int, config: Config | None = None
+) -> Path:
     """Write `server` to `folder`/round-N and delete all but the newest `keep` checkpoints.
 
     The configuration is saved with it, so that `changed_settings` can tell whether config.toml was
@@ -61,7 +63,9 @@ def save_checkpoint(folder: Path, server: ServerState, keep: int, config: Config
         ) from None
 
 
-def _write(folder: Path, unfinished: Path, server: ServerState, keep: int, config: Config | None) -> Path:
+def _write(
+    folder: Path, unfinished: Path, server: ServerState, keep: int, config: Config | None
+) -> Path:
     final = folder / f"round-{server.round_number:06d}"
     unfinished.mkdir(parents=True)
     sections = _sections(server)

@@ -33,7 +33,7 @@ except ImportError:  # Windows, where nothing stops two processes from writing t
 
 
 class RunFolder:
-    """The paths inside a run's folder, and the lock that one process at a time holds."""
+    """The paths inside a run's folder, and a lock that only one process can hold."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -72,7 +72,9 @@ class RunFolder:
     def require_free(self) -> None:
         """Raise if a new run cannot be created here: the path is taken or is not writable."""
         try:
-            is_free = not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir()))
+            is_free = not self.path.exists() or (
+                self.path.is_dir() and not any(self.path.iterdir())
+            )
         except OSError as error:
             raise MotleyError(f"{self.path} cannot be created: {error}.") from None
         if not is_free:
@@ -82,7 +84,9 @@ class RunFolder:
     def _not_free(self) -> MotleyError:
         reason = "is not empty" if self.path.is_dir() else "is a file"
         advice = f" To continue it: motley resume {self.path}" if self.config.exists() else ""
-        return MotleyError(f"{self.path} already exists and {reason}; a run needs a folder of its own.{advice}")
+        return MotleyError(
+            f"{self.path} already exists and {reason}; a run needs a folder of its own.{advice}"
+        )
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -136,7 +140,7 @@ def next_free(parent: Path, stem: str) -> Path:
 
 
 def describe_environment() -> dict[str, str | int]:
-    """Return the versions and the hardware, for the record beside a run's results."""
+    """Return the versions and the hardware, to be saved with a run's results."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
         "motley": motley.__version__,

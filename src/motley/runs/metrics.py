@@ -28,7 +28,9 @@ def to_line(record: RoundRecord) -> dict[str, Any]:
         line["accuracy"] = {size: round(score.accuracy, 6) for size, score in scores.items()}
         line["accuracy"][OVERALL] = round(overall(record), 6)
         line["loss"] = {size: _number(score.loss) for size, score in scores.items()}
-        line["class_accuracy"] = {size: _rounded(score.class_accuracy) for size, score in scores.items()}
+        line["class_accuracy"] = {
+            size: _rounded(score.class_accuracy) for size, score in scores.items()
+        }
     line["train_loss"] = _number(record.train_loss)
     line["clients"] = record.clients
     if record.refused:
@@ -47,7 +49,7 @@ def to_line(record: RoundRecord) -> dict[str, Any]:
 
 
 def stage_metrics(line: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the metrics of a line that are not per layer. The method's lose their `method/`."""
+    """Return a line's metrics that are not per layer, without the prefix `method/`."""
     metrics = {}
     for name, value in (line.get("metrics") or {}).items():
         if name.count("/") == 1:
@@ -76,7 +78,7 @@ def _rounded(accuracies: tuple[float | None, ...]) -> list[float | None]:
 
 
 def _number(value: float) -> float | None:
-    """Round to six digits. NaN and infinity, which JSON does not have, become None (null)."""
+    """Round to six digits. NaN and infinity, which JSON cannot represent, become None (null)."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
@@ -153,7 +155,9 @@ def _upgrade(line: dict[str, Any]) -> dict[str, Any]:
     if not (line.get("method") or line.get("inco")):
         return line
     upgraded = dict(line)
-    metrics = {f"method/{name}": value for name, value in (upgraded.pop("method", None) or {}).items()}
+    metrics = {}
+    for name, value in (upgraded.pop("method", None) or {}).items():
+        metrics[f"method/{name}"] = value
     for layer, coefficients in (upgraded.pop("inco", None) or {}).items():
         for name, value in coefficients.items():
             metrics[f"inco/{layer}/{name}"] = value
@@ -210,7 +214,9 @@ def outcome(lines: list[dict[str, Any]], last_k: int, targets: tuple[float, ...]
     return Outcome(
         rounds=lines[-1]["round"] if lines else 0,
         accuracy={name: summarize(rounds, values, last_k) for name, values in series.items()},
-        rounds_to={target: rounds_to(target, rounds, series.get(OVERALL, [])) for target in targets},
+        rounds_to={
+            target: rounds_to(target, rounds, series.get(OVERALL, [])) for target in targets
+        },
         bytes_down=sum(line["bytes"]["down"] for line in lines),
         bytes_up=sum(line["bytes"]["up"] for line in lines),
         seconds=seconds,

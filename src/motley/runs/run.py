@@ -77,7 +77,9 @@ def resume_run(
 
 
 @one_interrupt()
-def run_rounds(federation: Federation, server: ServerState, callbacks: Iterable[Callback]) -> ServerState:
+def run_rounds(
+    federation: Federation, server: ServerState, callbacks: Iterable[Callback]
+) -> ServerState:
     """Run the remaining rounds of the configuration and return the server after the last one.
 
     A round is complete once every callback has seen it: a round whose metrics were not written is
@@ -185,7 +187,9 @@ def set_rounds(path: Path, rounds: int) -> Config:
         config = folder.read_config()
         completed = last_round(folder.checkpoints)
         if rounds < completed:
-            raise MotleyError(f"--rounds {rounds}: {path} has already completed {completed} rounds.")
+            raise MotleyError(
+                f"--rounds {rounds}: {path} has already completed {completed} rounds."
+            )
         if rounds != config.training.rounds:
             training = config.training.model_copy(update={"rounds": rounds})
             config = config.model_copy(update={"training": training})

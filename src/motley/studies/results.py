@@ -152,7 +152,9 @@ def results_folder(study: Study, scale: str, out: Path) -> Path:
     return out / f"{study.name}-{scale}"
 
 
-def save(study: Study, scale: str, cells: Sequence[Cell], results: Sequence[Result], out: Path) -> Path:
+def save(
+    study: Study, scale: str, cells: Sequence[Cell], results: Sequence[Result], out: Path
+) -> Path:
     """Write the study's results and return their folder."""
     folder = results_folder(study, scale, out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +165,9 @@ def save(study: Study, scale: str, cells: Sequence[Cell], results: Sequence[Resu
     return folder
 
 
-def _to_json(study: Study, scale: str, cells: Sequence[Cell], results: Sequence[Result]) -> dict[str, Any]:
+def _to_json(
+    study: Study, scale: str, cells: Sequence[Cell], results: Sequence[Result]
+) -> dict[str, Any]:
     rows = []
     for title, members in columns(results):
         for result in members:
@@ -204,7 +208,9 @@ def read_saved(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise MotleyError(f"{file} cannot be read: {error}.") from None
     if not isinstance(saved, dict) or not isinstance(saved.get("cells"), list):
-        raise MotleyError(f"{file} is not the description of a study. Run the study again to write it.")
+        raise MotleyError(
+            f"{file} is not the description of a study. Run the study again to write it."
+        )
     return saved
 
 

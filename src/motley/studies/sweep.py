@@ -142,7 +142,9 @@ def plan_cells(
     return planned
 
 
-def _select(option: str, declared: Iterable[Any], names: list[str], default: list[Any]) -> list[Any]:
+def _select(
+    option: str, declared: Iterable[Any], names: list[str], default: list[Any]
+) -> list[Any]:
     by_name = {item.name: item for item in declared}
     for name in names:
         if name not in by_name:
@@ -243,7 +245,9 @@ def _missing_size(row: MethodRow, config: Config) -> Iterator[Missing]:
         yield Missing(row.name, f"size: {unknown('size', row.size, sizes)}")
 
 
-def _missing_data(study: Study, column: DataColumn, case: Case, overrides: Table) -> Iterator[Missing]:
+def _missing_data(
+    study: Study, column: DataColumn, case: Case, overrides: Table
+) -> Iterator[Missing]:
     if column.reader not in DATASETS:
         yield Missing(column.name, "there is no reader for this data set (motley list datasets).")
         return
