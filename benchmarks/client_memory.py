@@ -29,9 +29,13 @@ def main() -> None:
     from motley.federation import Federation
 
     options = arguments(__doc__).parse_args()
-    config = load_config(preset=PRESET, overrides=["method.name=HeteroScaffold", "engine.device=cpu"])
+    config = load_config(
+        preset=PRESET, overrides=["method.name=HeteroScaffold", "engine.device=cpu"]
+    )
     with tempfile.TemporaryDirectory() as folder:
-        federation = Federation(config, dataset=synthetic_dataset("cifar10"), memory_folder=Path(folder))
+        federation = Federation(
+            config, dataset=synthetic_dataset("cifar10"), memory_folder=Path(folder)
+        )
         assert isinstance(federation.engine, LocalEngine)
         kept, server, filed = federation.engine.clients.memory, federation.initial_state(), 0
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -41,9 +45,13 @@ def main() -> None:
                 job = federation.job(server, round_number, client)
                 memory = {
                     n: torch.randn_like(t)
-                    for n, t in federation.method.client.initial_client_state(size, job.state).items()
+                    for n, t in federation.method.client.initial_client_state(
+                        size, job.state
+                    ).items()
                 }
-                filed += sum(tensor.nbytes for tensor in memory.values()) if round_number == 1 else 0
+                filed += (
+                    sum(tensor.nbytes for tensor in memory.values()) if round_number == 1 else 0
+                )
                 kept.put(client, round_number, memory)
             kept.save(dict.fromkeys(range(len(federation.sizes)), round_number))
             kept.forget_older(dict.fromkeys(range(len(federation.sizes)), round_number))

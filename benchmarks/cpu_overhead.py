@@ -96,13 +96,25 @@ class HandWritten:
         self.numerics = federation.numerics
         self.model = federation.split.build(config.model.sizes[0]).train()
         side = config.data.transform.resize
-        images = torch.from_numpy(federation.dataset.train.images).permute(0, 3, 1, 2).float().div(255).contiguous()
-        self.images = images if images.shape[-1] == side else F.interpolate(images, size=(side, side), mode="bilinear")
+        images = (
+            torch.from_numpy(federation.dataset.train.images)
+            .permute(0, 3, 1, 2)
+            .float()
+            .div(255)
+            .contiguous()
+        )
+        self.images = (
+            images
+            if images.shape[-1] == side
+            else F.interpolate(images, size=(side, side), mode="bilinear")
+        )
         self.labels = torch.from_numpy(federation.dataset.train.labels)
 
     def play(self, state: dict[str, Tensor], round_number: int) -> dict[str, Tensor]:
         """Return the global state after a round."""
-        total = {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in state.items()}
+        total = {
+            name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in state.items()
+        }
         clients = self.sample(round_number)
         with self.numerics():  # as many threads as Motley has
             for client in clients:
@@ -110,7 +122,9 @@ class HandWritten:
                 self.train(round_number, client)
                 for name, tensor in self.model.state_dict().items():
                     total[name] += tensor
-        return {name: (total[name] / len(clients)).to(tensor.dtype) for name, tensor in state.items()}
+        return {
+            name: (total[name] / len(clients)).to(tensor.dtype) for name, tensor in state.items()
+        }
 
     def train(self, round_number: int, client: int) -> float:
         """Train the model on a client's examples; return its mean loss."""
@@ -126,7 +140,10 @@ class HandWritten:
 
     def batches(self, round_number: int, client: int) -> Iterator[Tensor]:
         """Yield the examples of each step: the client's, in a new order every epoch."""
-        mine, random = self.partition.of(client), generator(self.seed, "batches", round_number, client)
+        mine, random = (
+            self.partition.of(client),
+            generator(self.seed, "batches", round_number, client),
+        )
         for _ in range(int(self.training.epochs)):
             yield from torch.from_numpy(random.permutation(mine)).split(self.training.batch_size)
 
@@ -165,7 +182,9 @@ def measure(setting: Setting, rounds: int) -> dict[str, str | int | float]:
             state, seconds[number, 0] = timed(one)
             (server, _), seconds[number, 1] = timed(other)
         gap = max(gap, difference(state, server.state))
-        assert gap <= TOLERANCE, f"{setting.name}: the weights differ by {gap} after round {number + 1}"
+        assert gap <= TOLERANCE, (
+            f"{setting.name}: the weights differ by {gap} after round {number + 1}"
+        )
     hand, motley = (1000 * np.median(seconds[1:], axis=0)).tolist()
     low, ratio, high = np.quantile(seconds[1:, 1] / seconds[1:, 0], (0.25, 0.5, 0.75)).tolist()
     return {
@@ -182,12 +201,18 @@ def measure(setting: Setting, rounds: int) -> dict[str, str | int | float]:
 def main() -> None:
     """Measure every setting."""
     parser = arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=0, help="timed rounds of each setting (default: as is useful)")
+    parser.add_argument(
+        "--rounds", type=int, default=0, help="timed rounds of each setting (default: as is useful)"
+    )
     parser.add_argument("--only", default="", help="settings whose name begins with this")
     options = parser.parse_args()
     chosen = [setting for setting in SETTINGS if setting.name.startswith(options.only)]
     about = machine("torch", "numpy", "motleyfl")
-    report([measure(setting, options.rounds or setting.rounds) for setting in chosen], about, options.json)
+    report(
+        [measure(setting, options.rounds or setting.rounds) for setting in chosen],
+        about,
+        options.json,
+    )
 
 
 if __name__ == "__main__":

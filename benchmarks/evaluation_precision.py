@@ -43,7 +43,9 @@ def accuracy(model: nn.Module, data: DeviceData, dtype: torch.dtype) -> float:
     return right / len(data)
 
 
-def evaluate(federation: Federation, state: State, data: DeviceData, precision: str) -> dict[str, float]:
+def evaluate(
+    federation: Federation, state: State, data: DeviceData, precision: str
+) -> dict[str, float]:
     """Return the accuracy per size, and their mean, in one precision."""
     set_tf32(precision == "tf32")
     scores = {}
@@ -60,23 +62,34 @@ def evaluate(federation: Federation, state: State, data: DeviceData, precision: 
 
 def main() -> None:
     """Read the arguments, evaluate, and print one row per state and precision."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     folder = RunFolder.open(arguments.run)
     federation = Federation(folder.read_config())
     server = federation.to_device(read_checkpoint(checkpoints(folder.checkpoints)[-1]))
-    data = DeviceData(federation.dataset.test, federation.config.data.transform, federation.device, augment=False)
+    data = DeviceData(
+        federation.dataset.test, federation.config.data.transform, federation.device, augment=False
+    )
     states = {"raw": server.state}
     if server.ema is not None:
         states["EMA"] = server.ema
-    result = {"round": server.round_number, "trained in": federation.config.engine.precision, "accuracy": {}}
+    result = {
+        "round": server.round_number,
+        "trained in": federation.config.engine.precision,
+        "accuracy": {},
+    }
     for name, state in states.items():
         for precision in ("fp32", "tf32", "bf16"):
             scores = evaluate(federation, state, data, precision)
             result["accuracy"][f"{name}, {precision}"] = scores
-            print(f"{name:4} {precision}  " + "  ".join(f"{size} {100 * score:.1f}" for size, score in scores.items()))
+            print(
+                f"{name:4} {precision}  "
+                + "  ".join(f"{size} {100 * score:.1f}" for size, score in scores.items())
+            )
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
 

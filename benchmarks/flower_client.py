@@ -63,7 +63,9 @@ def examples() -> list[tuple[Tensor, Tensor]]:
     images = torch.from_numpy(data.images).permute(0, 3, 1, 2).float().div(255)
     labels = torch.from_numpy(data.labels)
     partition = config.data.partition.split(data.labels, CLIENTS, config.seed)
-    return [(images[mine], labels[mine]) for mine in (partition.of(client) for client in range(CLIENTS))]
+    return [
+        (images[mine], labels[mine]) for mine in (partition.of(client) for client in range(CLIENTS))
+    ]
 
 
 @app.train()

@@ -75,7 +75,11 @@ def simulated(folder: Path, epochs: int, rounds: int) -> Path:
 
 def deployed(folder: Path, epochs: int, rounds: int) -> Path:
     """Play on a SuperLink and three SuperNodes."""
-    made = create(folder / "federation", federation(epochs, rounds, "flower"), DeploySettings(port=free_port()))
+    made = create(
+        folder / "federation",
+        federation(epochs, rounds, "flower"),
+        DeploySettings(port=free_port()),
+    )
     with ExitStack() as processes:
         log = processes.enter_context((folder / "log").open("w+"))
         processes.enter_context(process(log, "server", made.path))
@@ -122,10 +126,18 @@ def compare(epochs: int, rounds: int) -> Iterator[dict[str, str | int | float]]:
             whole = time.perf_counter() - begun
             lines = MetricsLog(path / "metrics.jsonl").read()
             server = load_checkpoint(path / "checkpoints")
-        assert server is not None and len(lines) == rounds and not any("refused" in line for line in lines)
-        a_round = statistics.median(line["seconds"]["train"] + line["seconds"]["merge"] for line in lines[1:])
+        assert (
+            server is not None
+            and len(lines) == rounds
+            and not any("refused" in line for line in lines)
+        )
+        a_round = statistics.median(
+            line["seconds"]["train"] + line["seconds"]["merge"] for line in lines[1:]
+        )
         local, bits = local or a_round, bits or fingerprint(server.state)
-        assert fingerprint(server.state) == bits, f"{name} ends with other bits than the local engine"
+        assert fingerprint(server.state) == bits, (
+            f"{name} ends with other bits than the local engine"
+        )
         yield {
             "local epochs": epochs,
             "where": name,
@@ -143,7 +155,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, nargs="+", default=[1, 20])
     options = parser.parse_args()
     about = machine("torch", "numpy", "flwr", "ray", "motleyfl")
-    report([row for epochs in options.epochs for row in compare(epochs, options.rounds)], about, options.json)
+    report(
+        [row for epochs in options.epochs for row in compare(epochs, options.rounds)],
+        about,
+        options.json,
+    )
 
 
 if __name__ == "__main__":

@@ -85,7 +85,9 @@ def on_flower(epochs: int, rounds: int) -> Measured:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        results.append(strategy.start(grid, ArrayRecord(start), rounds, train_config=ConfigRecord(work)))
+        results.append(
+            strategy.start(grid, ArrayRecord(start), rounds, train_config=ConfigRecord(work))
+        )
 
     backend = {
         "init_args": {"num_cpus": os.cpu_count(), "log_to_driver": False, "logging_level": "ERROR"},
@@ -134,7 +136,9 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--work", type=int, default=250, help="rounds times local epochs")
     parser.add_argument("--epochs", type=int, nargs="+", default=[1, 5])
-    parser.add_argument("--stack", type=int, nargs="+", default=[1, 50], help="clients side by side on Motley")
+    parser.add_argument(
+        "--stack", type=int, nargs="+", default=[1, 50], help="clients side by side on Motley"
+    )
     options = parser.parse_args()
     logging.getLogger("flwr").setLevel(logging.ERROR)
     load_dataset("digits")  # its reader imports scikit-learn

@@ -85,7 +85,9 @@ def plan(precisions: list[str], chosen: list[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def run(precision: str, variant: str, arguments: argparse.Namespace, dataset: Dataset) -> dict[str, Any]:
+def run(
+    precision: str, variant: str, arguments: argparse.Namespace, dataset: Dataset
+) -> dict[str, Any]:
     """Measure one variant; an error is part of the answer."""
     settings = [*SETTING, *overrides(variant)]
     settings += SMOKE if arguments.smoke else [f"engine.precision={precision}"]
@@ -125,14 +127,22 @@ def describe(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure all variants that are asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="JSON file, written after every variant")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="JSON file, written after every variant"
+    )
     parser.add_argument("--rounds", type=int, default=20, help="rounds that are measured")
     parser.add_argument("--warm-up", type=int, default=20, help="rounds before them")
     parser.add_argument("--precisions", default="fp16,tf32")
     parser.add_argument("--variants", default="", help="comma-separated; all if not given")
-    parser.add_argument("--budget", type=float, default=450.0, help="start no variant after this many seconds")
-    parser.add_argument("--smoke", action="store_true", help="tiny models on a CPU: does the script run?")
+    parser.add_argument(
+        "--budget", type=float, default=450.0, help="start no variant after this many seconds"
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny models on a CPU: does the script run?"
+    )
     arguments = parser.parse_args()
     # Before anything else uses the GPU: CUDA reads it once, and the environment below names the GPU.
     request_hardware_queues()
@@ -140,20 +150,31 @@ def main() -> None:
     chosen = arguments.variants.split(",") if arguments.variants else []
     known = {variant for precision in precisions for variant in variants(precision)}
     if not known.issuperset(chosen):
-        parser.error(f"--variants: {', '.join(set(chosen) - known)} unknown; allowed are {', '.join(sorted(known))}")
+        parser.error(
+            f"--variants: {', '.join(set(chosen) - known)} unknown; allowed are {', '.join(sorted(known))}"
+        )
     began = time.perf_counter()
     dataset = synthetic_dataset("cifar10")
     results: list[dict[str, Any]] = []
     for precision, variant in plan(precisions, chosen):
         elapsed = time.perf_counter() - began
         if elapsed > arguments.budget:
-            result = {"precision": precision, "variant": variant, "seconds": 0.0, "error": "not started: out of time"}
+            result = {
+                "precision": precision,
+                "variant": variant,
+                "seconds": 0.0,
+                "error": "not started: out of time",
+            }
         else:
             print(f"[{elapsed:4.0f} s] {precision} {variant} ...", flush=True)
             result = run(precision, variant, arguments, dataset)
         results.append(result)
         print(describe(result), flush=True)
-        content = {"environment": describe_environment(), "rounds": arguments.rounds, "warm_up": arguments.warm_up}
+        content = {
+            "environment": describe_environment(),
+            "rounds": arguments.rounds,
+            "warm_up": arguments.warm_up,
+        }
         arguments.output.write_text(json.dumps({**content, "results": results}, indent=2))
         release()
 

@@ -41,7 +41,10 @@ def main() -> None:
         torch.cuda.synchronize()
         return time.perf_counter() - begin
 
-    rows = [{"examples": length, "first, s": seconds(length), "again, s": seconds(length)} for length in LENGTHS]
+    rows = [
+        {"examples": length, "first, s": seconds(length), "again, s": seconds(length)}
+        for length in LENGTHS
+    ]
     report(rows, {"gpu": torch.cuda.get_device_name(), **machine("torch", "triton")}, options.json)
 
 

@@ -108,7 +108,10 @@ def planned_memory(config: Config, size: str) -> int:
     """Return the memory that is planned for a node of a size, above `import torch`."""
     dataset = load_dataset("digits")
     shape = config.data.transform.shape_of(dataset.shape)
-    return cost_of(build_split(config, shape, dataset.classes), size, shape, config.training).memory + NODE_RUNTIME
+    return (
+        cost_of(build_split(config, shape, dataset.classes), size, shape, config.training).memory
+        + NODE_RUNTIME
+    )
 
 
 def limit_memory(file: Path, size: str) -> None:
@@ -128,7 +131,9 @@ def play(folder: DeployFolder, node_log: Path) -> None:
         while "serving at" not in server_log.read_text():
             time.sleep(0.1)
         processes.enter_context(process(node, node_output))
-        played = subprocess.run(deploy("run", folder.path), capture_output=True, text=True, check=False)
+        played = subprocess.run(
+            deploy("run", folder.path), capture_output=True, text=True, check=False
+        )
         if played.returncode:
             raise MotleyError(played.stdout + played.stderr + node_log.read_text())
 
@@ -142,7 +147,9 @@ def deploy(*words: object) -> list[str]:
 def process(command: Sequence[str], output: IO[str]) -> Iterator[None]:
     """Run a command until the block ends."""
     path = os.pathsep.join((str(HERE), os.environ.get("PYTHONPATH", "")))
-    running = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": path})
+    running = subprocess.Popen(
+        command, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": path}
+    )
     try:
         yield
     finally:
@@ -160,7 +167,10 @@ def read_messages(log: Path) -> list[dict[str, Any]]:
         answered = ANSWERED.search(line)
         if answered is None:
             continue
-        parts = {name: float(seconds) for name, seconds in (part.split() for part in answered[1].split(", "))}
+        parts = {
+            name: float(seconds)
+            for name, seconds in (part.split() for part in answered[1].split(", "))
+        }
         work = parts.pop("work")
         parts |= {"build": 0.0, **split["seconds"]}
         parts["other"] = work - parts["build"] - parts["train"]
@@ -170,16 +180,26 @@ def read_messages(log: Path) -> list[dict[str, Any]]:
 
 def row_of(messages: Sequence[dict[str, Any]], floor: int) -> dict[str, float]:
     """Return the medians of some messages' parts."""
-    middle = {name: statistics.median(message[name] for message in messages) for name in (*PARTS, "round", "peak")}
+    middle = {
+        name: statistics.median(message[name] for message in messages)
+        for name in (*PARTS, "round", "peak")
+    }
     parts = {name: middle[name] for name in PARTS}
     whole = sum(parts.values())
-    return {**parts, "sum, s": whole, "round, s": middle["round"], "peak MB": (middle["peak"] - floor) / 1e6}
+    return {
+        **parts,
+        "sum, s": whole,
+        "round, s": middle["round"],
+        "peak MB": (middle["peak"] - floor) / 1e6,
+    }
 
 
 def resident_after_import_of_torch() -> int:
     """Return the highest resident memory of a process that imports torch and does nothing else."""
     measure = "import torch; print(open('/proc/self/status').read())"
-    done = subprocess.run([sys.executable, "-c", measure], capture_output=True, check=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", measure], capture_output=True, check=True, text=True
+    )
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("VmHWM:")]
     return int(line.split()[1]) * 1024
 

@@ -17,8 +17,12 @@ Row = Mapping[str, str | int | float]
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options that all benchmarks have."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, the hardware and the versions")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the figures, the hardware and the versions"
+    )
     return parser
 
 
@@ -28,14 +32,20 @@ def report(rows: Sequence[Row], machine: Mapping[str, Any], file: Path | None, *
     print()
     print("\n".join(table(rows)))
     if file is not None:
-        file.write_text(json.dumps({"machine": machine, "rows": rows, **more}, indent=2) + "\n", encoding="utf-8")
+        file.write_text(
+            json.dumps({"machine": machine, "rows": rows, **more}, indent=2) + "\n",
+            encoding="utf-8",
+        )
 
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Return the lines of a Markdown table."""
     cells = [list(rows[0]), *([_text(value) for value in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells]
+    lines = [
+        "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |"
+        for row in cells
+    ]
     return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
 
 
@@ -61,4 +71,7 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )

@@ -77,16 +77,22 @@ class ControlServer(ServerAlgorithm):
         for update in updates:
             for name, change in update.payload.items():
                 sums[update.part[name].name] += change
-        return {name: control + sums[name] / self.info.owners(name) for name, control in own.items()}
+        return {
+            name: control + sums[name] / self.info.owners(name) for name, control in own.items()
+        }
 
 
-@METHODS.register("control", "control variates at every client: made up for this benchmark, after SCAFFOLD")
+@METHODS.register(
+    "control", "control variates at every client: made up for this benchmark, after SCAFFOLD"
+)
 class Control(Method):
     """FedAvg with control variates."""
 
     Client = ControlClient
     Server = ControlServer
-    requirements = Requirements(client_state=True, payload=True, own_training=True, own_aggregation=True)
+    requirements = Requirements(
+        client_state=True, payload=True, own_training=True, own_aggregation=True
+    )
 
 
 # ---- one federation
@@ -124,7 +130,9 @@ def make_data() -> Dataset:
 
     def examples(count: int) -> Examples:
         labels = numbers.integers(0, 10, count)
-        return Examples(patterns[labels] + numbers.integers(0, 128, (count, 8, 8, 1), dtype=np.uint8), labels)
+        return Examples(
+            patterns[labels] + numbers.integers(0, 128, (count, 8, 8, 1), dtype=np.uint8), labels
+        )
 
     return Dataset("patterns", examples(SAMPLES), examples(1_000), 10)
 
@@ -138,7 +146,9 @@ def measure(clients: int, method: str, rounds: int) -> dict[str, Any]:
     partition = config.data.partition.split(data.train.labels, clients, config.seed)
     dealing = time.perf_counter() - begin
     with tempfile.TemporaryDirectory() as folder:
-        federation = Federation(config, dataset=data, partition=partition, memory_folder=Path(folder) / "clients")
+        federation = Federation(
+            config, dataset=data, partition=partition, memory_folder=Path(folder) / "clients"
+        )
         begin = time.perf_counter()
         for number in range(100):
             federation.sample(number)
@@ -188,10 +198,24 @@ def size_of(folder: Path) -> int:
 
 def measure_apart(clients: int, method: str, rounds: int) -> dict[str, Any]:
     """Measure in a process of its own, with a limit on its memory."""
-    command = [sys.executable, __file__, "--rounds", str(rounds), "--clients", str(clients), "--one", method]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, preexec_fn=limit_memory)
+    command = [
+        sys.executable,
+        __file__,
+        "--rounds",
+        str(rounds),
+        "--clients",
+        str(clients),
+        "--one",
+        method,
+    ]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, check=True, text=True, preexec_fn=limit_memory
+    )
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    print({name: round(v, 3) if isinstance(v, float) else v for name, v in result.items()}, file=sys.stderr)
+    print(
+        {name: round(v, 3) if isinstance(v, float) else v for name, v in result.items()},
+        file=sys.stderr,
+    )
     return result
 
 
@@ -210,8 +234,19 @@ def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
         own = [row for row in rows if row["method"] == method]
         clients = [row["clients"] for row in own]
         left.plot(clients, [row["peak MB"] for row in own], "o-", label=f"{method}: peak")
-        right.plot(clients, [1000 * row["round s"] / row["clients a round"] for row in own], "o-", label=method)
-    left.plot(clients, [row["of it data and torch MB"] for row in own], "--", color="grey", label="data set and torch")
+        right.plot(
+            clients,
+            [1000 * row["round s"] / row["clients a round"] for row in own],
+            "o-",
+            label=method,
+        )
+    left.plot(
+        clients,
+        [row["of it data and torch MB"] for row in own],
+        "--",
+        color="grey",
+        label="data set and torch",
+    )
     left.set(title="Memory", ylabel="MB", ylim=(0, None))
     right.set(title="Milliseconds a sampled client", ylabel="ms", ylim=(0, None))
     for axes in (left, right):
@@ -229,16 +264,30 @@ def main() -> None:
     """Measure every number of clients with both methods."""
     parser = arguments(__doc__)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves")
-    parser.add_argument("--rounds", type=int, default=10, metavar="N", help="rounds of each federation")
-    parser.add_argument("--clients", type=int, nargs="+", default=CLIENTS, metavar="N", help="numbers of clients")
+    parser.add_argument(
+        "--rounds", type=int, default=10, metavar="N", help="rounds of each federation"
+    )
+    parser.add_argument(
+        "--clients", type=int, nargs="+", default=CLIENTS, metavar="N", help="numbers of clients"
+    )
     parser.add_argument("--one", metavar="METHOD", help="measure one federation in this process")
     options = parser.parse_args()
     if options.one:
         print(json.dumps(measure(options.clients[0], options.one, options.rounds)))
         return
     here = machine("torch", "numpy", "motleyfl")
-    rows = [measure_apart(n, method, options.rounds) for method in ("fedavg", "control") for n in options.clients]
-    report([{name: row[name] for name in COLUMNS} for row in rows], here, options.json, rounds=options.rounds, all=rows)
+    rows = [
+        measure_apart(n, method, options.rounds)
+        for method in ("fedavg", "control")
+        for n in options.clients
+    ]
+    report(
+        [{name: row[name] for name in COLUMNS} for row in rows],
+        here,
+        options.json,
+        rounds=options.rounds,
+        all=rows,
+    )
     if options.plot:
         plot(rows, options.plot)
 

@@ -46,7 +46,9 @@ def load_runs(study: str) -> dict[str, Runs]:
 def window_mean(run: Mapping[str, Any], size: str = "mean", until: int | None = None) -> float:
     """Return the mean accuracy in percent over the last `WINDOW` evaluations up to a round."""
     last = run["rounds"][-1] if until is None else until
-    chosen = [a for number, a in zip(run["rounds"], run["accuracy"][size], strict=True) if number <= last][-WINDOW:]
+    chosen = [
+        a for number, a in zip(run["rounds"], run["accuracy"][size], strict=True) if number <= last
+    ][-WINDOW:]
     return 100 * sum(chosen) / len(chosen)
 
 
@@ -142,7 +144,9 @@ def redraw(text: str, name: str, table: str) -> str:
     """Replace one drawn part of a page."""
     begin, end = f"<!-- drawn: {name} -->", f"<!-- end of {name} -->"
     if begin not in text or end not in text:
-        raise SystemExit(f"the page has no part {name!r}: put {begin} and {end} where the table belongs")
+        raise SystemExit(
+            f"the page has no part {name!r}: put {begin} and {end} where the table belongs"
+        )
     pattern = re.escape(begin) + ".*?" + re.escape(end)
     return re.sub(pattern, lambda match: f"{begin}\n{table}\n{end}", text, flags=re.DOTALL)
 
@@ -164,8 +168,12 @@ def stale_pages(write: bool) -> list[str]:
 
 def main() -> None:
     """Draw all pages, or check them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page is out of date")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit with 1 if a page is out of date"
+    )
     check = parser.parse_args().check
     stale = stale_pages(write=not check)
     for page in stale:

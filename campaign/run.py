@@ -50,7 +50,9 @@ class Task:
     @property
     def name(self) -> str:
         """A short name for messages and folders."""
-        return "-".join(_slug(part) for part in (self.study, self.data, self.case, self.method) if part)
+        return "-".join(
+            _slug(part) for part in (self.study, self.data, self.case, self.method) if part
+        )
 
 
 def _slug(text: str) -> str:
@@ -70,7 +72,14 @@ def read_queue(queue: Path, results: Path) -> Iterator[Task]:
         asked = parser.parse_args(shlex.split(line))
         study = load_study(asked.study)
         overrides = parse_overrides(asked.set)
-        cells = plan_cells(study, "full", data=asked.data, cases=asked.case, methods=asked.method, overrides=overrides)
+        cells = plan_cells(
+            study,
+            "full",
+            data=asked.data,
+            cases=asked.case,
+            methods=asked.method,
+            overrides=overrides,
+        )
         for cell in cells:
             if cell.missing:
                 reasons = " ".join(entry.reason for entry in cell.missing)
@@ -78,7 +87,9 @@ def read_queue(queue: Path, results: Path) -> Iterator[Task]:
             for run in cell.runs:
                 if asked.seed and run.seed not in asked.seed:
                     continue
-                folder = results / study.name / _slug(cell.data) / _slug(cell.case) / _slug(cell.method)
+                folder = (
+                    results / study.name / _slug(cell.data) / _slug(cell.case) / _slug(cell.method)
+                )
                 result = folder / f"seed-{run.seed}.json"
                 yield Task(study.name, cell.method, cell.data, cell.case, run, result)
 
@@ -106,7 +117,9 @@ def compact(task: Task, folder: RunFolder, seconds: float) -> dict[str, Any]:
         "bytes": {way: sum(line["bytes"][way] for line in lines) for way in ("down", "up")},
         "refused": sum(len(line.get("refused", {})) for line in lines),
     }
-    coefficients = [line for line in lines if "inco" in line and line["round"] % COEFFICIENTS_EVERY == 0]
+    coefficients = [
+        line for line in lines if "inco" in line and line["round"] % COEFFICIENTS_EVERY == 0
+    ]
     if coefficients:
         result["inco"] = {line["round"]: _rounded(line["inco"]) for line in coefficients}
     return result
@@ -114,7 +127,10 @@ def compact(task: Task, folder: RunFolder, seconds: float) -> dict[str, Any]:
 
 def _rounded(table: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """Round InCo's coefficients to four digits, which is more than a figure shows."""
-    return {layer: {name: float(f"{value:.4g}") for name, value in row.items()} for layer, row in table.items()}
+    return {
+        layer: {name: float(f"{value:.4g}") for name, value in row.items()}
+        for layer, row in table.items()
+    }
 
 
 class Process:
@@ -127,7 +143,15 @@ class Process:
         config.parent.mkdir(parents=True, exist_ok=True)
         config.write_text(task.run.config.to_toml(), encoding="utf-8")
         self.log = config.with_suffix(".log")
-        command = [sys.executable, "-m", "motley", "run", str(config), "--out", str(self.folder.path)]
+        command = [
+            sys.executable,
+            "-m",
+            "motley",
+            "run",
+            str(config),
+            "--out",
+            str(self.folder.path),
+        ]
         self.began = time.monotonic()
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -136,15 +160,25 @@ class Process:
         """Keep the result of a process that has ended; return its seconds, or None if it failed."""
         seconds = time.monotonic() - self.began
         if self.process.returncode != 0:
-            end = "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
-            print(f"{self.folder.path.name} failed with status {self.process.returncode}:\n{end}", flush=True)
+            end = "\n".join(
+                self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+            )
+            print(
+                f"{self.folder.path.name} failed with status {self.process.returncode}:\n{end}",
+                flush=True,
+            )
             return None
         self.task.result.parent.mkdir(parents=True, exist_ok=True)
         result = compact(self.task, self.folder, seconds)
-        self.task.result.write_text(json.dumps(result, separators=(",", ":")) + "\n", encoding="utf-8")
+        self.task.result.write_text(
+            json.dumps(result, separators=(",", ":")) + "\n", encoding="utf-8"
+        )
         tail = result["accuracy"]["mean"][-20:]
         mean = 100 * sum(tail) / len(tail)
-        print(f"{self.folder.path.name}: {mean:.1f} % (mean of the last {len(tail)}), {seconds:.0f} s", flush=True)
+        print(
+            f"{self.folder.path.name}: {mean:.1f} % (mean of the last {len(tail)}), {seconds:.0f} s",
+            flush=True,
+        )
         return seconds
 
 
@@ -180,13 +214,22 @@ def run_queue(tasks: list[Task], work: Path, jobs: int, seconds: float, expected
 
 def main() -> None:
     """Read the arguments and run what is left of the queue."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("queue", type=Path)
     parser.add_argument("--work", type=Path, required=True, help="folder for the runs themselves")
-    parser.add_argument("--results", type=Path, default=Path("results"), help="folder for compact results")
+    parser.add_argument(
+        "--results", type=Path, default=Path("results"), help="folder for compact results"
+    )
     parser.add_argument("--jobs", type=int, default=3, help="processes at once")
     parser.add_argument("--seconds", type=float, default=86400.0, help="time limit")
-    parser.add_argument("--expected", type=float, default=180.0, help="how long a run takes, before one has finished")
+    parser.add_argument(
+        "--expected",
+        type=float,
+        default=180.0,
+        help="how long a run takes, before one has finished",
+    )
     parser.add_argument("--list", action="store_true", help="say what would run, and leave")
     arguments = parser.parse_args()
     tasks = list(read_queue(arguments.queue, arguments.results))

@@ -26,11 +26,20 @@ def test_a_queue_runs_and_is_not_run_again(tmp_path: Path) -> None:
         "# a comment\n\n"
         'inco-table2 --data digits --case "alpha 0.5" --method InCoAvg --seed 1 --set training.rounds=2\n'
     )
-    options = ["--work", str(tmp_path / "work"), "--results", str(tmp_path / "results"), "--jobs", "1"]
+    options = [
+        "--work",
+        str(tmp_path / "work"),
+        "--results",
+        str(tmp_path / "results"),
+        "--jobs",
+        "1",
+    ]
     first = call("run.py", str(queue), *options)
     assert "1 runs, 1 of them to do" in first.stdout, first.stdout + first.stderr
     (file,) = (tmp_path / "results").rglob("*.json")
-    assert file.relative_to(tmp_path / "results") == Path("inco-table2/digits/alpha-0.5/InCoAvg/seed-1.json")
+    assert file.relative_to(tmp_path / "results") == Path(
+        "inco-table2/digits/alpha-0.5/InCoAvg/seed-1.json"
+    )
     result = json.loads(file.read_text())
     assert result["rounds"] == [1, 2]
     assert len(result["train_loss"]) == 2

@@ -44,19 +44,28 @@ def test_a_file_without_a_preset_starts_from_the_defaults(tmp_path: Path) -> Non
 
 def test_an_override_lies_over_the_file_and_the_file_over_its_preset(tmp_path: Path) -> None:
     file = written(
-        tmp_path, 'preset = "inco-cifar10"\nseed = 5\n[training]\nrounds = 7\n[training.optimizer]\nlr = 0.5\n'
+        tmp_path,
+        'preset = "inco-cifar10"\nseed = 5\n[training]\nrounds = 7\n[training.optimizer]\nlr = 0.5\n',
     )
     config = load_config(file, overrides=["training.rounds=9"])
     assert config.training.rounds == 9
     assert (config.seed, config.training.optimizer.lr) == (5, 0.5)
-    assert (config.data.name, config.training.epochs, config.training.optimizer.name) == ("cifar10", 5, "adam")
+    assert (config.data.name, config.training.epochs, config.training.optimizer.name) == (
+        "cifar10",
+        5,
+        "adam",
+    )
     assert config.preset == "inco-cifar10"
 
 
 def test_the_preset_of_the_command_line_replaces_that_of_the_file(tmp_path: Path) -> None:
     file = written(tmp_path, 'preset = "quickstart"\n[training]\nrounds = 7\n')
     config = load_config(file, preset="motley-cifar10")
-    assert (config.preset, config.data.name, config.training.rounds) == ("motley-cifar10", "cifar10", 7)
+    assert (config.preset, config.data.name, config.training.rounds) == (
+        "motley-cifar10",
+        "cifar10",
+        7,
+    )
 
 
 def test_a_preset_can_be_chosen_by_an_override() -> None:
@@ -105,7 +114,9 @@ def test_overrides_read_as_toml_and_else_as_text(override: str, value: object) -
     assert config == value and type(config) is type(value)
 
 
-@pytest.mark.parametrize("text", ["training.rounds", "=3", "training..rounds=3", ".seed=3", "seed.=3", " =3", ""])
+@pytest.mark.parametrize(
+    "text", ["training.rounds", "=3", "training..rounds=3", ".seed=3", "seed.=3", " =3", ""]
+)
 def test_an_override_that_is_no_assignment_is_refused(text: str) -> None:
     message = refused(text)
     assert repr(text) in message and "table.key=value" in message
@@ -148,7 +159,11 @@ def test_a_resolved_configuration_has_every_key_written_out(name: str) -> None:
     config = load_config(preset=name)
 
     def keys(values: Any) -> Any:
-        return {key: keys(value) for key, value in values.items()} if isinstance(values, dict) else None
+        return (
+            {key: keys(value) for key, value in values.items()}
+            if isinstance(values, dict)
+            else None
+        )
 
     assert keys(tomllib.loads(config.to_toml())) == keys(config.model_dump())
 
@@ -170,7 +185,11 @@ def test_odd_values_survive_being_saved(resolved: Any) -> None:
 def test_the_inco_presets_are_the_papers_setting() -> None:
     config = load_config(preset="inco-cifar10")
     assert (config.federation.clients, config.federation.clients_per_round) == (100, 10)
-    assert (config.training.rounds, config.training.epochs, config.training.batch_size) == (500, 5, 64)
+    assert (config.training.rounds, config.training.epochs, config.training.batch_size) == (
+        500,
+        5,
+        64,
+    )
     assert (config.training.optimizer.name, config.training.optimizer.lr) == ("adam", 1e-3)
     assert config.data.partition.model_dump() == {
         "name": "dirichlet",
@@ -186,13 +205,30 @@ def test_the_inco_presets_are_the_papers_setting() -> None:
 
 def test_the_fedin_and_fedimpro_presets_are_the_papers_settings() -> None:
     config = load_config(preset="fedin-cifar10")
-    assert (config.training.rounds, config.training.epochs, config.training.batch_size) == (500, 5, 16)
-    assert (config.method.name, config.split.name, config.training.drop_last) == ("fedin", "depth", True)
+    assert (config.training.rounds, config.training.epochs, config.training.batch_size) == (
+        500,
+        5,
+        16,
+    )
+    assert (config.method.name, config.split.name, config.training.drop_last) == (
+        "fedin",
+        "depth",
+        True,
+    )
     assert (config.federation.clients, config.model.resnet.stem) == (100, "imagenet")
     config = load_config(preset="fedimpro-cifar10")
-    assert (config.training.rounds, config.training.epochs, config.training.batch_size) == (1000, 1, 128)
+    assert (config.training.rounds, config.training.epochs, config.training.batch_size) == (
+        1000,
+        1,
+        128,
+    )
     optimizer = config.training.optimizer
-    assert (optimizer.name, optimizer.lr, optimizer.momentum, optimizer.weight_decay) == ("sgd", 0.1, 0, 1e-4)
+    assert (optimizer.name, optimizer.lr, optimizer.momentum, optimizer.weight_decay) == (
+        "sgd",
+        0.1,
+        0,
+        1e-4,
+    )
     assert (config.federation.clients, config.federation.clients_per_round) == (10, 5)
     assert (config.model.resnet.stem, config.server.weighting) == ("cifar", "samples")
     assert config.data.transform.cutout == 0 and config.data.partition.model_dump()["alpha"] == 0.1
@@ -202,7 +238,9 @@ def test_the_fedin_and_fedimpro_presets_are_the_papers_settings() -> None:
 
 
 def test_another_partition_drops_the_settings_of_the_old_one(resolved: Any) -> None:
-    file = resolved(load_config(overrides=["data.partition.alpha=0.2", "data.partition.min_size=3"]))
+    file = resolved(
+        load_config(overrides=["data.partition.alpha=0.2", "data.partition.min_size=3"])
+    )
     for start in ({}, {"file": file}):
         iid = load_config(overrides=["data.partition.name=iid"], **start)
         assert iid.data.partition.model_dump() == {"name": "iid"}
@@ -212,13 +250,22 @@ def test_another_partition_drops_the_settings_of_the_old_one(resolved: Any) -> N
         )
         assert shards.data.partition.model_dump() == {"name": "shards", "shards_per_client": 3}
         quantity = load_config(overrides=["data.partition.name=quantity"], **start)
-        assert quantity.data.partition.model_dump() == {"name": "quantity", "alpha": 0.5, "min_size": 10}
+        assert quantity.data.partition.model_dump() == {
+            "name": "quantity",
+            "alpha": 0.5,
+            "min_size": 10,
+        }
 
 
 def test_the_same_choice_again_drops_nothing(resolved: Any) -> None:
     file = resolved(load_config(overrides=["data.partition.alpha=0.2", "data.transform.resize=9"]))
     again = load_config(
-        file, overrides=["data.partition.name=dirichlet", "data.name=digits", "data.transform.variant=plain"]
+        file,
+        overrides=[
+            "data.partition.name=dirichlet",
+            "data.name=digits",
+            "data.transform.variant=plain",
+        ],
     )
     assert again == load_config(file)
     assert again.data.partition.model_dump()["alpha"] == 0.2 and again.data.transform.resize == 9
@@ -226,7 +273,11 @@ def test_the_same_choice_again_drops_nothing(resolved: Any) -> None:
 
 def test_naming_what_is_chosen_by_default_drops_nothing(tmp_path: Path) -> None:
     text = "[data.transform]\nresize = 9\n[data.partition]\nalpha = 0.2\n[server.statistics]\n"
-    overrides = ["data.name=digits", "data.transform.variant=plain", "data.partition.name=dirichlet"]
+    overrides = [
+        "data.name=digits",
+        "data.transform.variant=plain",
+        "data.partition.name=dirichlet",
+    ]
     overrides += ["method.name=fedavg", "method.inco.variant=off"]
     file = written(tmp_path, text)
     assert load_config(file, overrides=overrides) == load_config(file)
@@ -250,7 +301,9 @@ def test_an_override_that_the_chosen_partition_does_not_know_is_refused_in_any_o
         )
 
 
-def test_another_method_drops_the_settings_of_the_old_one_but_keeps_inco(logits: str, resolved: Any) -> None:
+def test_another_method_drops_the_settings_of_the_old_one_but_keeps_inco(
+    logits: str, resolved: Any
+) -> None:
     own = load_config(overrides=["method.name=logits", "method.temperature=3"])
     assert own.method == LogitsSettings(name="logits", temperature=3)
     text = own.to_toml().replace('variant = "off"', 'variant = "official"')
@@ -266,13 +319,18 @@ def test_another_inco_variant_drops_the_settings_of_the_old_one(resolved: Any) -
     file = resolved(load_config(preset="inco-cifar10", overrides=["method.inco.epsilon=0.5"]))
     assert load_config(file, overrides=["method.inco.variant=official"]).method.inco.epsilon == 0.5
     paper = load_config(file, overrides=["method.inco.variant=paper"]).method.inco
-    assert paper == IncoSettings(variant="paper") and paper.epsilon == 1e-30 and paper.sign == "minus"
+    assert (
+        paper == IncoSettings(variant="paper") and paper.epsilon == 1e-30 and paper.sign == "minus"
+    )
     off = load_config(file, overrides=["method.inco.variant=off"]).method.inco
     assert off == IncoOff() and not off.active
 
 
 def test_another_transform_variant_drops_the_settings_of_the_old_one(resolved: Any) -> None:
-    for start in ({"preset": "inco-cifar10"}, {"file": resolved(load_config(preset="inco-cifar10"))}):
+    for start in (
+        {"preset": "inco-cifar10"},
+        {"file": resolved(load_config(preset="inco-cifar10"))},
+    ):
         assert load_config(**start).data.transform.cutout == 16
         other = load_config(overrides=["data.transform.variant=fedimpro"], **start)
         assert (other.data.transform.cutout, other.data.transform.crop_padding) == (0, 4)
@@ -281,7 +339,9 @@ def test_another_transform_variant_drops_the_settings_of_the_old_one(resolved: A
 
 
 def test_another_data_set_keeps_only_the_transforms_variant(resolved: Any) -> None:
-    file = resolved(load_config(preset="inco-cifar10", overrides=["data.root=/d", "data.partition.alpha=0.1"]))
+    file = resolved(
+        load_config(preset="inco-cifar10", overrides=["data.root=/d", "data.partition.alpha=0.1"])
+    )
     for start in ({"file": file}, {"preset": "inco-cifar10"}):
         data = load_config(overrides=["data.name=fashion-mnist"], **start).data
         assert data.transform == TransformSettings(variant="inco", resize=32)
@@ -294,7 +354,9 @@ def test_another_data_set_drops_the_users_own_file(resolved: Any) -> None:
     file = resolved(load_config(overrides=["data.name=npz", "data.path=mine.npz"]))
     assert read_resolved(file).data.path == str(Path.cwd() / "mine.npz")
     assert load_config(file, overrides=["data.name=digits"]).data == load_config().data
-    assert load_config(overrides=["data.path=mine.npz", "data.name=npz"]).data.path == str(Path.cwd() / "mine.npz")
+    assert load_config(overrides=["data.path=mine.npz", "data.name=npz"]).data.path == str(
+        Path.cwd() / "mine.npz"
+    )
 
 
 # --- transforms
@@ -323,12 +385,23 @@ def test_another_data_set_drops_the_users_own_file(resolved: Any) -> None:
         (
             "fedimpro",
             "cifar10",
-            {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616), "crop_padding": 4, "flip": True},
+            {
+                "mean": (0.4914, 0.4822, 0.4465),
+                "std": (0.2470, 0.2435, 0.2616),
+                "crop_padding": 4,
+                "flip": True,
+            },
         ),
         (
             "inco-vit",
             "cifar10",
-            {"mean": (0.5,) * 3, "std": (0.5,) * 3, "resize": 224, "resized_crop": True, "flip": True},
+            {
+                "mean": (0.5,) * 3,
+                "std": (0.5,) * 3,
+                "resize": 224,
+                "resized_crop": True,
+                "flip": True,
+            },
         ),
     ],
 )
@@ -342,7 +415,9 @@ def test_a_transform_variant_fills_what_it_means_for_the_data_set(
 
 
 def test_what_the_user_gives_lies_over_the_transform_variant() -> None:
-    transform = load_config(preset="inco-cifar10", overrides=["data.transform.cutout=8"]).data.transform
+    transform = load_config(
+        preset="inco-cifar10", overrides=["data.transform.cutout=8"]
+    ).data.transform
     assert (transform.cutout, transform.crop_padding, transform.variant) == (8, 4, "inco")
 
 
@@ -384,7 +459,9 @@ def test_paths_in_a_file_start_from_its_folder_and_overrides_from_the_working_fo
     assert config.data.path == str(tmp_path / "sub" / "mine.npz")
     assert config.data.root == "/data"
     assert Path(config.model.weights).resolve() == tmp_path / "w.safetensors"
-    assert load_config(Path("sub/c.toml"), overrides=["data.path=mine.npz"]).data.path == str(tmp_path / "mine.npz")
+    assert load_config(Path("sub/c.toml"), overrides=["data.path=mine.npz"]).data.path == str(
+        tmp_path / "mine.npz"
+    )
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,9 @@ from tests.conftest import refused, written
         ),
     ],
 )
-def test_a_key_without_an_effect_is_an_error_that_names_the_choice(overrides: list[str], said: str) -> None:
+def test_a_key_without_an_effect_is_an_error_that_names_the_choice(
+    overrides: list[str], said: str
+) -> None:
     assert refused(*overrides) == said
 
 
@@ -103,8 +105,14 @@ def test_only_used_families_have_a_table() -> None:
 
 
 def test_a_new_optimizer_drops_the_settings_of_the_old_one(tmp_path: Path) -> None:
-    file = written(tmp_path, '[training.optimizer]\nname = "sgd"\nlr = 0.1\nmomentum = 0.9\nweight_decay = 0.1\n')
-    assert load_config(file, overrides=["training.optimizer.name=adam"]).training.optimizer == AdamSettings()
+    file = written(
+        tmp_path,
+        '[training.optimizer]\nname = "sgd"\nlr = 0.1\nmomentum = 0.9\nweight_decay = 0.1\n',
+    )
+    assert (
+        load_config(file, overrides=["training.optimizer.name=adam"]).training.optimizer
+        == AdamSettings()
+    )
     same = load_config(file, overrides=["training.optimizer.name=sgd", "training.optimizer.lr=0.2"])
     assert same.training.optimizer == SGDSettings(lr=0.2, momentum=0.9, weight_decay=0.1)
 
@@ -117,7 +125,9 @@ def test_an_alias_is_no_new_choice(tmp_path: Path) -> None:
 
 def test_keys_of_every_choice_stay(tmp_path: Path) -> None:
     text = '[split]\nnormalization_statistics = "per-size"\n[method.inco]\nvariant = "paper"\nepsilon = 0.5\n'
-    config = load_config(written(tmp_path, text), overrides=["split.name=width", "method.name=fedprox"])
+    config = load_config(
+        written(tmp_path, text), overrides=["split.name=width", "method.name=fedprox"]
+    )
     assert config.split.normalization_statistics == "per-size"
     assert config.method.inco == IncoSettings(variant="paper", epsilon=0.5)
 
@@ -129,7 +139,9 @@ def test_another_engine_keeps_all_settings(tmp_path: Path) -> None:
 
 
 def test_other_models_drop_the_tables_of_families_that_are_not_used(tmp_path: Path) -> None:
-    file = written(tmp_path, '[model]\nsizes = ["resnet10"]\nprojection = 8\n[model.resnet]\nwidth = 0.5\n')
+    file = written(
+        tmp_path, '[model]\nsizes = ["resnet10"]\nprojection = 8\n[model.resnet]\nwidth = 0.5\n'
+    )
     model = load_config(file, overrides=["model.sizes=mlp1,mlp2"]).model
     assert model.resnet is None and model.projection == 8
     again = load_config(file, overrides=["model.sizes=[resnet14]"]).model
@@ -162,14 +174,24 @@ class Special(Base):
 class Outer(Settings):
     """A table with a choice."""
 
-    inner: Annotated[SerializeAsAny[Base], Choice("plain", {"plain": Base, "special": Special})] = Base()
+    inner: Annotated[SerializeAsAny[Base], Choice("plain", {"plain": Base, "special": Special})] = (
+        Base()
+    )
 
 
 def test_a_choice_of_ones_own() -> None:
     assert validate(Outer, {"inner": {"common": 3}}).inner == Base(common=3)
     strong = validate(Outer, {"inner": {"name": "special", "variant": "strong", "range": 2}}).inner
-    assert strong.model_dump() == {"name": "special", "common": 0, "variant": "strong", "power": 9, "range": 2}
-    with pytest.raises(MotleyError, match=r"^inner.power = 2: has no effect with inner.name = 'plain'; it is for"):
+    assert strong.model_dump() == {
+        "name": "special",
+        "common": 0,
+        "variant": "strong",
+        "power": 9,
+        "range": 2,
+    }
+    with pytest.raises(
+        MotleyError, match=r"^inner.power = 2: has no effect with inner.name = 'plain'; it is for"
+    ):
         validate(Outer, {"inner": {"power": 2}})
 
 
@@ -188,7 +210,9 @@ def test_a_registry_can_grow_after_the_choice_was_declared() -> None:
     registry.register("plain", "")(Base)
     registry.register("special", "", aliases=("extra",))(Special)
     assert choice.class_of({"name": "extra"}) is Special
-    assert choice.unknown_name("inner", "plan").startswith("inner.name: unknown thing 'plan'. Did you mean 'plain'?")
+    assert choice.unknown_name("inner", "plan").startswith(
+        "inner.name: unknown thing 'plan'. Did you mean 'plain'?"
+    )
 
 
 # ---- paths
@@ -225,5 +249,7 @@ def test_a_path_is_declared_by_its_type(tmp_path: Path) -> None:
 
 
 def test_a_configuration_needs_no_layers() -> None:
-    config = Config.model_validate({"training": {"optimizer": {"name": "sgd"}}, "method": {"name": "InCoAvg"}})
+    config = Config.model_validate(
+        {"training": {"optimizer": {"name": "sgd"}}, "method": {"name": "InCoAvg"}}
+    )
     assert config.training.optimizer == SGDSettings() and config.method.inco.active

@@ -34,13 +34,23 @@ def test_a_name_is_a_method_a_split_and_inco_whatever_a_preset_says(preset: str)
 
 def test_plain_names_leave_split_and_inco_free() -> None:
     assert chosen("fedprox", preset="inco-cifar10") == ("fedprox", "depth", "official")
-    assert chosen("fedprox", "split.name=grouped", preset="inco-cifar10") == ("fedprox", "grouped", "official")
+    assert chosen("fedprox", "split.name=grouped", preset="inco-cifar10") == (
+        "fedprox",
+        "grouped",
+        "official",
+    )
 
 
-@pytest.mark.parametrize(("stem", "optimizer"), {"AvgM": "momentum", "Adam": "adam", "Yogi": "yogi"}.items())
+@pytest.mark.parametrize(
+    ("stem", "optimizer"), {"AvgM": "momentum", "Adam": "adam", "Yogi": "yogi"}.items()
+)
 def test_server_optimisers_have_names(stem: str, optimizer: str) -> None:
     config = load_config(overrides=[f"method.name=InCo{stem}", "server.optimizer.lr=0.5"])
-    assert (config.method.name, config.server.optimizer.name, config.server.optimizer.lr) == ("fedavg", optimizer, 0.5)
+    assert (config.method.name, config.server.optimizer.name, config.server.optimizer.lr) == (
+        "fedavg",
+        optimizer,
+        0.5,
+    )
     message = refused(f"method.name=InCo{stem}", "server.optimizer.name=adagrad")
     assert "server.optimizer.name = 'adagrad'" in message and repr(optimizer) in message
 
@@ -53,7 +63,9 @@ def test_ablations_have_names(stem: str) -> None:
         "w/o N & O": (False, False),
     }.items():
         config = load_config(overrides=[f"method.name=InCo{stem} {ablation}"])
-        assert config.method.inco == IncoSettings(variant="official", normalize=normalize, optimize=optimize)
+        assert config.method.inco == IncoSettings(
+            variant="official", normalize=normalize, optimize=optimize
+        )
         assert config.method.name == STEMS[stem]["method.name"] and config.split.name == "depth"
 
 
@@ -78,8 +90,14 @@ def test_fedins_ablations_have_names(name: str, settings: dict[str, Any], tmp_pa
 def test_every_name_runs_a_round() -> None:
     """A federation that takes no time; an InCo name needs layers that help each other."""
     for name in NAMES:
-        sizes = ("model.sizes=resnet18",) if name in SYSTEMS else ("model.sizes=mlp2,mlp3", "model.mlp.hidden=4")
-        federation = Federation(tiny_config(*sizes, "training.steps=1", "evaluation.every=3", f"method.name={name}"))
+        sizes = (
+            ("model.sizes=resnet18",)
+            if name in SYSTEMS
+            else ("model.sizes=mlp2,mlp3", "model.mlp.hidden=4")
+        )
+        federation = Federation(
+            tiny_config(*sizes, "training.steps=1", "evaluation.every=3", f"method.name={name}")
+        )
         _, record = federation.run_round(federation.initial_state())
         has_inco = any(metric.startswith("inco/") for metric in record.metrics)
         assert not record.refused and has_inco == name.startswith("InCo"), name
@@ -95,7 +113,9 @@ def test_a_run_saves_plain_settings(tmp_path: Path) -> None:
 
 
 def test_a_name_in_a_file_and_in_python(tmp_path: Path) -> None:
-    file = written(tmp_path, 'preset = "inco-cifar10"\n[method]\nname = "HeteroNova"\nscale_buffers = true\n')
+    file = written(
+        tmp_path, 'preset = "inco-cifar10"\n[method]\nname = "HeteroNova"\nscale_buffers = true\n'
+    )
     config = load_config(file)
     assert (config.method.name, config.method.inco.variant) == ("fednova", "off")
     assert Config.model_validate({"method": {"name": "InCoMoon"}}).method.inco.active
@@ -106,7 +126,11 @@ def test_a_higher_layer_overrides_what_a_name_stood_for(tmp_path: Path) -> None:
     assert load_config(file, overrides=["split.name=grouped"]).split.name == "grouped"
     assert not load_config(file, overrides=["method.inco.variant=off"]).method.inco.active
     again = load_config(file, overrides=["method.name=FedProx"])
-    assert (again.method.name, again.split.name, again.method.inco.active) == ("fedprox", "grouped", False)
+    assert (again.method.name, again.split.name, again.method.inco.active) == (
+        "fedprox",
+        "grouped",
+        False,
+    )
 
 
 def test_inco_keeps_the_variant_below_it_and_undoes_an_ablation(tmp_path: Path) -> None:
@@ -123,10 +147,19 @@ def test_inco_keeps_the_variant_below_it_and_undoes_an_ablation(tmp_path: Path) 
         (["method.name=InCoAvg", "split.name=grouped"], "split.name = 'grouped'"),
         (["split.name=grouped", "method.name=InCoAvg"], "stands for split.name = 'depth'"),
         (["method.name=FedAvg", "split.name=depth"], "stands for split.name = 'grouped'"),
-        (["method.name=FedProx", "split.name=homogeneous"], "or set method.name = 'fedprox', which leaves it free"),
+        (
+            ["method.name=FedProx", "split.name=homogeneous"],
+            "or set method.name = 'fedprox', which leaves it free",
+        ),
         (["method.name=InCoProx", "method.inco.variant=off"], "method.inco.variant = 'off'"),
-        (["method.name=HeteroAvg", "method.inco.variant=paper"], "stands for method.inco.variant = 'off'"),
-        (["method.name=InCoAvg w/o N", "method.inco.normalize=true"], "method.inco.normalize = True"),
+        (
+            ["method.name=HeteroAvg", "method.inco.variant=paper"],
+            "stands for method.inco.variant = 'off'",
+        ),
+        (
+            ["method.name=InCoAvg w/o N", "method.inco.normalize=true"],
+            "method.inco.normalize = True",
+        ),
     ],
 )
 def test_a_contradiction_is_refused_with_both_sides(overrides: list[str], said: str) -> None:
@@ -135,14 +168,23 @@ def test_a_contradiction_is_refused_with_both_sides(overrides: list[str], said: 
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("InCoProxx", "InCoProx"), ("heteroAvg", "HeteroAvg"), ("InCoAvg w/o N and O", "InCoAvg w/o N & O")],
+    [
+        ("InCoProxx", "InCoProx"),
+        ("heteroAvg", "HeteroAvg"),
+        ("InCoAvg w/o N and O", "InCoAvg w/o N & O"),
+    ],
 )
 def test_a_wrong_name_gets_the_nearest(name: str, near: str) -> None:
     message = refused(f"method.name={name}")
-    assert f"unknown method {name!r}. Did you mean {near!r}? Allowed: " in message and "fedavg, " in message
+    assert (
+        f"unknown method {name!r}. Did you mean {near!r}? Allowed: " in message
+        and "fedavg, " in message
+    )
 
 
 def test_a_name_beside_what_is_no_table_is_refused_like_any_other() -> None:
     assert refused("method.name=InCoAvg", "split=depth").startswith("split = 'depth': is a table")
-    assert refused("method.name=InCoAvg", "method.inco=paper").startswith("method.inco = 'paper': is a table")
+    assert refused("method.name=InCoAvg", "method.inco=paper").startswith(
+        "method.inco = 'paper': is a table"
+    )
     assert "unknown split 'dept'" in refused("method.name=InCoAvg", "split.name=dept")

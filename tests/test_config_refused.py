@@ -26,8 +26,12 @@ def tables(values: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple
             yield from tables(value, (*path, name))
 
 
-@pytest.mark.parametrize("path", list(tables(load_config().model_dump())), ids=lambda path: ".".join(path) or "root")
-def test_an_unknown_key_at_any_level_names_key_value_allowed_and_nearest(path: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "path", list(tables(load_config().model_dump())), ids=lambda path: ".".join(path) or "root"
+)
+def test_an_unknown_key_at_any_level_names_key_value_allowed_and_nearest(
+    path: tuple[str, ...],
+) -> None:
     fields: dict[str, Any] = load_config().model_dump()
     for step in path:
         fields = fields[step]
@@ -56,7 +60,9 @@ def test_a_name_like_no_other_gets_no_suggestion() -> None:
 
 
 def test_every_problem_is_named_at_once() -> None:
-    lines = refused("training.rounds=0", "federation.clients=many", "server.avrage=0.5").splitlines()
+    lines = refused(
+        "training.rounds=0", "federation.clients=many", "server.avrage=0.5"
+    ).splitlines()
     assert [line.partition(" ")[0] for line in lines] == [
         "federation.clients",
         "training.rounds",
@@ -78,7 +84,10 @@ def test_every_problem_is_named_at_once() -> None:
         ("training.optimizer.lr=false", "training.optimizer.lr = False: should be a number."),
         ("training.optimizer.lr=nan", "training.optimizer.lr = nan: should be a finite number."),
         ("training.optimizer.lr=inf", "training.optimizer.lr = inf: should be a finite number."),
-        ("training.optimizer.name=adan", "training.optimizer.name = 'adan': should be 'adam', 'adamw' or 'sgd'."),
+        (
+            "training.optimizer.name=adan",
+            "training.optimizer.name = 'adan': should be 'adam', 'adamw' or 'sgd'.",
+        ),
         ("data.transform.flip=maybe", "data.transform.flip = 'maybe': should be a valid boolean"),
         ("data.path=7", "data.path = 7: should be a valid string."),
         ("seed=9223372036854775808", "seed = 9223372036854775808: should be below 2^63."),
@@ -90,7 +99,10 @@ def test_every_problem_is_named_at_once() -> None:
             "federation.size_fractions.0 = inf: should be a finite number.",
         ),
         ("model.sizes=7", "model.sizes = 7: should be a list."),
-        ("model.sizes=resnet1", "model.sizes = 'resnet1': unknown model 'resnet1'. Did you mean 'resnet1"),
+        (
+            "model.sizes=resnet1",
+            "model.sizes = 'resnet1': unknown model 'resnet1'. Did you mean 'resnet1",
+        ),
         ("model.sizes=[]", "at least one size is needed."),
         ("model.sizes=['resnet10', 'resnet10']", "a size is named twice."),
         ("model.sizes=['resnet12']", "unknown model 'resnet12'. Did you mean 'resnet1"),
@@ -99,14 +111,19 @@ def test_every_problem_is_named_at_once() -> None:
         ("data.transform=inco", "data.transform = 'inco': is a table; set a key of it: variant,"),
         ("data=cifar10", "data = 'cifar10': is a table; set a key of it: name,"),
         ("method=fedavg", "method = 'fedavg': is a table; set a key of it: name, inco."),
-        ("method.inco.variant=paper2", "method.inco.variant = 'paper2': should be 'off', 'paper' or 'official'."),
+        (
+            "method.inco.variant=paper2",
+            "method.inco.variant = 'paper2': should be 'off', 'paper' or 'official'.",
+        ),
         ("data.partition={name = 'file'}", "data.partition.path: is required and was not given."),
         ("data.partition.alpha=0", "data.partition.alpha = 0: should be greater than 0."),
     ],
 )
 def test_a_value_of_the_wrong_type_or_out_of_range_is_refused(override: str, said: str) -> None:
     message = refused(override)
-    assert said in message and message.startswith(override.partition("=")[0]) and "\n" not in message
+    assert (
+        said in message and message.startswith(override.partition("=")[0]) and "\n" not in message
+    )
 
 
 def test_a_table_in_place_of_a_value_is_refused() -> None:
@@ -114,7 +131,9 @@ def test_a_table_in_place_of_a_value_is_refused() -> None:
 
 
 def test_a_text_in_place_of_a_table_below_a_new_choice_is_refused() -> None:
-    assert refused("data.transform=inco", "data.name=cifar10").startswith("data.transform = 'inco': is a table")
+    assert refused("data.transform=inco", "data.name=cifar10").startswith(
+        "data.transform = 'inco': is a table"
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,12 +147,20 @@ def test_a_text_in_place_of_a_table_below_a_new_choice_is_refused() -> None:
         ("preset", "inco-cifar", "inco-cifar10"),
     ],
 )
-def test_an_unknown_name_is_refused_with_its_setting_and_the_nearest(setting: str, given: str, near: str) -> None:
+def test_an_unknown_name_is_refused_with_its_setting_and_the_nearest(
+    setting: str, given: str, near: str
+) -> None:
     message = refused(f"{setting}={given}")
-    assert setting in message and repr(given) in message and f"Did you mean {near!r}? Allowed: " in message
+    assert (
+        setting in message
+        and repr(given) in message
+        and f"Did you mean {near!r}? Allowed: " in message
+    )
 
 
-@pytest.mark.parametrize("setting", ["method.name", "data.name", "data.partition.name", "data.transform.variant"])
+@pytest.mark.parametrize(
+    "setting", ["method.name", "data.name", "data.partition.name", "data.transform.variant"]
+)
 @pytest.mark.parametrize("value", ["[1]", "3", "{a = 1}", "true"])
 def test_a_name_that_is_no_text_is_refused(setting: str, value: str) -> None:
     message = refused(f"{setting}={value}")
@@ -192,14 +219,17 @@ def dataset() -> Dataset:
 
 
 def test_one_size_for_everybody_refuses_several() -> None:
-    with pytest.raises(MotleyError, match=r"model\.sizes = .*split\.name = 'homogeneous' takes exactly one size"):
+    with pytest.raises(
+        MotleyError, match=r"model\.sizes = .*split\.name = 'homogeneous' takes exactly one size"
+    ):
         Federation(tiny_config("split.name=homogeneous"), dataset=dataset())
 
 
 def test_inco_on_sizes_without_a_pair_of_layers_is_refused() -> None:
     shallow = tiny_config("model.sizes=['resnet10']", "method.inco.variant=official")
     with pytest.raises(
-        MotleyError, match=r"method\.inco\.variant = 'official': the models .* have no layers of one shape"
+        MotleyError,
+        match=r"method\.inco\.variant = 'official': the models .* have no layers of one shape",
     ):
         Federation(shallow, dataset=dataset())
 
@@ -223,22 +253,30 @@ def test_a_binary_file_is_refused(tmp_path: Path, content: bytes) -> None:
     assert refused(file=file).startswith(f"{file}: cannot be read: ")
 
 
-@pytest.mark.parametrize("text", ["[training\nrounds = 3", "rounds = ", "seed = 1\nseed = 2\n", "\x00"])
+@pytest.mark.parametrize(
+    "text", ["[training\nrounds = 3", "rounds = ", "seed = 1\nseed = 2\n", "\x00"]
+)
 def test_malformed_toml_is_refused_with_its_place(tmp_path: Path, text: str) -> None:
     message = refused(file=written(tmp_path, text))
     assert message.startswith(f"{tmp_path / 'mine.toml'}: is not valid TOML: ")
     assert "(at line " in message or "(at end of document)" in message
 
 
-def test_a_file_is_read_as_utf_8_whatever_the_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_read_as_utf_8_whatever_the_locale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = written(tmp_path, '[data]\nname = "npz"\npath = "größe.npz"\n')
     monkeypatch.setattr("io.text_encoding", lambda encoding, stacklevel=2: encoding or "latin-1")
     assert load_config(file).data.path == str(tmp_path / "größe.npz")
 
 
-def test_a_run_can_be_resumed_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_can_be_resumed_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    config = load_config(overrides=["data.name=npz", "data.path=mine.npz", "model.weights=sub/w.safetensors"])
+    config = load_config(
+        overrides=["data.name=npz", "data.path=mine.npz", "model.weights=sub/w.safetensors"]
+    )
     monkeypatch.chdir("/")
     assert config.data.path == str(tmp_path / "mine.npz")
     assert config.model.weights == str(tmp_path / "sub" / "w.safetensors")

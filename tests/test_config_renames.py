@@ -28,7 +28,13 @@ OLD: dict[str, Any] = {
         "statistics_clients": "round",
     },
     "training": {"clip": 1.0, "lr_drops": [3, 5], "lr_drop": 0.5},
-    "engine": {"stack": 2, "fused": False, "memory_share": 0.25, "memory_gib": 2.0, "flower": {"most_mib": 8.0}},
+    "engine": {
+        "stack": 2,
+        "fused": False,
+        "memory_share": 0.25,
+        "memory_gib": 2.0,
+        "flower": {"most_mib": 8.0},
+    },
     "transit": {"upload": "fp16", "noise": 0.5},
     "federation": {"assign": "alternate", "shares": [2.0, 1.0, 1.0, 1.0], "sampling": "round"},
     "model": {"sizes": ["resnet18"], "resnet": {"taps": "effective"}},
@@ -87,7 +93,9 @@ def test_an_old_value_is_rejected_with_the_new_one() -> None:
 
 
 def test_a_saved_configuration_is_read_with_its_old_names(tmp_path: Path) -> None:
-    assert {override.partition("=")[0] for override in NEW} == {rename.key for rename in RENAMED.values()}
+    assert {override.partition("=")[0] for override in NEW} == {
+        rename.key for rename in RENAMED.values()
+    }
     saved = tmp_path / "config.toml"
     saved.write_text(tomli_w.dumps(OLD), encoding="utf-8")
     other = ["model.sizes=resnet18", "split.name=grid", "method.name=fedimpro"]

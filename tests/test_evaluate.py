@@ -20,7 +20,9 @@ STATISTICS = ("running_mean", "running_var")
 
 @pytest.fixture(scope="module")
 def federation() -> Federation:
-    return Federation(tiny_config("split.normalization_statistics=per-size", "data.transform.crop_padding=1"))
+    return Federation(
+        tiny_config("split.normalization_statistics=per-size", "data.transform.crop_padding=1")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,9 @@ def trained(federation: Federation) -> ServerState:
 def plainly(federation: Federation, state: State, size: str) -> Score:
     """Return a score by the obvious loop: one image at a time, straight from the data set."""
     model = federation.split.build(size).eval()
-    model.load_state_dict({name: state[piece.name] for name, piece in federation.split.part(size).items()})
+    model.load_state_dict(
+        {name: state[piece.name] for name, piece in federation.split.part(size).items()}
+    )
     test = federation.dataset.test
     right, seen, loss = [0] * federation.dataset.classes, [0] * federation.dataset.classes, 0.0
     for image, label in zip(test.images, test.labels.tolist(), strict=True):
@@ -47,7 +51,9 @@ def plainly(federation: Federation, state: State, size: str) -> Score:
         right[label] += int(answer.argmax().item() == label)
         seen[label] += 1
     return Score(
-        sum(right) / len(test), loss / len(test), tuple(r / max(s, 1) for r, s in zip(right, seen, strict=True))
+        sum(right) / len(test),
+        loss / len(test),
+        tuple(r / max(s, 1) for r, s in zip(right, seen, strict=True)),
     )
 
 
@@ -56,7 +62,9 @@ def evaluator(federation: Federation, batch_size: int) -> Evaluator:
 
 
 def fresh(federation: Federation, settings: EvaluationSettings, classes: int = 10) -> Evaluator:
-    data = DeviceData(federation.dataset.test, federation.config.data.transform, federation.device, augment=False)
+    data = DeviceData(
+        federation.dataset.test, federation.config.data.transform, federation.device, augment=False
+    )
     return Evaluator(federation.split, lambda: data, classes, settings)
 
 
@@ -71,7 +79,9 @@ def test_every_size_equals_a_plain_loop(federation: Federation, trained: ServerS
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 100, 358, 359, 360, 100_000])
-def test_the_batch_size_does_not_matter(federation: Federation, trained: ServerState, batch_size: int) -> None:
+def test_the_batch_size_does_not_matter(
+    federation: Federation, trained: ServerState, batch_size: int
+) -> None:
     assert len(federation.dataset.test) == 359, "a prime: nothing but 1 divides it"
     whole = evaluator(federation, 359)(trained.state)
     for size, score in evaluator(federation, batch_size)(trained.state).items():
@@ -146,7 +156,9 @@ def test_evaluating_changes_nothing(federation: Federation, trained: ServerState
     assert all(torch.equal(tensor, trained.state[name]) for name, tensor in before.items())
 
 
-def test_a_class_that_no_test_image_has_counts_nowhere(federation: Federation, trained: ServerState) -> None:
+def test_a_class_that_no_test_image_has_counts_nowhere(
+    federation: Federation, trained: ServerState
+) -> None:
     wider = fresh(federation, EvaluationSettings(), classes=12)
     for size, score in wider(trained.state).items():
         assert len(score.class_accuracy) == 12
@@ -155,7 +167,9 @@ def test_a_class_that_no_test_image_has_counts_nowhere(federation: Federation, t
 
 
 def test_the_moving_average_is_what_is_evaluated() -> None:
-    federation = Federation(tiny_config("server.ema_decay=0.9", "training.rounds=2", "training.batch_size=64"))
+    federation = Federation(
+        tiny_config("server.ema_decay=0.9", "training.rounds=2", "training.batch_size=64")
+    )
     server, _ = federation.run_round(federation.initial_state())
     server, record = federation.run_round(server)
     assert record.scores == federation.evaluate(server.ema or {})
@@ -165,7 +179,9 @@ def test_the_moving_average_is_what_is_evaluated() -> None:
 @pytest.mark.parametrize(("every", "evaluated"), [(1, [1, 2, 3]), (2, [2, 3]), (3, [3]), (9, [3])])
 def test_evaluation_every_k_rounds_and_at_the_end(every: int, evaluated: list[int]) -> None:
     federation = Federation(tiny_config(f"evaluation.every={every}", "training.rounds=3"))
-    assert [number for number in (1, 2, 3) if federation.method.info.is_evaluated(number)] == evaluated
+    assert [
+        number for number in (1, 2, 3) if federation.method.info.is_evaluated(number)
+    ] == evaluated
 
 
 # ---- what a series comes to

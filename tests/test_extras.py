@@ -70,8 +70,14 @@ def test_the_base_install_is_as_small_as_promised() -> None:
 
 
 def test_every_extra_installs_its_modules() -> None:
-    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    packages = {"dp_accounting": "dp-accounting", "ray": "flwr[simulation]", "sklearn": "scikit-learn"}
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    packages = {
+        "dp_accounting": "dp-accounting",
+        "ray": "flwr[simulation]",
+        "sklearn": "scikit-learn",
+    }
     for module, extra in EXTRAS.items():
         package = packages.get(module, module)
         assert any(requirement.startswith(f"{package}>=") for requirement in extras[extra]), module
@@ -93,9 +99,13 @@ def test_modules_import_no_undeclared_library() -> None:
     source = REPOSITORY / "src"
     for file in source.rglob("*.py"):
         module = ".".join(file.relative_to(source).with_suffix("").parts)
-        if module.startswith(NEEDS_FLOWER):  # they also use libraries of flwr, which is pinned to one minor version
+        if module.startswith(
+            NEEDS_FLOWER
+        ):  # they also use libraries of flwr, which is pinned to one minor version
             continue
-        allowed = {name.replace("-", "_") for name in BASE} | {"pydantic_core"}  # which is a half of pydantic
+        allowed = {name.replace("-", "_") for name in BASE} | {
+            "pydantic_core"
+        }  # which is a half of pydantic
         if module.startswith("motley.kernels."):
             allowed.add("triton")
         if module in NEEDS_PLOTLY:
@@ -161,7 +171,9 @@ def test_a_page_needs_plotly(missing: Callable[[str], None], tmp_path: Path, com
     refused(call(command, tmp_path), f"motley {command}", "plotly", "report")
 
 
-def test_an_analysis_is_refused_before_it_computes(missing: Callable[[str], None], tmp_path: Path) -> None:
+def test_an_analysis_is_refused_before_it_computes(
+    missing: Callable[[str], None], tmp_path: Path
+) -> None:
     missing("matplotlib")
     refused(call("analyze", "sizes", tmp_path), "motley analyze", "matplotlib", "analysis")
 
@@ -170,7 +182,9 @@ def test_the_embedding_needs_scikit_learn(missing: Callable[[str], None], tmp_pa
     from motley.analysis.embedding import embedding
 
     missing("sklearn")
-    with pytest.raises(MotleyError, match=r"^the analysis embedding needs sklearn, .*'\.\[analysis\]'$"):
+    with pytest.raises(
+        MotleyError, match=r"^the analysis embedding needs sklearn, .*'\.\[analysis\]'$"
+    ):
         embedding([tmp_path])
 
 
@@ -190,7 +204,8 @@ def test_epsilon_needs_an_accountant(missing: Callable[[str], None]) -> None:
     missing("dp_accounting")
     clipped = ("privacy.clip=1", "split.normalization_statistics=batch")
     with pytest.raises(
-        MotleyError, match=r"^privacy.noise = 1: computing epsilon needs dp_accounting, .*'\.\[privacy\]'$"
+        MotleyError,
+        match=r"^privacy.noise = 1: computing epsilon needs dp_accounting, .*'\.\[privacy\]'$",
     ):
         Federation(tiny_config(*clipped, "privacy.noise=1"))
     Federation(tiny_config(*clipped))
@@ -203,7 +218,9 @@ def test_a_missing_dependency_of_a_library_is_named(
     missing("plotly")
     monkeypatch.delitem(sys.modules, "plotly")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(MotleyError, match=r"^the report needs narwhals_that_is_missing, which is not installed"):
+    with pytest.raises(
+        MotleyError, match=r"^the report needs narwhals_that_is_missing, which is not installed"
+    ):
         require("plotly", "the report")
 
 
@@ -214,5 +231,7 @@ def test_a_library_that_cannot_be_imported_is_no_missing_one(
     missing("plotly")
     monkeypatch.delitem(sys.modules, "plotly")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(MotleyError, match=r"^the report needs plotly, which cannot be imported: built for another"):
+    with pytest.raises(
+        MotleyError, match=r"^the report needs plotly, which cannot be imported: built for another"
+    ):
         require("plotly", "the report")

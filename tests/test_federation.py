@@ -72,7 +72,12 @@ def test_a_bad_upload_is_refused_and_the_round_goes_on() -> None:
 def test_a_message_that_is_not_finite_is_refused() -> None:
     federation = Federation(tiny_config("method.name=scaffold", "federation.clients_per_round=6"))
     federation.engine = Tampered(  # type: ignore[assignment]
-        federation.engine, {2: lambda u: replace(u, payload={**u.payload, "fc.bias": torch.full((10,), float("nan"))})}
+        federation.engine,
+        {
+            2: lambda u: replace(
+                u, payload={**u.payload, "fc.bias": torch.full((10,), float("nan"))}
+            )
+        },
     )
     after, record = federation.run_round(federation.initial_state())
     assert record.refused == {2: "it holds a number that is not finite."}
@@ -96,7 +101,9 @@ def test_a_merge_queued_before_the_verdict_is_made_again_without_what_was_refuse
     """As on a GPU that is still training when its uploads are merged."""
 
     def played(*bad: int) -> tuple[ServerState, RoundRecord]:
-        federation = Federation(tiny_config("federation.clients_per_round=6", "method.inco.variant=official"))
+        federation = Federation(
+            tiny_config("federation.clients_per_round=6", "method.inco.variant=official")
+        )
         spoil = with_delta("fc.bias", torch.full((10,), float("nan")))
         federation.engine = Tampered(federation.engine, dict.fromkeys(bad, spoil))  # type: ignore[assignment]
         return federation.run_round(federation.initial_state())
@@ -107,13 +114,19 @@ def test_a_merge_queued_before_the_verdict_is_made_again_without_what_was_refuse
             patched.setattr("motley.core.async_copy.AsyncCopy.ready", property(lambda self: False))
             after, late = played(*bad)
         assert late.refused.keys() == set(bad) == at_once.refused.keys()
-        assert (late.metrics, late.train_loss, late.scores) == (at_once.metrics, at_once.train_loss, at_once.scores)
+        assert (late.metrics, late.train_loss, late.scores) == (
+            at_once.metrics,
+            at_once.train_loss,
+            at_once.scores,
+        )
         assert after.client_state_rounds == expected.client_state_rounds
         assert all(torch.equal(after.model[name], expected.model[name]) for name in expected.model)
 
 
 def test_a_round_is_repeated_with_other_clients_while_too_few_updates_are_valid() -> None:
-    config = tiny_config("server.min_fraction=0.75", "server.attempts=3", "training.steps=1", "evaluation.every=3")
+    config = tiny_config(
+        "server.min_fraction=0.75", "server.attempts=3", "training.steps=1", "evaluation.every=3"
+    )
     federation = Federation(config)
     spoil = with_delta("fc.bias", torch.full((10,), float("nan")))
     federation.engine = Tampered(federation.engine, {0: spoil, 1: spoil})  # type: ignore[assignment]
@@ -123,7 +136,9 @@ def test_a_round_is_repeated_with_other_clients_while_too_few_updates_are_valid(
     assert record.clients == [1, 2, 3, 4] and record.refused.keys() == {1}
     assert after.client_state_rounds == {2: 1, 3: 1, 4: 1}
     federation.sample = lambda number, attempt=0: [0, 1]
-    with pytest.raises(MotleyError, match=r"round 1 was played 3 times .* client 0: it holds a number"):
+    with pytest.raises(
+        MotleyError, match=r"round 1 was played 3 times .* client 0: it holds a number"
+    ):
         federation.run_round(federation.initial_state())
 
 
@@ -138,7 +153,9 @@ def test_a_round_in_which_everybody_is_refused_changes_nothing() -> None:
 
 
 def test_layers_nobody_held_keep_their_bits() -> None:
-    federation = Federation(tiny_config("split.normalization_statistics=shared", "method.inco.variant=official"))
+    federation = Federation(
+        tiny_config("split.normalization_statistics=shared", "method.inco.variant=official")
+    )
     federation.sample = lambda number, attempt=0: [0, 1]  # both hold the smallest size
     server = federation.initial_state()
     after, _ = federation.run_round(server)
@@ -196,7 +213,8 @@ def test_traffic_is_what_parts_weigh() -> None:
     server = federation.initial_state()
     _, record = federation.run_round(server)
     expected = sum(
-        size_in_bytes(take(server.state, federation.split.part(federation.sizes[client]))) for client in record.clients
+        size_in_bytes(take(server.state, federation.split.part(federation.sizes[client])))
+        for client in record.clients
     )
     assert record.bytes_down == record.bytes_up == expected
 
@@ -204,7 +222,9 @@ def test_traffic_is_what_parts_weigh() -> None:
 def test_weights_file_replaces_what_fits(tmp_path: Path) -> None:
     weights = {"conv1.weight": torch.full((4, 1, 3, 3), 0.5), "fc.weight": torch.zeros(1000, 32)}
     save_file(weights, tmp_path / "w.safetensors")
-    state = Federation(tiny_config(f"model.weights={tmp_path / 'w.safetensors'}")).initial_state().state
+    state = (
+        Federation(tiny_config(f"model.weights={tmp_path / 'w.safetensors'}")).initial_state().state
+    )
     assert torch.equal(state["conv1.weight"], weights["conv1.weight"])
     assert state["fc.weight"].shape == (10, 32)
     with pytest.raises(MotleyError, match="cannot be read"):
@@ -220,7 +240,9 @@ def test_inco_coefficients_are_recorded_for_every_pair_that_was_held() -> None:
     _, record = federation.run_round(federation.initial_state())
     layers = {pair.target for pair in federation.split.cross_layers}
     coefficients = ("theta", "alpha", "beta", "positive")
-    assert record.metrics.keys() == {f"inco/{layer}/{name}" for layer in layers for name in coefficients}
+    assert record.metrics.keys() == {
+        f"inco/{layer}/{name}" for layer in layers for name in coefficients
+    }
 
 
 def test_inco_changes_its_targets_only() -> None:
@@ -231,7 +253,9 @@ def test_inco_changes_its_targets_only() -> None:
         ends[preset], _ = federation.run_round(federation.initial_state())
     targets = {pair.target for pair in federation.split.cross_layers}
     for preset in ("official", "paper"):
-        changed = {n for n, t in ends["off"].state.items() if not torch.equal(t, ends[preset].state[n])}
+        changed = {
+            n for n, t in ends["off"].state.items() if not torch.equal(t, ends[preset].state[n])
+        }
         assert changed == targets
 
 
@@ -239,7 +263,9 @@ def test_your_own_data_in_memory() -> None:
     numbers = np.random.default_rng(0)
 
     def examples(count: int) -> Examples:
-        return Examples(numbers.integers(0, 255, (count, 8, 8, 3), dtype=np.uint8), np.arange(count) % 4)
+        return Examples(
+            numbers.integers(0, 255, (count, 8, 8, 3), dtype=np.uint8), np.arange(count) % 4
+        )
 
     mine = Dataset("mine", examples(200), examples(40), 4)
     federation = Federation(tiny_config(), dataset=mine)
@@ -250,7 +276,10 @@ def test_your_own_data_in_memory() -> None:
 def test_a_federation_learns() -> None:
     federation = Federation(
         tiny_config(
-            "training.rounds=12", "training.epochs=3", "model.resnet.width=0.125", "federation.clients_per_round=6"
+            "training.rounds=12",
+            "training.epochs=3",
+            "model.resnet.width=0.125",
+            "federation.clients_per_round=6",
         )
     )
     server = federation.initial_state()

@@ -79,7 +79,9 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
         ("file/x", "cannot be written: there is no folder"),
     ],
 )
-def test_a_path_that_cannot_be_written_is_rejected_before_the_block(tmp_path: Path, name: str, said: str) -> None:
+def test_a_path_that_cannot_be_written_is_rejected_before_the_block(
+    tmp_path: Path, name: str, said: str
+) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     with pytest.raises(MotleyError) as raised, output_file(tmp_path / name):
@@ -108,9 +110,14 @@ def test_a_folder_that_is_a_file_is_rejected(tmp_path: Path, name: str) -> None:
         pytest.fail("the block was entered")
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, in which no folder can be created")
+@pytest.mark.skipif(
+    not Path("/proc/self").exists(), reason="needs /proc, in which no folder can be created"
+)
 def test_a_folder_that_cannot_be_created_is_rejected() -> None:
-    with pytest.raises(MotleyError, match="/proc/nothing: cannot be written: "), output_folder(Path("/proc/nothing")):
+    with (
+        pytest.raises(MotleyError, match="/proc/nothing: cannot be written: "),
+        output_folder(Path("/proc/nothing")),
+    ):
         pytest.fail("the block was entered")
 
 

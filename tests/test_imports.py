@@ -49,12 +49,16 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
         removed = leaves | (left.keys() - used)
         if not removed:
             return [sorted(left)] if left else []
-        left = {module: imports - removed for module, imports in left.items() if module not in removed}
+        left = {
+            module: imports - removed for module, imports in left.items() if module not in removed
+        }
 
 
 def test_no_module_imports_itself_by_a_detour() -> None:
     files = module_files()
-    graph = {module: imported_modules(file, set(files)) - {module} for module, file in files.items()}
+    graph = {
+        module: imported_modules(file, set(files)) - {module} for module, file in files.items()
+    }
     assert sum(len(imports) for imports in graph.values()) > 500  # the files were found and read
     assert cycles(graph) == []
 

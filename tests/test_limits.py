@@ -30,20 +30,32 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("training.batch_size=1000000000000", r"training\.batch_size = 1000000000000.*one batch of 1x8x8 images takes"),
+        (
+            "training.batch_size=1000000000000",
+            r"training\.batch_size = 1000000000000.*one batch of 1x8x8 images takes",
+        ),
         (
             "data.transform.resize=1000000",
             r"data\.transform\.resize = 1000000: one batch of 1x1000000x1000000 images takes",
         ),
-        ("federation.clients=1000000000000", r"federation\.clients = 1000000000000: should be 1 to 1438"),
+        (
+            "federation.clients=1000000000000",
+            r"federation\.clients = 1000000000000: should be 1 to 1438",
+        ),
         ("model.resnet.width=1e9", r"model\.sizes: 'resnet10': there is not enough memory"),
-        ("model.resnet.width=10000", r"model\.sizes: three copies of the weights of 'resnet10' .* takes? [\d,.]+ GB"),
+        (
+            "model.resnet.width=10000",
+            r"model\.sizes: three copies of the weights of 'resnet10' .* takes? [\d,.]+ GB",
+        ),
         ("model.projection=100000000000", r"model\.sizes: .* 'resnet10'"),
         (
             "data.transform.crop_padding=1000000000",
             r"1438 images .* data\.transform\.crop_padding = 1000000000: there is",
         ),
-        ("training.epochs=1e13", r"round 1: training with batches of 32: there is not enough memory"),
+        (
+            "training.epochs=1e13",
+            r"round 1: training with batches of 32: there is not enough memory",
+        ),
     ],
 )
 def test_a_setting_that_needs_too_much_memory_is_named(override: str, said: str) -> None:
@@ -53,21 +65,31 @@ def test_a_setting_that_needs_too_much_memory_is_named(override: str, said: str)
 
 
 def test_a_plan_that_is_too_large_is_rejected() -> None:
-    with pytest.raises(MotleyError, match=r"'resnet10' with training\.batch_size = 100000000000000000: there is not"):
+    with pytest.raises(
+        MotleyError,
+        match=r"'resnet10' with training\.batch_size = 100000000000000000: there is not",
+    ):
         costs_in(tiny_config("training.batch_size=100000000000000000"))
 
 
 def test_only_failed_allocations_are_turned_into_messages() -> None:
     with (
-        pytest.raises(MotleyError, match=r"a big array: there is not enough memory for this \(.*\)\."),
+        pytest.raises(
+            MotleyError, match=r"a big array: there is not enough memory for this \(.*\)\."
+        ),
         allocating("a big array"),
     ):
         np.zeros(2**60, np.uint8)
-    with pytest.raises(MotleyError, match="a big tensor: there is not enough memory"), allocating("a big tensor"):
+    with (
+        pytest.raises(MotleyError, match="a big tensor: there is not enough memory"),
+        allocating("a big tensor"),
+    ):
         torch.zeros(2**60, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="shapes"), allocating("a product"):
         torch.zeros(2, 3) @ torch.zeros(2, 3)
-    assert is_out_of_memory(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert is_out_of_memory(
+        torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    )
     assert not is_out_of_memory(ValueError("out of memory"))
 
 
@@ -75,7 +97,9 @@ def test_sizes_that_fit_are_accepted() -> None:
     memory = memory_of(CPU)
     assert memory is not None and memory > 2**28
     check_fits("half of it", memory // 2, CPU)
-    with pytest.raises(MotleyError, match=r"twice takes [\d,.]+ GB; this machine has [\d,.]+ GB of memory\."):
+    with pytest.raises(
+        MotleyError, match=r"twice takes [\d,.]+ GB; this machine has [\d,.]+ GB of memory\."
+    ):
         check_fits("twice", 2 * memory, CPU)
 
 
@@ -102,7 +126,9 @@ def test_a_data_set_of_another_library_is_refused_with_what_is_expected(dataset:
 
 
 def test_a_partition_of_another_kind_is_refused_with_what_is_expected() -> None:
-    with pytest.raises(MotleyError, match=r"partition: a motley\.data\.Partition is expected, not a list\."):
+    with pytest.raises(
+        MotleyError, match=r"partition: a motley\.data\.Partition is expected, not a list\."
+    ):
         Federation(tiny_config(), partition=[[0, 1], [2, 3]])  # type: ignore[arg-type]
     owners = np.arange(1437) % 6
     assert len(Federation(tiny_config(), partition=Partition.from_owners(owners, 6)).partition) == 6
@@ -120,7 +146,11 @@ class Mine(nn.Module):
         if wrong == "item":
             torch.ones(3).sum().item()
         self.wrong = wrong
-        self.layer = nn.LazyLinear(classes) if wrong == "lazy" else nn.Linear(pixels, classes - (wrong == "few"))
+        self.layer = (
+            nn.LazyLinear(classes)
+            if wrong == "lazy"
+            else nn.Linear(pixels, classes - (wrong == "few"))
+        )
 
     def forward(self, images: Tensor) -> Any:
         if self.wrong == "raises":
@@ -128,7 +158,9 @@ class Mine(nn.Module):
         logits = self.layer(images.flatten(1))
         if self.wrong == "aux" and self.training:
             return logits, logits
-        return {"tuple": (logits,), "classes": logits.argmax(1), "integers": logits.long()}.get(self.wrong, logits)
+        return {"tuple": (logits,), "classes": logits.argmax(1), "integers": logits.long()}.get(
+            self.wrong, logits
+        )
 
 
 @contextmanager
@@ -152,7 +184,10 @@ def registered(build: Callable[[Any, ImageShape, int], nn.Module]) -> Iterator[s
         ("few", r"'mine' returns shape \(2, 9\) for 2 images, not \(2, 10\)"),
         ("classes", r"'mine' returns shape \(2,\) for 2 images"),
         ("integers", r"'mine' returns torch\.int64"),
-        ("raises", r"'mine' cannot be fed a batch of shape \(2, 1, 8, 8\): KeyError: 'no such thing'"),
+        (
+            "raises",
+            r"'mine' cannot be fed a batch of shape \(2, 1, 8, 8\): KeyError: 'no such thing'",
+        ),
         ("lazy", r"'mine' has a lazy layer, whose 'layer\.weight' has no shape yet\."),
         ("item", r"'mine' cannot be built on torch's meta device.*\.item\(\)"),
     ],
@@ -165,7 +200,9 @@ def test_a_model_that_cannot_be_trained_is_refused_by_its_name(wrong: str, said:
         Federation(tiny_config(f"model.sizes=['{name}']"))
 
 
-@pytest.mark.parametrize(("wrong", "said"), [("tuple", "returns a tuple"), ("raises", "cannot be counted.*KeyError")])
+@pytest.mark.parametrize(
+    ("wrong", "said"), [("tuple", "returns a tuple"), ("raises", "cannot be counted.*KeyError")]
+)
 def test_a_plan_names_a_model_that_cannot_be_counted(wrong: str, said: str) -> None:
     with (
         registered(lambda settings, image, classes: Mine(image, classes, wrong)) as name,
@@ -198,10 +235,16 @@ def test_a_model_of_the_callers_own_is_trained_and_the_try_leaves_no_trace() -> 
 
 def test_a_file_of_weights_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
-    contents = {b"": "header too small", b"hello": "header too small", b"\xff" * 100: "header too large"}
+    contents = {
+        b"": "header too small",
+        b"hello": "header too small",
+        b"\xff" * 100: "header too large",
+    }
     for content, reason in contents.items():
         file.write_bytes(content)
-        with pytest.raises(MotleyError, match=rf"model\.weights = '.*': is not a safetensors file: .*{reason}"):
+        with pytest.raises(
+            MotleyError, match=rf"model\.weights = '.*': is not a safetensors file: .*{reason}"
+        ):
             Federation(tiny_config(f"model.weights={file}")).initial_state()
     with pytest.raises(MotleyError, match=r"model\.weights = '.*': cannot be read"):
         Federation(tiny_config(f"model.weights={tmp_path}")).initial_state()

@@ -33,7 +33,12 @@ RECORDED = Path(__file__).with_name("pinned.json")
 LOOSE = 0.02
 
 MLPS = ("model.sizes=['mlp1','mlp2','mlp3']",)
-VITS = ("model.sizes=['vit1','vit2','vit3']", "model.vit.dim=16", "model.vit.heads=2", "model.vit.patch=4")
+VITS = (
+    "model.sizes=['vit1','vit2','vit3']",
+    "model.vit.dim=16",
+    "model.vit.heads=2",
+    "model.vit.patch=4",
+)
 WIDTHS = ("split.rates=[1,0.5,0.25]", "model.sizes=['resnet14']")
 EXITS = ("split.cuts=[2,3,6]", "split.rates=[0.5,0.75,1]", "model.sizes=['resnet14']")
 SGD = ("training.optimizer={name='sgd', lr=0.05, momentum=0.9, weight_decay=5e-4}",)
@@ -50,14 +55,29 @@ CASES: dict[str, tuple[str, ...]] = {
     "feddyn": ("method.name=feddyn",),
     "fedspeed": ("method.name=fedspeed", *SGD),
     "fedin": ("method.name=fedin",),
-    "fedin-exact": ("method.name=fedin", "method.combine=exact", "method.samples=2", "method.noise=0.5"),
-    "fedimpro-official": ("method.name=fedimpro", "method.variant=official", "method.ramp=2", "method.noise=0.01"),
+    "fedin-exact": (
+        "method.name=fedin",
+        "method.combine=exact",
+        "method.samples=2",
+        "method.noise=0.5",
+    ),
+    "fedimpro-official": (
+        "method.name=fedimpro",
+        "method.variant=official",
+        "method.ramp=2",
+        "method.noise=0.01",
+    ),
     "fedimpro-scaffold": ("method.name=fedimpro-scaffold",),
     "HeteroFL": ("method.name=HeteroFL", *WIDTHS),
     "FedRolex": ("method.name=FedRolex", *WIDTHS, "split.normalization_statistics=batch"),
     "FederatedDropout": ("method.name=FederatedDropout", *WIDTHS),
     "FjORD": ("method.name=FjORD", *WIDTHS),
-    "ScaleFL": ("method.name=ScaleFL", *EXITS, "split.normalization_statistics=batch", "method.begin=0"),
+    "ScaleFL": (
+        "method.name=ScaleFL",
+        *EXITS,
+        "split.normalization_statistics=batch",
+        "method.begin=0",
+    ),
     "DepthFL": ("method.name=DepthFL", *EXITS, "method.ramp=2"),
     "InclusiveFL": ("method.name=InclusiveFL",),
     # InCo, its ablations, and methods on top of which it runs.
@@ -74,7 +94,11 @@ CASES: dict[str, tuple[str, ...]] = {
     "batch-statistics": ("split.normalization_statistics=batch",),
     "vit": VITS,
     "vgg": ("model.sizes=['vgg9']", "split.name=homogeneous", "data.transform.resize=16"),
-    "preact-width": ("model.sizes=['heterofl-resnet18']", "split.name=width", "split.rates=[0.125,0.0625]"),
+    "preact-width": (
+        "model.sizes=['heterofl-resnet18']",
+        "split.name=width",
+        "split.rates=[0.125,0.0625]",
+    ),
     # The server.
     "fedavgm": ("server.optimizer.name=momentum", "server.optimizer.nesterov=true"),
     "fedadam": ("server.optimizer.name=adam",),
@@ -89,11 +113,23 @@ CASES: dict[str, tuple[str, ...]] = {
     "privacy": (*MLPS, "privacy.clip=0.5", "privacy.noise=0.5"),
     # Clients, data and steps.
     "dynamic-sizes": ("federation.size_assignment=dynamic",),
-    "alternating-sizes": ("federation.size_assignment=alternate", "federation.size_fractions=[2,1,1]"),
+    "alternating-sizes": (
+        "federation.size_assignment=alternate",
+        "federation.size_fractions=[2,1,1]",
+    ),
     "fedml-sampling": ("federation.sampler=fedml",),
     "shards": ("data.partition.name=shards",),
-    "augmented": ("data.transform.crop_padding=1", "data.transform.flip=true", "data.transform.cutout=2"),
-    "clipped-and-dropped": ("training.max_grad_norm=1", "training.drop_last=true", "training.epochs=1.5", *SGD),
+    "augmented": (
+        "data.transform.crop_padding=1",
+        "data.transform.flip=true",
+        "data.transform.cutout=2",
+    ),
+    "clipped-and-dropped": (
+        "training.max_grad_norm=1",
+        "training.drop_last=true",
+        "training.epochs=1.5",
+        *SGD,
+    ),
     "stacked": (*MLPS, "engine.vmap_clients=4"),
     "debug": ("engine.name=debug", "method.name=InCoProx"),
     "three-clients": ("federation.clients=3", "federation.clients_per_round=3"),
@@ -117,7 +153,11 @@ BRIEF = (
 def config_of(case: str) -> Config:
     """Return the configuration of a case."""
     own = CASES[case]
-    brief = [line for line in BRIEF if not (line.startswith("training.steps") and "epochs" in " ".join(own))]
+    brief = [
+        line
+        for line in BRIEF
+        if not (line.startswith("training.steps") and "epochs" in " ".join(own))
+    ]
     return tiny_config(*brief, *own)
 
 
@@ -141,13 +181,19 @@ def hash_of(server: ServerState) -> str:
     """Return a hash of everything that a server holds."""
     sections = {"state": server.state, "averaged": server.ema or {}, "method": server.method_state}
     sections["optimizer"] = server.stage_states.get("optimizer", {})
-    whole = {f"{section}/{name}": t for section, state in sections.items() for name, t in state.items()}
+    whole = {
+        f"{section}/{name}": t for section, state in sections.items() for name, t in state.items()
+    }
     return fingerprint(whole)[:16]
 
 
 def way(start: Mapping[str, Tensor], end: Mapping[str, Tensor]) -> float:
     """Return how far the floating values of a state went."""
-    squares = [float((end[n].double() - t.double()).square().sum()) for n, t in start.items() if t.is_floating_point()]
+    squares = [
+        float((end[n].double() - t.double()).square().sum())
+        for n, t in start.items()
+        if t.is_floating_point()
+    ]
     return math.sqrt(sum(squares))
 
 
@@ -198,7 +244,9 @@ def main() -> None:
         cases[case] = played(case)
         if case in before and cases[case]["hash"] != before[case]["hash"]:
             print(f"changed: {case}")
-    RECORDED.write_text(json.dumps({"machine": machine(), "cases": cases}, indent=1) + "\n", encoding="utf-8")
+    RECORDED.write_text(
+        json.dumps({"machine": machine(), "cases": cases}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

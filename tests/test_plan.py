@@ -24,7 +24,9 @@ WIDTH = ("split.name=width", "split.rates=[1,0.5,0.25,0.125]", "model.sizes=['re
 DEVICE = (*WIDTH, "model.resnet.width=0.5", "data.transform.resize=32", "training.batch_size=64")
 
 
-def fleet(folder: Path, lines: list[str], header: str = "client,memory_mb,parameters,gflops") -> Path:
+def fleet(
+    folder: Path, lines: list[str], header: str = "client,memory_mb,parameters,gflops"
+) -> Path:
     file = folder / "budgets.csv"
     file.write_text("\n".join([header, *lines]) + "\n")
     return file
@@ -38,7 +40,9 @@ def made_up_fleet(folder: Path) -> Path:
         memory, parameters, gflops = numbers.uniform((25, 6e4, 1), (300, 4e6, 30))
         cells = [f"{memory:.1f}", f"{parameters:.0f}", f"{gflops:.2f}"]
         kept = numbers.random(3) < 0.7
-        lines.append(",".join([str(client), *(c if k else "" for c, k in zip(cells, kept, strict=True))]))
+        lines.append(
+            ",".join([str(client), *(c if k else "" for c, k in zip(cells, kept, strict=True))])
+        )
     return fleet(folder, lines)
 
 
@@ -105,17 +109,28 @@ def test_memory_is_within_15_percent_of_what_a_process_takes() -> None:
     command = [sys.executable, "-c", MEASURE, ",".join(sizes), *DEVICE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     for size, measured in zip(sizes, done.stdout.split(), strict=True):
-        assert abs(costs[size].memory / int(measured) - 1) < 0.15, (size, costs[size].memory, measured)
+        assert abs(costs[size].memory / int(measured) - 1) < 0.15, (
+            size,
+            costs[size].memory,
+            measured,
+        )
 
 
 def test_costs_by_hand() -> None:
     """One hidden layer of 8 units over 16 pixels, 10 classes, a batch of 4, SGD without momentum."""
-    tiny = ("model.sizes=['mlp1']", "model.mlp.hidden=8", "data.transform.resize=4", "training.batch_size=4")
+    tiny = (
+        "model.sizes=['mlp1']",
+        "model.mlp.hidden=8",
+        "data.transform.resize=4",
+        "training.batch_size=4",
+    )
     config = tiny_config(*tiny, "training.optimizer={name='sgd', lr=0.1}")
     cost = costs_in(config)["mlp1"]
     assert cost.parameters == 16 * 8 + 8 + 8 * 10 + 10
     forward = 2 * 4 * (16 * 8 + 8 * 10)
-    assert cost.flops == 2 * forward + 2 * 4 * 8 * 10  # weights' gradients as much again, and the hidden layer's input
+    assert (
+        cost.flops == 2 * forward + 2 * 4 * 8 * 10
+    )  # weights' gradients as much again, and the hidden layer's input
     assert cost.traffic == 2 * 4 * cost.parameters
     half = costs_in(tiny_config(*tiny, "uplink.dtype=fp16"))["mlp1"]
     assert half.traffic == (4 + 2) * cost.parameters
@@ -139,14 +154,17 @@ def test_counting_leaves_no_trace_in_the_split() -> None:
 def test_a_federation_deals_sizes_by_budget(tmp_path: Path) -> None:
     costs = costs_in(tiny_config(*WIDTH))
     limits = [cost.parameters for cost in costs.values()] + [1e12, 1e12]
-    file = fleet(tmp_path, [f"{client},{limit}" for client, limit in enumerate(limits)], "client,parameters")
+    file = fleet(
+        tmp_path, [f"{client},{limit}" for client, limit in enumerate(limits)], "client,parameters"
+    )
     given = (f"federation.budgets={file}", "federation.size_assignment=budget", "training.steps=1")
     federation = Federation(tiny_config(*WIDTH, *given))
     assert federation.sizes == (*costs, "resnet18-w1", "resnet18-w1")
     _, record = federation.run_round(federation.initial_state())
     assert not record.refused
     with pytest.raises(
-        MotleyError, match=r"client 6 is missing; federation\.clients = 7 needs one line per client, 0 to 6"
+        MotleyError,
+        match=r"client 6 is missing; federation\.clients = 7 needs one line per client, 0 to 6",
     ):
         Federation(tiny_config(*WIDTH, *given, "federation.clients=7"))
     with pytest.raises(MotleyError, match="no size fits client 1"):
@@ -157,7 +175,11 @@ def test_a_federation_deals_sizes_by_budget(tmp_path: Path) -> None:
     ("header", "line", "said"),
     [
         ("client,memory", "0,5", "unknown column 'memory'. Did you mean 'memory_mb'?"),
-        ("client,gflops", "0,many", "line 2: gflops = 'many': should be a number above 0, or empty."),
+        (
+            "client,gflops",
+            "0,many",
+            "line 2: gflops = 'many': should be a number above 0, or empty.",
+        ),
         ("client,gflops", "0,-1", "line 2: gflops = '-1': should be a number above 0"),
         ("gflops", "3", "needs a column 'client'"),
         ("client,gflops", "0,1,2", "line 2: has more cells than there are columns."),
@@ -176,7 +198,9 @@ def test_a_wrong_line_is_named(tmp_path: Path, header: str, line: str, said: str
 
 def test_a_client_that_is_listed_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
     file = fleet(tmp_path, ["phone,100", "", "watch,1", "phone ,1000"], "client,memory_mb")
-    with pytest.raises(MotleyError, match=r"budgets\.csv: client 'phone' is listed twice, in lines 2 and 5\."):
+    with pytest.raises(
+        MotleyError, match=r"budgets\.csv: client 'phone' is listed twice, in lines 2 and 5\."
+    ):
         read_budgets(file)
 
 
@@ -195,7 +219,9 @@ def test_names_are_clients_in_the_order_of_their_lines(tmp_path: Path) -> None:
     given = (f"federation.budgets={file}", "federation.size_assignment=budget")
     federation = Federation(tiny_config(*WIDTH, *given))
     assert federation.sizes == (largest, smallest, smallest, largest, largest, largest)
-    with pytest.raises(MotleyError, match=r"it has 6 lines; federation\.clients = 7 needs one line per client\."):
+    with pytest.raises(
+        MotleyError, match=r"it has 6 lines; federation\.clients = 7 needs one line per client\."
+    ):
         Federation(tiny_config(*WIDTH, *given, "federation.clients=7"))
     with pytest.raises(MotleyError, match=r"no size fits client 1 \('watch'\)\."):
         assigned(costs, [Budget("phone"), Budget("watch", parameters=1)], 2)
@@ -207,10 +233,13 @@ def test_numbers_are_clients_in_any_order() -> None:
     small = costs[smallest].parameters
     assert assigned(costs, [Budget("1"), Budget("0", parameters=small)], 2) == (smallest, largest)
     with pytest.raises(
-        MotleyError, match=r"it has 3 lines; federation\.clients = 2 needs one line per client, 0 to 1\."
+        MotleyError,
+        match=r"it has 3 lines; federation\.clients = 2 needs one line per client, 0 to 1\.",
     ):
         assigned(costs, [Budget("0"), Budget("1"), Budget("2")], 2)
-    with pytest.raises(MotleyError, match=r"client 2 is missing; federation\.clients = 1000000000000 needs"):
+    with pytest.raises(
+        MotleyError, match=r"client 2 is missing; federation\.clients = 1000000000000 needs"
+    ):
         assigned(costs, [Budget("0"), Budget("1")], 10**12)
 
 
@@ -227,7 +256,9 @@ def test_no_number_is_cut_at_80_columns(first: str) -> None:
     assert "\u2026" not in out and max(map(len, out.splitlines())) <= 80
 
 
-def test_a_missing_data_set_is_told_with_the_way_to_do_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_data_set_is_told_with_the_way_to_do_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MOTLEY_DATA", str(tmp_path))
     answer = call("plan", "--preset", "pfl-cifar10")
     assert answer.code == 2 and "Looked in:" in answer.err and "--synthetic" in answer.err
@@ -240,8 +271,14 @@ def test_the_command_prints_a_line_a_client_and_how_many_got_what(tmp_path: Path
     file = fleet(tmp_path, ["phone,,60000,", "watch,,10,", "desk,,,"])
     answer = call("plan", "--budgets", file, *overrides(*WIDTH))
     assert answer.code == 0
-    rows = {line.split("│")[1].strip(): line for line in answer.out.splitlines() if line.startswith("│")}
-    assert "resnet18-w1 " in rows["desk"] and "none fits" in rows["watch"] and "resnet18-w" in rows["phone"]
+    rows = {
+        line.split("│")[1].strip(): line for line in answer.out.splitlines() if line.startswith("│")
+    }
+    assert (
+        "resnet18-w1 " in rows["desk"]
+        and "none fits" in rows["watch"]
+        and "resnet18-w" in rows["phone"]
+    )
     assert answer.out.splitlines()[-1].endswith("none: 1")
     costs = costs_in(tiny_config(*WIDTH))
     assert f"{costs['resnet18-w1'].parameters:,}" in rows["desk"]
@@ -250,7 +287,9 @@ def test_the_command_prints_a_line_a_client_and_how_many_got_what(tmp_path: Path
 
 
 def test_planning_allocates_nothing() -> None:
-    config = tiny_config("split.name=width", "split.rates=[1]", "model.sizes=['resnet152']", "model.resnet.width=4")
+    config = tiny_config(
+        "split.name=width", "split.rates=[1]", "model.sizes=['resnet152']", "model.resnet.width=4"
+    )
     before = torch.zeros(1)
     cost = costs_in(config)["resnet152-w1"]
     assert cost.memory > 10e9 and before.numel() == 1

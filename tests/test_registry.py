@@ -38,7 +38,9 @@ def test_the_decorator_returns_what_it_files(fruits: Registry[Callable[[], str]]
     assert fruits["plum"] is plum
 
 
-def test_a_thing_is_found_under_its_name_and_under_every_alias(fruits: Registry[Callable[[], str]]) -> None:
+def test_a_thing_is_found_under_its_name_and_under_every_alias(
+    fruits: Registry[Callable[[], str]],
+) -> None:
     for name in ("pear", "bartlett", "poire"):
         assert name in fruits
         assert fruits[name]() == "pear"
@@ -48,7 +50,9 @@ def test_a_thing_is_found_under_its_name_and_under_every_alias(fruits: Registry[
 
 def test_an_entry_knows_what_a_list_prints(fruits: Registry[Callable[[], str]]) -> None:
     item = fruits["pear"]
-    assert fruits.entry("pear") == Entry("pear", item, "green", "Williams 1770", ("bartlett", "poire"))
+    assert fruits.entry("pear") == Entry(
+        "pear", item, "green", "Williams 1770", ("bartlett", "poire")
+    )
     assert (fruits.entry("apple").paper, fruits.entry("apple").aliases) == ("", ())
 
 
@@ -59,7 +63,8 @@ def test_entries_come_in_the_order_of_registration_and_aliases_are_none(
 
 
 @pytest.mark.parametrize(
-    ("name", "aliases"), [("pear", ()), ("poire", ()), ("quince", ("apple",)), ("quince", ("bartlett",))]
+    ("name", "aliases"),
+    [("pear", ()), ("poire", ()), ("quince", ("apple",)), ("quince", ("bartlett",))],
 )
 def test_a_name_that_is_taken_is_refused_and_nothing_is_filed(
     fruits: Registry[Callable[[], str]], name: str, aliases: tuple[str, ...]
@@ -75,7 +80,10 @@ def test_an_unknown_name_is_answered_with_the_setting_the_nearest_and_all(
 ) -> None:
     with pytest.raises(MotleyError) as raised:
         fruits.entry("aple", "basket.fruit")
-    assert str(raised.value) == "basket.fruit: unknown fruit 'aple'. Did you mean 'apple'? Allowed: apple, pear."
+    assert (
+        str(raised.value)
+        == "basket.fruit: unknown fruit 'aple'. Did you mean 'apple'? Allowed: apple, pear."
+    )
     with pytest.raises(MotleyError) as raised:
         fruits["zzz"]
     assert str(raised.value) == "unknown fruit 'zzz'. Allowed: apple, pear."
@@ -85,7 +93,9 @@ def test_where_nothing_is_allowed_the_message_says_so() -> None:
     assert unknown("fruit", "pear", ()) == "unknown fruit 'pear'. Allowed: none."
 
 
-@pytest.mark.parametrize("registry", [METHODS, MODELS, DATASETS, PARTITIONS, SPLITS], ids=lambda r: r.kind)
+@pytest.mark.parametrize(
+    "registry", [METHODS, MODELS, DATASETS, PARTITIONS, SPLITS], ids=lambda r: r.kind
+)
 def test_everything_registered_has_a_line_about_it(registry: Registry[object]) -> None:
     entries = list(registry)
     assert entries

@@ -50,7 +50,9 @@ def data() -> Dataset:
     numbers = np.random.default_rng(0)
 
     def examples(count: int) -> Examples:
-        return Examples(numbers.integers(0, 256, (count, 8, 8, 1), dtype=np.uint8), np.arange(count) % 10)
+        return Examples(
+            numbers.integers(0, 256, (count, 8, 8, 1), dtype=np.uint8), np.arange(count) % 10
+        )
 
     return Dataset("noise", examples(4 * CLIENTS), examples(100), 10)
 
@@ -83,16 +85,22 @@ def checkpoint_bytes(folder: Path, data: Dataset, method: str, clients: int) -> 
 
 
 @pytest.mark.parametrize("method", ["fedavg", "keeping"])
-def test_clients_that_never_played_weigh_nothing_in_a_checkpoint(tmp_path: Path, data: Dataset, method: str) -> None:
+def test_clients_that_never_played_weigh_nothing_in_a_checkpoint(
+    tmp_path: Path, data: Dataset, method: str
+) -> None:
     few = checkpoint_bytes(tmp_path / "few", data, method, 2 * A_ROUND)
     many = checkpoint_bytes(tmp_path / "many", data, method, CLIENTS)
     # The configuration is kept with a checkpoint, and its `federation.clients` has more digits.
     assert many - few == len(str(CLIENTS)) - len(str(2 * A_ROUND))
 
 
-def test_memories_in_host_memory_are_bounded_and_as_large_as_their_parts(tmp_path: Path, data: Dataset) -> None:
+def test_memories_in_host_memory_are_bounded_and_as_large_as_their_parts(
+    tmp_path: Path, data: Dataset
+) -> None:
     federation = Federation(
-        config("keeping", CLIENTS, "engine.client_state_host_gib=0.001"), dataset=data, memory_folder=tmp_path
+        config("keeping", CLIENTS, "engine.client_state_host_gib=0.001"),
+        dataset=data,
+        memory_folder=tmp_path,
     )
     store = federation.engine.clients.memory  # type: ignore[attr-defined]
     held: list[int] = []
@@ -104,11 +112,20 @@ def test_memories_in_host_memory_are_bounded_and_as_large_as_their_parts(tmp_pat
     assert 0.9 * MEBIBYTE < max(held) <= 0.001 * 2**30
     federation.engine.save_memory(server.client_state_rounds)
     assert len(server.client_state_rounds) > 2.8 * A_ROUND
-    parts = {size: size_in_bytes(federation.split.build(size).state_dict()) for size in federation.split.sizes}
+    parts = {
+        size: size_in_bytes(federation.split.build(size).state_dict())
+        for size in federation.split.sizes
+    }
     with sqlite3.connect(tmp_path / "memories.sqlite") as database:
-        lengths = dict(database.execute("SELECT client, sum(length(content)) FROM memories GROUP BY client, round"))
+        lengths = dict(
+            database.execute(
+                "SELECT client, sum(length(content)) FROM memories GROUP BY client, round"
+            )
+        )
     assert lengths.keys() == server.client_state_rounds.keys()
-    assert all(0 <= length - parts[federation.sizes[client]] < 1000 for client, length in lengths.items())
+    assert all(
+        0 <= length - parts[federation.sizes[client]] < 1000 for client, length in lengths.items()
+    )
 
 
 def test_ten_thousand_clients_hold_every_example_once(data: Dataset) -> None:

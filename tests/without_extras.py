@@ -61,9 +61,13 @@ def call_commands(folder: str) -> dict[str, tuple[int, str, str]]:
 
     lines = ("--method", "each size alone", "--method", "layers shared", "--seeds", "2")
     return {
-        "run": call("run", *overrides("training.rounds=1", "training.epochs=0.5"), "--out", f"{folder}/run"),
+        "run": call(
+            "run", *overrides("training.rounds=1", "training.epochs=0.5"), "--out", f"{folder}/run"
+        ),
         "list": call("list", "analyses"),
-        "study": call("study", "demo", *lines, "--set", "training.rounds=1", "--out", f"{folder}/study"),
+        "study": call(
+            "study", "demo", *lines, "--set", "training.rounds=1", "--out", f"{folder}/study"
+        ),
         "report": call("report", f"{folder}/run", "-o", f"{folder}/report.html"),
     }
 

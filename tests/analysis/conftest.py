@@ -13,4 +13,6 @@ from tests.report.conftest import small_run
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a run of three rounds with three checkpoints."""
     path = tmp_path_factory.mktemp("analysis") / "run"
-    return small_run(path, "method.name=InCoAvg", "run.keep_checkpoints=5", "run.checkpoint_every=1")
+    return small_run(
+        path, "method.name=InCoAvg", "run.keep_checkpoints=5", "run.checkpoint_every=1"
+    )

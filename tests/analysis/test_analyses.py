@@ -71,7 +71,10 @@ def test_a_repeated_round_is_bit_identical_to_the_runs_own(run: Path) -> None:
 
 def test_deltas_of_two_runs_are_compared(run: Path, tmp_path: Path) -> None:
     other = small_run(
-        tmp_path / "other", "data.partition.alpha=5.0", "run.keep_checkpoints=5", "run.checkpoint_every=1"
+        tmp_path / "other",
+        "data.partition.alpha=5.0",
+        "run.keep_checkpoints=5",
+        "run.checkpoint_every=1",
     )
     rows = ANALYSES["gradients"]([run, other]).rows
     similarities = [row[-1] for row in rows if row[0] == "other"]
@@ -116,8 +119,15 @@ def test_divergence_is_that_of_the_clients_of_the_next_round(run: Path) -> None:
 
 
 @pytest.mark.parametrize("rule", ["leading", "random"])
-def test_divergence_of_parts_in_width_is_over_the_holders_of_every_channel(tmp_path: Path, rule: str) -> None:
-    width = ("model.sizes=['mlp2']", "split.name=width", "split.rates=[1,0.5]", f"split.channels={rule}")
+def test_divergence_of_parts_in_width_is_over_the_holders_of_every_channel(
+    tmp_path: Path, rule: str
+) -> None:
+    width = (
+        "model.sizes=['mlp2']",
+        "split.name=width",
+        "split.rates=[1,0.5]",
+        f"split.channels={rule}",
+    )
     path = small_run(tmp_path / "width", "method.name=fedavg", "method.inco.variant=off", *width)
     rows = ANALYSES["divergence"]([path]).rows
     assert {row[2] for row in rows} == {WHOLE, "layers.0", "layers.1", "head"}
@@ -126,7 +136,12 @@ def test_divergence_of_parts_in_width_is_over_the_holders_of_every_channel(tmp_p
 
 def test_variance_is_that_of_the_gradients_of_the_clients_own_examples(tmp_path: Path) -> None:
     """With one size for all clients, compared with autograd on all examples of a client at once."""
-    same = ("model.sizes=['mlp2']", "split.name=homogeneous", "method.name=fedavg", "method.inco.variant=off")
+    same = (
+        "model.sizes=['mlp2']",
+        "split.name=homogeneous",
+        "method.name=fedavg",
+        "method.inco.variant=off",
+    )
     path = small_run(tmp_path / "same", *same)
     rows = ANALYSES["variance"]([path]).rows
     with open_run(path) as (federation, servers):
@@ -134,9 +149,14 @@ def test_variance_is_that_of_the_gradients_of_the_clients_own_examples(tmp_path:
         for client in federation.sample(servers[-1].round_number + 1):
             model = global_model(federation, servers[-1], "mlp2").train()
             images, labels = client_examples(federation, client)
-            assert labels.tolist() == federation.dataset.train.labels[federation.partition.of(client)].tolist()
+            assert (
+                labels.tolist()
+                == federation.dataset.train.labels[federation.partition.of(client)].tolist()
+            )
             torch.nn.functional.cross_entropy(model(images), labels).backward()
-            gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+            gradients.append(
+                {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            )
     newest = {row[2]: row[3] for row in rows if row[1] == servers[-1].round_number}
     expected = gradient_variance(gradients)
     assert {layer: newest[layer] for layer in expected} == pytest.approx(expected, rel=1e-4)
@@ -146,8 +166,12 @@ def test_variance_is_that_of_the_gradients_of_the_clients_own_examples(tmp_path:
 
 
 def test_distances_are_over_pairs_with_a_class_and_a_shape_in_common() -> None:
-    def client(value: float, label: int, width: int = 2) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        return {"one": torch.full((3, 1), value), "two": torch.full((3, width), value)}, torch.full((3,), label)
+    def client(
+        value: float, label: int, width: int = 2
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        return {"one": torch.full((3, 1), value), "two": torch.full((3, width), value)}, torch.full(
+            (3,), label
+        )
 
     clients = [client(0, 1), client(2, 1), client(7, 0), client(4, 1, width=5)]
     distances = stage_distances(clients)

@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from motley.analysis.cka import linear_cka, mean_off_diagonal, minibatch_cka, similarity, unbiased_hsic
+from motley.analysis.cka import (
+    linear_cka,
+    mean_off_diagonal,
+    minibatch_cka,
+    similarity,
+    unbiased_hsic,
+)
 
 
 def gaussian(*shape: int, seed: int = 1) -> Tensor:
@@ -31,7 +37,9 @@ def test_a_rotated_and_scaled_copy_is_the_same() -> None:
     copy = 7.5 * x @ rotation + 3.0
     assert linear_cka(x, copy) == pytest.approx(1.0, abs=1e-9)
     assert minibatch_cka([(x, copy)]) == pytest.approx(1.0, abs=1e-9)
-    assert minibatch_cka(zip(x.split(20), copy.split(20), strict=True)) == pytest.approx(1.0, abs=1e-9)
+    assert minibatch_cka(zip(x.split(20), copy.split(20), strict=True)) == pytest.approx(
+        1.0, abs=1e-9
+    )
 
 
 def test_independent_features_are_not_similar() -> None:

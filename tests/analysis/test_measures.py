@@ -56,7 +56,11 @@ def test_equal_models_do_not_diverge() -> None:
 
 
 def test_gradient_variance_by_hand() -> None:
-    one = {"a.weight": torch.tensor([1.0, 0.0]), "a.bias": torch.tensor([0.0]), "b.weight": torch.tensor([5.0])}
+    one = {
+        "a.weight": torch.tensor([1.0, 0.0]),
+        "a.bias": torch.tensor([0.0]),
+        "b.weight": torch.tensor([5.0]),
+    }
     other = {"a.weight": torch.tensor([3.0, 4.0]), "a.bias": torch.tensor([6.0])}
     # Layer b is left out, because only one client has it.
     assert gradient_variance([one, other]) == pytest.approx({"a": 1 + 4 + 9})
@@ -74,7 +78,9 @@ def test_gradient_variance_equals_torchs() -> None:
 def test_distance_in_one_dimension_is_the_area_between_quantile_functions() -> None:
     one, other = torch.tensor([[0.0], [1.0], [3.0]]), torch.tensor([[8.0], [5.0], [6.0]])
     assert sliced_wasserstein(one, other) == pytest.approx(5.0)
-    assert sliced_wasserstein(torch.tensor([[0.0], [1.0]]), torch.tensor([[0.0], [1.0], [2.0]])) == pytest.approx(0.5)
+    assert sliced_wasserstein(
+        torch.tensor([[0.0], [1.0]]), torch.tensor([[0.0], [1.0], [2.0]])
+    ) == pytest.approx(0.5)
     assert sliced_wasserstein(one, one) == 0
 
 
@@ -82,7 +88,9 @@ def test_distance_of_a_shift_is_its_length_times_the_mean_cosine() -> None:
     """In two dimensions, the mean |cosine| between a random direction and the shift is 2 / pi."""
     points = torch.randn(50, 2)
     moved = points + torch.tensor([3.0, 4.0])
-    assert sliced_wasserstein(points, moved, directions=4000) == pytest.approx(5 * 2 / math.pi, rel=0.03)
+    assert sliced_wasserstein(points, moved, directions=4000) == pytest.approx(
+        5 * 2 / math.pi, rel=0.03
+    )
 
 
 def test_the_conditional_distance_weighs_classes_by_both_sides() -> None:
@@ -93,8 +101,12 @@ def test_the_conditional_distance_weighs_classes_by_both_sides() -> None:
     features, labels = torch.tensor([[0.0], [1.0], [1.0], [1.0]]), torch.tensor([0, 1, 1, 1])
     others, other_labels = torch.tensor([[2.0], [11.0]]), torch.tensor([0, 1])
     expected = 0.5 * (0.25 * 2 + 0.75 * 10) + 0.5 * (0.5 * 2 + 0.5 * 10)
-    assert conditional_wasserstein(features, labels, others, other_labels) == pytest.approx(expected)
-    assert conditional_wasserstein(others, other_labels, features, labels) == pytest.approx(expected)
+    assert conditional_wasserstein(features, labels, others, other_labels) == pytest.approx(
+        expected
+    )
+    assert conditional_wasserstein(others, other_labels, features, labels) == pytest.approx(
+        expected
+    )
 
 
 def test_label_skew_alone_gives_a_small_conditional_distance() -> None:
@@ -108,6 +120,8 @@ def test_label_skew_alone_gives_a_small_conditional_distance() -> None:
 
 def test_a_class_that_one_side_lacks_is_left_out() -> None:
     one, labels = torch.tensor([[0.0], [50.0]]), torch.tensor([0, 1])
-    assert conditional_wasserstein(one, labels, torch.tensor([[1.0]]), torch.tensor([0])) == pytest.approx(1.0)
+    assert conditional_wasserstein(
+        one, labels, torch.tensor([[1.0]]), torch.tensor([0])
+    ) == pytest.approx(1.0)
     with pytest.raises(MotleyError, match="no class in common"):
         conditional_wasserstein(one, labels, torch.tensor([[1.0]]), torch.tensor([2]))

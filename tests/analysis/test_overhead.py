@@ -23,7 +23,9 @@ def in_millions(values: float) -> float:
 
 def images(count: int) -> Examples:
     numbers = np.random.default_rng(0)
-    return Examples(numbers.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8), np.arange(count) % 10)
+    return Examples(
+        numbers.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8), np.arange(count) % 10
+    )
 
 
 def cost_of(*overrides: str) -> Overhead:
@@ -34,9 +36,16 @@ def test_the_papers_table_for_five_resnets_at_batch_16() -> None:
     """FedAvg 12.28 M and 235.0 MB; FedIN 12.35 M and 0.3 MB more. We count 234.6 MiB for FedAvg."""
     config = load_config(
         preset="fedin-cifar10",
-        overrides=["federation.clients=5", "federation.clients_per_round=5", "training.steps=1", "engine.device=cpu"],
+        overrides=[
+            "federation.clients=5",
+            "federation.clients_per_round=5",
+            "training.steps=1",
+            "engine.device=cpu",
+        ],
     )
-    cost = measure_overhead(Federation(one_step_on_cpu(config), dataset=Dataset("toy", images(500), images(10), 10)))
+    cost = measure_overhead(
+        Federation(one_step_on_cpu(config), dataset=Dataset("toy", images(500), images(10), 10))
+    )
     assert cost.payload == 16 * (64 * 8 * 8 + 512)
     assert in_millions(cost.parameters) == 12.28
     assert round(in_millions(cost.parameters) + in_millions(cost.payload), 2) == 12.35
@@ -53,11 +62,27 @@ def test_payload_and_memory_of_other_methods() -> None:
     method_bytes = {name: cost.method_bytes for name, cost in costs.items()}
     parameters = {cost.parameters for cost in costs.values()}
     assert parameters == {model / 4}
-    assert payload == {"fedavg": 0, "fedprox": 0, "scaffold": model / 4, "moon": 0, "fedimpro": 2 * 10 * 4 + 2}
-    assert method_bytes == {"fedavg": 0, "fedprox": 0, "scaffold": 2 * model, "moon": model, "fedimpro": 4 * 2 * 10 * 4}
+    assert payload == {
+        "fedavg": 0,
+        "fedprox": 0,
+        "scaffold": model / 4,
+        "moon": 0,
+        "fedimpro": 2 * 10 * 4 + 2,
+    }
+    assert method_bytes == {
+        "fedavg": 0,
+        "fedprox": 0,
+        "scaffold": 2 * model,
+        "moon": model,
+        "fedimpro": 4 * 2 * 10 * 4,
+    }
 
 
-RESNET = ("model.sizes=['resnet10','resnet14']", "model.resnet.width=0.25", "training.batch_size=16")
+RESNET = (
+    "model.sizes=['resnet10','resnet14']",
+    "model.resnet.width=0.25",
+    "training.batch_size=16",
+)
 
 
 def test_a_fedavg_step_costs_as_much_as_planned() -> None:

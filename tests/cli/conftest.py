@@ -41,7 +41,9 @@ def call(*arguments: object) -> Answer:
         with pytest.raises(SystemExit) as left:
             main()
     code = left.value.code
-    return Answer(code if isinstance(code, int) else int(code is not None), out.getvalue(), err.getvalue())
+    return Answer(
+        code if isinstance(code, int) else int(code is not None), out.getvalue(), err.getvalue()
+    )
 
 
 @pytest.fixture

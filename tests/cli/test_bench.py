@@ -20,14 +20,18 @@ def test_a_timing_accounts_for_the_whole_round() -> None:
     assert sum(timing.share.values()) == pytest.approx(1.0, abs=0.02)
     assert timing.share["train"] > timing.share["merge"]
     steps = 4 * 2  # clients per round, steps per client
-    assert timing.ms_client_step * steps == pytest.approx(timing.ms_round * timing.share["train"], rel=0.5)
+    assert timing.ms_client_step * steps == pytest.approx(
+        timing.ms_round * timing.share["train"], rel=0.5
+    )
 
 
 def test_the_command_writes_what_it_prints_and_compares_it(tmp_path: Path) -> None:
     overrides = [word for override in (*TINY, "training.steps=1") for word in ("--set", override)]
     numbers = tmp_path / "a.json"
     result = CliRunner().invoke(
-        app, ["bench", "--rounds", "1", "--warm-up", "0", "--json", str(numbers), *overrides], env={"COLUMNS": "200"}
+        app,
+        ["bench", "--rounds", "1", "--warm-up", "0", "--json", str(numbers), *overrides],
+        env={"COLUMNS": "200"},
     )
     assert result.exit_code == 0, result.output
     written = json.loads(numbers.read_text())
@@ -47,7 +51,9 @@ def test_two_files_are_compared_by_setting(tmp_path: Path) -> None:
 
 def test_a_file_without_timings_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("[]")
-    result = CliRunner().invoke(app, ["bench", "--compare", str(tmp_path / "x.json"), "--compare", "y.json"])
+    result = CliRunner().invoke(
+        app, ["bench", "--compare", str(tmp_path / "x.json"), "--compare", "y.json"]
+    )
     assert isinstance(result.exception, MotleyError)
     assert "x.json" in str(result.exception)
 

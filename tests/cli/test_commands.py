@@ -30,7 +30,9 @@ print(json.dumps([status, modules]))
 
 def imported_by(*arguments: str) -> tuple[int, set[str]]:
     """Run a command in its own process. Return its exit status and the modules it imported."""
-    ended = subprocess.run([sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, check=True
+    )
     status, modules = json.loads(ended.stdout.splitlines()[-1])
     return status, set(modules)
 

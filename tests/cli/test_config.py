@@ -27,7 +27,9 @@ def values_with_comments(out: str) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("preset", presets())
-def test_the_output_is_a_file_that_gives_the_same_configuration(motley: Command, preset: str, tmp_path: Path) -> None:
+def test_the_output_is_a_file_that_gives_the_same_configuration(
+    motley: Command, preset: str, tmp_path: Path
+) -> None:
     for options in ((), ("--plain",)):
         answer = motley("config", "--preset", preset, *options)
         assert (answer.code, answer.err) == (0, "")
@@ -39,10 +41,14 @@ def test_the_output_is_a_file_that_gives_the_same_configuration(motley: Command,
 
 def test_every_key_has_documentation_and_an_origin(motley: Command, tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text('preset = "inco-cifar10"\n[training]\nrounds = 7\n[method]\nname = "InCoProx w/o N"\nmu = 0.5\n')
+    file.write_text(
+        'preset = "inco-cifar10"\n[training]\nrounds = 7\n[method]\nname = "InCoProx w/o N"\nmu = 0.5\n'
+    )
     out = motley("config", file, "--set", "federation.clients=50", "--set", "split.name=layer").out
     found = values_with_comments(out)
-    values = load_config(file, overrides=["federation.clients=50", "split.name=layer"]).model_dump(mode="json")
+    values = load_config(file, overrides=["federation.clients=50", "split.name=layer"]).model_dump(
+        mode="json"
+    )
     assert tomllib.loads(out) == values
     assert all(len(comment) > 5 for _, comment in found.values())
     origins = {key: origin for key, (origin, _) in found.items()}
@@ -62,16 +68,26 @@ def test_every_key_has_documentation_and_an_origin(motley: Command, tmp_path: Pa
 
 
 def test_a_value_that_a_new_choice_dropped_is_a_default(motley: Command) -> None:
-    out = motley("config", "--preset", "heterofl-cifar10", "--set", "training.optimizer.name=adam").out
+    out = motley(
+        "config", "--preset", "heterofl-cifar10", "--set", "training.optimizer.name=adam"
+    ).out
     origins = {key: origin for key, (origin, _) in values_with_comments(out).items()}
-    assert (origins["training.optimizer.name"], origins["training.optimizer.lr"]) == ("--set", "default")
+    assert (origins["training.optimizer.name"], origins["training.optimizer.lr"]) == (
+        "--set",
+        "default",
+    )
     assert origins["preset"] == "--preset"
 
 
 def test_allowed_words_and_the_documentation_of_a_choice(motley: Command) -> None:
     found = values_with_comments(motley("config").out)
-    assert found["preset"] == ("default", "# The preset that the values started from; it is recorded with the run.")
-    assert found["training.optimizer.name"][1] == '# The clients\' optimizer. ("adam", "adamw", "sgd")'
+    assert found["preset"] == (
+        "default",
+        "# The preset that the values started from; it is recorded with the run.",
+    )
+    assert (
+        found["training.optimizer.name"][1] == '# The clients\' optimizer. ("adam", "adamw", "sgd")'
+    )
     assert found["federation.sampler"][1].endswith('("uniform", "fedml")')
 
 

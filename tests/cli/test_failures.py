@@ -41,28 +41,64 @@ def assert_message(answer: Answer, *parts: str, code: int = 2) -> None:
     ("error", "said"),
     [
         (MotleyError("seed = -1: is wrong."), "seed = -1: is wrong."),
-        (FileNotFoundError(2, "No such file or directory", "x.csv"), "x.csv: No such file or directory."),
-        (OSError(28, "No space left on device"), "the standard output or a file cannot be written: No space left"),
-        (OSError(18, "Invalid cross-device link", "a", None, "b"), "a -> b: Invalid cross-device link."),
+        (
+            FileNotFoundError(2, "No such file or directory", "x.csv"),
+            "x.csv: No such file or directory.",
+        ),
+        (
+            OSError(28, "No space left on device"),
+            "the standard output or a file cannot be written: No space left",
+        ),
+        (
+            OSError(18, "Invalid cross-device link", "a", None, "b"),
+            "a -> b: Invalid cross-device link.",
+        ),
         (
             ConnectionRefusedError(111, "Connection refused"),
             "a file or a connection cannot be used: Connection refused",
         ),
-        (MemoryError("Unable to allocate 7 TiB"), "there is not enough memory: Unable to allocate 7 TiB."),
+        (
+            MemoryError("Unable to allocate 7 TiB"),
+            "there is not enough memory: Unable to allocate 7 TiB.",
+        ),
         (
             RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried"),
             "there is not enough memory: ",
         ),
-        (RuntimeError("Storage size calculation overflowed with sizes=[1]"), "there is not enough memory: "),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "there is not enough memory: CUDA"),
-        (SafetensorError("header too small"), "a file cannot be read or written: SafetensorError: header too small."),
+        (
+            RuntimeError("Storage size calculation overflowed with sizes=[1]"),
+            "there is not enough memory: ",
+        ),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+            "there is not enough memory: CUDA",
+        ),
+        (
+            SafetensorError("header too small"),
+            "a file cannot be read or written: SafetensorError: header too small.",
+        ),
         (sqlite3.DatabaseError("database disk image is malformed"), "memories.sqlite"),
-        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "a file cannot be read or written: "),
-        (json.JSONDecodeError("Expecting value", "", 0), "a file cannot be read or written: JSONDecodeError"),
-        (OverflowError("int too large"), "a number in the configuration is too large to compute with: int too large."),
-        (TypeError("zeros(): Overflow when unpacking long long"), "a number in the configuration is too large"),
+        (
+            UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+            "a file cannot be read or written: ",
+        ),
+        (
+            json.JSONDecodeError("Expecting value", "", 0),
+            "a file cannot be read or written: JSONDecodeError",
+        ),
+        (
+            OverflowError("int too large"),
+            "a number in the configuration is too large to compute with: int too large.",
+        ),
+        (
+            TypeError("zeros(): Overflow when unpacking long long"),
+            "a number in the configuration is too large",
+        ),
         (ValueError("embedded null byte"), "a path contains a null character."),
-        (EOFError("No data left in file"), "a file cannot be read or written: EOFError: No data left in file."),
+        (
+            EOFError("No data left in file"),
+            "a file cannot be read or written: EOFError: No data left in file.",
+        ),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
@@ -70,7 +106,9 @@ def test_an_error_that_is_not_ours_is_explained(error: Exception, said: str) -> 
     assert said in (explain(error) or "")
 
 
-@pytest.mark.parametrize("error", [KeyError("x"), RuntimeError("shapes differ"), AssertionError(), ZeroDivisionError()])
+@pytest.mark.parametrize(
+    "error", [KeyError("x"), RuntimeError("shapes differ"), AssertionError(), ZeroDivisionError()]
+)
 def test_a_bug_is_not_explained_away(error: Exception) -> None:
     assert explain(error) is None
 
@@ -94,7 +132,9 @@ def test_a_bug_is_a_message_with_a_file_for_the_report(
 ) -> None:
     monkeypatch.setattr("motley.cli.show.print_outcome", lambda console, folder: {}["nothing"])
     answer = motley("show", tiny_run.path)
-    assert_message(answer, "this is a bug in Motley, not in your input: KeyError: 'nothing'.", code=1)
+    assert_message(
+        answer, "this is a bug in Motley, not in your input: KeyError: 'nothing'.", code=1
+    )
     found = re.search(r"The traceback is in (\S+)\.txt\.", answer.err)
     assert found
     file = Path(found[1] + ".txt")
@@ -134,7 +174,9 @@ def _outputs() -> Iterator[io.StringIO]:
 
 
 @pytest.mark.usefixtures("full_output")
-@pytest.mark.parametrize("arguments", [("show", "RUN"), ("list", "methods"), ("--version",), ("show", "RUN", "--json")])
+@pytest.mark.parametrize(
+    "arguments", [("show", "RUN"), ("list", "methods"), ("--version",), ("show", "RUN", "--json")]
+)
 def test_an_output_that_cannot_be_written_is_a_message(
     motley: Command, tiny_run: TinyRun, arguments: tuple[str, ...]
 ) -> None:
@@ -143,7 +185,9 @@ def test_an_output_that_cannot_be_written_is_a_message(
 
 
 @pytest.mark.usefixtures("full_output")
-def test_a_run_whose_log_cannot_be_written_trains_to_its_end(motley: Command, tmp_path: Path) -> None:
+def test_a_run_whose_log_cannot_be_written_trains_to_its_end(
+    motley: Command, tmp_path: Path
+) -> None:
     answer = motley("run", *overrides(*SMALL), "--out", tmp_path / "run")
     assert_message(
         answer,
@@ -152,7 +196,10 @@ def test_a_run_whose_log_cannot_be_written_trains_to_its_end(motley: Command, tm
         f"To see its results: motley show {tmp_path / 'run'}",
     )
     assert answer.err.count("The training goes on") == 1
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["round-000002", "round-000003"]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [
+        "round-000002",
+        "round-000003",
+    ]
 
 
 # --- a full disk
@@ -169,11 +216,17 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_in_a_run_is_a_message_and_leaves_no_broken_checkpoint(motley: Command, tmp_path: Path) -> None:
+def test_a_full_disk_in_a_run_is_a_message_and_leaves_no_broken_checkpoint(
+    motley: Command, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     with largest_file(60_000):
         answer = motley("run", *overrides(*SMALL), "--out", run)
-    assert_message(answer, f"{run / 'checkpoints'}: the checkpoint of round 1 cannot be written: ", "File too large")
+    assert_message(
+        answer,
+        f"{run / 'checkpoints'}: the checkpoint of round 1 cannot be written: ",
+        "File too large",
+    )
     assert not list((run / "checkpoints").iterdir())
     with largest_file(60_000):
         again = motley("resume", run)
@@ -181,14 +234,18 @@ def test_a_full_disk_in_a_run_is_a_message_and_leaves_no_broken_checkpoint(motle
     assert motley("resume", run).code == 0
 
 
-def test_a_disk_that_is_full_from_the_start_leaves_no_folder(motley: Command, tmp_path: Path) -> None:
+def test_a_disk_that_is_full_from_the_start_leaves_no_folder(
+    motley: Command, tmp_path: Path
+) -> None:
     with largest_file(100):
         answer = motley("run", *overrides(*SMALL), "--out", tmp_path / "run")
     assert_message(answer, "config.toml: cannot be written: File too large.")
     assert not (tmp_path / "run").exists()
 
 
-def test_metrics_that_cannot_be_written_are_named(motley: Command, tiny_run: TinyRun, tmp_path: Path) -> None:
+def test_metrics_that_cannot_be_written_are_named(
+    motley: Command, tiny_run: TinyRun, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(tiny_run.path, run)
     size = (run / "metrics.jsonl").stat().st_size
@@ -204,7 +261,11 @@ def test_outputs_on_a_full_disk_are_a_message_and_leave_nothing_behind(
     arguments = {
         "report": ("report", tiny_run.path, "-o", "out"),
         "analyze": ("analyze", "sizes", tiny_run.path, "-o", "out"),
-        "bench": ("bench", *overrides(*SMALL, "training.steps=1"), *("--rounds=1", "--warm-up=0", "--json=out")),
+        "bench": (
+            "bench",
+            *overrides(*SMALL, "training.steps=1"),
+            *("--rounds=1", "--warm-up=0", "--json=out"),
+        ),
         "study": ("study", "inco-table2", "--data", "digits", "--out", "out"),
     }[command]
     with largest_file(10):
@@ -227,12 +288,20 @@ def test_outputs_on_a_full_disk_are_a_message_and_leave_nothing_behind(
     ids=lambda words: words[0],
 )
 def test_a_wrong_output_path_is_refused_before_the_computing(
-    motley: Command, tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+    motley: Command,
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
 ) -> None:
     def never(*arguments: object, **options: object) -> None:
         pytest.fail("something was computed")
 
-    for module, name in (("report.page", "render"), ("cli.bench", "measure"), ("cli.study", "run_study")):
+    for module, name in (
+        ("report.page", "render"),
+        ("cli.bench", "measure"),
+        ("cli.study", "run_study"),
+    ):
         monkeypatch.setattr(importlib.import_module(f"motley.{module}"), name, never)
     (tmp_path / "afile").touch()
     words = {"RUN": tiny_run.path, "OUT": "afile/x"}
@@ -244,9 +313,14 @@ def test_a_wrong_output_path_is_refused_before_the_computing(
 def test_a_run_folder_that_cannot_be_made_is_refused_before_the_data_are_read(
     motley: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("motley.runs.run.Federation", lambda *_, **__: pytest.fail("data were read"))
+    monkeypatch.setattr(
+        "motley.runs.run.Federation", lambda *_, **__: pytest.fail("data were read")
+    )
     (tmp_path / "afile").touch()
-    assert_message(motley("run", *overrides(), "--out", "afile/x"), "afile/x: cannot be created: afile is a file.")
+    assert_message(
+        motley("run", *overrides(), "--out", "afile/x"),
+        "afile/x: cannot be created: afile is a file.",
+    )
 
 
 def test_a_report_goes_to_the_standard_output_or_through_a_link(
@@ -271,7 +345,9 @@ def damaged(tiny_run: TinyRun, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_run.path, tmp_path / "run"))
 
 
-@pytest.mark.parametrize("line", ["[1, 2]", "{}", "null", '"x"', '{"round": "1"}', '{"round": 1, "seconds": 3}'])
+@pytest.mark.parametrize(
+    "line", ["[1, 2]", "{}", "null", '"x"', '{"round": "1"}', '{"round": 1, "seconds": 3}']
+)
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_a_damaged_line_of_metrics_is_named_by_every_command(
     motley: Command, damaged: Path, line: str, at: int
@@ -288,18 +364,26 @@ def test_a_damaged_line_of_metrics_is_named_by_every_command(
         ("analyze", "sizes", damaged),
     ):
         answer = motley(*arguments)
-        assert_message(answer, f"{damaged / 'metrics.jsonl'}, line {at + 1}: these are not the metrics of a round: ")
+        assert_message(
+            answer,
+            f"{damaged / 'metrics.jsonl'}, line {at + 1}: these are not the metrics of a round: ",
+        )
 
 
 def test_a_number_too_few_among_a_rounds_bytes_is_named(motley: Command, damaged: Path) -> None:
     lines = [json.loads(text) for text in (damaged / "metrics.jsonl").read_text().splitlines()]
     del lines[1]["bytes"]["up"]
     (damaged / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert_message(motley("show", damaged), "line 2: these are not the metrics of a round: bytes.up: field required.")
+    assert_message(
+        motley("show", damaged),
+        "line 2: these are not the metrics of a round: bytes.up: field required.",
+    )
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe", b""])
-def test_a_damaged_environment_costs_nobody_the_report(motley: Command, damaged: Path, content: bytes) -> None:
+def test_a_damaged_environment_costs_nobody_the_report(
+    motley: Command, damaged: Path, content: bytes
+) -> None:
     (damaged / "environment.json").write_bytes(content)
     assert motley("show", damaged).code == 0
     assert motley("report", damaged, "-o", "r.html").code == 0
@@ -307,15 +391,24 @@ def test_a_damaged_environment_costs_nobody_the_report(motley: Command, damaged:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("resnet18", "resnet34"), ("width = 0.0625", "width = 0.125"), ('name = "depth"', 'name = "grouped"')],
+    [
+        ("resnet18", "resnet34"),
+        ("width = 0.0625", "width = 0.125"),
+        ('name = "depth"', 'name = "grouped"'),
+    ],
 )
-def test_a_configuration_edited_to_another_model_is_refused(motley: Command, damaged: Path, old: str, new: str) -> None:
+def test_a_configuration_edited_to_another_model_is_refused(
+    motley: Command, damaged: Path, old: str, new: str
+) -> None:
     config = damaged / "config.toml"
     text = config.read_text().replace("rounds = 3", "rounds = 4")
     assert old in text
     config.write_text(text.replace(old, new))
     answer = motley("resume", damaged)
-    assert_message(answer, "describes a different model than the checkpoint of round 3. The first difference is ")
+    assert_message(
+        answer,
+        "describes a different model than the checkpoint of round 3. The first difference is ",
+    )
 
 
 @pytest.mark.parametrize("name", ["server.json", "state.safetensors"])
@@ -342,12 +435,18 @@ def test_a_damaged_checkpoint_is_named(motley: Command, damaged: Path, name: str
         "engine.client_state_host_gib=1e300",
     ],
 )
-def test_a_value_that_no_machine_can_handle_is_a_message(motley: Command, tmp_path: Path, override: str) -> None:
-    answer = motley("run", *overrides(*SMALL, "training.rounds=1", override), "--out", tmp_path / "run")
+def test_a_value_that_no_machine_can_handle_is_a_message(
+    motley: Command, tmp_path: Path, override: str
+) -> None:
+    answer = motley(
+        "run", *overrides(*SMALL, "training.rounds=1", override), "--out", tmp_path / "run"
+    )
     assert_message(answer, "too large to compute with" if "1e300" in override else "memory")
 
 
-def test_a_file_of_weights_that_is_none_is_named_and_leaves_no_folder(motley: Command, tmp_path: Path) -> None:
+def test_a_file_of_weights_that_is_none_is_named_and_leaves_no_folder(
+    motley: Command, tmp_path: Path
+) -> None:
     (tmp_path / "afile").write_text("no weights")
     answer = motley("run", *overrides(*SMALL, "model.weights=afile"), "--out", "run")
     assert_message(answer, f"model.weights = '{tmp_path / 'afile'}': is not a safetensors file: ")

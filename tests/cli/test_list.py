@@ -47,8 +47,14 @@ def test_a_list_has_one_line_per_entry_with_summary_aliases_and_paper(
     assert head.split() == [registry.kind.replace(" ", ""), "description", *papers]
     if kind == "methods":
         lines = lines[: [line.strip() for line in lines].index("")]
-    for entry, line in zip(sorted(registry, key=lambda entry: by_name(entry.name)), lines, strict=True):
-        assert line.startswith(f"{entry.name} ") and entry.summary in line and line.rstrip().endswith(entry.paper)
+    for entry, line in zip(
+        sorted(registry, key=lambda entry: by_name(entry.name)), lines, strict=True
+    ):
+        assert (
+            line.startswith(f"{entry.name} ")
+            and entry.summary in line
+            and line.rstrip().endswith(entry.paper)
+        )
         assert all(alias in line for alias in entry.aliases)
 
 
@@ -56,8 +62,12 @@ ORDERED = ("models", "methods")
 
 
 def test_lists_are_in_the_order_of_names(motley: Command) -> None:
-    models, methods = ([line.split(" ")[0] for line in motley("list", kind).out.splitlines()] for kind in ORDERED)
-    assert models[models.index("vgg9") + 1] == "vgg11" and models.index("resnet26") < models.index("resnet101")
+    models, methods = (
+        [line.split(" ")[0] for line in motley("list", kind).out.splitlines()] for kind in ORDERED
+    )
+    assert models[models.index("vgg9") + 1] == "vgg11" and models.index("resnet26") < models.index(
+        "resnet101"
+    )
     shown = methods[1 : 1 + len(list(METHODS))]
     assert shown == sorted(shown) and {"depthfl", "fedavg", "scalefl"} <= set(shown)
 
@@ -76,7 +86,10 @@ def test_presets_are_listed_with_their_first_line(motley: Command) -> None:
     head, *lines = answer.out.splitlines()
     assert answer.code == 0 and head.split() == ["preset", "description"]
     for (name, summary), line in zip(presets().items(), lines, strict=True):
-        assert line.split(maxsplit=1) == [name, summary] or line.split(maxsplit=1)[1].rstrip() == summary
+        assert (
+            line.split(maxsplit=1) == [name, summary]
+            or line.split(maxsplit=1)[1].rstrip() == summary
+        )
 
 
 def test_an_alias_is_shown_beside_its_name(motley: Command) -> None:
@@ -84,7 +97,9 @@ def test_an_alias_is_shown_beside_its_name(motley: Command) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("nothing",), ()])
-def test_a_kind_that_is_none_is_refused_with_those_that_are(motley: Command, arguments: tuple[str, ...]) -> None:
+def test_a_kind_that_is_none_is_refused_with_those_that_are(
+    motley: Command, arguments: tuple[str, ...]
+) -> None:
     answer = motley("list", *arguments)
     assert (answer.code, answer.out) == (2, "")
     assert "Traceback" not in answer.err
@@ -98,13 +113,27 @@ def test_a_kind_that_is_none_is_refused_with_those_that_are(motley: Command, arg
 
 def test_every_setting_is_listed_with_its_default_and_a_description(motley: Command) -> None:
     out = motley("list", "settings").out
-    listed = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ") and line[2] != " "}
+    listed = {
+        line.split()[0]: line
+        for line in out.splitlines()
+        if line.startswith("  ") and line[2] != " "
+    }
     assert "  training.rounds = 20  (integer: at least 1)" in listed.values()
     assert '  split.channels = "leading"' in listed["split.channels"]
-    assert {"method.mu", "method.inco.theta_max", "data.partition.alpha", "engine.flower.wait_s"} <= listed.keys()
+    assert {
+        "method.mu",
+        "method.inco.theta_max",
+        "data.partition.alpha",
+        "engine.flower.wait_s",
+    } <= listed.keys()
     defaults = flat(load_config().model_dump(mode="json"))
     assert set(defaults) <= set(listed)
-    assert not [setting.key for section in sections() for setting in section.settings if not setting.description]
+    assert not [
+        setting.key
+        for section in sections()
+        for setting in section.settings
+        if not setting.description
+    ]
 
 
 def test_settings_can_be_searched(motley: Command) -> None:
@@ -114,7 +143,11 @@ def test_settings_can_be_searched(motley: Command) -> None:
         "training.lr_milestones",
         "training.lr_gamma",
     ]
-    assert motley("list", "settings", "zzz") == (2, "", "motley: motley list settings: no key contains 'zzz'.\n")
+    assert motley("list", "settings", "zzz") == (
+        2,
+        "",
+        "motley: motley list settings: no key contains 'zzz'.\n",
+    )
 
 
 def test_the_page_of_all_settings_is_up_to_date(motley: Command) -> None:
@@ -150,7 +183,9 @@ def test_runs_are_listed_with_method_rounds_accuracy_and_state(
     assert second[-1] == "unfinished"
 
 
-def test_a_damaged_run_does_not_hide_the_others(motley: Command, tiny_run: TinyRun, tmp_path: Path) -> None:
+def test_a_damaged_run_does_not_hide_the_others(
+    motley: Command, tiny_run: TinyRun, tmp_path: Path
+) -> None:
     for name in ("a", "b"):
         shutil.copytree(tiny_run.path, tmp_path / "runs" / name)
     (tmp_path / "runs" / "a" / "metrics.jsonl").write_text("null\n")

@@ -42,7 +42,9 @@ def console() -> Console:
 
 def start(display: Progress, rounds: int = 10, after: int = 0) -> None:
     """Begin a run of four clients per round on a made-up federation."""
-    federation: Any = SimpleNamespace(config=tiny_config(f"training.rounds={rounds}"), devices=["cpu"])
+    federation: Any = SimpleNamespace(
+        config=tiny_config(f"training.rounds={rounds}"), devices=["cpu"]
+    )
     display.on_start(federation, server(after))
 
 
@@ -78,7 +80,9 @@ def test_before_the_run_starts_there_is_something_to_draw() -> None:
     assert "no accuracy yet" in drawn(LiveProgress(console()))
 
 
-def test_the_first_round_shows_the_round_its_clients_and_the_device(live: LiveProgress, clock: Any) -> None:
+def test_the_first_round_shows_the_round_its_clients_and_the_device(
+    live: LiveProgress, clock: Any
+) -> None:
     start(live)
     assert "client 0/4" in drawn(live) and "  ? left" in drawn(live)
     clock.now += 3
@@ -104,7 +108,9 @@ def test_a_first_round_that_takes_long_is_announced_with_an_estimate(clock: Any)
     assert done.startswith("round 1/10 "), "only once, and only before the first round is over"
 
 
-def test_a_round_shows_accuracy_a_size_seconds_a_round_and_time_left(live: LiveProgress, clock: Any) -> None:
+def test_a_round_shows_accuracy_a_size_seconds_a_round_and_time_left(
+    live: LiveProgress, clock: Any
+) -> None:
     start(live)
     clock.now += 2
     play(live, 1, {"resnet10": 0.25, "resnet14": 0.5})
@@ -142,7 +148,9 @@ def test_the_bar_grows_with_every_client_and_round(live: LiveProgress, clock: An
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])
-def test_the_first_line_stays_one_line_in_any_usual_terminal(live: LiveProgress, clock: Any, width: int) -> None:
+def test_the_first_line_stays_one_line_in_any_usual_terminal(
+    live: LiveProgress, clock: Any, width: int
+) -> None:
     live.console.width = width
     start(live, rounds=500)
     for number in range(1, 200):
@@ -151,7 +159,11 @@ def test_the_first_line_stays_one_line_in_any_usual_terminal(live: LiveProgress,
     lines = drawn(live).splitlines()
     assert len(lines) == 4 and max(map(len, lines)) <= width
     assert lines[0].split("  ")[0] == "round 200/500"
-    assert lines[0].rstrip().endswith("  client 0/4  61.50 s per round  5:08:32 left  train loss 0.568")
+    assert (
+        lines[0]
+        .rstrip()
+        .endswith("  client 0/4  61.50 s per round  5:08:32 left  train loss 0.568")
+    )
     assert lines[3].rstrip().endswith("▃" * 40)
 
 
@@ -172,7 +184,9 @@ def test_a_resumed_run_goes_on_counting(live: LiveProgress, clock: Any) -> None:
     assert head.startswith("round 9/10 ") and "0:10 left" in head
 
 
-def test_rounds_that_are_not_evaluated_leave_the_last_accuracy(live: LiveProgress, clock: Any) -> None:
+def test_rounds_that_are_not_evaluated_leave_the_last_accuracy(
+    live: LiveProgress, clock: Any
+) -> None:
     start(live)
     play(live, 1, {})
     assert "no accuracy yet" in drawn(live)
@@ -182,7 +196,8 @@ def test_rounds_that_are_not_evaluated_leave_the_last_accuracy(live: LiveProgres
 
 
 @pytest.mark.parametrize(
-    ("seconds", "left"), [(0.4, "0:36"), (1, "1:30"), (40, "1:00:00"), (400, "10:00:00"), (0.001, "0:00")]
+    ("seconds", "left"),
+    [(0.4, "0:36"), (1, "1:30"), (40, "1:00:00"), (400, "10:00:00"), (0.001, "0:00")],
 )
 def test_time_left_reads_as_hours_minutes_and_seconds(
     live: LiveProgress, clock: Any, seconds: float, left: str
@@ -206,7 +221,10 @@ def test_a_refused_client_is_named_with_its_reason(live: LiveProgress, clock: An
     start(live)
     play(live, 1, {}, refused={3: "its change [fc.weight] holds a number that is not finite."})
     said = live.console.export_text()
-    assert "round 1: client 3 was refused: its change [fc.weight] holds a number that is not finite." in said
+    assert (
+        "round 1: client 3 was refused: its change [fc.weight] holds a number that is not finite."
+        in said
+    )
 
 
 def test_the_real_display_redraws_while_rounds_are_played_and_goes_at_the_end() -> None:
@@ -310,7 +328,10 @@ def stopped(path: Path, monkeypatch: pytest.MonkeyPatch, *, after: int | None) -
 def test_ctrl_c_tells_how_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     RunFolder.create(run, tiny_config())
-    assert stopped(run, monkeypatch, after=4) == f"\nStopped after round 4. To continue: motley resume {run}\n"
+    assert (
+        stopped(run, monkeypatch, after=4)
+        == f"\nStopped after round 4. To continue: motley resume {run}\n"
+    )
     assert stopped(run, monkeypatch, after=None) == f"\nStopped. To continue: motley resume {run}\n"
 
 
@@ -319,8 +340,13 @@ def test_the_command_to_resume_can_be_pasted_whatever_the_folder_is_called(
 ) -> None:
     run = tmp_path / ("my [bold]run[/bold] " + "x" * 150)
     RunFolder.create(run, tiny_config())
-    assert stopped(run, monkeypatch, after=1) == f"\nStopped after round 1. To continue: motley resume '{run}'\n"
+    assert (
+        stopped(run, monkeypatch, after=1)
+        == f"\nStopped after round 1. To continue: motley resume '{run}'\n"
+    )
 
 
-def test_ctrl_c_before_anything_was_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_anything_was_written_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert stopped(tmp_path / "none", monkeypatch, after=None) == "\nStopped before it began.\n"

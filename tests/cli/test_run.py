@@ -27,7 +27,12 @@ ROUND = re.compile(
     r"round (\d)/3  resnet10 [\d.]+%  resnet14 [\d.]+%  resnet18 [\d.]+%  mean [\d.]+%"
     r"  train loss \d+\.\d{3}  \d+\.\d\d s  left \d+:\d\d"
 )
-SMALL = ("model.sizes=['resnet10']", "federation.clients_per_round=2", "evaluation.every=5", "run.tensorboard=false")
+SMALL = (
+    "model.sizes=['resnet10']",
+    "federation.clients_per_round=2",
+    "evaluation.every=5",
+    "run.tensorboard=false",
+)
 
 
 def snapshot(folder: Path) -> dict[Path, tuple[int, bytes]]:
@@ -72,7 +77,9 @@ def test_a_run_that_is_not_in_a_terminal_prints_a_line_a_round_and_ends_with_the
 
 
 def test_the_printed_accuracies_are_those_of_the_metrics(tiny_run: TinyRun) -> None:
-    lines = [json.loads(text) for text in (tiny_run.path / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(text) for text in (tiny_run.path / "metrics.jsonl").read_text().splitlines()
+    ]
     for values, printed in zip(lines, tiny_run.answer.out.splitlines()[1:], strict=False):
         for name, accuracy in values["accuracy"].items():
             assert f"  {name} {100 * accuracy:.1f}%" in printed
@@ -80,26 +87,37 @@ def test_the_printed_accuracies_are_those_of_the_metrics(tiny_run: TinyRun) -> N
 
 
 def test_the_resolved_configuration_is_kept_with_the_run(tiny_run: TinyRun) -> None:
-    expected = tiny_config("evaluation.last_k=2", "evaluation.targets=[0.01, 1.0]", "method.inco.variant=official")
+    expected = tiny_config(
+        "evaluation.last_k=2", "evaluation.targets=[0.01, 1.0]", "method.inco.variant=official"
+    )
     assert read_resolved(tiny_run.path / "config.toml") == expected
 
 
-def test_a_second_run_into_the_same_folder_is_refused_and_changes_nothing(motley: Command, tiny_run: TinyRun) -> None:
+def test_a_second_run_into_the_same_folder_is_refused_and_changes_nothing(
+    motley: Command, tiny_run: TinyRun
+) -> None:
     before = snapshot(tiny_run.path)
     code, out, err = motley("run", *overrides("seed=2"), "--out", tiny_run.path)
     assert (code, out) == (2, "")
-    assert err.startswith(f"motley: {tiny_run.path} already exists") and f"motley resume {tiny_run.path}" in err
+    assert (
+        err.startswith(f"motley: {tiny_run.path} already exists")
+        and f"motley resume {tiny_run.path}" in err
+    )
     assert snapshot(tiny_run.path) == before and len(before) > 5
 
 
-def test_a_folder_that_holds_something_else_is_refused_and_left_alone(motley: Command, tmp_path: Path) -> None:
+def test_a_folder_that_holds_something_else_is_refused_and_left_alone(
+    motley: Command, tmp_path: Path
+) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     code, _, err = motley("run", *overrides(), "--out", tmp_path)
     assert code == 2 and "already exists" in err and "resume" not in err
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_a_finished_run_resumed_prints_its_table_and_changes_no_result(motley: Command, tmp_path: Path) -> None:
+def test_a_finished_run_resumed_prints_its_table_and_changes_no_result(
+    motley: Command, tmp_path: Path
+) -> None:
     one = ("training.rounds=1", *SMALL)
     run = tmp_path / "my [red]run[/red] \\[1]"
     first = motley("run", *overrides(*one), "--out", run)
@@ -121,14 +139,18 @@ def test_runs_without_a_name_take_the_next_free_folder(motley: Command, tmp_path
         assert (tmp_path / "runs" / expected / "metrics.jsonl").exists()
 
 
-def test_a_run_from_a_file_is_named_after_its_data_and_method(motley: Command, tmp_path: Path) -> None:
+def test_a_run_from_a_file_is_named_after_its_data_and_method(
+    motley: Command, tmp_path: Path
+) -> None:
     config = load_config(overrides=[*TINY, "training.rounds=1", *SMALL])
-    (tmp_path / "mine.toml").write_text(config.to_toml().replace('preset = "quickstart"', 'preset = ""'))
+    (tmp_path / "mine.toml").write_text(
+        config.to_toml().replace('preset = "quickstart"', 'preset = ""')
+    )
     answer = motley("run", "mine.toml", "--set", "seed=3")
     assert answer.out.endswith(kept("runs/digits-fedavg-1"))
-    assert read_resolved(tmp_path / "runs" / "digits-fedavg-1" / "config.toml") == config.model_copy(
-        update={"preset": "", "seed": 3}
-    )
+    assert read_resolved(
+        tmp_path / "runs" / "digits-fedavg-1" / "config.toml"
+    ) == config.model_copy(update={"preset": "", "seed": 3})
 
 
 # --- rejected invocations
@@ -137,23 +159,35 @@ def test_a_run_from_a_file_is_named_after_its_data_and_method(motley: Command, t
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("run", "--set", "training.round=3"), "training.round = 3: unknown key 'round'. Did you mean 'rounds'?"),
+        (
+            ("run", "--set", "training.round=3"),
+            "training.round = 3: unknown key 'round'. Did you mean 'rounds'?",
+        ),
         (
             ("run", "--set", "federation.size_fractions=[1,2]"),
             "federation.size_fractions = [1.0, 2.0]: 5 fractions are needed",
         ),
-        (("run", "--set", "federation.clients_per_round=21"), "there are only federation.clients = 20 clients."),
+        (
+            ("run", "--set", "federation.clients_per_round=21"),
+            "there are only federation.clients = 20 clients.",
+        ),
         (("run", "--set", "data.partition=iid"), "data.partition = 'iid': is a table"),
         (("run", "--set", "rounds"), "--set 'rounds': write it as table.key=value"),
         (("run", "--set", "data.name=[bold]x[/bold]"), "unknown data set '[bold]x[/bold]'."),
         (("run", "--set", r"data.name='a\[b]'"), r"unknown data set 'a\\[b]'."),
-        (("run", "--preset", "quickstrat"), "unknown preset 'quickstrat'. Did you mean 'quickstart'?"),
+        (
+            ("run", "--preset", "quickstrat"),
+            "unknown preset 'quickstrat'. Did you mean 'quickstart'?",
+        ),
         (("run", "none.toml"), "none.toml: there is no such configuration file."),
         (
             ("run", "--set", "engine.device=tpu"),
             "engine.device = 'tpu': allowed are auto, cpu, cuda, cuda:N, or several",
         ),
-        (("run", "--set", "split.name=homogeneous"), "split.name = 'homogeneous' takes exactly one size."),
+        (
+            ("run", "--set", "split.name=homogeneous"),
+            "split.name = 'homogeneous' takes exactly one size.",
+        ),
         (("run", "--set", "data.name=npz"), "data set 'npz' needs a path"),
         (("resume", "nowhere"), "nowhere is not a run: there is no config.toml in it."),
     ],
@@ -183,7 +217,17 @@ def test_the_version_is_printed(motley: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("run",), ("resume",), ("show",), ("list",), ("study",), ("report",), ("plan",), ("deploy", "init")]
+    "arguments",
+    [
+        ("run",),
+        ("resume",),
+        ("show",),
+        ("list",),
+        ("study",),
+        ("report",),
+        ("plan",),
+        ("deploy", "init"),
+    ],
 )
 def test_help_describes_every_argument(motley: Command, arguments: tuple[str, ...]) -> None:
     out = motley(*arguments, "--help").out
@@ -211,7 +255,9 @@ def test_an_error_of_the_real_process_goes_to_stderr_with_code_2(tmp_path: Path)
     assert err == "motley: nowhere is not a run: there is no config.toml in it.\n"
 
 
-def test_ctrl_c_saves_and_tells_how_to_resume_and_the_result_is_the_same(motley: Command, tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_tells_how_to_resume_and_the_result_is_the_same(
+    motley: Command, tmp_path: Path
+) -> None:
     """No checkpoint is due before the end, so the run resumes from the one that Ctrl-C saved."""
     run = tmp_path / "a run"
     arguments = overrides(*SMALL, "training.rounds=12", "run.checkpoint_every=12")
@@ -225,7 +271,8 @@ def test_ctrl_c_saves_and_tells_how_to_resume_and_the_result_is_the_same(motley:
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "")
     stopped = re.fullmatch(
-        rf"Stopped after round (\d+)\. To continue: motley resume '{re.escape(str(run))}'", out.splitlines()[-1]
+        rf"Stopped after round (\d+)\. To continue: motley resume '{re.escape(str(run))}'",
+        out.splitlines()[-1],
     )
     assert stopped and 1 <= int(stopped[1]) < 12
     resumed = motley("resume", run)
@@ -253,7 +300,9 @@ def test_a_second_signal_does_not_break_what_the_first_one_saves(
     tmp_path: Path, kind: signal.Signals, gap: float
 ) -> None:
     arguments = overrides(*SMALL, "training.rounds=500", "run.checkpoint_every=500")
-    process = child("run", *arguments, "--out", tmp_path / "run", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = child(
+        "run", *arguments, "--out", tmp_path / "run", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert process.stdout is not None
     while not process.stdout.readline().startswith("round 2/500"):
         assert process.poll() is None, process.communicate()
@@ -264,7 +313,10 @@ def test_a_second_signal_does_not_break_what_the_first_one_saves(
     assert "To continue: motley resume" in out
     written = len((tmp_path / "run/metrics.jsonl").read_text().splitlines())
     saved = [path.name for path in (tmp_path / "run/checkpoints").iterdir()]
-    assert saved in ([f"round-{written:06d}"], [f"round-{written - 1:06d}"])  # its last line may be incomplete
+    assert saved in (
+        [f"round-{written:06d}"],
+        [f"round-{written - 1:06d}"],
+    )  # its last line may be incomplete
 
 
 def test_a_terminal_that_is_closed_costs_no_round(tmp_path: Path) -> None:
@@ -304,7 +356,9 @@ def test_nohup_keeps_its_meaning(tmp_path: Path) -> None:
 
 def test_a_terminal_gets_the_live_display_and_at_the_end_the_table(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
-    process = child("run", *overrides(*SMALL, "evaluation.every=1"), "--out", tmp_path / "run", stdout=theirs)
+    process = child(
+        "run", *overrides(*SMALL, "evaluation.every=1"), "--out", tmp_path / "run", stdout=theirs
+    )
     os.close(theirs)
     shown = b""
     began = time.monotonic()
@@ -320,6 +374,8 @@ def test_a_terminal_gets_the_live_display_and_at_the_end_the_table(tmp_path: Pat
     assert process.wait(timeout=60) == 0
     text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", shown.decode())
     assert b"\x1b[?25l" in shown and shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
-    assert re.search(r"round [123]/3 .* client [0-2]/2 +(\d\.\d\d s per round +)?(\?|~?\d+:\d\d) left", text)
+    assert re.search(
+        r"round [123]/3 .* client [0-2]/2 +(\d\.\d\d s per round +)?(\?|~?\d+:\d\d) left", text
+    )
     assert "train loss" in text and "mean of last 3" in text and "kept in " in text
     assert not re.search(r"round 1/3  resnet10", text)

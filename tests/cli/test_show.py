@@ -18,7 +18,11 @@ SIZES = ["resnet10", "resnet14", "resnet18"]
 
 def table(text: str) -> dict[str, list[str]]:
     """Return the cells of a printed table by its first column."""
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in text.splitlines()
+        if line.startswith("│")
+    ]
     return {row[0]: row[1:] for row in rows}
 
 
@@ -32,7 +36,12 @@ def line(number: int, accuracy: dict[str, float] | None = None, **more: Any) -> 
     values: dict[str, Any] = {"round": number, "train_loss": 1.0, "clients": [0]}
     if accuracy is not None:
         values["accuracy"] = accuracy
-    return {**values, "seconds": {"train": 1.0, "merge": 0.25}, "bytes": {"down": 2_000_000, "up": 500_000}, **more}
+    return {
+        **values,
+        "seconds": {"train": 1.0, "merge": 0.25},
+        "bytes": {"down": 2_000_000, "up": 500_000},
+        **more,
+    }
 
 
 @pytest.fixture
@@ -43,7 +52,9 @@ def run_of(tmp_path: Path) -> Any:
         folder = tmp_path / "made up"
         folder.mkdir()
         (folder / "config.toml").write_text(tiny_config(*overrides).to_toml())
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(values) + "\n" for values in lines) + end)
+        (folder / "metrics.jsonl").write_text(
+            "".join(json.dumps(values) + "\n" for values in lines) + end
+        )
         return folder
 
     return write
@@ -51,16 +62,25 @@ def run_of(tmp_path: Path) -> Any:
 
 def test_the_numbers_are_those_of_the_metrics(motley: Command, tiny_run: TinyRun) -> None:
     answer = motley("show", tiny_run.path)
-    lines = [json.loads(text) for text in (tiny_run.path / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(text) for text in (tiny_run.path / "metrics.jsonl").read_text().splitlines()
+    ]
     assert (answer.code, answer.err, len(lines)) == (0, "", 3)
     shown = table(answer.out)
     assert list(shown) == [*SIZES, "mean"]
     for name, cells in shown.items():
         series = [values["accuracy"][name] for values in lines]
         best = 1 + series.index(max(series))
-        assert cells == [percent(series[2]), percent(max(series)), str(best), percent((series[1] + series[2]) / 2)]
+        assert cells == [
+            percent(series[2]),
+            percent(max(series)),
+            str(best),
+            percent((series[1] + series[2]) / 2),
+        ]
     for values in lines:
-        assert values["accuracy"]["mean"] == pytest.approx(sum(values["accuracy"][s] for s in SIZES) / 3, abs=1e-6)
+        assert values["accuracy"]["mean"] == pytest.approx(
+            sum(values["accuracy"][s] for s in SIZES) / 3, abs=1e-6
+        )
     down, up = (sum(values["bytes"][way] for values in lines) / 1e6 for way in ("down", "up"))
     assert f"communication: {down:.1f} MB down, {up:.1f} MB up" in answer.out
     seconds = sum(sum(values["seconds"].values()) for values in lines)
@@ -70,7 +90,9 @@ def test_the_numbers_are_those_of_the_metrics(motley: Command, tiny_run: TinyRun
     assert "1.0% mean accuracy: first reached in round 1" in answer.out
     assert "100.0% mean accuracy: not reached" in answer.out
     assert "round 3 of 3" in answer.out
-    assert answer.out.startswith("digits, fedavg + InCo (official) (preset quickstart, split depth, seed 1)\n")
+    assert answer.out.startswith(
+        "digits, fedavg + InCo (official) (preset quickstart, split depth, seed 1)\n"
+    )
 
 
 def test_last_best_and_mean_are_over_the_evaluated_rounds(motley: Command, run_of: Any) -> None:
@@ -91,8 +113,13 @@ def test_last_best_and_mean_are_over_the_evaluated_rounds(motley: Command, run_o
     assert "time: 8.5 s, 1.70 s per round (train 7.0 s, merge 1.0 s, collect 0.5 s)" in answer.out
 
 
-def test_what_the_method_reports_of_itself_is_shown_as_it_was_last(motley: Command, run_of: Any) -> None:
-    lines = [line(1, method={"pool": 4.0}), line(2, method={"in_loss": 0.0123456, "pool": 6.0, "odd": None})]
+def test_what_the_method_reports_of_itself_is_shown_as_it_was_last(
+    motley: Command, run_of: Any
+) -> None:
+    lines = [
+        line(1, method={"pool": 4.0}),
+        line(2, method={"in_loss": 0.0123456, "pool": 6.0, "odd": None}),
+    ]
     answer = motley("show", run_of(lines, "method.name=fedin"))
     assert "fedin, last round: in_loss 0.01235, pool 6, odd not finite\n" in answer.out
 
@@ -120,7 +147,9 @@ def test_a_run_without_a_finished_round_says_so(motley: Command, run_of: Any) ->
 
 
 def test_a_run_without_an_evaluated_round_says_so(motley: Command, run_of: Any) -> None:
-    answer = motley("show", run_of([line(1), line(2)], "evaluation.every=3", "evaluation.targets=[0.5]"))
+    answer = motley(
+        "show", run_of([line(1), line(2)], "evaluation.every=3", "evaluation.targets=[0.5]")
+    )
     assert answer.code == 0
     assert "no round has been evaluated yet" in answer.out and "round 2 of 3" in answer.out
     assert "50.0% mean accuracy: not reached" in answer.out and not table(answer.out)
@@ -130,7 +159,11 @@ def test_a_folder_that_is_no_run_is_refused(motley: Command, tmp_path: Path) -> 
     for folder in (tmp_path, tmp_path / "none", tmp_path / "[bold]"):
         for option in ((), ("--fingerprint",)):
             answer = motley("show", folder, *option)
-            assert answer == (2, "", f"motley: {folder} is not a run: there is no config.toml in it.\n")
+            assert answer == (
+                2,
+                "",
+                f"motley: {folder} is not a run: there is no config.toml in it.\n",
+            )
 
 
 def test_a_run_whose_configuration_is_broken_is_refused(motley: Command, run_of: Any) -> None:
@@ -141,14 +174,18 @@ def test_a_run_whose_configuration_is_broken_is_refused(motley: Command, run_of:
     assert answer.err.startswith(f"motley: {run / 'config.toml'}: is not valid TOML: ")
 
 
-def test_a_fingerprint_is_64_hexadecimal_digits_and_nothing_else(motley: Command, tiny_run: TinyRun) -> None:
+def test_a_fingerprint_is_64_hexadecimal_digits_and_nothing_else(
+    motley: Command, tiny_run: TinyRun
+) -> None:
     first, again = (motley("show", tiny_run.path, "--fingerprint") for _ in range(2))
     assert (first.code, first.err) == (0, "")
     assert re.fullmatch(r"[0-9a-f]{64}\n", first.out)
     assert again == first
 
 
-def test_a_fingerprint_is_that_of_the_newest_state(motley: Command, tiny_run: TinyRun, tmp_path: Path) -> None:
+def test_a_fingerprint_is_that_of_the_newest_state(
+    motley: Command, tiny_run: TinyRun, tmp_path: Path
+) -> None:
     copy = tmp_path / "copy"
     newest = copy / "checkpoints" / "round-000003"
     newest.mkdir(parents=True)
@@ -160,12 +197,18 @@ def test_a_fingerprint_is_that_of_the_newest_state(motley: Command, tiny_run: Ti
     name = next(name for name, tensor in tensors.items() if tensor.is_floating_point())
     tensors[name].view(-1)[0] += 1e-3
     save_file(tensors, newest / "state.safetensors")
-    assert motley("show", copy, "--fingerprint").out != motley("show", tiny_run.path, "--fingerprint").out
+    assert (
+        motley("show", copy, "--fingerprint").out
+        != motley("show", tiny_run.path, "--fingerprint").out
+    )
 
 
 def test_showing_changes_nothing(motley: Command, tiny_run: TinyRun) -> None:
     def snapshot() -> dict[Path, tuple[int, int]]:
-        return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tiny_run.path.rglob("*")}
+        return {
+            path: (path.stat().st_mtime_ns, path.stat().st_size)
+            for path in tiny_run.path.rglob("*")
+        }
 
     before = snapshot()
     motley("show", tiny_run.path)
@@ -176,24 +219,43 @@ def test_showing_changes_nothing(motley: Command, tiny_run: TinyRun) -> None:
 # --- several runs, and JSON
 
 
-def test_several_runs_are_shown_side_by_side(motley: Command, tiny_run: TinyRun, run_of: Any) -> None:
-    other = run_of([line(1, {"resnet10": 0.25, "vgg9": 0.75, "mean": 0.5})], "training.rounds=50", "seed=7")
+def test_several_runs_are_shown_side_by_side(
+    motley: Command, tiny_run: TinyRun, run_of: Any
+) -> None:
+    other = run_of(
+        [line(1, {"resnet10": 0.25, "vgg9": 0.75, "mean": 0.5})], "training.rounds=50", "seed=7"
+    )
     answer = motley("show", tiny_run.path, other)
     assert (answer.code, answer.err) == (0, "")
     rows = table(answer.out)
-    lines = [json.loads(text) for text in (tiny_run.path / "metrics.jsonl").read_text().splitlines()]
-    assert rows["data"] == ["digits", "digits"] and rows["inco"] == ["official", ""] and rows["seed"] == ["1", "7"]
+    lines = [
+        json.loads(text) for text in (tiny_run.path / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert (
+        rows["data"] == ["digits", "digits"]
+        and rows["inco"] == ["official", ""]
+        and rows["seed"] == ["1", "7"]
+    )
     assert rows["round"] == ["3 of 3", "1 of 50"]
     assert rows["last accuracy, resnet10"] == [percent(lines[2]["accuracy"]["resnet10"]), "25.00%"]
-    assert rows["last accuracy, vgg9"] == ["", "75.00%"] and rows["best accuracy, mean"][1] == "50.00%"
+    assert (
+        rows["last accuracy, vgg9"] == ["", "75.00%"] and rows["best accuracy, mean"][1] == "50.00%"
+    )
     assert rows["MB down"][1] == "2.0" and rows["seconds"][1] == "1.2"
 
 
 def test_json_has_one_object_per_run(motley: Command, tiny_run: TinyRun, run_of: Any) -> None:
     (one,) = json.loads(motley("show", tiny_run.path, "--json").out)
-    lines = [json.loads(text) for text in (tiny_run.path / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(text) for text in (tiny_run.path / "metrics.jsonl").read_text().splitlines()
+    ]
     mean = [values["accuracy"]["mean"] for values in lines]
-    assert (one["run"], one["data"], one["method"], one["inco"]) == (str(tiny_run.path), "digits", "fedavg", "official")
+    assert (one["run"], one["data"], one["method"], one["inco"]) == (
+        str(tiny_run.path),
+        "digits",
+        "fedavg",
+        "official",
+    )
     assert (one["round"], one["rounds"], one["finished"]) == (3, 3, True)
     assert one["accuracy"]["mean"] == {
         "last": mean[2],
@@ -206,12 +268,20 @@ def test_json_has_one_object_per_run(motley: Command, tiny_run: TinyRun, run_of:
     empty = run_of([])
     first, second = json.loads(motley("show", tiny_run.path, empty, "--json").out)
     assert first == one
-    assert (second["round"], second["finished"], second["accuracy"], second["fingerprint"]) == (0, False, {}, None)
+    assert (second["round"], second["finished"], second["accuracy"], second["fingerprint"]) == (
+        0,
+        False,
+        {},
+        None,
+    )
 
 
 def test_fingerprints_of_several_runs_are_named(motley: Command, tiny_run: TinyRun) -> None:
     (mark,) = motley("show", tiny_run.path, "--fingerprint").out.splitlines()
-    assert motley("show", tiny_run.path, tiny_run.path, "--fingerprint").out == 2 * f"{mark}  {tiny_run.path}\n"
+    assert (
+        motley("show", tiny_run.path, tiny_run.path, "--fingerprint").out
+        == 2 * f"{mark}  {tiny_run.path}\n"
+    )
 
 
 def test_the_mean_of_the_last_rounds_says_how_many_there_are(motley: Command, run_of: Any) -> None:

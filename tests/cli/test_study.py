@@ -67,16 +67,22 @@ def test_one_seed_is_marked_and_a_papers_table_runs_end_to_end(motley: Command) 
 def test_the_users_own_data_beside_the_study(motley: Command, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     images, labels = np.zeros((40, 8, 8), np.uint8), np.arange(40) % 4
-    np.savez(tmp_path / "mine" / "a.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+    np.savez(
+        tmp_path / "mine" / "a.npz", x_train=images, y_train=labels, x_test=images, y_test=labels
+    )
     text = SWEEP.replace('name = "digits"', 'name = "npz"').replace("paper.digits", "paper.npz")
-    (tmp_path / "mine" / "own.toml").write_text(text.replace("seeds =", 'set.data.path = "a.npz"\nseeds ='))
+    (tmp_path / "mine" / "own.toml").write_text(
+        text.replace("seeds =", 'set.data.path = "a.npz"\nseeds =')
+    )
     answer = motley("study", "mine/own.toml", "--seeds", "1", "--out", "out")
     assert answer.code == 0, answer.err
     assert "run 2/2: InCoAvg, npz, alpha 1, seed 1" in answer.out
 
 
 def test_the_demo_shows_every_line(motley: Command) -> None:
-    answer = motley("study", "demo", "--set", "training.rounds=2", "--set", "training.epochs=1", "--seeds", "1")
+    answer = motley(
+        "study", "demo", "--set", "training.rounds=2", "--set", "training.epochs=1", "--seeds", "1"
+    )
     assert answer.code == 0, answer.err
     assert "missing" not in answer.out
     table = (Path("runs/studies/demo-full") / "table.md").read_text()

@@ -76,7 +76,10 @@ WRONG = [
     ("run --set data.name=npz --set data.path=afile", "afile"),
     ("run --set data.name=cifar10", "data set 'cifar10' was not found."),
     ("run --set data.partition.name=file --set data.partition.path=none.json", "none.json"),
-    ("run --set data.partition.name=file --set data.partition.path=afile", "must end in .json or .npz."),
+    (
+        "run --set data.partition.name=file --set data.partition.path=afile",
+        "must end in .json or .npz.",
+    ),
     # --- outputs
     ("run --out afile", "afile already exists and is a file; a run needs a folder of its own."),
     ("run --out afile/x", "afile/x: cannot be created: afile is a file."),
@@ -99,7 +102,10 @@ WRONG = [
     ("deploy init R", "R already exists and is not empty; a deployment needs a folder of its own."),
     ("deploy init /proc/x", "/proc/x: "),
     # --- how settings are written
-    ("run --set rounds", "--set 'rounds': write it as table.key=value, for example training.rounds=20."),
+    (
+        "run --set rounds",
+        "--set 'rounds': write it as table.key=value, for example training.rounds=20.",
+    ),
     ("run --set =3", "--set '=3': write it as table.key=value"),
     ("run --set training.=3", "--set 'training.=3': write it as table.key=value"),
     ("run --set training..rounds=3", "--set 'training..rounds=3': write it as table.key=value"),
@@ -119,42 +125,96 @@ WRONG = [
     ("run --set training.rounds=true", "training.rounds = True: should be a number."),
     ("run --set training.rounds=", "training.rounds = '': should be a valid integer"),
     ("run --set training.epochs=-1", "training.epochs = -1: should be greater than 0."),
-    ("run --set training.batch_size=0", "training.batch_size = 0: should be greater than or equal to 1."),
-    ("run --set training.lr_milestones=0", "training.lr_milestones.0 = 0: should be greater than or equal to 1."),
+    (
+        "run --set training.batch_size=0",
+        "training.batch_size = 0: should be greater than or equal to 1.",
+    ),
+    (
+        "run --set training.lr_milestones=0",
+        "training.lr_milestones.0 = 0: should be greater than or equal to 1.",
+    ),
     ("run --set training.optimizer.lr=0", "training.optimizer.lr = 0: should be greater than 0."),
-    ("run --set training.optimizer.lr=nan", "training.optimizer.lr = nan: should be a finite number."),
+    (
+        "run --set training.optimizer.lr=nan",
+        "training.optimizer.lr = nan: should be a finite number.",
+    ),
     ("run --set training.optimizer.name=adan", "should be 'adam', 'adamw' or 'sgd'."),
     ("run --set seed=-1", "seed = -1: should be greater than or equal to 0."),
     ("run --set seed=abc", "seed = 'abc': should be a valid integer"),
-    ("run --set data.transform.resize=-1", "data.transform.resize = -1: should be greater than or equal to 0."),
+    (
+        "run --set data.transform.resize=-1",
+        "data.transform.resize = -1: should be greater than or equal to 0.",
+    ),
     ("run --set data.partition.alpha=0", "data.partition.alpha = 0: should be greater than 0."),
     ("run --set model.resnet.width=0", "model.resnet.width = 0: should be greater than 0."),
-    ("run --set model.resnet.stem=big", "model.resnet.stem = 'big': should be 'imagenet' or 'cifar'."),
+    (
+        "run --set model.resnet.stem=big",
+        "model.resnet.stem = 'big': should be 'imagenet' or 'cifar'.",
+    ),
     ("run --set server.ema_decay=1", "server.ema_decay = 1: should be less than 1."),
-    ("run --set server.min_fraction=2", "server.min_fraction = 2: should be less than or equal to 1."),
+    (
+        "run --set server.min_fraction=2",
+        "server.min_fraction = 2: should be less than or equal to 1.",
+    ),
     ("run --set engine.threads=0", "engine.threads = 0: should be greater than or equal to 1."),
-    ("run --set engine.threads=100000", "engine.threads = 100000: should be less than or equal to 1024."),
-    ("run --set evaluation.targets=2", "evaluation.targets.0 = 2: should be less than or equal to 1."),
+    (
+        "run --set engine.threads=100000",
+        "engine.threads = 100000: should be less than or equal to 1024.",
+    ),
+    (
+        "run --set evaluation.targets=2",
+        "evaluation.targets.0 = 2: should be less than or equal to 1.",
+    ),
     ("run --set evaluation.every=0", "evaluation.every = 0: should be greater than or equal to 1."),
-    ("run --set run.keep_checkpoints=0", "run.keep_checkpoints = 0: should be greater than or equal to 1."),
+    (
+        "run --set run.keep_checkpoints=0",
+        "run.keep_checkpoints = 0: should be greater than or equal to 1.",
+    ),
     (
         "run --set method.name=InCoAvg --set method.inco.theta_max=0",
         'method.inco.theta_max = 0: should be a number above 0, or "off".',
     ),
-    ("run --set method.name=fedprox --set method.mu=-1", "method.mu = -1: should be greater than or equal to 0."),
-    ("run --set split.name=width --set split.rates=2", "split.rates.0 = 2: should be less than or equal to 1."),
+    (
+        "run --set method.name=fedprox --set method.mu=-1",
+        "method.mu = -1: should be greater than or equal to 0.",
+    ),
+    (
+        "run --set split.name=width --set split.rates=2",
+        "split.rates.0 = 2: should be less than or equal to 1.",
+    ),
     ("deploy init f --port 0", "port = 0: should be greater than or equal to 1."),
     # --- unknown names
-    ("run --set data.name=cifar-10", "data.name: unknown data set 'cifar-10'. Did you mean 'cifar10'?"),
+    (
+        "run --set data.name=cifar-10",
+        "data.name: unknown data set 'cifar-10'. Did you mean 'cifar10'?",
+    ),
     ("run --set data.transform.variant=incoo", "unknown transform 'incoo'. Did you mean 'inco'?"),
-    ("run --set data.partition.name=dirichlett", "unknown partition 'dirichlett'. Did you mean 'dirichlet'?"),
-    ("run --set method.name=fedavgg", "method.name: unknown method 'fedavgg'. Did you mean 'fedavg'?"),
-    ("run --set method.mu=1", "method.mu = 1: has no effect with method.name = 'fedavg'; it is for 'fedprox'"),
+    (
+        "run --set data.partition.name=dirichlett",
+        "unknown partition 'dirichlett'. Did you mean 'dirichlet'?",
+    ),
+    (
+        "run --set method.name=fedavgg",
+        "method.name: unknown method 'fedavgg'. Did you mean 'fedavg'?",
+    ),
+    (
+        "run --set method.mu=1",
+        "method.mu = 1: has no effect with method.name = 'fedavg'; it is for 'fedprox'",
+    ),
     ("run --set method.inco.variant=best", "should be 'off', 'paper' or 'official'."),
     ("run --set split.name=dept", "split.name: unknown split 'dept'. Did you mean 'depth'?"),
-    ("run --set split.rates=1", "has no effect with split.name = 'depth'; it is for 'width', 'grid' and 'ordered'."),
-    ("run --set model.sizes=[resnet11]", "model.sizes = ['resnet11']: unknown model 'resnet11'. Did you mean 'resnet1"),
-    ("run --set server.optimizer.name=adamw", "should be 'none', 'momentum', 'adam', 'yogi' or 'adagrad'."),
+    (
+        "run --set split.rates=1",
+        "has no effect with split.name = 'depth'; it is for 'width', 'grid' and 'ordered'.",
+    ),
+    (
+        "run --set model.sizes=[resnet11]",
+        "model.sizes = ['resnet11']: unknown model 'resnet11'. Did you mean 'resnet1",
+    ),
+    (
+        "run --set server.optimizer.name=adamw",
+        "should be 'none', 'momentum', 'adam', 'yogi' or 'adagrad'.",
+    ),
     ("run --set uplink.dtype=int8", "uplink.dtype = 'int8': should be 'fp32', 'fp16' or 'bf16'."),
     ("run --set engine.name=turbo", "engine.name = 'turbo': should be 'local', 'debug', 'flower'"),
     ("run --engine turbo", "engine.name = 'turbo': should be 'local', 'debug', 'flower'"),
@@ -164,16 +224,28 @@ WRONG = [
         "federation.size_assignment = 'budgets': should be 'blocks', 'alternate'",
     ),
     ("study inco-table2 --scale huge", "unknown scale 'huge'. Allowed: full, half, quick."),
-    ("study inco-table2 --data mnist", "--data mnist: unknown name 'mnist'. Did you mean 'fashion-mnist'?"),
+    (
+        "study inco-table2 --data mnist",
+        "--data mnist: unknown name 'mnist'. Did you mean 'fashion-mnist'?",
+    ),
     ("study inco-table2 --method x", "--method x: unknown name 'x'."),
     # --- settings that do not fit together
     ("run --set model.sizes=[]", "model.sizes = []: at least one size is needed."),
     ("run --set model.sizes=resnet10,resnet10", "a size is named twice."),
     ("run --set model.sizes=7", "model.sizes = 7: should be a list."),
     ("run --set split.name=homogeneous", "split.name = 'homogeneous' takes exactly one size."),
-    ("run --set federation.clients=0", "federation.clients = 0: should be greater than or equal to 1."),
-    ("run --set federation.clients_per_round=21", "there are only federation.clients = 20 clients."),
-    ("run --set federation.clients=3 --set federation.clients_per_round=3", "fewer than the 5 sizes."),
+    (
+        "run --set federation.clients=0",
+        "federation.clients = 0: should be greater than or equal to 1.",
+    ),
+    (
+        "run --set federation.clients_per_round=21",
+        "there are only federation.clients = 20 clients.",
+    ),
+    (
+        "run --set federation.clients=3 --set federation.clients_per_round=3",
+        "fewer than the 5 sizes.",
+    ),
     ("run --set federation.clients=100000", "federation.clients = 100000: should be 1 to 1438"),
     (
         "run --set federation.size_fractions=[1,2]",
@@ -185,14 +257,32 @@ WRONG = [
         "run --set federation.size_assignment=budget",
         "federation.size_assignment = 'budget': needs federation.budgets, a CSV file",
     ),
-    ("run --set federation.budgets=b.csv", "is only used with federation.size_assignment = 'budget'; it is 'blocks'."),
-    ("run --set federation.sizes=resnet10", "federation.sizes has 1 sizes; federation.clients = 20."),
-    ("run --set data.transform.variant=inco", "data.transform.variant = 'inco': is defined for cifar10, fashion-mnist"),
+    (
+        "run --set federation.budgets=b.csv",
+        "is only used with federation.size_assignment = 'budget'; it is 'blocks'.",
+    ),
+    (
+        "run --set federation.sizes=resnet10",
+        "federation.sizes has 1 sizes; federation.clients = 20.",
+    ),
+    (
+        "run --set data.transform.variant=inco",
+        "data.transform.variant = 'inco': is defined for cifar10, fashion-mnist",
+    ),
     ("run --set data.partition.name=file", "data.partition.path: is required and was not given."),
     ("run --set privacy.noise=1", "noise = 1 is in units of clip, which is 0"),
-    ("run --set privacy.clip=1 --set server.weighting=samples", "Use server.weighting = 'uniform'."),
-    ("run --set engine.precision=fp16 --set engine.device=cpu", "engine.precision = 'fp16': is for a GPU"),
-    ("bench --synthetic", "data.name = 'digits': --synthetic can only replace cifar10, fashion-mnist."),
+    (
+        "run --set privacy.clip=1 --set server.weighting=samples",
+        "Use server.weighting = 'uniform'.",
+    ),
+    (
+        "run --set engine.precision=fp16 --set engine.device=cpu",
+        "engine.precision = 'fp16': is for a GPU",
+    ),
+    (
+        "bench --synthetic",
+        "data.name = 'digits': --synthetic can only replace cifar10, fashion-mnist.",
+    ),
 ]
 
 

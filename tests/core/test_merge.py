@@ -64,7 +64,10 @@ def parts(draw: st.DrawFn) -> Part:
 def positions(shape: tuple[int, ...], index: tuple[slice | Tensor, ...] | None) -> list[list[int]]:
     """The chosen positions of each dimension, as plain lists."""
     index = index or (slice(None),) * len(shape)
-    return [list(range(n))[i] if isinstance(i, slice) else i.tolist() for n, i in zip(shape, index, strict=True)]
+    return [
+        list(range(n))[i] if isinstance(i, slice) else i.tolist()
+        for n, i in zip(shape, index, strict=True)
+    ]
 
 
 def slow_take(state: State, part: Part) -> dict[str, dict[tuple[int, ...], float]]:
@@ -80,7 +83,9 @@ def slow_take(state: State, part: Part) -> dict[str, dict[tuple[int, ...], float
     return taken
 
 
-def slow_merge(state: State, updates: list[ClientUpdate]) -> dict[str, dict[tuple[int, ...], float]]:
+def slow_merge(
+    state: State, updates: list[ClientUpdate]
+) -> dict[str, dict[tuple[int, ...], float]]:
     """The weighted mean of every coordinate that somebody holds, one number at a time, in double precision."""
     sums: dict[str, dict[tuple[int, ...], tuple[float, float]]] = {}
     for update in updates:
@@ -95,7 +100,10 @@ def slow_merge(state: State, updates: list[ClientUpdate]) -> dict[str, dict[tupl
                 if own:
                     total, weight = held.get(there, (0.0, 0.0))
                     held[there] = total + own * update.delta[local][place].item(), weight + own
-    return {name: {at: total / weight for at, (total, weight) in held.items()} for name, held in sums.items()}
+    return {
+        name: {at: total / weight for at, (total, weight) in held.items()}
+        for name, held in sums.items()
+    }
 
 
 def changes(state: State, part: Part, seed: int) -> State:
@@ -122,7 +130,9 @@ def rounds(draw: st.DrawFn) -> tuple[State, list[ClientUpdate]]:
         change = changes(state, part, draw(st.integers(0, 1000)))
         some = draw(st.sets(st.sampled_from(sorted(part.keys() - {"count"}))))
         rows = {local: draw(counting(len(change[local]))) for local in sorted(some)}
-        updates.append(ClientUpdate(client=client, part=part, delta=change, weight=weight, row_weights=rows))
+        updates.append(
+            ClientUpdate(client=client, part=part, delta=change, weight=weight, row_weights=rows)
+        )
     return state, updates
 
 
@@ -158,7 +168,9 @@ def test_merge_equals_the_reference(played: tuple[State, list[ClientUpdate]]) ->
 
 @given(rounds())
 @settings(max_examples=150, deadline=None)
-def test_apply_adds_where_somebody_held_and_nowhere_else(played: tuple[State, list[ClientUpdate]]) -> None:
+def test_apply_adds_where_somebody_held_and_nowhere_else(
+    played: tuple[State, list[ClientUpdate]],
+) -> None:
     state, updates = played
     state["scale"][0] = -0.0
     after = apply(state, merge(state, updates), SHAPES, step=0.5)
@@ -168,7 +180,10 @@ def test_apply_adds_where_somebody_held_and_nowhere_else(played: tuple[State, li
         for place in itertools.product(*(range(n) for n in tensor.shape)):
             before, value = tensor[place], after[name][place]
             if place not in expected.get(name, {}):
-                assert before.reshape(1).view(torch.uint8).tolist() == value.reshape(1).view(torch.uint8).tolist()
+                assert (
+                    before.reshape(1).view(torch.uint8).tolist()
+                    == value.reshape(1).view(torch.uint8).tolist()
+                )
                 continue
             change = expected[name][place] * (0.5 if name in SHAPES else 1.0)
             target = before.item() + (change if tensor.is_floating_point() else int(change))
@@ -179,7 +194,9 @@ def test_apply_adds_where_somebody_held_and_nowhere_else(played: tuple[State, li
 
 @given(rounds(), st.randoms())
 @settings(max_examples=50, deadline=None)
-def test_arrival_order_does_not_matter(played: tuple[State, list[ClientUpdate]], random: object) -> None:
+def test_arrival_order_does_not_matter(
+    played: tuple[State, list[ClientUpdate]], random: object
+) -> None:
     state, updates = played
     shuffled = list(updates)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
@@ -205,7 +222,11 @@ def test_a_whole_and_a_sliced_owner_share_a_tensor() -> None:
     state = {"w": torch.zeros(3)}
     updates = [
         ClientUpdate(client=0, part={"w": Piece("w")}, delta={"w": torch.tensor([2.0, 2.0, 2.0])}),
-        ClientUpdate(client=1, part={"w": Piece("w", (torch.tensor([2, 0]),))}, delta={"w": torch.tensor([4.0, 6.0])}),
+        ClientUpdate(
+            client=1,
+            part={"w": Piece("w", (torch.tensor([2, 0]),))},
+            delta={"w": torch.tensor([4.0, 6.0])},
+        ),
     ]
     merged = merge(state, updates)
     assert merged.delta["w"].tolist() == [4.0, 2.0, 3.0]
@@ -219,7 +240,10 @@ def test_running_variance_stays_above_zero_and_counters_stay_whole() -> None:
         ClientUpdate(
             client=c,
             part=part,
-            delta={"bn.running_var": torch.tensor([-0.9]), "bn.num_batches_tracked": torch.tensor(5 + 2 * c)},
+            delta={
+                "bn.running_var": torch.tensor([-0.9]),
+                "bn.num_batches_tracked": torch.tensor(5 + 2 * c),
+            },
         )
         for c in range(2)
     ]
@@ -231,7 +255,9 @@ def test_running_variance_stays_above_zero_and_counters_stay_whole() -> None:
 
 def test_the_step_is_for_parameters_only() -> None:
     state = {"w": torch.tensor([1.0]), "bn.running_mean": torch.tensor([1.0])}
-    merged = Aggregate({"w": torch.tensor([1.0]), "bn.running_mean": torch.tensor([1.0])}, dict.fromkeys(state))
+    merged = Aggregate(
+        {"w": torch.tensor([1.0]), "bn.running_mean": torch.tensor([1.0])}, dict.fromkeys(state)
+    )
     after = apply(state, merged, {"w"}, step=0.2)
     assert after["w"].item() == pytest.approx(1.2)
     assert after["bn.running_mean"].item() == 2.0
@@ -240,7 +266,9 @@ def test_the_step_is_for_parameters_only() -> None:
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
 def test_a_weight_must_be_positive(weight: float) -> None:
     with pytest.raises(ValueError, match="client 3"):
-        update = ClientUpdate(client=3, part={"w": Piece("w")}, delta={"w": torch.ones(1)}, weight=weight)
+        update = ClientUpdate(
+            client=3, part={"w": Piece("w")}, delta={"w": torch.ones(1)}, weight=weight
+        )
         merge({"w": torch.zeros(1)}, [update])
 
 
@@ -249,11 +277,19 @@ def test_shares_are_over_all_owners_and_only_of_names_that_are_kept() -> None:
     whole = {"w": Piece("whole"), "p": Piece("pieces", (slice(0, 2),)), "b": Piece("buffer")}
     other = {"w": Piece("whole"), "p": Piece("pieces", (torch.tensor([2, 0]),))}
     updates = [
-        ClientUpdate(client=1, part=other, delta={"w": torch.tensor([4.0, 0.0]), "p": torch.tensor([1.0, 2.0])}),
+        ClientUpdate(
+            client=1,
+            part=other,
+            delta={"w": torch.tensor([4.0, 0.0]), "p": torch.tensor([1.0, 2.0])},
+        ),
         ClientUpdate(
             client=0,
             part=whole,
-            delta={"w": torch.tensor([8.0, 4.0]), "p": torch.tensor([3.0, 6.0]), "b": torch.ones(1)},
+            delta={
+                "w": torch.tensor([8.0, 4.0]),
+                "p": torch.tensor([3.0, 6.0]),
+                "b": torch.ones(1),
+            },
         ),
     ]
     owners = {"whole": 4, "pieces": 10}

@@ -31,7 +31,9 @@ def states() -> tuple[State, State]:
     return first, second
 
 
-@pytest.mark.parametrize("factor", [2.0, torch.tensor(2.0), {"a": 2.0, "b": 2.0}], ids=["number", "tensor", "mapping"])
+@pytest.mark.parametrize(
+    "factor", [2.0, torch.tensor(2.0), {"a": 2.0, "b": 2.0}], ids=["number", "tensor", "mapping"]
+)
 @pytest.mark.parametrize(("function", "sign"), [(add_, 1), (subtract_, -1)])
 def test_in_place_sums_change_common_names_only_and_stay_in_place(
     function: Callable[..., None], sign: int, factor: Factor
@@ -70,7 +72,9 @@ def test_norms_and_copies() -> None:
     whole = torch.cat([tensor.flatten() for tensor in first.values()]).norm()
     torch.testing.assert_close(norm(first), whole)
     copy_(first, second)
-    assert torch.equal(first["a"], second["a"]) and not torch.equal(first["buffer"], second["other"])
+    assert torch.equal(first["a"], second["a"]) and not torch.equal(
+        first["buffer"], second["other"]
+    )
 
 
 def test_nothing_in_common_is_nothing_to_do() -> None:

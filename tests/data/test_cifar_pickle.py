@@ -36,11 +36,24 @@ def released(rows: np.ndarray = ROWS, core: bytes = b"core") -> bytes:
     shape = b"K" + bytes([len(rows)]) + b"M" + struct.pack("<H", rows.shape[1]) + b"\x86"
     dtype = b"cnumpy\ndtype\nq\x0aU\x02u1K\x00K\x01\x87Rq\x0b"
     dtype += b"(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
-    array = b"cnumpy." + core + b".multiarray\n_reconstruct\nq\x07cnumpy\nndarray\nq\x08K\x00\x85U\x01b\x87Rq\x09"
-    array += b"(K\x01" + shape + dtype + b"\x89T" + struct.pack("<i", rows.size) + rows.tobytes() + b"tb"
+    array = (
+        b"cnumpy."
+        + core
+        + b".multiarray\n_reconstruct\nq\x07cnumpy\nndarray\nq\x08K\x00\x85U\x01b\x87Rq\x09"
+    )
+    array += (
+        b"(K\x01" + shape + dtype + b"\x89T" + struct.pack("<i", rows.size) + rows.tobytes() + b"tb"
+    )
     names = b"U\x09filenamesq\x0c]q\x0d(U\x07one.pngq\x0eU\x07two.pngr\x0f\x00\x00\x00e"
     labels = b"U\x06labelsq\x04]q\x05(K\x03K\x09e"
-    return b"\x80\x02}q\x01(U\x0bbatch_labelq\x02U\x07a batchq\x03" + labels + b"U\x04dataq\x06" + array + names + b"u."
+    return (
+        b"\x80\x02}q\x01(U\x0bbatch_labelq\x02U\x07a batchq\x03"
+        + labels
+        + b"U\x04dataq\x06"
+        + array
+        + names
+        + b"u."
+    )
 
 
 def written(folder: Path, content: bytes) -> Path:
@@ -66,7 +79,9 @@ def test_what_python_3_writes_is_read(protocol: int, order: Any, tmp_path: Path)
     assert batch["labels"] == [3, 9] and batch["batch_label"] == b"a batch"
 
 
-def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_too_large_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = written(tmp_path, released())
     with pytest.raises(MotleyError, match=r"data_batch_1 has 6,\d\d\d bytes; .* has at most 99\."):
         read_pickled_batch(path, 99)
@@ -142,7 +157,9 @@ def test_attacks_are_refused_in_little_memory(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
     command = [sys.executable, "-c", ATTACKED, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    answers = {name: (status, said) for name, status, said in map(json.loads, done.stdout.splitlines())}
+    answers = {
+        name: (status, said) for name, status, said in map(json.loads, done.stdout.splitlines())
+    }
     assert answers.keys() == ATTACKS.keys()
     for name, (status, said) in answers.items():
         assert status == 0, (name, status)

@@ -145,7 +145,11 @@ def test_digits_are_those_of_scikit_learn() -> None:
 
 
 def idx(array: np.ndarray) -> bytes:
-    return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+    return (
+        bytes([0, 0, 8, array.ndim])
+        + struct.pack(f">{array.ndim}I", *array.shape)
+        + array.tobytes()
+    )
 
 
 def write_fashion(folder: Path, packed: bool) -> list[np.ndarray]:
@@ -164,12 +168,16 @@ def write_fashion(folder: Path, packed: bool) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("folder", [".", "fashion-mnist", "FashionMNIST/raw"])
-def test_fashion_mnist_reads_packed_and_plain_files(folder: str, packed: bool, tmp_path: Path) -> None:
+def test_fashion_mnist_reads_packed_and_plain_files(
+    folder: str, packed: bool, tmp_path: Path
+) -> None:
     x, y, x_test, y_test = write_fashion(tmp_path / folder, packed)
     data = load_dataset("fashion-mnist", root=tmp_path)
     assert data.shape == ImageShape(1, 28, 28)
     assert np.array_equal(data.train.images[..., 0], x) and np.array_equal(data.train.labels, y)
-    assert np.array_equal(data.test.images[..., 0], x_test) and np.array_equal(data.test.labels, y_test)
+    assert np.array_equal(data.test.images[..., 0], x_test) and np.array_equal(
+        data.test.labels, y_test
+    )
     assert data.train.images.flags.writeable  # so that torch can share the memory
 
 
@@ -202,7 +210,9 @@ def test_a_damaged_idx_file_is_named(content: bytes, message: str, tmp_path: Pat
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("damage", [lambda raw: raw[:-20], lambda raw: b"not gzip", lambda raw: raw[:20] + raw[40:]])
+@pytest.mark.parametrize(
+    "damage", [lambda raw: raw[:-20], lambda raw: b"not gzip", lambda raw: raw[:20] + raw[40:]]
+)
 def test_a_damaged_gzip_file_is_named(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
     path = tmp_path / "some-images.gz"
     path.write_bytes(damage(gzip.compress(idx(images(5, 9, 9)))))
@@ -259,8 +269,22 @@ def python2_batch(rows: np.ndarray, classes: list[int]) -> bytes:
 
     dtype = b"cnumpy\ndtype\n" + text(b"u1") + number(0) + number(1) + b"\x87R"
     dtype += b"(" + number(3) + text(b"|") + b"NNN" + number(-1) + number(-1) + number(0) + b"tb"
-    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n" + number(0) + b"\x85" + text(b"b") + b"\x87R"
-    array += b"(" + number(1) + b"".join(map(number, rows.shape)) + b"\x86" + dtype + b"\x89" + text(rows.tobytes())
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n"
+        + number(0)
+        + b"\x85"
+        + text(b"b")
+        + b"\x87R"
+    )
+    array += (
+        b"("
+        + number(1)
+        + b"".join(map(number, rows.shape))
+        + b"\x86"
+        + dtype
+        + b"\x89"
+        + text(rows.tobytes())
+    )
     array += b"tb"
     listed = b"](" + b"".join(map(number, classes)) + b"e"
     return b"\x80\x02}(" + text(b"labels") + listed + text(b"data") + array + b"u."
@@ -301,7 +325,9 @@ def test_cifar10_reads_the_original_release_without_a_warning(tmp_path: Path) ->
 def test_cifar10_reads_text_keys_and_later_protocols(protocol: int, tmp_path: Path) -> None:
     content = batch(2)
     path = tmp_path / "data_batch_1"
-    path.write_bytes(pickle.dumps({key.decode(): value for key, value in content.items()}, protocol=protocol))
+    path.write_bytes(
+        pickle.dumps({key.decode(): value for key, value in content.items()}, protocol=protocol)
+    )
     assert read_batch(path).labels.tolist() == content[b"labels"]
 
 
@@ -318,7 +344,9 @@ class Attack:
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("function", ["system", "eval", "exec", "getattr", "save"])
-def test_a_malicious_pickle_is_refused_and_not_run(function: str, inside: bool, protocol: int, tmp_path: Path) -> None:
+def test_a_malicious_pickle_is_refused_and_not_run(
+    function: str, inside: bool, protocol: int, tmp_path: Path
+) -> None:
     victim = tmp_path / "victim.npy"
     attack = {
         "system": Attack(os.system, f"touch {victim}"),
@@ -328,7 +356,9 @@ def test_a_malicious_pickle_is_refused_and_not_run(function: str, inside: bool, 
         "save": Attack(np.save, str(victim), 1),
     }[function]
     path = tmp_path / "data_batch_1"
-    path.write_bytes(pickle.dumps({**batch(2), b"extra": attack} if inside else attack, protocol=protocol))
+    path.write_bytes(
+        pickle.dumps({**batch(2), b"extra": attack} if inside else attack, protocol=protocol)
+    )
     with pytest.raises(MotleyError, match="refused to load") as caught:
         read_batch(path)
     assert str(path) in str(caught.value)
@@ -364,7 +394,9 @@ def test_real_cifar10(shared_data: Path, tmp_path: Path) -> None:
     assert (len(data.train), len(data.test), data.shape) == (50_000, 10_000, ImageShape(3, 32, 32))
     assert np.bincount(data.train.labels).tolist() == [5000] * 10
     assert np.bincount(data.test.labels).tolist() == [1000] * 10
-    assert np.allclose(data.train.images.mean(axis=(0, 1, 2)) / 255, [0.4914, 0.4822, 0.4465], atol=1e-4)
+    assert np.allclose(
+        data.train.images.mean(axis=(0, 1, 2)) / 255, [0.4914, 0.4822, 0.4465], atol=1e-4
+    )
 
 
 # --- the user's own arrays
@@ -393,7 +425,9 @@ def save(path: Path, **changes: Any) -> Path:
         ((3, 5, 3), ImageShape(3, 3, 5)),
     ],
 )
-def test_npz_tells_the_layout_of_images(stored: tuple[int, ...], shape: ImageShape, tmp_path: Path) -> None:
+def test_npz_tells_the_layout_of_images(
+    stored: tuple[int, ...], shape: ImageShape, tmp_path: Path
+) -> None:
     x = images(9, *stored)
     data = load_dataset("npz", path=save(tmp_path / "mine.npz", x_train=x, x_test=x[:4]))
     assert (data.shape, data.classes) == (shape, 3)
@@ -443,7 +477,9 @@ def test_floats_are_rounded_to_8_bits(tmp_path: Path) -> None:
         (labels(9, 2) * 10**15, r"labels 0\.\.1000000000000000 make"),
     ],
 )
-def test_labels_that_are_no_class_numbers_are_refused(y_train: np.ndarray, message: str, tmp_path: Path) -> None:
+def test_labels_that_are_no_class_numbers_are_refused(
+    y_train: np.ndarray, message: str, tmp_path: Path
+) -> None:
     path = save(tmp_path / "mine.npz", y_train=y_train, y_test=y_train[:4])
     with pytest.raises(MotleyError, match=message):
         Federation(tiny_config("data.name=npz", f"data.path={path}"))
@@ -453,12 +489,16 @@ def test_labels_that_are_no_class_numbers_are_refused(y_train: np.ndarray, messa
 
 
 def test_a_gap_between_labels_is_allowed(tmp_path: Path) -> None:
-    path = save(tmp_path / "mine.npz", y_train=np.array([0, 1, 3] * 3), y_test=np.array([0, 1, 3, 1]))
+    path = save(
+        tmp_path / "mine.npz", y_train=np.array([0, 1, 3] * 3), y_test=np.array([0, 1, 3, 1])
+    )
     data = load_dataset("npz", path=path)
     data.check_inferred_classes()
     assert data.classes == 4
     part = Examples(images(2, 4, 4, 1), np.array([7, 8]))
-    Dataset("mine", part, part, 10).check_inferred_classes()  # the caller states the number of classes
+    Dataset(
+        "mine", part, part, 10
+    ).check_inferred_classes()  # the caller states the number of classes
 
 
 @pytest.mark.parametrize(
@@ -503,7 +543,9 @@ def test_npz_explains_a_file_that_is_none(tmp_path: Path) -> None:
     }
     for name, content in wrong.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(MotleyError, match=rf"{name} is not a \.npz file, or is truncated: .* np\.savez") as raised:
+        with pytest.raises(
+            MotleyError, match=rf"{name} is not a \.npz file, or is truncated: .* np\.savez"
+        ) as raised:
             load_dataset("npz", path=tmp_path / name)
         assert "pickle" not in str(raised.value)
     with pytest.raises(

@@ -120,7 +120,9 @@ def test_the_seed_decides_and_nothing_else_does(partition: PartitionSettings) ->
     state = np.random.get_state()[1].copy()
     again = partition.split(BALANCED, 50, seed=3)
     assert np.array_equal(np.random.get_state()[1], state)
-    assert np.array_equal(first.indices, again.indices) and np.array_equal(first.offsets, again.offsets)
+    assert np.array_equal(first.indices, again.indices) and np.array_equal(
+        first.offsets, again.offsets
+    )
     assert not np.array_equal(first.indices, partition.split(BALANCED, 50, seed=4).indices)
 
 
@@ -151,7 +153,9 @@ def test_extreme_alphas_and_many_clients_end(cls: Any, alpha: float, clients: in
         assert_deals_all(cls(alpha=alpha).split(BALANCED, clients, seed=0), len(BALANCED), clients)
 
 
-@pytest.mark.parametrize("partition", [*DRAWN, Dirichlet(alpha=0.01)], ids=lambda partition: partition.name)
+@pytest.mark.parametrize(
+    "partition", [*DRAWN, Dirichlet(alpha=0.01)], ids=lambda partition: partition.name
+)
 def test_a_hundred_thousand_clients_are_ordinary(partition: PartitionSettings) -> None:
     labels = np.tile(np.arange(10), 100_000)
     start = time.perf_counter()
@@ -168,7 +172,9 @@ def test_iid_clients_have_nearly_the_global_labels() -> None:
 
 @pytest.mark.parametrize("cls", [Dirichlet, DirichletEqual])
 def test_a_small_alpha_skews_labels_and_a_large_one_does_not(cls: Any) -> None:
-    by_alpha = [skew(cls(alpha=alpha).split(BALANCED, 20, seed=0), BALANCED) for alpha in (0.1, 1, 1000)]
+    by_alpha = [
+        skew(cls(alpha=alpha).split(BALANCED, 20, seed=0), BALANCED) for alpha in (0.1, 1, 1000)
+    ]
     iid = skew(Iid().split(BALANCED, 20, seed=0), BALANCED)
     assert by_alpha[0] > 0.55 and by_alpha[0] > 8 * iid
     assert by_alpha[0] > 1.4 * by_alpha[1] > 4 * by_alpha[2]
@@ -181,7 +187,10 @@ def test_dirichlet_shares_have_the_moments_of_the_distribution() -> None:
     """
     one_class = np.zeros(20_000, dtype=np.int64)
     for alpha in (0.3, 2.0):
-        tries = [Dirichlet(alpha=alpha, min_size=1).split(one_class, 5, seed).sizes / 20_000 for seed in range(500)]
+        tries = [
+            Dirichlet(alpha=alpha, min_size=1).split(one_class, 5, seed).sizes / 20_000
+            for seed in range(500)
+        ]
         assert np.allclose(np.mean(tries, axis=0), 1 / 5, atol=0.04)
         assert np.var(tries) == pytest.approx(4 / (25 * (5 * alpha + 1)), rel=0.15)
 
@@ -200,7 +209,9 @@ def test_dirichlet_of_a_numpy_seed_is_the_benchmarks(alpha: float, clients: int,
             members = np.where(labels == k)[0]
             np.random.shuffle(members)
             shares = np.random.dirichlet(np.repeat(alpha, clients))
-            shares = np.array([s * (len(own) < 3000 / clients) for s, own in zip(shares, held, strict=True)])
+            shares = np.array(
+                [s * (len(own) < 3000 / clients) for s, own in zip(shares, held, strict=True)]
+            )
             ends = (np.cumsum(shares / shares.sum()) * len(members)).astype(int)[:-1]
             for own, more in zip(held, np.split(members, ends), strict=True):
                 own.extend(more.tolist())
@@ -240,7 +251,9 @@ def test_dirichlet_repairs_what_repeating_cannot_and_keeps_the_skew() -> None:
 
 @settings(deadline=None)
 @given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=12).map(np.array), data=st.data())
-def test_transfers_equal_taking_one_by_one_from_the_largest(sizes: np.ndarray, data: st.DataObject) -> None:
+def test_transfers_equal_taking_one_by_one_from_the_largest(
+    sizes: np.ndarray, data: st.DataObject
+) -> None:
     minimum = data.draw(st.integers(0, int(sizes.sum()) // len(sizes)))
     given_away, taken = _transfers(sizes, minimum)
     expected = sizes.copy()
@@ -256,7 +269,11 @@ def test_dirichlet_equal_favours_no_client_by_its_number() -> None:
     """When classes run out, some clients go without; these must not be those with high numbers."""
     halves = []
     for seed in range(20):
-        counts = DirichletEqual(alpha=0.05).split(BALANCED[:2000], 100, seed).label_counts(BALANCED[:2000], 10)
+        counts = (
+            DirichletEqual(alpha=0.05)
+            .split(BALANCED[:2000], 100, seed)
+            .label_counts(BALANCED[:2000], 10)
+        )
         top = counts.max(axis=1) / counts.sum(axis=1)
         halves.append((top[:50].mean(), top[50:].mean()))
     first, second = np.mean(halves, axis=0)
@@ -267,7 +284,9 @@ def test_shards_give_few_classes_to_each_client() -> None:
     classes = (Shards().split(BALANCED, 100, seed=0).label_counts(BALANCED, 10) > 0).sum(axis=1)
     assert classes.max() <= 2 and classes.mean() > 1.5
     one = Shards(shards_per_client=1).split(BALANCED, 10, seed=0).label_counts(BALANCED, 10)
-    assert np.array_equal(np.sort(one.argmax(axis=1)), np.arange(10)) and one.max(axis=1).min() == 2000
+    assert (
+        np.array_equal(np.sort(one.argmax(axis=1)), np.arange(10)) and one.max(axis=1).min() == 2000
+    )
 
 
 def test_quantity_skews_sizes_but_not_labels() -> None:
@@ -287,9 +306,13 @@ def test_real_fashion_mnist_is_skewed_by_a_true_dirichlet(shared_data: Path) -> 
 # --- from a file
 
 
-def split_file(path: Path, content: Any, clients: int = 2, samples: int = 10, **keys: Any) -> list[list[int]]:
+def split_file(
+    path: Path, content: Any, clients: int = 2, samples: int = 10, **keys: Any
+) -> list[list[int]]:
     path.write_text(content if isinstance(content, str) else json.dumps(content))
-    partition = FromFile(path=path, **keys).split(np.zeros(samples, dtype=np.int64), clients, seed=0)
+    partition = FromFile(path=path, **keys).split(
+        np.zeros(samples, dtype=np.int64), clients, seed=0
+    )
     return [partition.of(client).tolist() for client in range(clients)]
 
 
@@ -297,7 +320,9 @@ def test_files_of_all_forms_give_the_same_partition(tmp_path: Path) -> None:
     wanted = [[4, 2, 9], [0]]
     assert split_file(tmp_path / "lists.json", wanted) == wanted
     assert split_file(tmp_path / "object.json", {"1": [0], "0": [4, 2, 9]}) == wanted
-    np.savez(tmp_path / "arrays.npz", **{"1": np.array([0]), "0": np.array([4, 2, 9], dtype=np.int32)})
+    np.savez(
+        tmp_path / "arrays.npz", **{"1": np.array([0]), "0": np.array([4, 2, 9], dtype=np.int32)}
+    )
     partition = FromFile(path=tmp_path / "arrays.npz").split(np.zeros(10), 2, seed=0)
     assert [partition.of(client).tolist() for client in range(2)] == wanted
     np.savez(tmp_path / "unnamed.npz", np.array([4, 2, 9]), np.array([0]))
@@ -307,7 +332,9 @@ def test_files_of_all_forms_give_the_same_partition(tmp_path: Path) -> None:
 
 def test_object_keys_are_ordered_as_numbers(tmp_path: Path) -> None:
     content = {str(client): [client] for client in reversed(range(12))}
-    assert split_file(tmp_path / "many.json", content, clients=12, samples=12) == [[client] for client in range(12)]
+    assert split_file(tmp_path / "many.json", content, clients=12, samples=12) == [
+        [client] for client in range(12)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,9 @@ def drawn(value: float, count: int = 1, **columns: float) -> torch.Tensor:
     return table
 
 
-def batch(given: Examples, transform: TransformSettings, table: torch.Tensor | None, augment: bool = True) -> Any:
+def batch(
+    given: Examples, transform: TransformSettings, table: torch.Tensor | None, augment: bool = True
+) -> Any:
     """Return all images, transformed, as an array."""
     data = DeviceData(given, transform, CPU, augment=augment)
     images, labels = data.batch(torch.arange(len(given)), table)
@@ -162,7 +164,10 @@ TRANSFORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_batch_equals_the_reference(name: str, shape: tuple[int, int]) -> None:
     given, transform, table = examples(12, *shape), TransformSettings(**TRANSFORMS[name]), draws()
-    expected = [reference(image, transform, numbers) for image, numbers in zip(given.images, table, strict=True)]
+    expected = [
+        reference(image, transform, numbers)
+        for image, numbers in zip(given.images, table, strict=True)
+    ]
     np.testing.assert_allclose(batch(given, transform, table), expected, atol=2e-5)
 
 
@@ -206,13 +211,18 @@ def test_labels_and_images_follow_the_rows_asked_for(name: str) -> None:
         images, labels = data.batch(torch.tensor(rows), table)
         assert labels.tolist() == given.labels[rows].tolist()
         numbers = table if table is not None else [None] * 4
-        expected = [reference(given.images[row], transform, own) for row, own in zip(rows, numbers, strict=True)]
+        expected = [
+            reference(given.images[row], transform, own)
+            for row, own in zip(rows, numbers, strict=True)
+        ]
         np.testing.assert_allclose(images.numpy(), expected, atol=2e-5)
 
 
 def test_each_image_has_its_own_draws() -> None:
     given, table = examples(), draws()
-    data = DeviceData(given, TransformSettings(**TRANSFORMS["all of the inco variant"]), CPU, augment=True)
+    data = DeviceData(
+        given, TransformSettings(**TRANSFORMS["all of the inco variant"]), CPU, augment=True
+    )
     whole, _ = data.batch(torch.arange(12), table)
     for row in range(12):
         alone, _ = data.batch(torch.tensor([row]), table[row : row + 1])
@@ -245,7 +255,9 @@ def test_a_crop_moves_the_image_and_fills_with_black(value: float, shift: int) -
         for column in range(6):
             if 0 <= row - shift < 6 and 0 <= column - shift < 6:
                 expected[:, row, column] = image[:, row - shift, column - shift]
-    np.testing.assert_allclose(batch(given, TransformSettings(crop_padding=2), drawn(value))[0], expected, atol=1e-6)
+    np.testing.assert_allclose(
+        batch(given, TransformSettings(crop_padding=2), drawn(value))[0], expected, atol=1e-6
+    )
 
 
 def test_padding_is_black_before_normalisation() -> None:
@@ -272,7 +284,9 @@ def test_an_image_is_mirrored_from_one_half_on() -> None:
         (0.5, image[:, :, ::-1]),
         (LARGEST, image[:, :, ::-1]),
     ):
-        np.testing.assert_allclose(batch(given, flip, drawn(0.0, d4=number))[0], expected, atol=1e-6)
+        np.testing.assert_allclose(
+            batch(given, flip, drawn(0.0, d4=number))[0], expected, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize(
@@ -318,13 +332,21 @@ def test_a_box_never_leaves_the_image() -> None:
     images = np.stack([np.tile(ramp, (side, 1)), np.tile(ramp[:, None], (1, side))], axis=-1)
     extremes = [0.0, 0.5, LARGEST]
     table = torch.tensor(
-        [[a, b, c, d, 0, 0, 0] for a in extremes for b in extremes for c in extremes for d in extremes]
+        [
+            [a, b, c, d, 0, 0, 0]
+            for a in extremes
+            for b in extremes
+            for c in extremes
+            for d in extremes
+        ]
     )
     given = Examples(np.tile(images, (len(table), 1, 1, 1)), np.zeros(len(table), np.int64))
     crops = batch(given, TransformSettings(resize=50, resized_crop=True), table)
     for numbers, (x, y) in zip(table.tolist(), crops, strict=True):
         left, top, width, height = random_box(*numbers[:4])
-        assert left >= -1e-6 and left + width <= 1 + 1e-6 and top >= -1e-6 and top + height <= 1 + 1e-6
+        assert (
+            left >= -1e-6 and left + width <= 1 + 1e-6 and top >= -1e-6 and top + height <= 1 + 1e-6
+        )
         assert 0.05 < width <= 1 and 0.05 < height <= 1
         step_x, step_y = (crop.max() - crop.min() for crop in (x, y))
         assert step_x == pytest.approx(width * 49 / 50, abs=0.02) and step_y == pytest.approx(
@@ -355,13 +377,19 @@ def test_the_largest_draw_puts_a_cutouts_centre_on_the_last_pixel(size: int) -> 
 
 def test_normalisation_for_another_number_of_channels_is_refused() -> None:
     transform = TransformSettings(**NORMAL)  # type: ignore[arg-type]
-    with pytest.raises(MotleyError, match=r"data\.transform\.mean has 3 values; the images have 1 channels"):
+    with pytest.raises(
+        MotleyError, match=r"data\.transform\.mean has 3 values; the images have 1 channels"
+    ):
         DeviceData(examples(channels=1), transform, CPU, augment=True)
 
 
-@pytest.mark.parametrize("name", [name for name, by_data in VARIANTS.items() if "cifar10" in by_data])
+@pytest.mark.parametrize(
+    "name", [name for name, by_data in VARIANTS.items() if "cifar10" in by_data]
+)
 def test_the_papers_transforms_fit_their_data(name: str) -> None:
-    transform = load_config(overrides=["data.name=cifar10", f"data.transform.variant={name}"]).data.transform
+    transform = load_config(
+        overrides=["data.name=cifar10", f"data.transform.variant={name}"]
+    ).data.transform
     data = DeviceData(examples(2, 32, 32), transform, CPU, augment=True)
     for table in (None, draws(2)):
         assert tuple(data.batch(torch.arange(2), table)[0].shape[1:]) == tuple(data.shape)

@@ -61,25 +61,41 @@ def federate(engine: str, model: str, partition: Partition, *overrides: str) -> 
 
 def hashes(server: ServerState) -> list[object]:
     """Return everything about a server but its round."""
-    return [fingerprint(server.state), fingerprint(server.ema or {}), server.method_state, server.client_state_rounds]
+    return [
+        fingerprint(server.state),
+        fingerprint(server.ema or {}),
+        server.method_state,
+        server.client_state_rounds,
+    ]
 
 
 @engines
 @models
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_turns_of_clients_with_few_examples(engine: str, model: str, drop_last: bool) -> None:
-    federation = federate(engine, model, dealt(*HELD), f"training.drop_last={str(drop_last).lower()}")
+    federation = federate(
+        engine, model, dealt(*HELD), f"training.drop_last={str(drop_last).lower()}"
+    )
     server = federation.initial_state()
     jobs = [federation.job(server, 1, client) for client in range(len(HELD))]
-    uploads = {upload.client: upload for upload in federation.engine.train(jobs, lambda client: None)}
-    assert [uploads[c].num_steps if c in uploads else 0 for c in range(len(HELD))] == STEPS[model, drop_last]
-    assert all(upload.num_examples == HELD[client] and math.isfinite(upload.loss) for client, upload in uploads.items())
+    uploads = {
+        upload.client: upload for upload in federation.engine.train(jobs, lambda client: None)
+    }
+    assert [uploads[c].num_steps if c in uploads else 0 for c in range(len(HELD))] == STEPS[
+        model, drop_last
+    ]
+    assert all(
+        upload.num_examples == HELD[client] and math.isfinite(upload.loss)
+        for client, upload in uploads.items()
+    )
 
 
 @engines
 @models
 @pytest.mark.parametrize("weights", ["uniform", "samples"])
-def test_a_round_goes_on_without_those_who_cannot_train(engine: str, model: str, weights: str) -> None:
+def test_a_round_goes_on_without_those_who_cannot_train(
+    engine: str, model: str, weights: str
+) -> None:
     federation = federate(engine, model, dealt(*HELD), f"server.weighting={weights}")
     server = federation.initial_state()
     idle = [client for client, steps in enumerate(STEPS[model, False]) if not steps]
@@ -112,13 +128,16 @@ def test_idle_clients_do_not_count(engine: str) -> None:
     """The mean is over those who trained: the same as if nobody else had been there."""
     with_idle = federate(engine, "batch norm", dealt(9, 12, 0, 1, 0))
     without = federate(engine, "batch norm", dealt(9, 12))
-    after = [federation.run_round(federation.initial_state())[0] for federation in (with_idle, without)]
+    after = [
+        federation.run_round(federation.initial_state())[0] for federation in (with_idle, without)
+    ]
     assert fingerprint(after[0].state) == fingerprint(after[1].state)
 
 
 @engines
 @pytest.mark.parametrize(
-    ("model", "counts"), [("batch norm", (1, 0, 1)), ("group norm", (0, 0, 0)), ("no norm", (0, 0, 0))]
+    ("model", "counts"),
+    [("batch norm", (1, 0, 1)), ("group norm", (0, 0, 0)), ("no norm", (0, 0, 0))],
 )
 def test_a_round_in_which_all_are_idle_leaves_the_server_as_it_was(
     engine: str, model: str, counts: tuple[int, ...]
@@ -173,7 +192,9 @@ def test_a_collection_that_nobody_answers_changes_nothing(engine: str) -> None:
 
 
 @engines
-@pytest.mark.parametrize("settings", [("training.steps=5",), ("training.epochs=3",), ("training.epochs=0.1",)])
+@pytest.mark.parametrize(
+    "settings", [("training.steps=5",), ("training.epochs=3",), ("training.epochs=0.1",)]
+)
 def test_one_example_again_and_again(engine: str, settings: tuple[str, ...]) -> None:
     federation = federate(engine, "no norm", dealt(1, 1), *settings)
     server, record = federation.run_round(federation.initial_state())
@@ -187,4 +208,6 @@ def test_a_partition_that_does_not_fit_is_refused() -> None:
         Federation(config, partition=dealt(3, 3))
     for wrong in (-1, 10**6):
         with pytest.raises(MotleyError, match=r"samples that are not in 0\.\."):
-            Federation(config, partition=Partition(np.array([0, wrong]), np.array([0, 2, 2, 2, 2, 2, 2])))
+            Federation(
+                config, partition=Partition(np.array([0, wrong]), np.array([0, 2, 2, 2, 2, 2, 2]))
+            )

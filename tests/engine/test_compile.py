@@ -15,7 +15,9 @@ from motley.federation import Federation
 from motley.kernels import ALL
 
 COMPILER = os.environ.get("CXX", "g++")
-needs_compiler = pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no C++ compiler ({COMPILER})")
+needs_compiler = pytest.mark.skipif(
+    shutil.which(COMPILER) is None, reason=f"no C++ compiler ({COMPILER})"
+)
 
 #: Some 360 examples per client are one whole batch and a short one, and so are the 360 test images.
 SETTINGS = (
@@ -48,7 +50,9 @@ def test_a_compiled_run_is_the_plain_run_up_to_rounding() -> None:
     torch._dynamo.reset()
     before = graphs()
     state, scores = outcome("engine.compile=true")
-    assert graphs() - before == 4, "each size once for training and once for evaluation: short batches run plainly"
+    assert graphs() - before == 4, (
+        "each size once for training and once for evaluation: short batches run plainly"
+    )
     plain, plain_scores = outcome()
     assert graphs() - before == 4
     for name, tensor in plain.items():
@@ -69,7 +73,10 @@ def test_a_compiler_that_does_not_work_is_an_error_that_names_the_setting() -> N
 
     torch._dynamo.reset()
     missing = {"cpp.cxx": ("/nowhere/g++",), "force_disable_caches": True}
-    with torch._inductor.config.patch(missing), pytest.raises(MotleyError, match=r"engine.compile = true: .*false"):
+    with (
+        torch._inductor.config.patch(missing),
+        pytest.raises(MotleyError, match=r"engine.compile = true: .*false"),
+    ):
         outcome("engine.compile=true", "model.mlp.hidden=9")
 
 
@@ -82,6 +89,7 @@ def test_kernels_are_all_none_or_listed_and_compiled_models_have_none_for_layers
     assert names("engine.kernels=[norm]") == {"norm"}
     assert names("engine.compile=true") == {"optimizer"}
     with pytest.raises(
-        MotleyError, match=r"engine\.kernels.*'x': should be 'conv', 'norm', 'optimizer', 'pool' or 'stem'"
+        MotleyError,
+        match=r"engine\.kernels.*'x': should be 'conv', 'norm', 'optimizer', 'pool' or 'stem'",
     ):
         load_config(overrides=["engine.kernels=[x]"])

@@ -67,10 +67,15 @@ def test_a_setting_names_devices(
         ("cuda:7", "there is no cuda:7 on this machine; it has cpu, cuda:0, cuda:1."),
         ("cuda:0,cuda:300", "there is no cuda:300 on this machine; it has cpu, cuda:0, cuda:1."),
         ("cuda,cuda:0", "a GPU is named twice: allowed is each one once."),
-        ("cpu,cuda:0", "several devices are GPUs only: allowed is cpu, or a list such as cuda:0,cuda:1."),
+        (
+            "cpu,cuda:0",
+            "several devices are GPUs only: allowed is cpu, or a list such as cuda:0,cuda:1.",
+        ),
     ],
 )
-def test_a_wrong_name_is_refused_with_what_is_allowed(setting: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_name_is_refused_with_what_is_allowed(
+    setting: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with_gpus(2, monkeypatch)
     with pytest.raises(MotleyError, match="^" + re.escape(f"engine.device = '{setting}': {said}")):
         choose_devices(setting)
@@ -90,7 +95,11 @@ def hashes(*overrides: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("method", ["fedavg", "noisy", "every-hook", "alternating"])
 def test_two_devices_give_the_bits_of_one(method: str) -> None:
-    settings = (f"method.name={method}", "data.transform.crop_padding=1", "data.transform.flip=true")
+    settings = (
+        f"method.name={method}",
+        "data.transform.crop_padding=1",
+        "data.transform.flip=true",
+    )
     one = hashes("engine.device=cpu", *settings)
     assert hashes(TWO, *settings) == one
     assert hashes("engine.device=cpu,cpu,cpu", "engine.slots=2", *settings) == one
@@ -102,26 +111,34 @@ def slots_of(federation: Federation) -> list[Slot]:
 
 
 def test_every_device_has_its_own_data_and_slots() -> None:
-    federation = Federation(tiny_config(TWO, "federation.clients_per_round=6", "data.transform.crop_padding=1"))
+    federation = Federation(
+        tiny_config(TWO, "federation.clients_per_round=6", "data.transform.crop_padding=1")
+    )
     federation.run_round(federation.initial_state())
     slots = slots_of(federation)
     assert Counter((slot.where, slot.size) for slot in slots) == Counter(
         (where, size) for where in (0, 1) for size in federation.split.sizes
     )
     assert all(isinstance(slot, AwaySlot) == (slot.where == 1) for slot in slots)
-    homes, aways = ({slot.learner.data.images.data_ptr() for slot in slots if slot.where == w} for w in (0, 1))
+    homes, aways = (
+        {slot.learner.data.images.data_ptr() for slot in slots if slot.where == w} for w in (0, 1)
+    )
     assert len(homes) == len(aways) == 1 and homes != aways
 
 
 def test_one_device_has_neither_spread_nor_away_slots() -> None:
     federation = Federation(tiny_config("engine.device=cpu"))
     federation.run_round(federation.initial_state())
-    assert isinstance(federation.engine, LocalEngine) and isinstance(federation.engine.pool, SlotPool)
+    assert isinstance(federation.engine, LocalEngine) and isinstance(
+        federation.engine.pool, SlotPool
+    )
     assert {type(slot) for slot in slots_of(federation)} == {Slot}
 
 
 def test_a_job_goes_where_the_fewest_steps_are_left() -> None:
-    federation = Federation(tiny_config(TWO, "engine.slots=4", "model.sizes=['resnet10']", "training.epochs=2"))
+    federation = Federation(
+        tiny_config(TWO, "engine.slots=4", "model.sizes=['resnet10']", "training.epochs=2")
+    )
     server = federation.initial_state()
     assert isinstance(federation.engine, LocalEngine)
     pool, steps = federation.engine.pool, {}
@@ -142,14 +159,19 @@ def test_a_full_device_leaves_jobs_to_the_other() -> None:
 
 
 def test_a_job_is_carried_over_and_its_upload_back() -> None:
-    federation = Federation(tiny_config(TWO, "method.name=every-hook", "model.sizes=['resnet10']", "training.steps=1"))
+    federation = Federation(
+        tiny_config(TWO, "method.name=every-hook", "model.sizes=['resnet10']", "training.steps=1")
+    )
     server = federation.initial_state()
     assert isinstance(federation.engine, LocalEngine)
     federation.engine.pool.seat(federation.job(server, 1, 0))
     job = federation.job(server, 1, 1)
     slot = federation.engine.pool.seat(job)
     assert isinstance(slot, AwaySlot) and slot.learner.job is not None
-    for sent, here in ((job.state, slot.learner.job.state), (job.broadcast, slot.learner.job.broadcast)):
+    for sent, here in (
+        (job.state, slot.learner.job.state),
+        (job.broadcast, slot.learner.job.broadcast),
+    ):
         assert sent and all(torch.equal(sent[name], here[name]) for name in sent)
         assert not {t.data_ptr() for t in sent.values()} & {t.data_ptr() for t in here.values()}
     assert slot.advance()
@@ -187,7 +209,9 @@ def test_a_device_short_of_memory_gets_fewer_slots_alone(monkeypatch: pytest.Mon
     assert Counter(slot.where for slot in slots_of(federation)) == {0: 3, 1: 1}
 
 
-def test_a_device_without_room_for_one_client_is_to_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_room_for_one_client_is_to_be_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     no_room_away(0, monkeypatch)
     with pytest.raises(MotleyError, match=r"leave cpu out of engine\.device"):
         hashes(TWO)
@@ -223,7 +247,9 @@ def test_the_timeline_tells_devices_apart(tmp_path: Path) -> None:
     spans = timeline.spans()
     assert sorted(span.client for span in spans) == record.clients
     assert {span.device for span in spans} == {0, 1}
-    devices = {span.slot: {other.device for other in spans if other.slot == span.slot} for span in spans}
+    devices = {
+        span.slot: {other.device for other in spans if other.slot == span.slot} for span in spans
+    }
     assert all(len(own) == 1 for own in devices.values())
     assert all(0 <= span.start < span.end for span in spans)
     draw(spans, tmp_path / "two.png")

@@ -59,9 +59,13 @@ def test_integers_and_odd_types_stay_as_they_are() -> None:
         "d": torch.float64,
     }
     assert list(residual) == ["residual/w"]
-    back = decoded({**wire, "x": torch.ones(1).bfloat16(), "d": torch.ones(2).bfloat16()}, change, "bf16")
+    back = decoded(
+        {**wire, "x": torch.ones(1).bfloat16(), "d": torch.ones(2).bfloat16()}, change, "bf16"
+    )
     assert back["w"].dtype == torch.float32
-    assert back["x"].dtype == back["d"].dtype == torch.bfloat16, "what does not belong there is left to be refused"
+    assert back["x"].dtype == back["d"].dtype == torch.bfloat16, (
+        "what does not belong there is left to be refused"
+    )
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -72,10 +76,14 @@ def test_bytes_halve_and_the_run_learns_the_same(tmp_path: Path, encoding: Encod
         lines[name] = MetricsLog(tmp_path / name / "metrics.jsonl").read()
     for whole, half in zip(lines["fp32"], lines[encoding], strict=True):
         assert whole["bytes"]["down"] == half["bytes"]["down"]
-        assert 0.5 <= half["bytes"]["up"] / whole["bytes"]["up"] < 0.51, "but for the counters of batch norm"
+        assert 0.5 <= half["bytes"]["up"] / whole["bytes"]["up"] < 0.51, (
+            "but for the counters of batch norm"
+        )
         assert "refused" not in half
     assert lines["fp32"][0]["train_loss"] == lines[encoding][0]["train_loss"]
-    assert lines["fp32"][-1]["train_loss"] == pytest.approx(lines[encoding][-1]["train_loss"], rel=0.1)
+    assert lines["fp32"][-1]["train_loss"] == pytest.approx(
+        lines[encoding][-1]["train_loss"], rel=0.1
+    )
 
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold"])
@@ -114,9 +122,13 @@ def test_an_upload_that_was_not_taken_leaves_no_residual() -> None:
 @pytest.mark.parametrize("moving", ["split.channels=rolling", "federation.size_assignment=dynamic"])
 def test_parts_that_move_are_refused(moving: str) -> None:
     width = ("split.name=width", "model.sizes=['resnet10']", "split.rates=[0.5,1.0]")
-    with pytest.raises(MotleyError, match=r"uplink.dtype = 'fp16': clients keep the rounding errors"):
+    with pytest.raises(
+        MotleyError, match=r"uplink.dtype = 'fp16': clients keep the rounding errors"
+    ):
         Federation(tiny_config("uplink.dtype=fp16", *width, moving))
 
 
 def test_other_encodings_are_named() -> None:
-    assert refused("uplink.dtype=int8") == "uplink.dtype = 'int8': should be 'fp32', 'fp16' or 'bf16'."
+    assert (
+        refused("uplink.dtype=int8") == "uplink.dtype = 'int8': should be 'fp32', 'fp16' or 'bf16'."
+    )

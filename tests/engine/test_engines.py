@@ -21,7 +21,9 @@ def final_hashes(*overrides: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("method", ["fedavg", "noisy", "every-hook"])
-@pytest.mark.parametrize("more", [(), AUGMENTED, ("training.optimizer.name=sgd", "training.optimizer.momentum=0.9")])
+@pytest.mark.parametrize(
+    "more", [(), AUGMENTED, ("training.optimizer.name=sgd", "training.optimizer.momentum=0.9")]
+)
 def test_one_slot_several_slots_and_debug_agree(method: str, more: tuple[str, ...]) -> None:
     settings = (f"method.name={method}", *more)
     plain = final_hashes("engine.name=debug", *settings)
@@ -53,14 +55,20 @@ def test_a_round_changes_nothing_in_place() -> None:
     first, _ = federation.run_round(federation.initial_state())
     before = fingerprint(first.state), fingerprint(first.method_state), fingerprint(first.ema or {})
     federation.run_round(first)
-    assert (fingerprint(first.state), fingerprint(first.method_state), fingerprint(first.ema or {})) == before
+    assert (
+        fingerprint(first.state),
+        fingerprint(first.method_state),
+        fingerprint(first.ema or {}),
+    ) == before
 
 
 def test_jobs_do_not_depend_on_company_or_order() -> None:
     federation = Federation(tiny_config("method.name=noisy"))
     server = federation.initial_state()
     jobs = [federation.job(server, 1, client) for client in range(6)]
-    together = {upload.client: upload for upload in federation.engine.train(jobs, lambda client: None)}
+    together = {
+        upload.client: upload for upload in federation.engine.train(jobs, lambda client: None)
+    }
     for job in reversed(jobs):
         (alone,) = federation.engine.train([job], lambda client: None)
         assert fingerprint(alone.delta) == fingerprint(together[job.client].delta)
@@ -102,7 +110,9 @@ def test_a_client_learns_what_a_hand_written_loop_learns(engine: str) -> None:
         losses.append(loss.item())
     assert upload.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     for name, tensor in model.state_dict().items():
-        assert torch.allclose((tensor - job.state[name]).float(), upload.delta[name].float(), rtol=1e-4, atol=1e-6)
+        assert torch.allclose(
+            (tensor - job.state[name]).float(), upload.delta[name].float(), rtol=1e-4, atol=1e-6
+        )
 
 
 def test_a_client_without_a_batch_is_left_out() -> None:
@@ -114,7 +124,10 @@ def test_a_client_without_a_batch_is_left_out() -> None:
     first = partition.of(0)[:1]
     offsets = torch.tensor([0, 1, *(partition.offsets[2:] - partition.offsets[1] + 1)]).numpy()
     lonely = type(partition)(
-        torch.cat([torch.from_numpy(a) for a in (first, partition.indices[partition.offsets[1] :])]).numpy(), offsets
+        torch.cat(
+            [torch.from_numpy(a) for a in (first, partition.indices[partition.offsets[1] :])]
+        ).numpy(),
+        offsets,
     )
     clients.partition = lonely
     assert len(lonely.of(0)) == 1
@@ -153,7 +166,9 @@ def test_collect_sees_every_example_once_without_augmentation() -> None:
     federation = Federation(tiny_config("method.name=every-hook", "training.steps=1", *AUGMENTED))
     server = federation.initial_state()
     clients = federation.engine.clients  # type: ignore[attr-defined]
-    federation.method.client.collect = lambda learner, batches: {"labels": torch.cat([y for _, y in batches])}  # type: ignore[method-assign]
+    federation.method.client.collect = lambda learner, batches: {
+        "labels": torch.cat([y for _, y in batches])
+    }  # type: ignore[method-assign]
     job: Job = federation.job(server, 1, 2)
     (collection,) = federation.engine.collect([job])
     expected = federation.dataset.train.labels[federation.partition.of(2)]

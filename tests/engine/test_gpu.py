@@ -24,9 +24,22 @@ from motley.server.validation import has_nonfinite
 from tests.conftest import tiny_config
 from tests.states import with_large_means
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-EXACT = ("engine.device=cuda", "engine.precision=fp32", "data.transform.crop_padding=1", "data.transform.flip=true")
-VIT = ("model.sizes=['vit1','vit2','vit3']", "model.vit.dim=32", "model.vit.heads=4", "model.vit.patch=4")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+EXACT = (
+    "engine.device=cuda",
+    "engine.precision=fp32",
+    "data.transform.crop_padding=1",
+    "data.transform.flip=true",
+)
+VIT = (
+    "model.sizes=['vit1','vit2','vit3']",
+    "model.vit.dim=32",
+    "model.vit.heads=4",
+    "model.vit.patch=4",
+)
 
 FAMILIES = {
     "resnet": ("model.resnet.width=0.25", "model.resnet.stem=cifar"),
@@ -34,7 +47,11 @@ FAMILIES = {
     "mlp": ("model.sizes=['mlp1','mlp2','mlp3']",),
     "cnn": ("model.sizes=['cnn']", "split.name=homogeneous"),
     "vgg": ("model.sizes=['vgg9']", "split.name=homogeneous", "data.transform.resize=16"),
-    "preact": ("model.sizes=['heterofl-resnet18']", "split.name=width", "split.rates=[0.125,0.0625]"),
+    "preact": (
+        "model.sizes=['heterofl-resnet18']",
+        "split.name=width",
+        "split.rates=[0.125,0.0625]",
+    ),
 }
 
 
@@ -61,7 +78,11 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 def steps_from(start: ServerState, end: ServerState) -> dict[str, torch.Tensor]:
     """Return how far the parameters went; buffers would hide them."""
     buffers = ("running_mean", "running_var", "num_batches_tracked")
-    return {name: end.state[name] - start.state[name] for name in start.state if not name.endswith(buffers)}
+    return {
+        name: end.state[name] - start.state[name]
+        for name in start.state
+        if not name.endswith(buffers)
+    }
 
 
 REAL = ["fedavg", "fedprox", "scaffold", "fednova", "moon", "feddyn", "fedspeed"]
@@ -70,9 +91,16 @@ REAL = ["fedavg", "fedprox", "scaffold", "fednova", "moon", "feddyn", "fedspeed"
 @pytest.mark.parametrize("method", [*REAL, "noisy", "every-hook", "alternating"])
 @pytest.mark.parametrize("model", [(), VIT], ids=["resnet", "vit"])
 def test_slots_agree_with_debug(method: str, model: tuple[str, ...]) -> None:
-    sgd = ("training.optimizer.name=sgd", "training.optimizer.lr=0.01", "training.batch_size=16", "training.steps=5")
+    sgd = (
+        "training.optimizer.name=sgd",
+        "training.optimizer.lr=0.01",
+        "training.batch_size=16",
+        "training.steps=5",
+    )
     plain, plain_loss = after(3, "engine.name=debug", f"method.name={method}", *sgd, *model)
-    fast, fast_loss = after(3, "engine.slots=3", "engine.kernels=false", f"method.name={method}", *sgd, *model)
+    fast, fast_loss = after(
+        3, "engine.slots=3", "engine.kernels=false", f"method.name={method}", *sgd, *model
+    )
     assert fast_loss == pytest.approx(plain_loss, rel=1e-4)
     assert distance(fast.state, plain.state) < 1e-5
 
@@ -117,7 +145,12 @@ WIDTHS = ("split.rates=[1,0.5,0.25]", "model.sizes=['resnet14']")
 EXITS = ("split.cuts=[2,3,6]", "split.rates=[0.5,0.75,1]", "model.sizes=['resnet14']")
 WITH_MORE: dict[str, tuple[str, ...]] = {
     "fedin": ("method.noise=0.5",),
-    "fedin-exact": ("method.name=fedin", "method.combine=exact", "method.samples=2", "method.noise=0.5"),
+    "fedin-exact": (
+        "method.name=fedin",
+        "method.combine=exact",
+        "method.samples=2",
+        "method.noise=0.5",
+    ),
     "fedimpro": ("method.variant=official",),
     "fedimpro-scaffold": (),
     "HeteroFL": WIDTHS,
@@ -134,7 +167,12 @@ WITH_MORE: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("inco", [(), ("method.inco.variant=official",)], ids=["plain", "inco"])
 @pytest.mark.parametrize("case", WITH_MORE)
 def test_slots_agree_with_debug_for_methods_with_more(case: str, inco: tuple[str, ...]) -> None:
-    sgd = ("training.optimizer.name=sgd", "training.optimizer.lr=0.001", "training.batch_size=16", "training.steps=5")
+    sgd = (
+        "training.optimizer.name=sgd",
+        "training.optimizer.lr=0.001",
+        "training.batch_size=16",
+        "training.steps=5",
+    )
     settings = (*sgd, f"method.name={case}", *WITH_MORE[case], *inco)
     plain, plain_loss = after(3, "engine.name=debug", *settings)
     fast, fast_loss = after(3, "engine.slots=3", "engine.kernels=false", *settings)
@@ -174,7 +212,12 @@ PULLED = {
 
 @pytest.mark.parametrize("case", PULLED)
 def test_a_pull_in_the_fast_path_agrees_with_debug(case: str) -> None:
-    sgd = ("training.optimizer.name=sgd", "training.optimizer.lr=0.0001", "training.batch_size=64", "training.steps=5")
+    sgd = (
+        "training.optimizer.name=sgd",
+        "training.optimizer.lr=0.0001",
+        "training.batch_size=64",
+        "training.steps=5",
+    )
     settings = (*sgd, f"method.name={case}", *PULLED[case], *FAMILIES["resnet"])
     start, _ = after(0, *settings)
     plain, plain_loss = after(2, "engine.name=debug", *settings)
@@ -184,7 +227,12 @@ def test_a_pull_in_the_fast_path_agrees_with_debug(case: str) -> None:
 
 
 def test_a_stack_agrees_with_debug() -> None:
-    sgd = ("training.optimizer.name=sgd", "training.optimizer.lr=0.05", "training.batch_size=16", "training.epochs=3")
+    sgd = (
+        "training.optimizer.name=sgd",
+        "training.optimizer.lr=0.05",
+        "training.batch_size=16",
+        "training.epochs=3",
+    )
     settings = (*sgd, *FAMILIES["cnn"], "model.cnn.map_dropout=0", "model.cnn.hidden_dropout=0")
     plain, plain_loss = after(2, "engine.name=debug", *settings)
     stacked, stacked_loss = after(2, "engine.vmap_clients=4", *settings)
@@ -201,9 +249,16 @@ def test_dropout_in_a_stack_is_repeatable() -> None:
 @pytest.mark.parametrize("method", ["scaffold", "moon"])
 def test_memories_on_the_gpu_are_what_they_are_on_the_host(method: str) -> None:
     """With room for all of them, for some, and for none."""
-    sgd = ("training.optimizer.name=sgd", "training.optimizer.lr=0.01", "training.batch_size=16", "training.steps=5")
+    sgd = (
+        "training.optimizer.name=sgd",
+        "training.optimizer.lr=0.01",
+        "training.batch_size=16",
+        "training.steps=5",
+    )
     settings = (f"method.name={method}", "federation.clients_per_round=6", "engine.slots=2", *sgd)
-    ends = [after(4, *settings, f"engine.client_state_gpu_fraction={share}") for share in (0.1, 1e-6, 0)]
+    ends = [
+        after(4, *settings, f"engine.client_state_gpu_fraction={share}") for share in (0.1, 1e-6, 0)
+    ]
     assert all(distance(server.state, ends[0][0].state) < 1e-5 for server, _ in ends[1:])
 
 
@@ -232,9 +287,14 @@ def test_no_merge_waits_for_the_device(method: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
-def test_numbers_that_are_not_finite_are_found_on_the_device(bad: float, dtype: torch.dtype) -> None:
+def test_numbers_that_are_not_finite_are_found_on_the_device(
+    bad: float, dtype: torch.dtype
+) -> None:
     largest = torch.finfo(dtype).max
-    fine = [torch.ones(3, device="cuda"), torch.full((70_000,), largest, dtype=dtype, device="cuda")]
+    fine = [
+        torch.ones(3, device="cuda"),
+        torch.full((70_000,), largest, dtype=dtype, device="cuda"),
+    ]
     assert not has_nonfinite([*fine, torch.tensor(1, device="cuda"), torch.zeros(0, device="cuda")])
     for place in (0, 35_000, 69_999):
         spoiled = torch.full((70_000,), largest, dtype=dtype, device="cuda")
@@ -244,7 +304,12 @@ def test_numbers_that_are_not_finite_are_found_on_the_device(bad: float, dtype: 
 
 def test_random_numbers_are_each_clients_own() -> None:
     """Noise that raced between streams would differ from run to run."""
-    captured = ("method.name=noisy", "training.drop_last=true", "training.batch_size=16", "training.steps=4")
+    captured = (
+        "method.name=noisy",
+        "training.drop_last=true",
+        "training.batch_size=16",
+        "training.steps=4",
+    )
     one, _ = after(2, "engine.slots=1", *captured)
     many, _ = after(2, "engine.slots=4", *captured)
     assert distance(one.state, many.state) < 1e-5
@@ -259,11 +324,18 @@ def test_steps_are_captured() -> None:
 
 @pytest.mark.parametrize("method", ["fedavg", "noisy", "every-hook", "alternating"])
 @pytest.mark.parametrize("numbers", [(0, 0), (0, 1)], ids=["one-gpu-twice", "two-gpus"])
-def test_two_devices_agree_with_one(method: str, numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_devices_agree_with_one(
+    method: str, numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Twice the same GPU is no setting, but carries jobs between streams as two GPUs do."""
     if max(numbers) >= torch.cuda.device_count():
         pytest.skip("needs two CUDA devices")
-    sgd = ("training.optimizer.name=sgd", "training.optimizer.lr=0.01", "training.batch_size=16", "training.steps=5")
+    sgd = (
+        "training.optimizer.name=sgd",
+        "training.optimizer.lr=0.01",
+        "training.batch_size=16",
+        "training.steps=5",
+    )
     settings = (f"method.name={method}", "federation.clients_per_round=6", "engine.slots=1", *sgd)
     one, one_loss = after(3, *settings)
     devices = [torch.device("cuda", number) for number in numbers]
@@ -277,10 +349,15 @@ def test_two_devices_agree_with_one(method: str, numbers: tuple[int, ...], monke
         server, record = federation.run_round(server)
     assert record.train_loss == pytest.approx(one_loss, rel=1e-4)
     assert distance(server.state, one.state) < 1e-5
-    assert {tensor.device for tensor in (*server.state.values(), *server.method_state.values())} == {devices[0]}
+    assert {
+        tensor.device for tensor in (*server.state.values(), *server.method_state.values())
+    } == {devices[0]}
     assert {slot.device for slot in federation.engine.pool} == set(devices)  # type: ignore[attr-defined]
     assert {span.device for span in timeline.spans()} == {0, 1}
-    assert all(torch.equal(torch.cuda.get_rng_state(d), g) for d, g in zip(devices, generators, strict=True))
+    assert all(
+        torch.equal(torch.cuda.get_rng_state(d), g)
+        for d, g in zip(devices, generators, strict=True)
+    )
 
 
 class Nodes(LocalEngine):
@@ -293,10 +370,16 @@ class Nodes(LocalEngine):
             return {name: tensor.cpu() for name, tensor in state.items()}
 
         uploads = super().train(jobs, done)
-        return [replace(u, delta=there(u.delta), payload=there(u.payload), loss=u.loss.cpu()) for u in uploads]
+        return [
+            replace(u, delta=there(u.delta), payload=there(u.payload), loss=u.loss.cpu())
+            for u in uploads
+        ]
 
     def collect(self, jobs: Sequence[Job]) -> list[Collection]:
-        return [replace(c, values={n: v.cpu() for n, v in c.values.items()}) for c in super().collect(jobs)]
+        return [
+            replace(c, values={n: v.cpu() for n, v in c.values.items()})
+            for c in super().collect(jobs)
+        ]
 
 
 @pytest.mark.parametrize("method", ["InCoAvg", "scaffold", "fednova", "heterofl"])
@@ -337,7 +420,9 @@ def test_16_bit_runs_are_evaluated_in_single_precision(precision: str) -> None:
     start = Federation(tiny_config(*EXACT)).initial_state()
     state = with_large_means(start.state)
     single = Federation(tiny_config("engine.device=cuda", "engine.precision=tf32")).evaluate(state)
-    scores = Federation(tiny_config("engine.device=cuda", f"engine.precision={precision}")).evaluate(state)
+    scores = Federation(
+        tiny_config("engine.device=cuda", f"engine.precision={precision}")
+    ).evaluate(state)
     for size, score in scores.items():
         assert score.loss == pytest.approx(single[size].loss, rel=1e-5)
         assert score.accuracy == single[size].accuracy
@@ -346,8 +431,12 @@ def test_16_bit_runs_are_evaluated_in_single_precision(precision: str) -> None:
 def test_tf32_evaluation_is_close_to_fp32() -> None:
     """After three rounds; docs/results/evaluation-precision.md compares both after 500."""
     server, _ = after(3)
-    exact = Federation(tiny_config("engine.device=cuda", "engine.precision=fp32")).evaluate(server.state)
-    scores = Federation(tiny_config("engine.device=cuda", "engine.precision=tf32")).evaluate(server.state)
+    exact = Federation(tiny_config("engine.device=cuda", "engine.precision=fp32")).evaluate(
+        server.state
+    )
+    scores = Federation(tiny_config("engine.device=cuda", "engine.precision=tf32")).evaluate(
+        server.state
+    )
     for size, score in scores.items():
         assert score.loss == pytest.approx(exact[size].loss, rel=0.01)
         assert score.accuracy == pytest.approx(exact[size].accuracy, abs=0.01)
@@ -357,7 +446,9 @@ def collected(federation: Federation) -> ServerState:
     """Return the initial server state after the collections of round 1."""
     server = replace(federation.initial_state(), round_number=1)
     with federation.numerics():
-        return run_collections(federation.collections, federation.engine, server, range(6), federation.device).server
+        return run_collections(
+            federation.collections, federation.engine, server, range(6), federation.device
+        ).server
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -387,7 +478,13 @@ def test_statistics_are_recalibrated_in_single_precision(precision: str) -> None
 def test_recalibrated_statistics_are_those_of_the_plain_engine(engine: type[LocalEngine]) -> None:
     # Adam would turn differences in the last bits of small gradients into whole steps.
     sgd = ("training.optimizer.name=sgd", "training.optimizer.lr=0.001")
-    settings = (*EXACT, *sgd, "server.statistics.name=recalibrate", "evaluation.every=1", "server.ema_decay=0")
+    settings = (
+        *EXACT,
+        *sgd,
+        "server.statistics.name=recalibrate",
+        "evaluation.every=1",
+        "server.ema_decay=0",
+    )
     plain = Federation(tiny_config(*settings, "engine.name=debug"))
     expected, _ = plain.run_round(plain.initial_state())
     federation = Federation(tiny_config(*settings))

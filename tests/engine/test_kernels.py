@@ -26,7 +26,10 @@ if AVAILABLE:
     from motley.kernels import norm as norm_kernels
     from motley.kernels.layers import FusedBatchNorm, FusedConv2d, FusedMaxPool2d, FusedStem
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -36,12 +39,22 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(64, 64, 16, 16), (64, 64, 8, 8), (64, 256, 2, 2), (64, 512, 1, 1), (37, 24, 5, 3), (128, 64, 32, 32)]
+    "shape",
+    [
+        (64, 64, 16, 16),
+        (64, 64, 8, 8),
+        (64, 256, 2, 2),
+        (64, 512, 1, 1),
+        (37, 24, 5, 3),
+        (128, 64, 32, 32),
+    ],
 )
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_norm_equals_torchs(shape: tuple[int, ...], add: bool, relu: bool, dtype: torch.dtype) -> None:
+def test_fused_norm_equals_torchs(
+    shape: tuple[int, ...], add: bool, relu: bool, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     plain = nn.BatchNorm2d(shape[1]).cuda()
     torch.nn.init.uniform_(plain.weight)
@@ -49,7 +62,9 @@ def test_fused_norm_equals_torchs(shape: tuple[int, ...], add: bool, relu: bool,
     fused = FusedBatchNorm.of(deepcopy(plain))
 
     def drawn() -> torch.Tensor:
-        return (torch.randn(shape, device="cuda") * 2 + 1).to(dtype=dtype, memory_format=torch.channels_last)
+        return (torch.randn(shape, device="cuda") * 2 + 1).to(
+            dtype=dtype, memory_format=torch.channels_last
+        )
 
     def torchs(x: torch.Tensor, other: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         y = plain(x)
@@ -65,15 +80,29 @@ def test_fused_norm_equals_torchs(shape: tuple[int, ...], add: bool, relu: bool,
         exact = norm.weight.dtype if dtype == torch.float32 else dtype
         inputs = [x.to(exact).detach().requires_grad_(), other.to(exact).detach().requires_grad_()]
         added = inputs[1] if add else None
-        y, again = torchs(inputs[0], added) if norm is plain else fused(inputs[0], added, relu, twice=True)
+        y, again = (
+            torchs(inputs[0], added) if norm is plain else fused(inputs[0], added, relu, twice=True)
+        )
         (y * weight + again * other).sum().backward()
         tracked = norm.num_batches_tracked.float()
         gradients = [i.grad for i in inputs[: 1 + add]]
         results.append(
-            [y.detach(), norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var, tracked, *gradients]
+            [
+                y.detach(),
+                norm.weight.grad,
+                norm.bias.grad,
+                norm.running_mean,
+                norm.running_var,
+                tracked,
+                *gradients,
+            ]
         )
-    exact_limit = 1e-5 if shape[0] * shape[2] * shape[3] < 2**16 else 1e-4  # a mean's last bit, summed over all rows
-    limit = exact_limit if dtype == torch.float32 else 6e-2  # torch rounds before it adds: some signs differ
+    exact_limit = (
+        1e-5 if shape[0] * shape[2] * shape[3] < 2**16 else 1e-4
+    )  # a mean's last bit, summed over all rows
+    limit = (
+        exact_limit if dtype == torch.float32 else 6e-2
+    )  # torch rounds before it adds: some signs differ
     for mine, theirs in zip(results[1], results[0], strict=True):
         assert mine is not None and theirs is not None and mine.dtype in (dtype, torch.float32)
         assert float((mine.double() - theirs.double()).norm() / theirs.double().norm()) < limit
@@ -83,10 +112,18 @@ def test_another_length_compiles_no_kernel_anew() -> None:
     """The last batch of every client has a length of its own; powers of two may be compiled for."""
 
     def step(length: int) -> int:
-        x = torch.randn(length, 64, 16, 16, device="cuda").to(memory_format=torch.channels_last).requires_grad_()
+        x = (
+            torch.randn(length, 64, 16, 16, device="cuda")
+            .to(memory_format=torch.channels_last)
+            .requires_grad_()
+        )
         norm_kernels.norm_add_relu(x, None, norm, True)[0].sum().backward()
         torch.cuda.synchronize()
-        kernels = [norm_kernels._block_moments, norm_kernels._apply_forward, norm_kernels._apply_backward]
+        kernels = [
+            norm_kernels._block_moments,
+            norm_kernels._apply_forward,
+            norm_kernels._apply_backward,
+        ]
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
     norm = nn.BatchNorm2d(64).cuda()
@@ -105,13 +142,19 @@ def single_precision() -> Iterator[None]:
 @pytest.mark.usefixtures("single_precision")
 @pytest.mark.parametrize("shape", [(64, 3, 32, 7, 2), (50, 1, 28, 7, 2), (64, 3, 32, 3, 1)])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-def test_the_first_convolution_equals_torchs(shape: tuple[int, ...], dtype: torch.dtype, limit: float) -> None:
+def test_the_first_convolution_equals_torchs(
+    shape: tuple[int, ...], dtype: torch.dtype, limit: float
+) -> None:
     torch.manual_seed(0)
     count, channels, side, kernel, stride = shape
-    plain = nn.Conv2d(channels, 64, kernel, stride=stride, padding=kernel // 2, bias=False).to("cuda", dtype)
+    plain = nn.Conv2d(channels, 64, kernel, stride=stride, padding=kernel // 2, bias=False).to(
+        "cuda", dtype
+    )
     plain = plain.to(memory_format=torch.channels_last)
     fused = FusedStem.of(deepcopy(plain))
-    x = torch.randn(count, channels, side, side, device="cuda", dtype=dtype).to(memory_format=torch.channels_last)
+    x = torch.randn(count, channels, side, side, device="cuda", dtype=dtype).to(
+        memory_format=torch.channels_last
+    )
     wanted, given = plain(x), fused(x)
     g = torch.randn_like(wanted)
     wanted.backward(g)
@@ -141,7 +184,13 @@ def test_fused_optimizers_equal_torchs(
 ) -> None:
     """With gradients where backward leaves them, or gathered in single precision; with a pull to other weights."""
     torch.manual_seed(0)
-    layers = nn.Conv2d(33, 64, 3), nn.BatchNorm2d(64), nn.Conv2d(64, 71, 1), nn.Flatten(), nn.Linear(71 * 36, 10)
+    layers = (
+        nn.Conv2d(33, 64, 3),
+        nn.BatchNorm2d(64),
+        nn.Conv2d(64, 71, 1),
+        nn.Flatten(),
+        nn.Linear(71 * 36, 10),
+    )
     model = nn.Sequential(*layers).cuda().to(memory_format=torch.channels_last)
     theirs = list(deepcopy(model).parameters())
     weights = Weights(model, precision)
@@ -155,7 +204,9 @@ def test_fused_optimizers_equal_torchs(
     def step() -> list[torch.Tensor]:
         weights.backward(model(images).float().square().mean())
         factor = 1 if weights.scale is None else 1 / weights.scale.value
-        seen = [gradient.float() * factor for gradient in weights.raw_gradients if gradient is not None]
+        seen = [
+            gradient.float() * factor for gradient in weights.raw_gradients if gradient is not None
+        ]
         if gathered:
             weights.gather()
         if pulled:
@@ -182,7 +233,9 @@ def test_fused_optimizers_equal_torchs(
                 graph.replay()
             else:
                 seen = step()
-            for tensor, gradient, goal, strength in zip(theirs, seen, towards, strengths, strict=True):
+            for tensor, gradient, goal, strength in zip(
+                theirs, seen, towards, strengths, strict=True
+            ):
                 tensor.grad = gradient + pulled * strength * (tensor.detach() - goal)
             plain.step()
     torch.cuda.synchronize()
@@ -193,7 +246,9 @@ def test_fused_optimizers_equal_torchs(
 
 @pytest.mark.parametrize("gathered", [False, True], ids=["raw_gradients", "gathered"])
 @pytest.mark.parametrize("settings", [AdamSettings(lr=1e-2), SGDSettings(lr=1e-2, momentum=0.9)])
-def test_optimizers_leave_out_the_steps_that_torchs_leave_out(settings: OptimizerSettings, gathered: bool) -> None:
+def test_optimizers_leave_out_the_steps_that_torchs_leave_out(
+    settings: OptimizerSettings, gathered: bool
+) -> None:
     """With gradients that are not finite in one tensor or another, once and again."""
     torch.manual_seed(0)
     layers = nn.Conv2d(33, 64, 3), nn.BatchNorm2d(64), nn.Flatten(), nn.Linear(64 * 36, 10)
@@ -272,7 +327,13 @@ def test_max_pooling_equals_torchs(shape: tuple[int, ...], twice: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(64, 128, 256, 4, 2, 3), (64, 256, 256, 2, 1, 3), (64, 256, 512, 2, 2, 2), (9, 64, 128, 8, 2, 1)]
+    "shape",
+    [
+        (64, 128, 256, 4, 2, 3),
+        (64, 256, 256, 2, 1, 3),
+        (64, 256, 512, 2, 2, 2),
+        (9, 64, 128, 8, 2, 1),
+    ],
 )
 def test_a_convolutions_weight_gradient_equals_torchs(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
@@ -318,7 +379,12 @@ FAMILIES: dict[str, Any] = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_with_kernels_is_the_same_function_under_the_same_names(name: str) -> None:
     torch.manual_seed(0)
-    plain = MODELS[name].make(FAMILIES[name], ImageShape(3, 32, 32), 10).cuda().to(memory_format=torch.channels_last)
+    plain = (
+        MODELS[name]
+        .make(FAMILIES[name], ImageShape(3, 32, 32), 10)
+        .cuda()
+        .to(memory_format=torch.channels_last)
+    )
     fused = apply_kernels(deepcopy(plain))
     assert list(fused.state_dict()) == list(plain.state_dict())
     assert type(fused.conv1) is FusedStem
@@ -351,7 +417,9 @@ def test_a_model_with_kernels_is_the_same_function_under_the_same_names(name: st
 def test_a_layer_with_a_hook_keeps_it() -> None:
     """HeteroFL's scaler is a hook on a convolution, and a replacement would not have it."""
     torch.manual_seed(0)
-    plain = MODELS["resnet10"].make(ResNetSettings(width=0.25), ImageShape(3, 32, 32), 10).cuda().eval()
+    plain = (
+        MODELS["resnet10"].make(ResNetSettings(width=0.25), ImageShape(3, 32, 32), 10).cuda().eval()
+    )
     for layer in (plain.conv1, plain.layer1[0].conv1):
         layer.register_forward_hook(Scaler(0.5))
     plain = plain.to(memory_format=torch.channels_last)

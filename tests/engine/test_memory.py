@@ -95,7 +95,9 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"garbage", b"\xff" * 10_000])
 def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "memories.sqlite").write_bytes(content)
-    with pytest.raises(MotleyError, match=r"memories\.sqlite cannot be opened: file is not a database"):
+    with pytest.raises(
+        MotleyError, match=r"memories\.sqlite cannot be opened: file is not a database"
+    ):
         ClientStateStore(tmp_path).get(3, 2)
 
 
@@ -131,9 +133,13 @@ def test_memory_is_bounded_and_nothing_is_lost(tmp_path: Path, folder: bool, nea
             assert store.near_bytes == sum(map(module._bytes, store._near.values())) <= near
             assert not store._near.keys() & store._held.keys()
     for number in range(1, 4):
-        assert [value(store.get(client, number)) for client in range(20)] == [100 * number + c for c in range(20)]
+        assert [value(store.get(client, number)) for client in range(20)] == [
+            100 * number + c for c in range(20)
+        ]
     store.save({client: 3 for client in range(20)})
-    assert [value(store.get(client, 3)) for client in range(20)] == [300 + client for client in range(20)]
+    assert [value(store.get(client, 3)) for client in range(20)] == [
+        300 + client for client in range(20)
+    ]
     store.forget_older({client: 3 for client in range(20)})
     assert store.held_bytes <= 5 * A_MEMORY and store.near_bytes <= near
     for client in range(20):
@@ -147,7 +153,9 @@ def test_a_run_without_checkpoints_keeps_two_of_a_client(tmp_path: Path) -> None
         for number in range(1, 20):
             store.put(0, number, memory(number))
             assert value(store.recall(0, number)) == number
-            assert value(store.get(0, max(1, number - 1))) == max(1, number - 1), "the round may yet be lost"
+            assert value(store.get(0, max(1, number - 1))) == max(1, number - 1), (
+                "the round may yet be lost"
+            )
             assert store.near_bytes + store.held_bytes <= 2 * A_MEMORY
         store.put(0, 20, memory(20))
         assert value(store.recall(0, 19)) == 19, "round 20 was lost"
@@ -188,7 +196,10 @@ def test_a_memory_that_is_put_again_counts_once(tmp_path: Path) -> None:
             for client in (0, 1):
                 store.put(client, 1, memory(10 * attempt + client))
             assert store.held_bytes == most
-            assert [value(store.get(client, 1)) for client in (0, 1)] == [10 * attempt, 10 * attempt + 1]
+            assert [value(store.get(client, 1)) for client in (0, 1)] == [
+                10 * attempt,
+                10 * attempt + 1,
+            ]
 
 
 def test_a_memory_may_be_larger_than_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +256,10 @@ def test_every_bit_is_saved_whatever_the_layout(tmp_path: Path) -> None:
         for name, tensor in strange.items():
             assert found[name].dtype == tensor.dtype
             assert torch.equal(found[name].nan_to_num(7.0), tensor.nan_to_num(7.0)), name
-    assert ClientStateStore(tmp_path).get(0, 1)["odd"].signbit().tolist() == strange["odd"].signbit().tolist()
+    assert (
+        ClientStateStore(tmp_path).get(0, 1)["odd"].signbit().tolist()
+        == strange["odd"].signbit().tolist()
+    )
 
 
 def test_only_the_named_round_is_written_and_once(tmp_path: Path) -> None:
@@ -270,7 +284,9 @@ def test_saving_drops_older_ones_from_memory_and_keeps_newer(tmp_path: Path) -> 
         store.save({0: 2})
         assert value(store.get(0, 2)) == 2
         assert value(store.get(0, 3)) == 3
-        assert value(store.get(1, 1)) == 11, "a client the server does not name yet keeps what it has"
+        assert value(store.get(1, 1)) == 11, (
+            "a client the server does not name yet keeps what it has"
+        )
         with pytest.raises(MotleyError, match="missing"):
             store.get(0, 1)
 
@@ -359,9 +375,13 @@ def test_what_a_full_disk_took_back_is_never_named_by_a_checkpoint(tmp_path: Pat
     store.put(0, 2, memory(2))
     with failing(store, 2, sqlite3.OperationalError("database or disk is full")):
         store._file._database.execute("ROLLBACK")  # type: ignore[union-attr]
-        with pytest.raises(MotleyError, match=r"memories\.sqlite cannot be written: database or disk is full"):
+        with pytest.raises(
+            MotleyError, match=r"memories\.sqlite cannot be written: database or disk is full"
+        ):
             store.put(1, 2, memory(12))
-    with pytest.raises(MotleyError, match="what clients remembered since the last checkpoint is lost"):
+    with pytest.raises(
+        MotleyError, match="what clients remembered since the last checkpoint is lost"
+    ):
         store.save({0: 2})
     assert value(ClientStateStore(tmp_path).get(0, 1)) == 1
 
@@ -392,7 +412,9 @@ def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
         saved = ear.recv()
     store = ClientStateStore(tmp_path)
     for number in {max(saved - 1, 1), saved}:
-        assert [value(store.get(client, number)) for client in range(10)] == [10 * number + c for c in range(10)]
+        assert [value(store.get(client, number)) for client in range(10)] == [
+            10 * number + c for c in range(10)
+        ]
     store.put(0, saved + 1, memory(1))
     store.save({0: saved + 1})
     assert value(ClientStateStore(tmp_path).get(0, saved + 1)) == 1
@@ -409,7 +431,9 @@ def test_forgetting_deletes_what_is_older_than_named(tmp_path: Path) -> None:
         store.save({0: number, 1: number})
     store.forget_older({0: 10})
     everything = {(1, 1), (1, 9), (1, 10), (1, 11)}
-    assert filed(tmp_path) == {(0, 10), (0, 11)} | everything, "a client that is not named keeps all"
+    assert filed(tmp_path) == {(0, 10), (0, 11)} | everything, (
+        "a client that is not named keeps all"
+    )
     store.forget_older({0: 11, 1: 9, 5: 3})
     assert filed(tmp_path) == {(0, 11)} | everything - {(1, 1)}
     assert value(ClientStateStore(tmp_path).get(0, 11)) == 11

@@ -19,7 +19,11 @@ Flags = tuple[bool, bool, int]
 
 def flags() -> Flags:
     """Return the process's settings that a federation has an opinion about."""
-    return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.get_num_threads()
+    return (
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+        torch.get_num_threads(),
+    )
 
 
 @pytest.fixture(params=[(False, True, 1), (True, False, 2)], ids=str)
@@ -42,7 +46,9 @@ def test_two_federations_change_neither_each_other_nor_the_process(own_flags: Fl
     states = {"one": one.initial_state(), "two": two.initial_state()}
     for _ in range(2):
         for name, federation in (("one", one), ("two", two)):
-            states[name], _ = federation.run_round(states[name], lambda client, name=name: seen[name].append(flags()))  # type: ignore[misc]
+            states[name], _ = federation.run_round(
+                states[name], lambda client, name=name: seen[name].append(flags())
+            )  # type: ignore[misc]
             assert flags() == own_flags
     assert seen == {"one": [(False, False, 1)] * 2, "two": [(True, True, 2)] * 2}
     one.evaluate(states["one"].state)
@@ -60,5 +66,7 @@ def test_importing_motley_leaves_the_environment_alone() -> None:
         "import os; before = dict(os.environ); import motley.federation, motley.client; "
         "assert dict(os.environ) == before"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"
+    }
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)

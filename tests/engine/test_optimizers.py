@@ -65,7 +65,10 @@ def test_steps_are_those_of_torch(settings: OptimizerSettings) -> None:
 
 
 def test_parameters_of_several_types_are_left_to_torch() -> None:
-    parameters = [torch.zeros(2, requires_grad=True), torch.zeros(2, dtype=torch.float64, requires_grad=True)]
+    parameters = [
+        torch.zeros(2, requires_grad=True),
+        torch.zeros(2, dtype=torch.float64, requires_grad=True),
+    ]
     optimizer = AdamSettings().build(parameters, torch.device("cpu"))
     assert isinstance(optimizer, torch.optim.Adam)
 

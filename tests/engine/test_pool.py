@@ -47,7 +47,9 @@ def room_for(count: int, where: str, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def hash_after(*overrides: str) -> str:
-    federation = Federation(tiny_config("federation.clients_per_round=6", "training.rounds=2", *overrides))
+    federation = Federation(
+        tiny_config("federation.clients_per_round=6", "training.rounds=2", *overrides)
+    )
     return fingerprint(run_rounds(federation, federation.initial_state(), []).state)
 
 
@@ -57,13 +59,21 @@ def test_fewer_slots_give_the_same_result_and_say_so_once(
     count: int, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = hash_after("engine.slots=2")
-    with room_for(count, where, monkeypatch), pytest.warns(UserWarning, match=f"memory for {count} clients") as said:
+    with (
+        room_for(count, where, monkeypatch),
+        pytest.warns(UserWarning, match=f"memory for {count} clients") as said,
+    ):
         assert hash_after("engine.slots=2") == expected
     assert len([warning for warning in said if "memory for" in str(warning.message)]) == 1
 
 
-def test_no_room_for_a_single_client_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    with room_for(0, "make", monkeypatch), pytest.raises(MotleyError, match=r"resnet.*training\.batch_size"):
+def test_no_room_for_a_single_client_is_an_error_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        room_for(0, "make", monkeypatch),
+        pytest.raises(MotleyError, match=r"resnet.*training\.batch_size"),
+    ):
         hash_after()
 
 

@@ -13,10 +13,23 @@ from motley.engine.stack import Stack, unfold_convolutions
 from motley.federation import Federation
 from tests.conftest import tiny_config
 
-PERCEPTRONS = ("model.sizes=['mlp1','mlp2','mlp3']", "training.epochs=3", "federation.clients_per_round=6")
-CNN = ("model.sizes=['cnn']", "split.name=homogeneous", "model.cnn.map_dropout=0", "model.cnn.hidden_dropout=0")
+PERCEPTRONS = (
+    "model.sizes=['mlp1','mlp2','mlp3']",
+    "training.epochs=3",
+    "federation.clients_per_round=6",
+)
+CNN = (
+    "model.sizes=['cnn']",
+    "split.name=homogeneous",
+    "model.cnn.map_dropout=0",
+    "model.cnn.hidden_dropout=0",
+)
 AUGMENTED = ("data.transform.crop_padding=1", "data.transform.flip=true")
-SGD = ("training.optimizer.name=sgd", "training.optimizer.momentum=0.9", "training.optimizer.weight_decay=0.01")
+SGD = (
+    "training.optimizer.name=sgd",
+    "training.optimizer.momentum=0.9",
+    "training.optimizer.weight_decay=0.01",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +60,10 @@ def uploads(*overrides: str) -> list[ClientUpdate]:
     ids=["adam", "augmented", "sgd", "cnn"],
 )
 def test_stacked_clients_learn_what_they_learn_alone(more: tuple[str, ...], width: int) -> None:
-    alone, stacked = uploads("engine.name=debug", *more), uploads(f"engine.vmap_clients={width}", *more)
+    alone, stacked = (
+        uploads("engine.name=debug", *more),
+        uploads(f"engine.vmap_clients={width}", *more),
+    )
     assert [upload.client for upload in alone] == [upload.client for upload in stacked]
     assert len({upload.num_steps for upload in alone}) > 1  # so that some clients end before others
     for one, other in zip(alone, stacked, strict=True):
@@ -57,7 +73,9 @@ def test_stacked_clients_learn_what_they_learn_alone(more: tuple[str, ...], widt
             torch.testing.assert_close(other.delta[name], tensor, rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.parametrize("more", [("training.lr_decay=0.5", "training.batch_size=7", "training.drop_last=true")])
+@pytest.mark.parametrize(
+    "more", [("training.lr_decay=0.5", "training.batch_size=7", "training.drop_last=true")]
+)
 def test_short_batches_and_late_rounds(more: tuple[str, ...]) -> None:
     alone, stacked = (
         uploads("engine.name=debug", *PERCEPTRONS, *more),
@@ -81,7 +99,9 @@ def test_dropout_is_repeatable_and_differs_between_clients_and_rounds() -> None:
     assert not torch.equal(answers[0], answers[1])
 
 
-@pytest.mark.parametrize("more", [("model.sizes=['resnet10']",), ("training.max_grad_norm=1",), ("method.name=noisy",)])
+@pytest.mark.parametrize(
+    "more", [("model.sizes=['resnet10']",), ("training.max_grad_norm=1",), ("method.name=noisy",)]
+)
 def test_what_cannot_be_stacked_trains_in_slots(more: tuple[str, ...]) -> None:
     settings = ("model.sizes=['mlp1']", "training.epochs=1", *more)
     plain, stacked = uploads(*settings), uploads("engine.vmap_clients=4", *settings)

@@ -40,7 +40,9 @@ class FusedLike(torch.optim.SGD):
 
     def pull(self, towards: Sequence[Tensor], strengths: Sequence[float]) -> None:
         self.pulls.append((towards, strengths))
-        for parameter, center, mu in zip(self.param_groups[0]["params"], towards, strengths, strict=True):
+        for parameter, center, mu in zip(
+            self.param_groups[0]["params"], towards, strengths, strict=True
+        ):
             parameter.grad.add_(parameter.detach() - center, alpha=mu)
 
 
@@ -135,7 +137,9 @@ def test_scratch_stays_in_place_for_the_next_client() -> None:
 
 def test_scaffold_leaves_the_broadcast_and_the_client_state_alone() -> None:
     _, learner = learner_after_a_step(method="scaffold")
-    assert all(torch.equal(learner.broadcast[n], torch.zeros_like(t)) for n, t in learner.broadcast.items())
+    assert all(
+        torch.equal(learner.broadcast[n], torch.zeros_like(t)) for n, t in learner.broadcast.items()
+    )
     federation = federation_of(*MLP, name="scaffold")
     server, _ = federation.run_round(federation.initial_state())
     client = next(iter(server.client_state_rounds))
@@ -143,4 +147,6 @@ def test_scaffold_leaves_the_broadcast_and_the_client_state_alone() -> None:
     learner = seated(federation, job)
     learner.step(16)
     assert any(tensor.any() for tensor in job.broadcast.values())
-    assert all(torch.equal(learner.broadcast[name], tensor) for name, tensor in job.broadcast.items())
+    assert all(
+        torch.equal(learner.broadcast[name], tensor) for name, tensor in job.broadcast.items()
+    )

@@ -21,8 +21,13 @@ from tests.conftest import tiny_config
 def plan(samples: int, *, augmented: bool = False, smallest: int = 1, **values: Any) -> Plan:
     """Return the plan of a client whose examples are numbered from 1000, in no order."""
     examples = 1000 + np.random.default_rng(0).permutation(samples)
-    which = {name: values.pop(name, default) for name, default in (("seed", 1), ("round_number", 2), ("client", 3))}
-    return make_plan(TrainingSettings(**values), examples, smallest=smallest, augmented=augmented, **which)
+    which = {
+        name: values.pop(name, default)
+        for name, default in (("seed", 1), ("round_number", 2), ("client", 3))
+    }
+    return make_plan(
+        TrainingSettings(**values), examples, smallest=smallest, augmented=augmented, **which
+    )
 
 
 def batches(made: Plan) -> list[list[int]]:
@@ -50,7 +55,9 @@ def batches(made: Plan) -> list[list[int]]:
         (11, 2, True, [4, 4]),
     ],
 )
-def test_batches_of_an_epoch(samples: int, smallest: int, drop_last: bool, lengths: list[int]) -> None:
+def test_batches_of_an_epoch(
+    samples: int, smallest: int, drop_last: bool, lengths: list[int]
+) -> None:
     training = TrainingSettings(batch_size=4, drop_last=drop_last)
     assert training.epoch_lengths(samples, smallest) == lengths
     made = plan(samples, smallest=smallest, batch_size=4, drop_last=drop_last)
@@ -89,7 +96,14 @@ def test_steps_of_a_turn(epochs: float, steps: int, epoch_steps: int, turn: int)
 def test_an_epoch_holds_every_example_once(
     samples: int, batch_size: int, epochs: float, steps: int, drop_last: bool, smallest: int
 ) -> None:
-    made = plan(samples, smallest=smallest, batch_size=batch_size, epochs=epochs, steps=steps, drop_last=drop_last)
+    made = plan(
+        samples,
+        smallest=smallest,
+        batch_size=batch_size,
+        epochs=epochs,
+        steps=steps,
+        drop_last=drop_last,
+    )
     own = set(range(1000, 1000 + samples))
     training = TrainingSettings(batch_size=batch_size, drop_last=drop_last)
     epoch = training.epoch_lengths(samples, smallest)
@@ -193,7 +207,10 @@ def test_a_batch_size_below_what_a_model_can_train_on_is_refused() -> None:
 def test_one_example_more_or_less(engine: str, norm: str, steps: dict[int, int]) -> None:
     """BatchNorm cannot train on one example: a client that has no more is idle, and a remainder of one is left out."""
     config = tiny_config(
-        f"engine.name={engine}", f"model.resnet.norm={norm}", "federation.clients_per_round=6", "training.batch_size=16"
+        f"engine.name={engine}",
+        f"model.resnet.norm={norm}",
+        "federation.clients_per_round=6",
+        "training.batch_size=16",
     )
     federation = Federation(config)
     sizes = (1, 17, 16, 18, 2, 5)
@@ -203,7 +220,9 @@ def test_one_example_more_or_less(engine: str, norm: str, steps: dict[int, int])
     uploads = federation.engine.train(federation.jobs(server), lambda client: None)
     _, record = federation.run_round(server)
     assert {upload.client: upload.num_steps for upload in uploads} == steps
-    assert {upload.client: upload.num_examples for upload in uploads} == {client: sizes[client] for client in steps}
+    assert {upload.client: upload.num_examples for upload in uploads} == {
+        client: sizes[client] for client in steps
+    }
     assert record.idle == [client for client in range(6) if client not in steps]
     assert record.refused == {}
 
@@ -218,7 +237,11 @@ def test_the_learning_rate_of_a_round() -> None:
 
 
 def test_a_parameter_costs_an_optimizer_as_many_tensors_as_it_keeps() -> None:
-    assert [AdamSettings().moments, SGDSettings().moments, SGDSettings(momentum=0.9).moments] == [2, 0, 1]
+    assert [AdamSettings().moments, SGDSettings().moments, SGDSettings(momentum=0.9).moments] == [
+        2,
+        0,
+        1,
+    ]
 
 
 def test_the_learning_rate_drops_after_the_rounds_named() -> None:

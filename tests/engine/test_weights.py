@@ -69,7 +69,9 @@ def test_low_precision_trains_close_to_fp32_and_keeps_small_changes(low: str, li
         start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         ends[precision] = train(model, Weights(model, precision), 3)
     moved = sum(float((ends["fp32"][name] - start[name]).square().sum()) for name in start) ** 0.5
-    apart = sum(float((ends["fp32"][name] - ends[low][name]).square().sum()) for name in start) ** 0.5
+    apart = (
+        sum(float((ends["fp32"][name] - ends[low][name]).square().sum()) for name in start) ** 0.5
+    )
     assert 0 < apart < limit * moved
     assert any(not torch.equal(t, t.to(TYPES[low]).float()) for t in ends[low].values())
 
@@ -78,12 +80,16 @@ def test_batch_norms_stay_in_single_precision() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
     weights = Weights(model, "bf16")
     assert [p.dtype for p in model[1].parameters()] == [torch.float32] * 2
-    assert [p.dtype for p in (*model[0].parameters(), *model[3].parameters())] == [torch.bfloat16] * 4
+    assert [p.dtype for p in (*model[0].parameters(), *model[3].parameters())] == [
+        torch.bfloat16
+    ] * 4
     assert weights.masters["1.weight"] is model[1].weight
 
 
 @pytest.mark.parametrize("settings", [AdamSettings(), SGDSettings(lr=1e-3, momentum=0.9)])
-def test_steps_whose_gradients_do_not_fit_are_left_out_until_they_do(settings: OptimizerSettings) -> None:
+def test_steps_whose_gradients_do_not_fit_are_left_out_until_they_do(
+    settings: OptimizerSettings,
+) -> None:
     """A gradient of 100 fits under a scale of 512: three steps are left out, and the fourth is the first of fp32."""
     model, plain = nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)
     start = plain.weight.detach().clone()
@@ -118,7 +124,9 @@ def test_a_turn_does_not_see_the_scale_that_another_left(monkeypatch: pytest.Mon
     monkeypatch.setattr(LossScale, "HIGHEST", 2.0**24)
     ends = []
     for slots in (1, 3):
-        federation = Federation(tiny_config("engine.precision=fp16", f"engine.slots={slots}", "training.steps=30"))
+        federation = Federation(
+            tiny_config("engine.precision=fp16", f"engine.slots={slots}", "training.steps=30")
+        )
         server, record = federation.run_round(federation.initial_state())
         assert not record.refused
         ends.append(fingerprint(server.state))

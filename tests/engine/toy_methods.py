@@ -137,7 +137,9 @@ class EveryServerHook(ServerAlgorithm):
 
     def aggregate(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> Aggregate:
         merged = merge(state, updates)
-        delta = {n: d * 0.9 if n in self.info.split.parameters else d for n, d in merged.delta.items()}
+        delta = {
+            n: d * 0.9 if n in self.info.split.parameters else d for n, d in merged.delta.items()
+        }
         return merged.with_delta(delta)
 
     def adjust_aggregate(self, own: State, merged: Aggregate) -> Aggregate:
@@ -162,7 +164,9 @@ class EveryServerHook(ServerAlgorithm):
     def collection_clients(self, round_number: int) -> Sequence[int]:
         return range(len(self.info.sizes)) if round_number % 2 == 0 else ()
 
-    def apply_collection(self, own: State, state: State, collections: Sequence[Collection]) -> tuple[State, State]:
+    def apply_collection(
+        self, own: State, state: State, collections: Sequence[Collection]
+    ) -> tuple[State, State]:
         total = torch.stack([one.values["logits"] for one in collections]).sum(0)
         mean = total / sum(one.samples for one in collections)
         bias = _last_bias(state)

@@ -71,7 +71,9 @@ class Stranger:
         if certificate is not None:
             guard = {"root-certificates": str(certificate)}
         link = {"address": address, **guard}
-        (self.home / "config.toml").write_text(tomli_w.dumps({"superlink": {"default": LINK, LINK: link}}))
+        (self.home / "config.toml").write_text(
+            tomli_w.dumps({"superlink": {"default": LINK, LINK: link}})
+        )
         (self.app / "pyproject.toml").write_text(PROJECT)
         (self.app / "evil.py").write_text(CODE.format(marks=str(self.marks)))
         write_node_key(folder)

@@ -67,7 +67,11 @@ class Grid:
         message.metadata.__dict__["_message_id"] = number
         self.replies[number] = []
         if node in self.nodes:
-            act = self.misdeeds.get(node, honest) if message.metadata.message_type == self.misdeeds_with else honest
+            act = (
+                self.misdeeds.get(node, honest)
+                if message.metadata.message_type == self.misdeeds_with
+                else honest
+            )
             self.replies[number] = act(message, self.answer(message))
         return number
 
@@ -96,6 +100,8 @@ def write_nodes(folder: Path, more: str = "") -> dict[int, Path]:
     for client, size in enumerate(("resnet10", "resnet14", "resnet18")):
         file = folder / f"node-{client}" / "node.toml"
         file.parent.mkdir(parents=True)
-        file.write_text(f'client = {client}\nsize = "{size}"\n{more}\n[data]\nname = "digits"\ndealt = true\n')
+        file.write_text(
+            f'client = {client}\nsize = "{size}"\n{more}\n[data]\nname = "digits"\ndealt = true\n'
+        )
         files[1000 - client] = file
     return files

@@ -34,10 +34,18 @@ class Deployment:
     """The commands of `motley deploy` on one folder, each a process of its own."""
 
     def __init__(
-        self, folder: Path, config: Config, *, insecure: bool, nodes: str = "", host: str = "127.0.0.1"
+        self,
+        folder: Path,
+        config: Config,
+        *,
+        insecure: bool,
+        nodes: str = "",
+        host: str = "127.0.0.1",
     ) -> None:
         """`nodes`: an app that the nodes run instead of Motley's own."""
-        self.folder = create(folder, config, DeploySettings(host=host, port=free_port(), insecure=insecure))
+        self.folder = create(
+            folder, config, DeploySettings(host=host, port=free_port(), insecure=insecure)
+        )
         self.node_app = nodes
         self.logs = folder.with_name("logs")
         self.logs.mkdir()
@@ -66,7 +74,9 @@ class Deployment:
                 env={
                     **os.environ,
                     "OMP_NUM_THREADS": "1",
-                    "PYTHONPATH": os.pathsep.join((str(REPOSITORY), os.environ.get("PYTHONPATH", ""))),
+                    "PYTHONPATH": os.pathsep.join(
+                        (str(REPOSITORY), os.environ.get("PYTHONPATH", ""))
+                    ),
                     "MOTLEY_TEST": str(self.folder.path),
                     "MOTLEY_ROLE": name,
                 },
@@ -78,7 +88,9 @@ class Deployment:
         """Start the server, and wait until it serves."""
         before = self.said("server").count("serving at")
         server = self.start("server", "server", self.folder.path)
-        self.wait(lambda: self.said("server").count("serving at") > before or server.poll() is not None)
+        self.wait(
+            lambda: self.said("server").count("serving at") > before or server.poll() is not None
+        )
         assert server.poll() is None, self.said("server")
 
     def join(self, *clients: int) -> None:
@@ -115,7 +127,11 @@ class Deployment:
 
     def workers(self, role: str) -> list[int]:
         """Return the processes of a node that run the client app."""
-        return [process for process in self._processes() if self._is_ours(process, role) and is_worker(process)]
+        return [
+            process
+            for process in self._processes()
+            if self._is_ours(process, role) and is_worker(process)
+        ]
 
     def stranger(self) -> Path:
         """Return the folder of a node with a key that the server does not know."""

@@ -30,11 +30,15 @@ def assert_gets_nothing(stranger: Stranger, deployment: Deployment, refusal: str
     assert stranger.left_marks() == []
 
 
-def test_nobody_but_the_servers_user_starts_a_run_and_no_server_brings_code_to_a_node(tmp_path: Path) -> None:
+def test_nobody_but_the_servers_user_starts_a_run_and_no_server_brings_code_to_a_node(
+    tmp_path: Path,
+) -> None:
     with Deployment(tmp_path / "federation", three_nodes(), insecure=False) as deployment:
         deployment.serve()
         deployment.join(0, 1)
-        deployment.wait(lambda: all("SuperNode ID" in deployment.said(f"node-{client}") for client in (0, 1)))
+        deployment.wait(
+            lambda: all("SuperNode ID" in deployment.said(f"node-{client}") for client in (0, 1))
+        )
         public = tmp_path / "ca.crt"
         shutil.copy(deployment.folder.certificates / "ca.crt", public)
 

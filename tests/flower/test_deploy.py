@@ -17,7 +17,11 @@ from tests.flower.malicious import LATE_S, MISDEEDS
 from tests.flower.processes import PATIENCE, Deployment
 from tests.flower.twice import TWICE
 
-WAITING = (f"engine.flower.wait_s={PATIENCE}", f"engine.flower.timeout_s={PATIENCE}", "server.min_fraction=0.5")
+WAITING = (
+    f"engine.flower.wait_s={PATIENCE}",
+    f"engine.flower.timeout_s={PATIENCE}",
+    "server.min_fraction=0.5",
+)
 INCO = ("method.name=InCoAvg", *WAITING)
 
 
@@ -34,12 +38,19 @@ def final(deployment: Deployment) -> str:
 
 @pytest.mark.parametrize(
     "insecure",
-    [pytest.param(True, id="insecure", marks=pytest.mark.slow), pytest.param(False, id="with TLS and keys")],
+    [
+        pytest.param(True, id="insecure", marks=pytest.mark.slow),
+        pytest.param(False, id="with TLS and keys"),
+    ],
 )
 def test_three_nodes_end_with_the_bits_of_the_local_engine(tmp_path: Path, insecure: bool) -> None:
     with Deployment(tmp_path / "federation", three_nodes(*INCO), insecure=insecure) as deployment:
         deployment.serve()
-        stranger = None if insecure else deployment.start("stranger", "node", deployment.stranger(), "--patience", 0)
+        stranger = (
+            None
+            if insecure
+            else deployment.start("stranger", "node", deployment.stranger(), "--patience", 0)
+        )
         deployment.join(0, 1, 2)
         deployment.finish(deployment.play())
         assert [line["round"] for line in deployment.lines()] == [1, 2, 3]
@@ -58,17 +69,23 @@ def test_a_run_that_cannot_begin_says_why_without_a_traceback(tmp_path: Path) ->
         deployment.serve()
         assert deployment.play().wait(PATIENCE) == 2
         waiting = "waiting for 3 of 3 nodes: 0, 1, 2\n"
-        assert deployment.said("run").startswith(f"{waiting}motley: engine.flower.wait_s = 40: still waiting for")
+        assert deployment.said("run").startswith(
+            f"{waiting}motley: engine.flower.wait_s = 40: still waiting for"
+        )
         file = deployment.folder.nodes / "node-2" / "node.toml"
         file.write_text(file.read_text().replace("client = 2", "client = 7"))
         deployment.join(0, 1, 2)
-        deployment.wait(lambda: all("SuperNode ID" in deployment.said(f"node-{client}") for client in range(3)))
+        deployment.wait(
+            lambda: all("SuperNode ID" in deployment.said(f"node-{client}") for client in range(3))
+        )
         assert deployment.play().wait(PATIENCE) == 2
         said = deployment.said("run")
         assert said.splitlines()[-1] == (
             "motley: engine.flower.wait_s = 40: no node came for client 2; a run begins with all of its clients."
         )
-        assert "in the node's log." in said and "client = 7" not in said  # the text stays at the node
+        assert (
+            "in the node's log." in said and "client = 7" not in said
+        )  # the text stays at the node
         reference = re.search(r"([0-9a-f]{8})[^\n]* in the node's log\.", said)
         assert reference is not None and reference[1] in deployment.said("node-2")
         assert "Traceback" not in said and "unhandled exception" not in said
@@ -84,7 +101,13 @@ def runs_of(deployment: Deployment) -> set[str]:
 
 @pytest.mark.slow
 def test_a_killed_server_resumes_and_a_killed_node_comes_back(tmp_path: Path) -> None:
-    settings = (*INCO, "method.name=scaffold", "training.rounds=4", "server.attempts=20", "server.min_fraction=1")
+    settings = (
+        *INCO,
+        "method.name=scaffold",
+        "training.rounds=4",
+        "server.attempts=20",
+        "server.min_fraction=1",
+    )
     with Deployment(tmp_path / "federation", three_nodes(*settings), insecure=True) as deployment:
         deployment.serve()
         deployment.join(0, 1, 2)
@@ -100,7 +123,11 @@ def test_a_killed_server_resumes_and_a_killed_node_comes_back(tmp_path: Path) ->
         deployment.join(1)
         deployment.finish(run)
         assert [line["round"] for line in deployment.lines()] == [1, 2, 3, 4]
-        assert any(list(reasons) == ["1"] for line in deployment.lines() for reasons in line.get("repeated", []))  # type: ignore[attr-defined]
+        assert any(
+            list(reasons) == ["1"]
+            for line in deployment.lines()
+            for reasons in line.get("repeated", [])
+        )  # type: ignore[attr-defined]
         assert final(deployment) == local(tmp_path / "local", *settings)
 
 
@@ -110,24 +137,35 @@ def test_a_real_node_with_another_misdeed_in_every_round(tmp_path: Path) -> None
     limits = ("engine.flower.max_reply_mib=1", f"engine.flower.timeout_s={LATE_S}")
     settings = (*INCO, f"training.rounds={len(MISDEEDS)}", *limits)
     nodes = "tests.flower.malicious:app"
-    with Deployment(tmp_path / "federation", three_nodes(*settings), insecure=True, nodes=nodes) as deployment:
+    with Deployment(
+        tmp_path / "federation", three_nodes(*settings), insecure=True, nodes=nodes
+    ) as deployment:
         deployment.run()
         lines = deployment.lines()
         assert [list(line["refused"]) for line in lines] == [["1"]] * len(MISDEEDS)  # type: ignore[call-overload]
         for line, (_, reason) in zip(lines, MISDEEDS, strict=True):
             assert reason in line["refused"]["1"]  # type: ignore[index]
         server = load_checkpoint(deployment.folder.run / "checkpoints")
-        assert server is not None and server.client_state_rounds == {0: len(MISDEEDS), 2: len(MISDEEDS)}
+        assert server is not None and server.client_state_rounds == {
+            0: len(MISDEEDS),
+            2: len(MISDEEDS),
+        }
 
 
 @pytest.mark.slow
 def test_only_the_first_of_a_real_nodes_two_answers_counts(tmp_path: Path) -> None:
     """The SuperLink refuses the second one, and the run ends as without it."""
     settings, nodes = (*INCO, "training.rounds=2"), "tests.flower.twice:app"
-    with Deployment(tmp_path / "federation", three_nodes(*settings), insecure=False, nodes=nodes) as deployment:
+    with Deployment(
+        tmp_path / "federation", three_nodes(*settings), insecure=False, nodes=nodes
+    ) as deployment:
         deployment.run()
         said = re.findall(TWICE.format(r"(\w+)", r"(\d+)", r"(\d+)"), deployment.said("node-1"))
-        refusals = [line for line in deployment.said("server").splitlines() if "Failed to store Message reply" in line]
+        refusals = [
+            line
+            for line in deployment.said("server").splitlines()
+            if "Failed to store Message reply" in line
+        ]
         assert [(first != "0", second) for _, first, second in said] == [(True, "0")] * 2
         assert all(any(message in line for line in refusals) for message, _, _ in said)
         assert [line["round"] for line in deployment.lines()] == [1, 2]
@@ -140,13 +178,17 @@ def test_a_real_nodes_answer_that_is_announced_and_never_sent(grid: Grid, tmp_pa
     """It delays the round as long as a missing answer, and the node takes part in the next one."""
     settings = (*INCO, "training.rounds=2", f"engine.flower.timeout_s={LATE_S}")
     nodes = "tests.flower.twice:half"
-    with Deployment(tmp_path / "federation", three_nodes(*settings), insecure=False, nodes=nodes) as deployment:
+    with Deployment(
+        tmp_path / "federation", three_nodes(*settings), insecure=False, nodes=nodes
+    ) as deployment:
         deployment.run()
         lines = deployment.lines()
         reason = f"it announced an answer that did not come whole within {LATE_S:g} s."
         assert [line.get("refused") for line in lines] == [{"1": reason}, None]
         assert lines[0]["seconds"]["train"] < LATE_S + 15  # type: ignore[index]
         grid.misdeeds[999] = in_round_1(lambda sent, reply: [])
-        _, server = serve(grid, three_nodes(*settings, "engine.flower.timeout_s=1"), tmp_path / "silent")
+        _, server = serve(
+            grid, three_nodes(*settings, "engine.flower.timeout_s=1"), tmp_path / "silent"
+        )
         assert server.client_state_rounds == {0: 2, 1: 2, 2: 2}
         assert final(deployment) == fingerprint(server.state)

@@ -44,8 +44,12 @@ def local(folder: Path, *overrides: str) -> tuple[str, str]:
 def test_nodes_end_with_the_local_engines_bits(grid: Grid, tmp_path: Path, method: str) -> None:
     settings = (f"method.name={method}", "method.inco.variant=official", "server.ema_decay=0.5")
     _, server = serve(grid, three_nodes(*settings), tmp_path / "run")
-    assert (fingerprint(server.state), fingerprint(server.method_state)) == local(tmp_path / "local", *settings)
-    assert not any("refused" in line for line in MetricsLog(tmp_path / "run" / "metrics.jsonl").read())
+    assert (fingerprint(server.state), fingerprint(server.method_state)) == local(
+        tmp_path / "local", *settings
+    )
+    assert not any(
+        "refused" in line for line in MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
+    )
 
 
 def test_a_node_with_a_file_of_its_own_examples(grid: Grid, tmp_path: Path) -> None:
@@ -56,8 +60,16 @@ def test_a_node_with_a_file_of_its_own_examples(grid: Grid, tmp_path: Path) -> N
     for client, file in enumerate(sorted(grid.nodes.values())):
         own = shares.of(client)
         images, labels = digits.train.images[own], digits.train.labels[own]
-        np.savez(file.parent / "mine.npz", x_train=images, y_train=labels, x_test=images[:1], y_test=labels[:1])
-        file.write_text(file.read_text().replace('name = "digits"\ndealt = true', 'path = "mine.npz"'))
+        np.savez(
+            file.parent / "mine.npz",
+            x_train=images,
+            y_train=labels,
+            x_test=images[:1],
+            y_test=labels[:1],
+        )
+        file.write_text(
+            file.read_text().replace('name = "digits"\ndealt = true', 'path = "mine.npz"')
+        )
     _, server = serve(grid, three_nodes("training.rounds=1"), tmp_path / "run")
     assert fingerprint(server.state) == local(tmp_path / "local", "training.rounds=1")[0]
 
@@ -74,7 +86,12 @@ def test_nodes_may_choose_among_the_widths_of_a_model(grid: Grid, tmp_path: Path
     sizes = ("resnet18-w1", "resnet18-w0.5", "resnet18-w0.25")
     for file, size in zip(sorted(grid.nodes.values()), sizes, strict=True):
         file.write_text(re.sub(r'size = "\w+"', f'size = "{size}"', file.read_text()))
-    width = ("model.sizes=['resnet18']", "split.name=width", "split.rates=[0.25,0.5,1.0]", "training.rounds=1")
+    width = (
+        "model.sizes=['resnet18']",
+        "split.name=width",
+        "split.rates=[0.25,0.5,1.0]",
+        "training.rounds=1",
+    )
     federation, _ = serve(grid, three_nodes(*width), tmp_path / "run")
     assert federation.sizes == sizes
 
@@ -113,7 +130,9 @@ def test_a_budget_that_is_too_small_is_reported_at_the_node(
 ) -> None:
     file = min(grid.nodes.values())
     set_budget(file, limit)
-    with pytest.raises(MotleyError, match="no node came for client 0; a run begins with all of its clients"):
+    with pytest.raises(
+        MotleyError, match="no node came for client 0; a run begins with all of its clients"
+    ):
         serve(grid, three_nodes(), tmp_path / "run")
     said = capsys.readouterr()
     assert "node 1000 is left out: it failed (refused-by-node), see reference" in said.out
@@ -129,7 +148,9 @@ def test_a_job_beyond_a_nodes_budget_is_refused(grid: Grid, tmp_path: Path) -> N
     grid.before = shrink
     serve(grid, three_nodes("training.rounds=1"), tmp_path / "run")
     (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
-    assert re.fullmatch(r"its node failed \(refused-by-node\), see reference \w+ in the .*", line["refused"]["2"])
+    assert re.fullmatch(
+        r"its node failed \(refused-by-node\), see reference \w+ in the .*", line["refused"]["2"]
+    )
     assert (
         "budget: the job is for 'resnet18', which is beyond it."
         in (max(grid.nodes.values()).parent / "node.log").read_text()
@@ -166,7 +187,9 @@ def test_a_stopped_server_resumes_with_the_nodes_client_states(grid: Grid, tmp_p
         serve(grid, three_nodes(*settings), tmp_path / "run")
     again = Grid({node + 5: file for node, file in grid.nodes.items()})
     _, server = serve(again, None, tmp_path / "run")
-    assert (fingerprint(server.state), fingerprint(server.method_state)) == local(tmp_path / "local", *settings)
+    assert (fingerprint(server.state), fingerprint(server.method_state)) == local(
+        tmp_path / "local", *settings
+    )
 
 
 # ---- what goes wrong
@@ -174,13 +197,18 @@ def test_a_stopped_server_resumes_with_the_nodes_client_states(grid: Grid, tmp_p
 
 def answered(reply: Message, **arrays: dict[str, torch.Tensor]) -> Message:
     """Return a reply with other arrays in it."""
-    mine = {name: arrays.get(name, unpack(reply.content["arrays"], name)) for name in ("delta", "payload")}
+    mine = {
+        name: arrays.get(name, unpack(reply.content["arrays"], name))
+        for name in ("delta", "payload")
+    }
     reply.content["arrays"] = pack(**mine)
     return reply
 
 
 def with_delta(edit: dict[str, torch.Tensor]) -> Misdeed:
-    return lambda sent, reply: [answered(reply, delta={**unpack(reply.content["arrays"], "delta"), **edit})]
+    return lambda sent, reply: [
+        answered(reply, delta={**unpack(reply.content["arrays"], "delta"), **edit})
+    ]
 
 
 def saying(**values: object) -> Misdeed:
@@ -207,17 +235,35 @@ def wordy(sent: Message, reply: Message) -> list[Message]:
 
 MISDEEDS: dict[str, tuple[Misdeed, str]] = {
     "is silent": (lambda sent, reply: [], "it did not answer within 0.05 s."),
-    "fails": (lambda sent, reply: [Message(Error(2, "a\nb: c"), reply_to=sent)], "its node failed: b: c"),
-    "sends NaN": (with_delta({"fc.bias": torch.full((10,), torch.nan)}), "it holds a number that is not finite."),
+    "fails": (
+        lambda sent, reply: [Message(Error(2, "a\nb: c"), reply_to=sent)],
+        "its node failed: b: c",
+    ),
+    "sends NaN": (
+        with_delta({"fc.bias": torch.full((10,), torch.nan)}),
+        "it holds a number that is not finite.",
+    ),
     "has no loss": (saying(loss=torch.nan), "its loss is not finite."),
-    "sends another shape": (with_delta({"fc.bias": torch.zeros(9)}), "'fc.bias' has shape (9,); (10,) was sent out."),
-    "sends another type": (with_delta({"fc.bias": torch.zeros(10).double()}), "'fc.bias' is torch.float64"),
+    "sends another shape": (
+        with_delta({"fc.bias": torch.zeros(9)}),
+        "'fc.bias' has shape (9,); (10,) was sent out.",
+    ),
+    "sends another type": (
+        with_delta({"fc.bias": torch.zeros(10).double()}),
+        "'fc.bias' is torch.float64",
+    ),
     "sends an unknown name": (with_delta({"fc.bios": torch.zeros(10)}), "unknown name 'fc.bios'"),
-    "sends too much": (with_delta({"x": torch.zeros(2**19)}), "MiB; engine.flower.max_reply_mib = 1."),
+    "sends too much": (
+        with_delta({"x": torch.zeros(2**19)}),
+        "MiB; engine.flower.max_reply_mib = 1.",
+    ),
     "answers for another round": (saying(round=7), "it is for round 7; round 1 was asked."),
     "answers for another client": (saying(client=0), "it is for client 0; client 1 was asked."),
     "lies about its steps": (saying(num_steps=0), "it claims to have trained in no steps."),
-    "counts in words": (saying(num_examples="many"), "num_examples = 'many' should be a whole number."),
+    "counts in words": (
+        saying(num_examples="many"),
+        "num_examples = 'many' should be a whole number.",
+    ),
     "sends no tensors": (garbled, "delta is not in the format safetensors"),
     "sends words for arrays": (wordy, "it holds no arrays."),
     "sends half": (bare, "its answer was refused"),
@@ -229,7 +275,9 @@ def test_a_bad_answer_costs_one_update_and_is_recorded(
     grid: Grid, tmp_path: Path, misdeed: Misdeed, reason: str
 ) -> None:
     grid.misdeeds[999] = misdeed
-    _, server = serve(grid, three_nodes("training.rounds=1", "engine.flower.max_reply_mib=1"), tmp_path / "run")
+    _, server = serve(
+        grid, three_nodes("training.rounds=1", "engine.flower.max_reply_mib=1"), tmp_path / "run"
+    )
     (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
     assert list(line["refused"]) == ["1"] and reason in line["refused"]["1"]
     assert sorted(server.client_state_rounds) == [0, 2]
@@ -249,7 +297,9 @@ def test_a_payload_that_the_method_cannot_use(
     grid: Grid, tmp_path: Path, method: str, payload: dict[str, torch.Tensor], reason: str
 ) -> None:
     grid.misdeeds[999] = lambda sent, reply: [answered(reply, payload=payload)]
-    _, server = serve(grid, three_nodes("training.rounds=1", f"method.name={method}"), tmp_path / "run")
+    _, server = serve(
+        grid, three_nodes("training.rounds=1", f"method.name={method}"), tmp_path / "run"
+    )
     (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
     assert list(line["refused"]) == ["1"] and reason in line["refused"]["1"]
     assert sorted(server.client_state_rounds) == [0, 2]
@@ -268,10 +318,14 @@ def test_a_collection_that_the_method_cannot_use(
 ) -> None:
     grid.misdeeds_with = "train.collect"
     grid.misdeeds[999] = lambda sent, reply: [answered(reply, payload=values)]
-    _, server = serve(grid, three_nodes("training.rounds=1", "method.name=heterofl"), tmp_path / "run")
+    _, server = serve(
+        grid, three_nodes("training.rounds=1", "method.name=heterofl"), tmp_path / "run"
+    )
     (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
     assert list(line["refused"]) == ["1"] and reason in line["refused"]["1"]
-    assert sorted(server.client_state_rounds) == [0, 1, 2] and all(t.isfinite().all() for t in server.state.values())
+    assert sorted(server.client_state_rounds) == [0, 1, 2] and all(
+        t.isfinite().all() for t in server.state.values()
+    )
 
 
 def test_only_the_first_of_two_answers_counts(grid: Grid, tmp_path: Path) -> None:
@@ -323,7 +377,9 @@ def test_an_answer_that_is_complete_in_time_counts(grid: Grid, tmp_path: Path, r
     assert fingerprint(server.state) == local(tmp_path / "local")[0]
 
 
-def test_a_node_whose_introduction_is_incomplete_is_left_out(grid: Grid, tmp_path: Path, rest: Event) -> None:
+def test_a_node_whose_introduction_is_incomplete_is_left_out(
+    grid: Grid, tmp_path: Path, rest: Event
+) -> None:
     grid.misdeeds_with, grid.misdeeds[1000] = "query", lambda sent, reply: [rest, reply]  # type: ignore[list-item]
     begin = time.monotonic()
     with pytest.raises(MotleyError, match=r"no node came for client 0; a run begins"):
@@ -333,13 +389,18 @@ def test_a_node_whose_introduction_is_incomplete_is_left_out(grid: Grid, tmp_pat
 
 def test_a_node_that_flower_could_not_ask_is_asked_again(grid: Grid, tmp_path: Path) -> None:
     """A node is not left out because a busy machine is slow to start the app."""
-    failures = [Error(6, "ClientApp stopped responding."), Error(6, "ClientApp stopped responding.")]
+    failures = [
+        Error(6, "ClientApp stopped responding."),
+        Error(6, "ClientApp stopped responding."),
+    ]
 
     def fail_twice(sent: Message, reply: Message) -> list[Message]:
         return [Message(failures.pop(), reply_to=sent)] if failures else [reply]
 
     grid.misdeeds_with, grid.misdeeds[1000] = "query", fail_twice
-    _, server = serve(grid, three_nodes("training.rounds=1", "engine.flower.wait_s=5"), tmp_path / "run")
+    _, server = serve(
+        grid, three_nodes("training.rounds=1", "engine.flower.wait_s=5"), tmp_path / "run"
+    )
     assert server.client_state_rounds == {0: 1, 1: 1, 2: 1} and not failures
 
 
@@ -362,7 +423,9 @@ def test_a_round_with_too_few_updates_is_repeated(grid: Grid, tmp_path: Path) ->
     def sulk(message: Message) -> None:
         if message.metadata.group_id == "2" and message.metadata.dst_node_id == 1000:
             tries[0] += 1
-            grid.misdeeds = {node: (lambda sent, reply: []) for node in silent} if tries[0] < 3 else {}
+            grid.misdeeds = (
+                {node: (lambda sent, reply: []) for node in silent} if tries[0] < 3 else {}
+            )
 
     grid.before = sulk
     _, server = serve(grid, three_nodes("server.min_fraction=0.5"), tmp_path / "run")
@@ -380,14 +443,18 @@ def test_a_run_whose_rounds_keep_failing_stops_and_can_go_on(grid: Grid, tmp_pat
 
     grid.before = die
     settings = three_nodes("server.min_fraction=0.5", "server.attempts=2")
-    with pytest.raises(MotleyError, match=r"round 2 was played 2 times .* client 1: it did not answer"):
+    with pytest.raises(
+        MotleyError, match=r"round 2 was played 2 times .* client 1: it did not answer"
+    ):
         serve(grid, settings, tmp_path / "run")
     _, server = serve(Grid(grid.nodes), None, tmp_path / "run")
     assert fingerprint(server.state) == local(tmp_path / "local")[0]
 
 
 def test_the_engine_needs_a_grid() -> None:
-    with pytest.raises(MotleyError, match=r"engine.name = 'flower': needs Flower; see docs/deploy.md"):
+    with pytest.raises(
+        MotleyError, match=r"engine.name = 'flower': needs Flower; see docs/deploy.md"
+    ):
         Federation(three_nodes())
 
 
@@ -410,7 +477,12 @@ def arrays_of(message: Message) -> dict[int, str]:
 
 
 def test_states_travel_whole() -> None:
-    state = {"a": torch.randn(2, 3).t(), "b": torch.tensor(7), "c": torch.zeros(0, 4), "d": torch.randn(3).bfloat16()}
+    state = {
+        "a": torch.randn(2, 3).t(),
+        "b": torch.tensor(7),
+        "c": torch.zeros(0, 4),
+        "d": torch.randn(3).bfloat16(),
+    }
     record = pack(state=state, broadcast={})
     assert isinstance(record, ArrayRecord) and list(record) == ["state"]
     assert fingerprint(unpack(record, "state")) == fingerprint(state)
@@ -420,7 +492,12 @@ def test_states_travel_whole() -> None:
 # ---- privacy and encoding
 
 
-GUARDED = ("split.normalization_statistics=batch", "privacy.clip=0.5", "privacy.noise=0.2", "training.rounds=2")
+GUARDED = (
+    "split.normalization_statistics=batch",
+    "privacy.clip=0.5",
+    "privacy.noise=0.2",
+    "training.rounds=2",
+)
 
 
 def edit(grid: Grid, more: str) -> None:
@@ -436,9 +513,12 @@ def test_uploads_in_16_bits_end_with_the_local_engines_bits(grid: Grid, tmp_path
     with pytest.raises(KeyboardInterrupt):
         serve(grid, three_nodes(*settings), tmp_path / "run")
     _, server = serve(Grid(grid.nodes), None, tmp_path / "run")
-    assert (fingerprint(server.state), fingerprint(server.method_state)) == local(tmp_path / "local", *settings)
+    assert (fingerprint(server.state), fingerprint(server.method_state)) == local(
+        tmp_path / "local", *settings
+    )
     traffic = [
-        [line["bytes"] for line in MetricsLog(tmp_path / name / "metrics.jsonl").read()] for name in ("run", "local")
+        [line["bytes"] for line in MetricsLog(tmp_path / name / "metrics.jsonl").read()]
+        for name in ("run", "local")
     ]
     assert traffic[0] == traffic[1]
 
@@ -454,7 +534,8 @@ def test_repeatable_nodes_draw_the_local_engines_noise(grid: Grid, tmp_path: Pat
     _, server = serve(grid, three_nodes(*GUARDED), tmp_path / "run")
     assert fingerprint(server.state) == local(tmp_path / "local", *GUARDED)[0]
     epsilons = [
-        [line["epsilon"] for line in MetricsLog(tmp_path / name / "metrics.jsonl").read()] for name in ("run", "local")
+        [line["epsilon"] for line in MetricsLog(tmp_path / name / "metrics.jsonl").read()]
+        for name in ("run", "local")
     ]
     assert epsilons[0] == epsilons[1]
 
@@ -467,12 +548,16 @@ def test_nodes_draw_their_noise_from_secrets_of_their_own(grid: Grid, tmp_path: 
             changes.append(unpack(reply.content["arrays"], "delta")) or [reply]
         )
         serve(grid, three_nodes(*GUARDED, "training.rounds=1"), tmp_path / name)
-    assert fingerprint(sent["first"][0]) == fingerprint(sent["second"][0]), "asked the same, it answers the same"
+    assert fingerprint(sent["first"][0]) == fingerprint(sent["second"][0]), (
+        "asked the same, it answers the same"
+    )
     federation = Federation(three_nodes(*GUARDED, "engine.name=local"))
     jobs = [federation.job(federation.initial_state(), 1, 1)]
     (known,) = federation.engine.train(jobs, lambda client: None)
     differences = torch.cat([(sent["first"][0][n] - t).flatten() for n, t in known.delta.items()])  # type: ignore[union-attr]
-    assert abs(float(differences.std()) - 2**0.5 * 0.1) < 0.002, "the run's seed gives another noise"
+    assert abs(float(differences.std()) - 2**0.5 * 0.1) < 0.002, (
+        "the run's seed gives another noise"
+    )
     secret = grid.nodes[999].parent / "client-1" / "secret"
     assert len(secret.read_bytes()) == 32 and secret.stat().st_mode & 0o077 == 0
 
@@ -482,7 +567,10 @@ def test_a_node_that_wants_more_privacy_than_the_run_gives(
 ) -> None:
     file = grid.nodes[999]
     file.write_text(f"{file.read_text()}\n[privacy]\nclip = 1.0\nnoise = 1.5\n")
-    for run, reason in ((GUARDED, "privacy.noise = 0.2; this node requires at least 1.5."), ((), "privacy.clip = 0 ")):
+    for run, reason in (
+        (GUARDED, "privacy.noise = 0.2; this node requires at least 1.5."),
+        ((), "privacy.clip = 0 "),
+    ):
         with pytest.raises(MotleyError, match="no node came for client 1"):
             serve(Grid(grid.nodes), three_nodes(*run), tmp_path / "run")
         said = capsys.readouterr()
@@ -494,7 +582,9 @@ def test_a_node_that_wants_more_privacy_than_the_run_gives(
 
 
 @pytest.mark.parametrize("average", [0.0, 0.5], ids=["raw", "ema"])
-def test_recalibrated_nodes_end_with_the_local_engines_bits(grid: Grid, tmp_path: Path, average: float) -> None:
+def test_recalibrated_nodes_end_with_the_local_engines_bits(
+    grid: Grid, tmp_path: Path, average: float
+) -> None:
     settings = (
         "server.statistics.name=recalibrate",
         f"server.ema_decay={average}",
@@ -505,7 +595,9 @@ def test_recalibrated_nodes_end_with_the_local_engines_bits(grid: Grid, tmp_path
     _, expected = start_run(three_nodes(*settings, "engine.name=local"), tmp_path / "local")
     assert fingerprint(server.state) == fingerprint(expected.state)
     assert fingerprint(server.model) == fingerprint(expected.model)
-    assert not any("refused" in line for line in MetricsLog(tmp_path / "run" / "metrics.jsonl").read())
+    assert not any(
+        "refused" in line for line in MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
+    )
 
 
 def test_impossible_statistics_are_refused(grid: Grid, tmp_path: Path) -> None:
@@ -521,10 +613,14 @@ def test_impossible_statistics_are_refused(grid: Grid, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", ["server.statistics.name=recalibrate", "method.name=heterofl"])
-def test_a_node_that_fails_in_a_collection_is_reported(grid: Grid, tmp_path: Path, settings: str) -> None:
+def test_a_node_that_fails_in_a_collection_is_reported(
+    grid: Grid, tmp_path: Path, settings: str
+) -> None:
     grid.misdeeds_with = "train.collect"
     grid.misdeeds[999] = lambda sent, reply: [Message(Error(0, "training 0123abcd"), reply_to=sent)]
-    _, server = serve(grid, three_nodes("training.rounds=1", "training.steps=2", settings), tmp_path / "run")
+    _, server = serve(
+        grid, three_nodes("training.rounds=1", "training.steps=2", settings), tmp_path / "run"
+    )
     (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
     assert line["refused"] == {
         "1": "its collection failed: its node failed (training), see reference 0123abcd in the node's log."
@@ -540,9 +636,16 @@ def test_a_node_reports_statistics_only_if_the_run_recalibrates(grid: Grid, tmp_
             message.content["job"]["collection"] = "statistics"
 
     grid.before = ask_for_statistics
-    serve(grid, three_nodes("training.rounds=1", "training.steps=2", "method.name=heterofl"), tmp_path / "run")
+    serve(
+        grid,
+        three_nodes("training.rounds=1", "training.steps=2", "method.name=heterofl"),
+        tmp_path / "run",
+    )
     log = (max(grid.nodes.values()).parent / "node.log").read_text()
-    assert "the job asks for BatchNorm statistics; the run has server.statistics.name = 'averaged'." in log
+    assert (
+        "the job asks for BatchNorm statistics; the run has server.statistics.name = 'averaged'."
+        in log
+    )
 
 
 def test_a_guarded_node_answers_no_collection(grid: Grid, tmp_path: Path) -> None:

@@ -14,7 +14,13 @@ pytest.importorskip("flwr")
 from cryptography import x509
 
 from motley.core.errors import MotleyError
-from motley.deploy.commands import free_port, listen, node_command, superexec_command, warn_of_unknown_host
+from motley.deploy.commands import (
+    free_port,
+    listen,
+    node_command,
+    superexec_command,
+    warn_of_unknown_host,
+)
 from motley.deploy.folder import DeployFolder, DeploySettings, create
 from motley.deploy.worker import TaskSource
 from motley.flower.settings import read_node
@@ -30,7 +36,12 @@ def folder(tmp_path: Path) -> DeployFolder:
 
 def test_a_nodes_folder_has_its_own_files_only(folder: DeployFolder) -> None:
     place = folder.nodes / "node-1"
-    assert sorted(file.name for file in place.iterdir()) == ["ca.crt", "key", "key.pub", "node.toml"]
+    assert sorted(file.name for file in place.iterdir()) == [
+        "ca.crt",
+        "key",
+        "key.pub",
+        "node.toml",
+    ]
     node = read_node(place / "node.toml")
     assert (node.client, node.size, node.superlink) == (1, "resnet14", "fed.example:9000")
     assert node.memory == str(place / "memory")
@@ -47,7 +58,8 @@ def test_secrets_are_their_owners_alone(folder: DeployFolder) -> None:
 
 def test_the_certificate_names_the_host_and_is_the_authoritys(folder: DeployFolder) -> None:
     server, authority = (
-        x509.load_pem_x509_certificate((folder.certificates / name).read_bytes()) for name in ("server.pem", "ca.crt")
+        x509.load_pem_x509_certificate((folder.certificates / name).read_bytes())
+        for name in ("server.pem", "ca.crt")
     )
     server.verify_directly_issued_by(authority)
     names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -57,20 +69,34 @@ def test_the_certificate_names_the_host_and_is_the_authoritys(folder: DeployFold
 def test_flags_are_safe_unless_asked_otherwise(folder: DeployFolder, tmp_path: Path) -> None:
     folder.write_secrets("127.0.0.1:9001")
     tasks = TaskSource(tmp_path / "node", 9002)
-    server, node = superexec_command(folder), node_command(folder.nodes / "node-0" / "node.toml", tasks)
+    server, node = (
+        superexec_command(folder),
+        node_command(folder.nodes / "node-0" / "node.toml", tasks),
+    )
     assert {"--root-certificates", "--superexec-auth-secret-file"} <= set(server)
-    assert {"--auth-supernode-private-key", "--root-certificates", "--superexec-auth-secret-file"} <= set(node)
+    assert {
+        "--auth-supernode-private-key",
+        "--root-certificates",
+        "--superexec-auth-secret-file",
+    } <= set(node)
     assert "--insecure" not in server + node
     plain = create(tmp_path / "plain", three_nodes(), DeploySettings(insecure=True))
     plain.write_secrets("127.0.0.1:9001")
-    server, node = superexec_command(plain), node_command(plain.nodes / "node-0" / "node.toml", tasks)
+    server, node = (
+        superexec_command(plain),
+        node_command(plain.nodes / "node-0" / "node.toml", tasks),
+    )
     assert "--insecure" in server and "--insecure" in node
     assert not plain.public_keys()
 
 
-def test_a_node_never_runs_the_app_that_the_server_sends(folder: DeployFolder, tmp_path: Path) -> None:
+def test_a_node_never_runs_the_app_that_the_server_sends(
+    folder: DeployFolder, tmp_path: Path
+) -> None:
     """Flower's own part that installs and runs apps is not started; see tests/flower/test_attack.py."""
-    command = node_command(folder.nodes / "node-0" / "node.toml", TaskSource(tmp_path / "node", 9002))
+    command = node_command(
+        folder.nodes / "node-0" / "node.toml", TaskSource(tmp_path / "node", 9002)
+    )
     assert command[command.index("--isolation") + 1] == "process"
     assert command[command.index("--host") + 1] == "127.0.0.1"
 
@@ -110,11 +136,17 @@ def test_a_server_whose_host_is_not_in_dns_says_so(capsys: pytest.CaptureFixture
 def test_without_a_server_the_error_is_one_line(folder: DeployFolder, command: str) -> None:
     code, out, err = call("deploy", command, folder.path)
     assert (code, out) == (2, "")
-    assert err == f"motley: no server is running for {folder.path}. To start it: motley deploy server {folder.path}\n"
+    assert (
+        err
+        == f"motley: no server is running for {folder.path}. To start it: motley deploy server {folder.path}\n"
+    )
     folder.write_secrets(f"127.0.0.1:{free_port()}")
     code, out, err = call("deploy", command, folder.path)
     assert (code, out) == (2, "") and err.count("\n") == 1
-    assert err.startswith(f"motley: no server answers for {folder.path} (") and "Connection refused" in err
+    assert (
+        err.startswith(f"motley: no server answers for {folder.path} (")
+        and "Connection refused" in err
+    )
 
 
 def test_the_run_is_the_one_that_was_configured(folder: DeployFolder) -> None:
@@ -142,7 +174,9 @@ def test_rejected_settings(values: dict[str, object], said: str) -> None:
         validate(DeploySettings, values)
 
 
-@pytest.mark.parametrize("host", ["fed.example", "localhost", "a", "10.0.0.1", "2001:db8::1", "a" * 63 + ".example"])
+@pytest.mark.parametrize(
+    "host", ["fed.example", "localhost", "a", "10.0.0.1", "2001:db8::1", "a" * 63 + ".example"]
+)
 def test_accepted_hosts(tmp_path: Path, host: str) -> None:
     folder = create(tmp_path / "fed", three_nodes(), DeploySettings(host=host))
     address = read_node(folder.nodes / "node-0" / "node.toml").superlink
@@ -172,7 +206,10 @@ def test_init_into_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     [
         ("size = 'resnet10'", "client: is required and was not given"),
         ("client = -1", "client = -1: should be greater than or equal to 0"),
-        ("client = 0\nsize = 'a'\n[budget]\ngflops = 2", "size = 'a' and [budget]: set one of the two"),
+        (
+            "client = 0\nsize = 'a'\n[budget]\ngflops = 2",
+            "size = 'a' and [budget]: set one of the two",
+        ),
         (
             "client = 0\nbudget_mib = 2",
             "budget_mib = 2: this key (the weights alone, in MiB) was removed. Use",

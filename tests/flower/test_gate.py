@@ -52,7 +52,13 @@ def ask(
         raise AssertionError("the gate reads no request")
 
     given = {b"content-length": b"10"} if headers is None else headers
-    scope = {"type": "http", "method": method, "path": path, "server": server, "headers": list(given.items())}
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "server": server,
+        "headers": list(given.items()),
+    }
     gate = FleetGate(behind, PRIVATE, NODE_PATHS)
     asyncio.run(gate(scope, receive, send))
     return sent[0]["status"], behind
@@ -103,13 +109,18 @@ def test_only_the_private_sockets_own_address_is_trusted() -> None:
         ({}, 411),
     ],
 )
-def test_the_length_of_a_request_is_known_and_limited(headers: dict[bytes, bytes], status: int) -> None:
+def test_the_length_of_a_request_is_known_and_limited(
+    headers: dict[bytes, bytes], status: int
+) -> None:
     assert ask("/v1/fleet/push-object", headers=headers)[0] == status
 
 
 def test_the_host_header_does_not_get_through() -> None:
     """Flower builds a URL from it and decides by that URL which requests need a key."""
-    _, behind = ask("/v1/fleet/get-run", headers={b"host": b"x/health?", b"content-length": b"1", b"accept": b"*/*"})
+    _, behind = ask(
+        "/v1/fleet/get-run",
+        headers={b"host": b"x/health?", b"content-length": b"1", b"accept": b"*/*"},
+    )
     assert behind.headers == [{b"content-length": b"1", b"accept": b"*/*"}]
 
 
@@ -128,8 +139,12 @@ def test_on_loopback_each_api_wants_its_own_proof(folder: DeployFolder) -> None:
     transport = httpx.ASGITransport(app=FleetGate(app, PRIVATE, NODE_PATHS))
 
     async def post(path: str, headers: dict[str, str]) -> int:
-        async with httpx.AsyncClient(transport=transport, base_url=f"https://{PRIVATE[0]}:{PRIVATE[1]}") as client:
-            answer = await client.post(path, headers=headers, content=ListNodesRequest().SerializeToString())
+        async with httpx.AsyncClient(
+            transport=transport, base_url=f"https://{PRIVATE[0]}:{PRIVATE[1]}"
+        ) as client:
+            answer = await client.post(
+                path, headers=headers, content=ListNodesRequest().SerializeToString()
+            )
         return answer.status_code
 
     def status(path: str, **headers: str) -> int:

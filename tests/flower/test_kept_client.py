@@ -78,7 +78,9 @@ def test_a_client_is_built_once_per_run(grid: Grid, tmp_path: Path, built: list[
     # Before the first message nothing is built, then there are three queries and three jobs per round.
     first_round, second_round = by_message[4:7], by_message[7:]
     assert first_round == [["resnet10"], ["resnet14"], ["resnet18"]]
-    assert second_round == [[], [], ["resnet10", "resnet14", "resnet18"]], "the server evaluates every size"
+    assert second_round == [[], [], ["resnet10", "resnet14", "resnet18"]], (
+        "the server evaluates every size"
+    )
 
 
 def test_new_data_and_new_settings_are_noticed(grid: Grid, tmp_path: Path) -> None:
@@ -110,7 +112,10 @@ def test_new_data_and_new_settings_are_noticed(grid: Grid, tmp_path: Path) -> No
     grid.misdeeds[999] = change_files
     serve(grid, three_nodes("training.rounds=4", "training.steps=1"), tmp_path / "run")
     assert answers == [20, 30]
-    refusals = [line.get("refused", {}).get("1", "") for line in MetricsLog(tmp_path / "run" / "metrics.jsonl").read()]
+    refusals = [
+        line.get("refused", {}).get("1", "")
+        for line in MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
+    ]
     assert [reason.partition(")")[0] for reason in refusals] == [
         "",
         "",
@@ -131,7 +136,12 @@ def test_a_client_that_failed_is_not_used_again(
         return update
 
     monkeypatch.setattr(Client, "train", fail_once)
-    settings = ("training.rounds=3", "training.steps=1", "evaluation.every=3", "server.min_fraction=0.5")
+    settings = (
+        "training.rounds=3",
+        "training.steps=1",
+        "evaluation.every=3",
+        "server.min_fraction=0.5",
+    )
     serve(grid, three_nodes(*settings), tmp_path / "run")
     in_training = built[:-3]  # the last three are the server's, for the evaluation
     assert in_training.count("resnet10") == 2

@@ -24,7 +24,9 @@ from tests.flower.processes import Deployment
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not os.environ.get("MOTLEY_NAMESPACES"), reason="set MOTLEY_NAMESPACES=1 to run it, as root"),
+    pytest.mark.skipif(
+        not os.environ.get("MOTLEY_NAMESPACES"), reason="set MOTLEY_NAMESPACES=1 to run it, as root"
+    ),
 ]
 
 NODES = range(4)
@@ -63,7 +65,19 @@ class Hosts:
             node = ("ip", "-n", self.node(client))
             command("ip", "netns", "add", self.node(client))
             command(*node, "link", "set", "lo", "up")
-            command(*node, "link", "add", "wire", "type", "veth", "peer", "name", f"to-{client}", "netns", self.server)
+            command(
+                *node,
+                "link",
+                "add",
+                "wire",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"to-{client}",
+                "netns",
+                self.server,
+            )
             command(*node, "address", "add", f"{NET}.{10 + client}/24", "dev", "wire")
             command(*node, "link", "set", "wire", "up")
             command(*server, "link", "set", f"to-{client}", "master", "bridge", "up")

@@ -45,17 +45,38 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         "key: cannot be read: Is a directory",
     ),
     "no certificate": (lambda place: (place / "ca.crt").unlink(), "ca.crt: there is no such file"),
-    "no readable certificate": (lambda place: (place / "ca.crt").write_text("?"), "ca.crt: is no certificate"),
-    "no server": (lambda place: rewrite(place, 'superlink = ".*"', 'superlink = ""'), "superlink = ''"),
+    "no readable certificate": (
+        lambda place: (place / "ca.crt").write_text("?"),
+        "ca.crt: is no certificate",
+    ),
+    "no server": (
+        lambda place: rewrite(place, 'superlink = ".*"', 'superlink = ""'),
+        "superlink = ''",
+    ),
     "a URL": (
         lambda place: rewrite(place, 'superlink = "', 'superlink = "https://'),
         "should be the server's host:port",
     ),
-    "an unknown size": (lambda place: rewrite(place, "resnet14", "resnet15"), "size = 'resnet15': unknown model"),
-    "no such device": (lambda place: rewrite(place, '"cpu"', '"cuda:99"'), "device = 'cuda:99': there is no cuda:99"),
-    "no data": (lambda place: rewrite(place, '"digits"\npath = ""', '"npz"\npath = "mine.npz"'), "node-1/mine.npz"),
-    "no data set": (lambda place: rewrite(place, '"digits"', '"digit"'), "data: unknown data set 'digit'"),
-    "no memory": (lambda place: rewrite(place, '"memory"', '"key"'), "key': is no folder to write to"),
+    "an unknown size": (
+        lambda place: rewrite(place, "resnet14", "resnet15"),
+        "size = 'resnet15': unknown model",
+    ),
+    "no such device": (
+        lambda place: rewrite(place, '"cpu"', '"cuda:99"'),
+        "device = 'cuda:99': there is no cuda:99",
+    ),
+    "no data": (
+        lambda place: rewrite(place, '"digits"\npath = ""', '"npz"\npath = "mine.npz"'),
+        "node-1/mine.npz",
+    ),
+    "no data set": (
+        lambda place: rewrite(place, '"digits"', '"digit"'),
+        "data: unknown data set 'digit'",
+    ),
+    "no memory": (
+        lambda place: rewrite(place, '"memory"', '"key"'),
+        "key': is no folder to write to",
+    ),
     "no settings": (lambda place: (place / "node.toml").unlink(), "node.toml: cannot be read"),
 }
 
@@ -64,7 +85,9 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_errors_are_reported_before_anything_starts(
     place: Path, monkeypatch: pytest.MonkeyPatch, breaking: Callable[[Path], object], said: str
 ) -> None:
-    monkeypatch.setattr("motley.deploy.node.run_supernode", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr(
+        "motley.deploy.node.run_supernode", lambda *_: pytest.fail("it was started")
+    )
     breaking(place)
     code, _, err = call("deploy", "node", place)
     assert code == 2 and said in err and err.startswith("motley: ") and "Traceback" not in err
@@ -100,7 +123,9 @@ For more information, visit: <https://flower.ai/>
 """
 REFUSED = NO_CONNECTION.format("[code: 2004] Failed to activate SuperNode.")
 VERIFY = "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: unable to get local issuer certificate"
-OTHER_AUTHORITY = "\x1b[91mERROR \x1b[0m:     SSL/TLS handshake error detected.\n" + NO_CONNECTION.format(VERIFY)
+OTHER_AUTHORITY = (
+    "\x1b[91mERROR \x1b[0m:     SSL/TLS handshake error detected.\n" + NO_CONNECTION.format(VERIFY)
+)
 TOO_OLD = "\x1b[91mERROR \x1b[0m:     Exit Code: 607\nVersions 1.40 and 1.41 do not match.\n"
 
 
@@ -116,14 +141,18 @@ TOO_OLD = "\x1b[91mERROR \x1b[0m:     Exit Code: 607\nVersions 1.40 and 1.41 do 
         (-9, "", "the node ended with status -9", False),
     ],
 )
-def test_flowers_errors_are_explained(place: Path, code: int, said: str, reason: str, can_heal: bool) -> None:
+def test_flowers_errors_are_explained(
+    place: Path, code: int, said: str, reason: str, can_heal: bool
+) -> None:
     file = place / "node.toml"
     told, again = why_ended(read_node(file), file, code, LOG.format(said))
     assert reason in told and again == can_heal
     assert "\x1b" not in told and "Exit Code" not in told
 
 
-def test_the_output_of_flower_is_passed_on_without_colours(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_of_flower_is_passed_on_without_colours(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     said: deque[str] = deque(maxlen=1)
     pass_on(BytesIO(b"\x1b[92mINFO \x1b[0m: one\ntwo \xff\n"), said)
     assert capsys.readouterr().out == "INFO : one\ntwo \ufffd\n"
@@ -136,7 +165,9 @@ def test_the_output_of_flower_is_passed_on_without_colours(capsys: pytest.Captur
 @pytest.mark.slow
 def test_real_nodes_that_are_refused_or_cannot_train(tmp_path: Path) -> None:
     """A key in use twice, an unknown one, another authority; and data that are gone once the node is connected."""
-    settings = three_nodes("training.rounds=3", f"engine.flower.wait_s={PATIENCE}", "engine.flower.timeout_s=300")
+    settings = three_nodes(
+        "training.rounds=3", f"engine.flower.wait_s={PATIENCE}", "engine.flower.timeout_s=300"
+    )
     with Deployment(tmp_path / "federation", settings, insecure=False) as deployment:
         own = deployment.folder.nodes / "node-1"
         images, labels = np.zeros((40, 8, 8), np.uint8), np.arange(40) % 10
@@ -146,13 +177,18 @@ def test_real_nodes_that_are_refused_or_cannot_train(tmp_path: Path) -> None:
         deployment.serve()
         deployment.join(0, 1, 2)
         for client in (0, 1, 2):
-            deployment.wait(lambda client=client: "SuperNode ID" in deployment.said(f"node-{client}"))  # type: ignore[misc]
+            deployment.wait(
+                lambda client=client: "SuperNode ID" in deployment.said(f"node-{client}")
+            )  # type: ignore[misc]
         copy = tmp_path / "copy"
         copy.mkdir()
         for name in ("node.toml", "key", "key.pub", "ca.crt"):
             (copy / name).write_bytes((deployment.folder.nodes / "node-0" / name).read_bytes())
         refused = {
-            "twice": (deployment.folder.nodes / "node-0", "this node is already running on this machine"),
+            "twice": (
+                deployment.folder.nodes / "node-0",
+                "this node is already running on this machine",
+            ),
             "copied": (copy, "Either a node with this key is connected"),
             "stranger": (deployment.stranger(), "or the server does not know the key"),
         }
@@ -172,7 +208,9 @@ def test_real_nodes_that_are_refused_or_cannot_train(tmp_path: Path) -> None:
         deployment.finish(run)
         first, *_, last = deployment.lines()
         assert "refused" not in first
-        told = re.fullmatch(r"its node failed \(data\), see reference (\w+) in the .*", last["refused"]["1"])  # type: ignore[index]
+        told = re.fullmatch(
+            r"its node failed \(data\), see reference (\w+) in the .*", last["refused"]["1"]
+        )  # type: ignore[index]
         assert told is not None
         text = f"failure {told[1]} (data): there is no file {own}/mine.npz."
         assert text in deployment.said("node-1") and text in (own / "node.log").read_text()

@@ -57,7 +57,10 @@ def test_a_federation_builds_no_model_before_it_needs_one(built: list[str]) -> N
 
 def test_a_split_keeps_no_model_and_builds_equal_ones() -> None:
     """Also if a model has tensors that are not in its state (the masks of ordered widths)."""
-    for overrides in ((), ("split.name=ordered", "model.sizes=['resnet10']", "split.rates=[1.0,0.5]")):
+    for overrides in (
+        (),
+        ("split.name=ordered", "model.sizes=['resnet10']", "split.rates=[1.0,0.5]"),
+    ):
         split = Federation(tiny_config(*overrides)).split
         for size in split.sizes:
             first, second = split.build(size), split.build(size)
@@ -79,13 +82,19 @@ def own_files(grid: Grid) -> None:
     for client, file in enumerate(sorted(grid.nodes.values())):
         rows = shares.of(client)
         np.savez(file.parent / "mine.npz", x_train=digits.images[rows], y_train=digits.labels[rows])
-        file.write_text(file.read_text().replace('name = "digits"\ndealt = true', 'path = "mine.npz"'))
+        file.write_text(
+            file.read_text().replace('name = "digits"\ndealt = true', 'path = "mine.npz"')
+        )
 
 
-def test_a_node_needs_no_test_set(grid: Grid, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_node_needs_no_test_set(
+    grid: Grid, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     own_files(grid)
     _, server = serve(grid, three_nodes("training.rounds=1"), tmp_path / "run")
-    assert not any("refused" in line for line in MetricsLog(tmp_path / "run" / "metrics.jsonl").read())
+    assert not any(
+        "refused" in line for line in MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
+    )
     _, local = start_run(three_nodes("training.rounds=1", "engine.name=local"), tmp_path / "local")
     assert fingerprint(server.state) == fingerprint(local.state)
     file = min(grid.nodes.values())
@@ -110,13 +119,18 @@ def test_labels_beyond_the_runs_classes_are_reported_at_the_node(
     np.savez(min(grid.nodes.values()).parent / "mine.npz", x_train=images, y_train=np.arange(20))
     with pytest.raises(MotleyError, match="no node came for client 0"):
         serve(grid, three_nodes(), tmp_path / "run")
-    assert "train labels go from 0 to 19; the federation's 10 classes are 0..9." in capsys.readouterr().err
+    assert (
+        "train labels go from 0 to 19; the federation's 10 classes are 0..9."
+        in capsys.readouterr().err
+    )
 
 
 # ---- memory
 
 
-@pytest.mark.parametrize(("limits", "gives_back"), [("", False), ("memory_mb = 200.0", True), ("gflops = 5", False)])
+@pytest.mark.parametrize(
+    ("limits", "gives_back"), [("", False), ("memory_mb = 200.0", True), ("gflops = 5", False)]
+)
 def test_a_node_with_little_memory_gives_freed_memory_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: str, gives_back: bool
 ) -> None:
@@ -132,7 +146,9 @@ def full_width(folder: Path, size: str, rounds: int) -> Config:
     numbers = np.random.default_rng(0)
     images = numbers.integers(0, 256, (48, 32, 32, 3), dtype=np.uint8)
     labels = np.arange(48) % 10
-    np.savez(folder / "data.npz", x_train=images, y_train=labels, x_test=images[:16], y_test=labels[:16])
+    np.savez(
+        folder / "data.npz", x_train=images, y_train=labels, x_test=images[:16], y_test=labels[:16]
+    )
     settings = (
         "data.name=npz",
         f"data.path={folder / 'data.npz'}",
@@ -164,7 +180,9 @@ def peak_of(process: int) -> int:
 def peak_of_importing_torch() -> int:
     """Return the highest resident memory of a process that imports torch."""
     program = "import torch; print(open('/proc/self/status').read())"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("VmHWM:")]
     return int(line.split()[1]) * 1024
 
@@ -183,7 +201,9 @@ def test_a_real_node_takes_the_memory_that_was_planned(tmp_path: Path, size: str
     with Deployment(tmp_path / "federation", config, insecure=True) as deployment:
         file = deployment.folder.nodes / "node-0" / "node.toml"
         text = file.read_text().replace(f'size = "{size}"', 'size = ""')
-        file.write_text(text.replace("[budget]\n", f"[budget]\nmemory_mb = {cost.memory / 1e6 + 1}\n"))
+        file.write_text(
+            text.replace("[budget]\n", f"[budget]\nmemory_mb = {cost.memory / 1e6 + 1}\n")
+        )
         deployment.serve()
         deployment.join(0)
         run = deployment.play()

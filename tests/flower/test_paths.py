@@ -103,7 +103,14 @@ class Attacker:
 
     def ask(self, kind: str, text: str, **more: Any) -> Message:
         """Send a message with a configuration, and for a job with the state that fits it."""
-        about = {"config": text, "shape": SHAPE, "round": 1, "client": 0, "size": "resnet10", "client_state_round": -1}
+        about = {
+            "config": text,
+            "shape": SHAPE,
+            "round": 1,
+            "client": 0,
+            "size": "resnet10",
+            "client_state_round": -1,
+        }
         content = {"job": ConfigRecord({**about, "forget": 0, **more})}
         if kind != "query":
             federation = Federation(three_nodes("engine.name=local"))
@@ -143,7 +150,10 @@ def everything_in(reply: Message) -> str:
 SECRET = "client,hunter2-the-first-line\nrow 17"
 
 ATTACKS: dict[str, tuple[str, Callable[[str], tuple[str, ...]]]] = {
-    "budgets": ("a.csv", lambda file: ("federation.size_assignment=budget", f"federation.budgets={file}")),
+    "budgets": (
+        "a.csv",
+        lambda file: ("federation.size_assignment=budget", f"federation.budgets={file}"),
+    ),
     "budgets and sizes": (
         "a.csv",
         lambda file: (
@@ -152,7 +162,10 @@ ATTACKS: dict[str, tuple[str, Callable[[str], tuple[str, ...]]]] = {
             "federation.sizes=['resnet10','resnet14','resnet18']",
         ),
     ),
-    "partition": ("a.json", lambda file: ("data.partition.name=file", f"data.partition.path={file}")),
+    "partition": (
+        "a.json",
+        lambda file: ("data.partition.name=file", f"data.partition.path={file}"),
+    ),
     "weights": ("a.safetensors", lambda file: (f"model.weights={file}",)),
     "data path": ("a.npz", lambda file: ("data.name=npz", f"data.path={file}")),
     "data root": ("digits", lambda file: (f"data.root={file}",)),
@@ -164,7 +177,11 @@ ATTACKS: dict[str, tuple[str, Callable[[str], tuple[str, ...]]]] = {
 @pytest.mark.parametrize("kind", ["query", "train", "train.collect"])
 @pytest.mark.parametrize(("name", "settings"), ATTACKS.values(), ids=ATTACKS)
 def test_a_file_that_a_server_names_is_not_read_and_not_even_looked_for(
-    attacker: Attacker, tmp_path: Path, kind: str, name: str, settings: Callable[[str], tuple[str, ...]]
+    attacker: Attacker,
+    tmp_path: Path,
+    kind: str,
+    name: str,
+    settings: Callable[[str], tuple[str, ...]],
 ) -> None:
     """The answer is the same whether or not the file exists, and contains nothing of it."""
     (tmp_path / "there").mkdir()
@@ -172,22 +189,37 @@ def test_a_file_that_a_server_names_is_not_read_and_not_even_looked_for(
     answers = []
     for folder in ("there", "gone"):
         file = str(tmp_path / folder / name)
-        text = three_nodes(*settings(file)).to_toml().replace('preset = "quickstart"', f'preset = "{file}"')
+        text = (
+            three_nodes(*settings(file))
+            .to_toml()
+            .replace('preset = "quickstart"', f'preset = "{file}"')
+        )
         answers.append(everything_in(attacker.ask(kind, text)))
     assert answers[0] == answers[1]
     assert not re.search("hunter2|row 17|tmp|Error", answers[0].partition("arrays.")[0])
 
 
-def test_a_server_that_names_its_own_paths_is_understood_without_them(attacker: Attacker, tmp_path: Path) -> None:
+def test_a_server_that_names_its_own_paths_is_understood_without_them(
+    attacker: Attacker, tmp_path: Path
+) -> None:
     """Paths that a node does not need are dropped, and it trains on its own data."""
     plain = everything_in(attacker.ask("train", three_nodes().to_toml()))
-    paths = ("data.name=npz", f"data.path={tmp_path}/a.npz", f"model.weights={tmp_path}/b", "data.transform.resize=8")
+    paths = (
+        "data.name=npz",
+        f"data.path={tmp_path}/a.npz",
+        f"model.weights={tmp_path}/b",
+        "data.transform.resize=8",
+    )
     assert everything_in(attacker.ask("train", three_nodes(*paths).to_toml())) == plain
     assert plain.startswith("arrays.delta = ")
 
 
 def test_an_honest_server_sends_no_paths(tmp_path: Path) -> None:
-    mine = (f"data.root={tmp_path}", f"model.weights={tmp_path}/w", "federation.size_assignment=budget")
+    mine = (
+        f"data.root={tmp_path}",
+        f"model.weights={tmp_path}/w",
+        "federation.size_assignment=budget",
+    )
     lists = ("data.partition.name=file", f"data.partition.path={tmp_path}/lists.json")
     config = three_nodes(*mine, *lists, f"federation.budgets={tmp_path}/budgets.csv")
     assert str(tmp_path) in config.to_toml() and str(tmp_path) not in to_text(config)
@@ -202,7 +234,9 @@ def test_no_honest_configuration_is_taken_for_one_with_paths(method: str) -> Non
 
 def test_a_partition_file_is_the_nodes_own(attacker: Attacker, tmp_path: Path) -> None:
     (tmp_path / "theirs.json").write_text("[[0], [1], [2]]")
-    text = three_nodes("data.partition.name=file", f"data.partition.path={tmp_path}/theirs.json").to_toml()
+    text = three_nodes(
+        "data.partition.name=file", f"data.partition.path={tmp_path}/theirs.json"
+    ).to_toml()
     assert everything_in(attacker.ask("query", text)) == "0 node-settings REFERENCE"
     assert "data.partition: is not set." in attacker.log
     (attacker.file.parent / "mine.json").write_text("[[0, 1, 2], [3], [4]]")
@@ -214,13 +248,23 @@ def test_a_partition_file_is_the_nodes_own(attacker: Attacker, tmp_path: Path) -
 
 
 def test_the_text_of_a_failure_stays_at_the_node(attacker: Attacker) -> None:
-    attacker.file.write_text(attacker.file.read_text().replace('name = "digits"', 'name = "npz"\npath = "mine.npz"'))
+    attacker.file.write_text(
+        attacker.file.read_text().replace('name = "digits"', 'name = "npz"\npath = "mine.npz"')
+    )
     images, labels = np.zeros((3, 8, 8), np.uint8), np.array([17, 0, 0])
-    np.savez(attacker.file.parent / "mine.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+    np.savez(
+        attacker.file.parent / "mine.npz",
+        x_train=images,
+        y_train=labels,
+        x_test=images,
+        y_test=labels,
+    )
     reply = attacker.ask("train", three_nodes().to_toml())
     kind, _, reference = str(reply.error.reason).partition(" ")
     assert kind == "data" and re.fullmatch("[0-9a-f]{8}", reference)
-    assert f"failure {reference} (data): data set 'npz': train labels go from 0 to 17" in attacker.log
+    assert (
+        f"failure {reference} (data): data set 'npz': train labels go from 0 to 17" in attacker.log
+    )
 
 
 def test_an_unexpected_error_is_a_traceback_at_the_node_and_a_kind_at_the_server(
@@ -244,7 +288,11 @@ BAD_MESSAGES: dict[str, tuple[str, dict[str, Any], str]] = {
     "no job": ("query", {}, "bad-message"),
     "no table": ("query", {"job": pack(a={"b": torch.zeros(1)})}, "bad-message"),
     "no shape": ("query", {"job": ConfigRecord({"config": TEXT})}, "bad-message"),
-    "shape of words": ("query", {"job": ConfigRecord({"config": TEXT, "shape": "abcd"})}, "bad-message"),
+    "shape of words": (
+        "query",
+        {"job": ConfigRecord({"config": TEXT, "shape": "abcd"})},
+        "bad-message",
+    ),
     "no TOML": ("query", {"job": ConfigRecord({**JOB, "config": "a = "})}, "bad-config"),
     "unknown key": ("query", {"job": ConfigRecord({**JOB, "config": "a = 1"})}, "bad-config"),
     "other images": ("query", {"job": ConfigRecord({**JOB, "shape": [9, 9, 1, 10]})}, "data"),
@@ -271,10 +319,17 @@ BAD_MESSAGES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "statistics of a guarded run": (
         "train.collect",
-        {"job": ConfigRecord({**JOB, "config": GUARDED, "collection": "statistics"}), "arrays": pack()},  # type: ignore[dict-item]
+        {
+            "job": ConfigRecord({**JOB, "config": GUARDED, "collection": "statistics"}),
+            "arrays": pack(),
+        },  # type: ignore[dict-item]
         "refused-by-node",
     ),
-    "a round of words": ("train", {"job": ConfigRecord({**JOB, "round": "../x"}), "arrays": pack()}, "bad-message"),  # type: ignore[dict-item]
+    "a round of words": (
+        "train",
+        {"job": ConfigRecord({**JOB, "round": "../x"}), "arrays": pack()},
+        "bad-message",
+    ),  # type: ignore[dict-item]
     "no such state": (
         "train",
         {"job": ConfigRecord(JOB), "arrays": pack(state={"a": torch.zeros(1)})},  # type: ignore[arg-type]
@@ -320,6 +375,8 @@ def test_a_log_does_not_grow_for_ever(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["node.log", "node.log.old"]
 
 
-def test_a_log_that_cannot_be_written_is_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_that_cannot_be_written_is_no_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert keep_text(ValueError("why"), tmp_path / "nowhere" / "node.log").startswith("training ")
     assert "ValueError: why" in capsys.readouterr().err

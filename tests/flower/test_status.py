@@ -43,7 +43,9 @@ class Registry:
         return list(ListNodesResponse(nodes_info=self.listed).nodes_info)
 
     def register(self, key: bytes, name: str) -> None:
-        self.listed.append(NodeInfo(node_id=len(self.listed) + 1, public_key=key, name=name, status="registered"))
+        self.listed.append(
+            NodeInfo(node_id=len(self.listed) + 1, public_key=key, name=name, status="registered")
+        )
 
     def unregister(self, number: int) -> None:
         for node in self.listed:
@@ -64,7 +66,13 @@ def node(folder: DeployFolder, client: int, status: str) -> NodeInfo:
     key = read_public_key(folder.nodes / f"node-{client}" / "key.pub")
     online = MOMENT if status != "registered" else ""
     number = 10**19 + client
-    return NodeInfo(node_id=number, public_key=key, name=f"node-{client}", status=status, last_activated_at=online)
+    return NodeInfo(
+        node_id=number,
+        public_key=key,
+        name=f"node-{client}",
+        status=status,
+        last_activated_at=online,
+    )
 
 
 def shown(table: Any) -> list[list[str]]:
@@ -86,13 +94,19 @@ def test_status_names_clients_sizes_and_devices(folder: DeployFolder) -> None:
 
 def test_status_without_keys_has_flowers_ids_only(tmp_path: Path) -> None:
     plain = create(tmp_path / "plain", three_nodes(), DeploySettings(insecure=True))
-    (row,) = shown(node_table(plain, [NodeInfo(node_id=7, status="online", last_activated_at=MOMENT)]))
+    (row,) = shown(
+        node_table(plain, [NodeInfo(node_id=7, status="online", last_activated_at=MOMENT)])
+    )
     assert row == ["?", "", "", "", "online", "2026-11-15 17:14:31", "7"]
 
 
 def test_status_of_runs(folder: DeployFolder) -> None:
     assert run_lines(folder, []) == ["no run yet"]
-    failed = RunStatus(status="finished", sub_status="failed", details="ServerApp failed with exception: no node came")
+    failed = RunStatus(
+        status="finished",
+        sub_status="failed",
+        details="ServerApp failed with exception: no node came",
+    )
     runs = [
         Run(run_id=2, status=RunStatus(status="running"), pending_at=MOMENT, running_at=MOMENT),
         Run(run_id=1, status=failed, pending_at=MOMENT, finished_at=MOMENT),
@@ -136,14 +150,19 @@ def test_a_run_that_has_begun_goes_on_without_absent_nodes(
 
 def test_without_keys_nodes_are_counted(tmp_path: Path) -> None:
     plain = create(tmp_path / "plain", three_nodes(), DeploySettings(insecure=True))
-    assert describe_missing(plain, control(NodeInfo(status="online"), NodeInfo(status="offline")), 3) == "2 of 3 nodes"
+    assert (
+        describe_missing(plain, control(NodeInfo(status="online"), NodeInfo(status="offline")), 3)
+        == "2 of 3 nodes"
+    )
     assert describe_missing(plain, control(*[NodeInfo(status="online")] * 3), 3) == ""
 
 
 def test_exactly_the_keys_in_the_folder_are_admitted(folder: DeployFolder, tmp_path: Path) -> None:
     """A key that somebody else registered on an older server is removed."""
     write_node_key(tmp_path)
-    stranger = NodeInfo(node_id=99, public_key=read_public_key(tmp_path / "key.pub"), status="registered")
+    stranger = NodeInfo(
+        node_id=99, public_key=read_public_key(tmp_path / "key.pub"), status="registered"
+    )
     registry = control(stranger, node(folder, 0, "offline"))
     register_nodes(folder, registry)
     assert [info.name for info in registry.nodes()] == ["node-0", "node-1", "node-2"]
@@ -151,7 +170,9 @@ def test_exactly_the_keys_in_the_folder_are_admitted(folder: DeployFolder, tmp_p
     register_nodes(folder, registry)
     assert [info.name for info in registry.nodes()] == ["node-0", "node-2"]
     shutil.move(tmp_path / "elsewhere", folder.nodes / "node-1")
-    with pytest.raises(MotleyError, match=r"node-1: this node was excluded before. .* delete .*state\.db\*"):
+    with pytest.raises(
+        MotleyError, match=r"node-1: this node was excluded before. .* delete .*state\.db\*"
+    ):
         register_nodes(folder, registry)
 
 
@@ -168,6 +189,8 @@ def test_a_failed_run_keeps_its_message_without_flowers_traceback(
 ) -> None:
     del grid.nodes[999]
     values = {"config": three_nodes().to_toml(), "out": str(tmp_path / "run")}
-    with pytest.raises(MotleyError, match="no node came for client 1; a run begins with all of its clients"):
+    with pytest.raises(
+        MotleyError, match="no node came for client 1; a run begins with all of its clients"
+    ):
         app(cast(Any, grid), Context(1, 1, {}, RecordDict(), cast(Any, values)))
     assert not flowers_log.isEnabledFor(logging.ERROR)

@@ -17,7 +17,11 @@ from tests.flower.processes import PATIENCE, Deployment
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = ("method.name=scaffold", f"engine.flower.wait_s={PATIENCE}", f"engine.flower.timeout_s={PATIENCE}")
+SETTINGS = (
+    "method.name=scaffold",
+    f"engine.flower.wait_s={PATIENCE}",
+    f"engine.flower.timeout_s={PATIENCE}",
+)
 
 
 def edit(deployment: Deployment, client: int, more: str) -> None:
@@ -64,11 +68,15 @@ def test_a_worker_that_is_killed_at_work_costs_one_answer(tmp_path: Path) -> Non
     """The SuperNode misses its heartbeat and answers with an error; the next message gets a new worker."""
     settings = (*SETTINGS, "training.rounds=3", "training.steps=3", "server.min_fraction=0.5")
     app = "tests.flower.sleepy:app"
-    with Deployment(tmp_path / "federation", three_nodes(*settings), insecure=True, nodes=app) as deployment:
+    with Deployment(
+        tmp_path / "federation", three_nodes(*settings), insecure=True, nodes=app
+    ) as deployment:
         deployment.serve()
         deployment.join(0, 1, 2)
         run = deployment.play()
-        deployment.wait(lambda: "falling asleep" in deployment.said("node-1") or run.poll() is not None)
+        deployment.wait(
+            lambda: "falling asleep" in deployment.said("node-1") or run.poll() is not None
+        )
         (worker,) = deployment.workers("node-1")
         os.kill(worker, signal.SIGKILL)
         deployment.finish(run)

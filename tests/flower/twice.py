@@ -36,7 +36,10 @@ honest = build()
 def connect(file: Path) -> FleetHttpClient:
     """Reach the server as the node with that file does."""
     key = load_ssh_private_key((file.parent / "key").read_bytes(), None)
-    proof = [RuntimeVersionHttpInterceptor(component_name="SuperNode"), NodeAuthHttpInterceptor(key, key.public_key())]
+    proof = [
+        RuntimeVersionHttpInterceptor(component_name="SuperNode"),
+        NodeAuthHttpInterceptor(key, key.public_key()),
+    ]
     return FleetHttpClient.from_server_address(
         read_node(file).superlink, False, str(file.parent / "ca.crt"), interceptors=proof
     )
@@ -58,14 +61,19 @@ def complete(link: FleetHttpClient, reply: Message, wanted: PushMessagesResponse
     """Send an answer's arrays."""
     node, run = Node(node_id=reply.metadata.src_node_id), reply.metadata.run_id
     push = make_push_object_fn_protobuf(link.PushObject, node, run, wanted.session_id)
-    push_objects(get_all_nested_objects(reply), push, object_ids_to_push=set(wanted.objects_to_push))
+    push_objects(
+        get_all_nested_objects(reply), push, object_ids_to_push=set(wanted.objects_to_push)
+    )
 
 
 def opposite(reply: Message, message: Message) -> Message:
     """Return a valid answer with the negated delta."""
     arrays = reply.content["arrays"]
     delta = {name: -tensor for name, tensor in unpack(arrays, "delta").items()}
-    content = {"update": reply.content["update"], "arrays": pack(delta=delta, payload=unpack(arrays, "payload"))}
+    content = {
+        "update": reply.content["update"],
+        "arrays": pack(delta=delta, payload=unpack(arrays, "payload")),
+    }
     return Message(RecordDict(content), reply_to=message)
 
 

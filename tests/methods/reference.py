@@ -35,26 +35,36 @@ class Reference:
         return [torch.zeros_like(p) for p in self.model.parameters()]
 
     def mean(self, models: list[nn.Module]) -> Vector:
-        return [torch.stack(list(ps)).mean(0).detach() for ps in zip(*(m.parameters() for m in models), strict=True)]
+        return [
+            torch.stack(list(ps)).mean(0).detach()
+            for ps in zip(*(m.parameters() for m in models), strict=True)
+        ]
 
     def become(self, weights: Vector) -> None:
         with torch.no_grad():
             for parameter, value in zip(self.model.parameters(), weights, strict=True):
                 parameter.copy_(value)
 
-    def trained(self, batches: list[Batch], penalty: Callable[[nn.Module, Batch], Tensor | float]) -> nn.Module:
+    def trained(
+        self, batches: list[Batch], penalty: Callable[[nn.Module, Batch], Tensor | float]
+    ) -> nn.Module:
         """Minimise cross entropy + penalty from the server's weights."""
         model = copy.deepcopy(self.model).train()
         optimizer = self.optimizer(list(model.parameters()))
         for images, labels in batches:
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(images), labels) + penalty(model, (images, labels))
+            loss = nn.functional.cross_entropy(model(images), labels) + penalty(
+                model, (images, labels)
+            )
             loss.backward()
             optimizer.step()
         return model
 
     def away(self, model: nn.Module) -> Vector:
-        return [p.detach() - w.detach() for p, w in zip(model.parameters(), self.model.parameters(), strict=True)]
+        return [
+            p.detach() - w.detach()
+            for p, w in zip(model.parameters(), self.model.parameters(), strict=True)
+        ]
 
     def squared_distance(self, model: nn.Module) -> Tensor:
         pairs = zip(model.parameters(), self.model.parameters(), strict=True)
@@ -66,7 +76,9 @@ class Reference:
 
 
 def inner(vector: Vector, model: nn.Module) -> Tensor:
-    return torch.stack([(v * p).sum() for v, p in zip(vector, model.parameters(), strict=True)]).sum()
+    return torch.stack(
+        [(v * p).sum() for v, p in zip(vector, model.parameters(), strict=True)]
+    ).sum()
 
 
 def fedprox(fl: Reference, turns: dict[int, list[Batch]], mu: float, norms: bool = False) -> None:
@@ -94,7 +106,10 @@ def scaffold(fl: Reference, turns: dict[int, list[Batch]], gradient: bool) -> No
                 with torch.no_grad():
                     for p, d in zip(model.parameters(), drift, strict=True):
                         p.sub_(fl.lr * d)
-        new = [c_i - c - a / (len(batches) * fl.lr) for c_i, c, a in zip(own, fl.server, fl.away(model), strict=True)]
+        new = [
+            c_i - c - a / (len(batches) * fl.lr)
+            for c_i, c, a in zip(own, fl.server, fl.away(model), strict=True)
+        ]
         total = [t + n - c_i for t, n, c_i in zip(total, new, own, strict=True)]
         fl.kept[client] = new
         models.append(model)
@@ -109,7 +124,9 @@ def fednova(fl: Reference, turns: dict[int, list[Batch]], momentum: float) -> No
     rates = [[d / a_i for d in fl.away(model)] for model, a_i in zip(models, a, strict=True)]
     mean = [torch.stack(column).mean(0) for column in zip(*rates, strict=True)]
     effective = sum(a) / len(a)
-    fl.become([w.detach() + effective * d for w, d in zip(fl.model.parameters(), mean, strict=True)])
+    fl.become(
+        [w.detach() + effective * d for w, d in zip(fl.model.parameters(), mean, strict=True)]
+    )
 
 
 def feddyn(fl: Reference, turns: dict[int, list[Batch]], alpha: float) -> None:
@@ -118,7 +135,9 @@ def feddyn(fl: Reference, turns: dict[int, list[Batch]], alpha: float) -> None:
     models, total = [], fl.zeros()
     for client, batches in turns.items():
         grad = fl.kept.get(client, fl.zeros())
-        model = fl.trained(batches, lambda m, _, grad=grad: alpha / 2 * fl.squared_distance(m) - inner(grad, m))
+        model = fl.trained(
+            batches, lambda m, _, grad=grad: alpha / 2 * fl.squared_distance(m) - inner(grad, m)
+        )
         fl.kept[client] = [g - alpha * d for g, d in zip(grad, fl.away(model), strict=True)]
         total = [t + d for t, d in zip(total, fl.away(model), strict=True)]
         models.append(model)
@@ -126,7 +145,9 @@ def feddyn(fl: Reference, turns: dict[int, list[Batch]], alpha: float) -> None:
     fl.become([m - h / alpha for m, h in zip(fl.mean(models), fl.server, strict=True)])
 
 
-def fedspeed(fl: Reference, turns: dict[int, list[Batch]], alpha: float, rho: float, ascent: float) -> None:
+def fedspeed(
+    fl: Reference, turns: dict[int, list[Batch]], alpha: float, rho: float, ascent: float
+) -> None:
     """The authors' code form: lambda_i at clients; the server adds the mean of all lambda to the mean of w_i."""
     models = []
     for client, batches in turns.items():
@@ -134,13 +155,17 @@ def fedspeed(fl: Reference, turns: dict[int, list[Batch]], alpha: float, rho: fl
         model = copy.deepcopy(fl.model).train()
         optimizer = fl.optimizer(list(model.parameters()))
         for images, labels in batches:
-            first = torch.autograd.grad(nn.functional.cross_entropy(model(images), labels), list(model.parameters()))
+            first = torch.autograd.grad(
+                nn.functional.cross_entropy(model(images), labels), list(model.parameters())
+            )
             norm = torch.cat([g.flatten() for g in first]).norm()
             up = copy.deepcopy(model)
             with torch.no_grad():
                 for p, g in zip(up.parameters(), first, strict=True):
                     p.add_(rho * g / norm)
-            second = torch.autograd.grad(nn.functional.cross_entropy(up(images), labels), list(up.parameters()))
+            second = torch.autograd.grad(
+                nn.functional.cross_entropy(up(images), labels), list(up.parameters())
+            )
             parts = zip(model.parameters(), first, second, dual, fl.model.parameters(), strict=True)
             for p, g1, g2, d, w in parts:
                 p.grad = (1 - ascent) * g1 + ascent * g2 + alpha * (p.detach() - w.detach() + d)
@@ -161,7 +186,10 @@ def moon(fl: Reference, turns: dict[int, list[Batch]], mu: float, temperature: f
         def contrast(model: nn.Module, batch: Batch, previous: nn.Module = previous) -> Tensor:
             z, z_global, z_previous = (features(m, batch[0]) for m in (model, frozen, previous))
             similar = nn.functional.cosine_similarity
-            logits = torch.stack([similar(z, z_global.detach()), similar(z, z_previous.detach())], 1) / temperature
+            logits = (
+                torch.stack([similar(z, z_global.detach()), similar(z, z_previous.detach())], 1)
+                / temperature
+            )
             return -mu * nn.functional.log_softmax(logits, 1)[:, 0].mean()
 
         model = fl.trained(batches, contrast)

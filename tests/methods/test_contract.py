@@ -36,22 +36,57 @@ SERVERS = {
     "fedyogi": ("method.name=scaffold", "server.optimizer.name=yogi"),
     "fedadagrad": ("method.name=feddyn", "server.optimizer.name=adagrad"),
     "noise": ("method.name=fednova", "uplink.noise=0.5"),
-    "fednova-prox": ("method.name=fednova", "method.mu=0.1", "training.optimizer={name='sgd', lr=0.05, momentum=0.5}"),
-    "fedspeed-mixed": ("method.name=fedspeed", "method.ascent=0.5", "training.optimizer={name='sgd', lr=0.05}"),
+    "fednova-prox": (
+        "method.name=fednova",
+        "method.mu=0.1",
+        "training.optimizer={name='sgd', lr=0.05, momentum=0.5}",
+    ),
+    "fedspeed-mixed": (
+        "method.name=fedspeed",
+        "method.ascent=0.5",
+        "training.optimizer={name='sgd', lr=0.05}",
+    ),
     "moon-projection": ("method.name=moon", "model.projection=8"),
-    "fedin-exact": ("method.name=fedin", "method.combine=exact", "method.samples=2", "method.noise=0.5"),
-    "fedin-separate": ("method.name=fedin", "method.step=separate", "method.noise=0.5", "method.noise_on=upload"),
+    "fedin-exact": (
+        "method.name=fedin",
+        "method.combine=exact",
+        "method.samples=2",
+        "method.noise=0.5",
+    ),
+    "fedin-separate": (
+        "method.name=fedin",
+        "method.step=separate",
+        "method.noise=0.5",
+        "method.noise_on=upload",
+    ),
     "fedin-projection": ("method.name=fedin", "method.projection=8", "method.running=local"),
-    "fedimpro-official": ("method.name=fedimpro", "method.variant=official", "method.ramp=2", "method.noise=0.01"),
-    "fedimpro-separate": ("method.name=fedimpro", "method.normalization=separate", "method.merge=counts"),
+    "fedimpro-official": (
+        "method.name=fedimpro",
+        "method.variant=official",
+        "method.ramp=2",
+        "method.noise=0.01",
+    ),
+    "fedimpro-separate": (
+        "method.name=fedimpro",
+        "method.normalization=separate",
+        "method.merge=counts",
+    ),
     **{name: (f"method.name={name}",) for name in ON_FEDIMPRO},
-    "scaffold-weights": ("method.name=scaffold", "method.initial=weights", "training.max_grad_norm=1"),
+    "scaffold-weights": (
+        "method.name=scaffold",
+        "method.initial=weights",
+        "training.max_grad_norm=1",
+    ),
 }
 WITH_A_SPLIT = {"heterofl", "fjord", "scalefl", "depthfl", "inclusivefl"}
 """Methods for parts in width or with exits, which the tests of those parts go through; here, over depth alone."""
 CASES = {
     **{
-        f"{entry.name}-{split}-{with_inco}": (f"method.name={entry.name}", *SPLITS[split], *INCO[with_inco])
+        f"{entry.name}-{split}-{with_inco}": (
+            f"method.name={entry.name}",
+            *SPLITS[split],
+            *INCO[with_inco],
+        )
         for entry in METHODS
         if entry.name not in ON_FEDIMPRO
         for split in SPLITS
@@ -102,7 +137,9 @@ def everything(federation: Federation, server: ServerState) -> dict[str, str]:
     remembers = federation.method.requirements.client_state
     hashes = {section: fingerprint(state) for section, state in sections_of(server).items()}
     remembered = {
-        str(c): fingerprint(memory.get(c, made)) for c, made in server.client_state_rounds.items() if remembers
+        str(c): fingerprint(memory.get(c, made))
+        for c, made in server.client_state_rounds.items()
+        if remembers
     }
     return {**hashes, **remembered}
 
@@ -163,7 +200,9 @@ def test_what_nobody_held_stays_bit_for_bit(case: str) -> None:
         for name, tensor in new.items():
             plain = name.removeprefix("first/").removeprefix("second/")
             if plain not in before.state:
-                assert section == "method"  # features and their statistics belong to clients, not to names
+                assert (
+                    section == "method"
+                )  # features and their statistics belong to clients, not to names
             elif plain not in held:
                 assert torch.equal(tensor, old[name]), (section, name)
             elif section == "state" and plain in federation.split.parameters:
@@ -190,14 +229,24 @@ def test_steps_can_be_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     def guarded(learner: Any) -> torch.Tensor:
         with NoValueIsRead():
             loss = train_step(learner)
-        states = [learner.state, learner.received, learner.broadcast, learner.client_state, *learner.scratch.values()]
+        states = [
+            learner.state,
+            learner.received,
+            learner.broadcast,
+            learner.client_state,
+            *learner.scratch.values(),
+        ]
         captured = id(learner), shapes_of(learner.broadcast, learner.client_state)
-        seen.setdefault(captured, []).append([t.data_ptr() for state in states for t in state.values()])
+        seen.setdefault(captured, []).append(
+            [t.data_ptr() for state in states for t in state.values()]
+        )
         return loss
 
     monkeypatch.setattr(federation.method.client, "train_step", guarded)
     played(federation, federation.initial_state(), 2)
-    assert seen and all(len(places) >= 3 and all(p == places[0] for p in places) for places in seen.values())
+    assert seen and all(
+        len(places) >= 3 and all(p == places[0] for p in places) for places in seen.values()
+    )
 
 
 MLP = (
@@ -220,12 +269,17 @@ def changes_of(name: str, precision: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", [entry.name for entry in METHODS])
 def test_hooks_act_on_the_weights_behind_bf16_copies(name: str) -> None:
-    whole, low = (torch.cat([t.flatten() for _, t in sorted(changes_of(name, p).items())]) for p in ("fp32", "bf16"))
+    whole, low = (
+        torch.cat([t.flatten() for _, t in sorted(changes_of(name, p).items())])
+        for p in ("fp32", "bf16")
+    )
     assert 0 < float((low - whole).norm()) < 0.05 * float(whole.norm())
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in METHODS])
-def test_a_learning_rate_on_the_device_is_as_good_as_a_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_learning_rate_on_the_device_is_as_good_as_a_number(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a GPU the learning rate is a tensor, which a captured step reads."""
     expected = changes_of(name, "fp32")
     build = OptimizerSettings.build

@@ -12,14 +12,21 @@ from tests.methods.turns import after
 PREACT = ("model.sizes=['heterofl-resnet18']", "model.preact.width=0.0625")
 WIDTH = ("split.name=width", "split.rates=[1,0.5]", "training.steps=1")
 SHARDS = "data.partition={name='shards'}"
-REDRAWN = ("model.sizes=['mlp3']", "model.mlp.hidden=8", *WIDTH, "federation.size_assignment=dynamic")
+REDRAWN = (
+    "model.sizes=['mlp3']",
+    "model.mlp.hidden=8",
+    *WIDTH,
+    "federation.size_assignment=dynamic",
+)
 
 
 @pytest.mark.parametrize("name", ["fedin", "fedimpro", "moon"])
 def test_heterofls_network_is_cut_like_any_other(name: str) -> None:
     federation, server = after(2, *PREACT, *WIDTH, name=name)
     start = federation.initial_state().state
-    assert all(not torch.equal(server.state[name], start[name]) for name in federation.split.parameters)
+    assert all(
+        not torch.equal(server.state[name], start[name]) for name in federation.split.parameters
+    )
 
 
 def test_a_client_whose_size_is_redrawn_gets_features_of_this_rounds_width() -> None:
@@ -43,10 +50,17 @@ def test_a_client_whose_size_is_redrawn_gets_statistics_of_this_rounds_width() -
 
 def test_classifier_rows_by_label_in_a_transformer_too() -> None:
     """Its class token is a parameter of no layer."""
-    vit = ("model.sizes=['vit1']", "model.vit={patch=4, dim=12, heads=2}", "federation.clients_per_round=1", SHARDS)
+    vit = (
+        "model.sizes=['vit1']",
+        "model.vit={patch=4, dim=12, heads=2}",
+        "federation.clients_per_round=1",
+        SHARDS,
+    )
     federation, server = after(1, *vit, *WIDTH, name="heterofl")
     (client,) = federation.sample(1)
     held = set(federation.dataset.train.labels[federation.partition.of(client)].tolist())
     before = federation.initial_state().state["head.weight"]
-    moved = {row for row in range(10) if not torch.equal(server.state["head.weight"][row], before[row])}
+    moved = {
+        row for row in range(10) if not torch.equal(server.state["head.weight"][row], before[row])
+    }
     assert moved == held and len(held) < 10

@@ -57,7 +57,9 @@ def memories(federation: Federation, server: ServerState) -> dict[int, State]:
     ],
     ids=lambda overrides: overrides[0],
 )
-def test_a_term_of_no_weight_is_fedavg_bit_for_bit(overrides: tuple[str, ...], optimizer: tuple[str, ...]) -> None:
+def test_a_term_of_no_weight_is_fedavg_bit_for_bit(
+    overrides: tuple[str, ...], optimizer: tuple[str, ...]
+) -> None:
     steps = [override for override in overrides if override.startswith("training.steps")]
     _, plain = after(2, *optimizer, *steps)
     _, other = after(2, *optimizer, *overrides)
@@ -70,7 +72,9 @@ def test_the_first_turn_is_fedavgs(name: str, exactly: bool) -> None:
     _, plain = after(1, *SGD)
     _, other = after(1, *SGD, f"method.name={name}")
     for key, tensor in plain.state.items():
-        torch.testing.assert_close(other.state[key], tensor, rtol=0 if exactly else 1e-4, atol=0 if exactly else 1e-6)
+        torch.testing.assert_close(
+            other.state[key], tensor, rtol=0 if exactly else 1e-4, atol=0 if exactly else 1e-6
+        )
     _, plain = after(2, *SGD)
     _, other = after(2, *SGD, f"method.name={name}")
     apart = max(float((other.state[n] - plain.state[n]).abs().max()) for n in plain.state)
@@ -83,7 +87,9 @@ def test_feddyn_without_strength_trains_like_fedavg_and_adds_the_mean_of_all_dua
     start = federation.initial_state()
     sampled = federation.sample(1)
     for name in federation.split.parameters:
-        size_owners = [c for c, size in enumerate(federation.sizes) if name in federation.split.part(size)]
+        size_owners = [
+            c for c, size in enumerate(federation.sizes) if name in federation.split.part(size)
+        ]
         present = [c for c in sampled if c in size_owners]
         change = plain.state[name] - start.state[name]
         expected = start.state[name] + change * (1 + len(present) / len(size_owners))
@@ -101,9 +107,13 @@ def test_fedspeed_that_does_not_climb_is_feddyn() -> None:
 @pytest.mark.parametrize("name", [entry.name for entry in METHODS])
 def test_layers_of_one_architecture_are_the_whole_of_it(name: str) -> None:
     one = ("model.sizes=['resnet14']", f"method.name={name}")
-    ends = [after(2, *one, f"split.name={split}")[1] for split in ("homogeneous", "depth", "grouped")]
+    ends = [
+        after(2, *one, f"split.name={split}")[1] for split in ("homogeneous", "depth", "grouped")
+    ]
     assert same_bits(ends[0].state, ends[1].state)
-    assert same_bits(ends[0].state, {n.removeprefix("resnet14/"): t for n, t in ends[2].state.items()})
+    assert same_bits(
+        ends[0].state, {n.removeprefix("resnet14/"): t for n, t in ends[2].state.items()}
+    )
 
 
 def test_fedavg_over_parts_is_the_mean_over_owners() -> None:
@@ -137,7 +147,9 @@ def test_progress_with_a_proximal_term_follows_the_papers_recursion() -> None:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.7])
 @pytest.mark.parametrize("mu", [0.0, 0.4])
-def test_progress_is_how_far_torchs_sgd_goes_along_a_constant_gradient(momentum: float, mu: float) -> None:
+def test_progress_is_how_far_torchs_sgd_goes_along_a_constant_gradient(
+    momentum: float, mu: float
+) -> None:
     weight = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=momentum)
     for _ in range(9):
@@ -161,7 +173,9 @@ PART = {name: Piece(name) for name in ("a.weight", "b.weight", "a.running_var")}
 STATE = {"a.weight": torch.zeros(2), "b.weight": torch.zeros(1), "a.running_var": torch.ones(2)}
 
 
-def update(client: int, part: dict[str, Piece], value: float, steps: int, weight: float) -> ClientUpdate:
+def update(
+    client: int, part: dict[str, Piece], value: float, steps: int, weight: float
+) -> ClientUpdate:
     change = {
         local: torch.full_like(STATE[p.name] if p.index is None else STATE[p.name][p.index], value)
         for local, p in part.items()
@@ -180,11 +194,15 @@ def update(client: int, part: dict[str, Piece], value: float, steps: int, weight
 
 def test_steps_in_proportion_to_samples_give_the_uniform_mean_times_a_server_step() -> None:
     samples, values = [10, 20, 50], [0.3, -0.1, 0.2]
-    updates = [update(i, PART, v, 2 * n, n) for i, (n, v) in enumerate(zip(samples, values, strict=True))]
+    updates = [
+        update(i, PART, v, 2 * n, n) for i, (n, v) in enumerate(zip(samples, values, strict=True))
+    ]
     change = nova(Names()).server.aggregate({}, STATE, updates).delta
     server_step = 3 * sum(n * n for n in samples) / sum(samples) ** 2
     assert server_step > 1
-    assert change["a.weight"].tolist() == pytest.approx([server_step * sum(values) / 3] * 2, rel=1e-6)
+    assert change["a.weight"].tolist() == pytest.approx(
+        [server_step * sum(values) / 3] * 2, rel=1e-6
+    )
     weighted = sum(n * v for n, v in zip(samples, values, strict=True)) / sum(samples)
     assert change["a.running_var"].tolist() == pytest.approx([weighted] * 2, rel=1e-6)
 
@@ -193,15 +211,24 @@ def test_tau_is_a_layers_own_and_in_pieces_a_coordinates_own() -> None:
     """B is held by clients 1 and 2 only, and a's second coordinate by client 2 alone."""
     first = {"a.weight": Piece("a.weight", (slice(0, 1),))}
     second = {**first, "b.weight": Piece("b.weight")}
-    updates = [update(0, first, 1.0, 1, 1.0), update(1, second, 2.0, 4, 1.0), update(2, PART, 3.0, 10, 1.0)]
+    updates = [
+        update(0, first, 1.0, 1, 1.0),
+        update(1, second, 2.0, 4, 1.0),
+        update(2, PART, 3.0, 10, 1.0),
+    ]
     change = nova(Names()).server.aggregate({}, STATE, updates).delta
     assert change["b.weight"].item() == pytest.approx((2 / 4 + 3 / 10) / 2 * 7, rel=1e-6)
-    assert change["a.weight"].tolist() == pytest.approx([(1 / 1 + 2 / 4 + 3 / 10) / 3 * 5, 3.0], rel=1e-6)
+    assert change["a.weight"].tolist() == pytest.approx(
+        [(1 / 1 + 2 / 4 + 3 / 10) / 3 * 5, 3.0], rel=1e-6
+    )
 
 
 def test_with_a_proximal_term_the_server_counts_steps() -> None:
     updates = [update(0, PART, 1.0, 2, 1.0), update(1, PART, 3.0, 6, 1.0)]
-    halved = [ClientUpdate(**{**vars(u), "payload": {"progress": u.payload["progress"] / 2}}) for u in updates]
+    halved = [
+        ClientUpdate(**{**vars(u), "payload": {"progress": u.payload["progress"] / 2}})
+        for u in updates
+    ]
     change = nova(Names(), mu=0.1).server.aggregate({}, STATE, halved).delta
     assert change["a.weight"].tolist() == pytest.approx([(1 / 1 + 3 / 3) / 2 * 4] * 2, rel=1e-6)
 
@@ -212,7 +239,9 @@ def test_scaled_buffers_are_the_deviation_and_a_variance_stays_at_zero_or_above(
         merged = nova(Names(), scale_buffers=scaled).server.aggregate({}, STATE, updates)
         assert merged.delta["a.running_var"].tolist() == pytest.approx([expected] * 2, rel=1e-6)
         state = apply(STATE, merged, Names.parameters)
-        assert state["a.running_var"].tolist() == pytest.approx([max(0.0, 1 + expected)] * 2, abs=1e-6)
+        assert state["a.running_var"].tolist() == pytest.approx(
+            [max(0.0, 1 + expected)] * 2, abs=1e-6
+        )
 
 
 # ---- SCAFFOLD
@@ -228,20 +257,35 @@ def test_c_is_the_mean_of_all_owners_c_i_after_every_round(split: str, initial: 
     zero = initial == "zeros"
     assert server.method_state.keys() == federation.split.parameters
     assert all(
-        bool(tensor.any()) != zero for name, tensor in server.method_state.items() if name.endswith("conv1.weight")
+        bool(tensor.any()) != zero
+        for name, tensor in server.method_state.items()
+        if name.endswith("conv1.weight")
     )
     for _ in range(3):
         server, _ = federation.run_round(server)
-        own = {c: federation.method.client.initial_client_state(size, {}) for c, size in enumerate(federation.sizes)}
+        own = {
+            c: federation.method.client.initial_client_state(size, {})
+            for c, size in enumerate(federation.sizes)
+        }
         own.update(memories(federation, server))
         for name, control in server.method_state.items():
             parts = {c: federation.split.part(size) for c, size in enumerate(federation.sizes)}
-            given = [own[c][local] for c, part in parts.items() for local, p in part.items() if p.name == name]
+            given = [
+                own[c][local]
+                for c, part in parts.items()
+                for local, p in part.items()
+                if p.name == name
+            ]
             torch.testing.assert_close(control, torch.stack(given).mean(0), rtol=1e-3, atol=1e-5)
 
 
 def test_one_full_batch_a_turn_with_everybody_is_gradient_descent() -> None:
-    settings = ("model.sizes=['mlp2']", "split.name=homogeneous", "federation.clients_per_round=6", *SGD)
+    settings = (
+        "model.sizes=['mlp2']",
+        "split.name=homogeneous",
+        "federation.clients_per_round=6",
+        *SGD,
+    )
     whole = ("training.steps=1", "training.batch_size=1437")
     _, plain = after(3, *settings, *whole)
     _, controlled = after(3, *settings, *whole, "method.name=scaffold")
@@ -282,7 +326,9 @@ def test_the_dual_is_added_after_inco() -> None:
     jobs = [federation.job(before, 2, client) for client in (4, 5)]
     uploads = federation.engine.train(jobs, lambda client: None)
     end, _ = federation.run_round(before)
-    mean = {name: (uploads[0].delta[name] + uploads[1].delta[name]) / 2 for name in uploads[0].delta}
+    mean = {
+        name: (uploads[0].delta[name] + uploads[1].delta[name]) / 2 for name in uploads[0].delta
+    }
     refined, _ = inco(mean, federation.split.cross_layers, federation.config.method.inco)
     for pair in federation.split.cross_layers:
         expected = before.state[pair.target] + refined[pair.target] + end.method_state[pair.target]

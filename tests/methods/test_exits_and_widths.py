@@ -18,7 +18,12 @@ from motley.splits.exits import answers_of
 from tests.conftest import tiny_config
 from tests.methods.test_contract import FAST, played
 
-GRID = ("split.name=grid", "split.cuts=[2,3,6]", "split.rates=[0.5,0.75,1]", "model.sizes=['resnet14']")
+GRID = (
+    "split.name=grid",
+    "split.cuts=[2,3,6]",
+    "split.rates=[0.5,0.75,1]",
+    "model.sizes=['resnet14']",
+)
 ONE = ("model.sizes=['resnet14']",)
 
 
@@ -32,18 +37,25 @@ def after(rounds: int, *overrides: str) -> dict[str, torch.Tensor]:
     [
         (("method.name=scalefl", "split.name=grid", "split.cuts=[6]", "split.rates=[1]"), ()),
         (("method.name=scalefl",), ()),
-        (("method.name=depthfl", "split.name=grid", "split.cuts=[6]", "split.rates=[1]"), ("method.name=feddyn",)),
+        (
+            ("method.name=depthfl", "split.name=grid", "split.cuts=[6]", "split.rates=[1]"),
+            ("method.name=feddyn",),
+        ),
         (("method.name=fjord", "split.name=ordered", "split.rates=[1]"), ()),
         (("method.name=inclusivefl",), ()),
     ],
     ids=["scalefl-one-level", "scalefl", "depthfl-one-level", "fjord-p1", "inclusivefl"],
 )
-def test_one_size_with_one_exit_is_fedavg_bit_for_bit(system: tuple[str, ...], plain: tuple[str, ...]) -> None:
+def test_one_size_with_one_exit_is_fedavg_bit_for_bit(
+    system: tuple[str, ...], plain: tuple[str, ...]
+) -> None:
     """And DepthFL is FedDyn."""
     expected = after(2, *ONE, "split.name=homogeneous", *plain)
     found = after(2, *ONE, "split.name=homogeneous", *system)
     assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name].reshape(tensor.shape), tensor) for name, tensor in expected.items())
+    assert all(
+        torch.equal(found[name].reshape(tensor.shape), tensor) for name, tensor in expected.items()
+    )
 
 
 def seated(*overrides: str, client: int = 5, round_number: int = 2) -> tuple[Federation, Learner]:
@@ -69,7 +81,11 @@ def kl(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
 def test_scalefls_loss_by_hand(round_number: int) -> None:
     """Distillation begins after half of three rounds."""
     federation, learner = seated(
-        "method.name=scalefl", "method.gamma=0.7", "method.begin=0.5", *GRID, round_number=round_number
+        "method.name=scalefl",
+        "method.gamma=0.7",
+        "method.begin=0.5",
+        *GRID,
+        round_number=round_number,
     )
     images, labels = learner.batches.next(8)
     answers = [answer.detach() for answer in answers_of(learner.model, images)]
@@ -84,7 +100,9 @@ def test_scalefls_loss_by_hand(round_number: int) -> None:
 def test_the_released_scalefl_moves_its_teacher_and_means_over_classes() -> None:
     gradients = []
     for more in ((), ("method.teacher=trained",), ("method.mean_over_classes=true",)):
-        federation, learner = seated("method.name=scalefl", "method.gamma=5", "method.begin=0", *GRID, *more)
+        federation, learner = seated(
+            "method.name=scalefl", "method.gamma=5", "method.begin=0", *GRID, *more
+        )
         images, labels = learner.batches.next(8)
         learner.backward(loss_of(federation, learner, images, labels))
         gradients.append(learner.grads["fc.weight"].clone())
@@ -105,17 +123,28 @@ def test_depthfls_loss_by_hand() -> None:
 @pytest.mark.parametrize("beta", [0.0, 0.2])
 def test_inclusivefl_mixes_last_blocks_with_the_next_sizes_deeper_blocks(beta: float) -> None:
     federation = Federation(
-        tiny_config(*FAST, "method.name=InclusiveFL", f"method.beta={beta}", "federation.clients_per_round=6")
+        tiny_config(
+            *FAST,
+            "method.name=InclusiveFL",
+            f"method.beta={beta}",
+            "federation.clients_per_round=6",
+        )
     )
     server = federation.initial_state()
     jobs = [federation.job(server, 1, client) for client in range(6)]
     uploads = federation.engine.train(jobs, lambda client: None)
-    updates = [complete_update(federation.context, job, upload) for job, upload in zip(jobs, uploads, strict=True)]
+    updates = [
+        complete_update(federation.context, job, upload)
+        for job, upload in zip(jobs, uploads, strict=True)
+    ]
     plain = merge(server.state, updates).delta
     found = federation.method.server.aggregate({}, server.state, updates).delta
     middle = [upload.delta for upload in uploads if federation.sizes[upload.client] == "resnet14"]
     name = "layer4.0.conv2.weight"
-    teachers = [torch.stack([change[f"layer4.{block}.conv2.weight"] for change in middle]).mean(0) for block in (0, 1)]
+    teachers = [
+        torch.stack([change[f"layer4.{block}.conv2.weight"] for change in middle]).mean(0)
+        for block in (0, 1)
+    ]
     expected = (1 - beta) * plain[f"resnet10/{name}"] + beta * torch.stack(teachers).mean(0)
     torch.testing.assert_close(found[f"resnet10/{name}"], expected, rtol=1e-5, atol=1e-8)
     untouched = [n for n in plain if "/layer4" not in n or n.startswith("resnet18/")]
@@ -129,7 +158,9 @@ WIDTHS = ("split.name=ordered", "split.rates=[1,0.5,0.25]", *ONE)
 
 @pytest.mark.parametrize("distill", ["true", "false"])
 def test_fjords_loss_by_hand(distill: str) -> None:
-    federation, learner = seated("method.name=fjord", f"method.distill={distill}", *WIDTHS, client=0)
+    federation, learner = seated(
+        "method.name=fjord", f"method.distill={distill}", *WIDTHS, client=0
+    )
     from motley.splits.ordered_dropout import narrowed
 
     images, labels = learner.batches.next(8)

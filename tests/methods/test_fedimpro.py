@@ -17,7 +17,14 @@ from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.core.update import ClientUpdate
 from motley.federation import Federation
-from motley.methods.fedimpro import DRAWN_LOSS, OWN, SCRATCH, WEIGHT, FedImproClient, FedImproSettings
+from motley.methods.fedimpro import (
+    DRAWN_LOSS,
+    OWN,
+    SCRATCH,
+    WEIGHT,
+    FedImproClient,
+    FedImproSettings,
+)
 from motley.methods.fedimpro_statistics import balanced, draw, moments, pooled, repeated
 from motley.models.stages import chain_of, owned, run
 from motley.server.state import ServerState
@@ -27,7 +34,9 @@ from tests.methods.turns import SGD, same_bits, seated
 
 MLP = ("model.sizes=['mlp2']", "split.name=homogeneous", "model.mlp.hidden=6", *SGD)
 LAST = ("method.beta_m=0", "method.beta_g=0")
-federation_of, after = (partial(made, name="fedimpro") for made in (turns.federation_of, turns.after))
+federation_of, after = (
+    partial(made, name="fedimpro") for made in (turns.federation_of, turns.after)
+)
 
 
 def client_of(federation: Federation) -> FedImproClient:
@@ -58,8 +67,12 @@ def test_moments_are_torchs_class_by_class() -> None:
     for label in range(6):
         own = features[labels == label]
         assert found.counts[label] == len(own)
-        torch.testing.assert_close(found.mean[label], own.mean(0) if len(own) else torch.zeros(5).double())
-        torch.testing.assert_close(found.variance[label], own.var(0) if len(own) > 1 else torch.zeros(5).double())
+        torch.testing.assert_close(
+            found.mean[label], own.mean(0) if len(own) else torch.zeros(5).double()
+        )
+        torch.testing.assert_close(
+            found.variance[label], own.var(0) if len(own) > 1 else torch.zeros(5).double()
+        )
 
 
 def test_pooled_moments_are_those_of_the_concatenated_data() -> None:
@@ -74,12 +87,19 @@ def test_pooled_moments_are_those_of_the_concatenated_data() -> None:
 @pytest.mark.parametrize("spread", ["variance", "deviation"])
 def test_a_rounds_statistics_equal_those_of_the_clients_data_together(spread: str) -> None:
     """One batch of all its data a client, and merging by counts: features are those of the received low level."""
-    whole = ("training.steps=1", "training.batch_size=1437", "method.merge=counts", f"method.spread={spread}")
+    whole = (
+        "training.steps=1",
+        "training.batch_size=1437",
+        "method.merge=counts",
+        f"method.spread={spread}",
+    )
     federation, server = after(1, *MLP, *LAST, *whole)
     start = federation.initial_state()
     model = federation.split.build("mlp2")
     model.load_state_dict(start.state)
-    rows = torch.cat([torch.from_numpy(federation.partition.of(client)) for client in federation.sample(1)])
+    rows = torch.cat(
+        [torch.from_numpy(federation.partition.of(client)) for client in federation.sample(1)]
+    )
     images, labels = federation.engine.clients.data.batch(rows)  # type: ignore[attr-defined]
     with torch.no_grad():
         expected = moments(run(chain_of(model)[:1], images), labels, 10)
@@ -91,15 +111,22 @@ def test_a_rounds_statistics_equal_those_of_the_clients_data_together(spread: st
 
 
 def test_classes_that_nobody_had_keep_their_statistics() -> None:
-    federation, server = after(1, *MLP, *LAST, "method.merge=counts", "training.steps=1", "training.batch_size=4")
+    federation, server = after(
+        1, *MLP, *LAST, "method.merge=counts", "training.steps=1", "training.batch_size=4"
+    )
     before, now = statistics(federation.initial_state()), statistics(server)
     kept = [bool(torch.equal(one, other)) for one, other in zip(before[0], now[0], strict=True)]
-    rows = [federation.engine.clients.plan(federation.job(server, 1, c)).rows[0] for c in federation.sample(1)]  # type: ignore[attr-defined]
+    rows = [
+        federation.engine.clients.plan(federation.job(server, 1, c)).rows[0]
+        for c in federation.sample(1)
+    ]  # type: ignore[attr-defined]
     labels = set(torch.from_numpy(federation.dataset.train.labels)[torch.cat(rows)].tolist())
     assert kept == [label not in labels for label in range(10)] and any(kept) and not all(kept)
 
 
-def observe(federation: Federation, learner: Learner, features: list[list[float]], labels: list[int]) -> None:
+def observe(
+    federation: Federation, learner: Learner, features: list[list[float]], labels: list[int]
+) -> None:
     client_of(federation).observe(learner, torch.tensor(features), torch.tensor(labels))
 
 
@@ -119,7 +146,9 @@ def test_equation_6_by_hand() -> None:
     observe(federation, learner, [[7.0]], [2])
     assert float(mean[2]) == pytest.approx(0.75 * (0.75 * float(start[2]) + 0.5) + 0.25 * 7)
     assert learner.scratch[SCRATCH]["counts"].tolist() == [0, 0, 3, 0, 1, 0, 0, 0, 0, 0]
-    assert torch.equal(learner.broadcast[f"{OWN}mean"], start), "what was received stays to be drawn from"
+    assert torch.equal(learner.broadcast[f"{OWN}mean"], start), (
+        "what was received stays to be drawn from"
+    )
 
 
 def test_without_momentum_statistics_are_the_last_batchs_and_deviations_are_capped() -> None:
@@ -138,9 +167,15 @@ def test_equation_7_by_hand() -> None:
     before, _ = statistics(server)
 
     def sent(value: float) -> State:
-        return {f"{OWN}mean": torch.full((10, 1), value), f"{OWN}spread": torch.full((10, 1), value / 10)}
+        return {
+            f"{OWN}mean": torch.full((10, 1), value),
+            f"{OWN}spread": torch.full((10, 1), value / 10),
+        }
 
-    updates = [ClientUpdate(client=c, part={}, delta={}, size="mlp2", payload=sent(v)) for c, v in ((0, 2.0), (3, 6.0))]
+    updates = [
+        ClientUpdate(client=c, part={}, delta={}, size="mlp2", payload=sent(v))
+        for c, v in ((0, 2.0), (3, 6.0))
+    ]
     after_round = federation.method.server.update(server.method_state, server.state, updates)
     mean, spread = (after_round[name] for name in server.method_state)
     torch.testing.assert_close(mean, 0.75 * before + 0.25 * 4)
@@ -154,7 +189,10 @@ def test_noise_on_what_is_sent_has_the_scale_asked_for(degree: float) -> None:
     payload, _ = federation.method.client.finish(learner)
     for name in ("mean", "spread"):
         noise = payload[f"{OWN}{name}"] - learner.scratch[SCRATCH][name]
-        assert float(noise.std()) == pytest.approx(degree, rel=0.05) and abs(float(noise.mean())) < 0.1 * degree
+        assert (
+            float(noise.std()) == pytest.approx(degree, rel=0.05)
+            and abs(float(noise.mean())) < 0.1 * degree
+        )
 
 
 # ---- what is drawn
@@ -162,7 +200,10 @@ def test_noise_on_what_is_sent_has_the_scale_asked_for(degree: float) -> None:
 
 def test_drawn_features_follow_their_class() -> None:
     torch.manual_seed(0)
-    mean, deviation = torch.tensor([[0.0, 5.0], [-3.0, 2.0]]), torch.tensor([[1.0, 0.5], [0.0, 2.0]])
+    mean, deviation = (
+        torch.tensor([[0.0, 5.0], [-3.0, 2.0]]),
+        torch.tensor([[1.0, 0.5], [0.0, 2.0]]),
+    )
     labels = torch.tensor([0, 1]).repeat(20_000)
     drawn = draw(mean, deviation, labels)
     for label in (0, 1):
@@ -174,8 +215,13 @@ def test_drawn_features_follow_their_class() -> None:
 def test_labels_are_as_asked() -> None:
     labels = torch.tensor([3, 3, 7, 1])
     assert repeated(labels, 4).tolist() == [3, 3, 7, 1]
-    assert repeated(labels, 6).tolist() == [3, 3, 7, 1, 3, 3] and repeated(labels, 2).tolist() == [3, 3]
-    assert balanced(torch.zeros(128), 10, 128).bincount().tolist() == [13] * 10, "130 for a batch of 128"
+    assert repeated(labels, 6).tolist() == [3, 3, 7, 1, 3, 3] and repeated(labels, 2).tolist() == [
+        3,
+        3,
+    ]
+    assert balanced(torch.zeros(128), 10, 128).bincount().tolist() == [13] * 10, (
+        "130 for a batch of 128"
+    )
     assert balanced(torch.zeros(128), 100, 128).bincount().tolist() == [2] * 100
 
 
@@ -189,7 +235,9 @@ def test_labels_are_as_asked() -> None:
         (("method.labels=balanced", "method.ratio=4"), [*range(10), *range(10)]),
     ],
 )
-def test_as_many_features_are_drawn_as_asked(settings: tuple[str, ...], expected: list[int]) -> None:
+def test_as_many_features_are_drawn_as_asked(
+    settings: tuple[str, ...], expected: list[int]
+) -> None:
     federation = federation_of(*MLP, *settings)
     labels = torch.tensor([5, 5, 2])
     assert client_of(federation).drawn_targets(labels).tolist() == expected
@@ -217,27 +265,43 @@ def test_a_variance_that_noise_made_negative_is_none() -> None:
 
 
 @pytest.mark.parametrize("spread", ["variance", "deviation"])
-def test_the_record_has_loss_and_weight_the_shared_deviation_and_how_far_means_are_apart(spread: str) -> None:
-    federation = federation_of(*MLP, "model.mlp.hidden=1", f"method.spread={spread}", "method.weight=0.25")
+def test_the_record_has_loss_and_weight_the_shared_deviation_and_how_far_means_are_apart(
+    spread: str,
+) -> None:
+    federation = federation_of(
+        *MLP, "model.mlp.hidden=1", f"method.spread={spread}", "method.weight=0.25"
+    )
     held = {f"{OWN}mlp2/mean": torch.zeros(10, 1), f"{OWN}mlp2/spread": torch.full((10, 1), 4.0)}
 
     def sent(value: float, loss: float) -> State:
         numbers = {DRAWN_LOSS: torch.tensor(loss), WEIGHT: torch.tensor(0.25)}
-        return {f"{OWN}mean": torch.full((10, 1), value), f"{OWN}spread": torch.ones(10, 1), **numbers}
+        return {
+            f"{OWN}mean": torch.full((10, 1), value),
+            f"{OWN}spread": torch.ones(10, 1),
+            **numbers,
+        }
 
     updates = [
-        ClientUpdate(client=c, part={}, delta={}, size="mlp2", payload=sent(v, v)) for c, v in ((0, 2.0), (3, 6.0))
+        ClientUpdate(client=c, part={}, delta={}, size="mlp2", payload=sent(v, v))
+        for c, v in ((0, 2.0), (3, 6.0))
     ]
-    found = {name: float(value) for name, value in federation.method.server.metrics(held, updates).items()}
+    found = {
+        name: float(value)
+        for name, value in federation.method.server.metrics(held, updates).items()
+    }
     deviation = 2.0 if spread == "variance" else 4.0
-    assert found == pytest.approx({"drawn_loss": 4.0, "weight": 0.25, "deviation": deviation, "means_apart": 2.0})
+    assert found == pytest.approx(
+        {"drawn_loss": 4.0, "weight": 0.25, "deviation": deviation, "means_apart": 2.0}
+    )
 
 
 @pytest.mark.parametrize("name", ["fedimpro", "fedimpro-scaffold", "fedimpro-nova"])
 def test_a_rounds_drawn_loss_is_the_mean_over_steps_and_clients(name: str) -> None:
     federation, server = after(1, *MLP, "training.steps=3", name=name)
     _, record = federation.run_round(server)
-    assert record.metrics.keys() == {f"method/{name}" for name in ("drawn_loss", "weight", "deviation", "means_apart")}
+    assert record.metrics.keys() == {
+        f"method/{name}" for name in ("drawn_loss", "weight", "deviation", "means_apart")
+    }
     assert 0.5 < record.metrics["method/drawn_loss"] < 5 and record.metrics["method/weight"] == 1
     federation = federation_of(*MLP, "method.weight=0", name=name)
     _, nothing = federation.run_round(federation.initial_state())
@@ -258,7 +322,9 @@ def test_the_low_level_gets_no_gradient_from_drawn_features(sizes: str) -> None:
     found = []
     separate = "method.normalization=separate"
     for weight in (0, 5):
-        federation, learner = first_learner(f"model.sizes={sizes}", *SGD, separate, f"method.weight={weight}")
+        federation, learner = first_learner(
+            f"model.sizes={sizes}", *SGD, separate, f"method.weight={weight}"
+        )
         images = learner.first_inputs(16)
         found.append(gradients(federation, learner, images, torch.arange(16) % 10))
     low, high = client_of(federation).cut.levels(chain_of(learner.model), learner.size)
@@ -277,7 +343,12 @@ def test_theorem_4_2s_factor() -> None:
     """
     clients = {}
     for ratio in (0, 1, 3):
-        settings = ["method.labels=balanced", "method.average=true", f"method.weight={ratio}", "method.ratio=1"]
+        settings = [
+            "method.labels=balanced",
+            "method.average=true",
+            f"method.weight={ratio}",
+            "method.ratio=1",
+        ]
         federation, learner = first_learner(*MLP, *settings)
         learner.broadcast[f"{OWN}spread"].zero_()
         found = []
@@ -288,7 +359,9 @@ def test_theorem_4_2s_factor() -> None:
         clients[ratio] = gradient_variance(found)
     for ratio in (1, 3):
         factor = 1 / (1 + ratio) ** 2
-        assert clients[ratio] == pytest.approx({layer: factor * v for layer, v in clients[0].items()}, rel=1e-4)
+        assert clients[ratio] == pytest.approx(
+            {layer: factor * v for layer, v in clients[0].items()}, rel=1e-4
+        )
     assert all(value > 1e-3 for value in clients[0].values())
 
 
@@ -296,8 +369,16 @@ def test_theorem_4_2s_factor() -> None:
 def test_whose_features_move_running_statistics(way: str) -> None:
     _, plain = after(1, *SGD, "training.steps=1", name="fedavg")
     _, other = after(1, *SGD, "training.steps=1", f"method.normalization={way}")
-    low = [name for name in plain.state if "running_mean" in name and name.startswith(("bn1", "layer1", "layer2"))]
-    high = [name for name in plain.state if "running_mean" in name and name.startswith(("layer3", "layer4"))]
+    low = [
+        name
+        for name in plain.state
+        if "running_mean" in name and name.startswith(("bn1", "layer1", "layer2"))
+    ]
+    high = [
+        name
+        for name in plain.state
+        if "running_mean" in name and name.startswith(("layer3", "layer4"))
+    ]
     assert low and high
     assert all(torch.equal(plain.state[name], other.state[name]) for name in low)
     moved = [not torch.equal(plain.state[name], other.state[name]) for name in high]
@@ -318,11 +399,16 @@ def test_whose_features_move_running_statistics(way: str) -> None:
         "fedimpro-dyn": "feddyn",
     }.items(),
 )
-def test_weight_zero_is_the_method_below_bit_for_bit(name: str, plain: str, optimizer: tuple[str, ...]) -> None:
+def test_weight_zero_is_the_method_below_bit_for_bit(
+    name: str, plain: str, optimizer: tuple[str, ...]
+) -> None:
     _, expected = after(2, *optimizer, name=plain)
     _, found = after(2, *optimizer, "method.weight=0", name=name)
     assert same_bits(found.state, expected.state)
-    assert same_bits({n: t for n, t in found.method_state.items() if not n.startswith(OWN)}, expected.method_state)
+    assert same_bits(
+        {n: t for n, t in found.method_state.items() if not n.startswith(OWN)},
+        expected.method_state,
+    )
     assert any(n.startswith(OWN) for n in found.method_state)
 
 
@@ -355,16 +441,30 @@ def test_the_weight_grows_with_the_epochs_as_released() -> None:
 
 def test_sizes_with_features_of_one_shape_share_statistics() -> None:
     federation = federation_of()
-    assert list(federation.initial_state().method_state) == [f"{OWN}layer2-8x4x4/mean", f"{OWN}layer2-8x4x4/spread"]
+    assert list(federation.initial_state().method_state) == [
+        f"{OWN}layer2-8x4x4/mean",
+        f"{OWN}layer2-8x4x4/spread",
+    ]
     apart = federation_of("method.share=size")
-    assert {name.split("/")[1] for name in apart.initial_state().method_state} == {"resnet10", "resnet14", "resnet18"}
+    assert {name.split("/")[1] for name in apart.initial_state().method_state} == {
+        "resnet10",
+        "resnet14",
+        "resnet18",
+    }
 
 
 def test_families_have_statistics_of_their_own() -> None:
     sizes = "model.sizes=['mlp2','cnn','vgg9']"
     federation, server = after(2, sizes, "split.name=grouped", *SGD, "training.steps=1")
-    assert {name.split("/")[1] for name in server.method_state} == {"layer0-64", "conv2-64x2x2", "block2-128x2x2"}
-    moved = [not torch.equal(t, federation.initial_state().method_state[n]) for n, t in server.method_state.items()]
+    assert {name.split("/")[1] for name in server.method_state} == {
+        "layer0-64",
+        "conv2-64x2x2",
+        "block2-128x2x2",
+    }
+    moved = [
+        not torch.equal(t, federation.initial_state().method_state[n])
+        for n, t in server.method_state.items()
+    ]
     assert all(moved)
 
 
@@ -388,7 +488,10 @@ def test_cuts_have_the_lengths_of_the_released_code(size: str, cut: str, length:
 
 
 def test_a_stage_that_a_size_does_not_have_is_refused_with_those_it_has() -> None:
-    with pytest.raises(MotleyError, match=r"method\.cut = 'layer9': model 'resnet10': unknown stage .*layer1, layer2"):
+    with pytest.raises(
+        MotleyError,
+        match=r"method\.cut = 'layer9': model 'resnet10': unknown stage .*layer1, layer2",
+    ):
         federation_of("method.cut=layer9")
     with pytest.raises(MotleyError, match=r"'head'"):
         federation_of("method.cut=head")
@@ -400,12 +503,29 @@ def test_a_stage_that_a_size_does_not_have_is_refused_with_those_it_has() -> Non
 def test_presets_fix_every_difference_and_a_field_can_differ_from_them(tmp_path: Any) -> None:
     official = load_config(preset="fedimpro-cifar10").method
     assert isinstance(official, FedImproSettings)
-    assert (official.beta_m, official.beta_g, official.spread, official.deviation_max) == (0, 0, "deviation", 0.1)
-    assert (official.labels, official.source, official.ramp, official.weight_max) == ("balanced", "own", 500, "off")
+    assert (official.beta_m, official.beta_g, official.spread, official.deviation_max) == (
+        0,
+        0,
+        "deviation",
+        0.1,
+    )
+    assert (official.labels, official.source, official.ramp, official.weight_max) == (
+        "balanced",
+        "own",
+        500,
+        "off",
+    )
     paper = load_config(preset="fedimpro-cifar10", overrides=["method.variant=paper"]).method
     assert paper == FedImproSettings()
-    assert (paper.labels, paper.source, paper.ramp, paper.spread) == ("batch", "received", 0, "variance")
-    saved = written(tmp_path, load_config(preset="fedimpro-cifar10", overrides=["method.ratio=2"]).to_toml())
+    assert (paper.labels, paper.source, paper.ramp, paper.spread) == (
+        "batch",
+        "received",
+        0,
+        "variance",
+    )
+    saved = written(
+        tmp_path, load_config(preset="fedimpro-cifar10", overrides=["method.ratio=2"]).to_toml()
+    )
     assert read_resolved(saved).method == FedImproSettings(variant="official", ratio=2)
     assert load_config(saved, overrides=["method.variant=paper"]).method == FedImproSettings()
     again = load_config(saved, overrides=["method.variant=official", "method.cut=layer1"]).method

@@ -39,16 +39,24 @@ def client_of(federation: Federation) -> FedINClient:
 def test_the_exact_combination_on_three_numbers() -> None:
     """B = -5, a = 5, so G_IN + G_local is left, which is orthogonal to G_local; where b >= 0 G_IN stays as it is."""
     local = {"a": torch.tensor([1.0, 2.0, 0.0]), "b": torch.tensor([1.0, 0.0]), "c": torch.zeros(2)}
-    inner = {"a": torch.tensor([3.0, -4.0, 7.0]), "b": torch.tensor([2.0, -9.0]), "c": torch.ones(2)}
+    inner = {
+        "a": torch.tensor([3.0, -4.0, 7.0]),
+        "b": torch.tensor([2.0, -9.0]),
+        "c": torch.ones(2),
+    }
     combined = projected(inner, local)
     assert combined["a"].tolist() == [4.0, -2.0, 7.0]
     assert float(combined["a"] @ local["a"]) == 0
     assert combined["b"].tolist() == [2.0, -9.0] and combined["c"].tolist() == [1.0, 1.0]
 
 
-def test_the_exact_combination_is_the_nearest_that_does_not_point_against_the_local_gradient() -> None:
+def test_the_exact_combination_is_the_nearest_that_does_not_point_against_the_local_gradient() -> (
+    None
+):
     numbers = torch.Generator().manual_seed(0)
-    local, inner = ({str(n): torch.randn(3, 4, generator=numbers) for n in range(20)} for _ in range(2))
+    local, inner = (
+        {str(n): torch.randn(3, 4, generator=numbers) for n in range(20)} for _ in range(2)
+    )
     for name, one in projected(inner, local).items():
         g_in, g_local = inner[name], local[name]
         product = float((one * g_local).sum())
@@ -62,7 +70,9 @@ def test_the_exact_combination_is_the_nearest_that_does_not_point_against_the_lo
                 assert (g_in - other).norm() >= (g_in - one).norm() - 1e-6
 
 
-def reference(model: Any, batches: list[tuple[Tensor, Tensor]], s_in: Tensor, s_out: Tensor, rule: str) -> nn.Module:
+def reference(
+    model: Any, batches: list[tuple[Tensor, Tensor]], s_in: Tensor, s_out: Tensor, rule: str
+) -> nn.Module:
     """One client's turn as the paper writes it, with autograd and plain gradient descent."""
     lr, mu = 0.05, 0.7
     rule, _, norms = rule.partition(" by ")
@@ -90,9 +100,13 @@ def reference(model: Any, batches: list[tuple[Tensor, Tensor]], s_in: Tensor, s_
                     p -= lr * (h + {"simplified": 0.5, "sum": 1.0, "heavy": 1.5}[rule] * g)
         if rule == "separate":
             guess = nn.functional.mse_loss(run(chain_of(model)[1:-1], s_in), s_out)
-            grads = torch.autograd.grad(guess, [p for n, p in model.named_parameters() if n in inside])
+            grads = torch.autograd.grad(
+                guess, [p for n, p in model.named_parameters() if n in inside]
+            )
             with torch.no_grad():
-                for p, h in zip([p for n, p in model.named_parameters() if n in inside], grads, strict=True):
+                for p, h in zip(
+                    [p for n, p in model.named_parameters() if n in inside], grads, strict=True
+                ):
                     p -= lr * h
     return model  # type: ignore[no-any-return]
 
@@ -123,9 +137,13 @@ def test_a_turn_is_the_papers(rule: str) -> None:
         model.load_state_dict(job.state)
         resized = nn.functional.interpolate(images, (8, 8), mode="bilinear", antialias=False)
         batches = [(resized[row], labels[row]) for row in rows]
-        expected = reference(model, batches, job.broadcast[IN], job.broadcast[OUT], rule).state_dict()
+        expected = reference(
+            model, batches, job.broadcast[IN], job.broadcast[OUT], rule
+        ).state_dict()
         for name, change in upload.delta.items():
-            torch.testing.assert_close(job.state[name] + change, expected[name], rtol=1e-4, atol=2e-6)
+            torch.testing.assert_close(
+                job.state[name] + change, expected[name], rtol=1e-4, atol=2e-6
+            )
         assert_features_are(upload, model, batches[0][0])
 
 
@@ -135,7 +153,9 @@ def assert_features_are(upload: ClientUpdate, trained: nn.Module, images: Tensor
     with torch.no_grad():
         s_in = run(chain[:1], images)
         torch.testing.assert_close(upload.payload[IN], s_in, rtol=1e-3, atol=1e-5)
-        torch.testing.assert_close(upload.payload[OUT], run(chain[1:-1], s_in), rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(
+            upload.payload[OUT], run(chain[1:-1], s_in), rtol=1e-3, atol=1e-5
+        )
 
 
 def test_the_inner_gradient_reaches_intermediate_layers_only() -> None:
@@ -149,7 +169,10 @@ def test_the_inner_gradient_reaches_intermediate_layers_only() -> None:
     learner.backward(client_of(federation).inner_loss(learner))
     assert learner.grads.keys() == inside
     assert not learner.broadcast[IN].requires_grad and learner.broadcast[IN].grad is None
-    ends = [after(2, *more, *SGD, "training.steps=1")[1] for more in (("method.step=separate",), ("method.samples=0",))]
+    ends = [
+        after(2, *more, *SGD, "training.steps=1")[1]
+        for more in (("method.step=separate",), ("method.samples=0",))
+    ]
     for name in federation.split.parameters:
         assert torch.equal(ends[0].state[name], ends[1].state[name]) == (name not in inside), name
 
@@ -160,14 +183,20 @@ def test_whose_passes_move_running_statistics(running: str) -> None:
     learner = seated(federation, jobs_of(federation, server)[0])
     before = {name: tensor.clone() for name, tensor in learner.state.items() if "running" in name}
     learner.backward(client_of(federation).inner_loss(learner))
-    moved = {name for name, tensor in before.items() if not torch.equal(tensor, learner.state[name])}
-    assert moved == ({name for name in before if name.startswith("layer")} if running == "both" else set())
+    moved = {
+        name for name, tensor in before.items() if not torch.equal(tensor, learner.state[name])
+    }
+    assert moved == (
+        {name for name in before if name.startswith("layer")} if running == "both" else set()
+    )
 
 
 # ---- the same as other methods
 
 
-@pytest.mark.parametrize("overrides", [(), SGD, (*SGD, "method.proximal=norms")], ids=["adam", "sgd", "norms"])
+@pytest.mark.parametrize(
+    "overrides", [(), SGD, (*SGD, "method.proximal=norms")], ids=["adam", "sgd", "norms"]
+)
 def test_without_features_it_is_fedprox_bit_for_bit(overrides: tuple[str, ...]) -> None:
     _, plain = after(2, *overrides, name="fedprox")
     federation, without = after(2, *overrides, "method.samples=0")
@@ -189,7 +218,10 @@ def given(clients: dict[int, float], width: int = 3) -> list[ClientUpdate]:
     def message(value: float) -> State:
         return {IN: torch.full((2, width), value), OUT: torch.full((2, 1), value)}
 
-    return [ClientUpdate(client=client, part={}, delta={}, payload=message(value)) for client, value in clients.items()]
+    return [
+        ClientUpdate(client=client, part={}, delta={}, payload=message(value))
+        for client, value in clients.items()
+    ]
 
 
 SHAPES = (torch.Size([3]), torch.Size([1]))
@@ -197,7 +229,9 @@ SHAPES = (torch.Size([3]), torch.Size([1]))
 
 def drawn(pool: State, client: int, count: int = 1, seed: int = 0) -> list[float]:
     message = draw(pool, client, SHAPES, count, np.random.default_rng(seed))
-    assert not message or (message[IN].shape == (2 * count, 3) and message[OUT].shape == (2 * count, 1))
+    assert not message or (
+        message[IN].shape == (2 * count, 3) and message[OUT].shape == (2 * count, 1)
+    )
     return message[OUT][::2, 0].tolist() if message else []
 
 
@@ -211,13 +245,20 @@ def test_a_client_never_receives_its_own_features() -> None:
 
 def test_in_a_federation_too_nobody_receives_its_own() -> None:
     federation, server = after(3, *MLP, "method.samples=3")
-    own = {entry.client: server.method_state[entry.name(OUT)] for entry in entries(server.method_state)}
+    own = {
+        entry.client: server.method_state[entry.name(OUT)] for entry in entries(server.method_state)
+    }
     assert len(own) == 6
     for client in range(6):
         for number in range(4, 30):
             received = federation.job(server, number, client).broadcast[OUT].split(16)
             assert len(received) == 3
-            senders = {c for c, features in own.items() for batch in received if torch.equal(batch, features)}
+            senders = {
+                c
+                for c, features in own.items()
+                for batch in received
+                if torch.equal(batch, features)
+            }
             assert senders and client not in senders
 
 
@@ -271,15 +312,17 @@ def test_the_record_has_the_inner_loss_the_pool_and_what_its_features_weigh(step
     federation, server = after(0, *MLP, f"method.step={step}", "training.steps=1")
     server, record = federation.run_round(server)
     features = 16 * (12 + 12) * 4
-    assert record.metrics == pytest.approx({"method/pool": 4, "method/feature_mb_up": 4 * features / 1e6}), (
-        "a first round has no loss"
-    )
+    assert record.metrics == pytest.approx(
+        {"method/pool": 4, "method/feature_mb_up": 4 * features / 1e6}
+    ), "a first round has no loss"
     learners = [seated(federation, job) for job in jobs_of(federation, server)]
     losses = [client_of(federation).inner_loss(learner).item() for learner in learners]
     server, record = federation.run_round(server)
     assert record.metrics["method/pool"] == len(entries(server.method_state))
     local_step_first = {"joint": 1e-5, "separate": 0.3}[step]
-    assert record.metrics["method/in_loss"] == pytest.approx(sum(losses) / len(losses), rel=local_step_first)
+    assert record.metrics["method/in_loss"] == pytest.approx(
+        sum(losses) / len(losses), rel=local_step_first
+    )
     _, without = federation_of(*MLP, "method.samples=0").run_round(federation.initial_state())
     assert without.metrics == {}
 
@@ -345,7 +388,9 @@ def test_models_of_two_families_exchange_projected_features() -> None:
         for client in range(6):
             received = federation.job(server, number, client).broadcast[IN]
             sender = next(
-                e.client for e in entries(server.method_state) if torch.equal(server.method_state[e.name(IN)], received)
+                e.client
+                for e in entries(server.method_state)
+                if torch.equal(server.method_state[e.name(IN)], received)
             )
             senders.add((sizes[sender], sizes[client]))
     assert senders == {(one, other) for one in ("vit1", "cnn") for other in ("vit1", "cnn")}
@@ -394,4 +439,9 @@ def test_separate_steps_combine_nothing() -> None:
 def test_the_defaults_are_the_papers() -> None:
     settings = load_config(overrides=["method.name=fedin"]).method
     assert isinstance(settings, FedInSettings)
-    assert (settings.mu / 2, settings.combine, settings.multiplier, settings.samples) == (0.05, "simplified", 1, 1)
+    assert (settings.mu / 2, settings.combine, settings.multiplier, settings.samples) == (
+        0.05,
+        "simplified",
+        1,
+        1,
+    )

@@ -18,7 +18,14 @@ from motley.models import ImageShape
 from motley.runs.checkpoint import load_checkpoint, save_checkpoint
 from motley.server.state import ServerState
 from tests.conftest import tiny_config
-from tests.methods.test_contract import FAST, WITH_A_SPLIT, NoValueIsRead, Watched, everything, played
+from tests.methods.test_contract import (
+    FAST,
+    WITH_A_SPLIT,
+    NoValueIsRead,
+    Watched,
+    everything,
+    played,
+)
 from tests.methods.turns import sections_of
 
 WIDTH = ("split.name=width", "split.rates=[1,0.5,0.25]", "model.sizes=['resnet14']")
@@ -28,15 +35,29 @@ RULES = ("leading", "rolling", "random")
 NOT_HERE = {*WITH_A_SPLIT, *(e.name for e in METHODS if e.name.startswith(("fedin", "fedimpro")))}
 """Methods with a split of their own, and those whose server state has names that are no parameters'."""
 CASES = {
-    **{f"{e.name}-leading": (f"method.name={e.name}", *WIDTH) for e in METHODS if e.name not in NOT_HERE},
+    **{
+        f"{e.name}-leading": (f"method.name={e.name}", *WIDTH)
+        for e in METHODS
+        if e.name not in NOT_HERE
+    },
     "fedavg-rolling": (*WIDTH, "split.channels=rolling"),
     "fedavg-random": (*WIDTH, "split.channels=random"),
     "fednova-random": (*WIDTH, "split.channels=random", "method.name=fednova"),
-    "heterofl-dynamic": (*WIDTH, "method.name=heterofl", "federation.size_assignment=dynamic", "evaluation.every=1"),
+    "heterofl-dynamic": (
+        *WIDTH,
+        "method.name=heterofl",
+        "federation.size_assignment=dynamic",
+        "evaluation.every=1",
+    ),
     "HeteroFL": ("method.name=HeteroFL", *WIDTH[1:], "evaluation.every=1"),
     "FedRolex": ("method.name=FedRolex", *WIDTH[1:], "split.normalization_statistics=batch"),
     "FjORD": ("method.name=FjORD", *WIDTH[1:]),
-    "ScaleFL": ("method.name=ScaleFL", *GRID, "split.normalization_statistics=batch", "method.begin=0"),
+    "ScaleFL": (
+        "method.name=ScaleFL",
+        *GRID,
+        "split.normalization_statistics=batch",
+        "method.begin=0",
+    ),
     "DepthFL": ("method.name=DepthFL", *GRID, "method.ramp=2"),
     "InclusiveFL": ("method.name=InclusiveFL",),
     "FederatedDropout": ("method.name=FederatedDropout", *WIDTH[1:], "server.optimizer.name=adam"),
@@ -46,7 +67,9 @@ SMALLEST_FIRST = ("ScaleFL", "DepthFL", "InclusiveFL")
 
 
 def federation_of(*overrides: str, folder: Path | None = None) -> Federation:
-    shared = [o for o in FAST if not any(o.startswith(f"{p.partition('=')[0]}=") for p in overrides)]
+    shared = [
+        o for o in FAST if not any(o.startswith(f"{p.partition('=')[0]}=") for p in overrides)
+    ]
     return Federation(tiny_config(*shared, *overrides), memory_folder=folder)
 
 
@@ -65,7 +88,10 @@ def test_slots_debug_and_a_resumed_run_end_alike(case: str, tmp_path: Path) -> N
 
     resumed = federation_of(*overrides, "engine.slots=2", folder=tmp_path / "clients")
     saved = load_checkpoint(tmp_path / "checkpoints")
-    assert saved is not None and everything(resumed, played(resumed, resumed.to_device(saved), 1)) == whole
+    assert (
+        saved is not None
+        and everything(resumed, played(resumed, resumed.to_device(saved), 1)) == whole
+    )
 
 
 def covered(federation: Federation, clients: list[int], round_number: int) -> State:
@@ -74,7 +100,9 @@ def covered(federation: Federation, clients: list[int], round_number: int) -> St
     for client in clients:
         size = federation.size_of(client, round_number)
         for piece in federation.split.part(size, round_number, client).values():
-            counts = held.setdefault(piece.name, torch.zeros(federation.split.frame[piece.name].shape))
+            counts = held.setdefault(
+                piece.name, torch.zeros(federation.split.frame[piece.name].shape)
+            )
             add_at(counts, piece.index, 1.0)
     return {name: counts > 0 for name, counts in held.items()}
 
@@ -109,10 +137,17 @@ def test_coordinates_nobody_held_stay_bit_for_bit(case: str, inco: tuple[str, ..
 @pytest.mark.parametrize("rule", RULES)
 def test_inco_pairs_kernels_that_both_layers_had_an_owner_of(rule: str) -> None:
     """A kernel of the deep layer is refined where the shallow layer's kernel was covered as well, and only there."""
-    narrow = ("model.sizes=['resnet18']", *WIDTH[:1], "split.rates=[1,0.5]", f"split.channels={rule}")
+    narrow = (
+        "model.sizes=['resnet18']",
+        *WIDTH[:1],
+        "split.rates=[1,0.5]",
+        f"split.channels={rule}",
+    )
     ends = []
     for more in ((), INCO):
-        federation = federation_of(*narrow, *more, "model.resnet.width=0.125", "federation.clients_per_round=1")
+        federation = federation_of(
+            *narrow, *more, "model.resnet.width=0.125", "federation.clients_per_round=1"
+        )
         federation.sample = lambda number, attempt=0: [5]
         ends.append(federation.run_round(federation.initial_state())[0].state)
     held = covered(federation, [5], 1)
@@ -149,14 +184,18 @@ def test_full_width_for_everybody_is_fedavg_bit_for_bit(overrides: tuple[str, ..
     """With all labels at every client, masks and rows by label change nothing either."""
     data = [o for o in overrides if o.startswith("data.")]
     _, plain = after(2, "split.name=homogeneous", "model.sizes=['resnet14']", *data)
-    _, wide = after(2, "split.name=width", "split.rates=[1]", "model.sizes=['resnet14']", *overrides)
+    _, wide = after(
+        2, "split.name=width", "split.rates=[1]", "model.sizes=['resnet14']", *overrides
+    )
     assert plain.state.keys() == wide.state.keys()
     assert all(torch.equal(wide.state[name], tensor) for name, tensor in plain.state.items())
 
 
 def test_the_first_round_of_fedrolex_is_heterofls() -> None:
     ends = [after(2, *WIDTH, f"split.channels={rule}")[1].state for rule in ("leading", "rolling")]
-    starts = [after(1, *WIDTH, f"split.channels={rule}")[1].state for rule in ("leading", "rolling")]
+    starts = [
+        after(1, *WIDTH, f"split.channels={rule}")[1].state for rule in ("leading", "rolling")
+    ]
     assert all(torch.equal(starts[0][name], starts[1][name]) for name in starts[0])
     assert not all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
@@ -187,7 +226,9 @@ def test_the_server_keeps_the_mean_over_all_owners_of_what_clients_keep(name: st
             add_at(sums[part[local].name], part[local].index, tensor)
     owners = {key: federation.method.info.owners(key) for key in sums}
     for key, total in sums.items():
-        torch.testing.assert_close(server.method_state[key], total / owners[key], rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(
+            server.method_state[key], total / owners[key], rtol=1e-3, atol=1e-6
+        )
 
 
 def test_shares_of_pieces_by_hand() -> None:
@@ -196,10 +237,14 @@ def test_shares_of_pieces_by_hand() -> None:
 
     updates = [
         ClientUpdate(client=0, part={"a": Piece("w")}, delta={"a": torch.tensor([3.0, 3.0])}),
-        ClientUpdate(client=1, part={"a": Piece("w", (slice(0, 1),))}, delta={"a": torch.tensor([6.0])}),
+        ClientUpdate(
+            client=1, part={"a": Piece("w", (slice(0, 1),))}, delta={"a": torch.tensor([6.0])}
+        ),
     ]
     owners = {"w": torch.tensor([3.0, 1.0])}
-    total = add_shares({"w": torch.zeros(2)}, updates, lambda update: update.delta, lambda name, _: owners[name])
+    total = add_shares(
+        {"w": torch.zeros(2)}, updates, lambda update: update.delta, lambda name, _: owners[name]
+    )
     assert total["w"].tolist() == [3.0, 3.0]
 
 
@@ -227,12 +272,17 @@ def test_answers_for_classes_a_client_lacks_are_zero_in_its_loss() -> None:
 
 
 def test_classifier_rows_are_the_mean_over_clients_that_have_the_label() -> None:
-    federation = federation_of(*WIDTH, *SHARDS, "method.name=heterofl", "federation.clients_per_round=2")
+    federation = federation_of(
+        *WIDTH, *SHARDS, "method.name=heterofl", "federation.clients_per_round=2"
+    )
     server = federation.initial_state()
     federation.engine = watched = Watched(federation.engine)  # type: ignore[assignment]
     end, _ = federation.run_round(server)
     labels = federation.dataset.train.labels
-    sums, counts = torch.zeros_like(server.state["fc.weight"]), torch.zeros_like(server.state["fc.weight"])
+    sums, counts = (
+        torch.zeros_like(server.state["fc.weight"]),
+        torch.zeros_like(server.state["fc.weight"]),
+    )
     for upload in watched.uploads:
         index = federation.split.part(federation.sizes[upload.client])["fc.weight"].index
         for label in {int(label) for label in labels[federation.partition.of(upload.client)]}:
@@ -247,8 +297,14 @@ def test_classifier_rows_are_the_mean_over_clients_that_have_the_label() -> None
 
 
 @pytest.mark.parametrize("batch_size", [4, 2000], ids=["batches", "one-batch"])
-def test_the_pass_leaves_each_size_with_the_statistics_of_its_clients_examples(batch_size: int) -> None:
-    own = ("split.normalization_statistics=per-size", "evaluation.every=2", f"training.batch_size={batch_size}")
+def test_the_pass_leaves_each_size_with_the_statistics_of_its_clients_examples(
+    batch_size: int,
+) -> None:
+    own = (
+        "split.normalization_statistics=per-size",
+        "evaluation.every=2",
+        f"training.batch_size={batch_size}",
+    )
     federation = federation_of(*WIDTH, "method.name=heterofl", *own, "server.ema_decay=0.5")
     first, record = federation.run_round(federation.initial_state())
     assert not record.scores and "collect" not in record.seconds
@@ -266,11 +322,15 @@ def test_the_pass_leaves_each_size_with_the_statistics_of_its_clients_examples(b
         means.append(maps.mean((0, 2, 3)) * len(images))
         variances.append(maps.var((0, 2, 3)) * len(images))
         counts.append(len(images))
-    mean, variance = ((torch.stack(values).sum(0) / sum(counts)).detach() for values in (means, variances))
+    mean, variance = (
+        (torch.stack(values).sum(0) / sum(counts)).detach() for values in (means, variances)
+    )
     assert (max(counts) > COLLECTED * batch_size) == (batch_size == 4)
     torch.testing.assert_close(end.ema[f"{size}/bn1.running_mean"], mean, rtol=1e-4, atol=1e-5)
     if batch_size == 2000:
-        torch.testing.assert_close(end.ema[f"{size}/bn1.running_var"], variance, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            end.ema[f"{size}/bn1.running_var"], variance, rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("case", ["HeteroFL", "FjORD", "ScaleFL", "DepthFL"])
@@ -295,5 +355,7 @@ def test_steps_can_be_captured(case: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_owners_without_pieces_are_counted_by_name() -> None:
     federation = federation_of("split.name=depth")
     training = federation.config.training
-    info = FederationInfo(federation.split, federation.sizes, 10, 1, training, ImageShape(1, 16, 16))
+    info = FederationInfo(
+        federation.split, federation.sizes, 10, 1, training, ImageShape(1, 16, 16)
+    )
     assert {info.owners(name) for name in federation.split.parameters} == {2, 4, 6}

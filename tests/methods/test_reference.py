@@ -20,7 +20,11 @@ ADAM = {"name": "adam", "lr": 0.002}
 CASES: dict[str, tuple[Callable[..., None], str, dict[str, Any]]] = {
     "fedprox, sgd": (partial(reference.fedprox, mu=0.7), "fedprox, mu=0.7", SGD),
     "fedprox, adam": (partial(reference.fedprox, mu=0.7), "fedprox, mu=0.7", ADAM),
-    "fedprox, norms": (partial(reference.fedprox, mu=0.7, norms=True), "fedprox, mu=0.7, proximal=norms", SGD),
+    "fedprox, norms": (
+        partial(reference.fedprox, mu=0.7, norms=True),
+        "fedprox, mu=0.7, proximal=norms",
+        SGD,
+    ),
     "scaffold, sgd, in the gradient": (partial(reference.scaffold, gradient=True), "scaffold", SGD),
     "scaffold, momentum": (partial(reference.scaffold, gradient=False), "scaffold", MOMENTUM),
     "scaffold, adam": (partial(reference.scaffold, gradient=False), "scaffold", ADAM),
@@ -40,7 +44,11 @@ CASES: dict[str, tuple[Callable[..., None], str, dict[str, Any]]] = {
         MOMENTUM,
     ),
     "moon, sgd": (partial(reference.moon, mu=2.0, temperature=0.5), "moon, mu=2", SGD),
-    "moon, warm": (partial(reference.moon, mu=2.0, temperature=3.0), "moon, mu=2, temperature=3", MOMENTUM),
+    "moon, warm": (
+        partial(reference.moon, mu=2.0, temperature=3.0),
+        "moon, mu=2, temperature=3",
+        MOMENTUM,
+    ),
 }
 ROUNDS = 4
 
@@ -79,12 +87,16 @@ def test_a_federation_of_equal_models_is_the_papers_algorithm(case: str) -> None
 
     def build(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         options = {key: value for key, value in optimizer.items() if key != "name"}
-        return (torch.optim.Adam if optimizer["name"] == "adam" else torch.optim.SGD)(parameters, **options)
+        return (torch.optim.Adam if optimizer["name"] == "adam" else torch.optim.SGD)(
+            parameters, **options
+        )
 
     expected = Reference(model, len(federation.sizes), build, optimizer["lr"])
     counts = set()
     for number in range(1, ROUNDS + 1):
-        jobs = {client: federation.job(server, number, client) for client in federation.sample(number)}
+        jobs = {
+            client: federation.job(server, number, client) for client in federation.sample(number)
+        }
         turns = {client: batches_of(federation, job) for client, job in jobs.items()}
         counts |= {len(batches) for batches in turns.values()}
         play(expected, turns)

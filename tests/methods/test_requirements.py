@@ -78,7 +78,12 @@ class Listening(ServerAlgorithm):
 @pytest.mark.parametrize(
     ("client", "server", "declared", "message"),
     [
-        (Quiet, ServerAlgorithm, Requirements(), "overrides loss, and declares own_training = False"),
+        (
+            Quiet,
+            ServerAlgorithm,
+            Requirements(),
+            "overrides loss, and declares own_training = False",
+        ),
         (Talkative, ServerAlgorithm, Requirements(), "overrides finish, .* payload = False"),
         (
             Keeping,
@@ -86,13 +91,26 @@ class Listening(ServerAlgorithm):
             Requirements(payload=True),
             "overrides initial_client_state, .*state = False",
         ),
-        (ClientAlgorithm, Listening, Requirements(), "overrides update, and declares own_aggregation = False"),
+        (
+            ClientAlgorithm,
+            Listening,
+            Requirements(),
+            "overrides update, and declares own_aggregation = False",
+        ),
         (ClientAlgorithm, ServerAlgorithm, Requirements(payload=True), "does not override finish"),
-        (ClientAlgorithm, ServerAlgorithm, Requirements(collection=True), "overrides none of collect, "),
+        (
+            ClientAlgorithm,
+            ServerAlgorithm,
+            Requirements(collection=True),
+            "overrides none of collect, ",
+        ),
     ],
 )
 def test_a_wrong_declaration_is_refused_when_the_method_is_built(
-    client: type[ClientAlgorithm], server: type[ServerAlgorithm], declared: Requirements, message: str
+    client: type[ClientAlgorithm],
+    server: type[ServerAlgorithm],
+    declared: Requirements,
+    message: str,
 ) -> None:
     class Mine(Method):
         Client = client
@@ -114,7 +132,9 @@ def test_a_payload_that_is_not_declared_never_leaves_the_client() -> None:
     METHODS.register("talkative", "made up for tests")(Mine)
     try:
         federation = Federation(tiny_config(*PLAIN, *MLP, "method.name=talkative"))
-        with pytest.raises(TypeError, match=r"finish returned a payload of \['secret'\] and a client state of \[\]"):
+        with pytest.raises(
+            TypeError, match=r"finish returned a payload of \['secret'\] and a client state of \[\]"
+        ):
             federation.run_round(federation.initial_state())
     finally:
         del METHODS._entries["talkative"]
@@ -123,5 +143,7 @@ def test_a_payload_that_is_not_declared_never_leaves_the_client() -> None:
 def test_two_methods_together_need_what_either_needs() -> None:
     one = Requirements(payload=True, exchanges_weights=False)
     other = Requirements(client_state=True, uses_total_rounds=True)
-    both = Requirements(payload=True, client_state=True, uses_total_rounds=True, exchanges_weights=False)
+    both = Requirements(
+        payload=True, client_state=True, uses_total_rounds=True, exchanges_weights=False
+    )
     assert one.combined(other) == both == other.combined(one)

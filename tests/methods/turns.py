@@ -39,7 +39,9 @@ def after(rounds: int, *overrides: str, name: str) -> tuple[Federation, ServerSt
 
 def same_bits(one: State, other: State) -> bool:
     """Tell whether two states are one."""
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(tensor, other[name]) for name, tensor in one.items()
+    )
 
 
 def seated(federation: Federation, job: Job) -> Learner:

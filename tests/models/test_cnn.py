@@ -34,7 +34,11 @@ def test_parameters_are_those_that_pfl_research_publishes() -> None:
 
 
 def test_shapes() -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in build(CIFAR).state_dict().items() if "weight" in name}
+    shapes = {
+        name: tuple(tensor.shape)
+        for name, tensor in build(CIFAR).state_dict().items()
+        if "weight" in name
+    }
     assert shapes == {
         "conv1.weight": (32, 3, 3, 3),
         "conv2.weight": (64, 32, 3, 3),
@@ -102,7 +106,12 @@ def test_dropping_everything_is_refused() -> None:
 
 def test_dropout_is_the_same_under_every_engine() -> None:
     def final(*overrides: str) -> str:
-        settings = ("model.sizes=['cnn']", "training.steps=2", "training.batch_size=8", "training.rounds=2")
+        settings = (
+            "model.sizes=['cnn']",
+            "training.steps=2",
+            "training.batch_size=8",
+            "training.rounds=2",
+        )
         federation = Federation(tiny_config(*settings, *overrides))
         return fingerprint(run_rounds(federation, federation.initial_state(), []).state)
 

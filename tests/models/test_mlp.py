@@ -54,7 +54,8 @@ def test_names_say_which_layer_and_shapes_follow_the_width() -> None:
 @pytest.mark.parametrize(("shallow", "deep"), [(1, 2), (2, 3), (1, 3)])
 def test_a_shallow_size_lies_inside_a_deeper_one(shallow: int, deep: int) -> None:
     inner, outer = (
-        {(name, tensor.shape) for name, tensor in build(depth).state_dict().items()} for depth in (shallow, deep)
+        {(name, tensor.shape) for name, tensor in build(depth).state_dict().items()}
+        for depth in (shallow, deep)
     )
     assert inner < outer
 
@@ -88,7 +89,9 @@ def test_a_federation_of_three_depths_learns_the_digits_with_inco() -> None:
 
 def test_one_slot_several_slots_and_debug_agree() -> None:
     def final(*overrides: str) -> str:
-        federation = Federation(tiny_config("model.sizes=['mlp1','mlp2','mlp3']", "training.rounds=2", *overrides))
+        federation = Federation(
+            tiny_config("model.sizes=['mlp1','mlp2','mlp3']", "training.rounds=2", *overrides)
+        )
         return fingerprint(run_rounds(federation, federation.initial_state(), []).state)
 
     plain = final("engine.name=debug")

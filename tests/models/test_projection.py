@@ -42,7 +42,9 @@ def test_without_one_the_representation_is_what_enters_the_last_layer(size: str)
     model = build(size).eval()
     images = torch.randn(2, *IMAGE)
     representation, answer = representation_and_answer(with_projection(model, 0), images)
-    assert torch.equal(representation, features(model, images)) and torch.equal(answer, model(images))
+    assert torch.equal(representation, features(model, images)) and torch.equal(
+        answer, model(images)
+    )
 
 
 def test_a_federation_shares_it_and_still_pairs_layers() -> None:
@@ -52,4 +54,7 @@ def test_a_federation_shares_it_and_still_pairs_layers() -> None:
 
 
 def test_a_width_is_not_negative() -> None:
-    assert refused("model.projection=-1") == "model.projection = -1: should be greater than or equal to 0."
+    assert (
+        refused("model.projection=-1")
+        == "model.projection = -1: should be greater than or equal to 0."
+    )

@@ -21,7 +21,9 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def build(depth: int, settings: ResNetSettings | None = None, image: ImageShape = SMALL, classes: int = 10) -> ResNet:
+def build(
+    depth: int, settings: ResNetSettings | None = None, image: ImageShape = SMALL, classes: int = 10
+) -> ResNet:
     model = MODELS[f"resnet{depth}"].make(settings or ResNetSettings(), image, classes)
     assert isinstance(model, ResNet)
     return model
@@ -42,7 +44,8 @@ def shapes(model: nn.Module) -> set[tuple[str, torch.Size]]:
 
 
 @pytest.mark.parametrize(
-    ("depth", "parameters"), [(10, 4_910_922), (14, 10_812_234), (18, 11_181_642), (22, 17_082_954), (26, 17_452_362)]
+    ("depth", "parameters"),
+    [(10, 4_910_922), (14, 10_812_234), (18, 11_181_642), (22, 17_082_954), (26, 17_452_362)],
 )
 def test_parameters_of_the_inco_sizes(depth: int, parameters: int) -> None:
     assert count(on_paper(depth)) == parameters
@@ -52,7 +55,9 @@ def test_parameters_of_the_inco_sizes(depth: int, parameters: int) -> None:
     ("depth", "parameters"),
     [(18, 11_689_512), (34, 21_797_672), (50, 25_557_032), (101, 44_549_160), (152, 60_192_808)],
 )
-def test_parameters_with_1000_classes_are_those_torchvision_publishes(depth: int, parameters: int) -> None:
+def test_parameters_with_1000_classes_are_those_torchvision_publishes(
+    depth: int, parameters: int
+) -> None:
     assert count(on_paper(depth, classes=1000)) == parameters
 
 
@@ -66,7 +71,12 @@ def test_the_summary_states_the_true_number_of_parameters(depth: int) -> None:
 def test_names_and_order_are_those_of_torchvision() -> None:
     names = list(on_paper(10).state_dict())
     norm = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
-    block = ["conv1.weight", *(f"bn1.{n}" for n in norm), "conv2.weight", *(f"bn2.{n}" for n in norm)]
+    block = [
+        "conv1.weight",
+        *(f"bn1.{n}" for n in norm),
+        "conv2.weight",
+        *(f"bn2.{n}" for n in norm),
+    ]
     downsample = ["downsample.0.weight", *(f"downsample.1.{n}" for n in norm)]
     expected = ["conv1.weight", *(f"bn1.{n}" for n in norm)]
     for stage in (1, 2, 3, 4):
@@ -101,14 +111,18 @@ def test_14_is_18_without_the_second_blocks_of_the_first_two_stages() -> None:
     assert names18 - names14 == {n for n in names18 if n.startswith(("layer1.1.", "layer2.1."))}
 
 
-@pytest.mark.parametrize(("stem", "sides"), [("imagenet", [8, 8, 4, 2, 1]), ("cifar", [32, 32, 16, 8, 4])])
+@pytest.mark.parametrize(
+    ("stem", "sides"), [("imagenet", [8, 8, 4, 2, 1]), ("cifar", [32, 32, 16, 8, 4])]
+)
 def test_map_sizes_at_32x32(stem: str, sides: list[int]) -> None:
     model = build(10, ResNetSettings.model_validate({"stem": stem, "width": 1 / 16}))
     x = model.stem(torch.randn(2, *SMALL))
     maps = [x]
     for stage in model.stages:
         maps.append(stage(maps[-1]))
-    assert [tuple(m.shape) for m in maps] == [(2, c, s, s) for c, s in zip((4, 4, 8, 16, 32), sides, strict=True)]
+    assert [tuple(m.shape) for m in maps] == [
+        (2, c, s, s) for c, s in zip((4, 4, 8, 16, 32), sides, strict=True)
+    ]
 
 
 def test_forward_is_stem_stages_mean_and_fc() -> None:
@@ -160,7 +174,10 @@ def test_the_cifar_stem_is_one_3x3_convolution_of_stride_1() -> None:
 )
 def test_width_scales_every_stage(width: float, channels: tuple[int, ...]) -> None:
     model = on_paper(18, ResNetSettings(width=width))
-    assert tuple(model.get_parameter(f"layer{s}.1.conv2.weight").shape[0] for s in (1, 2, 3, 4)) == channels
+    assert (
+        tuple(model.get_parameter(f"layer{s}.1.conv2.weight").shape[0] for s in (1, 2, 3, 4))
+        == channels
+    )
     assert (model.conv1.out_channels, model.fc.in_features) == (channels[0], channels[-1])
 
 
@@ -186,7 +203,9 @@ def test_initial_weights() -> None:
     assert conv.std().item() == pytest.approx((2 / fan_out) ** 0.5, rel=0.02)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
-            assert (module.weight == 1).all() and (module.bias == 0).all() and module.momentum == 0.1
+            assert (
+                (module.weight == 1).all() and (module.bias == 0).all() and module.momentum == 0.1
+            )
     assert model.fc.weight.abs().max() <= 512**-0.5
 
 
@@ -232,7 +251,9 @@ def test_cross_layers_of_resnet26() -> None:
     assert set(pairs) == expected
 
 
-@pytest.mark.parametrize(("depth", "targets"), [(10, 0), (14, 4), (18, 8), (22, 12), (34, 24), (50, 24), (152, 92)])
+@pytest.mark.parametrize(
+    ("depth", "targets"), [(10, 0), (14, 4), (18, 8), (22, 12), (34, 24), (50, 24), (152, 92)]
+)
 def test_cross_layers_pair_equal_shapes_and_name_each_target_once(depth: int, targets: int) -> None:
     model = on_paper(depth)
     pairs = cross_layers(model)
@@ -258,7 +279,10 @@ def test_cross_layers_of_a_bottleneck_keep_the_position_and_skip_conv1() -> None
         ({"width": 0}, r"model\.width = 0: .*greater than 0"),
         ({"width": float("inf")}, r"model\.width = inf: .*finite"),
         ({"norm": "layer"}, r"model\.norm = 'layer'.*'batch' or 'group'"),
-        ({"norm": "group", "groups": 3}, r"model\.groups = 3: must divide .*width 1\.0 gives 64, 128, 256, 512"),
+        (
+            {"norm": "group", "groups": 3},
+            r"model\.groups = 3: must divide .*width 1\.0 gives 64, 128, 256, 512",
+        ),
         ({"norm": "group", "width": 0.015}, r"model\.groups = 2: .*width 0\.015 gives 1, 2, 4, 8"),
         ({"groups": 0}, r"model\.groups = 0"),
         ({"widht": 1}, r"model\.widht.*Did you mean 'width'"),

@@ -56,7 +56,10 @@ def test_a_chain_is_the_whole_model(size: str, names: list[str]) -> None:
     assert torch.equal(run(chain, images), model(images))
     for at in range(1, len(chain)):
         assert torch.equal(run(chain[at:], run(chain[:at], images)), model(images))
-    assert torch.equal(features(model, images), run(chain[:-1], images)) and features(model, images).dim() == 2
+    assert (
+        torch.equal(features(model, images), run(chain[:-1], images))
+        and features(model, images).dim() == 2
+    )
     head = model.get_submodule(MODELS[size].head)
     assert torch.equal(head(features(model, images)), model(images))
 
@@ -67,7 +70,10 @@ def test_shapes_are_known_without_memory(size: str) -> None:
         blueprint = build(size)
     model, images = build(size), torch.randn(2, *IMAGE)
     for at in range(1, len(CHAINS[size])):
-        assert shape_behind(chain_of(blueprint)[:at], IMAGE) == run(chain_of(model)[:at], images).shape[1:]
+        assert (
+            shape_behind(chain_of(blueprint)[:at], IMAGE)
+            == run(chain_of(model)[:at], images).shape[1:]
+        )
 
 
 def test_a_member_is_not_the_beginning_of_anothers_name() -> None:
@@ -84,7 +90,9 @@ def test_the_head_of_a_chain_is_the_one_that_the_model_has_now() -> None:
 
 
 def test_a_model_of_ones_own_without_a_chain_is_refused() -> None:
-    with pytest.raises(MotleyError, match=r"model\.sizes: Sequential declares no chain of stages .*method\.name"):
+    with pytest.raises(
+        MotleyError, match=r"model\.sizes: Sequential declares no chain of stages .*method\.name"
+    ):
         chain_of(torch.nn.Sequential())
 
 
@@ -102,7 +110,9 @@ def test_any_module_becomes_a_chain_by_declaring_its_stages() -> None:
     model = copy.deepcopy(spec.make())
     assert spec_of(model) is spec and list(model.state_dict()) == list(bare.state_dict())
     images = torch.randn(3, 3, 2, 2)
-    assert torch.equal(run(chain_of(model), images), model(images)) and features(model, images).shape == (3, 5)
+    assert torch.equal(run(chain_of(model), images), model(images)) and features(
+        model, images
+    ).shape == (3, 5)
     assert owned(model, chain_of(model)[:1]) == ["0.1.weight", "0.1.bias"]
     with_projection(model, 4)
     assert features(model, images).shape == (3, 5) and model(images).shape == (3, 2)

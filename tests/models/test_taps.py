@@ -47,7 +47,9 @@ def test_outputs_and_gradients_are_the_same(size: str) -> None:
             fewer += 1
             height, width = kept[name].shape[2:]
             inside = gradient[:, :, 1 : 1 + height, 1 : 1 + width]
-            assert gradient.abs().sum() == pytest.approx(inside.abs().sum().item(), rel=1e-5)  # all others are zero
+            assert gradient.abs().sum() == pytest.approx(
+                inside.abs().sum().item(), rel=1e-5
+            )  # all others are zero
             gradient = inside
         assert float((gradient - kept[name].grad).norm() / gradient.norm()) < 1e-4
     assert fewer > 0
@@ -65,7 +67,12 @@ def test_a_federation_learns_the_same_with_inco() -> None:
             )
         )
         server, record = federation.run_round(federation.initial_state())
-        ends[trim] = (server.state, record.scores["resnet18"].loss, record.train_loss, record.bytes_up)
+        ends[trim] = (
+            server.state,
+            record.scores["resnet18"].loss,
+            record.train_loss,
+            record.bytes_up,
+        )
     assert ends[True][1] == pytest.approx(ends[False][1], rel=1e-4)
     assert ends[True][2] == pytest.approx(ends[False][2], rel=1e-5)
     assert ends[True][3] < 0.6 * ends[False][3]

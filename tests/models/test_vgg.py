@@ -33,7 +33,19 @@ def test_the_summary_states_the_true_number_of_parameters(depth: int) -> None:
     ("depth", "channels"),
     [
         (9, [(3, 32), (32, 64), (64, 128), (128, 128), (128, 256), (256, 256)]),
-        (11, [(3, 64), (64, 128), (128, 256), (256, 256), (256, 512), (512, 512), (512, 512), (512, 512)]),
+        (
+            11,
+            [
+                (3, 64),
+                (64, 128),
+                (128, 256),
+                (256, 256),
+                (256, 512),
+                (512, 512),
+                (512, 512),
+                (512, 512),
+            ],
+        ),
     ],
 )
 def test_layers_with_weights(depth: int, channels: list[tuple[int, int]]) -> None:
@@ -57,7 +69,9 @@ def test_dropout_acts_in_training_only_and_can_be_turned_off() -> None:
 
 def test_an_image_that_is_too_small_is_refused() -> None:
     assert build(9, ImageShape(1, 8, 9))(torch.zeros(1, 1, 8, 9)).shape == (1, 10)
-    with pytest.raises(MotleyError, match="model 'vgg11': images must be at least 32 pixels high and wide, not 16"):
+    with pytest.raises(
+        MotleyError, match="model 'vgg11': images must be at least 32 pixels high and wide, not 16"
+    ):
         build(11, ImageShape(3, 32, 16))
 
 
@@ -66,7 +80,9 @@ def test_no_layers_help_each_other() -> None:
 
 
 @pytest.mark.parametrize(("depth", "pixels"), [(9, 16), (11, 1)])
-def test_a_layer_reads_what_the_one_before_writes_and_the_first_hidden_one_every_pixel(depth: int, pixels: int) -> None:
+def test_a_layer_reads_what_the_one_before_writes_and_the_first_hidden_one_every_pixel(
+    depth: int, pixels: int
+) -> None:
     declared = list(channels(build(depth)).items())
     assert declared[0][1][1] is None
     for (before, (written, _)), (name, (_, read)) in pairwise(declared):

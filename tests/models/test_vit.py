@@ -24,7 +24,9 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def build(depth: int, settings: ViTSettings = TINY, image: ImageShape = SMALL, classes: int = 10) -> ViT:
+def build(
+    depth: int, settings: ViTSettings = TINY, image: ImageShape = SMALL, classes: int = 10
+) -> ViT:
     model = MODELS[f"vit{depth}"].make(settings, image, classes)
     assert isinstance(model, ViT)
     return model
@@ -40,13 +42,23 @@ def count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def counted_by_hand(depth: int, dim: int, patch: int, side: int, channels: int, classes: int) -> int:
+def counted_by_hand(
+    depth: int, dim: int, patch: int, side: int, channels: int, classes: int
+) -> int:
     """Weights and biases by the paper's equations, for an MLP of four times the width."""
     attention = (3 * dim * dim + 3 * dim) + (dim * dim + dim)
     mlp = (4 * dim * dim + 4 * dim) + (4 * dim * dim + dim)
     tokens = (side // patch) ** 2 + 1
     embedding = channels * patch * patch * dim + dim
-    return embedding + dim + tokens * dim + depth * (attention + mlp + 4 * dim) + 2 * dim + dim * classes + classes
+    return (
+        embedding
+        + dim
+        + tokens * dim
+        + depth * (attention + mlp + 4 * dim)
+        + 2 * dim
+        + dim * classes
+        + classes
+    )
 
 
 @pytest.mark.parametrize("depth", SIZES)
@@ -65,7 +77,18 @@ def test_the_inco_sizes_have_the_published_millions_of_parameters() -> None:
 
 def test_registered_sizes() -> None:
     names = [entry.name for entry in MODELS if entry.item.family == "vit"]
-    assert names == ["vit1", "vit2", "vit3", "vit4", "vit6", "vit8", "vit9", "vit10", "vit11", "vit12"]
+    assert names == [
+        "vit1",
+        "vit2",
+        "vit3",
+        "vit4",
+        "vit6",
+        "vit8",
+        "vit9",
+        "vit10",
+        "vit11",
+        "vit12",
+    ]
 
 
 def test_names_and_order_are_those_of_timm() -> None:
@@ -88,7 +111,8 @@ def test_shapes_are_those_of_timm() -> None:
 @pytest.mark.parametrize(("shallow", "deep"), [(1, 2), (8, 9), (9, 10), (10, 11), (11, 12)])
 def test_a_shallow_size_lies_inside_a_deeper_one(shallow: int, deep: int) -> None:
     inner, outer = (
-        {(name, tensor.shape) for name, tensor in on_paper(depth).state_dict().items()} for depth in (shallow, deep)
+        {(name, tensor.shape) for name, tensor in on_paper(depth).state_dict().items()}
+        for depth in (shallow, deep)
     )
     assert inner < outer
 
@@ -110,7 +134,9 @@ def test_a_block_is_pre_norm_with_exact_gelu() -> None:
     block, x = Block(TINY), torch.randn(2, 5, 12)
 
     def normalise(x: torch.Tensor) -> torch.Tensor:
-        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 1e-6).sqrt()
+        return (x - x.mean(-1, keepdim=True)) / (
+            x.var(-1, keepdim=True, unbiased=False) + 1e-6
+        ).sqrt()
 
     half = x + block.attn(normalise(x))
     hidden = block.mlp.fc1(normalise(half))
@@ -131,7 +157,9 @@ def test_embedding_cuts_patches_row_by_row() -> None:
     upper_right = x[:, :, :4, 4:].flatten(1) @ weight.flatten(1).T + bias
     assert tokens.shape == (2, 5, 12)
     torch.testing.assert_close(tokens[:, 2], upper_right + model.pos_embed[0, 2])
-    torch.testing.assert_close(tokens[:, 0], (model.cls_token[0] + model.pos_embed[0, 0]).expand(2, -1))
+    torch.testing.assert_close(
+        tokens[:, 0], (model.cls_token[0] + model.pos_embed[0, 0]).expand(2, -1)
+    )
 
 
 def test_forward_is_embed_blocks_norm_of_the_class_token_and_head() -> None:
@@ -187,7 +215,9 @@ def test_cross_layers_name_parameters_of_one_shape() -> None:
 
 @pytest.mark.parametrize("image", [ImageShape(1, 28, 32), ImageShape(1, 32, 28)])
 def test_an_image_that_the_patch_does_not_divide_is_refused(image: ImageShape) -> None:
-    with pytest.raises(MotleyError, match=rf"patch = 16: .*{image.height}x{image.width}.*Allowed: 1, 2, 4\."):
+    with pytest.raises(
+        MotleyError, match=rf"patch = 16: .*{image.height}x{image.width}.*Allowed: 1, 2, 4\."
+    ):
         build(1, ViTSettings(), image)
 
 

@@ -29,12 +29,17 @@ def norm(state: State) -> float:
 
 def delta(scale: float = 1.0) -> State:
     numbers = torch.Generator().manual_seed(3)
-    return {"a": scale * torch.randn(200, 300, generator=numbers), "b": scale * torch.randn(50, generator=numbers)}
+    return {
+        "a": scale * torch.randn(200, 300, generator=numbers),
+        "b": scale * torch.randn(50, generator=numbers),
+    }
 
 
 def uploads(federation: Federation) -> dict[int, State]:
     jobs = federation.jobs(federation.initial_state())
-    return {answer.client: answer.delta for answer in federation.engine.train(jobs, lambda client: None)}  # type: ignore[union-attr]
+    return {
+        answer.client: answer.delta for answer in federation.engine.train(jobs, lambda client: None)
+    }  # type: ignore[union-attr]
 
 
 # ---- clip
@@ -93,7 +98,9 @@ def test_noise_is_keyed_and_with_a_secret_by_the_delta_too() -> None:
         first, second = (mechanism.privatize(delta(), 1, 2) for _ in range(2))
         assert fingerprint(first) == fingerprint(second)
     torch.testing.assert_close(noise(plain, 1e-5), noise(plain, 2e-5))
-    assert (noise(mine, 1e-5) - noise(mine, 2e-5)).std() > 1, "if asked twice, a node must not reveal its noise"
+    assert (noise(mine, 1e-5) - noise(mine, 2e-5)).std() > 1, (
+        "if asked twice, a node must not reveal its noise"
+    )
     assert (noise(mine, 1e-5) - noise(other, 1e-5)).std() > 1
 
 
@@ -139,10 +146,14 @@ def test_a_resumed_run_adds_the_same_noise(tmp_path: Path) -> None:
 # ---- rejected configurations
 
 
-@pytest.mark.parametrize("method", ["scaffold", "fednova", "feddyn", "fedspeed", "fedin", "fedimpro", "heterofl"])
+@pytest.mark.parametrize(
+    "method", ["scaffold", "fednova", "feddyn", "fedspeed", "fedin", "fedimpro", "heterofl"]
+)
 def test_methods_that_do_more_than_average_deltas_are_rejected(method: str) -> None:
     split = WIDTH if method == "heterofl" else ()
-    with pytest.raises(MotleyError, match=rf"method.name = '{method}': privacy.clip = 0.5 protects deltas that are"):
+    with pytest.raises(
+        MotleyError, match=rf"method.name = '{method}': privacy.clip = 0.5 protects deltas that are"
+    ):
         Federation(tiny_config(*CLIPPED, f"method.name={method}", *split))
 
 
@@ -153,20 +164,26 @@ def test_methods_that_only_average_deltas_are_accepted(method: str) -> None:
 
 def test_running_statistics_are_refused() -> None:
     with pytest.raises(
-        MotleyError, match=r"split.normalization_statistics = 'per-size': privacy.clip = 1 .*Use 'batch'"
+        MotleyError,
+        match=r"split.normalization_statistics = 'per-size': privacy.clip = 1 .*Use 'batch'",
     ):
         Federation(tiny_config("privacy.clip=1", "split.normalization_statistics=per-size"))
 
 
 def test_exits_with_statistics_of_their_own_are_refused_too() -> None:
     exits = ("method.name=scalefl", "split.name=grid", "model.sizes=['resnet18']", BATCH)
-    with pytest.raises(MotleyError, match=r"'batch': privacy.clip = 1 .*'exits.*\. Use models without batch norm\."):
+    with pytest.raises(
+        MotleyError, match=r"'batch': privacy.clip = 1 .*'exits.*\. Use models without batch norm\."
+    ):
         Federation(tiny_config("privacy.clip=1", *exits))
 
 
 @pytest.mark.parametrize("moving", ["split.channels=rolling", "federation.size_assignment=dynamic"])
 def test_parts_that_move_are_refused(moving: str) -> None:
-    with pytest.raises(MotleyError, match=r"privacy.clip = 0.5: epsilon is known only if every client keeps its part"):
+    with pytest.raises(
+        MotleyError,
+        match=r"privacy.clip = 0.5: epsilon is known only if every client keeps its part",
+    ):
         Federation(tiny_config(*CLIPPED, *WIDTH, moving))
 
 

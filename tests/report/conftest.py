@@ -14,7 +14,12 @@ from motley.studies.runner import StudyWatcher, run_study, unfinished_runs
 from motley.studies.sweep import plan_cells
 from tests.studies.conftest import SWEEP
 
-SMALL = ("training.rounds=3", "training.epochs=1", "federation.clients=6", "federation.clients_per_round=3")
+SMALL = (
+    "training.rounds=3",
+    "training.epochs=1",
+    "federation.clients=6",
+    "federation.clients_per_round=3",
+)
 
 
 def small_run(path: Path, *overrides: str) -> Path:

@@ -23,7 +23,13 @@ def test_everything_is_in_one_file(study: Path, runs: list[Path], tmp_path: Path
     assert "&lt;Mine&gt;" in without_scripts
     assert "http" not in re.sub(r"http-equiv", "", without_scripts)
     assert "src=" not in re.sub(r'src="data:', "", without_scripts)
-    texts = ("50 ± 2", "there is no method", "Rounds, traffic and time", "data partition", "theta per layer")
+    texts = (
+        "50 ± 2",
+        "there is no method",
+        "Rounds, traffic and time",
+        "data partition",
+        "theta per layer",
+    )
     for text in texts:
         assert text in page
     assert "data.partition" in without_scripts  # the configuration
@@ -66,7 +72,9 @@ def test_a_missing_data_set_is_reported(runs: list[Path], monkeypatch: pytest.Mo
         raise MotleyError("data set 'x' was not found.\nmore")
 
     monkeypatch.setattr(figures, "partition", absent)
-    assert "cannot be drawn here: data set &#x27;x&#x27; was not found." in page.render(gather(runs), "t")
+    assert "cannot be drawn here: data set &#x27;x&#x27; was not found." in page.render(
+        gather(runs), "t"
+    )
 
 
 def test_line_styles_are_distinct_and_the_legend_shows_their_dashes(study: Path) -> None:
@@ -117,7 +125,11 @@ def test_losses_times_and_classes_are_drawn(runs: list[Path]) -> None:
 
 @pytest.mark.parametrize(
     ("done", "says"),
-    [(0, "round 0 of 3, no round"), (2, r"round 2 of 3, about \d+ s left"), (3, "finished: 3 rounds")],
+    [
+        (0, "round 0 of 3, no round"),
+        (2, r"round 2 of 3, about \d+ s left"),
+        (3, "finished: 3 rounds"),
+    ],
 )
 def test_a_live_page_shows_progress(runs: list[Path], tmp_path: Path, done: int, says: str) -> None:
     from motley.report.page import render
@@ -129,7 +141,9 @@ def test_a_live_page_shows_progress(runs: list[Path], tmp_path: Path, done: int,
     assert 'class="progress"' not in render(gather([tmp_path]), "later")
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(20.2, "20 s"), (150, "2 min"), (6000, "1 h 40 min")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(20.2, "20 s"), (150, "2 min"), (6000, "1 h 40 min")]
+)
 def test_durations(seconds: float, text: str) -> None:
     from motley.report.page import _duration
 

@@ -96,8 +96,12 @@ def test_two_studies_with_the_same_columns_have_separate_panels(study: Path) -> 
         assert all(series.count == "2 seeds" for series in panel.series.values())
 
 
-def test_runs_that_differ_in_many_settings_are_labelled_by_folder(runs: list[Path], tmp_path: Path) -> None:
-    other = small_run(tmp_path / "wider", "training.batch_size=8", "model.mlp.hidden=32", "server.lr=0.5")
+def test_runs_that_differ_in_many_settings_are_labelled_by_folder(
+    runs: list[Path], tmp_path: Path
+) -> None:
+    other = small_run(
+        tmp_path / "wider", "training.batch_size=8", "model.mlp.hidden=32", "server.lr=0.5"
+    )
     data = gather([runs[0], other])
     assert data.labels == ["one", "wider"]
     table = {row[0]: row[1:] for row in data.differences}
@@ -106,14 +110,20 @@ def test_runs_that_differ_in_many_settings_are_labelled_by_folder(runs: list[Pat
     assert "data.name" not in table
 
 
-def test_runs_on_transformed_data_are_not_in_the_same_series(runs: list[Path], tmp_path: Path) -> None:
-    other = small_run(tmp_path / "larger", "method.name=HeteroAvg", "seed=2", "data.transform.resize=10")
+def test_runs_on_transformed_data_are_not_in_the_same_series(
+    runs: list[Path], tmp_path: Path
+) -> None:
+    other = small_run(
+        tmp_path / "larger", "method.name=HeteroAvg", "seed=2", "data.transform.resize=10"
+    )
     labels = gather([runs[0], other]).labels
     assert labels == ["fedavg, data.transform.resize = 8", "fedavg, data.transform.resize = 10"]
 
 
 @pytest.mark.parametrize("text", ["{", "", "[1]", "null"])
-def test_a_damaged_environment_is_reported_in_the_table(runs: list[Path], tmp_path: Path, text: str) -> None:
+def test_a_damaged_environment_is_reported_in_the_table(
+    runs: list[Path], tmp_path: Path, text: str
+) -> None:
     folder = tmp_path / "run"
     shutil.copytree(runs[0], folder)
     (folder / "environment.json").write_text(text)
@@ -130,8 +140,12 @@ def test_a_damaged_study_is_rejected_by_name(study: Path, tmp_path: Path, text: 
 
 def test_a_series_about_one_size_shows_that_size(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text(SWEEP.replace('name = "InCoAvg"\nagainst', 'name = "its largest"\nsize = "mlp3"\nagainst'))
-    file.write_text(file.read_text().replace('against = "HeteroAvg"', 'set.method.name = "HeteroAvg"'))
+    file.write_text(
+        SWEEP.replace('name = "InCoAvg"\nagainst', 'name = "its largest"\nsize = "mlp3"\nagainst')
+    )
+    file.write_text(
+        file.read_text().replace('against = "HeteroAvg"', 'set.method.name = "HeteroAvg"')
+    )
     cells = plan_cells(load_study(str(file)), "full", seeds=1)
     run_study(unfinished_runs(cells, tmp_path), tmp_path, StudyWatcher())
     folder = save(load_study(str(file)), "full", cells, collect(cells, tmp_path), tmp_path)

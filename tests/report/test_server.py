@@ -29,7 +29,9 @@ def served(runs: list[Path], tmp_path: Path) -> Iterator[tuple[ThreadingHTTPServ
     server.server_close()
 
 
-def request(server: ThreadingHTTPServer, path: str, method: str = "GET", host: str = "localhost") -> tuple[int, str]:
+def request(
+    server: ThreadingHTTPServer, path: str, method: str = "GET", host: str = "localhost"
+) -> tuple[int, str]:
     """Return the status and the content of a response."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     connection.request(method, path, headers={"Host": host})
@@ -46,7 +48,9 @@ def test_the_page_and_its_script(served: tuple[ThreadingHTTPServer, Path]) -> No
     assert "Plotly" in request(server, "/plotly.js")[1]
 
 
-@pytest.mark.parametrize("path", ["/config.toml", "/../config.toml", "/%2e%2e/x", "//etc/passwd", "/checkpoints/"])
+@pytest.mark.parametrize(
+    "path", ["/config.toml", "/../config.toml", "/%2e%2e/x", "//etc/passwd", "/checkpoints/"]
+)
 def test_no_path_reads_a_file(served: tuple[ThreadingHTTPServer, Path], path: str) -> None:
     assert request(served[0], path)[0] == 404
 
@@ -68,7 +72,12 @@ def test_a_new_round_changes_the_state(served: tuple[ThreadingHTTPServer, Path])
     assert request(server, "/")[0] == 200
 
 
-def test_watch_reports_what_it_cannot_serve(tmp_path: Path, served: tuple[ThreadingHTTPServer, Path]) -> None:
+def test_watch_reports_what_it_cannot_serve(
+    tmp_path: Path, served: tuple[ThreadingHTTPServer, Path]
+) -> None:
     assert "neither a run" in call("watch", tmp_path).err
     server, folder = served
-    assert f"--port {server.server_port}: cannot be used" in call("watch", folder, "--port", server.server_port).err
+    assert (
+        f"--port {server.server_port}: cannot be used"
+        in call("watch", folder, "--port", server.server_port).err
+    )

@@ -98,7 +98,9 @@ class Fate:
 
     def seal(self, folder: Path) -> None:
         """Install the signal in this process."""
-        watch_operations(folder, lambda number: self._strike() if number == self.at else None, self.file)
+        watch_operations(
+            folder, lambda number: self._strike() if number == self.at else None, self.file
+        )
 
     def _strike(self) -> None:
         if self.signal == signal.SIGINT:
@@ -116,7 +118,11 @@ def motley(folder: Path, arguments: list[str], fate: Fate | None = None) -> None
     if fate is not None:
         fate.seal(folder)
     sys.argv = ["motley", *arguments]
-    with (folder.parent / "said.txt").open("w") as said, redirect_stdout(said), redirect_stderr(said):
+    with (
+        (folder.parent / "said.txt").open("w") as said,
+        redirect_stdout(said),
+        redirect_stderr(said),
+    ):
         main()
 
 
@@ -129,7 +135,9 @@ def finish(process: ForkServerProcess, seconds: float = 60) -> int:
     return process.exitcode
 
 
-def wait_for_rounds(metrics: Path, rounds: int, process: ForkServerProcess, seconds: float = 60) -> None:
+def wait_for_rounds(
+    metrics: Path, rounds: int, process: ForkServerProcess, seconds: float = 60
+) -> None:
     """Return as soon as a run's metrics have `rounds` lines, or the process has ended."""
     end = time.monotonic() + seconds
     while process.is_alive() and time.monotonic() < end:

@@ -44,13 +44,19 @@ def make_server(round_number: int, seed: int = 0, **changes: Any) -> ServerState
     averaged = {name: tensor.clone() for name, tensor in state.items()}
     method = {"control/weight": values * 2, "round": torch.tensor(round_number, dtype=torch.int32)}
     stages = {"optimizer": {"first/weight": values / 7}}
-    server = ServerState(round_number, state, averaged, method, {0: 1, 7: round_number, 123456: 2}, stages)
+    server = ServerState(
+        round_number, state, averaged, method, {0: 1, 7: round_number, 123456: 2}, stages
+    )
     return replace(server, **changes)
 
 
 def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], list[int]]:
     """Return everything about a tensor except its memory layout."""
-    return tensor.dtype, tuple(tensor.shape), tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+    return (
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.contiguous().reshape(-1).view(torch.uint8).tolist(),
+    )
 
 
 def everything(server: ServerState | None) -> object:
@@ -59,7 +65,12 @@ def everything(server: ServerState | None) -> object:
         return None
     sections = [
         None if section is None else {name: bits(tensor) for name, tensor in section.items()}
-        for section in (server.state, server.ema, server.method_state, server.stage_states.get("optimizer"))
+        for section in (
+            server.state,
+            server.ema,
+            server.method_state,
+            server.stage_states.get("optimizer"),
+        )
     ]
     return server.round_number, sections, server.client_state_rounds
 
@@ -101,7 +112,14 @@ def test_layout_and_shared_memory_do_not_matter(tmp_path: Path) -> None:
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     zero = torch.zeros(3)
     row = torch.arange(6.0)
-    method = {"image": image, "a": zero, "b": zero, "all": row, "end": row[2:], "turned": image.transpose(0, 3)}
+    method = {
+        "image": image,
+        "a": zero,
+        "b": zero,
+        "all": row,
+        "end": row[2:],
+        "turned": image.transpose(0, 3),
+    }
     server = make_server(1, method_state=method)
     save_checkpoint(tmp_path, server, keep=1)
     assert everything(load_checkpoint(tmp_path)) == everything(server)
@@ -116,7 +134,11 @@ def test_no_checkpoint_yet(tmp_path: Path) -> None:
 def test_only_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
     for number in (0, 2, 4, 6):
         save_checkpoint(tmp_path, make_server(number), keep)
-    assert [path.name for path in checkpoints(tmp_path)] == ["round-000002", "round-000004", "round-000006"][-keep:]
+    assert [path.name for path in checkpoints(tmp_path)] == [
+        "round-000002",
+        "round-000004",
+        "round-000006",
+    ][-keep:]
     assert len(list(tmp_path.iterdir())) == keep
     assert everything(load_checkpoint(tmp_path)) == everything(make_server(6))
 
@@ -173,7 +195,9 @@ def _check_after_crash(folder: Path, allowed: list[ServerState], keep: int) -> i
 
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize("fault", ["killed", "disk full"])
-def test_a_crash_before_any_file_operation_leaves_the_old_or_the_new(tmp_path: Path, keep: int, fault: str) -> None:
+def test_a_crash_before_any_file_operation_leaves_the_old_or_the_new(
+    tmp_path: Path, keep: int, fault: str
+) -> None:
     oldest, older, newer = make_server(2), make_server(4), make_server(6)
 
     def save(folder: Path, at: int) -> None:
@@ -239,7 +263,9 @@ def test_leftovers_of_any_round_are_ignored_and_cleaned(tmp_path: Path) -> None:
     assert _check_after_crash(tmp_path, [older], keep=2) == 0
 
 
-def test_a_checkpoint_is_on_disk_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_on_disk_before_it_is_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For power failures: files are flushed before the rename, and the parent folder after it."""
     events: list[str] = []
     fsync, rename = os.fsync, os.rename
@@ -258,7 +284,9 @@ def test_a_checkpoint_is_on_disk_before_it_is_renamed(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "rename", note_rename)
     save_checkpoint(tmp_path, make_server(1), keep=2)
     at = events.index("rename")
-    sections = {f"{name}.safetensors" for name in ("state", "ema", "method_state", "stage-optimizer")}
+    sections = {
+        f"{name}.safetensors" for name in ("state", "ema", "method_state", "stage-optimizer")
+    }
     assert set(events[:at]) == {*sections, "server.json", "unfinished-000001"}
     assert events[at + 1 :] == [tmp_path.name]
 
@@ -271,12 +299,20 @@ def _break(path: Path, how: str) -> None:
     if how == "missing":
         path.unlink()
     else:
-        path.write_bytes({"empty": b"", "cut": content[: len(content) // 2], "garbage": b"\x93" * len(content)}[how])
+        path.write_bytes(
+            {"empty": b"", "cut": content[: len(content) // 2], "garbage": b"\x93" * len(content)}[
+                how
+            ]
+        )
 
 
 @pytest.mark.parametrize("how", ["missing", "empty", "cut", "garbage"])
 @pytest.mark.parametrize(
-    "file", [*(f"{name}.safetensors" for name in ("state", "ema", "method_state", "stage-optimizer")), "server.json"]
+    "file",
+    [
+        *(f"{name}.safetensors" for name in ("state", "ema", "method_state", "stage-optimizer")),
+        "server.json",
+    ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, file: str, how: str) -> None:
     older = make_server(2)
@@ -340,7 +376,11 @@ def test_runs_import_no_unpickler() -> None:
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 names.add(f"{node.value.id}.{node.attr}")
     assert "json.loads" in names, "the search works"
-    assert not {name for name in names if name.split(".")[0] in ("pickle", "cloudpickle", "dill", "joblib", "shelve")}
+    assert not {
+        name
+        for name in names
+        if name.split(".")[0] in ("pickle", "cloudpickle", "dill", "joblib", "shelve")
+    }
     assert not names & {"torch.load", "np.load", "numpy.load"}
 
 
@@ -397,6 +437,8 @@ def test_fingerprint_does_not_see_layout_order_or_gradient() -> None:
 
 def test_fingerprint_is_the_same_in_every_version() -> None:
     """Fingerprints are compared across machines and releases, so their format must not change."""
-    by_hand = hashlib.sha256(b"a|torch.int16|(2,)|\x01\x00\x02\x00" + b"b|torch.float32|()|\x00\x00\x80?").hexdigest()
+    by_hand = hashlib.sha256(
+        b"a|torch.int16|(2,)|\x01\x00\x02\x00" + b"b|torch.float32|()|\x00\x00\x80?"
+    ).hexdigest()
     state = {"b": torch.tensor(1.0), "a": torch.tensor([1, 2], dtype=torch.int16)}
     assert fingerprint(state) == by_hand

@@ -63,7 +63,9 @@ def test_a_new_or_empty_folder_is_accepted(tmp_path: Path, exists: bool) -> None
     assert environment.keys() >= {"motley", "python", "torch", "cores", "gpu"}
 
 
-def test_of_two_simultaneous_runs_one_gets_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_simultaneous_runs_one_gets_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second run creates its folder between the check and the first write of the first run."""
     mkdir, rivals = Path.mkdir, [tiny_config("seed=2")]
 
@@ -158,7 +160,9 @@ def test_a_crash_leaves_the_old_or_the_new_file(tmp_path: Path, old: bytes | Non
     path, new = tmp_path / "file", b"new" * 1000
 
     def write(at: int) -> None:
-        crash.watch_operations(tmp_path, lambda number: crash.kill_myself() if number == at else None)
+        crash.watch_operations(
+            tmp_path, lambda number: crash.kill_myself() if number == at else None
+        )
         write_atomically(path, new)
 
     contents_after = []

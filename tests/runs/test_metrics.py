@@ -33,7 +33,11 @@ def test_a_line_contains_all_fields_of_a_record() -> None:
         3,
         refused={5: "'fc.bias' is missing."},
         idle=[4],
-        metrics={"inco/layer1.1/theta": 0.5, "inco/layer1.1/beta": -2.0, "method/in_loss": 0.123456789},
+        metrics={
+            "inco/layer1.1/theta": 0.5,
+            "inco/layer1.1/beta": -2.0,
+            "method/in_loss": 0.123456789,
+        },
     )
     assert to_line(record) == {
         "round": 3,
@@ -46,7 +50,11 @@ def test_a_line_contains_all_fields_of_a_record() -> None:
         "idle": [4],
         "seconds": {"train": 1.25, "merge": 0.5},
         "bytes": {"down": 100, "up": 90},
-        "metrics": {"inco/layer1.1/theta": 0.5, "inco/layer1.1/beta": -2.0, "method/in_loss": 0.123457},
+        "metrics": {
+            "inco/layer1.1/theta": 0.5,
+            "inco/layer1.1/beta": -2.0,
+            "method/in_loss": 0.123457,
+        },
     }
 
 
@@ -56,11 +64,17 @@ def test_lines_of_earlier_versions_are_read_into_the_metrics(tmp_path: Path) -> 
     old = {"method": {"pool": 4.0}, "inco": {"small/layer1.weight": {"theta": 0.5, "beta": None}}}
     log.path.write_text(json.dumps({**line, **old}) + "\n")
     (read,) = log.read()
-    metrics = {"method/pool": 4.0, "inco/small/layer1.weight/theta": 0.5, "inco/small/layer1.weight/beta": None}
+    metrics = {
+        "method/pool": 4.0,
+        "inco/small/layer1.weight/theta": 0.5,
+        "inco/small/layer1.weight/beta": None,
+    }
     assert read == {**line, "metrics": metrics}
     assert stage_metrics(read) == {"pool": 4.0}
     assert layer_metrics(read, "inco") == {"small/layer1.weight": {"theta": 0.5, "beta": None}}
-    assert layer_metrics(read, "method") == {} and layer_metrics(line, "inco") == {} == stage_metrics(line)
+    assert layer_metrics(read, "method") == {} and layer_metrics(
+        line, "inco"
+    ) == {} == stage_metrics(line)
 
 
 def test_a_round_that_was_not_evaluated_has_no_accuracy() -> None:
@@ -70,7 +84,9 @@ def test_a_round_that_was_not_evaluated_has_no_accuracy() -> None:
 
 
 def test_small_and_large_numbers_keep_six_digits() -> None:
-    line = to_line(make_record(1, scores={"s": Score(1 / 3, 1.23456789e-7, (2 / 3,))}, train_loss=123456789.0))
+    line = to_line(
+        make_record(1, scores={"s": Score(1 / 3, 1.23456789e-7, (2 / 3,))}, train_loss=123456789.0)
+    )
     assert line["accuracy"]["s"] == pytest.approx(1 / 3, abs=1e-6)
     assert line["loss"]["s"] == pytest.approx(1.23456789e-7, rel=1e-5)
     assert line["train_loss"] == pytest.approx(123456789.0, rel=1e-5)
@@ -80,14 +96,23 @@ def test_small_and_large_numbers_keep_six_digits() -> None:
 def test_nan_and_infinity_become_null(tmp_path: Path, value: float) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.append(
-        make_record(1, train_loss=value, scores={"s": Score(0.5, value, (0.5,))}, metrics={"inco/a/theta": value})
+        make_record(
+            1,
+            train_loss=value,
+            scores={"s": Score(0.5, value, (0.5,))},
+            metrics={"inco/a/theta": value},
+        )
     )
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is not JSON")
 
     line = json.loads(log.path.read_text(), parse_constant=refuse)
-    assert (line["train_loss"], line["loss"]["s"], line["metrics"]["inco/a/theta"]) == (None, None, None)
+    assert (line["train_loss"], line["loss"]["s"], line["metrics"]["inco/a/theta"]) == (
+        None,
+        None,
+        None,
+    )
 
 
 def test_one_line_per_round(tmp_path: Path) -> None:
@@ -126,7 +151,9 @@ def test_truncate_without_a_log(tmp_path: Path) -> None:
     assert [line["round"] for line in log.read()] == [1]
 
 
-def test_an_interrupted_truncation_leaves_the_log_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_truncation_leaves_the_log_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = _filled(tmp_path, 3)
     before = log.path.read_bytes()
 
@@ -176,7 +203,13 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path, broken: bytes) ->
 
 def _line(number: int, small: float, large: float, **values: Any) -> dict[str, Any]:
     accuracy = {"small": small, "large": large, "mean": (small + large) / 2}
-    return {"round": number, "accuracy": accuracy, "seconds": {}, "bytes": {"down": 0, "up": 0}, **values}
+    return {
+        "round": number,
+        "accuracy": accuracy,
+        "seconds": {},
+        "bytes": {"down": 0, "up": 0},
+        **values,
+    }
 
 
 def test_last_best_and_mean_of_last_k() -> None:
@@ -191,7 +224,9 @@ def test_last_best_and_mean_of_last_k() -> None:
 
 @pytest.mark.parametrize(("last_k", "mean"), [(1, 0.4), (2, 0.3), (4, 0.25), (9, 0.25)])
 def test_the_mean_is_over_the_last_k_evaluations_or_all_if_fewer(last_k: int, mean: float) -> None:
-    lines = [_line(number, value, value) for number, value in enumerate((0.1, 0.3, 0.2, 0.4), start=1)]
+    lines = [
+        _line(number, value, value) for number, value in enumerate((0.1, 0.3, 0.2, 0.4), start=1)
+    ]
     assert outcome(lines, last_k, ()).accuracy["mean"].mean_of_last_k == pytest.approx(mean)
 
 
@@ -227,7 +262,9 @@ def test_evaluation_every_k_rounds_counts_rounds_not_evaluations() -> None:
     assert summary.rounds_to == {0.55: 6}
 
 
-@pytest.mark.parametrize("lines", [[], [{"round": 1, "seconds": {}, "bytes": {"down": 1, "up": 1}}]], ids=["no", "one"])
+@pytest.mark.parametrize(
+    "lines", [[], [{"round": 1, "seconds": {}, "bytes": {"down": 1, "up": 1}}]], ids=["no", "one"]
+)
 def test_before_the_first_evaluation(lines: list[dict[str, Any]]) -> None:
     summary = outcome(lines, 5, (0.5,))
     assert summary.accuracy == {}

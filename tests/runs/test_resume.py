@@ -127,13 +127,20 @@ def test_kill_9_resume_and_the_same_fingerprint(commands: Commands, undisturbed:
         stdout=subprocess.DEVNULL,
         preexec_fn=lambda: os.nice(10),  # slow, so that this process sees its third round in time
     )
-    while first.poll() is None and not (commands.metrics.exists() and len(rounds(commands.folder)) >= 3):
+    while first.poll() is None and not (
+        commands.metrics.exists() and len(rounds(commands.folder)) >= 3
+    ):
         time.sleep(0.005)
     first.kill()
     assert first.wait() == -signal.SIGKILL
-    subprocess.run([*motley, "resume", str(commands.folder)], env=environment, check=True, capture_output=True)
+    subprocess.run(
+        [*motley, "resume", str(commands.folder)], env=environment, check=True, capture_output=True
+    )
     shown = subprocess.run(
-        [*motley, "show", str(commands.folder), "--fingerprint"], env=environment, check=True, capture_output=True
+        [*motley, "show", str(commands.folder), "--fingerprint"],
+        env=environment,
+        check=True,
+        capture_output=True,
     )
     assert re.fullmatch(r"[0-9a-f]{64}\n", shown.stdout.decode())
     assert shown.stdout.decode() == Commands(undisturbed).say("fingerprint")
@@ -141,7 +148,9 @@ def test_kill_9_resume_and_the_same_fingerprint(commands: Commands, undisturbed:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_killed_again_and_again_at_any_moment(commands: Commands, undisturbed: Path, seed: int) -> None:
+def test_killed_again_and_again_at_any_moment(
+    commands: Commands, undisturbed: Path, seed: int
+) -> None:
     """Four kills, the first possibly before the run has started, the others after a resume."""
     moments = random.Random(seed)
     for wait_for in sorted(moments.sample(range(ROUNDS), 4)):
@@ -189,13 +198,17 @@ def test_ctrl_c_keeps_the_last_complete_round(commands: Commands, undisturbed: P
         assert rounds(commands.folder) == list(range(1, completed + 1))
     metrics_before = commands.metrics.read_bytes()
     said = commands.say("resume")
-    assert commands.metrics.read_bytes().startswith(metrics_before), "saved rounds are not run again"
+    assert commands.metrics.read_bytes().startswith(metrics_before), (
+        "saved rounds are not run again"
+    )
     assert f"round {completed}/{ROUNDS}" not in said
     assert f"round {completed + 1}/{ROUNDS}" in said
     assert_same_run(commands.folder, undisturbed)
 
 
-def test_without_a_checkpoint_it_starts_from_the_beginning(commands: Commands, undisturbed: Path) -> None:
+def test_without_a_checkpoint_it_starts_from_the_beginning(
+    commands: Commands, undisturbed: Path
+) -> None:
     assert crash.finish(commands.start("run", Fate(2, "metrics.jsonl"))) == -signal.SIGKILL
     assert rounds(commands.folder) == [1]
     assert checkpoints(commands.folder / "checkpoints") == []
@@ -231,7 +244,12 @@ def test_a_finished_run_is_left_as_it_is(undisturbed: Path) -> None:
 
 # ---- a method with client state and server state
 
-FAST = ("training.batch_size=64", "training.epochs=0.5", "run.checkpoint_every=2", "run.tensorboard=false")
+FAST = (
+    "training.batch_size=64",
+    "training.epochs=0.5",
+    "run.checkpoint_every=2",
+    "run.tensorboard=false",
+)
 #: With this limit, some client states stay in host memory and some do not.
 STATEFUL = ("training.rounds=5", "engine.client_state_host_gib=0.0003", *FAST)
 CLIENTS_PER_ROUND = 4  # as in TINY
@@ -265,7 +283,9 @@ def assert_same_run_and_client_states(folder: Path, undisturbed: Path) -> None:
 
 
 @pytest.mark.parametrize("updates", [1, 4, 6, 11, 17])
-def test_interrupted_in_the_middle_of_a_round(tmp_path: Path, stateful_run: Path, updates: int) -> None:
+def test_interrupted_in_the_middle_of_a_round(
+    tmp_path: Path, stateful_run: Path, updates: int
+) -> None:
     """Clients of the interrupted round have saved new states. A resumed run must not use them."""
     folder = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt) as caught:
@@ -288,7 +308,9 @@ def test_killed_in_the_middle_of_rounds(tmp_path: Path, stateful_run: Path) -> N
 
 
 @pytest.mark.parametrize("at", [10, 14, 17, 20, 27])
-def test_killed_while_client_states_and_checkpoints_are_saved(tmp_path: Path, stateful_run: Path, at: int) -> None:
+def test_killed_while_client_states_and_checkpoints_are_saved(
+    tmp_path: Path, stateful_run: Path, at: int
+) -> None:
     """Killed before file operations of the second and third save, which begin at 10 and 20.
 
     The client states are on disk by then, and the checkpoint that refers to them is not. (Kills
@@ -303,7 +325,9 @@ def test_killed_while_client_states_and_checkpoints_are_saved(tmp_path: Path, st
     assert_same_run_and_client_states(folder, stateful_run)
 
 
-def test_client_states_of_an_incomplete_round_are_replaced(tmp_path: Path, stateful_run: Path) -> None:
+def test_client_states_of_an_incomplete_round_are_replaced(
+    tmp_path: Path, stateful_run: Path
+) -> None:
     """A kill between saving client states and the checkpoint leaves states of future rounds."""
     folder = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
@@ -373,7 +397,9 @@ def test_an_interruption_before_the_metrics_are_written_loses_no_line(
 
 
 @pytest.mark.parametrize("at", [1, 2])
-def test_an_interruption_after_the_metrics_are_written_repeats_no_line(tmp_path: Path, at: int) -> None:
+def test_an_interruption_after_the_metrics_are_written_repeats_no_line(
+    tmp_path: Path, at: int
+) -> None:
     with pytest.raises(KeyboardInterrupt):
         start_run(tiny_config(*FAST), tmp_path / "run", [InterruptAt(at)])
     resume_run(tmp_path / "run")

@@ -43,7 +43,9 @@ def run_with(recorder: Recorder) -> Recorder:
 
 
 @pytest.mark.parametrize("ready", [True, False])
-def test_every_round_is_seen_once_in_order_and_with_its_scores(ready: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_round_is_seen_once_in_order_and_with_its_scores(
+    ready: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = run_with(Recorder())
     monkeypatch.setattr(Evaluation, "ready", property(lambda self: ready))
     late = run_with(Recorder())
@@ -51,7 +53,9 @@ def test_every_round_is_seen_once_in_order_and_with_its_scores(ready: bool, monk
     assert late.scores == expected.scores and all(late.scores)
 
 
-def test_an_interruption_keeps_the_round_whose_evaluation_was_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_keeps_the_round_whose_evaluation_was_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Evaluation, "ready", property(lambda self: False))
     clients_per_round = len(Federation(tiny_config()).sample(1))
     recorder = Recorder(interrupt_after=2 * clients_per_round + 1)

@@ -20,12 +20,19 @@ from tests.runs.crash import Fate, InterruptAt
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
-FAST = ("training.batch_size=64", "training.epochs=0.5", "run.checkpoint_every=2", "training.rounds=5")
+FAST = (
+    "training.batch_size=64",
+    "training.epochs=0.5",
+    "run.checkpoint_every=2",
+    "training.rounds=5",
+)
 
 
 def shown(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Return the series that TensorBoard shows for a run: tag -> list of (step, value)."""
-    events = accumulators.EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    events = accumulators.EventAccumulator(
+        str(folder / "tensorboard"), size_guidance={"scalars": 0}
+    )
     events.Reload()
     series = {}
     for tag in events.Tags()["scalars"]:
@@ -39,14 +46,18 @@ def assert_shows_the_metrics(folder: Path) -> None:
     expected: dict[str, list[tuple[int, float]]] = {}
     for line in lines:
         expected.setdefault("train/loss", []).append((line["round"], line["train_loss"]))
-        expected.setdefault("seconds/round", []).append((line["round"], sum(line["seconds"].values())))
+        expected.setdefault("seconds/round", []).append(
+            (line["round"], sum(line["seconds"].values()))
+        )
         for group in ("accuracy", "loss", "method"):
             for name, value in line.get(group, {}).items():
                 expected.setdefault(f"{group}/{name}", []).append((line["round"], value))
     assert series.keys() == expected.keys()
     for tag, points in expected.items():
         assert [step for step, _ in series[tag]] == [step for step, _ in points], tag
-        assert [value for _, value in series[tag]] == pytest.approx([value for _, value in points], abs=1e-3), tag
+        assert [value for _, value in series[tag]] == pytest.approx(
+            [value for _, value in points], abs=1e-3
+        ), tag
 
 
 def test_event_files_hold_every_round(tmp_path: Path) -> None:
@@ -72,12 +83,18 @@ def test_after_a_resume_no_step_is_shown_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "fate", [Fate(4, "metrics.jsonl"), Fate(2, "/checkpoints")], ids=["long after a save", "right after a save"]
+    "fate",
+    [Fate(4, "metrics.jsonl"), Fate(2, "/checkpoints")],
+    ids=["long after a save", "right after a save"],
 )
 def test_a_kill_loses_no_step_that_was_saved(tmp_path: Path, fate: Fate) -> None:
     """Rounds 1 and 2 are in a checkpoint and are not run again."""
     folder = tmp_path / "run"
-    overrides = [argument for override in (*TINY, *FAST, "engine.threads=1") for argument in ("--set", override)]
+    overrides = [
+        argument
+        for override in (*TINY, *FAST, "engine.threads=1")
+        for argument in ("--set", override)
+    ]
     process = crash.start(crash.motley, folder, ["run", *overrides, "--out", str(folder)], fate)
     assert crash.finish(process) == -signal.SIGKILL
     assert [path.name for path in checkpoints(folder / "checkpoints")] == ["round-000002"]

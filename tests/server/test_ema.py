@@ -13,9 +13,13 @@ def test_early_rounds_are_a_plain_mean_and_later_ones_decay() -> None:
     values = [8.0, 2.0, 5.0, 1.0]
     seen = []
     for number, value in enumerate(values, start=1):
-        averaged = moving_average(averaged, {"w": torch.tensor([value]), "n": torch.tensor(number)}, 0.6, number)
+        averaged = moving_average(
+            averaged, {"w": torch.tensor([value]), "n": torch.tensor(number)}, 0.6, number
+        )
         seen.append(averaged["w"].item())
-    assert seen == pytest.approx([8.0, 5.0, 0.6 * 5 + 0.4 * 5, 0.6 * 5 + 0.4 * 1])  # the third: 0.6 < 2/3
+    assert seen == pytest.approx(
+        [8.0, 5.0, 0.6 * 5 + 0.4 * 5, 0.6 * 5 + 0.4 * 1]
+    )  # the third: 0.6 < 2/3
     assert averaged is not None and averaged["n"].item() == 4
 
 

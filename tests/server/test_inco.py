@@ -39,7 +39,9 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 # The reference: Python floats, one kernel at a time.
 
 
-def scalar_inco(g_0: list[float], g_k: list[float], s: IncoSettings) -> tuple[list[float], float, float, float]:
+def scalar_inco(
+    g_0: list[float], g_k: list[float], s: IncoSettings
+) -> tuple[list[float], float, float, float]:
     """One theta for the values given: (refined values, theta, alpha, beta)."""
     norm_0 = math.sqrt(math.fsum(x * x for x in g_0))
     norm_k = math.sqrt(math.fsum(x * x for x in g_k))
@@ -63,7 +65,9 @@ def scalar_inco(g_0: list[float], g_k: list[float], s: IncoSettings) -> tuple[li
             theta = theta if beta < 0 else 0.0
             step = -theta
     if s.normalize:
-        refined = [(k + step * z) * (norm_k + norm_0) / 2 for z, k in zip(unit_0, unit_k, strict=True)]
+        refined = [
+            (k + step * z) * (norm_k + norm_0) / 2 for z, k in zip(unit_0, unit_k, strict=True)
+        ]
     else:
         refined = [k + step * z for z, k in zip(g_0, g_k, strict=True)]
     if s.element_max != "off":
@@ -76,9 +80,13 @@ def reference(g_0: Tensor, g_k: Tensor, s: IncoSettings) -> tuple[Tensor, list[f
     result = torch.empty(g_k.shape, dtype=torch.float64)
     seen = []
     by_kernel = s.granularity == "kernel" and g_k.ndim == 4
-    places = [(o, i) for o in range(g_k.shape[0]) for i in range(g_k.shape[1])] if by_kernel else [...]
+    places = (
+        [(o, i) for o in range(g_k.shape[0]) for i in range(g_k.shape[1])] if by_kernel else [...]
+    )
     for place in places:
-        values, theta, alpha, beta = scalar_inco(g_0[place].flatten().tolist(), g_k[place].flatten().tolist(), s)
+        values, theta, alpha, beta = scalar_inco(
+            g_0[place].flatten().tolist(), g_k[place].flatten().tolist(), s
+        )
         result[place] = torch.tensor(values, dtype=torch.float64).reshape(g_k[place].shape)
         seen.append((theta, alpha, beta, 1.0 if beta > 0 else 0.0))
     return result, [math.fsum(column) / len(seen) for column in zip(*seen, strict=True)]
@@ -115,7 +123,13 @@ def test_every_combination_equals_the_scalar_reference(shape):
 def test_each_setting_changes_the_result(key):
     """So that the comparison above can tell the combinations apart."""
     g_0, g_k = random(4, 3, 3, 3, seed=1), random(4, 3, 3, 3, seed=2)
-    base = {"variant": "official", "sign": "minus", "epsilon": 0.01, "theta_max": "off", "element_max": "off"}
+    base = {
+        "variant": "official",
+        "sign": "minus",
+        "epsilon": 0.01,
+        "theta_max": "off",
+        "element_max": "off",
+    }
     results = [refine(g_0, g_k, **{**base, key: value})[0] for value in CHOICES[key]]
     for one, other in itertools.combinations(results, 2):
         assert (one - other).abs().max() > 1e-3
@@ -132,7 +146,11 @@ def test_vector_by_hand():
     theorem: beta > 0, so theta = 0: (0, 1) 7.5 = (0, 7.5)
     """
     g_0, g_k = torch.tensor([3.0, 4.0]), torch.tensor([0.0, 10.0])
-    for sign, expected, theta in (("plus", [7.2, 17.1], 1.6), ("minus", [-7.2, -2.1], 1.6), ("theorem", [0, 7.5], 0)):
+    for sign, expected, theta in (
+        ("plus", [7.2, 17.1], 1.6),
+        ("minus", [-7.2, -2.1], 1.6),
+        ("theorem", [0, 7.5], 0),
+    ):
         got, coefficients = refine(g_0, g_k, **PLAIN, sign=sign)
         torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float32))
         assert [c.item() for c in coefficients] == pytest.approx([theta, 25, 40, 1])
@@ -167,7 +185,9 @@ def test_ablations_by_hand(sign):
     Without N alone: (0, 10) + 1.6 (3, 4) = (4.8, 16.4); minus: (-4.8, 3.6); theorem: g_k as it is.
     """
     g_0, g_k = torch.tensor([3.0, 4.0]), torch.tensor([0.0, 10.0])
-    without_o, coefficients = refine(g_0, g_k, **{**PLAIN, "theta_max": 0.5}, sign=sign, optimize=False)
+    without_o, coefficients = refine(
+        g_0, g_k, **{**PLAIN, "theta_max": 0.5}, sign=sign, optimize=False
+    )
     torch.testing.assert_close(without_o, torch.tensor([4.5, 13.5]))
     assert coefficients.theta == 1
     without_both, _ = refine(g_0, g_k, **PLAIN, sign=sign, optimize=False, normalize=False)
@@ -185,7 +205,9 @@ def test_official_guards_by_hand():
     g_0 = torch.tensor([0.01, 0.0003]).reshape(1, 2, 1, 1)
     g_k = torch.tensor([0.2, -0.0003]).reshape(1, 2, 1, 1)
     got, coefficients = refine(g_0, g_k, variant="official")
-    torch.testing.assert_close(got.flatten(), torch.tensor([0.1, (-10 / 19) * 0.0003**2 / 0.0003001]))
+    torch.testing.assert_close(
+        got.flatten(), torch.tensor([0.1, (-10 / 19) * 0.0003**2 / 0.0003001])
+    )
     assert coefficients.theta.item() == pytest.approx((5 + 9 / 19) / 2)
     assert coefficients.alpha.item() == pytest.approx((1e-4 + 9e-8) / 2)
     assert coefficients.beta.item() == pytest.approx((2e-3 - 9e-8) / 2)
@@ -206,7 +228,9 @@ def test_single_entry_kernels_reduce_to_the_scalar_form():
     g_0[..., 1, 1], g_k[..., 1, 1] = random(6, 5, seed=3, scale=1), random(6, 5, seed=4, scale=1)
     got, _ = refine(g_0, g_k, **PLAIN)
     z, k = g_0[..., 1, 1], g_k[..., 1, 1]
-    torch.testing.assert_close(got[..., 1, 1], (k.sign() + k.abs() / z.abs() * z.sign()) * (k.abs() + z.abs()) / 2)
+    torch.testing.assert_close(
+        got[..., 1, 1], (k.sign() + k.abs() / z.abs() * z.sign()) * (k.abs() + z.abs()) / 2
+    )
     got[..., 1, 1] = 0
     assert not got.any()
 
@@ -222,7 +246,9 @@ def test_zero_theta_keeps_the_direction_of_the_deep_layer():
     torch.testing.assert_close(got, g_k / 3 * (3 + math.sqrt(5)) / 2)
     g_0, g_k = random(4, 3, 3, 3, seed=1), random(4, 3, 3, 3, seed=2)
     got, _ = refine(g_0, g_k, **{**PLAIN, "theta_max": 1e-12})
-    torch.testing.assert_close(torch.cosine_similarity(got.flatten(2), g_k.flatten(2), dim=2), torch.ones(4, 3))
+    torch.testing.assert_close(
+        torch.cosine_similarity(got.flatten(2), g_k.flatten(2), dim=2), torch.ones(4, 3)
+    )
     assert not torch.allclose(got, g_k)
 
 
@@ -254,7 +280,11 @@ def test_pairs_with_a_missing_layer_are_skipped():
 
 
 def test_only_targets_change_and_inputs_are_never_modified():
-    change = {"stem": random(2, seed=0), "shallow": random(2, 2, 3, 3, seed=1), "deep": random(2, 2, 3, 3, seed=2)}
+    change = {
+        "stem": random(2, seed=0),
+        "shallow": random(2, 2, 3, 3, seed=1),
+        "deep": random(2, 2, 3, 3, seed=2),
+    }
     before = {name: tensor.clone() for name, tensor in change.items()}
     changed, coefficients = inco(change, PAIR, IncoSettings(variant="official"))
     assert list(changed) == list(change) and set(coefficients) == {"deep"}
@@ -291,7 +321,9 @@ def test_uncovered_kernels_keep_their_change_and_do_not_count(granularity, whole
         del covered["deep"]
     s = IncoSettings(variant="official", granularity=granularity)
     changed, coefficients = inco({"shallow": g_0, "deep": g_k}, PAIR, s, covered)
-    corner, expected = refine(g_0[:rows, :columns], g_k[:rows, :columns], variant="official", granularity=granularity)
+    corner, expected = refine(
+        g_0[:rows, :columns], g_k[:rows, :columns], variant="official", granularity=granularity
+    )
     torch.testing.assert_close(changed["deep"][:rows, :columns], corner, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(torch.stack(coefficients["deep"]), torch.stack(expected))
     outside = torch.ones(4, 4, 3, 3, dtype=torch.bool)
@@ -337,7 +369,9 @@ def test_no_value_is_ever_read_on_the_host(masked):
     change = {name: torch.empty(4, 4, 3, 3, device="meta") for name in ("shallow", "deep")}
     covered = {"deep": torch.empty(4, 4, 3, 3, dtype=torch.bool, device="meta")} if masked else None
     for chosen in EVERY:
-        changed, coefficients = inco(change, PAIR, IncoSettings(variant="official", **chosen), covered)
+        changed, coefficients = inco(
+            change, PAIR, IncoSettings(variant="official", **chosen), covered
+        )
         assert changed["deep"].device.type == "meta" and changed["deep"].dtype == torch.float32
         assert all(c.device.type == "meta" and c.shape == () for c in coefficients["deep"])
 
@@ -346,7 +380,9 @@ any_float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 @given(
-    values=st.integers(1, 4).flatmap(lambda n: st.lists(any_float32, min_size=2 * n, max_size=2 * n)),
+    values=st.integers(1, 4).flatmap(
+        lambda n: st.lists(any_float32, min_size=2 * n, max_size=2 * n)
+    ),
     chosen=st.sampled_from(EVERY),
     epsilon=st.sampled_from([1e-7, 1e-30, 5e-324]),
 )
@@ -366,7 +402,9 @@ def test_the_theorem_solves_its_problem(values):
     """Eq. 1: g_opt is g_k where <g_k, g_0> >= 0 already and else orthogonal to g_0, up to its rounding to float32."""
     g_0, g_k = torch.tensor(values).reshape(2, -1)
     got, _ = refine(g_0, g_k, **{**PLAIN, "epsilon": 5e-324}, sign="theorem", normalize=False)
-    before, after = (math.fsum(a * b for a, b in zip(g_0.tolist(), g.tolist(), strict=True)) for g in (g_k, got))
+    before, after = (
+        math.fsum(a * b for a, b in zip(g_0.tolist(), g.tolist(), strict=True)) for g in (g_k, got)
+    )
     lengths = [math.hypot(*g.tolist()) for g in (g_0, g_k, got)]
     slack = lengths[0] * (2**-23 * lengths[2] + 1e-14 * lengths[1] + 1e-44)
     assert after >= -slack
@@ -414,19 +452,26 @@ def test_default_is_off_and_variants_are_active():
 
 def test_a_given_field_overrides_its_variant_and_nothing_else():
     changed = IncoSettings(variant="paper", theta_max=2, granularity="kernel").model_dump()
-    assert changed == {**IncoSettings(variant="paper").model_dump(), "theta_max": 2.0, "granularity": "kernel"}
+    assert changed == {
+        **IncoSettings(variant="paper").model_dump(),
+        "theta_max": 2.0,
+        "granularity": "kernel",
+    }
     assert IncoSettings(variant="official", theta_max="off").theta_max == "off"
 
 
 def to_toml(values: dict) -> str:
     spelled = {True: "true", False: "false"}
     return "\n".join(
-        f"{key} = {spelled[value] if isinstance(value, bool) else repr(value)}" for key, value in values.items()
+        f"{key} = {spelled[value] if isinstance(value, bool) else repr(value)}"
+        for key, value in values.items()
     )
 
 
 @pytest.mark.parametrize("variant", ["paper", "official"])
-@pytest.mark.parametrize("override", [{}, {"theta_max": "off"}, {"element_max": 0.5, "sign": "theorem"}])
+@pytest.mark.parametrize(
+    "override", [{}, {"theta_max": "off"}, {"element_max": 0.5, "sign": "theorem"}]
+)
 def test_resolved_settings_round_trip_through_toml(variant, override):
     resolved = IncoSettings(variant=variant, **override)
     dumped = resolved.model_dump()

@@ -22,7 +22,9 @@ from motley.server.optimizer import (
 )
 from tests.conftest import refused
 
-RECORDED = json.loads((Path(__file__).parent / "fixtures" / "flower_strategies.json").read_text())["cases"]
+RECORDED = json.loads((Path(__file__).parent / "fixtures" / "flower_strategies.json").read_text())[
+    "cases"
+]
 FLOWERS_NAMES = {
     "eta": "lr",
     "server_learning_rate": "lr",
@@ -38,11 +40,16 @@ def tensors(values: list[Any]) -> State:
 
 
 def stepped(
-    moments: State, change: State, settings: ServerOptimizerSettings, covered: dict[str, Any] | None = None
+    moments: State,
+    change: State,
+    settings: ServerOptimizerSettings,
+    covered: dict[str, Any] | None = None,
 ) -> tuple[State, State]:
     """Return moments and step for a change whose names are all parameters but `buffer`."""
     merged = Aggregate(change, {**dict.fromkeys(change), **(covered or {})})
-    moments, merged = optimize(moments, merged, {name for name in change if name != "buffer"}, settings)
+    moments, merged = optimize(
+        moments, merged, {name for name in change if name != "buffer"}, settings
+    )
     return moments, merged.delta
 
 
@@ -115,7 +122,9 @@ def test_moments_rest_where_nobody_held_a_coordinate(name: str) -> None:
     settings = SERVER_OPTIMIZERS.validate({"name": name})
     before, _ = stepped({}, {"a": torch.ones(3), "b": torch.ones(2), "c": torch.ones(1)}, settings)
     held = torch.tensor([True, False, True])
-    after, _ = stepped(before, {"a": torch.full((3,), 2.0), "b": torch.full((2,), 2.0)}, settings, {"a": held})
+    after, _ = stepped(
+        before, {"a": torch.full((3,), 2.0), "b": torch.full((2,), 2.0)}, settings, {"a": held}
+    )
     for kind in {key.partition("/")[0] for key in before}:
         assert (after[f"{kind}/a"] != before[f"{kind}/a"]).tolist() == held.tolist()
         assert (after[f"{kind}/b"] != before[f"{kind}/b"]).all()
@@ -127,7 +136,9 @@ def test_buffers_have_no_moments_and_keep_their_mean() -> None:
     merged = Aggregate(change, dict.fromkeys(change))
     moments, after = optimize({}, merged, {"w"}, AdamSettings())
     assert moments.keys() == {"first/w", "second/w"}
-    assert torch.equal(after.delta["buffer"], change["buffer"]) and torch.equal(after.delta["count"], change["count"])
+    assert torch.equal(after.delta["buffer"], change["buffer"]) and torch.equal(
+        after.delta["count"], change["count"]
+    )
 
 
 def test_none_is_the_mean_itself() -> None:
@@ -137,7 +148,9 @@ def test_none_is_the_mean_itself() -> None:
 
 def test_defaults_are_an_optimisers_own_and_another_choice_takes_them_along() -> None:
     def chosen(*overrides: str) -> tuple[Any, ...]:
-        settings = load_config(overrides=[f"server.optimizer.{o}" for o in overrides]).server.optimizer
+        settings = load_config(
+            overrides=[f"server.optimizer.{o}" for o in overrides]
+        ).server.optimizer
         values = settings.model_dump()
         return tuple(values.get(key) for key in ("name", "lr", "beta1", "tau"))
 
@@ -150,18 +163,32 @@ def test_defaults_are_an_optimisers_own_and_another_choice_takes_them_along() ->
 
 def test_a_saved_choice_gives_way_to_a_new_one(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
-    file.write_text(load_config(overrides=["server.optimizer={name='momentum', nesterov=true, lr=0.3}"]).to_toml())
+    file.write_text(
+        load_config(
+            overrides=["server.optimizer={name='momentum', nesterov=true, lr=0.3}"]
+        ).to_toml()
+    )
     assert load_config(file).server.optimizer == MomentumSettings(lr=0.3, nesterov=True)
-    assert load_config(file, overrides=["server.optimizer.name=yogi"]).server.optimizer == AdamSettings(name="yogi")
+    assert load_config(
+        file, overrides=["server.optimizer.name=yogi"]
+    ).server.optimizer == AdamSettings(name="yogi")
     kept = load_config(file, overrides=["training.optimizer.name=sgd"])
-    assert kept.server.optimizer == MomentumSettings(lr=0.3, nesterov=True), "the clients' optimiser is another table"
+    assert kept.server.optimizer == MomentumSettings(lr=0.3, nesterov=True), (
+        "the clients' optimiser is another table"
+    )
 
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("name=adan", "server.optimizer.name = 'adan': should be 'none', 'momentum', 'adam', 'yogi' or 'adagrad'."),
-        ("nesterov=true", "has no effect with server.optimizer.name = 'none'; it is for 'momentum'."),
+        (
+            "name=adan",
+            "server.optimizer.name = 'adan': should be 'none', 'momentum', 'adam', 'yogi' or 'adagrad'.",
+        ),
+        (
+            "nesterov=true",
+            "has no effect with server.optimizer.name = 'none'; it is for 'momentum'.",
+        ),
         ("beta1=1 name=adam", "server.optimizer.beta1 = 1: should be less than 1."),
         ("tau=0 name=adam", "server.optimizer.tau = 0: should be greater than 0."),
     ],

@@ -29,15 +29,21 @@ class ClipAggregate:
     max_norm: float
     name: str = "clip"
 
-    def __call__(self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]) -> StageResult:
-        norm = get_total_norm([tensor for tensor in aggregate.delta.values() if tensor.is_floating_point()])
+    def __call__(
+        self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]
+    ) -> StageResult:
+        norm = get_total_norm(
+            [tensor for tensor in aggregate.delta.values() if tensor.is_floating_point()]
+        )
         factor = (self.max_norm / norm).clamp(max=1.0)
         delta = {}
         for name, tensor in aggregate.delta.items():
             delta[name] = tensor * factor if tensor.is_floating_point() else tensor
         counter = server.stage_states.get(self.name, {}).get("clipped", torch.zeros(()))
         server = server.with_stage_state(self.name, {"clipped": counter + (factor < 1)})
-        return StageResult(server, aggregate.with_delta(delta), {"norm": norm, "limit": self.max_norm})
+        return StageResult(
+            server, aggregate.with_delta(delta), {"norm": norm, "limit": self.max_norm}
+        )
 
 
 def test_a_stage_of_ones_own_sees_the_delta_and_reports_numbers() -> None:
@@ -46,7 +52,11 @@ def test_a_stage_of_ones_own_sees_the_delta_and_reports_numbers() -> None:
     server = federation.initial_state()
     after, record = federation.run_round(server)
     assert record.metrics["clip/norm"] > 0.01 == record.metrics["clip/limit"]
-    moved = [after.state[name] - tensor for name, tensor in server.state.items() if tensor.is_floating_point()]
+    moved = [
+        after.state[name] - tensor
+        for name, tensor in server.state.items()
+        if tensor.is_floating_point()
+    ]
     assert float(get_total_norm(moved)) <= 0.01 * 1.001
 
 
@@ -70,7 +80,11 @@ def test_a_stages_state_is_kept_between_rounds_and_in_checkpoints(tmp_path: Path
 
 
 def test_the_order_of_stages() -> None:
-    settings = ("method.inco.variant=official", "server.optimizer.name=adam", "server.ema_decay=0.9")
+    settings = (
+        "method.inco.variant=official",
+        "server.optimizer.name=adam",
+        "server.ema_decay=0.9",
+    )
     federation = Federation(tiny_config(*settings))
     names = [type(stage).__name__ for stage in federation.pipeline]
     assert names == [

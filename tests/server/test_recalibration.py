@@ -26,7 +26,12 @@ from tests.methods.test_contract import NoValueIsRead
 
 RECALIBRATED = ("server.statistics.name=recalibrate",)
 BRIEF = ("training.steps=2", "training.rounds=2", "run.tensorboard=false")
-ROLLING = ("split.name=width", "split.channels=rolling", "split.rates=[1,0.5,0.25]", "model.sizes=['resnet14']")
+ROLLING = (
+    "split.name=width",
+    "split.channels=rolling",
+    "split.rates=[1,0.5,0.25]",
+    "model.sizes=['resnet14']",
+)
 WIDTHS = ("split.rates=[1,0.5,0.25]", "model.sizes=['resnet14']")
 
 
@@ -76,7 +81,9 @@ def test_two_clients_of_unequal_sizes_by_hand() -> None:
     after = pool(model.state_dict(), [(part_of(model), report) for report in reports])
     assert after["norm.running_mean"].item() == pytest.approx(4)
     assert after["norm.running_var"].item() == pytest.approx(11.2)
-    assert after["norm.running_var"].item() == pytest.approx(torch.cat([first, second]).var().item())
+    assert after["norm.running_var"].item() == pytest.approx(
+        torch.cat([first, second]).var().item()
+    )
     mean_of_variances = (2 * first.var() + 4 * second.var()) / 6
     assert abs(after["norm.running_var"].item() - mean_of_variances.item()) > 1
 
@@ -86,12 +93,19 @@ def test_many_batches_give_the_variance_of_their_concatenation(offset: float) ->
     """Also of channels whose mean is a thousand times their deviation, where sums in single precision fail."""
     numbers = torch.Generator().manual_seed(1)
     model = FirstLayer(3)
-    batches = [torch.randn((n, 3), generator=numbers) + offset + shift for shift, n in enumerate((5, 40, 1, 12))]
+    batches = [
+        torch.randn((n, 3), generator=numbers) + offset + shift
+        for shift, n in enumerate((5, 40, 1, 12))
+    ]
     reports = [report_of(model, *batches[:2]), report_of(model, batches[3], batches[2])]
     after = pool(model.state_dict(), [(part_of(model), report) for report in reports])
     whole = torch.cat(batches).double()
-    torch.testing.assert_close(after["norm.running_mean"].double(), whole.mean(0), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(after["norm.running_var"].double(), whole.var(0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        after["norm.running_mean"].double(), whole.mean(0), rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        after["norm.running_var"].double(), whole.var(0), rtol=1e-4, atol=1e-5
+    )
     assert torch.equal(after["norm.weight"], model.state_dict()["norm.weight"])
 
 
@@ -118,7 +132,9 @@ def test_the_pass_leaves_modes_and_hooks_as_they_were() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)).train()
     images = torch.randn((8, 4), generator=torch.Generator().manual_seed(1))
     report = report_of(model, images)
-    assert torch.allclose(report["2.sum"].float(), model[0](images).sum(0), atol=1e-5), "dropout should be off"
+    assert torch.allclose(report["2.sum"].float(), model[0](images).sum(0), atol=1e-5), (
+        "dropout should be off"
+    )
     assert all(module.training for module in model.modules())
     assert not model[2]._forward_pre_hooks
 
@@ -128,19 +144,29 @@ def test_the_pass_leaves_modes_and_hooks_as_they_were() -> None:
 
 @pytest.mark.parametrize("statistics", ["per-size", "shared"])
 def test_the_first_layer_gets_the_statistics_of_all_training_data(statistics: str) -> None:
-    settings = (f"split.normalization_statistics={statistics}", "training.batch_size=4", "server.ema_decay=0.5")
+    settings = (
+        f"split.normalization_statistics={statistics}",
+        "training.batch_size=4",
+        "server.ema_decay=0.5",
+    )
     federation, server, _ = played(*RECALIBRATED, *settings)
     data = federation.engine.clients.data  # type: ignore[attr-defined]
     for size in federation.split.sizes:
         own = take(server.model, federation.split.part(size))
         model = federation.split.build(size)
         model.load_state_dict(own)
-        holders = [c for c, held in enumerate(federation.sizes) if held == size or statistics == "shared"]
+        holders = [
+            c for c, held in enumerate(federation.sizes) if held == size or statistics == "shared"
+        ]
         rows = torch.cat([torch.from_numpy(federation.partition.of(client)) for client in holders])
         with torch.no_grad():
             maps = model.conv1(data.batch(rows)[0])  # type: ignore[operator]
-        torch.testing.assert_close(own["bn1.running_mean"], maps.mean((0, 2, 3)), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(own["bn1.running_var"], maps.var((0, 2, 3)), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            own["bn1.running_mean"], maps.mean((0, 2, 3)), rtol=1e-5, atol=1e-6
+        )
+        torch.testing.assert_close(
+            own["bn1.running_var"], maps.var((0, 2, 3)), rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize(
@@ -168,7 +194,9 @@ def test_debug_and_local_agree_in_every_bit(settings: tuple[str, ...]) -> None:
 def test_weights_do_not_depend_on_recalibration(average: float) -> None:
     _, averaged, _ = played(f"server.ema_decay={average}")
     _, server, _ = played(f"server.ema_decay={average}", *RECALIBRATED)
-    different = {name for name in server.model if not torch.equal(server.model[name], averaged.model[name])}
+    different = {
+        name for name in server.model if not torch.equal(server.model[name], averaged.model[name])
+    }
     assert different == {name for name in server.model if is_statistic(name)}
     if average:
         assert all(torch.equal(server.state[name], averaged.state[name]) for name in server.state)
@@ -185,8 +213,12 @@ def test_a_layer_with_rows_per_width_gets_its_own_row() -> None:
         rows = torch.cat([torch.from_numpy(federation.partition.of(client)) for client in holders])
         with torch.no_grad():
             maps = model.conv1(data.batch(rows)[0])  # type: ignore[operator]
-        torch.testing.assert_close(own["bn1.running_mean"][-1], maps.mean((0, 2, 3)), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(own["bn1.running_var"][-1], maps.var((0, 2, 3)), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            own["bn1.running_mean"][-1], maps.mean((0, 2, 3)), rtol=1e-5, atol=1e-6
+        )
+        torch.testing.assert_close(
+            own["bn1.running_var"][-1], maps.var((0, 2, 3)), rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize(
@@ -286,11 +318,23 @@ def test_reports_that_are_none() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (("split.normalization_statistics=batch",), "'batch' there are no running statistics to recalibrate"),
-        (("model.sizes=['mlp1','mlp2']",), "mlp1, mlp2 have no BatchNorm layers with running statistics"),
+        (
+            ("split.normalization_statistics=batch",),
+            "'batch' there are no running statistics to recalibrate",
+        ),
+        (
+            ("model.sizes=['mlp1','mlp2']",),
+            "mlp1, mlp2 have no BatchNorm layers with running statistics",
+        ),
         (("model.resnet.norm=group",), "have no BatchNorm layers with running statistics"),
-        (("method.name=HeteroFL", *WIDTHS), "method.statistics = 'pass' already replaces the statistics"),
-        (("privacy.clip=1",), "sums of activations that clients would report are neither clipped nor noised"),
+        (
+            ("method.name=HeteroFL", *WIDTHS),
+            "method.statistics = 'pass' already replaces the statistics",
+        ),
+        (
+            ("privacy.clip=1",),
+            "sums of activations that clients would report are neither clipped nor noised",
+        ),
     ],
 )
 def test_where_recalibration_is_refused(settings: tuple[str, ...], reason: str) -> None:
@@ -300,7 +344,9 @@ def test_where_recalibration_is_refused(settings: tuple[str, ...], reason: str) 
 
 
 def test_heterofl_can_use_it_in_place_of_its_own_pass() -> None:
-    _, server, _ = played(*RECALIBRATED, "method.name=HeteroFL", "method.statistics=running", *WIDTHS)
+    _, server, _ = played(
+        *RECALIBRATED, "method.name=HeteroFL", "method.statistics=running", *WIDTHS
+    )
     _, own, _ = played("method.name=HeteroFL", *WIDTHS)
     different = [name for name in own.model if not torch.equal(own.model[name], server.model[name])]
     assert different and all(is_statistic(name) for name in different)

@@ -12,7 +12,10 @@ from tests.conftest import refused, tiny_config
 
 
 def test_noise_has_the_changes_own_standard_deviation_times_the_factor() -> None:
-    change = {"a": 3 * torch.randn(200, 200, generator=torch.Generator().manual_seed(0)) + 1, "b": torch.ones(1)}
+    change = {
+        "a": 3 * torch.randn(200, 200, generator=torch.Generator().manual_seed(0)) + 1,
+        "b": torch.ones(1),
+    }
     noisy = perturbed(change, change, 0.5, seed=4)
     noise = noisy["a"] - change["a"]
     assert abs(float(noise.std()) - 0.5 * float(change["a"].std())) < 0.03
@@ -45,7 +48,9 @@ def test_a_federations_noise_is_each_clients_and_rounds_own() -> None:
     assert all(noise.any() for noise in noises)
     assert not torch.equal(noises[0], noises[1]) and not torch.equal(noises[0], noises[2])
     again = complete_update(federation.context, jobs[0], upload).delta
-    assert fingerprint(dict(again)) == fingerprint(dict(complete_update(federation.context, jobs[0], upload).delta))
+    assert fingerprint(dict(again)) == fingerprint(
+        dict(complete_update(federation.context, jobs[0], upload).delta)
+    )
 
 
 def test_noise_is_not_negative() -> None:

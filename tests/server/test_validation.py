@@ -36,7 +36,12 @@ def test_a_delta_that_fits_is_accepted() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_numbers_that_are_not_finite_are_found(bad: float, dtype: torch.dtype) -> None:
-    fine = [torch.ones(3), torch.tensor([1.0, 2.0], dtype=dtype), torch.tensor(2**40), torch.zeros(0)]
+    fine = [
+        torch.ones(3),
+        torch.tensor([1.0, 2.0], dtype=dtype),
+        torch.tensor(2**40),
+        torch.zeros(0),
+    ]
     assert not has_nonfinite(fine)
     assert has_nonfinite([*fine, torch.tensor([[1.0, bad], [0.0, 2.0]], dtype=dtype)])
     assert not has_nonfinite([torch.tensor(1)]) and not has_nonfinite([])

@@ -16,8 +16,19 @@ from motley.splits.ordered_dropout import narrowed, widths_of
 from tests.conftest import refused, tiny_config
 from tests.splits.test_width import images, lively
 
-RESNET = ("model.sizes=['resnet14']", "split.cuts=[2,3,6]", "split.rates=[0.5,0.75,1]", "model.resnet.width=0.125")
-VIT = ("model.sizes=['vit3']", "model.vit.dim=32", "model.vit.heads=4", "model.vit.patch=4", "split.cuts=[1,2,3]")
+RESNET = (
+    "model.sizes=['resnet14']",
+    "split.cuts=[2,3,6]",
+    "split.rates=[0.5,0.75,1]",
+    "model.resnet.width=0.125",
+)
+VIT = (
+    "model.sizes=['vit3']",
+    "model.vit.dim=32",
+    "model.vit.heads=4",
+    "model.vit.patch=4",
+    "split.cuts=[1,2,3]",
+)
 SHARED = "split.normalization_statistics=shared"
 
 
@@ -78,9 +89,13 @@ def test_exits_of_a_transformer_at_full_width_are_prefixes_of_each_other() -> No
 def test_a_level_has_the_blocks_and_exits_up_to_its_cut() -> None:
     split = grid(*RESNET)
     names = [set(split.part(size)) for size in split.sizes]
-    assert "layer2.0.conv1.weight" in names[0] and not any(name.startswith(("layer3", "fc")) for name in names[0])
+    assert "layer2.0.conv1.weight" in names[0] and not any(
+        name.startswith(("layer3", "fc")) for name in names[0]
+    )
     assert {name.split(".")[1] for name in names[1] if name.startswith("exits")} == {"0", "1"}
-    assert "fc.weight" in names[2] and "fc.weight" not in names[1] and names[0] < names[1] < names[2]
+    assert (
+        "fc.weight" in names[2] and "fc.weight" not in names[1] and names[0] < names[1] < names[2]
+    )
     assert names[2] == split.initial(1).keys()
     assert split.sizes == ("resnet14-e1", "resnet14-e2", "resnet14-e3")
     assert not any(pair.target.startswith("exits") for pair in split.cross_layers)
@@ -97,9 +112,15 @@ def test_the_mean_of_all_exits_can_be_the_answer() -> None:
     ("overrides", "words"),
     [
         (("model.sizes=['resnet14']", "split.cuts=[2,5]", "split.rates=[1,1]"), "has 6 blocks"),
-        (("model.sizes=['mlp2']", "split.cuts=[1]", "split.rates=[1]"), "MLP has no exits. Allowed are ResNets"),
+        (
+            ("model.sizes=['mlp2']", "split.cuts=[1]", "split.rates=[1]"),
+            "MLP has no exits. Allowed are ResNets",
+        ),
         ((*RESNET, "model.projection=8"), r"model\.projection: needs a network with one head"),
-        *(((*RESNET, f"method.name={name}"), "declares no chain of stages") for name in ("fedin", "fedimpro", "moon")),
+        *(
+            ((*RESNET, f"method.name={name}"), "declares no chain of stages")
+            for name in ("fedin", "fedimpro", "moon")
+        ),
     ],
 )
 def test_what_has_no_exits_is_refused(overrides: tuple[str, ...], words: str) -> None:
@@ -108,7 +129,9 @@ def test_what_has_no_exits_is_refused(overrides: tuple[str, ...], words: str) ->
 
 
 def test_wrong_levels_are_refused_by_name() -> None:
-    assert "split.cuts = [3, 2]: numbers of blocks must increase" in refused("split.name=grid", "split.cuts=[3,2]")
+    assert "split.cuts = [3, 2]: numbers of blocks must increase" in refused(
+        "split.name=grid", "split.cuts=[3,2]"
+    )
     assert "rates = [1.0]: 4 are needed" in refused("split.name=grid", "split.rates=[1]")
 
 
@@ -123,11 +146,22 @@ def test_last_blocks_and_heads_are_a_sizes_own() -> None:
     assert middle["layer4.0.conv1.weight"].name == "layer4.0.conv1.weight"
     assert middle["layer4.1.bn1.weight"].name == "resnet14/layer4.1.bn1.weight"
     assert small["fc.bias"].name == "resnet10/fc.bias"
-    assert small["layer3.0.conv2.weight"].name == middle["layer3.0.conv2.weight"].name == "layer3.0.conv2.weight"
+    assert (
+        small["layer3.0.conv2.weight"].name
+        == middle["layer3.0.conv2.weight"].name
+        == "layer3.0.conv2.weight"
+    )
     taught = split.taught_by("resnet10", "resnet14")
-    assert taught["resnet10/layer4.0.conv2.weight"] == ["layer4.0.conv2.weight", "layer4.1.conv2.weight"]
-    assert taught["resnet10/layer4.0.conv1.weight"] == ["layer4.0.conv1.weight"], "block 1 has another shape"
-    assert split.taught_by("resnet14", "resnet18")["resnet14/layer4.1.conv1.weight"] == ["layer4.1.conv1.weight"]
+    assert taught["resnet10/layer4.0.conv2.weight"] == [
+        "layer4.0.conv2.weight",
+        "layer4.1.conv2.weight",
+    ]
+    assert taught["resnet10/layer4.0.conv1.weight"] == ["layer4.0.conv1.weight"], (
+        "block 1 has another shape"
+    )
+    assert split.taught_by("resnet14", "resnet18")["resnet14/layer4.1.conv1.weight"] == [
+        "layer4.1.conv1.weight"
+    ]
 
 
 # ---- FjORD's networks
@@ -162,7 +196,9 @@ def test_a_masked_answer_is_the_narrower_networks_in_training_and_in_evaluation(
             with torch.no_grad(), narrowed(widest.train(training), torch.tensor([row])):
                 masked = widest(images(8))
             with torch.no_grad():
-                torch.testing.assert_close(masked, narrow.train(training)(images(8)), rtol=1e-2, atol=2e-3)
+                torch.testing.assert_close(
+                    masked, narrow.train(training)(images(8)), rtol=1e-2, atol=2e-3
+                )
 
 
 def test_a_pass_of_a_width_moves_that_widths_statistics_only() -> None:
@@ -174,7 +210,9 @@ def test_a_pass_of_a_width_moves_that_widths_statistics_only() -> None:
     moved = model.state_dict()["bn1.running_mean"] != before["bn1.running_mean"]
     assert moved.shape[0] == 3 and moved.any(1).tolist() == [False, True, False]
     model(images(8))
-    assert (model.state_dict()["bn1.running_mean"] != before["bn1.running_mean"]).any(1).tolist() == [False, True, True]
+    assert (model.state_dict()["bn1.running_mean"] != before["bn1.running_mean"]).any(
+        1
+    ).tolist() == [False, True, True]
 
 
 def test_a_size_holds_the_rows_of_its_own_width_and_below() -> None:

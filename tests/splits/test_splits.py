@@ -12,7 +12,12 @@ from motley.models import CrossLayer
 from motley.splits import Split
 from tests.conftest import tiny_config
 
-VIT = ("model.sizes=['vit1','vit2','vit3']", "model.vit.dim=32", "model.vit.heads=4", "model.vit.patch=4")
+VIT = (
+    "model.sizes=['vit1','vit2','vit3']",
+    "model.vit.dim=32",
+    "model.vit.heads=4",
+    "model.vit.patch=4",
+)
 
 
 def split_of(*overrides: str) -> Split:
@@ -28,14 +33,20 @@ def test_depth_gives_a_size_the_layers_it_has(model: tuple[str, ...]) -> None:
     for size in split.sizes:
         module = split.build(size)
         module.load_state_dict(take(state, split.part(size)))  # strict: names and shapes
-        assert all(piece.name == local and piece.index is None for local, piece in split.part(size).items())
+        assert all(
+            piece.name == local and piece.index is None for local, piece in split.part(size).items()
+        )
 
 
 def test_small_sizes_start_as_slices_of_the_largest() -> None:
     split = split_of("split.normalization_statistics=shared")
     state = split.initial(3)
-    assert torch.equal(take(state, split.part("resnet10"))["layer1.0.conv1.weight"], state["layer1.0.conv1.weight"])
-    assert not torch.equal(state["layer1.0.conv1.weight"], split.initial(4)["layer1.0.conv1.weight"])
+    assert torch.equal(
+        take(state, split.part("resnet10"))["layer1.0.conv1.weight"], state["layer1.0.conv1.weight"]
+    )
+    assert not torch.equal(
+        state["layer1.0.conv1.weight"], split.initial(4)["layer1.0.conv1.weight"]
+    )
 
 
 def test_per_size_statistics_share_weights_and_nothing_else() -> None:
@@ -43,7 +54,9 @@ def test_per_size_statistics_share_weights_and_nothing_else() -> None:
     small, large = split.part("resnet10"), split.part("resnet18")
     for local in small:
         shared = small[local].name == large[local].name
-        assert shared == (not local.endswith(("running_mean", "running_var", "num_batches_tracked")))
+        assert shared == (
+            not local.endswith(("running_mean", "running_var", "num_batches_tracked"))
+        )
     assert small["bn1.running_var"].name == "resnet10/bn1.running_var"
     assert not any(name.endswith(("running_mean", "running_var")) for name in split.parameters)
     assert "layer1.0.conv1.weight" in split.parameters
@@ -58,7 +71,12 @@ def test_grouped_shares_nothing() -> None:
 
 def test_grouped_takes_unrelated_architectures() -> None:
     federation = Federation(
-        tiny_config("split.name=grouped", "model.sizes=['resnet10','vit2']", *VIT[1:], "federation.clients_per_round=6")
+        tiny_config(
+            "split.name=grouped",
+            "model.sizes=['resnet10','vit2']",
+            *VIT[1:],
+            "federation.clients_per_round=6",
+        )
     )
     server, record = federation.run_round(federation.initial_state())
     assert record.scores.keys() == {"resnet10", "vit2"}
@@ -69,7 +87,10 @@ def test_cross_layers_follow_the_global_names() -> None:
     depth = split_of()
     assert set(depth.cross_layers) >= {CrossLayer("layer1.0.conv2.weight", "layer1.1.conv1.weight")}
     grouped = split_of("split.name=grouped")
-    assert CrossLayer("resnet18/layer1.0.conv2.weight", "resnet18/layer1.1.conv1.weight") in grouped.cross_layers
+    assert (
+        CrossLayer("resnet18/layer1.0.conv2.weight", "resnet18/layer1.1.conv1.weight")
+        in grouped.cross_layers
+    )
 
 
 @pytest.mark.parametrize(

@@ -77,12 +77,21 @@ def test_a_permutation_of_every_stream_leaves_the_function_as_it_is(family: str)
     """Layers read and add channels in the order they were written: the streams are right."""
     split = split_of(*MODELS[family])
     state, numbers = lively(split), torch.Generator().manual_seed(2)
-    streams = {axis.stream: axis.width for found in split.axes.values() for axis in found if axis is not None}
+    streams = {
+        axis.stream: axis.width
+        for found in split.axes.values()
+        for axis in found
+        if axis is not None
+    }
     order = {stream: torch.randperm(width, generator=numbers) for stream, width in streams.items()}
     order[CLASSES] = torch.arange(10)
     permuted = {
         name: select(
-            tensor, tuple(slice(None) if a is None else positions(a, order[a.stream]) for a in split.axes[name])
+            tensor,
+            tuple(
+                slice(None) if a is None else positions(a, order[a.stream])
+                for a in split.axes[name]
+            ),
         )
         for name, tensor in state.items()
     }
@@ -101,7 +110,12 @@ def test_every_dimension_that_a_layer_shares_is_declared(family: str) -> None:
                 assert axis.width * axis.repeats * axis.inner == length, name
             else:
                 assert "embed" in name or name == "cls_token" or length in (1, SIDE * SIDE), name
-    found = {(axis.stream, axis.width) for declared in split.axes.values() for axis in declared if axis is not None}
+    found = {
+        (axis.stream, axis.width)
+        for declared in split.axes.values()
+        for axis in declared
+        if axis is not None
+    }
     assert len(found) == len({stream for stream, _ in found})
 
 
@@ -136,7 +150,9 @@ def test_a_stream_has_one_index_set_and_the_part_is_a_model(
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("family", [family for family in MODELS if family != "vit"])
-def test_a_narrow_model_is_the_whole_one_with_its_other_channels_at_zero(family: str, rule: str) -> None:
+def test_a_narrow_model_is_the_whole_one_with_its_other_channels_at_zero(
+    family: str, rule: str
+) -> None:
     """It does not hold for layer norm and attention, which see all channels at once."""
     split = split_of(*MODELS[family], f"split.channels={rule}")
     state = lively(split)
@@ -147,18 +163,24 @@ def test_a_narrow_model_is_the_whole_one_with_its_other_channels_at_zero(family:
             if piece.index is None:
                 silent[name] = state[name]
             else:
-                dims = [torch.arange(n)[i] for n, i in zip(state[name].shape, piece.index, strict=True)]
+                dims = [
+                    torch.arange(n)[i] for n, i in zip(state[name].shape, piece.index, strict=True)
+                ]
                 grid = torch.meshgrid(*dims, indexing="ij")
                 silent[name][grid] = state[name][grid]
         narrow = answer(split.build(size), take(state, part))
-        torch.testing.assert_close(narrow, answer(split.whole.build(), silent), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            narrow, answer(split.whole.build(), silent), rtol=1e-3, atol=1e-4
+        )
         assert narrow.abs().max() > 0
 
 
 def test_heterofls_resnet18_has_the_papers_number_of_parameters_at_every_rate() -> None:
     split = split_of("model.sizes=['heterofl-resnet18']", "split.rates=[1,0.5,0.25,0.125,0.0625]")
     colours = {1: 3}  # digits have one colour channel, the paper's images three
-    for (size, rate), thousands in zip(split.rates.items(), (9622, 2409, 604, 152, 38), strict=True):
+    for (size, rate), thousands in zip(
+        split.rates.items(), (9622, 2409, 604, 152, 38), strict=True
+    ):
         module = split.blueprints[size].module
         count = sum(parameter.numel() for parameter in module.parameters())
         count += (colours[1] - 1) * 9 * int(64 * rate)
@@ -166,7 +188,9 @@ def test_heterofls_resnet18_has_the_papers_number_of_parameters_at_every_rate() 
 
 
 @pytest.mark.parametrize(("width", "rate"), [(16, 0.5), (12, 0.3), (10, 0.125)])
-def test_a_rolling_window_covers_every_channel_equally_often_over_a_cycle(width: int, rate: float) -> None:
+def test_a_rolling_window_covers_every_channel_equally_often_over_a_cycle(
+    width: int, rate: float
+) -> None:
     split = split_of("model.sizes=['mlp2']", f"model.mlp.hidden={width}", "split.channels=rolling")
     size = next(size for size, own in split.rates.items() if own == rate)
     counts = torch.zeros(width)
@@ -177,8 +201,12 @@ def test_a_rolling_window_covers_every_channel_equally_often_over_a_cycle(width:
     assert torch.equal(counts, torch.full((width,), float(-(-width * rate // 1))))
 
 
-def test_the_first_rolling_window_has_the_leading_channels_and_the_next_begins_one_further() -> None:
-    rolling, leading = (split_of(*MODELS["basic"], f"split.channels={rule}") for rule in ("rolling", "leading"))
+def test_the_first_rolling_window_has_the_leading_channels_and_the_next_begins_one_further() -> (
+    None
+):
+    rolling, leading = (
+        split_of(*MODELS["basic"], f"split.channels={rule}") for rule in ("rolling", "leading")
+    )
     for size in rolling.sizes:
         assert rolling.part(size, 1) == leading.part(size, 1) == rolling.part(size)
     second = rolling.part("resnet18-w0.5", 2, 4)["layer1.0.conv1.weight"].index
@@ -188,7 +216,9 @@ def test_the_first_rolling_window_has_the_leading_channels_and_the_next_begins_o
 @pytest.mark.parametrize(("rule", "window"), [("rolling", 3), ("leading", 0), ("random", 0)])
 def test_a_narrow_size_is_evaluated_as_the_rounds_clients_held_it(rule: str, window: int) -> None:
     """The channels of a rolling window were trained together; the leading ones were not."""
-    federation = federation_of(*MODELS["basic"], f"split.channels={rule}", "training.steps=1", "evaluation.every=3")
+    federation = federation_of(
+        *MODELS["basic"], f"split.channels={rule}", "training.steps=1", "evaluation.every=3"
+    )
     server = federation.initial_state()
     for _ in range(3):
         server, record = federation.run_round(server)
@@ -197,7 +227,9 @@ def test_a_narrow_size_is_evaluated_as_the_rounds_clients_held_it(rule: str, win
     size = "resnet18-w0.5"
     model = federation.split.build(size)
     model.load_state_dict(take(server.model, federation.split.part(size, window)))
-    test = DeviceData(federation.dataset.test, federation.config.data.transform, federation.device, augment=False)
+    test = DeviceData(
+        federation.dataset.test, federation.config.data.transform, federation.device, augment=False
+    )
     seen, labels = test.batch(torch.arange(len(test)))
     with torch.no_grad():
         loss = nn.functional.cross_entropy(model.eval()(seen), labels)
@@ -237,7 +269,8 @@ def test_positions_of_heads_and_of_flattened_maps() -> None:
     assert positions(maps, slice(1, 3)) == slice(2, 6)
     assert positions(maps, torch.tensor([3, 0])).tolist() == [6, 7, 0, 1]  # type: ignore[union-attr]
     assert axes(
-        {"l": (heads, None)}, {"l.weight": torch.zeros(6, 2), "l.bias": torch.zeros(6), "n": torch.zeros(())}
+        {"l": (heads, None)},
+        {"l.weight": torch.zeros(6, 2), "l.bias": torch.zeros(6), "n": torch.zeros(())},
     ) == {
         "l.weight": (heads, None),
         "l.bias": (heads,),
@@ -248,11 +281,16 @@ def test_positions_of_heads_and_of_flattened_maps() -> None:
 @pytest.mark.parametrize("statistics", ["shared", "per-size", "batch"])
 def test_statistics_are_shared_or_a_size_has_its_own_or_there_are_none(statistics: str) -> None:
     federation = federation_of(
-        *MODELS["basic"], f"split.normalization_statistics={statistics}", "split.channels=rolling", "training.steps=1"
+        *MODELS["basic"],
+        f"split.normalization_statistics={statistics}",
+        "split.channels=rolling",
+        "training.steps=1",
     )
     server, record = federation.run_round(federation.initial_state())
     assert not record.refused and all(torch.isfinite(t).all() for t in server.state.values())
-    assert {n: t.shape for n, t in federation.split.frame.items()} == {n: t.shape for n, t in server.state.items()}
+    assert {n: t.shape for n, t in federation.split.frame.items()} == {
+        n: t.shape for n, t in server.state.items()
+    }
     kept = [name for name in server.state if "running_" in name]
     assert any(kept) == (statistics != "batch")
     assert all(("/" in name) == (statistics == "per-size") for name in kept)
@@ -264,7 +302,9 @@ def test_group_norm_is_cut_where_its_groups_allow_it() -> None:
     group = ("model.resnet.norm=group", "model.resnet.groups=2", "model.sizes=['resnet10']")
     split = split_of(*group, "model.resnet.width=0.25", "split.rates=[1,0.5]")
     assert split.build("resnet10-w0.5")(images()).shape == (3, 10)
-    with pytest.raises(MotleyError, match=r"3 channels do not divide into model\.resnet\.groups = 2"):
+    with pytest.raises(
+        MotleyError, match=r"3 channels do not divide into model\.resnet\.groups = 2"
+    ):
         split_of(*group, "split.rates=[0.75]")
 
 
@@ -272,8 +312,14 @@ def test_group_norm_is_cut_where_its_groups_allow_it() -> None:
 
 
 def test_dynamic_sizes_are_redrawn_every_round_and_keep_their_shares() -> None:
-    shares = ("federation.clients=8", "federation.size_fractions=[1,2,0,1]", "federation.size_assignment=dynamic")
-    config = tiny_config("split.name=width", f"split.rates={list(RATES)}", "model.sizes=['mlp2']", *shares)
+    shares = (
+        "federation.clients=8",
+        "federation.size_fractions=[1,2,0,1]",
+        "federation.size_assignment=dynamic",
+    )
+    config = tiny_config(
+        "split.name=width", f"split.rates={list(RATES)}", "model.sizes=['mlp2']", *shares
+    )
     rounds = [assign_sizes(config, number) for number in range(1, 6)]
     assert len(set(rounds)) > 1 and assign_sizes(config, 3) == rounds[2]
     for sizes in rounds:
@@ -291,7 +337,10 @@ def test_dynamic_sizes_are_redrawn_every_round_and_keep_their_shares() -> None:
     ("overrides", "words"),
     [
         (("model.sizes=['resnet10','resnet18']",), "takes exactly one architecture"),
-        (("method.name=scaffold", "split.channels=rolling"), "split.channels = 'rolling' changes from round to round"),
+        (
+            ("method.name=scaffold", "split.channels=rolling"),
+            "split.channels = 'rolling' changes from round to round",
+        ),
         (
             ("method.name=feddyn", "federation.size_assignment=dynamic"),
             "federation.size_assignment = 'dynamic' changes from round",
@@ -300,13 +349,21 @@ def test_dynamic_sizes_are_redrawn_every_round_and_keep_their_shares() -> None:
 )
 def test_what_cannot_work_is_refused(overrides: tuple[str, ...], words: str) -> None:
     with pytest.raises(MotleyError, match=words):
-        Federation(tiny_config("split.name=width", "model.sizes=['mlp2']", "split.rates=[1,0.5]", *overrides))
+        Federation(
+            tiny_config(
+                "split.name=width", "model.sizes=['mlp2']", "split.rates=[1,0.5]", *overrides
+            )
+        )
 
 
 def test_wrong_rates_are_refused_by_name() -> None:
     assert "split.rates.1 = 1.5" in refused("split.name=width", "split.rates=[1,1.5]")
-    assert "there must be at least one rate, and no rate twice" in refused("split.name=width", "split.rates=[0.5,0.5]")
-    assert "has no effect with split.name = 'depth'" in refused("split.name=depth", "split.rates=[1]")
+    assert "there must be at least one rate, and no rate twice" in refused(
+        "split.name=width", "split.rates=[0.5,0.5]"
+    )
+    assert "has no effect with split.name = 'depth'" in refused(
+        "split.name=depth", "split.rates=[1]"
+    )
     assert "2 fractions are needed" in refused(
         "split.name=width", "split.rates=[1,0.5]", "federation.size_fractions=[1]"
     )
@@ -315,4 +372,6 @@ def test_wrong_rates_are_refused_by_name() -> None:
 def test_another_split_drops_the_old_ones_settings_and_keeps_the_common_one() -> None:
     config = load_config(overrides=["split.name=width"])
     assert config.split.normalization_statistics == "per-size"  # of the quickstart
-    assert config.split.sizes(("mlp2",)) == tuple(f"mlp2-w{rate}" for rate in ("1", "0.5", "0.25", "0.125", "0.0625"))
+    assert config.split.sizes(("mlp2",)) == tuple(
+        f"mlp2-w{rate}" for rate in ("1", "0.5", "0.25", "0.125", "0.0625")
+    )

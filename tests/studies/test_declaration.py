@@ -21,9 +21,23 @@ def rejection(file: Path, text: str) -> str:
 
 
 def test_the_papers_tables_are_built_in() -> None:
-    expected = {"inco-table1", "inco-table2", "inco-table2-vit", "inco-table3", "inco-figure7", "inco-figure8"}
+    expected = {
+        "inco-table1",
+        "inco-table2",
+        "inco-table2-vit",
+        "inco-table3",
+        "inco-figure7",
+        "inco-figure8",
+    }
     expected |= {f"inco-figure{number}" for number in range(15, 20)}
-    expected |= {"fedin-table1", "fedin-table3", "fedin-table4a", "fedin-table4b", "fedin-table5", "fedin-table6"}
+    expected |= {
+        "fedin-table1",
+        "fedin-table3",
+        "fedin-table4a",
+        "fedin-table4b",
+        "fedin-table5",
+        "fedin-table6",
+    }
     expected |= {f"fedimpro-table{number}" for number in (1, 2, 3, 7, 8, 9, 10, 11)}
     assert expected <= set(studies())
 
@@ -51,22 +65,42 @@ def test_cells_have_the_settings_of_the_paper() -> None:
     ("old", "new", "says"),
     [
         ('name = "digits"', 'nmae = "digits"', "unknown key 'nmae'. Did you mean 'name'?"),
-        ('paper.digits = ["50 ± 2"]', "paper.digits = [50, 51]", "has 2 numbers; 1 are needed, one per case"),
+        (
+            'paper.digits = ["50 ± 2"]',
+            "paper.digits = [50, 51]",
+            "has 2 numbers; 1 are needed, one per case",
+        ),
         ('paper.digits = ["50 ± 2"]', 'paper.digits = ["a ± 2"]', "should be a number"),
-        ('paper.digits = ["50 ± 2"]', "paper.digit = [50]", "unknown data set 'digit'. Did you mean 'digits'?"),
-        ('against = "HeteroAvg"', 'against = "HetroAvg"', "unknown line 'HetroAvg'. Did you mean 'HeteroAvg'?"),
+        (
+            'paper.digits = ["50 ± 2"]',
+            "paper.digit = [50]",
+            "unknown data set 'digit'. Did you mean 'digits'?",
+        ),
+        (
+            'against = "HeteroAvg"',
+            'against = "HetroAvg"',
+            "unknown line 'HetroAvg'. Did you mean 'HeteroAvg'?",
+        ),
         ("seeds = [1, 2]", "seeds = [1, 1]", "seeds: a name is given twice"),
         ("seeds = [1, 2]", 'measure = "worst"', "unknown measure 'worst'"),
-        ("[[cases]]", '[[exceptions]]\ndata = ["x"]\nset.seed = 1\n[[cases]]', "exceptions: unknown name 'x'"),
+        (
+            "[[cases]]",
+            '[[exceptions]]\ndata = ["x"]\nset.seed = 1\n[[cases]]',
+            "exceptions: unknown name 'x'",
+        ),
     ],
 )
-def test_an_invalid_study_is_rejected_by_name(tmp_path: Path, old: str, new: str, says: str) -> None:
+def test_an_invalid_study_is_rejected_by_name(
+    tmp_path: Path, old: str, new: str, says: str
+) -> None:
     assert old in SWEEP
     assert says in rejection(tmp_path / "mine.toml", SWEEP.replace(old, new))
 
 
 def test_unknown_studies_and_files() -> None:
-    with pytest.raises(MotleyError, match=r"unknown study 'inco-tabel2'\. Did you mean 'inco-table2'"):
+    with pytest.raises(
+        MotleyError, match=r"unknown study 'inco-tabel2'\. Did you mean 'inco-table2'"
+    ):
         load_study("inco-tabel2")
     with pytest.raises(MotleyError, match="no such"):
         load_study("nowhere.toml")
@@ -79,9 +113,15 @@ def test_a_users_study_runs_in_full_and_a_papers_table_quickly(sweep: Path) -> N
 
 
 def test_paths_start_from_the_folder_of_the_study(tmp_path: Path) -> None:
-    text = SWEEP.replace('name = "digits"', 'name = "site A"\npath = "a.npz"').replace("paper.digits", "paper.'site A'")
-    text = text.replace("seeds =", 'set.model.weights = "/abs/w"\nset.data.root = "../data"\nseeds =')
-    text = text.replace('against = "HeteroAvg"', 'set.data.partition = { name = "file", path = "p.json" }')
+    text = SWEEP.replace('name = "digits"', 'name = "site A"\npath = "a.npz"').replace(
+        "paper.digits", "paper.'site A'"
+    )
+    text = text.replace(
+        "seeds =", 'set.model.weights = "/abs/w"\nset.data.root = "../data"\nseeds ='
+    )
+    text = text.replace(
+        'against = "HeteroAvg"', 'set.data.partition = { name = "file", path = "p.json" }'
+    )
     (tmp_path / "mine.toml").write_text(text)
     study = load_study(str(tmp_path / "mine.toml"))
     assert study.data[0].layer == {"data": {"name": "npz", "path": str(tmp_path / "a.npz")}}
@@ -98,7 +138,9 @@ def test_tables_of_settings_must_be_tables(tmp_path: Path) -> None:
 def test_the_example_of_the_documentation_can_be_planned(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "studies.md").read_text(encoding="utf-8")
     (tmp_path / "mine.toml").write_text(page.split("```toml\n")[1].split("```")[0])
-    cells = plan_cells(load_study(str(tmp_path / "mine.toml")), "full", data=["hospital A", "hospital B"])
+    cells = plan_cells(
+        load_study(str(tmp_path / "mine.toml")), "full", data=["hospital A", "hospital B"]
+    )
     reasons = sorted({reason for cell in cells for _, reason in cell.missing})
     assert len(reasons) == 2  # only the two files are missing
     for reason, name in zip(reasons, ("a.npz", "b.npz"), strict=True):

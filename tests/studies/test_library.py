@@ -31,7 +31,8 @@ NOT_BUILT = {"FedGen", "FedET", "CCVR", "FedDF", "SphereFed"}
 OTHERWISE_MISSING = {
     "fedin-table3": {"InclusiveFL": "sizes that share no layer"},
     "fedimpro-table8": {
-        row.name: "data.partition.name: unknown partition 'natural'" for row in LIBRARY["fedimpro-table8"].methods
+        row.name: "data.partition.name: unknown partition 'natural'"
+        for row in LIBRARY["fedimpro-table8"].methods
     },
     "inco-table2-vit": {"inco-table2-vit": "needs ImageNet weights"},
 }
@@ -80,7 +81,11 @@ def test_every_run_can_be_built(name: str) -> None:
         clients = config.federation.clients
         engine = config.engine.model_copy(update={"device": "cpu"})
         partition = Partition.from_owners(np.arange(40) % clients, clients)
-        Federation(config.model_copy(update={"engine": engine}), dataset=dataset(config.data.name), partition=partition)
+        Federation(
+            config.model_copy(update={"engine": engine}),
+            dataset=dataset(config.data.name),
+            partition=partition,
+        )
 
 
 def flat(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -132,5 +137,10 @@ def test_methods_that_define_a_split_are_run_with_it() -> None:
         for cell in cells:
             if cell.runs:
                 splits[cell.method.removesuffix(" + InCo")] = cell.runs[0].config.split.name
-        expected = {"HeteroFL": "width", "FedRolex": "width", "ScaleFL": "grid", "InclusiveFL": "inclusive"}
+        expected = {
+            "HeteroFL": "width",
+            "FedRolex": "width",
+            "ScaleFL": "grid",
+            "InclusiveFL": "inclusive",
+        }
         assert {method: splits[method] for method in expected} == expected

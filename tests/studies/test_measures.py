@@ -40,7 +40,10 @@ def test_measures(name: str, target: float | None, number: float | None) -> None
 
 @pytest.mark.parametrize(("name", "number"), [("last", 30.0), ("rounds-to", 2)])
 def test_the_whole_model_instead_of_the_mean_of_all_sizes(name: str, number: float) -> None:
-    lines = [{**line, "accuracy": {"resnet10-w1": line["accuracy"]["mean"] - 0.1, "mean": 0.9}} for line in LINES]
+    lines = [
+        {**line, "accuracy": {"resnet10-w1": line["accuracy"]["mean"] - 0.1, "mean": 0.9}}
+        for line in LINES
+    ]
     config = tiny_config("split.name=width", "split.rates=[0.5,1]", "model.sizes=['resnet10']")
     assert Measure(name).of(lines, config, 50.0, whole=True) == pytest.approx(number)
     assert Measure(name).of(lines, config, 50.0) == (90.0 if name == "last" else 1)
@@ -51,7 +54,15 @@ def test_the_whole_model_instead_of_the_mean_of_all_sizes(name: str, number: flo
     [
         (("split.name=width", "split.rates=[0.5,1]", "model.sizes=['mlp2']"), "mlp2-w1"),
         (("split.name=width", "split.rates=[0.5]", "model.sizes=['mlp2']"), None),
-        (("split.name=grid", "split.cuts=[2,4]", "split.rates=[1,1]", "model.sizes=['resnet10']"), "resnet10-e2"),
+        (
+            (
+                "split.name=grid",
+                "split.cuts=[2,4]",
+                "split.rates=[1,1]",
+                "model.sizes=['resnet10']",
+            ),
+            "resnet10-e2",
+        ),
         (("model.sizes=['mlp1','mlp2']",), None),
         (("model.sizes=['mlp2']",), "mlp2"),
     ],

@@ -94,7 +94,17 @@ def test_a_killed_study_continues_without_repeating_runs(tmp_path: Path) -> None
     sweep, out = tmp_path / "mine.toml", tmp_path / "out"
     sweep.write_text(SWEEP.replace("rounds = 3", "rounds = 30\nset.run.checkpoint_every = 1"))
     cells = plan_cells(load_study(str(sweep)), "full")
-    command = [sys.executable, "-m", "motley", "study", str(sweep), "--scale", "full", "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "motley",
+        "study",
+        str(sweep),
+        "--scale",
+        "full",
+        "--out",
+        str(out),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ)
     runs = [run for _, run in unfinished_runs(cells, out)]
     second = run_path(out, runs[1]) / "checkpoints"

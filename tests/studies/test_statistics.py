@@ -58,7 +58,9 @@ def test_against_a_paper_is_welchs_interval() -> None:
     difference = against_paper(ours, 67.8, 3.2)
     assert difference.half_width is not None
     freedom = (4 / 3 + 3.2**2 / 3) ** 2 / ((4 / 3) ** 2 / 2 + (3.2**2 / 3) ** 2 / 2)
-    assert difference.half_width == pytest.approx(stats.t.ppf(0.975, freedom) * abs(difference.mean / test.statistic))
+    assert difference.half_width == pytest.approx(
+        stats.t.ppf(0.975, freedom) * abs(difference.mean / test.statistic)
+    )
     assert difference.inside_noise is True
 
 

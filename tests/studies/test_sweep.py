@@ -19,9 +19,17 @@ def cells(sweep: Path, scale: str = "full", **options: Any) -> list[Cell]:
     return plan_cells(load_study(str(sweep)), scale, **options)
 
 
-@pytest.mark.parametrize(("scale", "rounds", "seeds"), [("quick", 10, 1), ("half", 50, 3), ("full", 100, 3)])
+@pytest.mark.parametrize(
+    ("scale", "rounds", "seeds"), [("quick", 10, 1), ("half", 50, 3), ("full", 100, 3)]
+)
 def test_scales_shorten_rounds_and_seeds(scale: str, rounds: int, seeds: int) -> None:
-    (cell,) = plan_cells(load_study("inco-table2"), scale, data=["digits"], cases=["alpha 0.5"], methods=["HeteroAvg"])
+    (cell,) = plan_cells(
+        load_study("inco-table2"),
+        scale,
+        data=["digits"],
+        cases=["alpha 0.5"],
+        methods=["HeteroAvg"],
+    )
     assert cell.runs[0].config.training.rounds == rounds
     assert len(cell.runs) == seeds
 
@@ -49,7 +57,9 @@ def test_overridden_rounds_are_not_scaled(sweep: Path) -> None:
     assert cells(sweep, "quick", overrides=overrides)[0].runs[0].config.training.rounds == 7
 
 
-def test_missing_methods_and_data_are_both_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_methods_and_data_are_both_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("MOTLEY_DATA", str(tmp_path))
     said = missing(plan_cells(load_study("fedimpro-table10"), "full"))
     named = [name for names in said.values() for name in names]
@@ -79,7 +89,11 @@ def test_cells_that_need_the_same_run_share_it(sweep: Path) -> None:
     immaterial = ["run.checkpoint_every=1", "data.root=elsewhere", "engine.device=cpu"]
     same = cells(sweep, overrides=parse_overrides(immaterial))
     assert [run.key for cell in same for run in cell.runs] == keys
-    for change in ("training.batch_size=4", "data.partition.name=iid", "method.inco.granularity=tensor"):
+    for change in (
+        "training.batch_size=4",
+        "data.partition.name=iid",
+        "method.inco.granularity=tensor",
+    ):
         other = cells(sweep, overrides=parse_overrides([change]))
         assert not set(keys) & {run.key for cell in other for run in cell.runs}
 
@@ -95,7 +109,9 @@ def test_unknown_names_are_rejected(sweep: Path) -> None:
 
 def with_data(sweep: Path, data: str, top: str = "") -> Path:
     """Return the study with another table of data sets, and two data files beside it."""
-    text = sweep.read_text().replace('[[data]]\nname = "digits"\n', data).replace("paper.digits", "#")
+    text = (
+        sweep.read_text().replace('[[data]]\nname = "digits"\n', data).replace("paper.digits", "#")
+    )
     sweep.write_text(text.replace("seeds =", f"{top}\nseeds ="))
     images, labels = np.zeros((40, 8, 8), np.uint8), np.arange(40) % 4
     for name in ("a.npz", "b.npz"):
@@ -117,7 +133,9 @@ def with_data(sweep: Path, data: str, top: str = "") -> Path:
 def test_a_study_can_name_a_data_file(sweep: Path, top: str, data: str) -> None:
     planned = cells(with_data(sweep, data, top))
     assert all(run.config.data.name == "npz" for cell in planned for run in cell.runs)
-    assert {run.config.data.path for cell in planned for run in cell.runs} == {str(sweep.parent / "a.npz")}
+    assert {run.config.data.path for cell in planned for run in cell.runs} == {
+        str(sweep.parent / "a.npz")
+    }
     assert planned[0].runs
 
 
@@ -129,9 +147,13 @@ def test_several_files_and_named_data_sets_in_one_study(sweep: Path) -> None:
     assert [Path(cell.runs[0].config.data.path).name for cell in planned] == ["a.npz", "b.npz", ""]
 
 
-def test_the_advice_on_missing_data_depends_on_the_reader(sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_advice_on_missing_data_depends_on_the_reader(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MOTLEY_DATA", str(sweep.parent / "empty"))
-    data = '[[data]]\nname = "npz"\n[[data]]\nname = "C"\npath = "c.npz"\n[[data]]\nname = "cifar10"\n'
+    data = (
+        '[[data]]\nname = "npz"\n[[data]]\nname = "C"\npath = "c.npz"\n[[data]]\nname = "cifar10"\n'
+    )
     said = {names[0]: reason for reason, names in missing(cells(with_data(sweep, data))).items()}
     assert "[[data]] path" in said["npz"] and "MOTLEY_DATA" not in said["npz"]
     assert "c.npz" in said["C"] and "MOTLEY_DATA" not in said["C"]
