@@ -60,7 +60,7 @@ def main() -> None:
             "control variates, MB": filed / 1e6,
             "peak before, MB": before,
             "peak, MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-            "seconds a round": (time.perf_counter() - begin) / ROUNDS,
+            "seconds per round": (time.perf_counter() - begin) / ROUNDS,
         }
         report([row], machine("torch", "numpy", "motleyfl"), options.json)
 

@@ -6,7 +6,7 @@ Both do the same rounds of FedAvg in one process, in turns: the same clients, ba
 plain torch, reads its batches from one tensor that is transformed beforehand, and averages at the end of a round;
 Motley plays its rounds without evaluation. Both begin a round with the same state, and the run fails where they end it
 with different weights. (From round to round Adam would make of a last bit another model.) Every second round the other
-one goes first. Printed are the median seconds a round, and the median and the middle half of the rounds' ratios.
+one goes first. Printed are the median seconds per round, and the median and the middle half of the rounds' ratios.
 """
 
 from __future__ import annotations

@@ -141,9 +141,9 @@ def compare(epochs: int, rounds: int) -> Iterator[dict[str, str | int | float]]:
         yield {
             "local epochs": epochs,
             "where": name,
-            "s a round": a_round,
+            "s per round": a_round,
             "ratio": a_round / local,
-            "seconds more a round": a_round - local,
+            "seconds more per round": a_round - local,
             "whole run, s": whole,
         }
 

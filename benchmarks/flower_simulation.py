@@ -3,7 +3,7 @@
     pip install -c constraints.txt ".[bench]"
     OMP_NUM_THREADS=1 python benchmarks/flower_simulation.py [--json FILE] [--work N] [--epochs E ...] [--stack S ...]
 
-Plain FedAvg of a small MLP on digits: 50 of 100 clients a round, batches of 10, SGD. Flower runs its own FedAvg
+Plain FedAvg of a small MLP on digits: 50 of 100 clients per round, batches of 10, SGD. Flower runs its own FedAvg
 strategy and a lean client (`flower_client.py`) with one worker a core; Motley runs on one thread, with as many clients
 side by side as `engine.vmap_clients` says. Seconds a round are
 medians of all rounds but the first, without evaluation. Start-up is what is left of the time until the end of the first
@@ -123,8 +123,8 @@ def compare(flower: Measured, epochs: int, rounds: int, stack: int) -> dict[str,
         "local epochs": epochs,
         "clients side by side": stack,
         "rounds": rounds,
-        "Flower, s a round": flower.a_round,
-        "Motley, s a round": motley.a_round,
+        "Flower, s per round": flower.a_round,
+        "Motley, s per round": motley.a_round,
         "ratio": flower.a_round / motley.a_round,
         "start-up, s": f"{flower.start_up:.2f} / {motley.start_up:.2f}",
         "accuracy": f"{flower.accuracy:.3f} / {motley.accuracy:.3f}",

@@ -168,7 +168,7 @@ def measure(clients: int, method: str, rounds: int) -> dict[str, Any]:
         return {
             "method": method,
             "clients": clients,
-            "clients a round": config.federation.clients_per_round,
+            "clients per round": config.federation.clients_per_round,
             "partition s": dealing,
             "sampling ms": 1000 * sampling,
             "round s": statistics.median(playing),
@@ -236,7 +236,7 @@ def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
         left.plot(clients, [row["peak MB"] for row in own], "o-", label=f"{method}: peak")
         right.plot(
             clients,
-            [1000 * row["round s"] / row["clients a round"] for row in own],
+            [1000 * row["round s"] / row["clients per round"] for row in own],
             "o-",
             label=method,
         )
@@ -256,7 +256,7 @@ def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
-COLUMNS = ("method", "clients", "clients a round", "partition s", "sampling ms", "round s", "saving s", "peak MB",
+COLUMNS = ("method", "clients", "clients per round", "partition s", "sampling ms", "round s", "saving s", "peak MB",
            "checkpoint kB", "client memory on disk MB")  # fmt: skip
 
 
