@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from motley.analysis.findings import ANALYSES, Findings, new_figure
+from motley.analysis.findings import Findings, analysis, new_figure
 from motley.analysis.replay import all_checkpoints, train_next_round
 from motley.core.part import State, add_at
 from motley.federation import Federation
@@ -81,7 +81,7 @@ def _squared_distances(models: Models) -> list[dict[str, float]]:
     return distances
 
 
-@ANALYSES.register("divergence", "client drift in a local update, per layer and over rounds")
+@analysis("divergence", "client drift in a local update, per layer and over rounds")
 def divergence(paths: Sequence[Path]) -> Findings:
     """Train the round after every checkpoint, and compare its clients."""
     rows: list[tuple[Any, ...]] = []

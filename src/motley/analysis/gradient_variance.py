@@ -26,7 +26,7 @@ from motley.analysis.divergence import (
     layer_squares,
     layers_in_order,
 )
-from motley.analysis.findings import ANALYSES, Findings
+from motley.analysis.findings import Findings, analysis
 from motley.analysis.replay import all_checkpoints, client_examples
 from motley.core.errors import MotleyError
 from motley.core.part import State
@@ -50,7 +50,7 @@ def gradient_variance(gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, fl
     return variances
 
 
-@ANALYSES.register(
+@analysis(
     "variance",
     "variance of clients' gradients before a local update (CGV), per layer and over rounds",
 )
