@@ -116,12 +116,15 @@ def test_divergence_is_that_of_the_clients_of_the_next_round(run: Path) -> None:
     rows = ANALYSES["divergence"]([run]).rows
     with open_run(run) as (federation, servers):
         trained = train_next_round(federation, servers[0])
-    models = []
+    models, weights = [], []
     for client in trained:
+        weights.append(len(federation.partition.of(client.client)))
         names = sorted(federation.split.parameters_of(client.size))
         models.append({name: client.state[name] for name in names})
     values = {row[2]: row[3] for row in rows if row[1] == 1}
-    assert values == pytest.approx({WHOLE: weight_divergence(models), **layer_divergence(models)})
+    assert len(set(weights)) > 1
+    layers = layer_divergence(models, weights)
+    assert values == pytest.approx({WHOLE: weight_divergence(models, weights), **layers})
 
 
 @pytest.mark.parametrize("rule", ["leading", "random"])
@@ -151,10 +154,11 @@ def test_variance_is_that_of_the_gradients_of_the_clients_own_examples(tmp_path:
     path = small_run(tmp_path / "same", *same)
     rows = ANALYSES["variance"]([path]).rows
     with open_run(path) as (federation, servers):
-        gradients = []
+        gradients, weights = [], []
         for client in federation.sample(servers[-1].round_number + 1):
             model = global_model(federation, servers[-1], "mlp2").train()
             images, labels = client_examples(federation, client)
+            weights.append(len(labels))
             assert (
                 labels.tolist()
                 == federation.dataset.train.labels[federation.partition.of(client)].tolist()
@@ -164,7 +168,7 @@ def test_variance_is_that_of_the_gradients_of_the_clients_own_examples(tmp_path:
                 {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             )
     newest = {row[2]: row[3] for row in rows if row[1] == servers[-1].round_number}
-    expected = gradient_variance(gradients)
+    expected = gradient_variance(gradients, weights)
     assert {layer: newest[layer] for layer in expected} == pytest.approx(expected, rel=1e-4)
     assert newest[WHOLE] == pytest.approx(sum(expected.values()), rel=1e-4)
     assert newest[LOW] == pytest.approx(expected["layers.0"], rel=1e-4)  # mlp2 is cut in the middle
