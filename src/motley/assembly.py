@@ -114,7 +114,8 @@ def build_split(config: Config, shape: ImageShape, classes: int) -> Split:
 
     def build(size: str) -> Any:
         spec = MODELS[size]
-        model = spec.make(getattr(config.model, spec.family), shape, classes)
+        family_settings = getattr(config.model, spec.family)
+        model = spec.make(family_settings, shape, classes, init=config.model.init)
         return with_projection(model, config.model.projection)
 
     builds = {size: partial(build, size) for size in config.model.sizes}

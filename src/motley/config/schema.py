@@ -31,6 +31,7 @@ from motley.evaluate import EvaluationSettings
 from motley.methods import METHODS, MethodSettings
 from motley.models import MODELS
 from motley.models.cnn import CNNSettings
+from motley.models.initialization import Initialization
 from motley.models.mlp import MLPSettings
 from motley.models.preact import PreActSettings
 from motley.models.resnet import ResNetSettings
@@ -60,6 +61,12 @@ class ModelSettings(Settings):
     cnn: CNNSettings | None = None
     vgg: VGGSettings | None = None
     preact: PreActSettings | None = None
+    init: Initialization = "model"
+    """Initial weights. model: as each model does it; ResNets and VGG11 as torchvision does,
+    convolutions with variance 2 / fan_out. kaiming: that rule for any model. torch: torch's default
+    for every layer, as in FedImpro's code; convolutions of a ResNet then start about 2.4 times
+    smaller.
+    """
     projection: int = Field(default=0, ge=0)
     """Width of a two-layer projection before the last layer, as in MOON's code (256 there); 0:
     none.
