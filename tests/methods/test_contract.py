@@ -27,7 +27,7 @@ SPLITS = {
     "grouped": ("split.name=grouped",),
     "depth": ("split.name=depth",),
 }
-INCO = {"plain": (), "inco": ("method.inco.variant=official",)}
+INCO = {"plain": (), "inco": ("server.inco.variant=official",)}
 ON_FEDIMPRO = ("fedimpro-prox", "fedimpro-scaffold", "fedimpro-nova", "fedimpro-dyn")
 """Two methods at once, each of which is tested over every split."""
 SERVERS = {

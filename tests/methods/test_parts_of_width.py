@@ -30,7 +30,7 @@ from tests.methods.turns import sections_of
 
 WIDTH = ("split.name=width", "split.rates=[1,0.5,0.25]", "model.sizes=['resnet14']")
 GRID = ("split.cuts=[2,3,6]", "split.rates=[0.5,0.75,1]", "model.sizes=['resnet14']")
-INCO = ("method.inco.variant=official",)
+INCO = ("server.inco.variant=official",)
 RULES = ("leading", "rolling", "random")
 OTHERS = ("fedin", "fedimpro", "fedgen")
 NOT_HERE = {*WITH_A_SPLIT, *(e.name for e in METHODS if e.name.startswith(OTHERS))}
