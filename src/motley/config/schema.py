@@ -25,6 +25,7 @@ from motley.config.paper_names import spelled_out
 from motley.config.renames import reject_old_names
 from motley.core.errors import MotleyError, unknown
 from motley.data.dataset import DATASETS
+from motley.data.public import PUBLIC, PublicDatasetSettings, PublicSettings
 from motley.data.settings import DataSettings
 from motley.engine.base import EngineSettings
 from motley.evaluate import EvaluationSettings
@@ -237,6 +238,7 @@ class Config(Settings):
     data: Annotated[DataSettings, DATA] = Field(
         default_factory=lambda: DataSettings.model_validate({})
     )
+    public: Annotated[SerializeAsAny[PublicSettings], PUBLIC] = PublicSettings()
     model: ModelSettings = ModelSettings()
     split: Annotated[SerializeAsAny[SplitSettings], SPLIT] = SplitSettings()
     federation: FederationSettings = FederationSettings()
@@ -268,6 +270,7 @@ class Config(Settings):
         self._check_clients()
         self._check_sizes()
         self._check_method()
+        self._check_public()
         if self.privacy.active:
             self._check_privacy()
         return self
@@ -323,6 +326,29 @@ class Config(Settings):
             raise MotleyError(
                 f"server.inco.variant = {inco.variant!r}: {method!r} exchanges no "
                 "weights, so there is no delta to work on. Use server.inco.variant = 'off'."
+            )
+
+    def _check_public(self) -> None:
+        name, public = self.method.name, self.public
+        if METHODS[name].requirements.public_data and not public.active:
+            sources = [repr(source) for source in PUBLIC.classes if source != "none"]
+            raise MotleyError(
+                f"method.name = {name!r}: needs public images. Set public.name to one of "
+                f"{', '.join(sources)}."
+            )
+        if public.active and not METHODS[name].requirements.public_data:
+            users = [repr(e.name) for e in METHODS if e.item.requirements.public_data]
+            raise MotleyError(
+                f"public.name = {public.name!r}: has no effect with method.name = {name!r}; "
+                f"it is for {', '.join(users)}."
+            )
+        if not isinstance(public, PublicDatasetSettings) or public.name != self.data.name:
+            return
+        # Two files of the user's own may differ. On a node neither has a name here.
+        if public.path == self.data.path and (public.path or public.name != "npz"):
+            raise MotleyError(
+                f"public.name = {public.name!r}: is the clients' own data set. Use public.name = "
+                "'held-out', which takes training examples that no client gets, or another one."
             )
 
     def _check_privacy(self) -> None:
