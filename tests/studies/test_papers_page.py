@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -35,7 +36,7 @@ def commands(start: str) -> list[list[str]]:
 def options(words: list[str], name: str) -> list[str]:
     """Return the values of an option that may be given several times."""
     values = []
-    for option, value in zip(words, words[1:], strict=False):
+    for option, value in itertools.pairwise(words):
         if option == name:
             values.append(value)
     return values
