@@ -16,6 +16,7 @@ from motley.core.update import ClientUpdate
 from motley.data.dataset import Examples
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
+from motley.data.public import PublicData
 from motley.engine import Job, LocalEngine
 from motley.engine.device import choose_devices, numerics, request_hardware_queues
 from motley.methods.base import Collection
@@ -35,11 +36,13 @@ class Client:
         *,
         folder: Path,
         secret: bytes | None = None,
+        public: PublicData | None = None,
     ) -> None:
         """Build the client's model for the examples that `partition` gives to it.
 
         The client state is saved in `folder`. The noise of `privacy` is keyed by `secret`, or by
-        the run's seed if there is none.
+        the run's seed if there is none. `public` are the public images, for methods whose clients
+        use some.
         """
         self.config = config
         if config.engine.device != "cpu":
@@ -54,7 +57,7 @@ class Client:
             check_outputs(split, [size], data.shape, classes)
             sizes = assign_sizes(config)
             size_of = size_lookup(config, sizes)
-            method = build_method(config, split, sizes, data.shape, classes, size_of)
+            method = build_method(config, split, sizes, data.shape, classes, size_of, public)
             lean = device.type == "cpu"
             clients = build_clients(
                 config, method, [data], partition, folder, secret=secret, lean=lean

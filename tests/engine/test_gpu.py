@@ -153,6 +153,7 @@ WITH_MORE: dict[str, tuple[str, ...]] = {
     ),
     "fedimpro": ("method.variant=official",),
     "fedimpro-scaffold": (),
+    "fedgen": ("method.hidden=32",),
     "HeteroFL": WIDTHS,
     "FedRolex": (*WIDTHS, "split.normalization_statistics=batch"),
     "FederatedDropout": WIDTHS,

@@ -80,6 +80,8 @@ SERVERS = {
 }
 WITH_A_SPLIT = {"heterofl", "fjord", "scalefl", "depthfl", "inclusivefl"}
 """Methods for parts in width or with exits, which the tests of those parts go through; here, over depth alone."""
+OVER_DEPTH = {*WITH_A_SPLIT, "fedgen"}
+"""These, and methods whose own tests go through other splits."""
 CASES = {
     **{
         f"{entry.name}-{split}-{with_inco}": (
@@ -91,7 +93,7 @@ CASES = {
         if entry.name not in ON_FEDIMPRO
         for split in SPLITS
         for with_inco in INCO
-        if split == "depth" or entry.name not in WITH_A_SPLIT
+        if split == "depth" or entry.name not in OVER_DEPTH
     },
     **{name: (*SPLITS["depth"], *INCO["inco"], *more) for name, more in SERVERS.items()},
 }

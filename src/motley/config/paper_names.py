@@ -127,6 +127,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "its ablation that adds both gradients up",
         {**_FEDIN, "method.combine": "sum"},
     ),
+    "FedGen": (
+        "layer by layer over all sizes, as in the FedIN paper",
+        {"method.name": "fedgen", "split.name": "depth", "method.inco.variant": "off"},
+    ),
 }
 
 #: Name -> the settings it stands for.

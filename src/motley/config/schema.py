@@ -25,12 +25,14 @@ from motley.config.paper_names import spelled_out
 from motley.config.renames import reject_old_names
 from motley.core.errors import MotleyError, unknown
 from motley.data.dataset import DATASETS
+from motley.data.public import PUBLIC, PublicDatasetSettings, PublicSettings
 from motley.data.settings import DataSettings
 from motley.engine.base import EngineSettings
 from motley.evaluate import EvaluationSettings
 from motley.methods import METHODS, MethodSettings
 from motley.models import MODELS
 from motley.models.cnn import CNNSettings
+from motley.models.initialization import Initialization
 from motley.models.mlp import MLPSettings
 from motley.models.preact import PreActSettings
 from motley.models.resnet import ResNetSettings
@@ -60,6 +62,12 @@ class ModelSettings(Settings):
     cnn: CNNSettings | None = None
     vgg: VGGSettings | None = None
     preact: PreActSettings | None = None
+    init: Initialization = "model"
+    """Initial weights. model: as each model does it; ResNets and VGG11 as torchvision does,
+    convolutions with variance 2 / fan_out. kaiming: that rule for any model. torch: torch's default
+    for every layer, as in FedImpro's code; convolutions of a ResNet then start about 2.4 times
+    smaller.
+    """
     projection: int = Field(default=0, ge=0)
     """Width of a two-layer projection before the last layer, as in MOON's code (256 there); 0:
     none.
@@ -230,6 +238,7 @@ class Config(Settings):
     data: Annotated[DataSettings, DATA] = Field(
         default_factory=lambda: DataSettings.model_validate({})
     )
+    public: Annotated[SerializeAsAny[PublicSettings], PUBLIC] = PublicSettings()
     model: ModelSettings = ModelSettings()
     split: Annotated[SerializeAsAny[SplitSettings], SPLIT] = SplitSettings()
     federation: FederationSettings = FederationSettings()
@@ -261,6 +270,7 @@ class Config(Settings):
         self._check_clients()
         self._check_sizes()
         self._check_method()
+        self._check_public()
         if self.privacy.active:
             self._check_privacy()
         return self
@@ -316,6 +326,29 @@ class Config(Settings):
             raise MotleyError(
                 f"server.inco.variant = {inco.variant!r}: {method!r} exchanges no "
                 "weights, so there is no delta to work on. Use server.inco.variant = 'off'."
+            )
+
+    def _check_public(self) -> None:
+        name, public = self.method.name, self.public
+        if METHODS[name].requirements.public_data and not public.active:
+            sources = [repr(source) for source in PUBLIC.classes if source != "none"]
+            raise MotleyError(
+                f"method.name = {name!r}: needs public images. Set public.name to one of "
+                f"{', '.join(sources)}."
+            )
+        if public.active and not METHODS[name].requirements.public_data:
+            users = [repr(e.name) for e in METHODS if e.item.requirements.public_data]
+            raise MotleyError(
+                f"public.name = {public.name!r}: has no effect with method.name = {name!r}; "
+                f"it is for {', '.join(users)}."
+            )
+        if not isinstance(public, PublicDatasetSettings) or public.name != self.data.name:
+            return
+        # Two files of the user's own may differ. On a node neither has a name here.
+        if public.path == self.data.path and (public.path or public.name != "npz"):
+            raise MotleyError(
+                f"public.name = {public.name!r}: is the clients' own data set. Use public.name = "
+                "'held-out', which takes training examples that no client gets, or another one."
             )
 
     def _check_privacy(self) -> None:

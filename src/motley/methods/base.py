@@ -59,6 +59,10 @@ class Requirements:
     #: Training depends on the total number of rounds, so a run that is extended later differs from
     #: one that had all its rounds from the start.
     uses_total_rounds: bool = False
+    #: The server computes with public images (`info.public`), so the run must name some.
+    public_data: bool = False
+    #: Clients compute with them too, so nodes load them.
+    client_public_data: bool = False
     #: Weights travel. If only logits, prototypes or features do, there is no delta to work on.
     exchanges_weights: bool = True
 
