@@ -215,3 +215,12 @@ def test_moon_has_100_rounds_on_fashion_mnist(study: str) -> None:
         for cell in cells:
             rounds = cell.runs[0].config.training.rounds
             assert (rounds == 100) == (cell.data == "fashion-mnist"), (cell.method, cell.data)
+
+
+@pytest.mark.usefixtures("data_available")
+@pytest.mark.parametrize("name", [name for name in LIBRARY if name.startswith("fedimpro-")])
+def test_fedimpros_networks_start_as_in_its_code(name: str) -> None:
+    study = LIBRARY[name]
+    for cell in plan_cells(study, "full", seeds=1):
+        for run in cell.runs:
+            assert run.config.model.init == "torch", (cell.method, cell.column)
