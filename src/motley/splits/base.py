@@ -241,6 +241,11 @@ class Split(ABC):
                 pairs[CrossLayer(source, target)] = None
         return tuple(pairs)
 
+    @property
+    def smallest_first(self) -> tuple[str, ...]:
+        """The sizes, the one with the fewest parameters first."""
+        return tuple(reversed(self._largest_first))
+
     @cached_property
     def _largest_first(self) -> tuple[str, ...]:
         def weight(size: str) -> int:
