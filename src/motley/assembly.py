@@ -49,6 +49,7 @@ from motley.server.method_stages import AggregateUpdates, MethodCorrection, Post
 from motley.server.optimizer import ServerOptimizer
 from motley.server.pipeline import Stage
 from motley.server.recalibration import Recalibrate
+from motley.server.scale import Scale
 from motley.splits import SPLITS, Split
 
 # ---- data and sizes
@@ -210,8 +211,12 @@ def build_pipeline(config: Config, split: Split, method: Method) -> list[Stage]:
     """Return the stages of the aggregation, in order."""
     server = config.server
     pipeline: list[Stage] = [AggregateUpdates(method.server)]
+    if server.delta_scale != 1:
+        pipeline.append(Scale(split.parameters, server.delta_scale))
     if isinstance(server.inco, IncoSettings):
-        pipeline.append(InCo(split.cross_layers, server.inco))
+        released = server.inco.layers == "released"
+        pairs = split.cross_layers if released else split.same_shape_layers
+        pipeline.append(InCo(pairs, server.inco))
     pipeline.append(MethodCorrection(method.server))
     if server.optimizer.name != "none":
         pipeline.append(ServerOptimizer(split.parameters, server.optimizer))
