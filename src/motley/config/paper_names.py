@@ -129,7 +129,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "FedGen": (
         "layer by layer over all sizes, as in the FedIN paper",
-        {"method.name": "fedgen", "split.name": "depth", "method.inco.variant": "off"},
+        {"method.name": "fedgen", "split.name": "depth", "server.inco.variant": "off"},
     ),
 }
 
