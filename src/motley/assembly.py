@@ -230,11 +230,14 @@ def build_pipeline(config: Config, split: Split, method: Method) -> list[Stage]:
 def build_collections(
     config: Config, split: Split, method: Method, size_of: Callable[[int, int], str]
 ) -> list[CollectionStage]:
-    """Return the collections from clients that follow the pipeline, in order."""
-    collections: list[CollectionStage] = [MethodCollection(method.server, split, size_of)]
+    """Return the collections from clients that follow the pipeline, in order.
+
+    The method's own comes last: it may use features, which depend on recalibrated statistics.
+    """
+    of_method = MethodCollection(method.server, split, size_of)
     statistics = config.server.statistics
     if not isinstance(statistics, RecalibrationSettings):
-        return collections
+        return [of_method]
 
     def is_due(round_number: int) -> bool:
         if statistics.every == 0:
@@ -242,8 +245,7 @@ def build_collections(
         return round_number % statistics.every == 0 or round_number == config.training.rounds
 
     everyone = config.federation.clients if statistics.clients == "all" else None
-    collections.append(Recalibrate(split, size_of, is_due, everyone))
-    return collections
+    return [Recalibrate(split, size_of, is_due, everyone), of_method]
 
 
 # ---- clients and engine
