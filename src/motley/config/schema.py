@@ -216,6 +216,20 @@ class RunSettings(Settings):
     """Write TensorBoard event files, if tensorboard is installed."""
 
 
+def with_default_split(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Name the split of a method that exchanges no weights, if none is named.
+
+    Such a method shares no layers, so its models may be unrelated. "grouped" allows that.
+    """
+    method, split = values.get("method"), values.get("split", {})
+    name = method.get("name") if isinstance(method, Mapping) else None
+    if not isinstance(name, str) or name not in METHODS or not isinstance(split, Mapping):
+        return values
+    if "name" in split or METHODS[name].requirements.exchanges_weights:
+        return values
+    return {**values, "split": {"name": "grouped", **split}}
+
+
 class Config(Settings):
     """The whole configuration of a run."""
 
@@ -246,7 +260,7 @@ class Config(Settings):
         if not isinstance(values, Mapping):
             return values
         reject_old_names(values)
-        return spelled_out(values, {})
+        return with_default_split(spelled_out(values, {}))
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:
@@ -304,11 +318,36 @@ class Config(Settings):
 
     def _check_method(self) -> None:
         method = self.method
-        if method.inco.active and not METHODS[method.name].requirements.exchanges_weights:
+        if METHODS[method.name].requirements.exchanges_weights:
+            if self.evaluation.clients == "all":
+                raise MotleyError(
+                    f"evaluation.clients = 'all': is for methods that exchange no weights; with "
+                    f"{method.name!r} the global model is evaluated. Leave it out."
+                )
+            return
+        if method.inco.active:
             raise MotleyError(
                 f"method.inco.variant = {method.inco.variant!r}: {method.name!r} exchanges no "
                 "weights, so there is no delta to work on. Use method.inco.variant = 'off'."
             )
+        delta, model = "no delta to work on", "no global model"
+        # The setting, its value, the value that changes nothing, and what it would work on.
+        without_effect: list[tuple[str, object, object, str]] = [
+            ("server.optimizer.name", self.server.optimizer.name, "none", delta),
+            ("server.lr", self.server.lr, 1.0, delta),
+            ("server.weighting", self.server.weighting, "uniform", delta),
+            ("server.ema_decay", self.server.ema_decay, 0.0, model),
+            ("server.statistics.name", self.server.statistics.name, "averaged", model),
+            ("uplink.noise", self.uplink.noise, 0.0, delta),
+            ("uplink.dtype", self.uplink.dtype, "fp32", delta),
+            ("privacy.clip", self.privacy.clip, 0.0, delta),
+        ]
+        for key, value, neutral, missing in without_effect:
+            if value != neutral:
+                raise MotleyError(
+                    f"{key} = {value!r}: {method.name!r} exchanges no weights, so there is "
+                    f"{missing}. Use {key} = {neutral!r}."
+                )
 
     def _check_privacy(self) -> None:
         clip = f"privacy.clip = {self.privacy.clip:g}"
