@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from torch import nn
 
 from motley.assembly import (
@@ -24,6 +25,7 @@ from motley.assembly import (
     compiles,
     deal_examples,
     load_dataset_of,
+    load_public,
     load_weights,
     size_lookup,
 )
@@ -114,12 +116,20 @@ class Federation:
         check_outputs(self.split, self.split.sizes, shape, classes)
         check_recalibration(config, self.split)
         # Before sizes are assigned, because a partition reports too many clients for the data set.
-        self._partition = deal_examples(config, self.dataset, partition) if engine is None else None
+        self._partition, held_out = None, np.zeros(0, dtype=np.int64)
+        if engine is None or config.public.name == "held-out":
+            dealt = deal_examples(config, self.dataset, partition)
+            held_out = dealt.held_out
+            # Clients elsewhere may have other examples, and only they know which.
+            self._partition = dealt.partition if engine is None else None
         #: The size of every client, by client id. Dynamic sizes differ per round: use `size_of`.
         self.sizes = client_sizes(config, self.split, shape)
         #: (client, round) -> the client's size.
         self.size_of = size_lookup(config, self.sizes)
-        self.method = build_method(config, self.split, self.sizes, shape, classes, self.size_of)
+        public = load_public(config, self.dataset, held_out)
+        self.method = build_method(
+            config, self.split, self.sizes, shape, classes, self.size_of, public
+        )
 
         self.pipeline = build_pipeline(config, self.split, self.method)
         self.collections = build_collections(config, self.split, self.method, self.size_of)

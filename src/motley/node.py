@@ -19,6 +19,7 @@ from motley.core.update import ClientUpdate
 from motley.data.dataset import Examples
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
+from motley.data.public import PublicData
 from motley.engine import Job, LocalEngine
 from motley.engine.device import choose_devices, numerics, request_hardware_queues
 from motley.evaluate import TestBatches
@@ -40,12 +41,14 @@ class Client:
         folder: Path,
         secret: bytes | None = None,
         read_test_examples: Callable[[], Examples],
+        public: PublicData | None = None,
     ) -> None:
         """Build the client's model for the examples that `partition` gives to it.
 
         `read_test_examples` is called if the client is asked to evaluate a model of its own.
         The client state is saved in `folder`. The noise of `privacy` is keyed by `secret`, or by
-        the run's seed if there is none.
+        the run's seed if there is none. `public` are the public images, for methods whose clients
+        use some.
         """
         self.config, self._read_test_examples = config, read_test_examples
         if config.engine.device != "cpu":
@@ -61,7 +64,7 @@ class Client:
             check_outputs(split, [size], data.shape, classes)
             sizes = assign_sizes(config)
             size_of = size_lookup(config, sizes)
-            method = build_method(config, split, sizes, data.shape, classes, size_of)
+            method = build_method(config, split, sizes, data.shape, classes, size_of, public)
             lean = device.type == "cpu"
             clients = build_clients(
                 config,

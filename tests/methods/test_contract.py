@@ -28,7 +28,7 @@ SPLITS = {
     "grouped": ("split.name=grouped",),
     "depth": ("split.name=depth",),
 }
-INCO = {"plain": (), "inco": ("method.inco.variant=official",)}
+INCO = {"plain": (), "inco": ("server.inco.variant=official",)}
 ON_FEDIMPRO = ("fedimpro-prox", "fedimpro-scaffold", "fedimpro-nova", "fedimpro-dyn")
 """Two methods at once, each of which is tested over every split."""
 SERVERS = {
@@ -83,6 +83,8 @@ WITH_A_SPLIT = {"heterofl", "fjord", "scalefl", "depthfl", "inclusivefl"}
 """Methods for parts in width or with exits, which the tests of those parts go through; here, over depth alone."""
 OWN_MODELS = {entry.name for entry in METHODS if not entry.item.requirements.exchanges_weights}
 """Methods whose clients keep models of their own: there is no delta for InCo, and no global model."""
+OVER_DEPTH = {*WITH_A_SPLIT, "fedgen"}
+"""These, and methods whose own tests go through other splits."""
 CASES = {
     **{
         f"{entry.name}-{split}-{with_inco}": (
@@ -94,7 +96,7 @@ CASES = {
         if entry.name not in ON_FEDIMPRO
         for split in SPLITS
         for with_inco in INCO
-        if split == "depth" or entry.name not in WITH_A_SPLIT
+        if split == "depth" or entry.name not in OVER_DEPTH
         if with_inco == "plain" or entry.name not in OWN_MODELS
     },
     **{name: (*SPLITS["depth"], *INCO["inco"], *more) for name, more in SERVERS.items()},

@@ -273,7 +273,9 @@ def test_fedprotos_loss_by_hand() -> None:
         if label < 5:
             total += float((feature - own["prototypes"][label]).square().sum())
     expected = float(F.cross_entropy(logits.detach(), learner.targets)) + 0.3 * total / (8 * 6)
-    assert float(federation.method.client.loss(learner).detach()) == pytest.approx(expected, rel=1e-5)
+    assert float(federation.method.client.loss(learner).detach()) == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 def test_prototypes_are_the_means_of_the_last_epoch() -> None:
@@ -385,7 +387,9 @@ def test_fds_loss_and_averages_by_hand(outputs: str) -> None:
             teacher = means[label].softmax(0) if outputs == "logits" else means[label]
             total -= float((teacher * row.log_softmax(0)).sum())
     expected = float(F.cross_entropy(logits, learner.targets)) + 0.7 * total / 8
-    assert float(federation.method.client.loss(learner).detach()) == pytest.approx(expected, rel=1e-5)
+    assert float(federation.method.client.loss(learner).detach()) == pytest.approx(
+        expected, rel=1e-5
+    )
     learner.num_steps = 1
     payload, _, _ = learner.result()
     counts = torch.bincount(learner.targets, minlength=10)

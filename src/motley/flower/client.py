@@ -26,7 +26,7 @@ from motley.engine.device import choose_devices
 from motley.files import write_secret
 from motley.flower.arrays import pack
 from motley.flower.costs import count_costs
-from motley.flower.examples import read_examples, read_test_examples, stamp_of
+from motley.flower.examples import read_examples, read_public, read_test_examples, stamp_of
 from motley.flower.failures import NodeError, failing_as, keep_text
 from motley.flower.request import Request, read_job, read_request
 from motley.flower.settings import NodeSettings, read_node
@@ -141,6 +141,7 @@ def introduce(node: NodeSettings, request: Request, clients: ClientCache) -> Rec
         reason = f"size = {node.size!r}: the run's sizes are {', '.join(sizes)}."
         raise NodeError("refused-by-node", reason)
     read_examples(node, request)
+    read_public(node, request)
     size = chosen_size(node, request)
     return RecordDict({"node": ConfigRecord({"client": node.client, "size": size})})
 
@@ -232,6 +233,7 @@ def build_client(node: NodeSettings, request: Request, size: str) -> Client:
     refuse_other_sizes(node, request, size)
     folder = Path(node.memory)
     examples, partition = read_examples(node, request)
+    public = read_public(node, request)
     with failing_as("node-settings"):
         choose_devices(node.device)
         secret = None
@@ -252,6 +254,7 @@ def build_client(node: NodeSettings, request: Request, size: str) -> Client:
             folder=folder,
             secret=secret,
             read_test_examples=lambda: read_test_examples(node, request),
+            public=public,
         )
 
 

@@ -8,9 +8,18 @@ import numpy as np
 
 from motley.core.errors import MotleyError
 from motley.data import Dataset, Examples, Partition, load_dataset
+from motley.data.public import (
+    HeldOutSettings,
+    PublicData,
+    PublicDatasetSettings,
+    deal,
+    public_images,
+    refuse_clients_images,
+)
 from motley.flower.failures import failing_as
 from motley.flower.request import Request
 from motley.flower.settings import NodeSettings
+from motley.methods import METHODS
 
 
 def read_examples(node: NodeSettings, request: Request) -> tuple[Examples, Partition]:
@@ -20,7 +29,9 @@ def read_examples(node: NodeSettings, request: Request) -> tuple[Examples, Parti
         check_examples(node, request, "train", train)
         clients, seed = request.config.federation.clients, request.config.seed
         if node.data.dealt:
-            return train, request.config.data.partition.split(train.labels, clients, seed)
+            config = request.config
+            dealt = deal(train.labels, clients, seed, config.data.partition, config.public)
+            return train, dealt.partition
     # All examples are this client's, and the others have none here.
     count = len(train)
     offsets = np.zeros(clients + 1, dtype=np.int64)
@@ -49,6 +60,36 @@ def check_examples(node: NodeSettings, request: Request, part: str, examples: Ex
         )
 
 
+def read_public(node: NodeSettings, request: Request) -> PublicData | None:
+    """Return the run's public images, read from this node's own files.
+
+    They are None if the method's clients do not use them. Both sides draw them by the run's seed,
+    so a row means the same image here and at the server.
+    """
+    config = request.config
+    if not METHODS[config.method.name].requirements.client_public_data:
+        return None
+    with failing_as("data"):
+        public = config.public
+        train = read_data(node, tested=False).train
+        held_out = np.zeros(0, dtype=np.int64)
+        if isinstance(public, HeldOutSettings):
+            if not node.data.dealt:
+                raise MotleyError(
+                    "public.name = 'held-out': the public images are training examples of the "
+                    "server's data set, and this node has examples of its own (data.dealt = false)."
+                )
+            clients = config.federation.clients
+            held_out = deal(
+                train.labels, clients, config.seed, config.data.partition, public
+            ).held_out
+        root = Path(node.data.root) if node.data.root else None
+        images = public_images(public, train, held_out, config.seed, root)
+        if isinstance(public, PublicDatasetSettings):
+            refuse_clients_images(images, train.images, f"public.name = {public.name!r}")
+        return PublicData(images, config.data.transform)
+
+
 def read_data(node: NodeSettings, *, tested: bool) -> Dataset:
     """Read the data set that a node's own settings name. Training needs no test part."""
     root = Path(node.data.root) if node.data.root else None
@@ -59,7 +100,7 @@ def read_data(node: NodeSettings, *, tested: bool) -> Dataset:
 def stamp_of(node: NodeSettings) -> tuple[object, ...]:
     """Return a value that changes when the files or folders that node.toml names are replaced."""
     stamps: list[object] = []
-    for path in (node.data.path, node.data.root, node.data.partition):
+    for path in (node.data.path, node.data.root, node.data.partition, node.data.public):
         try:
             status = Path(path).stat() if path else None
         except OSError:

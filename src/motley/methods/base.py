@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from pydantic import SerializeAsAny
 from torch import Tensor
 
 from motley.core.merge import Aggregate, merge
@@ -21,7 +20,6 @@ from motley.core.part import State
 from motley.core.registry import Registry
 from motley.core.update import ClientUpdate
 from motley.methods.evaluation import TestCounts
-from motley.methods.inco_settings import INCO, IncoOff
 from motley.methods.info import ClientInfo, FederationInfo
 from motley.methods.step import Step
 from motley.models.stages import chain_of
@@ -32,21 +30,12 @@ REPORTED = "reported/"
 
 
 class MethodSettings(Settings):
-    """The method, and InCo on top of it.
+    """The method. A method with settings of its own derives its class from this one."""
 
-    A method with settings of its own derives its class from this one.
-    """
-
-    lasting = ("inco",)
+    lasting = ()
 
     name: str = "fedavg"
     """The method (`motley list methods`). The papers' names, such as InCoProx, are accepted too."""
-    inco: Annotated[SerializeAsAny[IncoOff], INCO] = IncoOff()
-
-    @property
-    def label(self) -> str:
-        """The method's name, and InCo's variant if InCo runs on top of it."""
-        return f"{self.name} + InCo ({self.inco.variant})" if self.inco.active else self.name
 
 
 @dataclass(frozen=True)
@@ -71,6 +60,10 @@ class Requirements:
     #: Training depends on the total number of rounds, so a run that is extended later differs from
     #: one that had all its rounds from the start.
     uses_total_rounds: bool = False
+    #: The server computes with public images (`info.public`), so the run must name some.
+    public_data: bool = False
+    #: Clients compute with them too, so nodes load them.
+    client_public_data: bool = False
     #: Weights travel. If only logits, prototypes or features do, each client keeps a model of its
     #: own, which it starts from the initial weights of its size, and there is no global model:
     #: nothing is aggregated, and clients' own models are evaluated (`motley.server.own_models`).
@@ -177,7 +170,7 @@ class ServerAlgorithm:
         return {}
 
     def aggregate(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> Aggregate:
-        """Return the mean delta, before InCo."""
+        """Return the mean delta, before other stages of the pipeline."""
         return merge(state, updates)
 
     def update(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
@@ -187,7 +180,7 @@ class ServerAlgorithm:
         return own
 
     def adjust_aggregate(self, own: State, merged: Aggregate) -> Aggregate:
-        """Return the delta after InCo and before it is applied. `own` is what `update` returned."""
+        """Return the delta before it is applied, after InCo. `own` is what `update` returned."""
         return merged
 
     def post_process(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
