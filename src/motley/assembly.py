@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from motley.checks import check_client_state, check_partition
+from motley.client.clients import TestSet
 from motley.client.state_store import ClientStateStore
 from motley.config import Config, RecalibrationSettings
 from motley.core.errors import MotleyError
@@ -47,6 +48,7 @@ from motley.server.ema import EMA
 from motley.server.inco import InCo, IncoSettings
 from motley.server.method_stages import AggregateUpdates, MethodCorrection, PostProcess
 from motley.server.optimizer import ServerOptimizer
+from motley.server.own_models import EvaluateOwnModels
 from motley.server.pipeline import Stage
 from motley.server.recalibration import Recalibrate
 from motley.server.scale import Scale
@@ -211,6 +213,8 @@ def build_pipeline(config: Config, split: Split, method: Method) -> list[Stage]:
     """Return the stages of the aggregation, in order."""
     server = config.server
     pipeline: list[Stage] = [AggregateUpdates(method.server)]
+    if not method.requirements.exchanges_weights:
+        return pipeline  # there is no delta, and no global model that could change
     if server.delta_scale != 1:
         pipeline.append(Scale(split.parameters, server.delta_scale))
     if isinstance(server.inco, IncoSettings):
@@ -234,6 +238,9 @@ def build_collections(
 
     The method's own comes last: it may use features, which depend on recalibrated statistics.
     """
+    if not method.requirements.exchanges_weights:
+        asked = config.federation.clients if config.evaluation.clients == "all" else None
+        return [EvaluateOwnModels(method.server, size_of, asked)]
     of_method = MethodCollection(method.server, split, size_of)
     statistics = config.server.statistics
     if not isinstance(statistics, RecalibrationSettings):
@@ -260,11 +267,12 @@ def build_clients(
     *,
     secret: bytes | None = None,
     lean: bool = False,
+    test_set: TestSet | None = None,
 ) -> Clients:
     """Return the clients that this process runs, with a copy of the examples on each device.
 
     Client states are saved in `folder`. The noise of `privacy` is keyed by `secret`, or by the
-    run's seed if there is none. For `lean`, see `Clients`.
+    run's seed if there is none. For `lean` and `test_set`, see `Clients`.
     """
     return Clients(
         method,
@@ -280,6 +288,7 @@ def build_clients(
         dp=DPMechanism(config.privacy, config.seed, secret) if config.privacy.active else None,
         encoding=config.uplink.dtype,
         lean=lean,
+        test_set=test_set,
     )
 
 
