@@ -149,7 +149,7 @@ def test_divergence_of_parts_in_width_is_over_the_holders_of_every_channel(
         "split.rates=[1,0.5]",
         f"split.channels={rule}",
     )
-    path = small_run(tmp_path / "width", "method.name=fedavg", "method.inco.variant=off", *width)
+    path = small_run(tmp_path / "width", "method.name=fedavg", "server.inco.variant=off", *width)
     rows = ANALYSES["divergence"]([path]).rows
     assert {row[2] for row in rows} == {WHOLE, "layers.0", "layers.1", "head"}
     assert all(0 < row[3] < 10 for row in rows)
@@ -161,7 +161,7 @@ def test_variance_is_that_of_the_gradients_of_the_clients_own_examples(tmp_path:
         "model.sizes=['mlp2']",
         "split.name=homogeneous",
         "method.name=fedavg",
-        "method.inco.variant=off",
+        "server.inco.variant=off",
     )
     path = small_run(tmp_path / "same", *same)
     rows = ANALYSES["variance"]([path]).rows

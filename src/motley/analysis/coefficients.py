@@ -35,7 +35,7 @@ def coefficients(paths: Sequence[Path]) -> Findings:
                     curve[name].append(values[name])
         if not curves:
             raise MotleyError(
-                f"{path} has no coefficients: it ran without InCo (method.inco.variant)."
+                f"{path} has no coefficients: it ran without InCo (server.inco.variant)."
             )
         for axis, (name, title) in zip(axes_of_run, TITLES.items(), strict=True):
             for layer, curve in curves.items():

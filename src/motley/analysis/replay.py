@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from motley.checks import refuse_global_model
 from motley.core.errors import MotleyError
 from motley.core.part import State, take
 from motley.core.randomness import generator
@@ -62,6 +63,7 @@ def open_run(path: Path) -> Iterator[tuple[Federation, list[ServerState]]]:
         if folder.clients.exists():
             shutil.copytree(folder.clients, client_states)
         federation = Federation(folder.read_config(), memory_folder=client_states)
+        refuse_global_model(federation.method)  # analyses are about deltas and the global model
         servers = []
         for checkpoint in saved:
             server = federation.to_device(read_checkpoint(checkpoint))

@@ -236,7 +236,7 @@ def _names() -> Table:
     for name, (summary, settings) in VARIANTS.items():
         table.add_row(
             name,
-            _written({k: v for k, v in settings.items() if k != "method.inco.variant"}),
+            _written({k: v for k, v in settings.items() if k != "server.inco.variant"}),
             summary,
         )
     return table
