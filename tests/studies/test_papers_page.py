@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from motley.analysis import ANALYSES
-from motley.config import load_config
+from motley.config import load_config, parse_overrides
 from motley.studies.declaration import studies
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +74,12 @@ def test_lines_data_sets_and_cases_of_studies_exist() -> None:
 def test_every_analysis_named_exists_and_every_analysis_is_named() -> None:
     named = {words[2] for words in commands("motley analyze")}
     assert named == {entry.name for entry in ANALYSES}
+
+
+@pytest.mark.parametrize("words", commands("motley analyze"), ids=" ".join)
+def test_every_analysis_has_valid_settings(words: list[str]) -> None:
+    settings = parse_overrides(options(words, "--set"))
+    ANALYSES[words[2]].settings_class.model_validate(settings)
 
 
 @pytest.mark.parametrize("words", commands("motley run"), ids=" ".join)
