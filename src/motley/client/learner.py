@@ -7,7 +7,7 @@ CUDA graph and replayed for any client of the same size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -466,7 +466,7 @@ class Learner:
             yield self.data.batch(rows[step, :length])
 
 
-def _divide_by_lengths(tensors: State, lengths: Sequence[Tensor]) -> None:
+def _divide_by_lengths(tensors: State, lengths: tuple[Tensor, ...]) -> None:
     """Divide each tensor by its length, in place.
 
     Before the first step, parameters and center are the same. Their distance is zero, and so is
