@@ -52,6 +52,7 @@ def memories(federation: Federation, server: ServerState) -> dict[int, State]:
     [
         ("method.name=fedprox", "method.mu=0"),
         ("method.name=moon", "method.mu=0"),
+        ("method.name=fedgen", "method.alpha=0", "method.beta=0"),
         ("server.optimizer={name='momentum', beta1=0}",),
         ("method.name=fednova", "training.steps=3"),
     ],

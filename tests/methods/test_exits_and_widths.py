@@ -67,7 +67,8 @@ def seated(*overrides: str, client: int = 5, round_number: int = 2) -> tuple[Fed
     clients: Any = federation.engine.clients  # type: ignore[attr-defined]
     job = federation.job(federation.initial_state(), round_number, client)
     learner = clients.learner(job.size)
-    clients.seat(learner, job, clients.plan(job), clients.recall(job))
+    job, client_state = clients.resume(job)
+    clients.seat(learner, job, clients.plan(job), client_state)
     return federation, learner
 
 

@@ -397,7 +397,7 @@ def test_theorem_4_2s_factor() -> None:
             rows = torch.from_numpy(federation.partition.of(client))
             images, labels = federation.engine.clients.data.batch(rows)  # type: ignore[attr-defined]
             found.append(gradients(federation, learner, images, labels))
-        clients[ratio] = gradient_variance(found)
+        clients[ratio] = gradient_variance(found, federation.partition.sizes[:4].tolist())
     for ratio in (1, 3):
         factor = 1 / (1 + ratio) ** 2
         assert clients[ratio] == pytest.approx(
