@@ -204,6 +204,11 @@ def test_the_fast_path_agrees_with_debug_step_for_step(family: str, steps: int) 
 PULLED = {
     "fedprox": ("method.mu=1000",),
     "fedprox-norms": ("method.name=fedprox", "method.proximal=norms", "method.mu=10"),
+    "fedprox-norm-of-squares": (
+        "method.name=fedprox",
+        "method.proximal=norm-of-squares",
+        "method.mu=1000",
+    ),
     "feddyn": ("method.alpha=1000",),
     "fednova": ("method.mu=1000",),
     "fedin": ("method.mu=1000",),

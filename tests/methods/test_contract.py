@@ -61,6 +61,7 @@ SERVERS = {
         "method.step=separate",
         "method.noise=0.5",
         "method.noise_on=upload",
+        "method.noise_deviation=coordinate",
     ),
     "fedin-projection": ("method.name=fedin", "method.projection=8", "method.running=local"),
     "fedimpro-official": (
@@ -79,6 +80,7 @@ SERVERS = {
     "scaffold-weights": (
         "method.name=scaffold",
         "method.initial=weights",
+        "method.divide_by=sampled",
         "training.max_grad_norm=1",
     ),
 }
