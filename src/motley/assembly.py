@@ -58,10 +58,10 @@ def deal_examples(
 
     This is the configuration's partition, or the caller's if one is given and it fits.
     """
-    labels, clients = dataset.train.labels, config.federation.clients
+    clients = config.federation.clients
     if partition is None:
-        return config.data.partition.split(labels, clients, config.seed)
-    return check_partition(partition, clients, len(labels))
+        return config.data.partition.split_examples(dataset.train, clients, config.seed)
+    return check_partition(partition, clients, len(dataset.train))
 
 
 def client_sizes(config: Config, split: Split, shape: ImageShape) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from pydantic import Field
 from motley.core.errors import MotleyError
 from motley.core.randomness import generator
 from motley.core.registry import Registry
+from motley.data.dataset import Examples
 from motley.settings import NamesFile, Settings
 
 #: How often a Dirichlet partition is drawn again when a client has too few samples.
@@ -89,6 +90,10 @@ class PartitionSettings(Settings):
     @abstractmethod
     def split(self, labels: np.ndarray, clients: int, seed: int) -> Partition:
         """Return the partition among `clients` clients, determined by the arguments alone."""
+
+    def split_examples(self, examples: Examples, clients: int, seed: int) -> Partition:
+        """Like `split`, for partitions that depend on more than the labels."""
+        return self.split(examples.labels, clients, seed)
 
 
 class DisjointPartition(PartitionSettings):
@@ -322,6 +327,42 @@ class Quantity(DisjointPartition):
         sizes = _counts_from_shares(len(labels), _log_gamma(self.alpha, clients, rng))
         given, taken = _transfers(sizes, min(self.min_size, len(labels) // clients))
         return _owners_of_chunks(rng.permutation(len(labels)), sizes - given + taken)
+
+
+@PARTITIONS.register("natural", "one client per writer, if the data set records writers (femnist)")
+class Natural(PartitionSettings):
+    """Each client has the images of one writer.
+
+    Client i is the i-th writer if there are as many clients as writers. With fewer clients, that
+    many writers are drawn at random, and the images of the others are not used.
+    """
+
+    name: Literal["natural"] = "natural"
+
+    def split(self, labels: np.ndarray, clients: int, seed: int) -> Partition:
+        """Raise: labels do not tell who wrote an image."""
+        raise MotleyError(
+            "data.partition.name = 'natural': the data set does not record who wrote an image. "
+            "Use data.name = 'femnist', or another partition."
+        )
+
+    def split_examples(self, examples: Examples, clients: int, seed: int) -> Partition:
+        """Return the images of each writer."""
+        if examples.writers is None:
+            return self.split(examples.labels, clients, seed)
+        writers = np.unique(examples.writers)
+        if not 1 <= clients <= len(writers):
+            raise MotleyError(
+                f"federation.clients = {clients}: should be 1 to {len(writers)}, the number of "
+                "writers; partition 'natural' makes one client of each."
+            )
+        if clients < len(writers):
+            rng = generator(seed, "partition", self.name)
+            writers = np.sort(rng.choice(writers, clients, replace=False))
+        samples = np.flatnonzero(np.isin(examples.writers, writers))
+        owners = np.searchsorted(writers, examples.writers[samples])
+        by_owner = np.argsort(owners, kind="stable")
+        return Partition(samples[by_owner], _offsets(np.bincount(owners, minlength=clients)))
 
 
 @PARTITIONS.register("file", "your own lists of sample indices, from a .json or .npz file")

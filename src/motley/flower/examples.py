@@ -29,7 +29,7 @@ def read_examples(node: NodeSettings, request: Request) -> tuple[Examples, Parti
             )
         clients, seed = request.config.federation.clients, request.config.seed
         if node.data.dealt:
-            return train, request.config.data.partition.split(train.labels, clients, seed)
+            return train, request.config.data.partition.split_examples(train, clients, seed)
     # All examples are this client's, and the others have none here.
     count = len(train)
     offsets = np.zeros(clients + 1, dtype=np.int64)
