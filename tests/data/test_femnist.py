@@ -13,7 +13,8 @@ import pytest
 from motley.core.errors import MotleyError
 from motley.data.dataset import Examples, load_dataset
 from motley.data.datasets import femnist
-from motley.data.partition import Natural
+from motley.data.partition import Natural, Partition
+from motley.data.public import HeldOutSettings, deal
 from motley.federation import Federation
 from motley.models import ImageShape
 from tests.conftest import tiny_config
@@ -249,31 +250,28 @@ def test_the_extra_is_named_if_h5py_is_missing(
 # --- the partition by writer
 
 
-def written(writers: list[int]) -> Examples:
-    count = len(writers)
-    images = np.zeros((count, 2, 2, 1), np.uint8)
-    return Examples(images, np.zeros(count, np.int64), np.array(writers))
+def natural(writers: np.ndarray, clients: int, seed: int = 1) -> Partition:
+    return Natural().split_by_writers(np.zeros(len(writers), np.int64), writers, clients, seed)
 
 
 def test_each_writer_is_a_client() -> None:
-    partition = Natural().split_examples(written([0, 2, 2, 5, 0]), clients=3, seed=1)
+    partition = natural(np.array([0, 2, 2, 5, 0]), clients=3)
     assert [partition.of(client).tolist() for client in range(3)] == [[0, 4], [1, 2], [3]]
 
 
 def test_fewer_clients_than_writers_are_drawn_by_the_seed() -> None:
-    examples = written(np.repeat(np.arange(50), 3).tolist())
-    drawn = Natural().split_examples(examples, clients=10, seed=1)
-    again = Natural().split_examples(examples, clients=10, seed=1)
-    assert np.array_equal(drawn.indices, again.indices) and drawn.sizes.tolist() == [3] * 10
-    owners = examples.writers[drawn.indices] if examples.writers is not None else None
-    assert owners is not None and (owners.reshape(10, 3) == owners[::3, np.newaxis]).all()
-    other = Natural().split_examples(examples, clients=10, seed=2)
-    assert not np.array_equal(drawn.indices, other.indices)
+    writers = np.repeat(np.arange(50), 3)
+    drawn = natural(writers, clients=10)
+    assert np.array_equal(drawn.indices, natural(writers, clients=10).indices)
+    assert drawn.sizes.tolist() == [3] * 10
+    for client in range(10):
+        assert len(set(writers[drawn.of(client)])) == 1
+    assert not np.array_equal(drawn.indices, natural(writers, clients=10, seed=2).indices)
 
 
 def test_writers_that_are_missing_or_too_few_are_explained() -> None:
     with pytest.raises(MotleyError, match=r"federation\.clients = 4: should be 1 to 3, the number"):
-        Natural().split_examples(written([0, 1, 2]), clients=4, seed=1)
+        natural(np.array([0, 1, 2]), clients=4)
     with pytest.raises(MotleyError, match="the data set does not record who wrote an image"):
         Federation(tiny_config("data.partition.name=natural"))
 
@@ -290,3 +288,14 @@ def test_a_federation_of_writers(tmp_path: Path) -> None:
         tiny_config(*settings, "federation.clients=3", "federation.clients_per_round=3")
     )
     assert federation.partition.sizes.tolist() == [2, 1, 4]
+
+
+def test_public_examples_are_held_out_of_a_partition_by_writer() -> None:
+    images = np.zeros((40, 2, 2, 1), np.uint8)
+    train = Examples(images, np.arange(40) % 10, np.repeat(np.arange(4), 10))
+    dealt = deal(train, 4, 1, Natural(), HeldOutSettings(samples=6))
+    assert len(dealt.held_out) == 6 and not set(dealt.held_out) & set(dealt.partition.indices)
+    assert len(dealt.partition.indices) == 34
+    assert train.writers is not None
+    for client in range(4):
+        assert set(train.writers[dealt.partition.of(client)]) == {client}

@@ -153,6 +153,8 @@ WITH_MORE: dict[str, tuple[str, ...]] = {
     ),
     "fedimpro": ("method.variant=official",),
     "fedimpro-scaffold": (),
+    "fedgen": ("method.hidden=32",),
+    "ccvr-moon": ("method.every=2",),
     "HeteroFL": WIDTHS,
     "FedRolex": (*WIDTHS, "split.normalization_statistics=batch"),
     "FederatedDropout": WIDTHS,
@@ -164,7 +166,7 @@ WITH_MORE: dict[str, tuple[str, ...]] = {
 """Methods with features, exits or a split of their own."""
 
 
-@pytest.mark.parametrize("inco", [(), ("method.inco.variant=official",)], ids=["plain", "inco"])
+@pytest.mark.parametrize("inco", [(), ("server.inco.variant=official",)], ids=["plain", "inco"])
 @pytest.mark.parametrize("case", WITH_MORE)
 def test_slots_agree_with_debug_for_methods_with_more(case: str, inco: tuple[str, ...]) -> None:
     sgd = (
@@ -382,9 +384,10 @@ class Nodes(LocalEngine):
         ]
 
 
-@pytest.mark.parametrize("method", ["InCoAvg", "scaffold", "fednova", "heterofl"])
+@pytest.mark.parametrize("method", ["InCoAvg", "scaffold", "fednova", "heterofl", "ccvr"])
 def test_answers_of_nodes_are_brought_to_the_servers_gpu(method: str) -> None:
-    config = tiny_config(*EXACT, f"method.name={method}", "evaluation.every=1")
+    settings = ("evaluation.every=1", "training.rounds=1")
+    config = tiny_config(*EXACT, f"method.name={method}", *settings)
     ends = []
     for engine in (LocalEngine, Nodes):
         federation = Federation(config)

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from motley.core.errors import MotleyError
-from motley.methods.inco_settings import INCO, IncoOff, IncoSettings
 from motley.models import CrossLayer
-from motley.server.inco import Coefficients, inco
+from motley.server.inco import INCO, Coefficients, IncoOff, IncoSettings, inco
 from motley.settings import validate
 
 PAIR = [CrossLayer("shallow", "deep")]
@@ -420,6 +419,7 @@ def test_the_theorem_solves_its_problem(values):
 def test_official_is_what_the_released_code_does():
     assert IncoSettings(variant="official").model_dump() == {
         "variant": "official",
+        "layers": "released",
         "granularity": "kernel",
         "sign": "plus",
         "products": "raw",
@@ -434,6 +434,7 @@ def test_official_is_what_the_released_code_does():
 def test_paper_is_algorithm_1():
     assert IncoSettings(variant="paper").model_dump() == {
         "variant": "paper",
+        "layers": "released",
         "granularity": "tensor",
         "sign": "minus",
         "products": "raw",

@@ -23,7 +23,6 @@ from pydantic import Field
 from motley.core.errors import MotleyError
 from motley.core.randomness import generator
 from motley.core.registry import Registry
-from motley.data.dataset import Examples
 from motley.settings import NamesFile, Settings
 
 #: How often a Dirichlet partition is drawn again when a client has too few samples.
@@ -91,9 +90,11 @@ class PartitionSettings(Settings):
     def split(self, labels: np.ndarray, clients: int, seed: int) -> Partition:
         """Return the partition among `clients` clients, determined by the arguments alone."""
 
-    def split_examples(self, examples: Examples, clients: int, seed: int) -> Partition:
-        """Like `split`, for partitions that depend on more than the labels."""
-        return self.split(examples.labels, clients, seed)
+    def split_by_writers(
+        self, labels: np.ndarray, writers: np.ndarray | None, clients: int, seed: int
+    ) -> Partition:
+        """Like `split`, for partitions that depend on who wrote an image. Most do not."""
+        return self.split(labels, clients, seed)
 
 
 class DisjointPartition(PartitionSettings):
@@ -346,21 +347,23 @@ class Natural(PartitionSettings):
             "Use data.name = 'femnist', or another partition."
         )
 
-    def split_examples(self, examples: Examples, clients: int, seed: int) -> Partition:
+    def split_by_writers(
+        self, labels: np.ndarray, writers: np.ndarray | None, clients: int, seed: int
+    ) -> Partition:
         """Return the images of each writer."""
-        if examples.writers is None:
-            return self.split(examples.labels, clients, seed)
-        writers = np.unique(examples.writers)
-        if not 1 <= clients <= len(writers):
+        if writers is None:
+            return self.split(labels, clients, seed)
+        chosen = np.unique(writers)
+        if not 1 <= clients <= len(chosen):
             raise MotleyError(
-                f"federation.clients = {clients}: should be 1 to {len(writers)}, the number of "
+                f"federation.clients = {clients}: should be 1 to {len(chosen)}, the number of "
                 "writers; partition 'natural' makes one client of each."
             )
-        if clients < len(writers):
+        if clients < len(chosen):
             rng = generator(seed, "partition", self.name)
-            writers = np.sort(rng.choice(writers, clients, replace=False))
-        samples = np.flatnonzero(np.isin(examples.writers, writers))
-        owners = np.searchsorted(writers, examples.writers[samples])
+            chosen = np.sort(rng.choice(chosen, clients, replace=False))
+        samples = np.flatnonzero(np.isin(writers, chosen))
+        owners = np.searchsorted(chosen, writers[samples])
         by_owner = np.argsort(owners, kind="stable")
         return Partition(samples[by_owner], _offsets(np.bincount(owners, minlength=clients)))
 

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from pydantic import SerializeAsAny
 from torch import Tensor
 
 from motley.core.merge import Aggregate, merge
 from motley.core.part import State
 from motley.core.registry import Registry
 from motley.core.update import ClientUpdate
-from motley.methods.inco_settings import INCO, IncoOff
+from motley.methods.evaluation import TestCounts
 from motley.methods.info import ClientInfo, FederationInfo
 from motley.methods.step import Step
 from motley.models.stages import chain_of
@@ -31,21 +30,12 @@ REPORTED = "reported/"
 
 
 class MethodSettings(Settings):
-    """The method, and InCo on top of it.
+    """The method. A method with settings of its own derives its class from this one."""
 
-    A method with settings of its own derives its class from this one.
-    """
-
-    lasting = ("inco",)
+    lasting = ()
 
     name: str = "fedavg"
     """The method (`motley list methods`). The papers' names, such as InCoProx, are accepted too."""
-    inco: Annotated[SerializeAsAny[IncoOff], INCO] = IncoOff()
-
-    @property
-    def label(self) -> str:
-        """The method's name, and InCo's variant if InCo runs on top of it."""
-        return f"{self.name} + InCo ({self.inco.variant})" if self.inco.active else self.name
 
 
 @dataclass(frozen=True)
@@ -70,7 +60,13 @@ class Requirements:
     #: Training depends on the total number of rounds, so a run that is extended later differs from
     #: one that had all its rounds from the start.
     uses_total_rounds: bool = False
-    #: Weights travel. If only logits, prototypes or features do, InCo has nothing to act on.
+    #: The server computes with public images (`info.public`), so the run must name some.
+    public_data: bool = False
+    #: Clients compute with them too, so nodes load them.
+    client_public_data: bool = False
+    #: Weights travel. If only logits, prototypes or features do, each client keeps a model of its
+    #: own, which it starts from the initial weights of its size, and there is no global model:
+    #: nothing is aggregated, and clients' own models are evaluated (`motley.server.own_models`).
     exchanges_weights: bool = True
 
     def combined(self, other: Requirements) -> Requirements:
@@ -141,6 +137,18 @@ class ClientAlgorithm:
         """Answer a collection: a pass over the client's data without augmentation."""
         return {}
 
+    def evaluate(self, step: Step, batches: Iterable[tuple[Tensor, Tensor]]) -> State:
+        """Score the client's own model on a test set; for methods that exchange no weights.
+
+        The model is in evaluation mode, and no gradients are computed. The broadcast is the one
+        after the round. Returns the counts of `TestCounts`, and other numbers for the round's
+        record as `reported/NAME`.
+        """
+        counts = TestCounts(self.info.classes, step.round.device)
+        for inputs, targets in batches:
+            counts.add(step.model(inputs), targets)
+        return counts.values()
+
 
 class ServerAlgorithm:
     """The server half of a method; here, FedAvg's.
@@ -162,7 +170,7 @@ class ServerAlgorithm:
         return {}
 
     def aggregate(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> Aggregate:
-        """Return the mean delta, before InCo."""
+        """Return the mean delta, before other stages of the pipeline."""
         return merge(state, updates)
 
     def update(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
@@ -172,7 +180,7 @@ class ServerAlgorithm:
         return own
 
     def adjust_aggregate(self, own: State, merged: Aggregate) -> Aggregate:
-        """Return the delta after InCo and before it is applied. `own` is what `update` returned."""
+        """Return the delta before it is applied, after InCo. `own` is what `update` returned."""
         return merged
 
     def post_process(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
