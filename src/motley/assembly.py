@@ -51,6 +51,7 @@ from motley.server.optimizer import ServerOptimizer
 from motley.server.own_models import EvaluateOwnModels
 from motley.server.pipeline import Stage
 from motley.server.recalibration import Recalibrate
+from motley.server.scale import Scale
 from motley.splits import SPLITS, Split
 
 # ---- data and sizes
@@ -214,8 +215,12 @@ def build_pipeline(config: Config, split: Split, method: Method) -> list[Stage]:
     pipeline: list[Stage] = [AggregateUpdates(method.server)]
     if not method.requirements.exchanges_weights:
         return pipeline  # there is no delta, and no global model that could change
+    if server.delta_scale != 1:
+        pipeline.append(Scale(split.parameters, server.delta_scale))
     if isinstance(server.inco, IncoSettings):
-        pipeline.append(InCo(split.cross_layers, server.inco))
+        released = server.inco.layers == "released"
+        pairs = split.cross_layers if released else split.same_shape_layers
+        pipeline.append(InCo(pairs, server.inco))
     pipeline.append(MethodCorrection(method.server))
     if server.optimizer.name != "none":
         pipeline.append(ServerOptimizer(split.parameters, server.optimizer))
@@ -229,14 +234,17 @@ def build_pipeline(config: Config, split: Split, method: Method) -> list[Stage]:
 def build_collections(
     config: Config, split: Split, method: Method, size_of: Callable[[int, int], str]
 ) -> list[CollectionStage]:
-    """Return the collections from clients that follow the pipeline, in order."""
+    """Return the collections from clients that follow the pipeline, in order.
+
+    The method's own comes last: it may use features, which depend on recalibrated statistics.
+    """
     if not method.requirements.exchanges_weights:
         asked = config.federation.clients if config.evaluation.clients == "all" else None
         return [EvaluateOwnModels(method.server, size_of, asked)]
-    collections: list[CollectionStage] = [MethodCollection(method.server, split, size_of)]
+    of_method = MethodCollection(method.server, split, size_of)
     statistics = config.server.statistics
     if not isinstance(statistics, RecalibrationSettings):
-        return collections
+        return [of_method]
 
     def is_due(round_number: int) -> bool:
         if statistics.every == 0:
@@ -244,8 +252,7 @@ def build_collections(
         return round_number % statistics.every == 0 or round_number == config.training.rounds
 
     everyone = config.federation.clients if statistics.clients == "all" else None
-    collections.append(Recalibrate(split, size_of, is_due, everyone))
-    return collections
+    return [Recalibrate(split, size_of, is_due, everyone), of_method]
 
 
 # ---- clients and engine

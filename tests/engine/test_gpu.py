@@ -154,6 +154,7 @@ WITH_MORE: dict[str, tuple[str, ...]] = {
     "fedimpro": ("method.variant=official",),
     "fedimpro-scaffold": (),
     "fedgen": ("method.hidden=32",),
+    "ccvr-moon": ("method.every=2",),
     "HeteroFL": WIDTHS,
     "FedRolex": (*WIDTHS, "split.normalization_statistics=batch"),
     "FederatedDropout": WIDTHS,
@@ -383,9 +384,10 @@ class Nodes(LocalEngine):
         ]
 
 
-@pytest.mark.parametrize("method", ["InCoAvg", "scaffold", "fednova", "heterofl"])
+@pytest.mark.parametrize("method", ["InCoAvg", "scaffold", "fednova", "heterofl", "ccvr"])
 def test_answers_of_nodes_are_brought_to_the_servers_gpu(method: str) -> None:
-    config = tiny_config(*EXACT, f"method.name={method}", "evaluation.every=1")
+    settings = ("evaluation.every=1", "training.rounds=1")
+    config = tiny_config(*EXACT, f"method.name={method}", *settings)
     ends = []
     for engine in (LocalEngine, Nodes):
         federation = Federation(config)

@@ -31,6 +31,8 @@ SPLITS = {
 INCO = {"plain": (), "inco": ("server.inco.variant=official",)}
 ON_FEDIMPRO = ("fedimpro-prox", "fedimpro-scaffold", "fedimpro-nova", "fedimpro-dyn")
 """Two methods at once, each of which is tested over every split."""
+CCVR = ("ccvr", "ccvr-prox", "ccvr-moon")
+"""Such methods too, which add a collection to another one's training; here after every round."""
 SERVERS = {
     "fedavgm": ("server.optimizer.name=momentum", "server.optimizer.nesterov=true"),
     "fedadam": ("server.optimizer.name=adam",),
@@ -73,6 +75,7 @@ SERVERS = {
         "method.merge=counts",
     ),
     **{name: (f"method.name={name}",) for name in ON_FEDIMPRO},
+    **{name: (f"method.name={name}", "method.every=1") for name in CCVR},
     "scaffold-weights": (
         "method.name=scaffold",
         "method.initial=weights",
@@ -93,7 +96,7 @@ CASES = {
             *INCO[with_inco],
         )
         for entry in METHODS
-        if entry.name not in ON_FEDIMPRO
+        if entry.name not in (*ON_FEDIMPRO, *CCVR)
         for split in SPLITS
         for with_inco in INCO
         if split == "depth" or entry.name not in OVER_DEPTH

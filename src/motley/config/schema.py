@@ -183,8 +183,12 @@ class ServerSettings(Settings):
     """Clients' weights in the average. uniform: equal. samples: proportional to their numbers of
     examples.
     """
+    delta_scale: float = Field(default=1.0, gt=0)
+    """Factor on the averaged delta before InCo and the server optimizer. InCo's authors divide the
+    deltas of ViTs by their 5 local epochs: 0.2.
+    """
     lr: float = Field(default=1.0, gt=0)
-    """Server learning rate: a factor on the averaged delta."""
+    """Server learning rate: a factor on the averaged delta after InCo and the server optimizer."""
     optimizer: Annotated[SerializeAsAny[ServerOptimizerSettings], SERVER_OPTIMIZERS] = (
         ServerOptimizerSettings()
     )
