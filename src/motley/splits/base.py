@@ -241,6 +241,11 @@ class Split(ABC):
                 pairs[CrossLayer(source, target)] = None
         return tuple(pairs)
 
+    @property
+    def largest(self) -> str:
+        """The size with the most parameters."""
+        return self._largest_first[0]
+
     @cached_property
     def _largest_first(self) -> tuple[str, ...]:
         def weight(size: str) -> int:
