@@ -27,6 +27,7 @@ from typing import Any
 
 from motley.config import parse_overrides
 from motley.runs.folder import RunFolder
+from motley.runs.metrics import layer_metrics
 from motley.studies.declaration import load_study
 from motley.studies.sweep import PlannedRun, plan_cells
 
@@ -117,20 +118,24 @@ def compact(task: Task, folder: RunFolder, seconds: float) -> dict[str, Any]:
         "bytes": {way: sum(line["bytes"][way] for line in lines) for way in ("down", "up")},
         "refused": sum(len(line.get("refused", {})) for line in lines),
     }
-    coefficients = [
-        line for line in lines if "inco" in line and line["round"] % COEFFICIENTS_EVERY == 0
-    ]
+    coefficients = {}
+    for line in lines:
+        by_layer = layer_metrics(line, "inco")
+        if by_layer and line["round"] % COEFFICIENTS_EVERY == 0:
+            coefficients[line["round"]] = _rounded(by_layer)
     if coefficients:
-        result["inco"] = {line["round"]: _rounded(line["inco"]) for line in coefficients}
+        result["inco"] = coefficients
     return result
 
 
-def _rounded(table: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+def _rounded(table: dict[str, dict[str, float | None]]) -> dict[str, dict[str, float | None]]:
     """Round InCo's coefficients to four digits, which is more than a figure shows."""
-    return {
-        layer: {name: float(f"{value:.4g}") for name, value in row.items()}
-        for layer, row in table.items()
-    }
+    rounded: dict[str, dict[str, float | None]] = {}
+    for layer, row in table.items():
+        rounded[layer] = {}
+        for name, value in row.items():
+            rounded[layer][name] = None if value is None else float(f"{value:.4g}")
+    return rounded
 
 
 class Process:

@@ -24,7 +24,7 @@ def test_a_queue_runs_and_is_not_run_again(tmp_path: Path) -> None:
     queue = tmp_path / "queue.txt"
     queue.write_text(
         "# a comment\n\n"
-        'inco-table2 --data digits --case "alpha 0.5" --method InCoAvg --seed 1 --set training.rounds=2\n'
+        'inco-table2 --data digits --case "alpha 0.5" --method InCoAvg --seed 1 --set training.rounds=10\n'
     )
     options = [
         "--work",
@@ -41,7 +41,9 @@ def test_a_queue_runs_and_is_not_run_again(tmp_path: Path) -> None:
         "inco-table2/digits/alpha-0.5/InCoAvg/seed-1.json"
     )
     result = json.loads(file.read_text())
-    assert result["rounds"] == [1, 2]
-    assert len(result["train_loss"]) == 2
+    assert result["rounds"] == list(range(1, 11))
+    assert len(result["train_loss"]) == 10
+    layers = result["inco"]["10"]
+    assert all({"theta", "beta"} <= set(coefficients) for coefficients in layers.values())
     assert set(result["accuracy"]) == {"mlp1", "mlp2", "mlp3", "mean"}
     assert "1 runs, 0 of them to do" in call("run.py", str(queue), *options).stdout

@@ -11,7 +11,7 @@ import pytest
 from motley.config import Config, load_config, presets, read_resolved
 from motley.data.transforms import TransformSettings
 from motley.methods import MethodSettings
-from motley.methods.inco_settings import IncoOff, IncoSettings
+from motley.server.inco import IncoOff, IncoSettings
 from tests.conftest import LogitsSettings, refused, written
 
 
@@ -173,7 +173,7 @@ def test_odd_values_survive_being_saved(resolved: Any) -> None:
         overrides=[
             "data.path='''a \"b\" \\ 'c' é 漢 [x]'''",
             "data.partition={name = 'file', path = 'ä b.json'}",
-            "method.inco={variant = 'paper', epsilon = 1e-30, theta_max = 5}",
+            "server.inco={variant = 'paper', epsilon = 1e-30, theta_max = 5}",
             "training.optimizer.lr=1.2345678901234567e-300",
             "seed=9007199254740993",
         ]
@@ -199,7 +199,7 @@ def test_the_inco_presets_are_the_papers_setting() -> None:
     }
     assert config.model.sizes == ("resnet10", "resnet14", "resnet18", "resnet22", "resnet26")
     assert (config.model.resnet.stem, config.model.resnet.width) == ("imagenet", 1.0)
-    assert config.method.inco == IncoSettings(variant="official")
+    assert config.server.inco == IncoSettings(variant="official")
     assert (config.server.ema_decay, config.split.normalization_statistics) == (0.0, "shared")
 
 
@@ -278,7 +278,7 @@ def test_naming_what_is_chosen_by_default_drops_nothing(tmp_path: Path) -> None:
         "data.transform.variant=plain",
         "data.partition.name=dirichlet",
     ]
-    overrides += ["method.name=fedavg", "method.inco.variant=off"]
+    overrides += ["method.name=fedavg", "server.inco.variant=off"]
     file = written(tmp_path, text)
     assert load_config(file, overrides=overrides) == load_config(file)
 
@@ -286,10 +286,10 @@ def test_naming_what_is_chosen_by_default_drops_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backwards", [False, True])
 def test_the_order_of_a_choice_and_its_settings_is_free(backwards: bool) -> None:
     overrides = ["data.partition.name=dirichlet-equal", "data.partition.alpha=0.1"]
-    overrides += ["method.inco.variant=paper", "method.inco.epsilon=0.5"]
+    overrides += ["server.inco.variant=paper", "server.inco.epsilon=0.5"]
     config = load_config(overrides=overrides[::-1] if backwards else overrides)
     assert config.data.partition.model_dump() == {"name": "dirichlet-equal", "alpha": 0.1}
-    assert config.method.inco == IncoSettings(variant="paper", epsilon=0.5)
+    assert config.server.inco == IncoSettings(variant="paper", epsilon=0.5)
 
 
 def test_an_override_that_the_chosen_partition_does_not_know_is_refused_in_any_order() -> None:
@@ -310,19 +310,19 @@ def test_another_method_drops_the_settings_of_the_old_one_but_keeps_inco(
     file = resolved(own)
     assert read_resolved(file) == own
     file.write_text(text)
-    assert load_config(file, overrides=["method.name=fedavg"]).method == MethodSettings(
-        inco=IncoSettings(variant="official")
-    )
+    changed = load_config(file, overrides=["method.name=fedavg"])
+    assert changed.method == MethodSettings()
+    assert changed.server.inco == IncoSettings(variant="official")
 
 
 def test_another_inco_variant_drops_the_settings_of_the_old_one(resolved: Any) -> None:
-    file = resolved(load_config(preset="inco-cifar10", overrides=["method.inco.epsilon=0.5"]))
-    assert load_config(file, overrides=["method.inco.variant=official"]).method.inco.epsilon == 0.5
-    paper = load_config(file, overrides=["method.inco.variant=paper"]).method.inco
+    file = resolved(load_config(preset="inco-cifar10", overrides=["server.inco.epsilon=0.5"]))
+    assert load_config(file, overrides=["server.inco.variant=official"]).server.inco.epsilon == 0.5
+    paper = load_config(file, overrides=["server.inco.variant=paper"]).server.inco
     assert (
         paper == IncoSettings(variant="paper") and paper.epsilon == 1e-30 and paper.sign == "minus"
     )
-    off = load_config(file, overrides=["method.inco.variant=off"]).method.inco
+    off = load_config(file, overrides=["server.inco.variant=off"]).server.inco
     assert off == IncoOff() and not off.active
 
 

@@ -13,7 +13,7 @@ from motley.config import Config, load_config, path_settings
 from motley.core.errors import MotleyError
 from motley.core.registry import Registry
 from motley.methods import METHODS, Method, MethodSettings
-from motley.methods.inco_settings import IncoSettings
+from motley.server.inco import IncoSettings
 from motley.settings import Choice, FilePath, RegistryChoice, Settings, validate
 from tests.conftest import refused, written
 
@@ -48,8 +48,8 @@ from tests.conftest import refused, written
             "'recalibrate'.",
         ),
         (
-            ["method.inco.epsilon=0.1"],
-            "method.inco.epsilon = 0.1: has no effect with method.inco.variant = 'off'; it is for 'paper' and "
+            ["server.inco.epsilon=0.1"],
+            "server.inco.epsilon = 0.1: has no effect with server.inco.variant = 'off'; it is for 'paper' and "
             "'official'.",
         ),
         (
@@ -124,12 +124,12 @@ def test_an_alias_is_no_new_choice(tmp_path: Path) -> None:
 
 
 def test_keys_of_every_choice_stay(tmp_path: Path) -> None:
-    text = '[split]\nnormalization_statistics = "per-size"\n[method.inco]\nvariant = "paper"\nepsilon = 0.5\n'
+    text = '[split]\nnormalization_statistics = "per-size"\n[server.inco]\nvariant = "paper"\nepsilon = 0.5\n'
     config = load_config(
         written(tmp_path, text), overrides=["split.name=width", "method.name=fedprox"]
     )
     assert config.split.normalization_statistics == "per-size"
-    assert config.method.inco == IncoSettings(variant="paper", epsilon=0.5)
+    assert config.server.inco == IncoSettings(variant="paper", epsilon=0.5)
 
 
 def test_another_engine_keeps_all_settings(tmp_path: Path) -> None:
@@ -253,4 +253,4 @@ def test_a_configuration_needs_no_layers() -> None:
     config = Config.model_validate(
         {"training": {"optimizer": {"name": "sgd"}}, "method": {"name": "InCoAvg"}}
     )
-    assert config.training.optimizer == SGDSettings() and config.method.inco.active
+    assert config.training.optimizer == SGDSettings() and config.server.inco.active

@@ -12,13 +12,13 @@ from motley.config import Config, load_config, presets, read_resolved
 from motley.config.paper_names import ABLATIONS, NAMES, STEMS, SYSTEMS, VARIANTS
 from motley.federation import Federation
 from motley.methods.fedin import FedInSettings
-from motley.methods.inco_settings import IncoSettings
+from motley.server.inco import IncoSettings
 from tests.conftest import refused, tiny_config, written
 
 
 def chosen(name: str, *overrides: str, **start: Any) -> tuple[str, str, str]:
     config = load_config(overrides=[f"method.name={name}", *overrides], **start)
-    return config.method.name, config.split.name, config.method.inco.variant
+    return config.method.name, config.split.name, config.server.inco.variant
 
 
 @pytest.mark.parametrize("preset", presets())
@@ -63,7 +63,7 @@ def test_ablations_have_names(stem: str) -> None:
         "w/o N & O": (False, False),
     }.items():
         config = load_config(overrides=[f"method.name=InCo{stem} {ablation}"])
-        assert config.method.inco == IncoSettings(
+        assert config.server.inco == IncoSettings(
             variant="official", normalize=normalize, optimize=optimize
         )
         assert config.method.name == STEMS[stem]["method.name"] and config.split.name == "depth"
@@ -108,7 +108,7 @@ def test_a_run_saves_plain_settings(tmp_path: Path) -> None:
     config = load_config(overrides=["method.name=InCoProx w/o O", "method.mu=0.3"])
     values = tomllib.loads(config.to_toml())
     assert values["method"]["name"] == "fedprox" and values["method"]["mu"] == 0.3
-    assert values["split"]["name"] == "depth" and values["method"]["inco"]["optimize"] is False
+    assert values["split"]["name"] == "depth" and values["server"]["inco"]["optimize"] is False
     assert read_resolved(written(tmp_path, config.to_toml())) == config
 
 
@@ -117,16 +117,16 @@ def test_a_name_in_a_file_and_in_python(tmp_path: Path) -> None:
         tmp_path, 'preset = "inco-cifar10"\n[method]\nname = "HeteroNova"\nscale_buffers = true\n'
     )
     config = load_config(file)
-    assert (config.method.name, config.method.inco.variant) == ("fednova", "off")
-    assert Config.model_validate({"method": {"name": "InCoMoon"}}).method.inco.active
+    assert (config.method.name, config.server.inco.variant) == ("fednova", "off")
+    assert Config.model_validate({"method": {"name": "InCoMoon"}}).server.inco.active
 
 
 def test_a_higher_layer_overrides_what_a_name_stood_for(tmp_path: Path) -> None:
     file = written(tmp_path, '[method]\nname = "InCoAvg"\n')
     assert load_config(file, overrides=["split.name=grouped"]).split.name == "grouped"
-    assert not load_config(file, overrides=["method.inco.variant=off"]).method.inco.active
+    assert not load_config(file, overrides=["server.inco.variant=off"]).server.inco.active
     again = load_config(file, overrides=["method.name=FedProx"])
-    assert (again.method.name, again.split.name, again.method.inco.active) == (
+    assert (again.method.name, again.split.name, again.server.inco.active) == (
         "fedprox",
         "grouped",
         False,
@@ -134,10 +134,10 @@ def test_a_higher_layer_overrides_what_a_name_stood_for(tmp_path: Path) -> None:
 
 
 def test_inco_keeps_the_variant_below_it_and_undoes_an_ablation(tmp_path: Path) -> None:
-    file = written(tmp_path, '[method.inco]\nvariant = "paper"\nepsilon = 0.5\nnormalize = false\n')
-    inco = load_config(file, overrides=["method.name=InCoProx"]).method.inco
+    file = written(tmp_path, '[server.inco]\nvariant = "paper"\nepsilon = 0.5\nnormalize = false\n')
+    inco = load_config(file, overrides=["method.name=InCoProx"]).server.inco
     assert inco == IncoSettings(variant="paper", epsilon=0.5)
-    assert chosen("InCoAvg", "method.inco.variant=paper") == ("fedavg", "depth", "paper")
+    assert chosen("InCoAvg", "server.inco.variant=paper") == ("fedavg", "depth", "paper")
     assert chosen("InCoAvg", "split.name=layer-wise") == ("fedavg", "depth", "official")
 
 
@@ -151,14 +151,14 @@ def test_inco_keeps_the_variant_below_it_and_undoes_an_ablation(tmp_path: Path) 
             ["method.name=FedProx", "split.name=homogeneous"],
             "or set method.name = 'fedprox', which leaves it free",
         ),
-        (["method.name=InCoProx", "method.inco.variant=off"], "method.inco.variant = 'off'"),
+        (["method.name=InCoProx", "server.inco.variant=off"], "server.inco.variant = 'off'"),
         (
-            ["method.name=HeteroAvg", "method.inco.variant=paper"],
-            "stands for method.inco.variant = 'off'",
+            ["method.name=HeteroAvg", "server.inco.variant=paper"],
+            "stands for server.inco.variant = 'off'",
         ),
         (
-            ["method.name=InCoAvg w/o N", "method.inco.normalize=true"],
-            "method.inco.normalize = True",
+            ["method.name=InCoAvg w/o N", "server.inco.normalize=true"],
+            "server.inco.normalize = True",
         ),
     ],
 )
@@ -184,7 +184,7 @@ def test_a_wrong_name_gets_the_nearest(name: str, near: str) -> None:
 
 def test_a_name_beside_what_is_no_table_is_refused_like_any_other() -> None:
     assert refused("method.name=InCoAvg", "split=depth").startswith("split = 'depth': is a table")
-    assert refused("method.name=InCoAvg", "method.inco=paper").startswith(
-        "method.inco = 'paper': is a table"
+    assert refused("method.name=InCoAvg", "server.inco=paper").startswith(
+        "server.inco = 'paper': is a table"
     )
     assert "unknown split 'dept'" in refused("method.name=InCoAvg", "split.name=dept")

@@ -110,10 +110,10 @@ def test_every_problem_is_named_at_once() -> None:
         ("data.partition=iid", "data.partition = 'iid': is a table; set a key of it: name."),
         ("data.transform=inco", "data.transform = 'inco': is a table; set a key of it: variant,"),
         ("data=cifar10", "data = 'cifar10': is a table; set a key of it: name,"),
-        ("method=fedavg", "method = 'fedavg': is a table; set a key of it: name, inco."),
+        ("method=fedavg", "method = 'fedavg': is a table; set a key of it: name."),
         (
-            "method.inco.variant=paper2",
-            "method.inco.variant = 'paper2': should be 'off', 'paper' or 'official'.",
+            "server.inco.variant=paper2",
+            "server.inco.variant = 'paper2': should be 'off', 'paper' or 'official'.",
         ),
         ("data.partition={name = 'file'}", "data.partition.path: is required and was not given."),
         ("data.partition.alpha=0", "data.partition.alpha = 0: should be greater than 0."),
@@ -205,9 +205,9 @@ def test_shares_that_do_not_fit_the_sizes_are_refused(shares: str, said: str) ->
 
 def test_inco_with_a_method_that_exchanges_no_weights_is_refused(logits: str) -> None:
     assert load_config(overrides=["method.name=logits"]).method.name == "logits"
-    message = refused("method.name=logits", "method.inco.variant=official")
-    assert message.startswith("method.inco.variant = 'official': 'logits' exchanges no weights")
-    assert "method.inco.variant = 'off'" in message
+    message = refused("method.name=logits", "server.inco.variant=official")
+    assert message.startswith("server.inco.variant = 'official': 'logits' exchanges no weights")
+    assert "server.inco.variant = 'off'" in message
 
 
 def dataset() -> Dataset:
@@ -226,10 +226,10 @@ def test_one_size_for_everybody_refuses_several() -> None:
 
 
 def test_inco_on_sizes_without_a_pair_of_layers_is_refused() -> None:
-    shallow = tiny_config("model.sizes=['resnet10']", "method.inco.variant=official")
+    shallow = tiny_config("model.sizes=['resnet10']", "server.inco.variant=official")
     with pytest.raises(
         MotleyError,
-        match=r"method\.inco\.variant = 'official': the models .* have no layers of one shape",
+        match=r"server\.inco\.variant = 'official': the models .* have no layers of one shape",
     ):
         Federation(shallow, dataset=dataset())
 

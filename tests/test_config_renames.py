@@ -17,6 +17,17 @@ from tests.conftest import refused, written
 KEYS = {setting.key for section in sections() for setting in section.settings}
 
 #: The values of a saved run, under the names of then.
+OLD_INCO = {
+    "preset": "paper",
+    "granularity": "tensor",
+    "sign": "theorem",
+    "products": "normalized",
+    "normalize": False,
+    "optimize": False,
+    "theta_max": 4.0,
+    "element_max": 0.5,
+    "epsilon": 0.25,
+}
 OLD: dict[str, Any] = {
     "server": {
         "average": 0.9,
@@ -39,7 +50,7 @@ OLD: dict[str, Any] = {
     "federation": {"assign": "alternate", "shares": [2.0, 1.0, 1.0, 1.0], "sampling": "round"},
     "model": {"sizes": ["resnet18"], "resnet": {"taps": "effective"}},
     "split": {"name": "grid", "answer": "mean"},
-    "method": {"name": "fedimpro", "preset": "official", "inco": {"preset": "paper"}},
+    "method": {"name": "fedimpro", "preset": "official", "inco": OLD_INCO},
     "data": {"transform": {"preset": "plain"}},
     "run": {"keep": 4},
 }
@@ -67,7 +78,15 @@ NEW = (
     "model.resnet.trim_dead_taps=true",
     "split.output=mean",
     "method.variant=official",
-    "method.inco.variant=paper",
+    "server.inco.variant=paper",
+    "server.inco.granularity=tensor",
+    "server.inco.sign=theorem",
+    "server.inco.products=normalized",
+    "server.inco.normalize=false",
+    "server.inco.optimize=false",
+    "server.inco.theta_max=4.0",
+    "server.inco.element_max=0.5",
+    "server.inco.epsilon=0.25",
     "data.transform.variant=plain",
     "run.keep_checkpoints=4",
 )
@@ -115,7 +134,7 @@ def test_settings_that_a_run_saved_although_they_had_no_effect_are_left_out(tmp_
     values["training"]["optimizer"]["betas"] = [0.9, 0.999]
     values["server"]["optimizer"] |= {"lr": 1.0, "beta1": 0.9, "beta2": 0.99, "tau": 1e-3}
     values["model"]["vit"] = {"patch": 16, "heads": 6}
-    values["method"]["inco"]["epsilon"] = 1e-7
+    values["server"]["inco"]["epsilon"] = 1e-7
     saved = tmp_path / "config.toml"
     saved.write_text(tomli_w.dumps(values), encoding="utf-8")
     assert read_resolved(saved) == expected

@@ -102,7 +102,7 @@ def test_a_merge_queued_before_the_verdict_is_made_again_without_what_was_refuse
 
     def played(*bad: int) -> tuple[ServerState, RoundRecord]:
         federation = Federation(
-            tiny_config("federation.clients_per_round=6", "method.inco.variant=official")
+            tiny_config("federation.clients_per_round=6", "server.inco.variant=official")
         )
         spoil = with_delta("fc.bias", torch.full((10,), float("nan")))
         federation.engine = Tampered(federation.engine, dict.fromkeys(bad, spoil))  # type: ignore[assignment]
@@ -154,7 +154,7 @@ def test_a_round_in_which_everybody_is_refused_changes_nothing() -> None:
 
 def test_layers_nobody_held_keep_their_bits() -> None:
     federation = Federation(
-        tiny_config("split.normalization_statistics=shared", "method.inco.variant=official")
+        tiny_config("split.normalization_statistics=shared", "server.inco.variant=official")
     )
     federation.sample = lambda number, attempt=0: [0, 1]  # both hold the smallest size
     server = federation.initial_state()
@@ -235,7 +235,7 @@ def test_weights_file_replaces_what_fits(tmp_path: Path) -> None:
 
 
 def test_inco_coefficients_are_recorded_for_every_pair_that_was_held() -> None:
-    federation = Federation(tiny_config("method.inco.variant=official"))
+    federation = Federation(tiny_config("server.inco.variant=official"))
     federation.sample = lambda number, attempt=0: [0, 2, 4]
     _, record = federation.run_round(federation.initial_state())
     layers = {pair.target for pair in federation.split.cross_layers}
@@ -248,7 +248,7 @@ def test_inco_coefficients_are_recorded_for_every_pair_that_was_held() -> None:
 def test_inco_changes_its_targets_only() -> None:
     ends = {}
     for preset in ("off", "official", "paper"):
-        federation = Federation(tiny_config(f"method.inco.variant={preset}", "training.steps=2"))
+        federation = Federation(tiny_config(f"server.inco.variant={preset}", "training.steps=2"))
         federation.sample = lambda number, attempt=0: [0, 2, 4]
         ends[preset], _ = federation.run_round(federation.initial_state())
     targets = {pair.target for pair in federation.split.cross_layers}

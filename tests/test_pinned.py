@@ -82,11 +82,11 @@ CASES: dict[str, tuple[str, ...]] = {
     "InclusiveFL": ("method.name=InclusiveFL",),
     # InCo, its ablations, and methods on top of which it runs.
     "InCoAvg": ("method.name=InCoAvg",),
-    "InCoAvg-paper": ("method.name=InCoAvg", "method.inco.variant=paper"),
+    "InCoAvg-paper": ("method.name=InCoAvg", "server.inco.variant=paper"),
     "InCoAvg-without-N": ("method.name=InCoAvg w/o N",),
     "InCoAvg-without-O": ("method.name=InCoAvg w/o O",),
     "InCoScaffold": ("method.name=InCoScaffold",),
-    "InCoDyn-vit": ("method.name=feddyn", "method.inco.variant=official", *VITS),
+    "InCoDyn-vit": ("method.name=feddyn", "server.inco.variant=official", *VITS),
     # Splits and families.
     "grouped": ("split.name=grouped",),
     "homogeneous-cnn": ("model.sizes=['cnn']", "split.name=homogeneous"),
@@ -102,7 +102,7 @@ CASES: dict[str, tuple[str, ...]] = {
     # The server.
     "fedavgm": ("server.optimizer.name=momentum", "server.optimizer.nesterov=true"),
     "fedadam": ("server.optimizer.name=adam",),
-    "fedyogi-inco": ("server.optimizer.name=yogi", "method.inco.variant=official"),
+    "fedyogi-inco": ("server.optimizer.name=yogi", "server.inco.variant=official"),
     "fedadagrad": ("server.optimizer.name=adagrad",),
     "ema": ("server.ema_decay=0.9", "server.lr=0.5"),
     "weighted-by-samples": ("server.weighting=samples", "data.partition.name=quantity"),

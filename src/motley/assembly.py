@@ -37,7 +37,6 @@ from motley.data.public import (
 from motley.engine import Clients, DebugEngine, LocalEngine
 from motley.limits import allocating
 from motley.methods import METHODS, FederationInfo, Method
-from motley.methods.inco_settings import IncoSettings
 from motley.models import MODELS, ImageShape
 from motley.models.projection import with_projection
 from motley.plan import assigned, costs_of, read_budgets
@@ -45,7 +44,7 @@ from motley.privacy import DPMechanism, refuse_leaks
 from motley.server.apply import Apply
 from motley.server.collection import CollectionStage, MethodCollection
 from motley.server.ema import EMA
-from motley.server.inco import InCo
+from motley.server.inco import InCo, IncoSettings
 from motley.server.method_stages import AggregateUpdates, MethodCorrection, PostProcess
 from motley.server.optimizer import ServerOptimizer
 from motley.server.pipeline import Stage
@@ -137,7 +136,8 @@ def build_split(config: Config, shape: ImageShape, classes: int) -> Split:
 
     def build(size: str) -> Any:
         spec = MODELS[size]
-        model = spec.make(getattr(config.model, spec.family), shape, classes)
+        family_settings = getattr(config.model, spec.family)
+        model = spec.make(family_settings, shape, classes, init=config.model.init)
         return with_projection(model, config.model.projection)
 
     builds = {size: partial(build, size) for size in config.model.sizes}
@@ -210,8 +210,8 @@ def build_pipeline(config: Config, split: Split, method: Method) -> list[Stage]:
     """Return the stages of the aggregation, in order."""
     server = config.server
     pipeline: list[Stage] = [AggregateUpdates(method.server)]
-    if isinstance(config.method.inco, IncoSettings):
-        pipeline.append(InCo(split.cross_layers, config.method.inco))
+    if isinstance(server.inco, IncoSettings):
+        pipeline.append(InCo(split.cross_layers, server.inco))
     pipeline.append(MethodCorrection(method.server))
     if server.optimizer.name != "none":
         pipeline.append(ServerOptimizer(split.parameters, server.optimizer))

@@ -64,5 +64,5 @@ class TinyRun(NamedTuple):
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     """Return a finished run of three rounds. Tests must not change it."""
     path = tmp_path_factory.mktemp("tiny") / "run"
-    more = ("evaluation.last_k=2", "evaluation.targets=[0.01, 1.0]", "method.inco.variant=official")
+    more = ("evaluation.last_k=2", "evaluation.targets=[0.01, 1.0]", "server.inco.variant=official")
     return TinyRun(path, call("run", *overrides(*more), "--out", path))

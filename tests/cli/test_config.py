@@ -60,8 +60,8 @@ def test_every_key_has_documentation_and_an_origin(motley: Command, tmp_path: Pa
     assert origins["split.name"] == "--set"
     assert origins["method.name"] == f"{file}, InCoProx w/o N"
     assert origins["method.mu"] == str(file)
-    assert origins["method.inco.normalize"] == f"{file}, InCoProx w/o N"
-    assert origins["method.inco.epsilon"] == "default"
+    assert origins["server.inco.normalize"] == f"{file}, InCoProx w/o N"
+    assert origins["server.inco.epsilon"] == "default"
     assert origins["data.transform.variant"] == "preset inco-cifar10"
     assert origins["data.transform.cutout"] == "variant inco"
     assert origins["training.optimizer.betas"] == "default"

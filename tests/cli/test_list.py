@@ -76,8 +76,8 @@ def test_names_of_methods_are_listed_with_what_they_stand_for(motley: Command) -
     _, _, names = motley("list", "methods").out.partition("Names for a method")
     rows = {line.split("  ")[0]: " ".join(line.split()) for line in names.splitlines()}
     assert {f"{prefix}*" for prefix in PREFIXES} | {f"*{stem}" for stem in STEMS} <= rows.keys()
-    assert "split.name = depth, method.inco.variant = official" in rows["InCo*"]
-    assert "method.inco.normalize = false, method.inco.optimize = false" in rows["InCo* w/o N & O"]
+    assert "split.name = depth, server.inco.variant = official" in rows["InCo*"]
+    assert "server.inco.normalize = false, server.inco.optimize = false" in rows["InCo* w/o N & O"]
     assert "server.optimizer.name = yogi FedYogi, HeteroYogi or InCoYogi" in rows["*Yogi"]
 
 
@@ -122,7 +122,7 @@ def test_every_setting_is_listed_with_its_default_and_a_description(motley: Comm
     assert '  split.channels = "leading"' in listed["split.channels"]
     assert {
         "method.mu",
-        "method.inco.theta_max",
+        "server.inco.theta_max",
         "data.partition.alpha",
         "engine.flower.wait_s",
     } <= listed.keys()

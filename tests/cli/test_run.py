@@ -88,7 +88,7 @@ def test_the_printed_accuracies_are_those_of_the_metrics(tiny_run: TinyRun) -> N
 
 def test_the_resolved_configuration_is_kept_with_the_run(tiny_run: TinyRun) -> None:
     expected = tiny_config(
-        "evaluation.last_k=2", "evaluation.targets=[0.01, 1.0]", "method.inco.variant=official"
+        "evaluation.last_k=2", "evaluation.targets=[0.01, 1.0]", "server.inco.variant=official"
     )
     assert read_resolved(tiny_run.path / "config.toml") == expected
 

@@ -171,8 +171,8 @@ WRONG = [
         "run.keep_checkpoints = 0: should be greater than or equal to 1.",
     ),
     (
-        "run --set method.name=InCoAvg --set method.inco.theta_max=0",
-        'method.inco.theta_max = 0: should be a number above 0, or "off".',
+        "run --set method.name=InCoAvg --set server.inco.theta_max=0",
+        'server.inco.theta_max = 0: should be a number above 0, or "off".',
     ),
     (
         "run --set method.name=fedprox --set method.mu=-1",
@@ -201,7 +201,7 @@ WRONG = [
         "run --set method.mu=1",
         "method.mu = 1: has no effect with method.name = 'fedavg'; it is for 'fedprox'",
     ),
-    ("run --set method.inco.variant=best", "should be 'off', 'paper' or 'official'."),
+    ("run --set server.inco.variant=best", "should be 'off', 'paper' or 'official'."),
     ("run --set split.name=dept", "split.name: unknown split 'dept'. Did you mean 'depth'?"),
     (
         "run --set split.rates=1",

@@ -153,6 +153,7 @@ WITH_MORE: dict[str, tuple[str, ...]] = {
     ),
     "fedimpro": ("method.variant=official",),
     "fedimpro-scaffold": (),
+    "fedgen": ("method.hidden=32",),
     "HeteroFL": WIDTHS,
     "FedRolex": (*WIDTHS, "split.normalization_statistics=batch"),
     "FederatedDropout": WIDTHS,
@@ -164,7 +165,7 @@ WITH_MORE: dict[str, tuple[str, ...]] = {
 """Methods with features, exits or a split of their own."""
 
 
-@pytest.mark.parametrize("inco", [(), ("method.inco.variant=official",)], ids=["plain", "inco"])
+@pytest.mark.parametrize("inco", [(), ("server.inco.variant=official",)], ids=["plain", "inco"])
 @pytest.mark.parametrize("case", WITH_MORE)
 def test_slots_agree_with_debug_for_methods_with_more(case: str, inco: tuple[str, ...]) -> None:
     sgd = (

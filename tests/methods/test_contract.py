@@ -27,7 +27,7 @@ SPLITS = {
     "grouped": ("split.name=grouped",),
     "depth": ("split.name=depth",),
 }
-INCO = {"plain": (), "inco": ("method.inco.variant=official",)}
+INCO = {"plain": (), "inco": ("server.inco.variant=official",)}
 ON_FEDIMPRO = ("fedimpro-prox", "fedimpro-scaffold", "fedimpro-nova", "fedimpro-dyn")
 """Two methods at once, each of which is tested over every split."""
 SERVERS = {
@@ -87,6 +87,8 @@ SERVER_TRAINS = {"fedet"}
 """Methods in which the server trains a size and changes heads, whoever was sampled."""
 WITH_A_SPLIT = {"heterofl", "fjord", "scalefl", "depthfl", "inclusivefl"}
 """Methods for parts in width or with exits, which the tests of those parts go through; here, over depth alone."""
+OVER_DEPTH = {*WITH_A_SPLIT, "fedgen", "feddf", "fedet"}
+"""These, and methods whose own tests go through other splits."""
 
 
 def chosen(name: str) -> tuple[str, ...]:
@@ -105,9 +107,10 @@ CASES = {
         if entry.name not in ON_FEDIMPRO
         for split in SPLITS
         for with_inco in INCO
-        if split == "depth" or entry.name not in WITH_A_SPLIT
+        if split == "depth" or entry.name not in OVER_DEPTH
     },
     **{name: (*SPLITS["depth"], *INCO["inco"], *more) for name, more in SERVERS.items()},
+    "fedet-grouped-plain": (*chosen("fedet"), *SPLITS["grouped"]),
 }
 FAST = (
     "training.batch_size=16",

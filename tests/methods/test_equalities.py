@@ -52,6 +52,7 @@ def memories(federation: Federation, server: ServerState) -> dict[int, State]:
     [
         ("method.name=fedprox", "method.mu=0"),
         ("method.name=moon", "method.mu=0"),
+        ("method.name=fedgen", "method.alpha=0", "method.beta=0"),
         ("server.optimizer={name='momentum', beta1=0}",),
         ("method.name=fednova", "training.steps=3"),
     ],
@@ -252,7 +253,7 @@ def test_scaled_buffers_are_the_deviation_and_a_variance_stays_at_zero_or_above(
 def test_c_is_the_mean_of_all_owners_c_i_after_every_round(split: str, initial: str) -> None:
     """With InCo on: control variates follow what clients did, not what InCo made of it."""
     settings = ("method.name=scaffold", f"method.initial={initial}", f"split.name={split}")
-    federation = Federation(tiny_config(*PLAIN, *settings, "method.inco.variant=official"))
+    federation = Federation(tiny_config(*PLAIN, *settings, "server.inco.variant=official"))
     server = federation.initial_state()
     zero = initial == "zeros"
     assert server.method_state.keys() == federation.split.parameters
@@ -321,7 +322,7 @@ def test_the_servers_mean_is_that_of_all_owners_duals(name: str, split: str) -> 
 
 def test_the_dual_is_added_after_inco() -> None:
     """Where InCo is on, its target's change is refined first: h never passes through its normalisation."""
-    federation, before = after(1, "method.name=feddyn", "method.inco.variant=official")
+    federation, before = after(1, "method.name=feddyn", "server.inco.variant=official")
     federation.sample = lambda number, attempt=0: [4, 5]
     jobs = [federation.job(before, 2, client) for client in (4, 5)]
     uploads = federation.engine.train(jobs, lambda client: None)
@@ -329,7 +330,7 @@ def test_the_dual_is_added_after_inco() -> None:
     mean = {
         name: (uploads[0].delta[name] + uploads[1].delta[name]) / 2 for name in uploads[0].delta
     }
-    refined, _ = inco(mean, federation.split.cross_layers, federation.config.method.inco)
+    refined, _ = inco(mean, federation.split.cross_layers, federation.config.server.inco)
     for pair in federation.split.cross_layers:
         expected = before.state[pair.target] + refined[pair.target] + end.method_state[pair.target]
         torch.testing.assert_close(end.state[pair.target], expected, rtol=1e-5, atol=1e-6)

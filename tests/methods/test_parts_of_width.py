@@ -30,10 +30,13 @@ from tests.methods.turns import sections_of
 
 WIDTH = ("split.name=width", "split.rates=[1,0.5,0.25]", "model.sizes=['resnet14']")
 GRID = ("split.cuts=[2,3,6]", "split.rates=[0.5,0.75,1]", "model.sizes=['resnet14']")
-INCO = ("method.inco.variant=official",)
+INCO = ("server.inco.variant=official",)
 RULES = ("leading", "rolling", "random")
-NOT_HERE = {*WITH_A_SPLIT, *(e.name for e in METHODS if e.name.startswith(("fedin", "fedimpro")))}
-"""Methods with a split of their own, and those whose server state has names that are no parameters'."""
+OTHERS = ("fedin", "fedimpro", "fedgen")
+NOT_HERE = {*WITH_A_SPLIT, *(e.name for e in METHODS if e.name.startswith(OTHERS))}
+"""Methods with a split of their own, those whose server state has names that are no parameters', and those that need
+whole heads.
+"""
 CASES = {
     **{
         f"{e.name}-leading": (f"method.name={e.name}", *WIDTH)

@@ -79,7 +79,7 @@ def test_a_federation_of_three_depths_learns_the_digits_with_inco() -> None:
         "training.rounds=5",
         "training.epochs=3",
         "training.optimizer.lr=0.01",
-        "method.inco.variant=paper",
+        "server.inco.variant=paper",
     )
     federation = Federation(config)
     assert set(federation.initial_state().state) == set(federation.split.build("mlp3").state_dict())

@@ -61,7 +61,7 @@ def test_a_federation_learns_the_same_with_inco() -> None:
         federation = Federation(
             tiny_config(
                 f"model.resnet.trim_dead_taps={str(trim).lower()}",
-                "method.inco.variant=official",
+                "server.inco.variant=official",
                 "training.steps=2",
                 "training.rounds=1",
             )

@@ -96,7 +96,7 @@ def test_start_run_writes_nothing_before_everything_is_checked(tmp_path: Path) -
         *(pytest.param(load_config(preset=name), id=name) for name in presets()),
         pytest.param(
             tiny_config(
-                "method.inco.variant=official",
+                "server.inco.variant=official",
                 "data.partition.name=iid",
                 "evaluation.targets=[0.5, 0.1]",
                 "federation.size_fractions=[1, 2, 0.5]",

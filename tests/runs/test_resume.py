@@ -37,7 +37,7 @@ SETTINGS = (
     "run.tensorboard=false",
     "engine.slots=2",
     "engine.threads=1",
-    "method.inco.variant=official",
+    "server.inco.variant=official",
     "server.ema_decay=0.9",
     "data.transform.crop_padding=1",
 )

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from motley.core.errors import MotleyError
-from motley.methods.inco_settings import INCO, IncoOff, IncoSettings
 from motley.models import CrossLayer
-from motley.server.inco import Coefficients, inco
+from motley.server.inco import INCO, Coefficients, IncoOff, IncoSettings, inco
 from motley.settings import validate
 
 PAIR = [CrossLayer("shallow", "deep")]

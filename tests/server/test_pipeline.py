@@ -81,7 +81,7 @@ def test_a_stages_state_is_kept_between_rounds_and_in_checkpoints(tmp_path: Path
 
 def test_the_order_of_stages() -> None:
     settings = (
-        "method.inco.variant=official",
+        "server.inco.variant=official",
         "server.optimizer.name=adam",
         "server.ema_decay=0.9",
     )
@@ -103,7 +103,7 @@ def test_the_order_of_stages() -> None:
 
 
 def test_stages_leave_the_server_state_they_get_as_it_is() -> None:
-    settings = ("method.name=feddyn", "method.inco.variant=official", "server.optimizer.name=yogi")
+    settings = ("method.name=feddyn", "server.inco.variant=official", "server.optimizer.name=yogi")
     federation = Federation(tiny_config(*settings, "server.ema_decay=0.9", *BRIEF))
     server, _ = federation.run_round(federation.initial_state())
     copy = server.map_tensors(torch.clone)

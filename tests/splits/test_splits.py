@@ -99,7 +99,7 @@ def test_cross_layers_follow_the_global_names() -> None:
         (("split.name=homogeneous",), "takes exactly one size"),
         (("model.sizes=['resnet18','resnet50']",), "cannot share .*grouped"),
         (("model.sizes=['resnet10','vit2']", *VIT[1:]), "share no layers"),
-        (("model.sizes=['resnet10']", "method.inco.variant=official"), "nothing to mix"),
+        (("model.sizes=['resnet10']", "server.inco.variant=official"), "nothing to mix"),
     ],
 )
 def test_what_cannot_be_one_state_is_refused(overrides: tuple[str, ...], words: str) -> None:

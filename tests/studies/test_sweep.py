@@ -92,7 +92,7 @@ def test_cells_that_need_the_same_run_share_it(sweep: Path) -> None:
     for change in (
         "training.batch_size=4",
         "data.partition.name=iid",
-        "method.inco.granularity=tensor",
+        "server.inco.granularity=tensor",
     ):
         other = cells(sweep, overrides=parse_overrides([change]))
         assert not set(keys) & {run.key for cell in other for run in cell.runs}

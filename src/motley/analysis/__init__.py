@@ -15,11 +15,13 @@ from motley.analysis import (
     sizes,
     wasserstein,
 )
-from motley.analysis.findings import ANALYSES, Findings, new_figure, save
+from motley.analysis.findings import ANALYSES, Analysis, Findings, analysis, new_figure, save
 
 __all__ = [
     "ANALYSES",
+    "Analysis",
     "Findings",
+    "analysis",
     "cka",
     "coefficients",
     "divergence",

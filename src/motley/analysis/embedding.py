@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from motley.analysis.features import features
-from motley.analysis.findings import ANALYSES, Findings, new_figure
+from motley.analysis.findings import Findings, analysis, new_figure
 from motley.analysis.replay import model_of, open_run, probe_images, train_next_round
 from motley.extras import require
 
@@ -23,7 +23,7 @@ CLIENTS, CLASSES, IMAGES = 3, 6, 400
 MARKERS = "o^s"
 
 
-@ANALYSES.register("embedding", "t-SNE of features by class and client")
+@analysis("embedding", "t-SNE of features by class and client")
 def embedding(paths: Sequence[Path]) -> Findings:
     """Draw the last stage's features of up to three clients of different sizes.
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from motley.analysis.findings import ANALYSES, Findings, new_figure
+from motley.analysis.findings import Findings, analysis, new_figure
 from motley.client.clients import own_randomness
 from motley.client.learner import Learner
 from motley.config import Config
@@ -186,7 +186,7 @@ COLUMNS = (
 )
 
 
-@ANALYSES.register("overhead", "parameters, traffic, FLOPs and peak memory per client")
+@analysis("overhead", "parameters, traffic, FLOPs and peak memory per client")
 def overhead(paths: Sequence[Path]) -> Findings:
     """Measure the costs of runs, as means over sizes.
 

@@ -7,6 +7,7 @@ analyzed over rounds.
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,6 +27,9 @@ from motley.federation import Federation
 from motley.runs.checkpoint import checkpoints, read_checkpoint
 from motley.runs.folder import RunFolder
 from motley.server.state import ServerState
+
+#: Progress of an analysis, one message per slow step. `motley analyze` prints them.
+log = logging.getLogger("motley.analysis")
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ def open_run(path: Path) -> Iterator[tuple[Federation, list[ServerState]]]:
     saved = checkpoints(folder.checkpoints)
     if not saved:
         raise MotleyError(f"{path} has no checkpoint yet.")
+    log.info("opening %s", path)
     with tempfile.TemporaryDirectory() as temporary:
         client_states = Path(temporary) / "clients"
         if folder.clients.exists():
@@ -72,9 +77,18 @@ def all_checkpoints(paths: Iterable[Path]) -> Iterator[tuple[str, Federation, Se
                 yield path.name, federation, server
 
 
-def train_next_round(federation: Federation, server: ServerState) -> list[TrainedClient]:
-    """Train the clients of the round after `server`. Failed clients are left out."""
-    jobs = {job.client: job for job in federation.jobs(server)}
+def train_next_round(
+    federation: Federation, server: ServerState, clients: Iterable[int] | None = None
+) -> list[TrainedClient]:
+    """Train the clients of the round after `server`. Failed clients are left out.
+
+    By default these are the clients that the run sampled; `clients` are others.
+    """
+    round_number = server.round_number + 1
+    if clients is None:
+        clients = federation.sample(round_number)
+    jobs = {client: federation.job(server, round_number, client) for client in clients}
+    log.info("training %d clients of round %d again", len(jobs), round_number)
     with federation.numerics():
         answers = federation.engine.train(list(jobs.values()), lambda client: None)
     trained = []

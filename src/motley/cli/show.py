@@ -58,7 +58,7 @@ def _fingerprint(folder: RunFolder) -> str | None:
 
 def title(config: Config) -> str:
     """Return a short title: the data set and the method of a run."""
-    return f"{config.data.name}, {config.method.label}"
+    return f"{config.data.name}, {config.method_label}"
 
 
 def print_outcome(console: Console, folder: RunFolder) -> None:
@@ -176,7 +176,7 @@ def as_plain(folder: RunFolder, *, with_fingerprint: bool = True) -> dict[str, A
             "best_round": summary.best_round,
             "mean_of_last": summary.mean_of_last_k,
         }
-    inco = config.method.inco
+    inco = config.server.inco
     plain: dict[str, Any] = {
         "run": str(folder.path),
         "data": config.data.name,

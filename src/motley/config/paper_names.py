@@ -20,27 +20,27 @@ Table = Mapping[str, Any]
 PREFIXES: dict[str, tuple[str, dict[str, Any]]] = {
     "Fed": (
         "nothing shared between sizes: the baselines of InCo's preprint",
-        {"split.name": "grouped", "method.inco.variant": "off"},
+        {"split.name": "grouped", "server.inco.variant": "off"},
     ),
     "Hetero": (
         "layer by layer over all sizes: the baselines of the InCo paper",
-        {"split.name": "depth", "method.inco.variant": "off"},
+        {"split.name": "depth", "server.inco.variant": "off"},
     ),
     "InCo": (
-        'layer by layer, with InCo; method.inco.variant = "paper" may be set beside it',
+        'layer by layer, with InCo; server.inco.variant = "paper" may be set beside it',
         {
             "split.name": "depth",
-            "method.inco.variant": "official",
-            "method.inco.normalize": True,
-            "method.inco.optimize": True,
+            "server.inco.variant": "official",
+            "server.inco.normalize": True,
+            "server.inco.optimize": True,
         },
     ),
 }
 #: InCo's own ablations: a name that begins with InCo, a space, and one of these.
 ABLATIONS: dict[str, dict[str, Any]] = {
-    "w/o N": {"method.inco.normalize": False},
-    "w/o O": {"method.inco.optimize": False},
-    "w/o N & O": {"method.inco.normalize": False, "method.inco.optimize": False},
+    "w/o N": {"server.inco.normalize": False},
+    "w/o O": {"server.inco.optimize": False},
+    "w/o N & O": {"server.inco.normalize": False, "server.inco.optimize": False},
 }
 STEMS: dict[str, dict[str, Any]] = {
     "Avg": {"method.name": "fedavg"},
@@ -107,7 +107,7 @@ SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
 _FEDIN = {
     "method.name": "fedin",
     "split.name": "depth",
-    "method.inco.variant": "off",
+    "server.inco.variant": "off",
     "method.mu": 0.1,
     "method.samples": 1,
     "method.combine": "simplified",
@@ -121,11 +121,23 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "FedIN w/o Prox": ("its ablation without the proximal term", {**_FEDIN, "method.mu": 0.0}),
     "FedImpro": (
         "over whatever split is set",
-        {"method.name": "fedimpro", "method.inco.variant": "off"},
+        {"method.name": "fedimpro", "server.inco.variant": "off"},
     ),
     "FedIN w/o Opt": (
         "its ablation that adds both gradients up",
         {**_FEDIN, "method.combine": "sum"},
+    ),
+    "FedGen": (
+        "layer by layer over all sizes, as in the FedIN paper",
+        {"method.name": "fedgen", "split.name": "depth", "server.inco.variant": "off"},
+    ),
+    "FedDF": (
+        "per architecture, then distilled on [public] images",
+        {"method.name": "feddf", "split.name": "grouped", "server.inco.variant": "off"},
+    ),
+    "FedET": (
+        "per architecture; the ensemble trains the largest size on [public] images",
+        {"method.name": "fedet", "split.name": "grouped", "server.inco.variant": "off"},
     ),
 }
 
@@ -159,9 +171,9 @@ def spelled_out(values: Table, below: Table) -> Table:
             "method.name: " + unknown("method", name, (entry.name for entry in METHODS), also=NAMES)
         )
     meaning = dict(NAMES[name])
-    under = _get(below, "method.inco.variant")
-    if meaning.get("method.inco.variant", "off") != "off" and under not in (None, "off"):
-        meaning["method.inco.variant"] = under
+    under = _get(below, "server.inco.variant")
+    if meaning.get("server.inco.variant", "off") != "off" and under not in (None, "off"):
+        meaning["server.inco.variant"] = under
     values = _with(values, "method.name", meaning.pop("method.name"))
     for key, value in meaning.items():
         given = _get(values, key)
@@ -180,7 +192,7 @@ def _agree(key: str, given: Any, meant: Any) -> bool:
     if key == "split.name":
         # An unknown split is rejected later, with the allowed names.
         return given not in SPLITS or SPLITS.entry(given).name == meant
-    if key == "method.inco.variant":
+    if key == "server.inco.variant":
         return (given == "off") == (meant == "off")
     return bool(given == meant)
 

@@ -32,12 +32,14 @@ from motley.evaluate import EvaluationSettings
 from motley.methods import METHODS, MethodSettings
 from motley.models import MODELS
 from motley.models.cnn import CNNSettings
+from motley.models.initialization import Initialization
 from motley.models.mlp import MLPSettings
 from motley.models.preact import PreActSettings
 from motley.models.resnet import ResNetSettings
 from motley.models.vgg import VGGSettings
 from motley.models.vit import ViTSettings
 from motley.privacy.settings import PrivacySettings
+from motley.server.inco import INCO, IncoOff
 from motley.server.optimizer import SERVER_OPTIMIZERS, ServerOptimizerSettings
 from motley.settings import Choice, FilePath, RegistryChoice, Settings, Table, no_effect
 from motley.splits import SPLITS, SplitSettings
@@ -60,6 +62,12 @@ class ModelSettings(Settings):
     cnn: CNNSettings | None = None
     vgg: VGGSettings | None = None
     preact: PreActSettings | None = None
+    init: Initialization = "model"
+    """Initial weights. model: as each model does it; ResNets and VGG11 as torchvision does,
+    convolutions with variance 2 / fan_out. kaiming: that rule for any model. torch: torch's default
+    for every layer, as in FedImpro's code; convolutions of a ResNet then start about 2.4 times
+    smaller.
+    """
     projection: int = Field(default=0, ge=0)
     """Width of a two-layer projection before the last layer, as in MOON's code (256 there); 0:
     none.
@@ -180,6 +188,7 @@ class ServerSettings(Settings):
     optimizer: Annotated[SerializeAsAny[ServerOptimizerSettings], SERVER_OPTIMIZERS] = (
         ServerOptimizerSettings()
     )
+    inco: Annotated[SerializeAsAny[IncoOff], INCO] = IncoOff()
     ema_decay: float = Field(default=0.0, ge=0, lt=1)
     """Decay of an exponential moving average (EMA) of the global model over rounds. The average is
     evaluated; clients still train from the global model itself. 0: off.
@@ -241,6 +250,12 @@ class Config(Settings):
     evaluation: EvaluationSettings = EvaluationSettings()
     engine: EngineSettings = EngineSettings()
     run: RunSettings = RunSettings()
+
+    @property
+    def method_label(self) -> str:
+        """The method's name, and InCo's variant if InCo runs on top of it."""
+        inco = self.server.inco
+        return f"{self.method.name} + InCo ({inco.variant})" if inco.active else self.method.name
 
     @model_validator(mode="before")
     @classmethod
@@ -306,11 +321,11 @@ class Config(Settings):
             )
 
     def _check_method(self) -> None:
-        method = self.method
-        if method.inco.active and not METHODS[method.name].requirements.exchanges_weights:
+        inco, method = self.server.inco, self.method.name
+        if inco.active and not METHODS[method].requirements.exchanges_weights:
             raise MotleyError(
-                f"method.inco.variant = {method.inco.variant!r}: {method.name!r} exchanges no "
-                "weights, so there is no delta to work on. Use method.inco.variant = 'off'."
+                f"server.inco.variant = {inco.variant!r}: {method!r} exchanges no "
+                "weights, so there is no delta to work on. Use server.inco.variant = 'off'."
             )
 
     def _check_public(self) -> None:

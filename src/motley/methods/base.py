@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from pydantic import SerializeAsAny
 from torch import Tensor
 
 from motley.core.merge import Aggregate, merge
 from motley.core.part import State
 from motley.core.registry import Registry
 from motley.core.update import ClientUpdate
-from motley.methods.inco_settings import INCO, IncoOff
 from motley.methods.info import ClientInfo, FederationInfo
 from motley.methods.step import Step
 from motley.models.stages import chain_of
@@ -31,21 +29,12 @@ REPORTED = "reported/"
 
 
 class MethodSettings(Settings):
-    """The method, and InCo on top of it.
+    """The method. A method with settings of its own derives its class from this one."""
 
-    A method with settings of its own derives its class from this one.
-    """
-
-    lasting = ("inco",)
+    lasting = ()
 
     name: str = "fedavg"
     """The method (`motley list methods`). The papers' names, such as InCoProx, are accepted too."""
-    inco: Annotated[SerializeAsAny[IncoOff], INCO] = IncoOff()
-
-    @property
-    def label(self) -> str:
-        """The method's name, and InCo's variant if InCo runs on top of it."""
-        return f"{self.name} + InCo ({self.inco.variant})" if self.inco.active else self.name
 
 
 @dataclass(frozen=True)
@@ -74,7 +63,7 @@ class Requirements:
     public_data: bool = False
     #: Clients compute with them too, so nodes load them.
     client_public_data: bool = False
-    #: Weights travel. If only logits, prototypes or features do, InCo has nothing to act on.
+    #: Weights travel. If only logits, prototypes or features do, there is no delta to work on.
     exchanges_weights: bool = True
 
     def combined(self, other: Requirements) -> Requirements:
@@ -166,7 +155,7 @@ class ServerAlgorithm:
         return {}
 
     def aggregate(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> Aggregate:
-        """Return the mean delta, before InCo."""
+        """Return the mean delta, before other stages of the pipeline."""
         return merge(state, updates)
 
     def update(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
@@ -176,7 +165,7 @@ class ServerAlgorithm:
         return own
 
     def adjust_aggregate(self, own: State, merged: Aggregate) -> Aggregate:
-        """Return the delta after InCo and before it is applied. `own` is what `update` returned."""
+        """Return the delta before it is applied, after InCo. `own` is what `update` returned."""
         return merged
 
     def post_process(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:

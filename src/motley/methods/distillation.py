@@ -17,7 +17,7 @@ and gradients are clipped per size.
 
 **BatchNorm.** Models compute in evaluation mode, without dropout. With `statistics = "frozen"`, the
 students too: they normalize with the averaged running statistics, which stay as they are. With
-"adapt", as in the papers' code, students normalize with public batches, and their running statistics
+"adapt", as in FedDF's code, students normalize with public batches, and their running statistics
 move towards the public images. That is a trap if those look unlike the clients' images: the
 statistics then belong to another data set.
 

@@ -1,7 +1,7 @@
 """FedAvg: train locally, average every coordinate over the clients that hold it.
 
 McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS
-2017. Over parts of different depths this is the InCo paper's HeteroAvg; with `method.inco` on, its
+2017. Over parts of different depths this is the InCo paper's HeteroAvg; with `server.inco` on, its
 InCoAvg.
 """
 

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pydantic import Field
 from torch import Tensor
 
+from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.core.update import ClientUpdate
 from motley.methods.base import METHODS, Method, MethodSettings, Requirements, ServerAlgorithm
@@ -68,6 +69,11 @@ class FedDFServer(ServerAlgorithm):
 
     def __init__(self, settings: MethodSettings, info: FederationInfo) -> None:
         super().__init__(settings, info)
+        if self.settings.statistics == "adapt" and info.split.moves:
+            raise MotleyError(
+                "method.statistics = 'adapt': the channels of a size change from round to round, "
+                "and running statistics of copied channels cannot follow. Use 'frozen'."
+            )
         self._models = ServerModels(info.split)
 
     def post_process(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:

@@ -20,8 +20,8 @@ hold this size too, their average is its starting point in each round, and they 
 **The head is exchanged.** The paper has a representation layer of one width in all models. Here
 this is the head: its tensors that have one shape in all sizes, among them the classifier. Before
 the server's training, the largest size's head becomes the mean over the round's clients of all
-sizes. After it, the head is copied to every other size. `model.projection` gives models of different
-widths a head with a common shape.
+sizes. After it, the head is copied to every other size. With `model.projection`, models of
+different widths have heads of a common shape.
 
 The paper's split is `grouped` (`FedET` among the papers' names). Over `depth`, the layers that
 smaller sizes share with the largest one are trained with it, and the head is one already.
@@ -32,7 +32,6 @@ The authors have published no code; the defaults are those of public reimplement
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -114,7 +113,9 @@ def _weighted_mean(logits: Tensor, weights: Tensor) -> Tensor:
     return ((weights / sums)[:, :, None] * logits).sum(0)
 
 
-def transfer_loss(logits: Tensor, teacher: Consensus, positions: Tensor, diversity: float) -> Tensor:
+def transfer_loss(
+    logits: Tensor, teacher: Consensus, positions: Tensor, diversity: float
+) -> Tensor:
     """Return CE + diversity KL of a batch; `positions` are its images' places in the consensus."""
     loss = F.cross_entropy(logits, teacher.labels[positions])
     divergence = kl_divergence(teacher.diversity[positions], logits)
@@ -152,8 +153,8 @@ def shared_head(split: Split) -> dict[str, list[str]]:
     if not classifiers <= set(exchanged):
         raise MotleyError(
             f"method.name = 'fedet': the classifiers of {', '.join(split.sizes)} have different "
-            "shapes, and Fed-ET exchanges them between sizes. Set model.projection, which gives all "
-            "sizes a last layer of one width."
+            "shapes, and Fed-ET exchanges them between sizes. Set model.projection, which gives "
+            "all sizes a last layer of one width."
         )
     return {
         size: [f"{blueprint.spec.head}.{name}" for name in exchanged]
@@ -191,9 +192,9 @@ class FedETServer(ServerAlgorithm):
 
         A size's head is already the mean over its own clients, so it counts with their weight.
         """
-        weights: Counter[str] = Counter()
+        weights: dict[str, float] = {}
         for update in updates:
-            weights[update.size] += update.weight
+            weights[update.size] = weights.get(update.size, 0.0) + update.weight
         total_weight = sum(weights.values())
         after = dict(state)
         names_of = {size: self._head_names(size, round_number) for size in weights}

@@ -7,7 +7,7 @@ Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020. A clien
 over its parameters, where w is its part of the global state as received. The term enters as its
 gradient, mu (theta - w), before clipping and the optimizer. The reported loss is f_i alone, so it
 is comparable with FedAvg's. Over parts of different depths this is the InCo paper's HeteroProx;
-with `method.inco` on, its InCoProx.
+with `server.inco` on, its InCoProx.
 """
 
 from __future__ import annotations

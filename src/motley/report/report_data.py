@@ -257,7 +257,7 @@ class _Group:
 
     @property
     def method(self) -> str:
-        return self.runs[0].config.method.label
+        return self.runs[0].config.method_label
 
 
 def _add_runs(data: ReportData, runs: Sequence[Run]) -> None:
@@ -320,7 +320,7 @@ def _labels(groups: Sequence[_Group], differing: Sequence[str]) -> list[str]:
     for key in differing:
         # Settings that only one method has follow from the method's name.
         in_all_groups = all(key in group.settings for group in groups)
-        if in_all_groups and not key.startswith(("method.name", "method.inco")):
+        if in_all_groups and not key.startswith(("method.name", "server.inco")):
             keys.append(key)
     labels = []
     is_short = len(keys) <= MAX_SETTINGS_IN_LABEL

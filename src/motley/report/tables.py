@@ -120,7 +120,7 @@ def _environment(label: str, run: Run) -> list[str]:
         hardware = gpu
     else:
         hardware = f"{environment.get('cores', '?')} cores, {environment.get('processor', '?')}"
-    method = config.method.label
+    method = config.method_label
     done, total = run.rounds_done, config.training.rounds
     return [
         label if label == method else f"{label} ({method})",

@@ -59,7 +59,7 @@ def _overview(folder: RunFolder) -> RunOverview:
         path=folder.path,
         state=state,
         data=config.data.name,
-        method=config.method.name + (" + InCo" if config.method.inco.active else ""),
+        method=config.method.name + (" + InCo" if config.server.inco.active else ""),
         preset=config.preset,
         round=f"{summary.rounds} of {config.training.rounds}",
         last=f"{mean.last:.2%}" if mean else "",

@@ -67,7 +67,7 @@ class PlannedRun:
         """
         values = self.config.model_dump(mode="json", exclude=IMMATERIAL)
         digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:10]
-        inco = "-inco" if self.config.method.inco.active else ""
+        inco = "-inco" if self.config.server.inco.active else ""
         return f"{self.config.data.name}-{self.config.method.name}{inco}-seed{self.seed}-{digest}"
 
 
