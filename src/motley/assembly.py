@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from motley.checks import check_client_state, check_partition
+from motley.client.clients import TestSet
 from motley.client.state_store import ClientStateStore
 from motley.config import Config, RecalibrationSettings
 from motley.core.errors import MotleyError
@@ -47,8 +48,10 @@ from motley.server.ema import EMA
 from motley.server.inco import InCo, IncoSettings
 from motley.server.method_stages import AggregateUpdates, MethodCorrection, PostProcess
 from motley.server.optimizer import ServerOptimizer
+from motley.server.own_models import EvaluateOwnModels
 from motley.server.pipeline import Stage
 from motley.server.recalibration import Recalibrate
+from motley.server.scale import Scale
 from motley.splits import SPLITS, Split
 
 # ---- data and sizes
@@ -71,10 +74,13 @@ def deal_examples(config: Config, dataset: Dataset, partition: Partition | None 
     return Dealt(partition, held_out_of(partition, len(labels), config.public, config.seed))
 
 
-def load_public(config: Config, dataset: Dataset, held_out: np.ndarray) -> PublicData | None:
+def load_public(
+    config: Config, dataset: Dataset, held_out: np.ndarray, device: torch.device
+) -> PublicData | None:
     """Return the public images of a configuration, or None if it names none.
 
-    `held_out` are the training examples that no client gets.
+    `held_out` are the training examples that no client gets. The images are copied to the server's
+    `device`.
     """
     public = config.public
     if not public.active:
@@ -82,7 +88,9 @@ def load_public(config: Config, dataset: Dataset, held_out: np.ndarray) -> Publi
     images = public_images(public, dataset.train, held_out, config.seed, config.data.root_path)
     if isinstance(public, PublicDatasetSettings):
         refuse_clients_images(images, dataset.train.images, f"public.name = {public.name!r}")
-    return PublicData(images, config.data.transform)
+    data = PublicData(images, config.data.transform)
+    data.copy_to(device)
+    return data
 
 
 def client_sizes(config: Config, split: Split, shape: ImageShape) -> tuple[str, ...]:
@@ -210,8 +218,14 @@ def build_pipeline(config: Config, split: Split, method: Method) -> list[Stage]:
     """Return the stages of the aggregation, in order."""
     server = config.server
     pipeline: list[Stage] = [AggregateUpdates(method.server)]
+    if not method.requirements.exchanges_weights:
+        return pipeline  # there is no delta, and no global model that could change
+    if server.delta_scale != 1:
+        pipeline.append(Scale(split.parameters, server.delta_scale))
     if isinstance(server.inco, IncoSettings):
-        pipeline.append(InCo(split.cross_layers, server.inco))
+        released = server.inco.layers == "released"
+        pairs = split.cross_layers if released else split.same_shape_layers
+        pipeline.append(InCo(pairs, server.inco))
     pipeline.append(MethodCorrection(method.server))
     if server.optimizer.name != "none":
         pipeline.append(ServerOptimizer(split.parameters, server.optimizer))
@@ -225,11 +239,17 @@ def build_pipeline(config: Config, split: Split, method: Method) -> list[Stage]:
 def build_collections(
     config: Config, split: Split, method: Method, size_of: Callable[[int, int], str]
 ) -> list[CollectionStage]:
-    """Return the collections from clients that follow the pipeline, in order."""
-    collections: list[CollectionStage] = [MethodCollection(method.server, split, size_of)]
+    """Return the collections from clients that follow the pipeline, in order.
+
+    The method's own comes last: it may use features, which depend on recalibrated statistics.
+    """
+    if not method.requirements.exchanges_weights:
+        asked = config.federation.clients if config.evaluation.clients == "all" else None
+        return [EvaluateOwnModels(method.server, size_of, asked)]
+    of_method = MethodCollection(method.server, split, size_of)
     statistics = config.server.statistics
     if not isinstance(statistics, RecalibrationSettings):
-        return collections
+        return [of_method]
 
     def is_due(round_number: int) -> bool:
         if statistics.every == 0:
@@ -237,8 +257,7 @@ def build_collections(
         return round_number % statistics.every == 0 or round_number == config.training.rounds
 
     everyone = config.federation.clients if statistics.clients == "all" else None
-    collections.append(Recalibrate(split, size_of, is_due, everyone))
-    return collections
+    return [Recalibrate(split, size_of, is_due, everyone), of_method]
 
 
 # ---- clients and engine
@@ -253,11 +272,12 @@ def build_clients(
     *,
     secret: bytes | None = None,
     lean: bool = False,
+    test_set: TestSet | None = None,
 ) -> Clients:
     """Return the clients that this process runs, with a copy of the examples on each device.
 
     Client states are saved in `folder`. The noise of `privacy` is keyed by `secret`, or by the
-    run's seed if there is none. For `lean`, see `Clients`.
+    run's seed if there is none. For `lean` and `test_set`, see `Clients`.
     """
     return Clients(
         method,
@@ -273,6 +293,7 @@ def build_clients(
         dp=DPMechanism(config.privacy, config.seed, secret) if config.privacy.active else None,
         encoding=config.uplink.dtype,
         lean=lean,
+        test_set=test_set,
     )
 
 

@@ -28,9 +28,11 @@ from tests.report.conftest import small_run
 NAMES = {
     "cka",
     "coefficients",
+    "contribution",
     "divergence",
     "embedding",
     "gradients",
+    "margin",
     "overhead",
     "privacy",
     "sizes",
@@ -229,5 +231,5 @@ def test_networks_with_exits_are_read_at_their_declared_blocks() -> None:
     plain = spec.make(ResNetSettings(width=0.0625), ImageShape(1, 32, 32), 10)
     model = add_exits(plain, [2, 4], 1, "pool", ensemble=False).eval()
     assert list(features(model, torch.zeros(2, 1, 32, 32))) == list(spec.blocks)
-    with pytest.raises(MotleyError, match=r"layers = 'layer1': .* no chain of stages .*: input\."):
+    with pytest.raises(MotleyError, match=r"layers = 'layer1': .* declares no stages .*: input\."):
         cut(model, "layer1", "layers")

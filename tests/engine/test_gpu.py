@@ -154,6 +154,10 @@ WITH_MORE: dict[str, tuple[str, ...]] = {
     "fedimpro": ("method.variant=official",),
     "fedimpro-scaffold": (),
     "fedgen": ("method.hidden=32",),
+    "ccvr-moon": ("method.every=2",),
+    # Small steps: Adam makes whole steps of rounding errors.
+    "feddf": ("public.name=noise", "public.samples=64", "method.steps=3", "method.lr=1e-6"),
+    "fedet": ("public.name=noise", "public.samples=64", "method.steps=3", "method.lr=1e-4"),
     "HeteroFL": WIDTHS,
     "FedRolex": (*WIDTHS, "split.normalization_statistics=batch"),
     "FederatedDropout": WIDTHS,
@@ -383,9 +387,10 @@ class Nodes(LocalEngine):
         ]
 
 
-@pytest.mark.parametrize("method", ["InCoAvg", "scaffold", "fednova", "heterofl"])
+@pytest.mark.parametrize("method", ["InCoAvg", "scaffold", "fednova", "heterofl", "ccvr"])
 def test_answers_of_nodes_are_brought_to_the_servers_gpu(method: str) -> None:
-    config = tiny_config(*EXACT, f"method.name={method}", "evaluation.every=1")
+    settings = ("evaluation.every=1", "training.rounds=1")
+    config = tiny_config(*EXACT, f"method.name={method}", *settings)
     ends = []
     for engine in (LocalEngine, Nodes):
         federation = Federation(config)

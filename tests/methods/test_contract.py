@@ -13,13 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from motley.client.job import Job
 from motley.client.learner import shapes_of
 from motley.client.training import OptimizerSettings
+from motley.core.part import take
 from motley.core.update import ClientUpdate
 from motley.engine.base import Done, Engine
 from motley.federation import Federation
 from motley.methods import METHODS
 from motley.runs.checkpoint import fingerprint, load_checkpoint, save_checkpoint
 from motley.server.state import ServerState
-from tests.conftest import tiny_config
+from tests.conftest import chosen, tiny_config
 from tests.methods.turns import sections_of
 
 SPLITS = {
@@ -30,6 +31,8 @@ SPLITS = {
 INCO = {"plain": (), "inco": ("server.inco.variant=official",)}
 ON_FEDIMPRO = ("fedimpro-prox", "fedimpro-scaffold", "fedimpro-nova", "fedimpro-dyn")
 """Two methods at once, each of which is tested over every split."""
+CCVR = ("ccvr", "ccvr-prox", "ccvr-moon")
+"""Such methods too, which add a collection to another one's training; here after every round."""
 SERVERS = {
     "fedavgm": ("server.optimizer.name=momentum", "server.optimizer.nesterov=true"),
     "fedadam": ("server.optimizer.name=adam",),
@@ -72,30 +75,21 @@ SERVERS = {
         "method.merge=counts",
     ),
     **{name: (f"method.name={name}",) for name in ON_FEDIMPRO},
+    **{name: (f"method.name={name}", "method.every=1") for name in CCVR},
     "scaffold-weights": (
         "method.name=scaffold",
         "method.initial=weights",
         "training.max_grad_norm=1",
     ),
 }
-MORE = {
-    "feddf": ("public.name=noise", "public.samples=32", "method.steps=2", "method.batch_size=16"),
-}
-"""What a method needs beside its name."""
-MORE["fedet"] = MORE["feddf"]
 SERVER_TRAINS = {"fedet"}
 """Methods in which the server trains a size and changes heads, whoever was sampled."""
 WITH_A_SPLIT = {"heterofl", "fjord", "scalefl", "depthfl", "inclusivefl"}
 """Methods for parts in width or with exits, which the tests of those parts go through; here, over depth alone."""
+OWN_MODELS = {entry.name for entry in METHODS if not entry.item.requirements.exchanges_weights}
+"""Methods whose clients keep models of their own: there is no delta for InCo, and no global model."""
 OVER_DEPTH = {*WITH_A_SPLIT, "fedgen", "feddf", "fedet"}
 """These, and methods whose own tests go through other splits."""
-
-
-def chosen(name: str) -> tuple[str, ...]:
-    """Return the settings that choose a method."""
-    return (f"method.name={name}", *MORE.get(name, ()))
-
-
 CASES = {
     **{
         f"{entry.name}-{split}-{with_inco}": (
@@ -104,14 +98,16 @@ CASES = {
             *INCO[with_inco],
         )
         for entry in METHODS
-        if entry.name not in ON_FEDIMPRO
+        if entry.name not in (*ON_FEDIMPRO, *CCVR)
         for split in SPLITS
         for with_inco in INCO
         if split == "depth" or entry.name not in OVER_DEPTH
+        if with_inco == "plain" or entry.name not in OWN_MODELS
     },
     **{name: (*SPLITS["depth"], *INCO["inco"], *more) for name, more in SERVERS.items()},
     "fedet-grouped-plain": (*chosen("fedet"), *SPLITS["grouped"]),
 }
+GLOBAL = [case for case in CASES if case.split("-")[0] not in OWN_MODELS]
 FAST = (
     "training.batch_size=16",
     "training.epochs=0.2",
@@ -151,7 +147,8 @@ def played(federation: Federation, server: ServerState, rounds: int) -> ServerSt
 def everything(federation: Federation, server: ServerState) -> dict[str, str]:
     """Return hashes of all that a server holds and of what the clients it names remember."""
     memory = federation.engine.clients.memory  # type: ignore[attr-defined]
-    remembers = federation.method.requirements.client_state
+    needs = federation.method.requirements
+    remembers = needs.client_state or not needs.exchanges_weights
     hashes = {section: fingerprint(state) for section, state in sections_of(server).items()}
     remembered = {
         str(c): fingerprint(memory.get(c, made))
@@ -178,7 +175,7 @@ def test_slots_debug_and_a_resumed_run_end_alike(case: str, tmp_path: Path) -> N
     assert everything(resumed, played(resumed, resumed.to_device(saved), 1)) == whole
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", GLOBAL)
 def test_buffers_get_the_plain_mean_and_parameters_move(case: str) -> None:
     federation = federation_of(case)
     before = played(federation, federation.initial_state(), 1)
@@ -208,7 +205,7 @@ def test_buffers_get_the_plain_mean_and_parameters_move(case: str) -> None:
     "case",
     [
         case
-        for case in CASES
+        for case in GLOBAL
         if "homogeneous" not in case and case.partition("-")[0] not in SERVER_TRAINS
     ],
 )
@@ -288,7 +285,15 @@ def changes_of(name: str, precision: str) -> dict[str, torch.Tensor]:
     federation.engine.clients.precision = precision  # type: ignore[attr-defined]
     start = federation.initial_state()
     end = played(federation, start, 2)
-    return {n: end.state[n] - start.state[n] for n in federation.split.parameters}
+    if name not in OWN_MODELS:
+        return {n: end.state[n] - start.state[n] for n in federation.split.parameters}
+    changes = {}
+    for client, size in enumerate(federation.sizes):
+        if client in end.client_state_rounds:
+            initial = take(start.state, federation.split.part(size))
+            for n, parameter in federation.client_model(end, client).named_parameters():
+                changes[f"{client}/{n}"] = parameter.detach() - initial[n]
+    return changes
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in METHODS])

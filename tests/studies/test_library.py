@@ -26,7 +26,7 @@ from motley.studies.sweep import plan_cells
 
 LIBRARY = studies()
 #: Methods of the papers' tables that Motley does not have.
-NOT_BUILT = {"FedGen", "FedET", "CCVR", "FedDF", "SphereFed"}
+NOT_BUILT = {"FedET", "FedDF", "SphereFed"}
 #: Other missing lines: study -> line -> how the reason begins.
 OTHERWISE_MISSING = {
     "fedin-table3": {"InclusiveFL": "sizes that share no layer"},
@@ -215,3 +215,12 @@ def test_moon_has_100_rounds_on_fashion_mnist(study: str) -> None:
         for cell in cells:
             rounds = cell.runs[0].config.training.rounds
             assert (rounds == 100) == (cell.data == "fashion-mnist"), (cell.method, cell.data)
+
+
+@pytest.mark.usefixtures("data_available")
+@pytest.mark.parametrize("name", [name for name in LIBRARY if name.startswith("fedimpro-")])
+def test_fedimpros_networks_start_as_in_its_code(name: str) -> None:
+    study = LIBRARY[name]
+    for cell in plan_cells(study, "full", seeds=1):
+        for run in cell.runs:
+            assert run.config.model.init == "torch", (cell.method, cell.column)

@@ -67,17 +67,18 @@ class CutModel(NamedTuple):
     high: Callable[[Tensor], Tensor]
 
 
-def cut(model: nn.Module, stage: str, key: str) -> CutModel:
+def cut(model: nn.Module, stage: str, key: str, size: str = "") -> CutModel:
     """Cut a model behind a stage, or, at "input" or "s_out", before the first or the last stage.
 
-    `key` is the setting that `stage` comes from, for the error about an unknown stage.
+    `key` is the setting that `stage` comes from, and `size` the model's name, for the error about
+    an unknown stage.
     """
     if stage == INPUT:
         # Models that are not a chain of stages can be cut here, too.
         return CutModel(lambda images: images, model)
     if spec_of(model).stages is None:
         raise MotleyError(
-            f"{key} = {stage!r}: {type(model).__name__} declares no chain of stages "
+            f"{key} = {stage!r}: model {size or type(model).__name__!r} declares no stages "
             f"(motley.models.spec), so it cannot be cut. Allowed: {INPUT}."
         )
     chain = chain_of(model)
@@ -87,7 +88,9 @@ def cut(model: nn.Module, stage: str, key: str) -> CutModel:
     elif stage in names:
         count = names.index(stage) + 1
     else:
-        raise MotleyError(f"{key} = {stage!r}: {unknown('stage', stage, [INPUT, S_OUT, *names])}")
+        of_size = f" model {size!r}:" if size else ""
+        message = unknown("stage", stage, [INPUT, S_OUT, *names])
+        raise MotleyError(f"{key} = {stage!r}:{of_size} {message}")
     return CutModel(partial(run, chain[:count]), partial(run, chain[count:]))
 
 

@@ -145,7 +145,8 @@ def trace_step(engine: DebugEngine, job: Job) -> StepCost:
     clients = engine.clients
     with own_randomness(clients.device):
         learner, plan = clients.learner(job.size), clients.plan(job)
-        clients.seat(learner, job, plan, clients.recall(job))
+        job, client_state = clients.resume(job)
+        clients.seat(learner, job, plan, client_state)
         learner.step(plan.lengths[0])
         learner.batches.rewind()
         learner.drop_gradients()

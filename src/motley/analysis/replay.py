@@ -15,11 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from motley.checks import refuse_global_model
 from motley.core.errors import MotleyError
 from motley.core.part import State, take
+from motley.core.randomness import generator
 from motley.core.update import ClientUpdate
 from motley.data import Examples
 from motley.data.device import DeviceData
@@ -60,6 +63,7 @@ def open_run(path: Path) -> Iterator[tuple[Federation, list[ServerState]]]:
         if folder.clients.exists():
             shutil.copytree(folder.clients, client_states)
         federation = Federation(folder.read_config(), memory_folder=client_states)
+        refuse_global_model(federation.method)  # analyses are about deltas and the global model
         servers = []
         for checkpoint in saved:
             server = federation.to_device(read_checkpoint(checkpoint))
@@ -115,20 +119,33 @@ def global_model(federation: Federation, server: ServerState, size: str) -> nn.M
 
 def probe_images(federation: Federation, count: int) -> tuple[Tensor, Tensor]:
     """Return the first `count` test images, transformed as for evaluation, and their labels."""
-    return _batch(federation, federation.dataset.test, count)
+    test = federation.dataset.test
+    return examples_at(federation, test, np.arange(min(count, len(test))))
 
 
 def client_examples(
     federation: Federation, client: int, max_count: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return a client's training images without augmentation, and their labels."""
-    train = federation.dataset.train
     rows = federation.partition.of(client)[:max_count]
-    examples = Examples(train.images[rows], train.labels[rows])
-    return _batch(federation, examples, len(rows))
+    return examples_at(federation, federation.dataset.train, rows)
 
 
-def _batch(federation: Federation, examples: Examples, count: int) -> tuple[Tensor, Tensor]:
+def sampled_rows(rows: np.ndarray, count: int, seed: int, *which: int | str) -> np.ndarray:
+    """Return at most `count` of some rows, drawn without replacement, in ascending order.
+
+    `which` identifies the choice: the same seed and arguments give the same rows.
+    """
+    if len(rows) > count:
+        rows = generator(seed, "analysis", *which).choice(rows, count, replace=False)
+    return np.sort(rows)
+
+
+def examples_at(
+    federation: Federation, examples: Examples, rows: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    """Return the images and labels of some rows, transformed as for evaluation."""
+    chosen = Examples(examples.images[rows], examples.labels[rows])
     transform = federation.config.data.transform
-    data = DeviceData(examples, transform, federation.device, augment=False)
-    return data.batch(torch.arange(min(count, len(data)), device=federation.device))
+    data = DeviceData(chosen, transform, federation.device, augment=False)
+    return data.batch(torch.arange(len(data), device=federation.device))

@@ -183,8 +183,12 @@ class ServerSettings(Settings):
     """Clients' weights in the average. uniform: equal. samples: proportional to their numbers of
     examples.
     """
+    delta_scale: float = Field(default=1.0, gt=0)
+    """Factor on the averaged delta before InCo and the server optimizer. InCo's authors divide the
+    deltas of ViTs by their 5 local epochs: 0.2.
+    """
     lr: float = Field(default=1.0, gt=0)
-    """Server learning rate: a factor on the averaged delta."""
+    """Server learning rate: a factor on the averaged delta after InCo and the server optimizer."""
     optimizer: Annotated[SerializeAsAny[ServerOptimizerSettings], SERVER_OPTIMIZERS] = (
         ServerOptimizerSettings()
     )
@@ -226,6 +230,20 @@ class RunSettings(Settings):
     """Write TensorBoard event files, if tensorboard is installed."""
 
 
+def with_default_split(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Name the split of a method that exchanges no weights, if none is named.
+
+    Such a method shares no layers, so its models may be unrelated. "grouped" allows that.
+    """
+    method, split = values.get("method"), values.get("split", {})
+    name = method.get("name") if isinstance(method, Mapping) else None
+    if not isinstance(name, str) or name not in METHODS or not isinstance(split, Mapping):
+        return values
+    if "name" in split or METHODS[name].requirements.exchanges_weights:
+        return values
+    return {**values, "split": {"name": "grouped", **split}}
+
+
 class Config(Settings):
     """The whole configuration of a run."""
 
@@ -263,7 +281,7 @@ class Config(Settings):
         if not isinstance(values, Mapping):
             return values
         reject_old_names(values)
-        return spelled_out(values, {})
+        return with_default_split(spelled_out(values, {}))
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:
@@ -321,12 +339,33 @@ class Config(Settings):
             )
 
     def _check_method(self) -> None:
-        inco, method = self.server.inco, self.method.name
-        if inco.active and not METHODS[method].requirements.exchanges_weights:
-            raise MotleyError(
-                f"server.inco.variant = {inco.variant!r}: {method!r} exchanges no "
-                "weights, so there is no delta to work on. Use server.inco.variant = 'off'."
-            )
+        method = self.method.name
+        if METHODS[method].requirements.exchanges_weights:
+            if self.evaluation.clients == "all":
+                raise MotleyError(
+                    f"evaluation.clients = 'all': is for methods that exchange no weights; with "
+                    f"{method!r} the global model is evaluated. Leave it out."
+                )
+            return
+        delta, model = "no delta to work on", "no global model"
+        # The setting, its value, the value that changes nothing, and what it would work on.
+        without_effect: list[tuple[str, object, object, str]] = [
+            ("server.inco.variant", self.server.inco.variant, "off", delta),
+            ("server.optimizer.name", self.server.optimizer.name, "none", delta),
+            ("server.lr", self.server.lr, 1.0, delta),
+            ("server.weighting", self.server.weighting, "uniform", delta),
+            ("server.ema_decay", self.server.ema_decay, 0.0, model),
+            ("server.statistics.name", self.server.statistics.name, "averaged", model),
+            ("uplink.noise", self.uplink.noise, 0.0, delta),
+            ("uplink.dtype", self.uplink.dtype, "fp32", delta),
+            ("privacy.clip", self.privacy.clip, 0.0, delta),
+        ]
+        for key, value, neutral, missing in without_effect:
+            if value != neutral:
+                raise MotleyError(
+                    f"{key} = {value!r}: {method!r} exchanges no weights, so there is {missing}. "
+                    f"Use {key} = {neutral!r}."
+                )
 
     def _check_public(self) -> None:
         name, public = self.method.name, self.public

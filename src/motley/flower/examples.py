@@ -25,17 +25,8 @@ from motley.methods import METHODS
 def read_examples(node: NodeSettings, request: Request) -> tuple[Examples, Partition]:
     """Return a node's training examples and the client's share, if they fit the run."""
     with failing_as("data"):
-        train = read_data(node).train
-        if train.images.shape[1:] != request.image:
-            raise MotleyError(
-                f"data: images are {train.images.shape[1:]}; the federation's are {request.image}."
-            )
-        lowest, highest = int(train.labels.min()), int(train.labels.max())
-        if lowest < 0 or highest >= request.classes:
-            raise MotleyError(
-                f"data set {node.data.name!r}: train labels go from {lowest} to {highest}; the "
-                f"federation's {request.classes} classes are 0..{request.classes - 1}."
-            )
+        train = read_data(node, tested=False).train
+        check_examples(node, request, "train", train)
         clients, seed = request.config.federation.clients, request.config.seed
         if node.data.dealt:
             config = request.config
@@ -46,6 +37,27 @@ def read_examples(node: NodeSettings, request: Request) -> tuple[Examples, Parti
     offsets = np.zeros(clients + 1, dtype=np.int64)
     offsets[node.client + 1 :] = count
     return train, Partition(np.arange(count, dtype=np.int64), offsets)
+
+
+def read_test_examples(node: NodeSettings, request: Request) -> Examples:
+    """Return a node's test examples, on which it evaluates a model of its own."""
+    with failing_as("no-test-data"):
+        test = read_data(node, tested=True).test
+        check_examples(node, request, "test", test)
+        return test
+
+
+def check_examples(node: NodeSettings, request: Request, part: str, examples: Examples) -> None:
+    """Refuse images and labels that are not those of the federation."""
+    if examples.images.shape[1:] != request.image:
+        shape = examples.images.shape[1:]
+        raise MotleyError(f"data: {part} images are {shape}; the federation's are {request.image}.")
+    lowest, highest = int(examples.labels.min()), int(examples.labels.max())
+    if lowest < 0 or highest >= request.classes:
+        raise MotleyError(
+            f"data set {node.data.name!r}: {part} labels go from {lowest} to {highest}; the "
+            f"federation's {request.classes} classes are 0..{request.classes - 1}."
+        )
 
 
 def read_public(node: NodeSettings, request: Request) -> PublicData | None:
@@ -59,7 +71,7 @@ def read_public(node: NodeSettings, request: Request) -> PublicData | None:
         return None
     with failing_as("data"):
         public = config.public
-        train = read_data(node).train
+        train = read_data(node, tested=False).train
         held_out = np.zeros(0, dtype=np.int64)
         if isinstance(public, HeldOutSettings):
             if not node.data.dealt:
@@ -78,11 +90,11 @@ def read_public(node: NodeSettings, request: Request) -> PublicData | None:
         return PublicData(images, config.data.transform)
 
 
-def read_data(node: NodeSettings) -> Dataset:
-    """Read the data set that a node's own settings name. A node needs no test part."""
+def read_data(node: NodeSettings, *, tested: bool) -> Dataset:
+    """Read the data set that a node's own settings name. Training needs no test part."""
     root = Path(node.data.root) if node.data.root else None
     path = Path(node.data.path) if node.data.path else None
-    return load_dataset(node.data.name, root=root, path=path, tested=False)
+    return load_dataset(node.data.name, root=root, path=path, tested=tested)
 
 
 def stamp_of(node: NodeSettings) -> tuple[object, ...]:

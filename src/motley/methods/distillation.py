@@ -26,6 +26,7 @@ Nothing is read from the device between the first and the last step, so a GPU ne
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ from motley.core.randomness import generator
 from motley.core.tensors import add_, norm, scale_, total
 from motley.core.update import ClientUpdate
 from motley.data.public import PublicData
-from motley.splits.base import Split
+from motley.splits.base import Split, is_described_by_its_state
 
 #: Public images that pass through a client's model at once.
 TEACHER_BATCH = 1000
@@ -93,7 +94,11 @@ def draw_batches(
 
 
 class ServerModels:
-    """One module per size, built when it is first used. Tensors are passed in with every call."""
+    """One module per size, copied when it is first used. Tensors are passed in with every call.
+
+    So a module needs no memory for tensors of its own: it stays on torch's meta device, and a GPU
+    need not wait for a copy. Only models that keep tensors outside of their state are really built.
+    """
 
     def __init__(self, split: Split) -> None:
         self._split = split
@@ -109,8 +114,12 @@ class ServerModels:
         statistics in `state` in place.
         """
         if size not in self._modules:
-            module = place(self._split.build(size), images.device).eval()
-            self._modules[size] = module
+            blueprint = self._split.blueprints[size].module
+            if is_described_by_its_state(blueprint):
+                module = copy.deepcopy(blueprint)
+            else:
+                module = place(self._split.build(size), images.device)
+            self._modules[size] = module.eval()
             self._norms[size] = [m for m in module.modules() if isinstance(m, _BatchNorm)]
         for layer in self._norms[size]:
             layer.train(adapt_statistics)

@@ -125,8 +125,11 @@ def transfer_loss(
 def shared_head(split: Split) -> dict[str, list[str]]:
     """Return the names of the head's exchanged tensors in every size, in one order.
 
-    These are the tensors of the head that have the same shape in all sizes.
+    These are the tensors of the head that have the same shape in all sizes. A single size has
+    nothing to exchange.
     """
+    if len(split.sizes) == 1:
+        return {split.sizes[0]: []}
     tensors_of: dict[str, dict[str, Tensor]] = {}
     classifiers: set[str] = set()
     for size, blueprint in split.blueprints.items():
@@ -170,7 +173,7 @@ class FedETServer(ServerAlgorithm):
     def __init__(self, settings: MethodSettings, info: FederationInfo) -> None:
         super().__init__(settings, info)
         self._models = ServerModels(info.split)
-        self._server_size = info.split.largest
+        self._server_size = info.split.smallest_first[-1]
         self._head = shared_head(info.split)
 
     def post_process(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:

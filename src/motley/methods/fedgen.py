@@ -125,10 +125,14 @@ class FedGenSettings(MethodSettings):
         """Return the weight of an added loss in a round."""
         return max(SMALLEST_WEIGHT, weight * self.decay ** (round_number - 1))
 
-    def draw_noise(self, shape: tuple[int, int], device: torch.device, **given: object) -> Tensor:
-        """Draw the generator's noise; `given` may name the random generator to use."""
+    def draw_noise(
+        self, count: int, device: torch.device, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Draw the generator's noise for some features, with torch's own random generator or a
+        given one.
+        """
         draw = torch.rand if self.noise == "uniform" else torch.randn
-        return draw(shape, device=device, **given)  # type: ignore[call-overload, no-any-return]
+        return draw((count, self.noise_width), device=device, generator=generator)
 
 
 class FedGenClient(ClientAlgorithm):
@@ -178,7 +182,7 @@ class FedGenClient(ClientAlgorithm):
 
     def _features(self, step: Step, labels: Tensor) -> Tensor:
         weights = {name.removeprefix(OWN): t for name, t in step.broadcast.items()}
-        noise = self.settings.draw_noise((len(labels), self.settings.noise_width), labels.device)
+        noise = self.settings.draw_noise(len(labels), labels.device)
         return generate(weights, labels, noise)
 
     def finish(self, step: Step) -> tuple[State, State]:
@@ -288,8 +292,7 @@ class FedGenServer(ServerAlgorithm):
         settings = self.settings
 
         def noise(count: int, generator: torch.Generator) -> Tensor:
-            shape = (count, settings.noise_width)
-            return settings.draw_noise(shape, device, generator=generator)
+            return settings.draw_noise(count, device, generator)
 
         return Training(
             steps=settings.generator_steps,

@@ -1,0 +1,69 @@
+"""The last layers of a federation's sizes, for methods that compute them at the server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from motley.core.errors import MotleyError
+from motley.methods.step import Step
+from motley.models.projection import representation_and_answer
+from motley.models.spec import classifiers_of
+from motley.splits.base import Split
+
+
+@dataclass(frozen=True)
+class LastLayer:
+    """A linear last layer: the global names of its tensors, and the length of its inputs."""
+
+    weight: str
+    bias: str | None
+    width: int
+
+
+def last_layers(split: Split, method: str) -> dict[str, LastLayer]:
+    """Return the last layer of every size. Sizes that share it have equal entries.
+
+    Raise an error that names the method if a size has no last layer of its own kind: exactly one
+    linear layer, all of which the size holds.
+    """
+    layers = {}
+    for size, blueprint in split.blueprints.items():
+        paths = classifiers_of(blueprint.spec)
+        module = blueprint.module.get_submodule(paths[0]) if len(paths) == 1 else None
+        if not isinstance(module, nn.Linear):
+            raise MotleyError(
+                f"method.name = {method!r}: computes the last layer of a model, and {size!r} "
+                "declares no single linear one (motley.models.spec). Choose another model or split."
+            )
+        part = split.part(size)
+        weight = part[f"{paths[0]}.weight"]
+        if weight.index is not None:
+            raise MotleyError(
+                f"method.name = {method!r}: computes whole last layers, and {size!r} holds a slice "
+                f"of {weight.name!r}. Use a split in which sizes differ in depth, such as "
+                "split.name = 'depth', or 'grouped'."
+            )
+        bias = part[f"{paths[0]}.bias"].name if module.bias is not None else None
+        layers[size] = LastLayer(weight.name, bias, module.in_features)
+    return layers
+
+
+def last_inputs(
+    step: Step, batches: Iterable[tuple[Tensor, Tensor]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the inputs of the last layer in double precision, and the labels, of each batch.
+
+    The model runs in evaluation mode, as it will with the last layer that is computed from them.
+    """
+    step.model.eval()
+    try:
+        for images, labels in batches:
+            with torch.no_grad():
+                features, _ = representation_and_answer(step.model, images)
+            yield features.double(), labels
+    finally:
+        step.model.train()
