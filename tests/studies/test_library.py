@@ -229,3 +229,12 @@ def test_fedimpros_networks_start_as_in_its_code(name: str) -> None:
     for cell in plan_cells(study, "full", seeds=1):
         for run in cell.runs:
             assert run.config.model.init == "torch", (cell.method, cell.column)
+
+
+@pytest.mark.usefixtures("data_available")
+def test_fedimpros_scaffold_divides_by_the_sampled_clients() -> None:
+    """As in FedImpro's code; the paper's weak numbers for SCAFFOLD are from it."""
+    for name in ("fedimpro-table1", "fedimpro-table2", "fedimpro-table6", "fedimpro-table9"):
+        for cell in plan_cells(LIBRARY[name], "full", methods=["SCAFFOLD"], seeds=1):
+            for run in cell.runs:
+                assert run.config.method.model_dump()["divide_by"] == "sampled", cell.column
