@@ -155,6 +155,7 @@ WITH_MORE: dict[str, tuple[str, ...]] = {
     "fedimpro-scaffold": (),
     "fedgen": ("method.hidden=32",),
     "ccvr-moon": ("method.every=2",),
+    "spherefed": ("training.optimizer.weight_decay=0.01",),
     "HeteroFL": WIDTHS,
     "FedRolex": (*WIDTHS, "split.normalization_statistics=batch"),
     "FederatedDropout": WIDTHS,
@@ -389,7 +390,9 @@ class Nodes(LocalEngine):
         ]
 
 
-@pytest.mark.parametrize("method", ["InCoAvg", "scaffold", "fednova", "heterofl", "ccvr"])
+@pytest.mark.parametrize(
+    "method", ["InCoAvg", "scaffold", "fednova", "heterofl", "ccvr", "spherefed"]
+)
 def test_answers_of_nodes_are_brought_to_the_servers_gpu(method: str) -> None:
     settings = ("evaluation.every=1", "training.rounds=1")
     config = tiny_config(*EXACT, f"method.name={method}", *settings)

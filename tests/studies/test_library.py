@@ -26,7 +26,7 @@ from motley.studies.sweep import plan_cells
 
 LIBRARY = studies()
 #: Methods of the papers' tables that Motley does not have.
-NOT_BUILT = {"FedET", "FedDF", "SphereFed"}
+NOT_BUILT = {"FedET", "FedDF"}
 #: Other missing lines: study -> line -> how the reason begins.
 OTHERWISE_MISSING = {
     "fedimpro-table8": {
@@ -126,6 +126,17 @@ def test_missing_lines_are_listed_with_their_reasons(name: str) -> None:
     expected |= OTHERWISE_MISSING.get(name, {})
     assert reasons.keys() == expected.keys()
     assert all(reasons[line].startswith(start) for line, start in expected.items())
+
+
+@pytest.mark.usefixtures("data_available")
+def test_every_client_of_fedimpro_has_as_many_samples_as_there_are_classes() -> None:
+    """The authors' code draws the partition again until it is so."""
+    for name in ("fedimpro-table1", "fedimpro-table2", "fedimpro-table10"):
+        study = LIBRARY[name]
+        for cell in plan_cells(study, "full", data=["cifar10", "cifar100"], seeds=1):
+            for run in cell.runs:
+                expected = {"cifar10": 10, "cifar100": 100}[run.config.data.name]
+                assert run.config.data.partition.model_dump()["min_size"] == expected
 
 
 def test_methods_that_define_a_split_are_run_with_it() -> None:
