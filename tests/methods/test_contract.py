@@ -20,7 +20,7 @@ from motley.federation import Federation
 from motley.methods import METHODS
 from motley.runs.checkpoint import fingerprint, load_checkpoint, save_checkpoint
 from motley.server.state import ServerState
-from tests.conftest import tiny_config
+from tests.conftest import chosen, tiny_config
 from tests.methods.turns import sections_of
 
 SPLITS = {
@@ -94,7 +94,7 @@ OVER_DEPTH = {*WITH_A_SPLIT, "fedgen", "spherefed"}
 CASES = {
     **{
         f"{entry.name}-{split}-{with_inco}": (
-            f"method.name={entry.name}",
+            *chosen(entry.name),
             *SPLITS[split],
             *INCO[with_inco],
         )
@@ -240,7 +240,7 @@ class NoValueIsRead(TorchDispatchMode):
 @pytest.mark.parametrize("name", [entry.name for entry in METHODS])
 def test_steps_can_be_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step reads no value on the host, and leaves every tensor that a graph would remember in its place."""
-    federation = federation_of("fedavg-depth-plain", "training.steps=3", f"method.name={name}")
+    federation = federation_of("fedavg-depth-plain", "training.steps=3", *chosen(name))
     train_step = federation.method.client.train_step
     seen: dict[object, list[list[int]]] = {}
 
@@ -278,7 +278,7 @@ MLP = (
 
 
 def changes_of(name: str, precision: str) -> dict[str, torch.Tensor]:
-    federation = federation_of("fedavg-depth-plain", *MLP, f"method.name={name}")
+    federation = federation_of("fedavg-depth-plain", *MLP, *chosen(name))
     federation.engine.clients.precision = precision  # type: ignore[attr-defined]
     start = federation.initial_state()
     end = played(federation, start, 2)

@@ -15,7 +15,7 @@ from motley.methods.fednova import FedNova, FedNovaSettings, progress
 from motley.models import ImageShape
 from motley.server.inco import inco
 from motley.server.state import ServerState
-from tests.conftest import tiny_config
+from tests.conftest import chosen, tiny_config
 from tests.methods.turns import same_bits
 
 PLAIN = (
@@ -107,7 +107,7 @@ def test_fedspeed_that_does_not_climb_is_feddyn() -> None:
 
 @pytest.mark.parametrize("name", [entry.name for entry in METHODS])
 def test_layers_of_one_architecture_are_the_whole_of_it(name: str) -> None:
-    one = ("model.sizes=['resnet14']", f"method.name={name}")
+    one = ("model.sizes=['resnet14']", *chosen(name))
     ends = [
         after(2, *one, f"split.name={split}")[1] for split in ("homogeneous", "depth", "grouped")
     ]
