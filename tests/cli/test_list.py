@@ -44,7 +44,8 @@ def test_a_list_has_one_line_per_entry_with_summary_aliases_and_paper(
     head, *lines = answer.out.splitlines()
     assert (answer.code, answer.err) == (0, "")
     papers = ["paper"] if any(entry.paper for entry in registry) else []
-    assert head.split() == [registry.kind.replace(" ", ""), "description", *papers]
+    states = ["files"] if kind == "datasets" else []
+    assert head.split() == [registry.kind.replace(" ", ""), "description", *states, *papers]
     if kind == "methods":
         lines = lines[: [line.strip() for line in lines].index("")]
     for entry, line in zip(
