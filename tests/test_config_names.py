@@ -11,9 +11,9 @@ import pytest
 from motley.config import Config, load_config, presets, read_resolved
 from motley.config.paper_names import ABLATIONS, NAMES, STEMS, SYSTEMS, VARIANTS
 from motley.federation import Federation
+from motley.methods import METHODS
 from motley.methods.fedin import FedInSettings
 from motley.server.inco import IncoSettings
-from tests.conftest import chosen as settings_of
 from tests.conftest import refused, tiny_config, written
 
 
@@ -109,9 +109,10 @@ def test_every_name_runs_a_round() -> None:
             if name in SYSTEMS
             else ("model.sizes=mlp2,mlp3", "model.mlp.hidden=4")
         )
-        needed = settings_of(str(NAMES[name]["method.name"]))[1:]
-        quick = ("training.steps=1", "evaluation.every=3")
-        federation = Federation(tiny_config(*sizes, *quick, f"method.name={name}", *needed))
+        settings = [*sizes, "training.steps=1", "evaluation.every=3", f"method.name={name}"]
+        if METHODS[NAMES[name]["method.name"]].requirements.public_data:
+            settings += ["public.name=noise", "public.samples=8"]
+        federation = Federation(tiny_config(*settings))
         _, record = federation.run_round(federation.initial_state())
         has_inco = any(metric.startswith("inco/") for metric in record.metrics)
         assert not record.refused and has_inco == name.startswith("InCo"), name

@@ -196,7 +196,13 @@ class Learner:
         self.batches.load(plan)
         self.round.fill_(job.round_number)
         self._loss.zero_()
+        if not plan.lengths:
+            return  # a collection or an evaluation
         self.seed_training()
+        self.use_generator()
+        if self.generator is None:
+            before_steps = key(seed, "before training", job.round_number, job.client)
+            torch.random.default_generator.manual_seed(before_steps)
         with self.without_compilation():
             self.algorithm.before_training(self)
 
@@ -450,6 +456,10 @@ class Learner:
             if key_ not in room:
                 room[key_] = on_device(torch.empty_like(value), self.device)
         self._copy_in({key_: room[key_] for key_ in tensors}, tensors)
+
+    def as_inputs(self, images: Tensor) -> Tensor:
+        """Return images in the type in which the model computes."""
+        return images.to(self.batches.dtype)
 
     def first_inputs(self, count: int) -> Tensor:
         """Return the client's first `count` inputs of this round, as it trained on them."""

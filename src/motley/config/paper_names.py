@@ -131,6 +131,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "FedProto": ("models of clients' own", {"method.name": "fedproto", **_OWN_MODELS}),
     "FD": ("models of clients' own", {"method.name": "fd", **_OWN_MODELS}),
+    "FedMD": ("models of clients' own", {"method.name": "fedmd", **_OWN_MODELS}),
     "Local": (
         "models of clients' own, without any exchange",
         {"method.name": "local", **_OWN_MODELS},

@@ -153,6 +153,10 @@ class Step(Protocol):
         """
         ...
 
+    def as_inputs(self, images: Tensor) -> Tensor:
+        """Return images in the type in which the model computes, such as public images."""
+        ...
+
     def first_inputs(self, count: int) -> Tensor:
         """Return the client's first `count` inputs of this round, as it trained on them.
 
