@@ -125,7 +125,8 @@ PUBLIC = PublicChoice()
 class Dealt:
     """Training examples by owner: the clients' partition, and the rows that no client gets.
 
-    Rows that are in neither are unused, which only a file of index lists can cause.
+    Rows that are in neither are unused: a file need not name all of them, and not all writers need
+    be clients.
     """
 
     partition: Partition
