@@ -236,6 +236,7 @@ def test_a_path_is_declared_by_its_type(tmp_path: Path) -> None:
         ("data", "path"),
         ("data", "root"),
         ("data", "partition", "path"),
+        ("public", "path"),
         ("model", "weights"),
         ("federation", "budgets"),
     }

@@ -204,7 +204,8 @@ def test_shares_that_do_not_fit_the_sizes_are_refused(shares: str, said: str) ->
 
 
 def test_inco_with_a_method_that_exchanges_no_weights_is_refused(logits: str) -> None:
-    assert load_config(overrides=["method.name=logits"]).method.name == "logits"
+    plain = ["method.name=logits", "server.ema_decay=0"]
+    assert load_config(overrides=plain).method.name == "logits"
     message = refused("method.name=logits", "server.inco.variant=official")
     assert message.startswith("server.inco.variant = 'official': 'logits' exchanges no weights")
     assert "server.inco.variant = 'off'" in message

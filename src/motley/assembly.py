@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from motley.checks import check_client_state, check_partition
+from motley.client.clients import TestSet
 from motley.client.state_store import ClientStateStore
 from motley.config import Config, RecalibrationSettings
 from motley.core.errors import MotleyError
@@ -25,6 +26,15 @@ from motley.core.randomness import generator
 from motley.data import Dataset, load_dataset
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
+from motley.data.public import (
+    Dealt,
+    PublicData,
+    PublicDatasetSettings,
+    deal,
+    held_out_of,
+    public_images,
+    refuse_clients_images,
+)
 from motley.engine import Clients, DebugEngine, LocalEngine
 from motley.limits import allocating
 from motley.methods import METHODS, FederationInfo, Method
@@ -38,8 +48,10 @@ from motley.server.ema import EMA
 from motley.server.inco import InCo, IncoSettings
 from motley.server.method_stages import AggregateUpdates, MethodCorrection, PostProcess
 from motley.server.optimizer import ServerOptimizer
+from motley.server.own_models import EvaluateOwnModels
 from motley.server.pipeline import Stage
 from motley.server.recalibration import Recalibrate
+from motley.server.scale import Scale
 from motley.splits import SPLITS, Split
 
 # ---- data and sizes
@@ -50,17 +62,30 @@ def load_dataset_of(config: Config) -> Dataset:
     return load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
 
 
-def deal_examples(
-    config: Config, dataset: Dataset, partition: Partition | None = None
-) -> Partition:
-    """Return which examples each client holds.
+def deal_examples(config: Config, dataset: Dataset, partition: Partition | None = None) -> Dealt:
+    """Return which examples each client holds, and which are public.
 
     This is the configuration's partition, or the caller's if one is given and it fits.
     """
     labels, clients = dataset.train.labels, config.federation.clients
     if partition is None:
-        return config.data.partition.split(labels, clients, config.seed)
-    return check_partition(partition, clients, len(labels))
+        return deal(labels, clients, config.seed, config.data.partition, config.public)
+    check_partition(partition, clients, len(labels))
+    return Dealt(partition, held_out_of(partition, len(labels), config.public, config.seed))
+
+
+def load_public(config: Config, dataset: Dataset, held_out: np.ndarray) -> PublicData | None:
+    """Return the public images of a configuration, or None if it names none.
+
+    `held_out` are the training examples that no client gets.
+    """
+    public = config.public
+    if not public.active:
+        return None
+    images = public_images(public, dataset.train, held_out, config.seed, config.data.root_path)
+    if isinstance(public, PublicDatasetSettings):
+        refuse_clients_images(images, dataset.train.images, f"public.name = {public.name!r}")
+    return PublicData(images, config.data.transform)
 
 
 def client_sizes(config: Config, split: Split, shape: ImageShape) -> tuple[str, ...]:
@@ -114,7 +139,8 @@ def build_split(config: Config, shape: ImageShape, classes: int) -> Split:
 
     def build(size: str) -> Any:
         spec = MODELS[size]
-        model = spec.make(getattr(config.model, spec.family), shape, classes)
+        family_settings = getattr(config.model, spec.family)
+        model = spec.make(family_settings, shape, classes, init=config.model.init)
         return with_projection(model, config.model.projection)
 
     builds = {size: partial(build, size) for size in config.model.sizes}
@@ -128,10 +154,12 @@ def build_method(
     shape: ImageShape,
     classes: int,
     drawn: Callable[[int, int], str],
+    public: PublicData | None = None,
 ) -> Method:
     """Return the method of a configuration. Raise if it conflicts with the other settings.
 
-    `drawn` returns the size of a client in a round. It is used only if sizes are dynamic.
+    `drawn` returns the size of a client in a round. It is used only if sizes are dynamic. `public`
+    are the public images, if the method uses some here.
     """
     dynamic = config.federation.size_assignment == "dynamic"
     info = FederationInfo(
@@ -143,6 +171,7 @@ def build_method(
         shape,
         config.evaluation.every,
         drawn if dynamic else None,
+        public,
     )
     method = METHODS[config.method.name](config.method, info)
     check_client_state(config, split, method)
@@ -184,8 +213,14 @@ def build_pipeline(config: Config, split: Split, method: Method) -> list[Stage]:
     """Return the stages of the aggregation, in order."""
     server = config.server
     pipeline: list[Stage] = [AggregateUpdates(method.server)]
+    if not method.requirements.exchanges_weights:
+        return pipeline  # there is no delta, and no global model that could change
+    if server.delta_scale != 1:
+        pipeline.append(Scale(split.parameters, server.delta_scale))
     if isinstance(server.inco, IncoSettings):
-        pipeline.append(InCo(split.cross_layers, server.inco))
+        released = server.inco.layers == "released"
+        pairs = split.cross_layers if released else split.same_shape_layers
+        pipeline.append(InCo(pairs, server.inco))
     pipeline.append(MethodCorrection(method.server))
     if server.optimizer.name != "none":
         pipeline.append(ServerOptimizer(split.parameters, server.optimizer))
@@ -203,6 +238,9 @@ def build_collections(
 
     The method's own comes last: it may use features, which depend on recalibrated statistics.
     """
+    if not method.requirements.exchanges_weights:
+        asked = config.federation.clients if config.evaluation.clients == "all" else None
+        return [EvaluateOwnModels(method.server, size_of, asked)]
     of_method = MethodCollection(method.server, split, size_of)
     statistics = config.server.statistics
     if not isinstance(statistics, RecalibrationSettings):
@@ -229,11 +267,12 @@ def build_clients(
     *,
     secret: bytes | None = None,
     lean: bool = False,
+    test_set: TestSet | None = None,
 ) -> Clients:
     """Return the clients that this process runs, with a copy of the examples on each device.
 
     Client states are saved in `folder`. The noise of `privacy` is keyed by `secret`, or by the
-    run's seed if there is none. For `lean`, see `Clients`.
+    run's seed if there is none. For `lean` and `test_set`, see `Clients`.
     """
     return Clients(
         method,
@@ -249,6 +288,7 @@ def build_clients(
         dp=DPMechanism(config.privacy, config.seed, secret) if config.privacy.active else None,
         encoding=config.uplink.dtype,
         lean=lean,
+        test_set=test_set,
     )
 
 

@@ -107,10 +107,23 @@ def check_client_state(config: Config, split: Split, method: Method) -> None:
             f"uplink.dtype = {config.uplink.dtype!r}: clients keep the rounding errors of their "
             f"parts, which {why} changes from round to round. Use 'fp32', or parts that stay."
         )
-    if method.requirements.client_state:
+    needs = method.requirements
+    if needs.client_state or not needs.exchanges_weights:
+        kept = "a state of their parts" if needs.exchanges_weights else "models of their own"
         raise MotleyError(
-            f"method.name = {config.method.name!r}: its clients keep a state of their parts, which "
-            f"{why} changes from round to round. Choose another method, or parts that stay."
+            f"method.name = {config.method.name!r}: its clients keep {kept}, and "
+            f"{why} changes their parts from round to round. Choose another method, or parts that "
+            "stay."
+        )
+
+
+def refuse_global_model(method: Method) -> None:
+    """Raise an error if a method has no global model: its clients have models of their own."""
+    if not method.requirements.exchanges_weights:
+        raise MotleyError(
+            f"method.name = {method.settings.name!r}: there is no global model. The method "
+            "exchanges no weights, and every client has a model of its own "
+            "(Federation.client_model)."
         )
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +26,13 @@ from motley.core.async_copy import AsyncCopy
 from motley.core.device import place
 from motley.core.part import State, by_type, take
 from motley.data.device import DeviceData
+from motley.methods.evaluation import CORRECT, LOSS, SEEN
 from motley.settings import Settings
 from motley.splits.base import Split
 
 
 class EvaluationSettings(Settings):
-    """When and how the global model is evaluated."""
+    """When and how the global model, or clients' own models, are evaluated."""
 
     every: int = Field(default=1, ge=1)
     """Rounds between evaluations. The last round is always evaluated."""
@@ -39,6 +40,11 @@ class EvaluationSettings(Settings):
     """Batch size of the evaluation."""
     last_k: int = Field(default=5, ge=1)
     """Number of last evaluations that the reported mean of the last accuracies is over."""
+    clients: Literal["round", "all"] = "round"
+    """Whose own models are evaluated if the method exchanges no weights. round: those of the
+    round's clients. all: those of all clients that have trained so far. A size's score is the mean
+    over its clients.
+    """
     targets: tuple[Annotated[float, Field(gt=0, le=1)], ...] = ()
     """Accuracies between 0 and 1. For each, the first round that reaches it is reported."""
 
@@ -98,12 +104,12 @@ class Evaluator:
         if name not in self._sizes:
             model = self._split.build(name)
             self._sizes[name] = _Size(
-                model, self._batches, self._classes, self._kernels, self._compiled
+                model, self.batches, self._classes, self._kernels, self._compiled
             )
         return self._sizes[name]
 
     @cached_property
-    def _batches(self) -> TestBatches:
+    def batches(self) -> TestBatches:
         """The test set on the device, in batches."""
         return TestBatches(self._data(), self._settings.batch_size)
 
@@ -111,9 +117,22 @@ class Evaluator:
     def _seen(self) -> list[int]:
         """The number of test images per class."""
         counts: list[int] = torch.bincount(
-            self._batches.data.labels, minlength=self._classes
+            self.batches.data.labels, minlength=self._classes
         ).tolist()
         return counts
+
+
+class PendingScores(Protocol):
+    """Scores that a GPU may still be computing."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the scores can be read without waiting."""
+        ...
+
+    def scores(self) -> dict[str, Score]:
+        """Wait for the device and return the score of every evaluated size."""
+        ...
 
 
 class Evaluation:
@@ -130,6 +149,47 @@ class Evaluation:
     def scores(self) -> dict[str, Score]:
         """Wait for the device and return the score of every size."""
         return {size: _score(counts.read(), self._seen) for size, counts in self._counts.items()}
+
+
+class OwnModelScores:
+    """The scores of clients' own models: for each size, the mean over its clients.
+
+    `counts` are the sizes of the clients and what each counted on its test set
+    (`motley.methods.evaluation`). Clients may have different test sets.
+    """
+
+    def __init__(self, counts: Sequence[tuple[str, Mapping[str, Tensor]]]) -> None:
+        self._sizes = [size for size, _ in counts]
+        rows = []
+        for _, values in counts:
+            row = [values[CORRECT], values[SEEN], values[LOSS].reshape(1)]
+            rows.append(torch.cat(row).double())
+        self._rows = AsyncCopy(torch.stack(rows))
+
+    @property
+    def ready(self) -> bool:
+        """Whether the scores can be read without waiting."""
+        return self._rows.ready
+
+    def scores(self) -> dict[str, Score]:
+        """Wait for the device and return the score of every size that some client has."""
+        by_size: dict[str, list[Score]] = {}
+        for size, (*counts, loss) in zip(self._sizes, self._rows.read(), strict=True):
+            classes = len(counts) // 2
+            seen = [round(count) for count in counts[classes:]]
+            by_size.setdefault(size, []).append(_score([*counts[:classes], loss], seen))
+        return {size: mean_score(by_size[size]) for size in by_size}
+
+
+def mean_score(scores: Sequence[Score]) -> Score:
+    """Return the mean of scores; a class counts where it has test images."""
+    by_class: list[float | None] = []
+    for accuracies in zip(*(score.class_accuracy for score in scores), strict=True):
+        known = [accuracy for accuracy in accuracies if accuracy is not None]
+        by_class.append(sum(known) / len(known) if known else None)
+    accuracy = sum(score.accuracy for score in scores) / len(scores)
+    loss = sum(score.loss for score in scores) / len(scores)
+    return Score(accuracy, loss, tuple(by_class))
 
 
 def _score(counts: list[float], seen: list[int]) -> Score:

@@ -10,6 +10,9 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+from torch import nn
+
 from motley.assembly import (
     build_clients,
     build_collections,
@@ -22,6 +25,7 @@ from motley.assembly import (
     compiles,
     deal_examples,
     load_dataset_of,
+    load_public,
     load_weights,
     size_lookup,
 )
@@ -32,6 +36,7 @@ from motley.checks import (
     check_precision,
     check_recalibration,
     check_weights_fit,
+    refuse_global_model,
 )
 from motley.config import Config
 from motley.core.device import on_device
@@ -40,7 +45,7 @@ from motley.core.part import State
 from motley.data import Dataset
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
-from motley.engine import Engine, Job
+from motley.engine import DebugEngine, Engine, Job, LocalEngine
 from motley.engine.device import choose_devices, numerics, request_hardware_queues
 from motley.evaluate import Evaluator, Score
 from motley.privacy import Accountant
@@ -111,12 +116,20 @@ class Federation:
         check_outputs(self.split, self.split.sizes, shape, classes)
         check_recalibration(config, self.split)
         # Before sizes are assigned, because a partition reports too many clients for the data set.
-        self._partition = deal_examples(config, self.dataset, partition) if engine is None else None
+        self._partition, held_out = None, np.zeros(0, dtype=np.int64)
+        if engine is None or config.public.name == "held-out":
+            dealt = deal_examples(config, self.dataset, partition)
+            held_out = dealt.held_out
+            # Clients elsewhere may have other examples, and only they know which.
+            self._partition = dealt.partition if engine is None else None
         #: The size of every client, by client id. Dynamic sizes differ per round: use `size_of`.
         self.sizes = client_sizes(config, self.split, shape)
         #: (client, round) -> the client's size.
         self.size_of = size_lookup(config, self.sizes)
-        self.method = build_method(config, self.split, self.sizes, shape, classes, self.size_of)
+        public = load_public(config, self.dataset, held_out)
+        self.method = build_method(
+            config, self.split, self.sizes, shape, classes, self.size_of, public
+        )
 
         self.pipeline = build_pipeline(config, self.split, self.method)
         self.collections = build_collections(config, self.split, self.method, self.size_of)
@@ -138,7 +151,14 @@ class Federation:
         if engine is not None:
             self.engine: Engine = engine(self)
         else:
-            clients = build_clients(config, self.method, copies, self.partition, memory_folder)
+            clients = build_clients(
+                config,
+                self.method,
+                copies,
+                self.partition,
+                memory_folder,
+                test_set=lambda: self.evaluator.batches,
+            )
             self.engine = build_engine(config, clients)
 
     @property
@@ -205,6 +225,7 @@ class Federation:
             min_fraction=config.server.min_fraction,
             attempts=config.server.attempts,
             batch_size=config.training.batch_size,
+            exchanges_weights=self.method.requirements.exchanges_weights,
         )
 
     def job(self, server: ServerState, round_number: int, client: int) -> Job:
@@ -224,9 +245,32 @@ class Federation:
         `evaluate(server.model, server.round_number)` gives the scores of a round's record.
         `round_number` matters for a rolling window of channels only: its default, 0, evaluates the
         leading channels and not the window that the round trained.
+
+        A method that exchanges no weights has no global model, so this raises an error. Its
+        clients' models are `client_model`.
         """
+        refuse_global_model(self.method)
         with self.numerics():
             return self.evaluator(state, round_number)
+
+    def client_model(self, server: ServerState, client: int) -> nn.Module:
+        """Return a client's own model after its last accepted update, in evaluation mode.
+
+        Only methods that exchange no weights have such models, and clients of this process.
+        """
+        if self.method.requirements.exchanges_weights:
+            raise MotleyError(
+                f"method.name = {self.config.method.name!r}: clients have no models of their own; "
+                "they train parts of the global model."
+            )
+        if not isinstance(self.engine, DebugEngine | LocalEngine):
+            raise MotleyError("client_model: the clients are elsewhere, and so are their models.")
+        trained = server.client_state_rounds.get(client)
+        if trained is None:
+            raise MotleyError(f"client {client} has no model yet: it has not trained.")
+        model = self.split.build(self.sizes[client]).to(self.device)
+        model.load_state_dict(self.engine.clients.own_model(client, trained))
+        return model.eval()
 
     def to_device(self, server: ServerState) -> ServerState:
         """Return a server state whose tensors are on the federation's device."""

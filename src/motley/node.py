@@ -1,12 +1,15 @@
 """A single client, as a node runs it: it trains the part that it receives on its own examples.
 
-Only the model of its size is built. There is no server, no evaluation, no privacy ledger and no
-test set. Precision and threads apply only while the client computes.
+Only the model of its size is built. There is no server and no privacy ledger. There is a test set
+only if clients evaluate models of their own, because the method exchanges no weights. Precision and
+threads apply only while the client computes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 
 from motley.assembly import assign_sizes, build_clients, build_method, build_split, size_lookup
@@ -16,8 +19,10 @@ from motley.core.update import ClientUpdate
 from motley.data.dataset import Examples
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
+from motley.data.public import PublicData
 from motley.engine import Job, LocalEngine
 from motley.engine.device import choose_devices, numerics, request_hardware_queues
+from motley.evaluate import TestBatches
 from motley.methods.base import Collection
 from motley.splits.check import check_outputs
 
@@ -35,16 +40,21 @@ class Client:
         *,
         folder: Path,
         secret: bytes | None = None,
+        read_test_examples: Callable[[], Examples],
+        public: PublicData | None = None,
     ) -> None:
         """Build the client's model for the examples that `partition` gives to it.
 
+        `read_test_examples` is called if the client is asked to evaluate a model of its own.
         The client state is saved in `folder`. The noise of `privacy` is keyed by `secret`, or by
-        the run's seed if there is none.
+        the run's seed if there is none. `public` are the public images, for methods whose clients
+        use some.
         """
-        self.config = config
+        self.config, self._read_test_examples = config, read_test_examples
         if config.engine.device != "cpu":
             request_hardware_queues()
         (device, *_) = choose_devices(config.engine.device)
+        self._device = device
         check_precision(config.engine.precision, device)
         with self._numerics():
             data = DeviceData(examples, config.data.transform, device, augment=True)
@@ -54,10 +64,17 @@ class Client:
             check_outputs(split, [size], data.shape, classes)
             sizes = assign_sizes(config)
             size_of = size_lookup(config, sizes)
-            method = build_method(config, split, sizes, data.shape, classes, size_of)
+            method = build_method(config, split, sizes, data.shape, classes, size_of, public)
             lean = device.type == "cpu"
             clients = build_clients(
-                config, method, [data], partition, folder, secret=secret, lean=lean
+                config,
+                method,
+                [data],
+                partition,
+                folder,
+                secret=secret,
+                lean=lean,
+                test_set=lambda: self._test_batches,
             )
             self._engine = LocalEngine(clients, slots=1, stack=config.engine.vmap_clients)
 
@@ -78,6 +95,14 @@ class Client:
         with self._numerics():
             collections = self._engine.collect([job])
         return collections[0] if collections else None
+
+    @cached_property
+    def _test_batches(self) -> TestBatches:
+        config = self.config
+        examples = self._read_test_examples()
+        data = DeviceData(examples, config.data.transform, self._device, augment=False)
+        data.check_batch_fits("evaluation.batch_size", config.evaluation.batch_size)
+        return TestBatches(data, config.evaluation.batch_size)
 
     def _numerics(self) -> AbstractContextManager[None]:
         return numerics(self.config.engine.precision, self.config.engine.threads)

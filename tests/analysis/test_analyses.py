@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from motley.analysis import ANALYSES
 from motley.analysis.divergence import HIGH, LOW, WHOLE, layer_divergence, weight_divergence
-from motley.analysis.features import features, stages
+from motley.analysis.features import S_OUT, cut, extractor, features, features_at
 from motley.analysis.gradient_variance import gradient_variance
 from motley.analysis.gradients import quantiles
 from motley.analysis.replay import client_examples, global_model, open_run, train_next_round
@@ -18,16 +19,20 @@ from motley.analysis.wasserstein import stage_distances
 from motley.core.errors import MotleyError
 from motley.models import MODELS, ImageShape
 from motley.models.resnet import ResNetSettings
+from motley.models.spec import ModelSpec, Stage, declare
 from motley.runs.checkpoint import checkpoints, read_checkpoint
+from motley.splits.exits import add_exits
 from tests.cli.conftest import call
 from tests.report.conftest import small_run
 
 NAMES = {
     "cka",
     "coefficients",
+    "contribution",
     "divergence",
     "embedding",
     "gradients",
+    "margin",
     "overhead",
     "privacy",
     "sizes",
@@ -53,6 +58,9 @@ def test_each_writes_a_table_and_figures(run: Path, tmp_path: Path, name: str) -
     rows = list(csv.DictReader((tmp_path / f"{name}.csv").open()))
     assert rows
     assert {row["run"] for row in rows} == {"run"}
+    numbers = json.loads((tmp_path / f"{name}.json").read_text())
+    assert numbers["analysis"] == name and len(numbers["rows"]) == len(rows)
+    assert list(numbers["rows"][0]) == list(rows[0])
     assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
     assert "<svg" in (tmp_path / f"{name}.svg").read_text()
     if name in ("cka", "divergence", "gradients", "variance", "wasserstein"):
@@ -110,12 +118,15 @@ def test_divergence_is_that_of_the_clients_of_the_next_round(run: Path) -> None:
     rows = ANALYSES["divergence"]([run]).rows
     with open_run(run) as (federation, servers):
         trained = train_next_round(federation, servers[0])
-    models = []
+    models, weights = [], []
     for client in trained:
+        weights.append(len(federation.partition.of(client.client)))
         names = sorted(federation.split.parameters_of(client.size))
         models.append({name: client.state[name] for name in names})
     values = {row[2]: row[3] for row in rows if row[1] == 1}
-    assert values == pytest.approx({WHOLE: weight_divergence(models), **layer_divergence(models)})
+    assert len(set(weights)) > 1
+    layers = layer_divergence(models, weights)
+    assert values == pytest.approx({WHOLE: weight_divergence(models, weights), **layers})
 
 
 @pytest.mark.parametrize("rule", ["leading", "random"])
@@ -145,10 +156,11 @@ def test_variance_is_that_of_the_gradients_of_the_clients_own_examples(tmp_path:
     path = small_run(tmp_path / "same", *same)
     rows = ANALYSES["variance"]([path]).rows
     with open_run(path) as (federation, servers):
-        gradients = []
+        gradients, weights = [], []
         for client in federation.sample(servers[-1].round_number + 1):
             model = global_model(federation, servers[-1], "mlp2").train()
             images, labels = client_examples(federation, client)
+            weights.append(len(labels))
             assert (
                 labels.tolist()
                 == federation.dataset.train.labels[federation.partition.of(client)].tolist()
@@ -158,7 +170,7 @@ def test_variance_is_that_of_the_gradients_of_the_clients_own_examples(tmp_path:
                 {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             )
     newest = {row[2]: row[3] for row in rows if row[1] == servers[-1].round_number}
-    expected = gradient_variance(gradients)
+    expected = gradient_variance(gradients, weights)
     assert {layer: newest[layer] for layer in expected} == pytest.approx(expected, rel=1e-4)
     assert newest[WHOLE] == pytest.approx(sum(expected.values()), rel=1e-4)
     assert newest[LOW] == pytest.approx(expected["layers.0"], rel=1e-4)  # mlp2 is cut in the middle
@@ -186,6 +198,38 @@ def test_quantiles_by_hand() -> None:
 def test_stages_of_every_family() -> None:
     model = MODELS["resnet14"].make(ResNetSettings(width=0.0625), ImageShape(1, 32, 32), 10).eval()
     outputs = features(model, torch.zeros(2, 1, 32, 32))
-    assert list(outputs) == ["stage 1", "stage 2", "stage 3", "stage 4"]
-    assert outputs["stage 4"].shape == (2, 32)
-    assert list(stages(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU()))) == ["0"]
+    assert list(outputs) == ["stem", "layer1", "layer2", "layer3", "layer4"]
+    assert outputs["layer4"].shape == (2, 32)
+    undeclared = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU())
+    assert list(features(undeclared, torch.zeros(2, 1))) == ["0"]
+
+
+def test_features_follow_the_declaration_and_not_the_names_of_attributes() -> None:
+    """`blocks` exists and is no chain of stages; the declared stages have other names."""
+    model = torch.nn.Module()
+    model.blocks = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)])
+    model.head = torch.nn.Linear(2, 4)
+    stages = (Stage("first", "blocks.0"), Stage("second", "blocks.1"), Stage("head"))
+    declare(model, ModelSpec(torch.nn.Module, stages=stages))
+    images = torch.randn(5, 3)
+    outputs = features(model, images)
+    assert list(outputs) == ["first", "second"]
+    assert torch.equal(outputs["first"], model.blocks[0](images))
+    assert torch.equal(features_at(model, images, S_OUT, "stage"), outputs["second"])
+    low, high = cut(model, "first", "stage")
+    assert torch.equal(low(images), outputs["first"])
+    assert torch.equal(high(low(images)), model.head(model.blocks[1](model.blocks[0](images))))
+    assert torch.equal(extractor(model)(images), outputs["first"])
+    with pytest.raises(
+        MotleyError, match=r"^layers = 'frist': unknown stage 'frist'. Did you mean 'first'\?"
+    ):
+        cut(model, "frist", "layers")
+
+
+def test_networks_with_exits_are_read_at_their_declared_blocks() -> None:
+    spec = MODELS["resnet10"]
+    plain = spec.make(ResNetSettings(width=0.0625), ImageShape(1, 32, 32), 10)
+    model = add_exits(plain, [2, 4], 1, "pool", ensemble=False).eval()
+    assert list(features(model, torch.zeros(2, 1, 32, 32))) == list(spec.blocks)
+    with pytest.raises(MotleyError, match=r"layers = 'layer1': .* declares no stages .*: input\."):
+        cut(model, "layer1", "layers")

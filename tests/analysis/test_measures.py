@@ -21,8 +21,8 @@ def test_divergence_by_hand() -> None:
         {"a.weight": torch.tensor([0.0, 0.0]), "a.bias": torch.tensor([1.0])},
         {"a.weight": torch.tensor([2.0, 0.0]), "a.bias": torch.tensor([7.0])},
     ]
-    assert weight_divergence(models) == pytest.approx(math.sqrt(1 + 9))
-    assert layer_divergence(models) == {"a": pytest.approx(math.sqrt(10))}
+    assert weight_divergence(models, [1] * len(models)) == pytest.approx(math.sqrt(1 + 9))
+    assert layer_divergence(models, [1] * len(models)) == {"a": pytest.approx(math.sqrt(10))}
 
 
 def test_a_layers_mean_is_over_the_models_that_have_it() -> None:
@@ -31,25 +31,43 @@ def test_a_layers_mean_is_over_the_models_that_have_it() -> None:
         {"a.weight": torch.tensor([3.0])},
         {"a.weight": torch.tensor([5.0]), "b.weight": torch.tensor([9.0])},
     ]
-    assert layer_divergence(models) == pytest.approx({"a": 4 / 3, "b": 2.0})
-    assert weight_divergence(models) == pytest.approx((math.sqrt(4 + 4) + 0 + math.sqrt(4 + 4)) / 3)
+    assert layer_divergence(models, [1] * len(models)) == pytest.approx({"a": 4 / 3, "b": 2.0})
+    assert weight_divergence(models, [1] * len(models)) == pytest.approx(
+        (math.sqrt(4 + 4) + 0 + math.sqrt(4 + 4)) / 3
+    )
 
 
 def test_a_layer_of_one_client_is_left_out() -> None:
     first = {"a.weight": torch.tensor([0.0, 0.0]), "b.weight": torch.zeros(1)}
     models = [first, {"a.weight": torch.tensor([6.0, 8.0])}]
-    assert layer_divergence(models) == {"a": 5.0}
+    assert layer_divergence(models, [1] * len(models)) == {"a": 5.0}
 
 
 def test_the_mean_of_a_coordinate_is_over_the_clients_that_hold_it() -> None:
     """The means of the coordinates are 3 and 8. Both clients have a distance of 3 to them."""
     models = [{"a.weight": torch.tensor([0.0, torch.nan])}, {"a.weight": torch.tensor([6.0, 8.0])}]
-    assert weight_divergence(models) == layer_divergence(models)["a"] == 3.0
+    assert (
+        weight_divergence(models, [1] * len(models)) == layer_divergence(models, [1, 1])["a"] == 3.0
+    )
+
+
+def test_the_mean_model_is_weighted_by_examples_and_the_mean_distance_is_not() -> None:
+    """With 1 and 3 examples the mean is 6: the distances are 6 and 2, and their mean is 4."""
+    models = [{"a.weight": torch.tensor([0.0])}, {"a.weight": torch.tensor([8.0])}]
+    assert weight_divergence(models, [1, 3]) == pytest.approx(4.0)
+    # In unequal parts: the second coordinate's mean is over the clients of 3 and 1 examples.
+    models = [
+        {"a.weight": torch.tensor([0.0, torch.nan])},
+        {"a.weight": torch.tensor([8.0, 4.0])},
+        {"a.weight": torch.tensor([6.0, 8.0])},
+    ]
+    distances = [6.0, math.sqrt(2**2 + 1**2), math.sqrt(0**2 + 3**2)]
+    assert weight_divergence(models, [1, 3, 1]) == pytest.approx(sum(distances) / 3)
 
 
 def test_equal_models_do_not_diverge() -> None:
     model = {"a.weight": torch.randn(3, 2)}
-    assert weight_divergence([model, model, model]) == pytest.approx(0, abs=1e-12)
+    assert weight_divergence([model, model, model], [1, 2, 3]) == pytest.approx(0, abs=1e-12)
 
 
 # ---- gradients
@@ -63,12 +81,18 @@ def test_gradient_variance_by_hand() -> None:
     }
     other = {"a.weight": torch.tensor([3.0, 4.0]), "a.bias": torch.tensor([6.0])}
     # Layer b is left out, because only one client has it.
-    assert gradient_variance([one, other]) == pytest.approx({"a": 1 + 4 + 9})
+    assert gradient_variance([one, other], [1, 1]) == pytest.approx({"a": 1 + 4 + 9})
+
+
+def test_gradient_variance_is_weighted_by_examples() -> None:
+    """FedImpro: p = (1/4, 3/4), so the mean is 6 and the variance 1/4 * 36 + 3/4 * 4 = 12."""
+    gradients = [{"a.weight": torch.tensor([0.0])}, {"a.weight": torch.tensor([8.0])}]
+    assert gradient_variance(gradients, [10, 30]) == pytest.approx({"a": 12.0})
 
 
 def test_gradient_variance_equals_torchs() -> None:
     rows = torch.randn(5, 7, dtype=torch.float64)
-    variance = gradient_variance([{"w": row} for row in rows])
+    variance = gradient_variance([{"w": row} for row in rows], [1.0] * 5)
     assert variance == pytest.approx({"w": float(rows.var(0, correction=0).sum())})
 
 

@@ -21,9 +21,10 @@ from sklearn.datasets import load_digits
 from motley.cli.plan import costs_in
 from motley.core.errors import MotleyError
 from motley.data.dataset import DATASETS, Dataset, Examples, data_root, load_dataset
-from motley.data.datasets import digits, fashion_mnist
+from motley.data.datasets import digits
+from motley.data.datasets import idx as idx_files
 from motley.data.datasets.cifar10 import FOLDER, TEST_FILE, TRAIN_FILES, read_batch
-from motley.data.datasets.fashion_mnist import FILES, read_idx
+from motley.data.datasets.idx import FILES, read_idx
 from motley.federation import Federation
 from motley.models import ImageShape
 from tests.conftest import tiny_config
@@ -87,7 +88,7 @@ def test_every_reader_is_registered_and_a_wrong_name_is_explained() -> None:
         load_dataset("cifar-10")
 
 
-@pytest.mark.parametrize("name", ["digits", "fashion-mnist", "cifar10"])
+@pytest.mark.parametrize("name", [entry.name for entry in DATASETS if entry.name != "npz"])
 def test_a_path_that_would_not_be_read_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(MotleyError, match="takes no path"):
         load_dataset(name, root=tmp_path, path=tmp_path / "mine.npz")
@@ -229,7 +230,7 @@ def test_a_file_that_unpacks_to_too_much_is_refused(
     path = tmp_path / f"some-images{ending}"
     path.write_bytes(gzip.compress(content) if ending else content)
     assert read_idx(path, 3).shape == (100, 20, 20)
-    monkeypatch.setattr(fashion_mnist, "MAX_BYTES", 40_000)
+    monkeypatch.setattr(idx_files, "MAX_BYTES", 40_000)
     with pytest.raises(MotleyError, match="holds more than 40,000 bytes"):
         read_idx(path, 3)
 

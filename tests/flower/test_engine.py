@@ -54,6 +54,66 @@ def test_nodes_end_with_the_local_engines_bits(grid: Grid, tmp_path: Path, metho
     )
 
 
+@pytest.mark.parametrize("method", ["Local", "FedProto", "FD"])
+def test_nodes_with_models_of_their_own_agree_with_the_local_engine(
+    grid: Grid, tmp_path: Path, method: str
+) -> None:
+    """A node keeps its model on its disk, and evaluates it on the test part of its data."""
+    grid.keep_alive = False
+    settings = (f"method.name={method}", "training.steps=2")
+    _, server = serve(grid, three_nodes(*settings), tmp_path / "run")
+    assert fingerprint(server.method_state) == local(tmp_path / "local", *settings)[1]
+    lines, expected = (
+        MetricsLog(tmp_path / run / "metrics.jsonl").read() for run in ("run", "local")
+    )
+    for line, local_line in zip(lines, expected, strict=True):
+        assert "refused" not in line
+        for key in ("accuracy", "class_accuracy", "loss", "bytes", "metrics", "train_loss"):
+            assert line.get(key) == local_line.get(key), key
+
+
+def test_a_node_without_a_test_part_is_told_which_key_to_set(grid: Grid, tmp_path: Path) -> None:
+    digits = load_dataset("digits")
+    (_, file, _) = sorted(grid.nodes.values())
+    images, labels = digits.train.images[:60], digits.train.labels[:60]
+    np.savez(file.parent / "mine.npz", x_train=images, y_train=labels)
+    file.write_text(file.read_text().replace('name = "digits"\ndealt = true', 'path = "mine.npz"'))
+    settings = ("method.name=Local", "training.steps=2", "training.rounds=1")
+    serve(grid, three_nodes(*settings), tmp_path / "run")
+    (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
+    assert list(line["refused"]) == ["1"]
+    assert "failed (no-test-data)" in line["refused"]["1"]
+    assert "data.path or data.root in its node.toml" in line["refused"]["1"]
+    assert "x_test" in line["refused"]["1"]
+    assert sorted(line["accuracy"]) == ["mean", "resnet10", "resnet18"]
+
+
+def test_impossible_scores_are_refused(grid: Grid, tmp_path: Path) -> None:
+    grid.misdeeds_with = "train.collect"
+    ten = torch.full((10,), 10.0, dtype=torch.float64)
+    lie = {"correct": 2 * ten, "seen": ten, "loss": ten[0]}
+    grid.misdeeds[999] = lambda sent, reply: [answered(reply, payload=lie)]
+    settings = ("method.name=Local", "training.steps=2", "training.rounds=1")
+    serve(grid, three_nodes(*settings), tmp_path / "run")
+    (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
+    assert line["refused"] == {"1": "its scores were refused: no test set has these counts."}
+
+
+def test_a_node_scores_no_model_of_its_own_if_weights_are_exchanged(
+    grid: Grid, tmp_path: Path
+) -> None:
+    def ask_for_scores(message: Message) -> None:
+        if message.metadata.message_type == "train.collect":
+            message.content["job"]["collection"] = "evaluation"
+
+    grid.before = ask_for_scores
+    settings = ("server.statistics.name=recalibrate", "training.steps=2", "training.rounds=1")
+    serve(grid, three_nodes(*settings), tmp_path / "run")
+    (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
+    assert sorted(line["refused"]) == ["0", "1", "2"]
+    assert all("refused-by-node" in reason for reason in line["refused"].values())
+
+
 def test_a_node_with_a_file_of_its_own_examples(grid: Grid, tmp_path: Path) -> None:
     """Each node has its share of the data set in a file of its own, and the bits are the same."""
     digits = load_dataset("digits")

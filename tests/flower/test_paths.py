@@ -19,6 +19,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from motley.config import Config, path_settings
 from motley.core.errors import MotleyError
 from motley.data import PARTITIONS
+from motley.data.public import PUBLIC
 from motley.federation import Federation
 from motley.flower.arrays import pack
 from motley.flower.client import app
@@ -36,6 +37,7 @@ NAMES = {
     "data.name",
     "data.partition.name",
     "data.transform.variant",
+    "public.name",
     "model.sizes",
     "split.name",
     "training.optimizer.name",
@@ -78,6 +80,8 @@ def test_every_setting_that_could_name_a_file_is_sorted_into_paths_and_names() -
         found |= set(free_texts(entry.item.Settings, "split."))
     for entry in PARTITIONS:
         found |= set(free_texts(entry.item, "data.partition."))
+    for source in PUBLIC.classes.values():
+        found |= set(free_texts(source, "public."))
     paths = {".".join(path) for path in path_settings()}
     assert found == paths | NAMES
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from motley.client.job import Job
 from motley.client.learner import shapes_of
 from motley.client.training import OptimizerSettings
+from motley.core.part import take
 from motley.core.update import ClientUpdate
 from motley.engine.base import Done, Engine
 from motley.federation import Federation
@@ -84,6 +85,8 @@ SERVERS = {
 }
 WITH_A_SPLIT = {"heterofl", "fjord", "scalefl", "depthfl", "inclusivefl"}
 """Methods for parts in width or with exits, which the tests of those parts go through; here, over depth alone."""
+OWN_MODELS = {entry.name for entry in METHODS if not entry.item.requirements.exchanges_weights}
+"""Methods whose clients keep models of their own: there is no delta for InCo, and no global model."""
 OVER_DEPTH = {*WITH_A_SPLIT, "fedgen", "spherefed"}
 """These, and methods whose own tests go through other splits."""
 CASES = {
@@ -98,11 +101,13 @@ CASES = {
         for split in SPLITS
         for with_inco in INCO
         if split == "depth" or entry.name not in OVER_DEPTH
+        if with_inco == "plain" or entry.name not in OWN_MODELS
     },
     **{name: (*SPLITS["depth"], *INCO["inco"], *more) for name, more in SERVERS.items()},
 }
 FIXED = {"spherefed": ("fc.weight", "fc.bias")}
 """Parameters that a method does not train."""
+GLOBAL = [case for case in CASES if case.split("-")[0] not in OWN_MODELS]
 FAST = (
     "training.batch_size=16",
     "training.epochs=0.2",
@@ -142,7 +147,8 @@ def played(federation: Federation, server: ServerState, rounds: int) -> ServerSt
 def everything(federation: Federation, server: ServerState) -> dict[str, str]:
     """Return hashes of all that a server holds and of what the clients it names remember."""
     memory = federation.engine.clients.memory  # type: ignore[attr-defined]
-    remembers = federation.method.requirements.client_state
+    needs = federation.method.requirements
+    remembers = needs.client_state or not needs.exchanges_weights
     hashes = {section: fingerprint(state) for section, state in sections_of(server).items()}
     remembered = {
         str(c): fingerprint(memory.get(c, made))
@@ -169,7 +175,7 @@ def test_slots_debug_and_a_resumed_run_end_alike(case: str, tmp_path: Path) -> N
     assert everything(resumed, played(resumed, resumed.to_device(saved), 1)) == whole
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", GLOBAL)
 def test_buffers_get_the_plain_mean_and_parameters_move(case: str) -> None:
     federation = federation_of(case)
     before = played(federation, federation.initial_state(), 1)
@@ -196,7 +202,7 @@ def test_buffers_get_the_plain_mean_and_parameters_move(case: str) -> None:
     assert not kept & buffers, "neither a method nor an optimiser keeps anything of buffers"
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "homogeneous" not in case])
+@pytest.mark.parametrize("case", [case for case in GLOBAL if "homogeneous" not in case])
 def test_what_nobody_held_stays_bit_for_bit(case: str) -> None:
     federation = federation_of(case, "federation.clients_per_round=2")
     federation.sample = lambda number, attempt=0: [4, 5] if number == 1 else [0, 1]
@@ -274,7 +280,15 @@ def changes_of(name: str, precision: str) -> dict[str, torch.Tensor]:
     federation.engine.clients.precision = precision  # type: ignore[attr-defined]
     start = federation.initial_state()
     end = played(federation, start, 2)
-    return {n: end.state[n] - start.state[n] for n in federation.split.parameters}
+    if name not in OWN_MODELS:
+        return {n: end.state[n] - start.state[n] for n in federation.split.parameters}
+    changes = {}
+    for client, size in enumerate(federation.sizes):
+        if client in end.client_state_rounds:
+            initial = take(start.state, federation.split.part(size))
+            for n, parameter in federation.client_model(end, client).named_parameters():
+                changes[f"{client}/{n}"] = parameter.detach() - initial[n]
+    return changes
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in METHODS])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from motley.client.learner import Learner
+from motley.core.errors import MotleyError
 from motley.core.merge import merge
+from motley.core.part import State
+from motley.core.update import ClientUpdate
 from motley.federation import Federation
 from motley.server.exchange import complete_update
 from motley.splits.exits import answers_of
@@ -37,14 +41,14 @@ def after(rounds: int, *overrides: str) -> dict[str, torch.Tensor]:
     [
         (("method.name=scalefl", "split.name=grid", "split.cuts=[6]", "split.rates=[1]"), ()),
         (("method.name=scalefl",), ()),
+        (("method.name=inclusivefl",), ()),
         (
             ("method.name=depthfl", "split.name=grid", "split.cuts=[6]", "split.rates=[1]"),
             ("method.name=feddyn",),
         ),
         (("method.name=fjord", "split.name=ordered", "split.rates=[1]"), ()),
-        (("method.name=inclusivefl",), ()),
     ],
-    ids=["scalefl-one-level", "scalefl", "depthfl-one-level", "fjord-p1", "inclusivefl"],
+    ids=["scalefl-one-level", "scalefl", "inclusivefl", "depthfl-one-level", "fjord-p1"],
 )
 def test_one_size_with_one_exit_is_fedavg_bit_for_bit(
     system: tuple[str, ...], plain: tuple[str, ...]
@@ -63,7 +67,8 @@ def seated(*overrides: str, client: int = 5, round_number: int = 2) -> tuple[Fed
     clients: Any = federation.engine.clients  # type: ignore[attr-defined]
     job = federation.job(federation.initial_state(), round_number, client)
     learner = clients.learner(job.size)
-    clients.seat(learner, job, clients.plan(job), clients.recall(job))
+    job, client_state = clients.resume(job)
+    clients.seat(learner, job, clients.plan(job), client_state)
     return federation, learner
 
 
@@ -120,16 +125,20 @@ def test_depthfls_loss_by_hand() -> None:
     torch.testing.assert_close(loss_of(federation, learner, images, labels).detach(), expected)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.2])
-def test_inclusivefl_mixes_last_blocks_with_the_next_sizes_deeper_blocks(beta: float) -> None:
-    federation = Federation(
-        tiny_config(
-            *FAST,
-            "method.name=InclusiveFL",
-            f"method.beta={beta}",
-            "federation.clients_per_round=6",
-        )
-    )
+# ---- InclusiveFL
+
+#: What the sizes share, and the prefixes of a ResNet10's and a ResNet14's own names.
+SHARING = {
+    "inclusive": ("resnet10/", "resnet14/"),
+    "depth": ("", ""),
+    "grouped": ("resnet10/", "resnet14/"),
+}
+
+
+def first_updates(*overrides: str) -> tuple[Federation, State, list[ClientUpdate]]:
+    """Return the updates of the first round, in which every client takes part."""
+    everyone = "federation.clients_per_round=6"
+    federation = Federation(tiny_config(*FAST, "method.name=inclusivefl", everyone, *overrides))
     server = federation.initial_state()
     jobs = [federation.job(server, 1, client) for client in range(6)]
     uploads = federation.engine.train(jobs, lambda client: None)
@@ -137,20 +146,65 @@ def test_inclusivefl_mixes_last_blocks_with_the_next_sizes_deeper_blocks(beta: f
         complete_update(federation.context, job, upload)
         for job, upload in zip(jobs, uploads, strict=True)
     ]
-    plain = merge(server.state, updates).delta
-    found = federation.method.server.aggregate({}, server.state, updates).delta
-    middle = [upload.delta for upload in uploads if federation.sizes[upload.client] == "resnet14"]
-    name = "layer4.0.conv2.weight"
-    teachers = [
-        torch.stack([change[f"layer4.{block}.conv2.weight"] for change in middle]).mean(0)
-        for block in (0, 1)
-    ]
-    expected = (1 - beta) * plain[f"resnet10/{name}"] + beta * torch.stack(teachers).mean(0)
-    torch.testing.assert_close(found[f"resnet10/{name}"], expected, rtol=1e-5, atol=1e-8)
-    untouched = [n for n in plain if "/layer4" not in n or n.startswith("resnet18/")]
-    assert all(torch.equal(found[n], plain[n]) for n in untouched) and len(untouched) > 40
-    moved = [n for n in plain if not torch.equal(found[n], plain[n])]
-    assert bool(moved) == bool(beta) and all(n in federation.split.parameters for n in moved)
+    return federation, server.state, updates
+
+
+@pytest.mark.parametrize("split", SHARING)
+def test_inclusivefl_mixes_last_blocks_with_the_next_sizes_deeper_blocks(split: str) -> None:
+    """Clients 0 and 1 are ResNet10s, 2 and 3 ResNet14s, 4 and 5 ResNet18s."""
+    federation, state, updates = first_updates(f"split.name={split}", "method.beta=0.2")
+    found = federation.method.server.aggregate({}, state, updates).delta
+    deltas = [update.delta for update in updates]
+
+    def mean(clients: tuple[int, ...], name: str) -> Tensor:
+        return torch.stack([deltas[client][name] for client in clients]).mean(0)
+
+    first, second = "layer4.0.conv2.weight", "layer4.1.conv2.weight"
+    teacher = (mean((2, 3), first) + mean((2, 3), second)) / 2
+    small = 0.8 * mean((0, 1), first) + 0.2 * teacher
+    if split == "depth":
+        small = (2 * small + 2 * mean((2, 3), first) + 2 * mean((4, 5), first)) / 6
+    torch.testing.assert_close(found[SHARING[split][0] + first], small, rtol=1e-5, atol=1e-8)
+    middle = 0.8 * mean((2, 3), second) + 0.2 * mean((4, 5), second)
+    if split == "depth":
+        middle = (middle + mean((4, 5), second)) / 2
+    torch.testing.assert_close(found[SHARING[split][1] + second], middle, rtol=1e-5, atol=1e-8)
+    plain = merge(state, updates).delta
+    moved = {name for name in plain if not torch.equal(found[name], plain[name])}
+    assert moved <= federation.split.parameters
+    assert all("layer4" in name and not name.startswith("resnet18/") for name in moved)
+    assert len(moved) > 8, "more than the two that were computed by hand"
+
+
+@pytest.mark.parametrize("split", SHARING)
+def test_without_distillation_inclusivefl_is_fedavg_over_its_split(split: str) -> None:
+    found = after(2, f"split.name={split}", "method.name=inclusivefl", "method.beta=0")
+    expected = after(2, f"split.name={split}", "method.name=fedavg")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_size_without_a_larger_one_in_the_round_is_averaged_as_it_is() -> None:
+    federation, state, updates = first_updates("split.name=depth")
+    found = federation.method.server.aggregate({}, state, updates[:2]).delta
+    expected = merge(state, updates[:2]).delta
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (("split.name=width", *ONE), "split.name = 'width': method.name = 'inclusivefl' is for"),
+        (GRID, "split.name = 'grid': method.name = 'inclusivefl' is for"),
+        (("split.name=grouped", "model.sizes=['mlp1','resnet10']"), "there are none. Name sizes"),
+    ],
+    ids=["width", "grid", "unrelated sizes"],
+)
+def test_inclusivefl_is_refused_where_it_would_be_fedavg(
+    overrides: tuple[str, ...], problem: str
+) -> None:
+    with pytest.raises(MotleyError, match=re.escape(problem)):
+        Federation(tiny_config(*FAST, "method.name=inclusivefl", *overrides))
 
 
 WIDTHS = ("split.name=ordered", "split.rates=[1,0.5,0.25]", *ONE)

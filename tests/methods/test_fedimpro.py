@@ -152,13 +152,54 @@ def test_equation_6_by_hand() -> None:
 
 
 def test_without_momentum_statistics_are_the_last_batchs_and_deviations_are_capped() -> None:
-    federation, learner = first_learner(*MLP, "model.mlp.hidden=1", "method.variant=official")
+    federation, learner = first_learner(
+        *MLP, "model.mlp.hidden=1", "method.variant=official", "method.beta_m=0"
+    )
     observe(federation, learner, [[1.0], [3.0]], [2, 2])
     observe(federation, learner, [[5.0], [5.04]], [2, 2])
     assert float(learner.scratch[SCRATCH]["mean"][2]) == pytest.approx(5.02)
     assert float(learner.scratch[SCRATCH]["spread"][2]) == pytest.approx(0.04 / 2**0.5, rel=1e-3)
     observe(federation, learner, [[1.0], [3.0]], [2, 2])
     assert float(learner.scratch[SCRATCH]["spread"][2]) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("dimension", "weight"),
+    [
+        (64 * 32 * 32, 1.0),
+        (128 * 16 * 16, 1.0),
+        (256 * 8 * 8, 1.0),
+        (512, 0.1024),
+        (4096, 0.8192),
+    ],
+    ids=["layer1", "layer2", "layer3", "layer4 pooled, and VGG11", "VGG9"],
+)
+def test_the_released_code_weighs_a_batch_by_the_length_of_its_features(
+    dimension: int, weight: float
+) -> None:
+    assert 1 - FedImproSettings(variant="official").momentum(dimension) == pytest.approx(weight)
+    assert FedImproSettings().momentum(dimension) == 0.9, "the paper's momentum is a constant"
+
+
+def test_the_released_moving_average_by_hand() -> None:
+    """Two values per feature: a new batch has the weight 2 / 5000, and the estimate is limited to 0.1."""
+    federation, learner = first_learner(*MLP, "model.mlp.hidden=2", "method.variant=official")
+    mean, spread = learner.scratch[SCRATCH]["mean"], learner.scratch[SCRATCH]["spread"]
+    mean.fill_(0.5)
+    spread.fill_(0.05)
+    observe(federation, learner, [[10.5, 0.5], [30.5, 0.5]], [2, 2])
+    deviation = 20 / 2**0.5
+    assert mean[2].tolist() == pytest.approx([0.5 + 20 * 0.0004, 0.5])
+    expected = [0.05 + 0.0004 * (deviation - 0.05), 0.05 * 0.9996]
+    assert spread[2].tolist() == pytest.approx(expected), "the batch's deviation is not limited"
+    observe(federation, learner, [[0.0, 0.5], [10_000.0, 0.5]], [2, 2])
+    assert float(spread[2, 0]) == pytest.approx(0.1)
+    assert spread[3].tolist() == pytest.approx([0.05, 0.05])
+
+
+def test_the_momentum_is_a_number_or_the_released_rule() -> None:
+    problem = refused("method.name=fedimpro", "method.beta_m=1")
+    assert problem == ('method.beta_m = 1: should be a number from 0 to below 1, or "dimension".')
 
 
 def test_equation_7_by_hand() -> None:
@@ -356,7 +397,7 @@ def test_theorem_4_2s_factor() -> None:
             rows = torch.from_numpy(federation.partition.of(client))
             images, labels = federation.engine.clients.data.batch(rows)  # type: ignore[attr-defined]
             found.append(gradients(federation, learner, images, labels))
-        clients[ratio] = gradient_variance(found)
+        clients[ratio] = gradient_variance(found, federation.partition.sizes[:4].tolist())
     for ratio in (1, 3):
         factor = 1 / (1 + ratio) ** 2
         assert clients[ratio] == pytest.approx(
@@ -504,7 +545,7 @@ def test_presets_fix_every_difference_and_a_field_can_differ_from_them(tmp_path:
     official = load_config(preset="fedimpro-cifar10").method
     assert isinstance(official, FedImproSettings)
     assert (official.beta_m, official.beta_g, official.spread, official.deviation_max) == (
-        0,
+        "dimension",
         0,
         "deviation",
         0.1,

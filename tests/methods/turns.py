@@ -48,7 +48,8 @@ def seated(federation: Federation, job: Job) -> Learner:
     """Return a learner with a job's client in it, before its first step."""
     clients = federation.engine.clients  # type: ignore[attr-defined]
     learner: Learner = clients.learner(job.size)
-    clients.seat(learner, job, clients.plan(job), clients.recall(job))
+    job, client_state = clients.resume(job)
+    clients.seat(learner, job, clients.plan(job), client_state)
     return learner
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from motley.core.errors import MotleyError
 from motley.models import MODELS, CrossLayer, ImageShape
 from motley.models.resnet import SIZES, ResNet, ResNetSettings, cross_layers
+from motley.models.same_shape import same_shape_layers
 from motley.models.stages import features
 from motley.settings import validate
 
@@ -301,3 +302,35 @@ def test_a_wrong_width_is_reported_alone() -> None:
     with pytest.raises(MotleyError) as error:
         validate(ResNetSettings, {"norm": "group", "groups": 3, "width": -1})
     assert str(error.value).count("\n") == 0 and "width = -1" in str(error.value)
+
+
+def test_layers_of_one_shape_as_the_inco_papers_text_pairs_them() -> None:
+    """The first layer of a shape helps all later ones of its stage: convolutions and norms."""
+    pairs = same_shape_layers(on_paper(14))
+    first_stage = [pair for pair in pairs if pair.target.startswith("layer1.")]
+    assert first_stage == [
+        CrossLayer("layer1.0.conv1.weight", "layer1.0.conv2.weight"),
+        CrossLayer("layer1.0.bn1.weight", "layer1.0.bn2.weight"),
+        CrossLayer("layer1.0.bn1.bias", "layer1.0.bn2.bias"),
+    ]
+    last_stage = {pair.target: pair.source for pair in pairs if pair.target.startswith("layer4.")}
+    assert last_stage == {
+        "layer4.1.conv1.weight": "layer4.0.conv2.weight",
+        "layer4.1.conv2.weight": "layer4.0.conv2.weight",
+        **{
+            f"layer4.{norm}.{key}": f"layer4.0.bn1.{key}"
+            for norm in ("0.bn2", "0.downsample.1", "1.bn1", "1.bn2")
+            for key in ("weight", "bias")
+        },
+    }
+    outside = ("conv1.", "bn1.", "fc.")
+    assert not any(name.startswith(outside) for pair in pairs for name in pair)
+
+
+def test_all_pairs_of_one_shape_have_one_shape_with_bottlenecks_too() -> None:
+    model = on_paper(50)
+    pairs = same_shape_layers(model)
+    for pair in pairs:
+        assert model.get_parameter(pair.source).shape == model.get_parameter(pair.target).shape
+        assert pair.source.split(".")[0] == pair.target.split(".")[0], "both are in one stage"
+    assert len(pairs) == len({pair.target for pair in pairs}) > 100

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from motley.core.errors import MotleyError
@@ -65,6 +66,24 @@ def test_dropout_acts_in_training_only_and_can_be_turned_off() -> None:
     assert not any(isinstance(module, nn.Dropout2d) for module in build(11).modules())
     still = build(9, dropout=0.0, map_dropout=0.0).train()
     assert torch.equal(still(x), still(x)) and torch.equal(still(x), still.eval()(x))
+
+
+@pytest.mark.parametrize(("depth", "places", "probability"), [(9, [1, 7], 0.1), (11, [1, 4], 0.5)])
+def test_dropout_is_where_and_as_strong_as_in_fedimpros_networks(
+    depth: int, places: list[int], probability: float
+) -> None:
+    """VGG9 drops before its first hidden layer and before the head, VGG11 before both hidden layers."""
+    hidden = build(depth).hidden
+    dropouts = {at: layer.p for at, layer in enumerate(hidden) if isinstance(layer, nn.Dropout)}
+    assert dropouts == dict.fromkeys(places, probability)
+    assert isinstance(hidden[2], nn.Linear) and isinstance(hidden[5], nn.Linear)
+    stronger = build(depth, dropout=0.25).hidden
+    assert [layer.p for layer in stronger if isinstance(layer, nn.Dropout)] == [0.25, 0.25]
+
+
+def test_dropout_is_a_probability_or_auto() -> None:
+    with pytest.raises(ValidationError, match='should be a number from 0 to below 1, or "auto"'):
+        VGGSettings(dropout=1.0)
 
 
 def test_an_image_that_is_too_small_is_refused() -> None:

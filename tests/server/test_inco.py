@@ -419,6 +419,7 @@ def test_the_theorem_solves_its_problem(values):
 def test_official_is_what_the_released_code_does():
     assert IncoSettings(variant="official").model_dump() == {
         "variant": "official",
+        "layers": "released",
         "granularity": "kernel",
         "sign": "plus",
         "products": "raw",
@@ -433,6 +434,7 @@ def test_official_is_what_the_released_code_does():
 def test_paper_is_algorithm_1():
     assert IncoSettings(variant="paper").model_dump() == {
         "variant": "paper",
+        "layers": "released",
         "granularity": "tensor",
         "sign": "minus",
         "products": "raw",

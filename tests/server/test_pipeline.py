@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch.nn.utils import get_total_norm
 
+from motley.config import load_config
 from motley.core.errors import MotleyError
 from motley.core.merge import Aggregate
 from motley.core.update import ClientUpdate
 from motley.federation import Federation
 from motley.runs.checkpoint import load_checkpoint, save_checkpoint
+from motley.server.inco import IncoSettings, inco
 from motley.server.pipeline import StageResult, run_stages
 from motley.server.state import ServerState
 from tests.conftest import tiny_config
@@ -118,3 +120,93 @@ def test_stages_leave_the_server_state_they_get_as_it_is() -> None:
 def test_without_stages_nothing_changes() -> None:
     server = ServerState(1, {"w": torch.ones(2)})
     assert run_stages([], server, []) == (server, {})
+
+
+# ---- the scale of the delta, and the layers that InCo refines
+
+VIT = (
+    "model.sizes=['vit1','vit2']",
+    "model.vit={dim=16, heads=2, patch=4}",
+    "server.ema_decay=0",
+)
+OFFICIAL = "server.inco.variant=official"
+
+
+def after_one_round(*overrides: str) -> tuple[Federation, ServerState, ServerState]:
+    federation = Federation(tiny_config(*BRIEF, *VIT, *overrides))
+    server = federation.initial_state()
+    return federation, server, federation.run_round(server)[0]
+
+
+def test_deltas_are_scaled_before_inco() -> None:
+    """InCo's authors divide the deltas of ViTs by their 5 epochs before they mix layers."""
+    plain, server, whole = after_one_round()
+    _, _, scaled = after_one_round(OFFICIAL, "server.delta_scale=0.2")
+    _, _, late = after_one_round(OFFICIAL, "server.lr=0.2")
+    fifth = {name: 0.2 * (whole.state[name] - server.state[name]) for name in whole.state}
+    settings = IncoSettings(variant="official")
+    expected, coefficients = inco(fifth, plain.split.cross_layers, settings)
+    assert coefficients.keys() == {"blocks.0.norm2.weight", "blocks.1.norm2.weight"}
+    for name, delta in expected.items():
+        torch.testing.assert_close(
+            scaled.state[name] - server.state[name], delta, rtol=1e-3, atol=1e-7
+        )
+    refined = "blocks.0.norm2.weight"
+    distance = (scaled.state[refined] - late.state[refined]).norm() / fifth[refined].norm()
+    assert distance > 0.05, "a server learning rate after InCo is another method"
+
+
+def test_without_inco_the_scale_is_a_server_learning_rate() -> None:
+    _, _, scaled = after_one_round("server.delta_scale=0.25")
+    _, _, late = after_one_round("server.lr=0.25")
+    for name, tensor in late.state.items():
+        torch.testing.assert_close(scaled.state[name], tensor, rtol=1e-6, atol=1e-8)
+
+
+def test_buffers_are_not_scaled() -> None:
+    ends = []
+    for scale in (1.0, 0.5):
+        federation = Federation(tiny_config(*BRIEF, f"server.delta_scale={scale}"))
+        ends.append(federation.run_round(federation.initial_state())[0].state)
+    buffers = ends[0].keys() - federation.split.parameters
+    assert buffers and all(torch.equal(ends[0][name], ends[1][name]) for name in buffers)
+
+
+def test_incos_vit_preset_scales_first() -> None:
+    server = load_config(preset="inco-vit-cifar10").server
+    assert (server.delta_scale, server.lr) == (0.2, 1.0)
+
+
+def test_inco_refines_all_layers_of_one_shape_if_told_to() -> None:
+    federation, server, _ = after_one_round(OFFICIAL, "server.inco.layers=same-shape")
+    _, record = federation.run_round(server)
+    refined = {
+        name.removeprefix("inco/").removesuffix("/theta")
+        for name in record.metrics
+        if name.startswith("inco/") and name.endswith("/theta")
+    }
+    assert refined == {
+        *(
+            f"blocks.{norm}.{key}"
+            for norm in ("0.norm2", "1.norm1", "1.norm2")
+            for key in ("weight", "bias")
+        ),
+        *(
+            f"blocks.1.{layer}.{key}"
+            for layer in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+            for key in ("weight", "bias")
+        ),
+    }
+
+
+def test_layers_of_one_shape_are_found_in_narrow_models_too() -> None:
+    federation = Federation(
+        tiny_config(
+            *BRIEF,
+            "split={name='width', rates=[1, 0.5]}",
+            "model.sizes=['resnet14']",
+            "server.inco={variant='paper', layers='same-shape'}",
+        )
+    )
+    _, record = federation.run_round(federation.initial_state())
+    assert "inco/layer1.0.conv2.weight/theta" in record.metrics

@@ -10,6 +10,7 @@ import torch
 from motley.core.errors import MotleyError
 from motley.core.part import State, take
 from motley.federation import Federation
+from motley.methods.inclusivefl import teachers_of
 from motley.splits import Grid, Inclusive, Ordered
 from motley.splits.exits import WithExits, answers_of
 from motley.splits.ordered_dropout import narrowed, widths_of
@@ -151,15 +152,14 @@ def test_last_blocks_and_heads_are_a_sizes_own() -> None:
         == middle["layer3.0.conv2.weight"].name
         == "layer3.0.conv2.weight"
     )
-    taught = split.taught_by("resnet10", "resnet14")
-    assert taught["resnet10/layer4.0.conv2.weight"] == [
+    assert teachers_of(split, "resnet10", "resnet14")["layer4.0.conv2.weight"] == [
         "layer4.0.conv2.weight",
         "layer4.1.conv2.weight",
     ]
-    assert taught["resnet10/layer4.0.conv1.weight"] == ["layer4.0.conv1.weight"], (
-        "block 1 has another shape"
-    )
-    assert split.taught_by("resnet14", "resnet18")["resnet14/layer4.1.conv1.weight"] == [
+    assert teachers_of(split, "resnet10", "resnet14")["layer4.0.conv1.weight"] == [
+        "layer4.0.conv1.weight"
+    ], "block 1 has another shape"
+    assert teachers_of(split, "resnet14", "resnet18")["layer4.1.conv1.weight"] == [
         "layer4.1.conv1.weight"
     ]
 

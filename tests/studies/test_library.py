@@ -144,3 +144,83 @@ def test_methods_that_define_a_split_are_run_with_it() -> None:
             "InclusiveFL": "inclusive",
         }
         assert {method: splits[method] for method in expected} == expected
+
+
+def config_of(study: str, method: str, case: str = "", data: str = "cifar10") -> Config:
+    """Return the configuration of one cell's first run."""
+    cases = [case] if case else []
+    cells = plan_cells(LIBRARY[study], "full", data=[data], cases=cases, methods=[method], seeds=1)
+    return cells[0].runs[0].config
+
+
+@pytest.mark.usefixtures("data_available")
+@pytest.mark.parametrize("method", ["IID with homo", "Non-IID with homo", "Non-IID with hetero"])
+def test_inco_table1_is_run_as_in_appendix_e1(method: str) -> None:
+    """Ten clients, batch 64 and Adam's defaults; 50 rounds for ResNets and 20 for ViTs."""
+    for study, rounds in (("inco-table1", 50), ("inco-table1-vit", 20)):
+        config = config_of(study, method)
+        assert config.federation.clients == config.federation.clients_per_round == 10
+        assert config.training.rounds == rounds
+        assert (config.training.epochs, config.training.batch_size) == (5, 64)
+        optimizer = config.training.optimizer
+        assert (optimizer.name, optimizer.lr, optimizer.weight_decay) == ("adam", 1e-3, 0.0)
+        assert config.server.lr == 1.0
+
+
+@pytest.mark.parametrize("study", LIBRARY.values(), ids=LIBRARY)
+def test_methods_that_split_by_width_are_scored_by_the_whole_model(study: Study) -> None:
+    """HeteroFL's and FedRolex's own code evaluates no other model."""
+    for row in study.methods:
+        if row.layer["method"]["name"] in ("HeteroFL", "FedRolex"):
+            assert row.whole, row.name
+        elif row.layer["method"]["name"] in ("ScaleFL", "InclusiveFL"):
+            assert not row.whole, row.name
+
+
+@pytest.mark.usefixtures("data_available")
+@pytest.mark.parametrize("method", [row.name for row in LIBRARY["fedin-table3"].methods])
+def test_fedin_table3_weights_by_the_number_of_samples(method: str) -> None:
+    """Eq. 21 is for models that are averaged within their sizes."""
+    if LIBRARY["fedin-table3"].methods[-2].missing and method == "InclusiveFL":
+        pytest.skip("InclusiveFL cannot be configured without shared layers")
+    for data in ("fashion-mnist", "digits"):
+        assert config_of("fedin-table3", method, "IID", data).server.weighting == "samples"
+
+
+@pytest.mark.usefixtures("data_available")
+def test_fedin_table5_has_ten_clients_per_round() -> None:
+    numbers = []
+    for case in LIBRARY["fedin-table5"].cases:
+        federation = config_of("fedin-table5", "FedIN", case.name).federation
+        assert federation.clients_per_round == 10
+        numbers.append(federation.clients)
+    assert numbers == 2 * [10, 20, 50, 100, 200]
+
+
+@pytest.mark.usefixtures("data_available")
+@pytest.mark.parametrize("study", ["inco-table2", "inco-table2-vit"])
+def test_moon_has_100_rounds_on_fashion_mnist(study: str) -> None:
+    """InCo, Appendix F.3: to prevent overfitting."""
+    for row in LIBRARY[study].methods:
+        if "Moon" not in row.name:
+            continue
+        overrides = {"model": {"weights": "weights.safetensors"}} if study.endswith("vit") else {}
+        cells = plan_cells(
+            LIBRARY[study],
+            "full",
+            data=["fashion-mnist", "cifar10"],
+            methods=[row.name],
+            overrides=overrides,
+        )
+        for cell in cells:
+            rounds = cell.runs[0].config.training.rounds
+            assert (rounds == 100) == (cell.data == "fashion-mnist"), (cell.method, cell.data)
+
+
+@pytest.mark.usefixtures("data_available")
+@pytest.mark.parametrize("name", [name for name in LIBRARY if name.startswith("fedimpro-")])
+def test_fedimpros_networks_start_as_in_its_code(name: str) -> None:
+    study = LIBRARY[name]
+    for cell in plan_cells(study, "full", seeds=1):
+        for run in cell.runs:
+            assert run.config.model.init == "torch", (cell.method, cell.column)

@@ -6,26 +6,32 @@
 from motley.analysis import (
     cka,
     coefficients,
+    contribution,
     divergence,
     embedding,
     gradient_variance,
     gradients,
+    margin,
     overhead,
     reconstruction,
     sizes,
     wasserstein,
 )
-from motley.analysis.findings import ANALYSES, Findings, new_figure, save
+from motley.analysis.findings import ANALYSES, Analysis, Findings, analysis, new_figure, save
 
 __all__ = [
     "ANALYSES",
+    "Analysis",
     "Findings",
+    "analysis",
     "cka",
     "coefficients",
+    "contribution",
     "divergence",
     "embedding",
     "gradient_variance",
     "gradients",
+    "margin",
     "new_figure",
     "overhead",
     "reconstruction",

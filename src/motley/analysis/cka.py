@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from motley.analysis.features import features
-from motley.analysis.findings import ANALYSES, Findings, new_figure
+from motley.analysis.findings import Findings, analysis, new_figure
 from motley.analysis.replay import model_of, open_run, probe_images, train_next_round
 from motley.runs.metrics import OVERALL, MetricsLog
 
@@ -86,7 +86,7 @@ def mean_off_diagonal(matrix: Tensor) -> float:
     return float(others.nanmean())
 
 
-@ANALYSES.register(
+@analysis(
     "cka", "similarity of clients' features per stage: mean, client x client, and over rounds"
 )
 def cka(paths: Sequence[Path]) -> Findings:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from motley.analysis.findings import ANALYSES, Findings, new_figure
+from motley.analysis.findings import Findings, analysis, new_figure
 from motley.core.errors import MotleyError
 from motley.runs.metrics import MetricsLog, layer_metrics
 
@@ -17,7 +17,7 @@ from motley.runs.metrics import MetricsLog, layer_metrics
 TITLES = {"theta": "theta", "beta": "beta", "positive": "share of beta > 0"}
 
 
-@ANALYSES.register("coefficients", "InCo's theta and beta per layer over rounds")
+@analysis("coefficients", "InCo's theta and beta per layer over rounds")
 def coefficients(paths: Sequence[Path]) -> Findings:
     """Read the coefficients from the runs' metrics. Runs without InCo are rejected."""
     rows: list[tuple[Any, ...]] = []

@@ -1,6 +1,11 @@
 """Client drift: the distance of clients' models to their mean after a local update.
 
-FedImpro, Figures 2b, 3 and 9.
+FedImpro, Section 5.1 and Figures 2b, 3 and 9:
+
+    1 / |S| sum_{m in S} |theta_mean - theta_m|,    theta_mean = sum_m p_m theta_m / sum_m p_m
+
+S are the clients of a round, and theta_mean is the server's average, whose weights p_m are the
+clients' numbers of examples (Section 3.1). The outer mean is unweighted, as in the paper.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from motley.analysis.findings import ANALYSES, Findings, new_figure
+from motley.analysis.findings import Findings, analysis, new_figure
 from motley.analysis.replay import all_checkpoints, train_next_round
 from motley.core.part import State, add_at
 from motley.federation import Federation
@@ -28,74 +33,84 @@ Models = Sequence[Mapping[str, Tensor]]
 WHOLE, LOW, HIGH = "all", "low level", "high level"
 
 
-def weight_divergence(models: Models) -> float:
-    """Return the mean over clients of |theta_i - mean theta|.
+def weight_divergence(models: Models, weights: Sequence[float]) -> float:
+    """Return the mean over clients of |theta_m - theta_mean|.
 
-    The mean of each coordinate is over the models that hold it.
+    `weights` are the clients' p_m; they need not sum to 1. The mean of each coordinate is over the
+    models that hold it.
     """
-    norms = [sum(squares.values()) ** 0.5 for squares in _squared_distances(models)]
+    norms = [sum(squares.values()) ** 0.5 for squares in _squared_distances(models, weights)]
     return sum(norms) / len(models)
 
 
-def layer_divergence(models: Models) -> dict[str, float]:
+def layer_divergence(models: Models, weights: Sequence[float]) -> dict[str, float]:
     """Return the divergence per layer, for layers that at least two clients have.
 
     Weight and bias count as one layer.
     """
     divergences = {}
-    for layer, squares in layer_squares(models).items():
-        norms = [square**0.5 for square in squares]
+    for layer, squares in layer_squares(models, weights).items():
+        norms = [square**0.5 for square in squares.values()]
         divergences[layer] = sum(norms) / len(norms)
     return divergences
 
 
-def layer_squares(models: Models) -> dict[str, list[float]]:
-    """Return the squared distances to the mean per layer, one for each model that has the layer.
+def layer_squares(models: Models, weights: Sequence[float]) -> dict[str, dict[int, float]]:
+    """Return the squared distances to the weighted mean per layer, of each model that has it.
 
-    Layers that only one model has are left out.
+    Models are given by their position in `models`. Layers that only one model has are left out.
     """
-    squares_by_layer: dict[str, list[float]] = {}
-    for squares in _squared_distances(models):
+    squares_by_layer: dict[str, dict[int, float]] = {}
+    for position, squares in enumerate(_squared_distances(models, weights)):
         layers: dict[str, float] = {}
         for name, square in squares.items():
             layer = layer_of(name)
             layers[layer] = layers.get(layer, 0.0) + square
         for layer, square in layers.items():
-            squares_by_layer.setdefault(layer, []).append(square)
+            squares_by_layer.setdefault(layer, {})[position] = square
     return {layer: squares for layer, squares in squares_by_layer.items() if len(squares) > 1}
 
 
-def _squared_distances(models: Models) -> list[dict[str, float]]:
-    """Return each model's squared distance to the mean, per parameter."""
-    values: dict[str, list[Tensor]] = {}
-    for model in models:
+def _squared_distances(models: Models, weights: Sequence[float]) -> list[dict[str, float]]:
+    """Return each model's squared distance to the weighted mean, per parameter."""
+    sums: dict[str, Tensor] = {}
+    totals: dict[str, Tensor] = {}
+    for model, weight in zip(models, weights, strict=True):
         for name, tensor in model.items():
-            values.setdefault(name, []).append(tensor.detach().double())
-    means = {name: torch.stack(tensors).nanmean(0) for name, tensors in values.items()}
+            value = tensor.detach().double()
+            if name not in sums:
+                sums[name] = torch.zeros_like(value)
+                totals[name] = torch.zeros_like(value)
+            is_missing = value.isnan()
+            sums[name] += weight * value.masked_fill(is_missing, 0)
+            totals[name] += weight * ~is_missing
     distances = []
     for model in models:
         squares = {}
         for name, tensor in model.items():
-            squares[name] = float((tensor.detach() - means[name]).square().nansum())
+            # Where nobody holds a coordinate, 0 / 0 is NaN and is left out by nansum.
+            mean = sums[name] / totals[name]
+            squares[name] = float((tensor.detach() - mean).square().nansum())
         distances.append(squares)
     return distances
 
 
-@ANALYSES.register("divergence", "client drift in a local update, per layer and over rounds")
+@analysis("divergence", "client drift in a local update, per layer and over rounds")
 def divergence(paths: Sequence[Path]) -> Findings:
     """Train the round after every checkpoint, and compare its clients."""
     rows: list[tuple[Any, ...]] = []
     for run, federation, server in all_checkpoints(paths):
         round_number = server.round_number + 1
-        models = []
+        models, weights = [], []
         for trained in train_next_round(federation, server):
             models.append(
                 in_global_shape(
                     federation, trained.size, round_number, trained.client, trained.state
                 )
             )
-        layers = layer_divergence(models)
-        rows.append((run, server.round_number, WHOLE, weight_divergence(models)))
+            weights.append(len(federation.partition.of(trained.client)))
+        layers = layer_divergence(models, weights)
+        rows.append((run, server.round_number, WHOLE, weight_divergence(models, weights)))
         for layer in layers_in_order(federation, layers):
             rows.append((run, server.round_number, layer, layers[layer]))
     columns = ("run", "round", "layer", "divergence")

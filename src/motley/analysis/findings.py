@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from motley.core.registry import Registry
 from motley.extras import require
 from motley.files import output_file, write_atomically
+from motley.settings import Settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,8 +31,40 @@ class Findings:
     notes: tuple[str, ...] = ()
 
 
-#: Name -> a function of the folders of runs.
-ANALYSES: Registry[Callable[[Sequence[Path]], Findings]] = Registry("analysis")
+class NoSettings(Settings):
+    """The settings of an analysis that has none."""
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A function of the folders of runs and of its settings. Most analyses have no settings."""
+
+    name: str
+    function: Callable[..., Findings]
+    settings_class: type[Settings] = NoSettings
+
+    def __call__(self, paths: Sequence[Path], settings: Settings | None = None) -> Findings:
+        """Analyze runs. Without `settings`, those with all defaults are used."""
+        if self.settings_class is NoSettings:
+            return self.function(paths)
+        return self.function(paths, settings or self.settings_class())
+
+
+ANALYSES: Registry[Analysis] = Registry("analysis")
+
+
+def analysis(
+    name: str, summary: str, settings: type[Settings] = NoSettings
+) -> Callable[[Callable[..., Findings]], Analysis]:
+    """Return a decorator that registers a function as an analysis.
+
+    The function takes the folders of runs and, if `settings` is given, an object of that class.
+    """
+
+    def add(function: Callable[..., Findings]) -> Analysis:
+        return ANALYSES.register(name, summary)(Analysis(name, function, settings))
+
+    return add
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -40,8 +75,13 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def save(findings: Findings, folder: Path, name: str) -> list[Path]:
-    """Write the table as CSV and the figure as PNG and SVG. Return the files."""
+def save(
+    findings: Findings, folder: Path, name: str, settings: Settings | None = None
+) -> list[Path]:
+    """Write the table as CSV and as JSON, and the figure as PNG and SVG. Return the files.
+
+    The JSON file also has the settings and the notes. Numbers that are not finite are null there.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     text = io.StringIO(newline="")
     writer = csv.writer(text)
@@ -49,8 +89,24 @@ def save(findings: Findings, folder: Path, name: str) -> list[Path]:
     writer.writerows(findings.rows)
     table = folder / f"{name}.csv"
     write_atomically(table, text.getvalue().encode())
+    content = {
+        "analysis": name,
+        "settings": {} if settings is None else settings.model_dump(mode="json"),
+        "notes": list(findings.notes),
+        "rows": [
+            {key: _finite(value) for key, value in zip(findings.columns, row, strict=True)}
+            for row in findings.rows
+        ],
+    }
+    numbers = folder / f"{name}.json"
+    write_atomically(numbers, (json.dumps(content, indent=1) + "\n").encode())
     pictures = [folder / f"{name}.png", folder / f"{name}.svg"]
     for picture in pictures:
         with output_file(picture) as file:
             findings.figure.savefig(file, format=picture.suffix[1:], dpi=120, bbox_inches="tight")
-    return [table, *pictures]
+    return [table, numbers, *pictures]
+
+
+def _finite(value: Any) -> Any:
+    """Return a value, or None for a number that is not finite, which JSON cannot express."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

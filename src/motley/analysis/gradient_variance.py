@@ -1,5 +1,8 @@
-"""Inter-client gradient variance (CGV), FedImpro's Definition 4.2.
+"""Inter-client gradient variance (CGV), FedImpro's Definition 4.2:
 
+    CGV = sum_m p_m |g_m - g|^2,    g = sum_m p_m g_m,    p_m = n_m / N
+
+g_m is the gradient of client m's mean loss F_m, and n_m its number of examples (Section 3.1).
 The gradients are those of the clients of the round after a checkpoint, before their first step: of
 each client's mean loss over all of its examples, at the part that it receives. The variance of a
 layer is over the clients that hold it. Theorem 4.2 is about the high level of a model, so the sums
@@ -26,7 +29,7 @@ from motley.analysis.divergence import (
     layer_squares,
     layers_in_order,
 )
-from motley.analysis.findings import ANALYSES, Findings
+from motley.analysis.findings import Findings, analysis
 from motley.analysis.replay import all_checkpoints, client_examples
 from motley.core.errors import MotleyError
 from motley.core.part import State
@@ -39,18 +42,23 @@ from motley.models.stages import chain_of, owned
 BATCH = 256
 
 
-def gradient_variance(gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """Return the mean of |gradient_i - mean gradient|^2 per layer, over the clients that hold it.
+def gradient_variance(
+    gradients: Sequence[Mapping[str, Tensor]], weights: Sequence[float]
+) -> dict[str, float]:
+    """Return the mean of |gradient_m - mean gradient|^2 per layer, over the clients that hold it.
 
-    Layers that only one client holds are left out.
+    Both means are weighted; `weights` are the clients' numbers of examples. Layers that only one
+    client holds are left out.
     """
     variances = {}
-    for layer, squares in layer_squares(gradients).items():
-        variances[layer] = sum(squares) / len(squares)
+    for layer, squares in layer_squares(gradients, weights).items():
+        total = sum(weights[position] for position in squares)
+        weighted = sum(weights[position] * square for position, square in squares.items())
+        variances[layer] = weighted / total
     return variances
 
 
-@ANALYSES.register(
+@analysis(
     "variance",
     "variance of clients' gradients before a local update (CGV), per layer and over rounds",
 )
@@ -59,15 +67,17 @@ def variance(paths: Sequence[Path]) -> Findings:
     rows: list[tuple[Any, ...]] = []
     for run, federation, server in all_checkpoints(paths):
         round_number = server.round_number + 1
-        gradients = []
+        gradients, weights = [], []
         for job in federation.jobs(server):
+            examples = len(federation.partition.of(job.client))
             # BatchNorm in training mode needs more than one example.
-            if len(federation.partition.of(job.client)) > 1:
+            if examples > 1:
+                weights.append(examples)
                 gradient = client_gradient(federation, job)
                 gradients.append(
                     in_global_shape(federation, job.size, round_number, job.client, gradient)
                 )
-        layers = gradient_variance(gradients)
+        layers = gradient_variance(gradients, weights)
         values = {WHOLE: sum(layers.values()), **_levels(federation, layers)}
         for layer in layers_in_order(federation, layers):
             values[layer] = layers[layer]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from motley.analysis.cka import linear_cka
-from motley.analysis.findings import ANALYSES, Findings, new_figure
+from motley.analysis.findings import Findings, analysis, new_figure
 from motley.analysis.replay import all_checkpoints, train_next_round
 from motley.core.merge import merge
 from motley.core.update import ClientUpdate
@@ -48,7 +48,7 @@ def mean_delta(federation: Federation, server: ServerState) -> dict[str, Tensor]
     return deltas
 
 
-@ANALYSES.register(
+@analysis(
     "gradients", "distribution of deltas per layer over rounds, and similarity of two runs' deltas"
 )
 def gradients(paths: Sequence[Path]) -> Findings:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from motley.analysis.findings import ANALYSES, Findings, new_figure
+from motley.analysis.findings import Findings, analysis, new_figure
 from motley.client.clients import own_randomness
 from motley.client.learner import Learner
 from motley.config import Config
@@ -145,7 +145,8 @@ def trace_step(engine: DebugEngine, job: Job) -> StepCost:
     clients = engine.clients
     with own_randomness(clients.device):
         learner, plan = clients.learner(job.size), clients.plan(job)
-        clients.seat(learner, job, plan, clients.recall(job))
+        job, client_state = clients.resume(job)
+        clients.seat(learner, job, plan, client_state)
         learner.step(plan.lengths[0])
         learner.batches.rewind()
         learner.drop_gradients()
@@ -186,7 +187,7 @@ COLUMNS = (
 )
 
 
-@ANALYSES.register("overhead", "parameters, traffic, FLOPs and peak memory per client")
+@analysis("overhead", "parameters, traffic, FLOPs and peak memory per client")
 def overhead(paths: Sequence[Path]) -> Findings:
     """Measure the costs of runs, as means over sizes.
 

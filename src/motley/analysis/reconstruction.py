@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from motley.analysis.features import extractor
-from motley.analysis.findings import ANALYSES, Findings, new_figure
+from motley.analysis.findings import Findings, analysis, new_figure
 from motley.analysis.perceptual import lpips_distance
 from motley.analysis.replay import global_model, open_run, probe_images
 from motley.core.errors import MotleyError
@@ -110,9 +110,7 @@ def attack(
     return reconstructions
 
 
-@ANALYSES.register(
-    "privacy", "images reconstructed from features: plain, with noise, from their mean"
-)
+@analysis("privacy", "images reconstructed from features: plain, with noise, from their mean")
 def privacy(paths: Sequence[Path]) -> Findings:
     """Attack the extractor of the smallest size at the newest checkpoint.
 

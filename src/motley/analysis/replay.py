@@ -7,6 +7,7 @@ analyzed over rounds.
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,11 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from motley.checks import refuse_global_model
 from motley.core.errors import MotleyError
 from motley.core.part import State, take
+from motley.core.randomness import generator
 from motley.core.update import ClientUpdate
 from motley.data import Examples
 from motley.data.device import DeviceData
@@ -26,6 +30,9 @@ from motley.federation import Federation
 from motley.runs.checkpoint import checkpoints, read_checkpoint
 from motley.runs.folder import RunFolder
 from motley.server.state import ServerState
+
+#: Progress of an analysis, one message per slow step. `motley analyze` prints them.
+log = logging.getLogger("motley.analysis")
 
 
 @dataclass(frozen=True)
@@ -50,11 +57,13 @@ def open_run(path: Path) -> Iterator[tuple[Federation, list[ServerState]]]:
     saved = checkpoints(folder.checkpoints)
     if not saved:
         raise MotleyError(f"{path} has no checkpoint yet.")
+    log.info("opening %s", path)
     with tempfile.TemporaryDirectory() as temporary:
         client_states = Path(temporary) / "clients"
         if folder.clients.exists():
             shutil.copytree(folder.clients, client_states)
         federation = Federation(folder.read_config(), memory_folder=client_states)
+        refuse_global_model(federation.method)  # analyses are about deltas and the global model
         servers = []
         for checkpoint in saved:
             server = federation.to_device(read_checkpoint(checkpoint))
@@ -72,9 +81,18 @@ def all_checkpoints(paths: Iterable[Path]) -> Iterator[tuple[str, Federation, Se
                 yield path.name, federation, server
 
 
-def train_next_round(federation: Federation, server: ServerState) -> list[TrainedClient]:
-    """Train the clients of the round after `server`. Failed clients are left out."""
-    jobs = {job.client: job for job in federation.jobs(server)}
+def train_next_round(
+    federation: Federation, server: ServerState, clients: Iterable[int] | None = None
+) -> list[TrainedClient]:
+    """Train the clients of the round after `server`. Failed clients are left out.
+
+    By default these are the clients that the run sampled; `clients` are others.
+    """
+    round_number = server.round_number + 1
+    if clients is None:
+        clients = federation.sample(round_number)
+    jobs = {client: federation.job(server, round_number, client) for client in clients}
+    log.info("training %d clients of round %d again", len(jobs), round_number)
     with federation.numerics():
         answers = federation.engine.train(list(jobs.values()), lambda client: None)
     trained = []
@@ -101,20 +119,33 @@ def global_model(federation: Federation, server: ServerState, size: str) -> nn.M
 
 def probe_images(federation: Federation, count: int) -> tuple[Tensor, Tensor]:
     """Return the first `count` test images, transformed as for evaluation, and their labels."""
-    return _batch(federation, federation.dataset.test, count)
+    test = federation.dataset.test
+    return examples_at(federation, test, np.arange(min(count, len(test))))
 
 
 def client_examples(
     federation: Federation, client: int, max_count: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return a client's training images without augmentation, and their labels."""
-    train = federation.dataset.train
     rows = federation.partition.of(client)[:max_count]
-    examples = Examples(train.images[rows], train.labels[rows])
-    return _batch(federation, examples, len(rows))
+    return examples_at(federation, federation.dataset.train, rows)
 
 
-def _batch(federation: Federation, examples: Examples, count: int) -> tuple[Tensor, Tensor]:
+def sampled_rows(rows: np.ndarray, count: int, seed: int, *which: int | str) -> np.ndarray:
+    """Return at most `count` of some rows, drawn without replacement, in ascending order.
+
+    `which` identifies the choice: the same seed and arguments give the same rows.
+    """
+    if len(rows) > count:
+        rows = generator(seed, "analysis", *which).choice(rows, count, replace=False)
+    return np.sort(rows)
+
+
+def examples_at(
+    federation: Federation, examples: Examples, rows: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    """Return the images and labels of some rows, transformed as for evaluation."""
+    chosen = Examples(examples.images[rows], examples.labels[rows])
     transform = federation.config.data.transform
-    data = DeviceData(examples, transform, federation.device, augment=False)
-    return data.batch(torch.arange(min(count, len(data)), device=federation.device))
+    data = DeviceData(chosen, transform, federation.device, augment=False)
+    return data.batch(torch.arange(len(data), device=federation.device))

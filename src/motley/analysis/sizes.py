@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from motley.analysis.findings import ANALYSES, Findings, new_figure
+from motley.analysis.findings import Findings, analysis, new_figure
 from motley.runs.metrics import OVERALL, MetricsLog
 
 
-@ANALYSES.register("sizes", "accuracy of every size over rounds")
+@analysis("sizes", "accuracy of every size over rounds")
 def sizes(paths: Sequence[Path]) -> Findings:
     """Read the accuracies from the runs' metrics."""
     rows: list[tuple[Any, ...]] = []

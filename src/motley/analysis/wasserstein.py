@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from motley.analysis.features import features
-from motley.analysis.findings import ANALYSES, Findings, new_figure
+from motley.analysis.findings import Findings, analysis, new_figure
 from motley.analysis.replay import all_checkpoints, client_examples, model_of, train_next_round
 from motley.core.errors import MotleyError
 
@@ -93,7 +93,7 @@ def _wasserstein(one: Tensor, other: Tensor) -> Tensor:
     return lengths @ (one[rows] - other[other_rows]).abs()
 
 
-@ANALYSES.register(
+@analysis(
     "wasserstein", "distance of clients' features of the same class, per stage and over rounds"
 )
 def wasserstein(paths: Sequence[Path]) -> Findings:

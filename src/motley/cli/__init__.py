@@ -63,7 +63,7 @@ COMMANDS = (
     ),
     LazyCommand(
         "analyze",
-        "Analyse runs: a picture (PNG and SVG) and its numbers (CSV).",
+        "Analyse runs: a picture (PNG and SVG) and its numbers (CSV and JSON).",
         "motley.cli.analyze:analyze",
     ),
     LazyCommand(

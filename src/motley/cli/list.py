@@ -20,7 +20,7 @@ from motley.core.registry import Registry
 from motley.data import DATASETS, PARTITIONS
 from motley.methods import METHODS
 from motley.models import MODELS
-from motley.reference import Setting, markdown, sections
+from motley.reference import Setting, describe, markdown, sections
 from motley.runs.overview import find_runs
 from motley.splits import SPLITS
 
@@ -46,14 +46,15 @@ def list_things(
     kind: Kind = typer.Argument(..., metavar="KIND", help=f"What to list: {_KINDS}."),
     which: str = typer.Argument(
         "",
-        help="With runs: the folder to look in (default: runs/). With settings: part of a key.",
+        help="With runs: the folder to look in (default: runs/). With settings: part of a key. "
+        "With analyses: the analysis whose settings to list.",
     ),
     as_markdown: bool = typer.Option(
         False, "--markdown", help="With settings: print the page docs/settings.md."
     ),
 ) -> None:
     """List methods, models, data sets, partitions, presets, splits, analyses, settings or runs."""
-    if which and kind not in (Kind.settings, Kind.runs):
+    if which and kind not in (Kind.settings, Kind.runs, Kind.analyses):
         raise MotleyError(f"motley list {kind}: takes no second argument; {which!r} was given.")
     if as_markdown and (which or kind is not Kind.settings):
         raise MotleyError("--markdown: is for `motley list settings` without a second argument.")
@@ -63,6 +64,8 @@ def list_things(
         _list_runs(Path(which or "runs"))
     elif kind is Kind.presets:
         _list_presets()
+    elif kind is Kind.analyses and which:
+        _list_analysis_settings(which)
     else:
         _list_registry(_registry(kind))
         if kind is Kind.methods:
@@ -98,6 +101,24 @@ def _list_registry(registry: Registry) -> None:
         also = f" (also: {', '.join(entry.aliases)})" if entry.aliases else ""
         table.add_row(entry.name, entry.summary + also, *([entry.paper] if with_papers else []))
     Console().print(table)
+
+
+def _list_analysis_settings(name: str) -> None:
+    """Print the settings of one analysis."""
+    entry = ANALYSES.entry(name, "motley list analyses")
+    console = Console()
+    console.print(f"motley analyze {entry.name} RUN... [--set KEY=VALUE]", markup=False)
+    console.print(entry.summary, markup=False, highlight=False)
+    fields = entry.item.settings_class.model_fields
+    if not fields:
+        console.print("It has no settings.")
+        return
+    table = _table("key", "default", "description")
+    for key, field in fields.items():
+        setting = describe("", key, field)
+        allowed = f" Allowed: {setting.allowed}." if setting.allowed else ""
+        table.add_row(key, Text(setting.default), Text(setting.description + allowed))
+    console.print(table)
 
 
 def _table(first: str, *others: str) -> Table:

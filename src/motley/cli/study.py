@@ -33,7 +33,7 @@ from motley.studies.results import (
     used_columns,
 )
 from motley.studies.runner import StudyWatcher, run_study, unfinished_runs
-from motley.studies.sweep import SCALES, Cell, PlannedRun, plan_cells
+from motley.studies.sweep import SCALES, Cell, PlannedRun, missing_in_motley, plan_cells
 
 _SCALES = "; ".join(f"{name}: {meaning.summary}" for name, meaning in SCALES.items())
 _FIRST = "demo"
@@ -126,13 +126,15 @@ def _list() -> Table:
     table.add_column("study", style="bold", no_wrap=True)
     table.add_column("description")
     table.add_column("cells x seeds", justify="right")
+    table.add_column("missing")
     declared_studies = studies()
     names = [_FIRST, *(name for name in declared_studies if name != _FIRST)]
     for name in names:
         declared = declared_studies[name]
         columns_ = [column for column in declared.data if not column.optional]
         count = len(declared.methods) * len(columns_) * len(declared.cases) * len(declared.seeds)
-        table.add_row(name, declared.summary, str(count))
+        absent = ", ".join(part.name for part in missing_in_motley(declared))
+        table.add_row(name, declared.summary, str(count), absent)
     return table
 
 

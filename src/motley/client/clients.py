@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Collection as Names
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +14,12 @@ from torch import Tensor, nn
 from motley.client.encoding import Encoding, encoded, without_residual
 from motley.client.job import Job
 from motley.client.learner import Learner
+from motley.client.own_model import model_in, with_model, without_model
 from motley.client.state_store import ClientStateStore
 from motley.client.training import NO_STEPS, Plan, TrainingSettings, make_plan
 from motley.core.errors import MotleyError
 from motley.core.part import State
+from motley.core.tensors import max_norm
 from motley.core.update import ClientUpdate
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
@@ -23,6 +27,8 @@ from motley.methods.base import Collection, Method
 from motley.models.moments import batch_moments
 from motley.privacy.mechanism import DPMechanism
 
+#: Returns the images and labels of a test set, in batches on the home device.
+TestSet: TypeAlias = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 #: Collection batches are this many times larger than training batches: no activations are kept.
 COLLECTED = 8
 
@@ -46,14 +52,18 @@ class Clients:
         dp: DPMechanism | None = None,
         encoding: Encoding = "fp32",
         lean: bool = False,
+        test_set: TestSet | None = None,
     ) -> None:
-        """`lean`: take as little memory as a step needs. Batches are made one by one, and on a CPU
+        """`test_set`: where clients' own models are evaluated, if the method exchanges no weights.
+
+        `lean`: take as little memory as a step needs. Batches are made one by one, and on a CPU
         a job loses its state once its client has a copy, so the caller must not need it again.
         """
         self.method, self.data, self.partition, self.training = method, data, partition, training
         self.precision, self.seed, self.memory = precision, seed, memory
         self.kernels, self.compiled = kernels, compiled
         self.dp, self.encoding, self.lean = dp, encoding, lean
+        self.test_set = test_set
         #: The examples on each device that clients train on; the home device comes first.
         self.copies = [data, *elsewhere]
         self._smallest: dict[str, int] = {}
@@ -122,13 +132,28 @@ class Clients:
             client=job.client,
         )
 
-    def recall(self, job: Job) -> State:
-        """Return the client state that a job starts with: the stored one, or the initial one."""
-        if not self.method.requirements.client_state:
-            return {}
+    def resume(self, job: Job) -> tuple[Job, State]:
+        """Return a job with the weights that its client starts from, and the client's state.
+
+        The weights are those that the job carries or, if the method exchanges no weights, those of
+        the client's own model. Before its first accepted update a client has no model of its own
+        and starts from the weights in the job. The state is the stored one, or the initial one.
+        """
+        needs = self.method.requirements
         if job.client_state_round is None:
-            return self.method.client.initial_client_state(job.size, job.state)
-        return without_residual(self.memory.recall(job.client, job.client_state_round))
+            if not needs.client_state:
+                return job, {}
+            return job, self.method.client.initial_client_state(job.size, job.state)
+        if needs.exchanges_weights and not needs.client_state:
+            return job, {}
+        stored = without_residual(self.memory.recall(job.client, job.client_state_round))
+        if needs.exchanges_weights:
+            return job, stored
+        return replace(job, state=model_in(stored)), without_model(stored)
+
+    def own_model(self, client: int, round_number: int) -> State:
+        """Return a client's own model after a round, if the method exchanges no weights."""
+        return model_in(self.memory.get(client, round_number))
 
     def seat(self, learner: Learner, job: Job, plan: Plan, client_state: State) -> None:
         """Put a client into a learner."""
@@ -144,14 +169,21 @@ class Clients:
         assert learner.job is not None
         if self.lean:
             learner.drop_moments()
-        delta, payload, client_state, loss = learner.result()
         needs = self.method.requirements
+        delta = learner.delta() if needs.exchanges_weights else {}
+        payload, client_state, loss = learner.result()
         if (payload and not needs.payload) or bool(client_state) != needs.client_state:
             raise TypeError(
                 f"{type(self.method.client).__name__}.finish returned a payload of "
                 f"{sorted(payload)} and a client state of {sorted(client_state)}; its method "
                 f"declares {needs}."
             )
+        if not needs.exchanges_weights:
+            client_state = with_model(client_state, learner.state)
+            # The server cannot see that a model is broken. It rejects a loss that is not finite,
+            # and the client then continues from the model before this round.
+            broken = ~max_norm(learner.state.values()).isfinite()
+            loss = loss.masked_fill(broken, torch.nan)
         return self.update(learner.job, delta, payload, client_state, loss, learner.num_steps)
 
     def update(
@@ -195,6 +227,8 @@ class Clients:
 
         In single precision whatever the training precision, because collections serve evaluation.
         """
+        if job.collection == "evaluation":
+            return self._evaluate(learner, job)
         once = {
             "epochs": 1.0,
             "steps": 0,
@@ -216,10 +250,29 @@ class Clients:
             with learner.weights.single_precision(), learner.without_compilation():
                 values = batch_moments(learner.model, learner.examples(plan))
         else:
-            self.seat(learner, job, NO_STEPS, self.recall(job))
+            job, client_state = self.resume(job)
+            self.seat(learner, job, NO_STEPS, client_state)
             learner.seed_step()
             with learner.weights.single_precision(), learner.without_compilation():
                 values = self.method.client.collect(learner, learner.examples(plan))
+        return Collection(job.client, self.samples(job.client), values, job.size, job.round_number)
+
+    def _evaluate(self, learner: Learner, job: Job) -> Collection:
+        """Score one client's own model on the test set."""
+        if self.test_set is None:
+            raise MotleyError("there is no test set here to evaluate clients' own models on.")
+        job, client_state = self.resume(job)
+        self.seat(learner, job, NO_STEPS, client_state)
+        learner.model.eval()
+        try:
+            with (
+                torch.no_grad(),
+                learner.weights.single_precision(),
+                learner.without_compilation(),
+            ):
+                values = self.method.client.evaluate(learner, self.test_set())
+        finally:
+            learner.model.train()
         return Collection(job.client, self.samples(job.client), values, job.size, job.round_number)
 
 

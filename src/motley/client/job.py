@@ -7,8 +7,9 @@ from typing import Literal, TypeAlias
 
 from motley.core.part import State
 
-#: A method's own collection, or BatchNorm statistics (`motley.server.recalibration`).
-CollectionName: TypeAlias = Literal["method", "statistics"]
+#: A method's own collection, BatchNorm statistics (`motley.server.recalibration`), or the scores of
+#: clients' own models (`motley.server.own_models`).
+CollectionName: TypeAlias = Literal["method", "statistics", "evaluation"]
 
 
 @dataclass(frozen=True)
@@ -19,13 +20,13 @@ class Job:
     client: int
     size: str
     #: The client's part of the global state under its own names. These are views, which the client
-    #: copies and never changes.
+    #: copies and never changes. It is empty if the client has a model of its own, because the
+    #: method exchanges no weights.
     state: State
     #: What the method sends to the client beside its part.
     broadcast: State = field(default_factory=dict)
     #: The round of the client's last accepted update, which is the round of the client state to
     #: use. None: no such round yet.
     client_state_round: int | None = None
-    #: For `Engine.collect`: the method's own collection, or BatchNorm statistics
-    #: (`motley.server.recalibration`).
+    #: For `Engine.collect`: what is collected.
     collection: CollectionName = "method"

@@ -138,7 +138,7 @@ class Learner:
         self.batches = Batches(data, training.batch_size, longest, working_type(precision), lean)
         self.inputs = self.targets = self._no_batch = torch.zeros(0, dtype=self.batches.dtype)
         self._loss = torch.zeros((), device=device)
-        self.num_steps = 0
+        self.num_steps = self.total_steps = self.epoch_steps = 0
         self._seed = 0
         self.job: Job | None = None
         #: The rows of all examples of the client.
@@ -180,6 +180,7 @@ class Learner:
     def load(self, job: Job, client_state: State, plan: Plan, seed: int) -> None:
         """Load a client: its part, broadcast, state and plan, with a fresh optimizer."""
         self.job, self.lengths, self.num_steps = job, plan.lengths, 0
+        self.total_steps, self.epoch_steps = len(plan.lengths), plan.epoch_steps
         self._seed = seed
         self.hold(job.broadcast, client_state)
         self.receive(job.state)
@@ -278,20 +279,23 @@ class Learner:
         for optimizer in fused:
             optimizer.settle()
 
-    def result(self) -> tuple[State, State, State, Tensor]:
-        """Return delta, payload, next client state and summed loss, all on the device."""
+    def delta(self) -> State:
+        """Return how far parameters and buffers are from the received ones."""
         with torch.no_grad():
             floats, others = (
                 torch._foreach_sub(live, received) if live else ()
                 for live, received in zip(self._state_by_type, self._received_by_type, strict=True)
             )
         differences = iter(floats), iter(others)
-        delta = {n: next(differences[not t.is_floating_point()]) for n, t in self.received.items()}
+        return {n: next(differences[not t.is_floating_point()]) for n, t in self.received.items()}
+
+    def result(self) -> tuple[State, State, Tensor]:
+        """Return payload, next client state and summed loss, all on the device."""
         self.seed_step()
         self.use_generator()
         with self.without_compilation():
             payload, client_state = self.algorithm.finish(self)
-        return delta, payload, client_state, self._loss.clone()
+        return payload, client_state, self._loss.clone()
 
     def drop_moments(self) -> None:
         """Free the optimizer's state after the last step: the next client starts with a new one.

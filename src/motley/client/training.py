@@ -220,6 +220,8 @@ class Plan(NamedTuple):
     rows: Tensor
     #: (steps, batch size, DRAWS) numbers in [0, 1).
     draws: Tensor | None
+    #: Steps of one epoch.
+    epoch_steps: int = 0
 
 
 #: The plan of a client that does not train.
@@ -252,4 +254,4 @@ def make_plan(
         shape = (steps, training.batch_size, DRAWS)
         numbers = generator(seed, "augmentation", round_number, client)
         draws = torch.from_numpy(numbers.random(shape, dtype=np.float32))
-    return Plan(lengths, torch.from_numpy(rows), draws)
+    return Plan(lengths, torch.from_numpy(rows), draws, len(epoch))

@@ -113,6 +113,8 @@ _FEDIN = {
     "method.combine": "simplified",
     "method.noise": 0.0,
 }
+#: Methods without a global model, of which the quickstart would keep a moving average.
+_OWN_MODELS = {"split.name": "grouped", "server.inco.variant": "off", "server.ema_decay": 0.0}
 #: Names of single methods and their variants, by the papers that have them.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "FedIN": ("layer by layer over all sizes, as in the FedIN paper", _FEDIN),
@@ -126,6 +128,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "FedIN w/o Opt": (
         "its ablation that adds both gradients up",
         {**_FEDIN, "method.combine": "sum"},
+    ),
+    "FedProto": ("models of clients' own", {"method.name": "fedproto", **_OWN_MODELS}),
+    "FD": ("models of clients' own", {"method.name": "fd", **_OWN_MODELS}),
+    "Local": (
+        "models of clients' own, without any exchange",
+        {"method.name": "local", **_OWN_MODELS},
     ),
     "FedGen": (
         "layer by layer over all sizes, as in the FedIN paper",

@@ -25,12 +25,14 @@ from motley.config.paper_names import spelled_out
 from motley.config.renames import reject_old_names
 from motley.core.errors import MotleyError, unknown
 from motley.data.dataset import DATASETS
+from motley.data.public import PUBLIC, PublicDatasetSettings, PublicSettings
 from motley.data.settings import DataSettings
 from motley.engine.base import EngineSettings
 from motley.evaluate import EvaluationSettings
 from motley.methods import METHODS, MethodSettings
 from motley.models import MODELS
 from motley.models.cnn import CNNSettings
+from motley.models.initialization import Initialization
 from motley.models.mlp import MLPSettings
 from motley.models.preact import PreActSettings
 from motley.models.resnet import ResNetSettings
@@ -60,6 +62,12 @@ class ModelSettings(Settings):
     cnn: CNNSettings | None = None
     vgg: VGGSettings | None = None
     preact: PreActSettings | None = None
+    init: Initialization = "model"
+    """Initial weights. model: as each model does it; ResNets and VGG11 as torchvision does,
+    convolutions with variance 2 / fan_out. kaiming: that rule for any model. torch: torch's default
+    for every layer, as in FedImpro's code; convolutions of a ResNet then start about 2.4 times
+    smaller.
+    """
     projection: int = Field(default=0, ge=0)
     """Width of a two-layer projection before the last layer, as in MOON's code (256 there); 0:
     none.
@@ -175,8 +183,12 @@ class ServerSettings(Settings):
     """Clients' weights in the average. uniform: equal. samples: proportional to their numbers of
     examples.
     """
+    delta_scale: float = Field(default=1.0, gt=0)
+    """Factor on the averaged delta before InCo and the server optimizer. InCo's authors divide the
+    deltas of ViTs by their 5 local epochs: 0.2.
+    """
     lr: float = Field(default=1.0, gt=0)
-    """Server learning rate: a factor on the averaged delta."""
+    """Server learning rate: a factor on the averaged delta after InCo and the server optimizer."""
     optimizer: Annotated[SerializeAsAny[ServerOptimizerSettings], SERVER_OPTIMIZERS] = (
         ServerOptimizerSettings()
     )
@@ -218,6 +230,20 @@ class RunSettings(Settings):
     """Write TensorBoard event files, if tensorboard is installed."""
 
 
+def with_default_split(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Name the split of a method that exchanges no weights, if none is named.
+
+    Such a method shares no layers, so its models may be unrelated. "grouped" allows that.
+    """
+    method, split = values.get("method"), values.get("split", {})
+    name = method.get("name") if isinstance(method, Mapping) else None
+    if not isinstance(name, str) or name not in METHODS or not isinstance(split, Mapping):
+        return values
+    if "name" in split or METHODS[name].requirements.exchanges_weights:
+        return values
+    return {**values, "split": {"name": "grouped", **split}}
+
+
 class Config(Settings):
     """The whole configuration of a run."""
 
@@ -230,6 +256,7 @@ class Config(Settings):
     data: Annotated[DataSettings, DATA] = Field(
         default_factory=lambda: DataSettings.model_validate({})
     )
+    public: Annotated[SerializeAsAny[PublicSettings], PUBLIC] = PublicSettings()
     model: ModelSettings = ModelSettings()
     split: Annotated[SerializeAsAny[SplitSettings], SPLIT] = SplitSettings()
     federation: FederationSettings = FederationSettings()
@@ -254,13 +281,14 @@ class Config(Settings):
         if not isinstance(values, Mapping):
             return values
         reject_old_names(values)
-        return spelled_out(values, {})
+        return with_default_split(spelled_out(values, {}))
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:
         self._check_clients()
         self._check_sizes()
         self._check_method()
+        self._check_public()
         if self.privacy.active:
             self._check_privacy()
         return self
@@ -311,11 +339,55 @@ class Config(Settings):
             )
 
     def _check_method(self) -> None:
-        inco, method = self.server.inco, self.method.name
-        if inco.active and not METHODS[method].requirements.exchanges_weights:
+        method = self.method.name
+        if METHODS[method].requirements.exchanges_weights:
+            if self.evaluation.clients == "all":
+                raise MotleyError(
+                    f"evaluation.clients = 'all': is for methods that exchange no weights; with "
+                    f"{method!r} the global model is evaluated. Leave it out."
+                )
+            return
+        delta, model = "no delta to work on", "no global model"
+        # The setting, its value, the value that changes nothing, and what it would work on.
+        without_effect: list[tuple[str, object, object, str]] = [
+            ("server.inco.variant", self.server.inco.variant, "off", delta),
+            ("server.optimizer.name", self.server.optimizer.name, "none", delta),
+            ("server.lr", self.server.lr, 1.0, delta),
+            ("server.weighting", self.server.weighting, "uniform", delta),
+            ("server.ema_decay", self.server.ema_decay, 0.0, model),
+            ("server.statistics.name", self.server.statistics.name, "averaged", model),
+            ("uplink.noise", self.uplink.noise, 0.0, delta),
+            ("uplink.dtype", self.uplink.dtype, "fp32", delta),
+            ("privacy.clip", self.privacy.clip, 0.0, delta),
+        ]
+        for key, value, neutral, missing in without_effect:
+            if value != neutral:
+                raise MotleyError(
+                    f"{key} = {value!r}: {method!r} exchanges no weights, so there is {missing}. "
+                    f"Use {key} = {neutral!r}."
+                )
+
+    def _check_public(self) -> None:
+        name, public = self.method.name, self.public
+        if METHODS[name].requirements.public_data and not public.active:
+            sources = [repr(source) for source in PUBLIC.classes if source != "none"]
             raise MotleyError(
-                f"server.inco.variant = {inco.variant!r}: {method!r} exchanges no "
-                "weights, so there is no delta to work on. Use server.inco.variant = 'off'."
+                f"method.name = {name!r}: needs public images. Set public.name to one of "
+                f"{', '.join(sources)}."
+            )
+        if public.active and not METHODS[name].requirements.public_data:
+            users = [repr(e.name) for e in METHODS if e.item.requirements.public_data]
+            raise MotleyError(
+                f"public.name = {public.name!r}: has no effect with method.name = {name!r}; "
+                f"it is for {', '.join(users)}."
+            )
+        if not isinstance(public, PublicDatasetSettings) or public.name != self.data.name:
+            return
+        # Two files of the user's own may differ. On a node neither has a name here.
+        if public.path == self.data.path and (public.path or public.name != "npz"):
+            raise MotleyError(
+                f"public.name = {public.name!r}: is the clients' own data set. Use public.name = "
+                "'held-out', which takes training examples that no client gets, or another one."
             )
 
     def _check_privacy(self) -> None:

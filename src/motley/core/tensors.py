@@ -11,7 +11,8 @@ the global state: a received state has buffers, for example, and gradients have 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 import torch
@@ -100,6 +101,27 @@ def norms(values: Tensors) -> State:
 def norm(values: Tensors) -> Tensor:
     """Return the norm of all tensors together, as a tensor with one value."""
     return torch.stack(list(norms(values).values())).norm()
+
+
+def max_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the largest absolute value, on the tensors' device, without waiting for the device.
+
+    It is NaN or infinite exactly if one of the values is. The tensors are read in one grouped pass
+    and not changed. Integers are left out; without other values the result is 0.
+    """
+    tensors = list(tensors)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.is_floating_point() and tensor.numel():
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    if not by_dtype:
+        return torch.zeros((), device=tensors[0].device if tensors else None)
+    # Not torch.nn.utils.get_total_norm, which takes the host longer: there is one call per client
+    # and round.
+    largest = []
+    for alike in by_dtype.values():
+        largest.append(torch.stack(torch._foreach_norm(alike, math.inf)).amax().double())
+    return torch.stack(largest).amax()
 
 
 def _paired(first: Tensors, second: Tensors) -> tuple[list[str], list[Tensor], list[Tensor]]:

@@ -8,7 +8,7 @@ be copied to a device once and indexed there. Each file format has its own reade
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,9 @@ class Examples:
 
     images: np.ndarray
     labels: np.ndarray
+    #: The person who wrote each image (int64; N), numbered from 0, if the data set records it. The
+    #: partition "natural" makes one client of each writer.
+    writers: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.images.dtype != np.uint8 or self.images.ndim != 4:
@@ -39,6 +42,14 @@ class Examples:
             )
         if len(self.images) != len(self.labels):
             raise MotleyError(f"there are {len(self.images)} images but {len(self.labels)} labels.")
+        writers = self.writers
+        if writers is not None and (
+            writers.dtype != np.int64 or writers.shape != self.labels.shape
+        ):
+            raise MotleyError(
+                f"writers must be int64 of shape {self.labels.shape}, "
+                f"not {writers.dtype} of shape {writers.shape}."
+            )
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -147,42 +158,83 @@ def load_dataset(
     return DATASETS[name](DataSource(data_root() if root is None else root, path, tested))
 
 
-def find_files(
-    name: str,
-    source: DataSource,
-    folders: Sequence[Path],
-    wanted: Sequence[str],
-    endings: Sequence[str] = ("",),
-) -> list[Path]:
-    """Return the wanted files from the first folder that contains all of them.
+@dataclass(frozen=True)
+class FileLayout:
+    """The files of a named data set, and the folders below the data root that may hold them."""
 
-    Each file may have any of the `endings`; earlier endings are preferred.
-    """
-    searched = []
-    for folder in folders:
+    name: str
+    #: Paths below one of the `folders`.
+    files: tuple[str, ...]
+    #: Relative to the data root, in the order in which they are searched.
+    folders: tuple[str, ...]
+    #: Each file may have any of these endings; earlier ones are preferred.
+    endings: tuple[str, ...] = ("",)
+    #: A folder must exist for each of `files`, which are not files but folders.
+    holds_folders: bool = False
+
+    def find(self, root: Path) -> list[Path]:
+        """Return the files from the first folder that contains all of them, or raise."""
+        searched = []
+        for name in self.folders:
+            folder = root / name
+            paths, missing = self._search(folder)
+            if not missing:
+                return paths
+            # Missing files are listed only for folders that have some; it is obvious for the rest.
+            searched.append(f"  {folder}" + (f" (lacks {', '.join(missing)})" if paths else ""))
+        things = "folders" if self.holds_folders else "files"
+        alternatives = "".join(f" (or {ending})" for ending in self.endings if ending)
+        raise MotleyError(
+            f"data set {self.name!r} was not found.\n"
+            f"Wanted {things}{alternatives}: {', '.join(self.files)}\n"
+            "Looked in:\n" + "\n".join(searched) + "\n"
+            f"Download them with `motley data fetch {self.name}`, or put the {things} there, or "
+            "set MOTLEY_DATA to the folder that holds them: "
+            f"export MOTLEY_DATA=/your/data (this time it was {root})."
+        )
+
+    def folder_in(self, root: Path) -> Path | None:
+        """Return the folder that contains all files, if there is one."""
+        for name in self.folders:
+            _, missing = self._search(root / name)
+            if not missing:
+                return root / name
+        return None
+
+    def _search(self, folder: Path) -> tuple[list[Path], list[str]]:
+        """Return the paths of the files in `folder`, and the names of those that are not there."""
         paths, missing = [], []
-        for file in wanted:
-            path = _with_any_ending(folder, file, endings)
-            if path:
-                paths.append(path)
-            else:
+        for file in self.files:
+            path = self._with_any_ending(folder, file)
+            if path is None:
                 missing.append(file)
-        if not missing:
-            return paths
-        # Missing files are listed only for folders that have some; it is obvious for the others.
-        searched.append(f"  {folder}" + (f" (lacks {', '.join(missing)})" if paths else ""))
-    alternatives = "".join(f" (or {ending})" for ending in endings if ending)
-    raise MotleyError(
-        f"data set {name!r} was not found.\nWanted files{alternatives}: {', '.join(wanted)}\n"
-        "Looked in:\n" + "\n".join(searched) + "\n"
-        "Put the files there, or set MOTLEY_DATA to the folder that holds them: "
-        f"export MOTLEY_DATA=/your/data (this time it was {source.root})."
-    )
+            else:
+                paths.append(path)
+        return paths, missing
+
+    def _with_any_ending(self, folder: Path, file: str) -> Path | None:
+        for ending in self.endings:
+            path = folder / (file + ending)
+            if path.is_dir() if self.holds_folders else path.is_file():
+                return path
+        return None
 
 
-def _with_any_ending(folder: Path, file: str, endings: Sequence[str]) -> Path | None:
-    for ending in endings:
-        path = folder / (file + ending)
-        if path.is_file():
-            return path
-    return None
+def make_examples(
+    images: np.ndarray,
+    labels: np.ndarray,
+    classes: int,
+    where: object,
+    writers: np.ndarray | None = None,
+) -> Examples:
+    """Return examples after checking counts and labels. Errors start with `where`, the file."""
+    if len(images) != len(labels):
+        raise MotleyError(f"{where}: there are {len(images)} images but {len(labels)} labels.")
+    if not len(labels):
+        raise MotleyError(f"{where}: there are no images in it.")
+    lowest, highest = int(labels.min()), int(labels.max())
+    if lowest < 0 or highest >= classes:
+        raise MotleyError(
+            f"{where}: labels go from {lowest} to {highest}; they must be in 0..{classes - 1}."
+        )
+    return Examples(images, labels.astype(np.int64), writers)

@@ -28,6 +28,7 @@ from motley.assembly import assign_sizes
 from motley.config import Config, read_resolved
 from motley.core.errors import MotleyError
 from motley.data.partition import FromFile
+from motley.data.public import PublicDatasetSettings
 from motley.deploy.keys import write_certificates, write_node_key
 from motley.files import write_secret
 from motley.flower.settings import NodeSettings
@@ -238,6 +239,8 @@ def _write_node(
     }
     if isinstance(config.data.partition, FromFile):
         data["partition"] = str(config.data.partition.path)
+    if isinstance(config.public, PublicDatasetSettings):
+        data["public"] = config.public.path
     node = {
         "client": client,
         "size": size,

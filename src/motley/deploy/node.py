@@ -104,7 +104,7 @@ def check(node: NodeSettings, file: Path) -> None:
             f"{file}: memory = {node.memory!r}: is no folder to write to: {error.strerror}."
         ) from None
     try:
-        train = read_data(node).train
+        train = read_data(node, tested=False).train
     except (MotleyError, OSError, ValueError) as error:
         raise MotleyError(f"{file}: data: {error}") from None
     shape = "x".join(map(str, train.images.shape[1:]))

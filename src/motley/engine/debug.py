@@ -33,7 +33,8 @@ class DebugEngine:
                 if not plan.lengths:
                     continue
                 learner = self.clients.learner(job.size)
-                self.clients.seat(learner, job, plan, self.clients.recall(job))
+                job, client_state = self.clients.resume(job)
+                self.clients.seat(learner, job, plan, client_state)
                 learner.use_generator()
                 for length in plan.lengths:
                     learner.seed_step()

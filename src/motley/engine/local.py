@@ -119,7 +119,12 @@ class LocalEngine:
         A step's duration is roughly proportional to the number of a model's tensors, because each
         has its kernels.
         """
-        work = {job.client: self.clients.local_steps(job) * len(job.state) for job in jobs}
+        split = self.clients.method.info.split
+        work = {}
+        for job in jobs:
+            # Not `len(job.state)`, which is 0 for a client with a model of its own.
+            tensors = len(split.part(job.size))
+            work[job.client] = self.clients.local_steps(job) * tensors
         urgent = URGENT * len(jobs) if self.clients.device.type == "cuda" else 0
         queues: Queues = {}
         for rank, job in enumerate(sorted(jobs, key=lambda job: (-work[job.client], job.client))):

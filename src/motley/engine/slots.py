@@ -59,7 +59,7 @@ class Slot:
         with self._on_stream():
             if self.timeline is not None:
                 self.timeline.begin(self, job)
-            client_state = self.clients.recall(job)
+            job, client_state = self.clients.resume(job)
             if self.stream is not None:
                 self._graphs = self._captured(job, client_state)
             self.clients.seat(self.learner, job, plan, client_state)

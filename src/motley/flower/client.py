@@ -26,10 +26,11 @@ from motley.engine.device import choose_devices
 from motley.files import write_secret
 from motley.flower.arrays import pack
 from motley.flower.costs import count_costs
-from motley.flower.examples import read_examples, stamp_of
+from motley.flower.examples import read_examples, read_public, read_test_examples, stamp_of
 from motley.flower.failures import NodeError, failing_as, keep_text
 from motley.flower.request import Request, read_job, read_request
 from motley.flower.settings import NodeSettings, read_node
+from motley.methods import METHODS
 from motley.node import Client
 from motley.plan import Budget, Cost, largest_fitting
 from motley.settings import validate
@@ -140,6 +141,7 @@ def introduce(node: NodeSettings, request: Request, clients: ClientCache) -> Rec
         reason = f"size = {node.size!r}: the run's sizes are {', '.join(sizes)}."
         raise NodeError("refused-by-node", reason)
     read_examples(node, request)
+    read_public(node, request)
     size = chosen_size(node, request)
     return RecordDict({"node": ConfigRecord({"client": node.client, "size": size})})
 
@@ -164,6 +166,8 @@ def train(node: NodeSettings, request: Request, clients: ClientCache) -> RecordD
 def collect(node: NodeSettings, request: Request, clients: ClientCache) -> RecordDict:
     """Answer the method's collection, or with BatchNorm statistics if the run recalibrates them.
 
+    If the run exchanges no weights, the client may be asked to score its own model.
+
     A run with [privacy] has no collections: the values that they report, including the number of
     examples, are neither clipped nor noised. A node with privacy therefore refuses them, whatever
     the server asks.
@@ -171,6 +175,9 @@ def collect(node: NodeSettings, request: Request, clients: ClientCache) -> Recor
     job = read_job(node, request)
     if request.config.privacy.active:
         reason = "the job asks for a collection, but runs with [privacy] have none."
+        raise NodeError("refused-by-node", reason)
+    if job.collection == "evaluation" and exchanges_weights(request):
+        reason = "the job asks for the score of the client's own model, and it has none."
         raise NodeError("refused-by-node", reason)
     if job.collection == "statistics" and request.config.server.statistics.name != "recalibrate":
         reason = (
@@ -182,6 +189,11 @@ def collect(node: NodeSettings, request: Request, clients: ClientCache) -> Recor
     if collection is None:
         return answer(job)
     return answer(job, num_examples=collection.samples, payload=collection.values)
+
+
+def exchanges_weights(request: Request) -> bool:
+    """Tell whether the run's method exchanges weights."""
+    return METHODS[request.config.method.name].requirements.exchanges_weights
 
 
 def answer(
@@ -221,6 +233,7 @@ def build_client(node: NodeSettings, request: Request, size: str) -> Client:
     refuse_other_sizes(node, request, size)
     folder = Path(node.memory)
     examples, partition = read_examples(node, request)
+    public = read_public(node, request)
     with failing_as("node-settings"):
         choose_devices(node.device)
         secret = None
@@ -232,7 +245,17 @@ def build_client(node: NodeSettings, request: Request, size: str) -> Client:
         engine = validate(EngineSettings, {**request.config.engine.model_dump(), **node_engine})
         config = request.config.model_copy(update={"engine": engine})
         classes = request.classes
-        return Client(config, size, examples, partition, classes, folder=folder, secret=secret)
+        return Client(
+            config,
+            size,
+            examples,
+            partition,
+            classes,
+            folder=folder,
+            secret=secret,
+            read_test_examples=lambda: read_test_examples(node, request),
+            public=public,
+        )
 
 
 def own_secret(folder: Path) -> bytes:

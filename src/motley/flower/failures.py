@@ -22,17 +22,26 @@ from motley.limits import is_out_of_memory
 
 #: bad-message: the server's message cannot be read. bad-config: its configuration is invalid.
 #: node-settings: node.toml cannot be used. refused-by-node: the job does not match the node's
-#: settings (client, size, budget, privacy). data: the node's data cannot be used. out-of-memory: on
-#: the node or its GPU. training: everything else.
+#: settings (client, size, budget, privacy). data: the node's data cannot be used. no-test-data: its
+#: data has no usable test part. out-of-memory: on the node or its GPU. training: everything else.
 Kind = Literal[
     "bad-message",
     "bad-config",
     "node-settings",
     "refused-by-node",
     "data",
+    "no-test-data",
     "training",
     "out-of-memory",
 ]
+
+#: What the server says beside the kind, if the node's operator can do something about it.
+REMEDIES = {
+    "no-test-data": (
+        " The files that data.path or data.root in its node.toml name should have a test part "
+        "(x_test and y_test in a .npz file), because the run evaluates clients' own models."
+    )
+}
 
 #: A log of this size is renamed to .old: a server that makes a node fail again and again must not
 #: fill the node's disk.
@@ -114,7 +123,8 @@ def told(reason: str | None) -> str:
     """Return the server's wording of an error from a node or from Flower, which may be anything."""
     match = _REASON.fullmatch(reason or "")
     if match:
-        return f"failed ({match[1]}), see reference {match[2]} in the node's log."
+        remedy = REMEDIES.get(match[1], "")
+        return f"failed ({match[1]}), see reference {match[2]} in the node's log.{remedy}"
     lines = (reason or "").strip().splitlines() or ["no reason was given"]
     # Escape sequences would reach the terminal of the server's operator.
     readable = "".join(character for character in lines[-1] if character.isprintable())

@@ -15,7 +15,11 @@ from motley.flower.failures import NodeError, failing_as
 from motley.flower.run_config import from_text
 from motley.flower.settings import NodeSettings
 
-COLLECTIONS: dict[str, CollectionName] = {"method": "method", "statistics": "statistics"}
+COLLECTIONS: dict[str, CollectionName] = {
+    "method": "method",
+    "statistics": "statistics",
+    "evaluation": "evaluation",
+}
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,8 @@ def read_job(node: NodeSettings, request: Request) -> Job:
         state_round = int(values["client_state_round"])
         collection = str(values.get("collection", "method"))
         if collection not in COLLECTIONS:
-            raise MotleyError(f"collection = {collection!r}: should be 'method' or 'statistics'.")
+            allowed = ", ".join(map(repr, COLLECTIONS))
+            raise MotleyError(f"collection = {collection!r}: should be one of {allowed}.")
         # Taken out of the message, so that nothing keeps the bytes once they are tensors.
         arrays = request.content.pop("arrays")
         job = Job(

@@ -28,6 +28,8 @@ class NodeData(Settings):
     """
     partition: str = ""
     """This node's copy of the index lists, if `dealt` is true and the run's partition is "file"."""
+    public: str = ""
+    """This node's copy of the public images, if clients use them and public.name is "npz"."""
 
 
 class NodeBudget(Settings):
@@ -102,7 +104,7 @@ def read_node(file: Path) -> NodeSettings:
     node = validate(NodeSettings, values)
     here = file.absolute().parent
     data = {}
-    for key in ("path", "root", "partition"):
+    for key in ("path", "root", "partition", "public"):
         if value := getattr(node.data, key):
             data[key] = str(here / Path(value).expanduser())
     memory = str(here / (node.memory or f"client-{node.client}"))

@@ -58,6 +58,7 @@ def simulate(
         root=config.data.root,
         dealt=True,
         partition=lists,
+        public=getattr(config.public, "path", ""),
     )
     every = NodeSettings(
         client=0, data=data, memory=str((path / "clients").absolute()), repeatable=True

@@ -19,6 +19,7 @@ from motley.core.merge import Aggregate, merge
 from motley.core.part import State
 from motley.core.registry import Registry
 from motley.core.update import ClientUpdate
+from motley.methods.evaluation import TestCounts
 from motley.methods.info import ClientInfo, FederationInfo
 from motley.methods.step import Step
 from motley.models.stages import chain_of
@@ -59,7 +60,13 @@ class Requirements:
     #: Training depends on the total number of rounds, so a run that is extended later differs from
     #: one that had all its rounds from the start.
     uses_total_rounds: bool = False
-    #: Weights travel. If only logits, prototypes or features do, there is no delta to work on.
+    #: The server computes with public images (`info.public`), so the run must name some.
+    public_data: bool = False
+    #: Clients compute with them too, so nodes load them.
+    client_public_data: bool = False
+    #: Weights travel. If only logits, prototypes or features do, each client keeps a model of its
+    #: own, which it starts from the initial weights of its size, and there is no global model:
+    #: nothing is aggregated, and clients' own models are evaluated (`motley.server.own_models`).
     exchanges_weights: bool = True
 
     def combined(self, other: Requirements) -> Requirements:
@@ -129,6 +136,18 @@ class ClientAlgorithm:
     def collect(self, step: Step, batches: Iterable[tuple[Tensor, Tensor]]) -> State:
         """Answer a collection: a pass over the client's data without augmentation."""
         return {}
+
+    def evaluate(self, step: Step, batches: Iterable[tuple[Tensor, Tensor]]) -> State:
+        """Score the client's own model on a test set; for methods that exchange no weights.
+
+        The model is in evaluation mode, and no gradients are computed. The broadcast is the one
+        after the round. Returns the counts of `TestCounts`, and other numbers for the round's
+        record as `reported/NAME`.
+        """
+        counts = TestCounts(self.info.classes, step.round.device)
+        for inputs, targets in batches:
+            counts.add(step.model(inputs), targets)
+        return counts.values()
 
 
 class ServerAlgorithm:

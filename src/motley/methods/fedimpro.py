@@ -21,10 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import torch
-from pydantic import Field
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from torch import Tensor
 
 from motley.core.part import State
@@ -51,8 +51,23 @@ OWN = "features/"
 INITIAL_DEVIATION = 0.1
 #: In a payload, the mean loss on drawn features over the client's steps, and its weight.
 DRAWN_LOSS, WEIGHT = f"{REPORTED}drawn_loss", f"{REPORTED}weight"
+#: In the released code a new batch has the weight min(1, d / 5000). Its authors probably meant the
+#: number of the batch's examples, but d is the number of values of a feature.
+DIMENSION_OF_FULL_WEIGHT = 5000
 #: Where the client half keeps its estimate of the statistics, the sum of the loss, and its weight.
 SCRATCH = "fedimpro"
+
+
+def _momentum(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return handler(value)
+    except ValidationError:
+        raise ValueError('should be a number from 0 to below 1, or "dimension".') from None
+
+
+Momentum: TypeAlias = Annotated[
+    Annotated[float, Field(ge=0, lt=1)] | Literal["dimension"], WrapValidator(_momentum)
+]
 
 
 class FedImproSettings(MethodSettings):
@@ -62,7 +77,7 @@ class FedImproSettings(MethodSettings):
     variants: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {},
         "official": {
-            "beta_m": 0.0,
+            "beta_m": "dimension",
             "beta_g": 0.0,
             "spread": "deviation",
             "deviation_max": 0.1,
@@ -81,9 +96,10 @@ class FedImproSettings(MethodSettings):
     """The last stage of the low level, for example layer2; empty: the one in the middle, which is
     layer2 of a ResNet.
     """
-    beta_m: float = Field(default=0.9, ge=0, lt=1)
+    beta_m: Momentum = 0.9
     """Momentum of a client's statistics over its batches (Eq. 6). 0: only the last batch with a
-    class counts.
+    class counts. dimension: 1 - min(1, d / 5000) with d values per feature, as in the released
+    code. That is 0 behind layers 1 to 3 of a ResNet, but 0.8976 behind its pooling (d = 512).
     """
     beta_g: float = Field(default=0.5, ge=0, lt=1)
     """Momentum of the server's statistics over rounds (Eq. 7)."""
@@ -130,6 +146,12 @@ class FedImproSettings(MethodSettings):
     """Divide the loss by 1 + weight. With weight = ratio it is then the mean over real and drawn
     features (Theorem 4.2).
     """
+
+    def momentum(self, dimension: int) -> float:
+        """Return the momentum of a client's statistics of features with so many values."""
+        if self.beta_m == "dimension":
+            return 1 - min(1.0, dimension / DIMENSION_OF_FULL_WEIGHT)
+        return self.beta_m
 
     def weight_at(self, epoch: float) -> float:
         """Return the weight of the drawn features' loss after so many epochs."""
@@ -221,11 +243,12 @@ class FedImproClient(ClientAlgorithm):
         own = step.scratch[SCRATCH]
         batch = moments(features, targets, self.info.classes)
         spread = batch.variance if self.settings.spread == "variance" else batch.variance.sqrt()
-        if self.settings.deviation_max != "off":
-            spread = spread.clamp_max(spread_of(self.settings.deviation_max, self.settings))
-        pull = 1 - self.settings.beta_m
+        pull = 1 - self.settings.momentum(features.shape[1])
         own["mean"].lerp_(batch.mean, pull * (batch.counts > 0).float()[:, None])
         own["spread"].lerp_(spread, pull * (batch.counts > 1).float()[:, None])
+        if self.settings.deviation_max != "off":
+            # The released code limits the estimate, not the batch's deviation.
+            own["spread"].clamp_max_(spread_of(self.settings.deviation_max, self.settings))
         own["counts"].add_(batch.counts)
 
     def finish(self, step: Step) -> tuple[State, State]:

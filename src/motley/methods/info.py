@@ -15,6 +15,7 @@ from torch import Tensor
 
 from motley.core.async_copy import to_device
 from motley.core.part import State, add_at
+from motley.data.public import PublicData
 from motley.models import ImageShape
 from motley.splits.base import Split
 
@@ -72,6 +73,8 @@ class ClientInfo:
     image: ImageShape
     training: Training
     seed: int
+    #: Public images, if the method's clients use them (`Requirements.client_public_data`).
+    public: PublicData | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ class FederationInfo:
     every: int = 1
     #: (client, round) -> the client's size, if sizes are drawn anew in every round.
     drawn: Callable[[int, int], str] | None = None
+    #: Public images (`[public]`), if the method uses them. A node has them only if its clients do.
+    public: PublicData | None = None
 
     @property
     def rounds(self) -> int:
@@ -97,7 +102,9 @@ class FederationInfo:
 
     def for_clients(self) -> ClientInfo:
         """Return what every client knows."""
-        return ClientInfo(self.split, self.classes, self.image, self.training, self.seed)
+        return ClientInfo(
+            self.split, self.classes, self.image, self.training, self.seed, self.public
+        )
 
     def size_of(self, client: int, round_number: int) -> str:
         """Return the size of a client in a round."""

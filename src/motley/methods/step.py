@@ -61,6 +61,10 @@ class Step(Protocol):
     round: Tensor
     #: Steps taken so far: for use outside of steps.
     num_steps: int
+    #: Steps that the client takes in this round, and steps of one epoch over its examples: for use
+    #: outside of steps. Both are 0 if it does not train.
+    total_steps: int
+    epoch_steps: int
 
     @property
     def round_number(self) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from motley.models.channels import Axis, Channels, of_head
+from motley.models.initialization import initialize_convolutions
 from motley.models.resnet import stage_widths
 from motley.models.spec import MODELS, CrossLayer, ImageShape, ModelSpec, Stage
 from motley.settings import Settings
@@ -70,9 +71,7 @@ class PreActResNet(nn.Module):
         self.norm = nn.BatchNorm2d(widths[-1])
         self.relu: nn.Module = nn.ReLU()
         self.head = nn.Linear(widths[-1], classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        initialize_convolutions(self)
 
     def pool(self, x: Tensor) -> Tensor:
         """Return the mean over the normalized last map: one vector per image."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from motley.core.errors import MotleyError
@@ -34,6 +35,15 @@ def with_projection(model: nn.Module, width: int) -> nn.Module:
     head = ProjectionHead(last.in_features, width, last.out_features)
     setattr(model.get_submodule(parent), name, head)
     return declare(model, replace(spec, classifiers=(f"{spec.head}.classify",)))
+
+
+def representation_width(blueprint: nn.Module, image: tuple[int, ...]) -> int:
+    """Return the width of the input of a model's last layer. The model is on the meta device."""
+    with torch.no_grad():
+        representation, _ = representation_and_answer(
+            blueprint, torch.empty((2, *image), device="meta")
+        )
+    return representation.flatten(1).shape[1]
 
 
 def representation_and_answer(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from motley.models.channels import Axis, Channels, of_head
+from motley.models.initialization import initialize_convolutions
 from motley.models.spec import MODELS, CrossLayer, ImageShape, ModelSpec, Stage
 from motley.models.taps import crop_taps
 from motley.settings import Settings
@@ -179,7 +180,7 @@ class ResNet(nn.Module):
         )
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(outputs[-1], classes)
-        _initialize(self)
+        initialize_convolutions(self)
 
     @property
     def stages(self) -> tuple[nn.Sequential, ...]:
@@ -289,17 +290,6 @@ def _stage(
     return nn.Sequential(block(inputs, width, stride, settings), *later)
 
 
-def _initialize(model: nn.Module) -> None:
-    """Initialize convolutions with variance 2 / fan_out.
-
-    `fc` and the norms keep torch's initialization, so the last norm of a block also starts with
-    weight 1.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-
-
 #: Depth -> block type, blocks per stage, and number of parameters for 3 channels, 10 classes and
 #: the default settings.
 SIZES: dict[int, tuple[type[Block], tuple[int, int, int, int], int]] = {
@@ -317,10 +307,12 @@ SIZES: dict[int, tuple[type[Block], tuple[int, int, int, int], int]] = {
 
 def _build(depth: int, settings: ResNetSettings, image: ImageShape, classes: int) -> ResNet:
     block, blocks, _ = SIZES[depth]
-    model = ResNet(block, blocks, settings, image.channels, classes)
+    return ResNet(block, blocks, settings, image.channels, classes)
+
+
+def _trim(model: nn.Module, settings: ResNetSettings, image: ImageShape, classes: int) -> None:
     if settings.trim_dead_taps:
         crop_taps(model, image)
-    return model
 
 
 def _register(depth: int) -> None:
@@ -343,6 +335,7 @@ def _register(depth: int) -> None:
             channels,
             cross_layers,
             head="fc",
+            after_init=_trim,
         )
     )
 

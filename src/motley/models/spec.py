@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from motley.core.registry import Registry
 from motley.models.channels import Channels
+from motley.models.initialization import Initialization, initialize
 
 
 class ImageShape(NamedTuple):
@@ -67,12 +68,20 @@ class ModelSpec:
     head: str | None = None
     #: Layers that output one value per class, by their paths. If it is empty, this is the head.
     classifiers: tuple[str, ...] = ()
+    #: Called with the initialized model and the arguments of `build`, to change it in place. What
+    #: changes the shapes of weights belongs here, since initial values depend on shapes.
+    after_init: Callable[..., None] | None = None
 
-    def make(self, *arguments: Any) -> nn.Module:
-        """Build a model and attach this declaration to it, for `spec_of`."""
+    def make(self, *arguments: Any, init: Initialization = "model") -> nn.Module:
+        """Build and initialize a model, and attach this declaration to it, for `spec_of`."""
         model = self.build(*arguments)
-        # A user's function may return anything. Other types are rejected where the model is used.
-        return declare(model, self) if isinstance(model, nn.Module) else model
+        if not isinstance(model, nn.Module):
+            # A user's function may return anything. It is rejected where the model is used.
+            return model
+        initialize(model, init)
+        if self.after_init is not None:
+            self.after_init(model, *arguments)
+        return declare(model, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelSpec:
         """Return itself, because it never changes: a copy of a model has the same declaration."""

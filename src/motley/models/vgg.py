@@ -1,20 +1,27 @@
 """VGG networks for small images.
 
 Simonyan and Zisserman, "Very Deep Convolutional Networks" (ICLR 2015). Blocks of 3x3 convolutions,
-each followed by max pooling, and two hidden layers of 512 units with dropout before each. No
-normalization. These are the two networks of FedImpro's authors: VGG9, and the usual VGG11 for 32x32
-images.
+each followed by max pooling, and two hidden layers of 512 units. No normalization. These are the
+two networks of FedImpro's authors: VGG9, and the usual VGG11 for 32x32 images. They differ in more
+than their depth:
+
+- VGG9 has dropout of whole maps after its second block, and dropout of 0.1 before the first hidden
+  layer and before the head. Its weights start as torch creates them.
+- VGG11 has dropout of 0.5 before each hidden layer. Its convolutions start with variance 2 /
+  fan_out and without bias.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from torch import Tensor, nn
 
 from motley.core.errors import MotleyError
 from motley.models.channels import Axis, Channels, of_head
+from motley.models.initialization import initialize_convolutions
 from motley.models.spec import MODELS, CrossLayer, ImageShape, ModelSpec, Stage
 from motley.settings import Settings
 
@@ -26,12 +33,28 @@ BLOCKS: dict[int, tuple[tuple[int, ...], ...]] = {
 HIDDEN = 512
 
 
+#: Dropout probability of each network's classifier, as in FedImpro's code.
+DROPOUT = {9: 0.1, 11: 0.5}
+
+
+def _probability(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return handler(value)
+    except ValidationError:
+        raise ValueError('should be a number from 0 to below 1, or "auto".') from None
+
+
+Dropout: TypeAlias = Annotated[
+    Annotated[float, Field(ge=0, lt=1)] | Literal["auto"], WrapValidator(_probability)
+]
+
+
 class VGGSettings(Settings):
     """Settings of all VGG networks."""
 
-    dropout: float = Field(0.1, ge=0, lt=1)
-    """Dropout probability before each hidden layer of the classifier; VGG11 is often trained with
-    0.5.
+    dropout: Dropout = "auto"
+    """Probability of the two dropouts of the classifier: before the first hidden layer, and before
+    the head (VGG9) or the second hidden layer (VGG11). auto: 0.1 in VGG9 and 0.5 in VGG11.
     """
     map_dropout: float = Field(0.05, ge=0, lt=1)
     """Probability of dropping a whole feature map after VGG9's second block."""
@@ -51,12 +74,21 @@ class VGG(nn.Module):
         if depth == 9:
             self.blocks[1].append(nn.Dropout2d(settings.map_dropout))  # type: ignore[operator]
         values = inputs * _pooled(depth, image.height) * _pooled(depth, image.width)
+        dropout = DROPOUT[depth] if settings.dropout == "auto" else settings.dropout
+        # In both networks the layers with weights have the numbers 2 and 5.
         self.hidden = nn.Sequential(
             nn.Flatten(),
-            *(nn.Dropout(settings.dropout), nn.Linear(values, HIDDEN), nn.ReLU()),
-            *(nn.Dropout(settings.dropout), nn.Linear(HIDDEN, HIDDEN), nn.ReLU()),
+            nn.Dropout(dropout),
+            nn.Linear(values, HIDDEN),
+            nn.ReLU(),
+            nn.Dropout(dropout) if depth == 11 else nn.Identity(),
+            nn.Linear(HIDDEN, HIDDEN),
+            nn.ReLU(),
+            nn.Dropout(dropout) if depth == 9 else nn.Identity(),
         )
         self.head = nn.Linear(HIDDEN, classes)
+        if depth == 11:
+            initialize_convolutions(self)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

@@ -291,7 +291,8 @@ def partition(run: Run) -> go.Figure:
     """
     config = run.config
     dataset = load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
-    counts = deal_examples(config, dataset).label_counts(dataset.train.labels, dataset.classes)
+    dealt = deal_examples(config, dataset).partition
+    counts = dealt.label_counts(dataset.train.labels, dataset.classes)
     heatmap = go.Heatmap(
         z=counts[:MAX_CLIENTS].T.tolist(),
         colorscale="Viridis",

@@ -7,23 +7,44 @@ asks the engine to run the stage's jobs, rejects unusable answers, and applies t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from motley.core.device import on_device
 from motley.core.part import size_in_bytes, take
 from motley.engine.base import Engine, Failure, Job
+from motley.evaluate import PendingScores
 from motley.methods.base import Collection, ServerAlgorithm
+from motley.server.metrics import Metrics
 from motley.server.state import ServerState
 from motley.server.timing import Timer
 from motley.server.validation import collection_error
 from motley.splits.base import Split
 
 
+@dataclass(frozen=True)
+class CollectionResult:
+    """What a collection stage returns.
+
+    evaluation: the scores of clients' own models, if the stage asked for them.
+    metrics: numbers for the round's record.
+    """
+
+    server: ServerState
+    evaluation: PendingScores | None = None
+    metrics: Metrics = field(default_factory=dict)
+
+
 class CollectionStage(Protocol):
     """Something that asks clients for a collection after a round."""
+
+    @property
+    def phase(self) -> str:
+        """The name under which the round's record has its time."""
+        ...
 
     def jobs(self, server: ServerState, sampled: Sequence[int]) -> list[Job]:
         """Return what clients are sent; empty if nothing is collected after this round.
@@ -39,8 +60,8 @@ class CollectionStage(Protocol):
         """
         ...
 
-    def apply(self, server: ServerState, collections: Sequence[Collection]) -> ServerState:
-        """Return the server state with the clients' answers, of which there is at least one."""
+    def apply(self, server: ServerState, collections: Sequence[Collection]) -> CollectionResult:
+        """Use the clients' answers, of which there is at least one."""
         ...
 
 
@@ -54,6 +75,7 @@ class MethodCollection:
     algorithm: ServerAlgorithm
     split: Split
     size_of: Callable[[int, int], str]
+    phase: str = "collect"
 
     def jobs(self, server: ServerState, sampled: Sequence[int]) -> list[Job]:
         """Return jobs for the clients that the method wants to ask after this round."""
@@ -78,12 +100,13 @@ class MethodCollection:
         """Try the collection on its own."""
         return collection_error(self.algorithm, server, collection)
 
-    def apply(self, server: ServerState, collections: Sequence[Collection]) -> ServerState:
+    def apply(self, server: ServerState, collections: Sequence[Collection]) -> CollectionResult:
         """Let the method use the collections."""
         method_state, model = self.algorithm.apply_collection(
             server.method_state, server.model, collections
         )
-        return replace(server.with_model(model), method_state=method_state)
+        server = replace(server.with_model(model), method_state=method_state)
+        return CollectionResult(server)
 
 
 @dataclass(frozen=True)
@@ -91,6 +114,8 @@ class Collected:
     """The server state after all collections of a round, and what they cost."""
 
     server: ServerState
+    evaluation: PendingScores | None
+    metrics: Metrics
     rejected: dict[int, str]
     bytes_down: int
     bytes_up: int
@@ -108,6 +133,8 @@ def run_collections(
 
     `sampled` are the round's clients, and `device` is the server's.
     """
+    evaluation: PendingScores | None = None
+    metrics: dict[str, Tensor | float] = {}
     rejected: dict[int, str] = {}
     bytes_down, bytes_up = 0, 0
     timer = Timer()
@@ -115,7 +142,7 @@ def run_collections(
         jobs = stage.jobs(server, sampled)
         if not jobs:
             continue
-        with timer.phase("collect"):
+        with timer.phase(stage.phase):
             answers = engine.collect(jobs)
             collections = [answer for answer in answers if isinstance(answer, Collection)]
             bytes_down += sum(
@@ -129,8 +156,11 @@ def run_collections(
                 collections, errors = _check(stage, server, collections, device)
                 rejected.update(errors)
             if collections:
-                server = stage.apply(server, collections)
-    return Collected(server, rejected, bytes_down, bytes_up, timer.seconds)
+                result = stage.apply(server, collections)
+                server = result.server
+                evaluation = result.evaluation or evaluation
+                metrics.update(result.metrics)
+    return Collected(server, evaluation, metrics, rejected, bytes_down, bytes_up, timer.seconds)
 
 
 def _check(

@@ -31,6 +31,8 @@ class RoundContext:
     min_fraction: fraction of a round's clients whose updates must be accepted; with fewer, the
         round is repeated with other clients, up to `attempts` times in all.
     batch_size: the clients' batch size, for error messages.
+    exchanges_weights: whether there is a global model, whose parts travel. If not, clients train
+        and evaluate models of their own.
     """
 
     engine: Engine
@@ -48,3 +50,4 @@ class RoundContext:
     min_fraction: float
     attempts: int
     batch_size: int
+    exchanges_weights: bool = True

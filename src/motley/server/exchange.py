@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from motley.core.part import size_in_bytes, take
+from motley.core.part import Part, size_in_bytes, take
 from motley.core.update import ClientUpdate
 from motley.engine.base import Failure, Job
 from motley.server.context import RoundContext
@@ -18,11 +18,14 @@ def make_job(context: RoundContext, server: ServerState, round_number: int, clie
     """Return what one client is sent."""
     size = context.size_of(client, round_number)
     part = context.split.part(size, round_number, client)
+    # If no weights are exchanged, a client is sent its size's initial weights, and only until it
+    # has a model of its own.
+    has_own_model = not context.exchanges_weights and client in server.client_state_rounds
     return Job(
         round_number=round_number,
         client=client,
         size=size,
-        state=take(server.state, part),
+        state={} if has_own_model else take(server.state, part),
         broadcast=context.algorithm.broadcast(
             server.method_state, server.state, round_number, client
         ),
@@ -45,7 +48,8 @@ def receive(
         update = context.uplink.decode(job, answer)
         if not context.engine.trusted:
             update = on_servers_device(update, context.device)
-        error = shape_error(job.state, update.delta)
+        expected = job.state if context.exchanges_weights else {}
+        error = shape_error(expected, update.delta)
         if error:
             rejected[update.client] = error
         else:
@@ -54,12 +58,18 @@ def receive(
 
 
 def complete_update(context: RoundContext, job: Job, update: ClientUpdate) -> ClientUpdate:
-    """Add what the server knows about the client, and the channel noise if there is any."""
+    """Add what the server knows about the client, and the channel noise if there is any.
+
+    Without a delta, an update belongs to no part of the global state.
+    """
+    part: Part = {}
+    if context.exchanges_weights:
+        part = context.split.part(job.size, job.round_number, job.client)
     trained = context.split.parameters_of(job.size)
     update = context.uplink.add_noise(job, update, [name for name in job.state if name in trained])
     return replace(
         update,
-        part=context.split.part(job.size, job.round_number, job.client),
+        part=part,
         weight=float(update.num_examples) if context.weigh_by_examples else 1.0,
         size=job.size,
         round_number=job.round_number,

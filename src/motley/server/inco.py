@@ -66,6 +66,12 @@ class IncoSettings(IncoOff):
     }
 
     variant: Literal["paper", "official"] = "official"
+    layers: Literal["released", "same-shape"] = "released"
+    """The layers that are refined. released: those of the authors' code; in a ResNet the
+    convolutions of a stage's later blocks, by conv2 of its first block, and in a ViT the weight of
+    each norm2, by norm1. same-shape: all layers of one shape in a stage, by the first of them, as
+    Section 3.2 has it; biases and norms too.
+    """
     granularity: Literal["kernel", "tensor"] = "kernel"
     """kernel: one theta per (out, in) kernel of a 4-D weight, and one per tensor of any other
     weight. tensor: one per tensor throughout.

@@ -2,7 +2,8 @@
 
 The order of the stages is the order of the list, which `assembly.build_pipeline` puts together:
 
-    AggregateUpdates -> InCo -> MethodCorrection -> ServerOptimizer -> Apply -> PostProcess -> EMA
+    AggregateUpdates -> Scale -> InCo -> MethodCorrection -> ServerOptimizer -> Apply -> PostProcess
+    -> EMA
 
 A stage is called with the server state, the aggregated delta so far and the accepted updates, and
 returns what it changes. It never modifies its arguments. To add one of your own, write a class like

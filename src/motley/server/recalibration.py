@@ -36,6 +36,7 @@ from motley.core.part import Part, State, add_at, take
 from motley.engine.base import Job
 from motley.methods.base import Collection
 from motley.models.moments import COUNT, MOMENTS, SQUARES, SUM, layers_in
+from motley.server.collection import CollectionResult
 from motley.server.state import ServerState
 from motley.server.validation import moments_error
 from motley.splits.base import Split
@@ -54,6 +55,7 @@ class Recalibrate:
     size_of: Callable[[int, int], str]
     is_due: Callable[[int], bool]
     num_clients: int | None = None
+    phase: str = "collect"
 
     def jobs(self, server: ServerState, sampled: Sequence[int]) -> list[Job]:
         """Return what the clients are sent: their parts of the evaluated model."""
@@ -73,13 +75,13 @@ class Recalibrate:
         part = self.split.evaluated(collection.size, server.round_number)
         return moments_error(server.model, part, collection.values)
 
-    def apply(self, server: ServerState, collections: Sequence[Collection]) -> ServerState:
+    def apply(self, server: ServerState, collections: Sequence[Collection]) -> CollectionResult:
         """Pool the clients' reports into the evaluated model."""
         reports = []
         for collection in collections:
             part = self.split.evaluated(collection.size, server.round_number)
             reports.append((part, collection.values))
-        return server.with_model(pool(server.model, reports))
+        return CollectionResult(server.with_model(pool(server.model, reports)))
 
 
 def pool(model: State, reports: Sequence[tuple[Part, State]]) -> State:

@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import dataclass, field, replace
 
-from motley.evaluate import Evaluation, Score
+from motley.evaluate import PendingScores, Score
 from motley.server.metrics import PendingMetrics
 
 
@@ -23,7 +23,8 @@ class RoundRecord:
     idle: sampled clients that had no batch to train on.
     train_loss: mean training loss of the accepted updates; NaN if it is not known.
     num_steps: local steps of the accepted updates together.
-    scores: size -> score on the test set; empty if the round was not evaluated.
+    scores: size -> score on the test set; empty if the round was not evaluated. If the method
+        exchanges no weights, the mean over clients' own models.
     metrics: numbers of stages and of the method, such as `inco/LAYER/theta` or `method/pool`; empty
         if no update was accepted.
     epsilon: privacy spent so far, towards an adversary who sees models and one who sees uploads.
@@ -50,7 +51,7 @@ class PendingRecord:
     """A record whose scores and metrics a GPU may still compute while the next round begins."""
 
     def __init__(
-        self, record: RoundRecord, evaluation: Evaluation | None, metrics: PendingMetrics
+        self, record: RoundRecord, evaluation: PendingScores | None, metrics: PendingMetrics
     ) -> None:
         self._record, self._evaluation, self._metrics = record, evaluation, metrics
         self._complete: RoundRecord | None = None

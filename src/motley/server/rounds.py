@@ -6,6 +6,8 @@
     finish_round    Reject invalid updates (`validation.py`). End the round with the others.
     end_round       Run the stages of the aggregation (`pipeline.py`). Ask clients for collections,
                     such as BatchNorm statistics (`collection.py`). Start to evaluate every size.
+                    If no weights are exchanged, nothing is aggregated, and clients are asked for
+                    the scores of their own models instead (`own_models.py`).
 
 Every function takes a server state and returns what it computes; nothing is changed in place. If a
 round is interrupted, the state before it is still whole and can be saved.
@@ -22,7 +24,7 @@ from dataclasses import dataclass, replace
 from motley.core.errors import MotleyError
 from motley.core.update import ClientUpdate
 from motley.engine.base import Done
-from motley.evaluate import Evaluation
+from motley.evaluate import PendingScores
 from motley.limits import allocating
 from motley.server.collection import run_collections
 from motley.server.context import RoundContext
@@ -68,7 +70,7 @@ class Ending:
     """
 
     server: ServerState
-    evaluation: Evaluation | None
+    evaluation: PendingScores | None
     metrics: PendingMetrics
     rejected: dict[int, str]
     bytes_down: int
@@ -164,19 +166,18 @@ def end_round(
             server, metrics = run_stages(context.pipeline, server, updates)
             accepted = {update.client: server.round_number for update in updates}
             server = replace(server, client_state_rounds={**server.client_state_rounds, **accepted})
-        pending = PendingMetrics(metrics)
     collected = run_collections(
         context.collections, context.engine, server, clients, context.device
     )
-    server = collected.server
-    evaluation = None
-    if context.algorithm.info.is_evaluated(server.round_number):
+    server, evaluation = collected.server, collected.evaluation
+    is_evaluated = context.algorithm.info.is_evaluated(server.round_number)
+    if context.exchanges_weights and is_evaluated:
         with timer.phase("evaluate"):
             evaluation = context.evaluator.start(server.model, server.round_number)
     return Ending(
         server=server,
         evaluation=evaluation,
-        metrics=pending,
+        metrics=PendingMetrics({**metrics, **collected.metrics}),
         rejected=collected.rejected,
         bytes_down=collected.bytes_down,
         bytes_up=collected.bytes_up,

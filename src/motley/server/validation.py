@@ -8,8 +8,8 @@ An update is checked in this order:
 4. `payload_error`: the method can use the payload. This is tried for nodes elsewhere only. Clients
    of this process run the server's version of the method.
 
-A collection, which a client sends without training, is checked by `collection_error` or
-`moments_error`.
+A collection, which a client sends without training, is checked by `collection_error`,
+`moments_error` or `counts_error`.
 
 Whether an update is finite is computed on the update's device. A GPU does that after the training
 that is queued before it, so `UpdateCheck` starts the computation and its verdict is read later.
@@ -27,8 +27,10 @@ from torch import Tensor
 
 from motley.core.async_copy import AsyncCopy
 from motley.core.part import Part, State, select
+from motley.core.tensors import max_norm
 from motley.core.update import ClientUpdate
-from motley.methods.base import Collection, ServerAlgorithm
+from motley.methods.base import REPORTED, Collection, ServerAlgorithm
+from motley.methods.evaluation import CORRECT, LOSS, SEEN
 from motley.models.moments import MOMENTS, layers_in
 from motley.server.state import ServerState
 from motley.server.timing import Timer
@@ -50,27 +52,6 @@ def shape_error(expected: Mapping[str, Tensor], delta: Mapping[str, Tensor]) -> 
         if delta[name].dtype != tensor.dtype:
             return f"{name!r} is {delta[name].dtype}; {tensor.dtype} was sent out."
     return None
-
-
-def max_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the largest absolute value, on the tensors' device, without waiting for the device.
-
-    It is NaN or infinite exactly if one of the values is. The tensors are read in one grouped pass
-    and not changed. Integers are left out; without other values the result is 0.
-    """
-    tensors = list(tensors)
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.is_floating_point() and tensor.numel():
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    if not by_dtype:
-        return torch.zeros((), device=tensors[0].device if tensors else None)
-    # Not torch.nn.utils.get_total_norm, which takes the host longer: there is one call per client
-    # and round.
-    norms = []
-    for alike in by_dtype.values():
-        norms.append(torch.stack(torch._foreach_norm(alike, math.inf)).amax().double())
-    return torch.stack(norms).amax()
 
 
 def has_nonfinite(tensors: Iterable[Tensor]) -> Tensor:
@@ -116,7 +97,7 @@ class UpdateCheck:
     @property
     def ready(self) -> bool:
         """Whether `verdict` would return without waiting for the device."""
-        return self._norms.ready
+        return self._norms.ready and self._losses.ready
 
     @cached_property
     def verdict(self) -> Verdict:
@@ -189,6 +170,30 @@ def _error_of_trying(what: str, use: Callable[[], None]) -> str | None:
         use()
     except Exception as error:  # a method may raise anything when a node sends it nonsense
         return f"the method cannot use its {what}: {error!r}"
+    return None
+
+
+def counts_error(classes: int, counts: State) -> str | None:
+    """Say why an answer is not the counts of a model on a test set; None if it is."""
+    problem = _counts_problem(classes, counts)
+    return f"its scores were refused: {problem}." if problem else None
+
+
+def _counts_problem(classes: int, counts: State) -> str | None:
+    shapes = {CORRECT: (classes,), SEEN: (classes,), LOSS: ()}
+    for name in (*shapes, *counts):
+        if name not in counts:
+            return f"{name!r} is missing"
+        if name not in shapes and not name.startswith(REPORTED):
+            return f"{name!r} was not asked for"
+        shape = shapes.get(name, ())
+        if tuple(counts[name].shape) != shape:
+            return f"{name!r} has shape {tuple(counts[name].shape)}, not {shape}"
+        if not counts[name].isfinite().all():
+            return f"{name!r} holds a number that is not finite"
+    correct, seen = counts[CORRECT], counts[SEEN]
+    if (correct < 0).any() or (correct > seen).any() or not seen.sum() > 0:
+        return "no test set has these counts"
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import ClassVar, Literal
@@ -20,6 +20,7 @@ from motley.core.randomness import torch_seed
 from motley.core.registry import Registry
 from motley.limits import allocating
 from motley.models import CrossLayer, ModelSpec
+from motley.models.same_shape import same_shape_layers
 from motley.models.spec import spec_of
 from motley.settings import Settings
 
@@ -233,13 +234,32 @@ class Split(ABC):
 
     @cached_property
     def cross_layers(self) -> tuple[CrossLayer, ...]:
-        """The pairs that InCo mixes, under their global names."""
+        """The pairs that InCo's authors mix, under their global names."""
+        return self._placed_pairs(lambda blueprint: blueprint.cross_layers)
+
+    @cached_property
+    def same_shape_layers(self) -> tuple[CrossLayer, ...]:
+        """The pairs of all layers of one shape in a stage, under their global names."""
+        pairs = self._placed_pairs(lambda blueprint: same_shape_layers(blueprint.module))
+        # Layers of a narrow size may have one shape although the whole layers have not.
+        return tuple(
+            pair for pair in pairs if self.frame[pair.source].shape == self.frame[pair.target].shape
+        )
+
+    def _placed_pairs(
+        self, pairs_of: Callable[[Blueprint], Sequence[CrossLayer]]
+    ) -> tuple[CrossLayer, ...]:
         pairs: dict[CrossLayer, None] = {}  # used as an ordered set
         for size in self._largest_first:
-            for pair in self.blueprints[size].cross_layers:
+            for pair in pairs_of(self.blueprints[size]):
                 source, target = self._placed(size, pair.source), self._placed(size, pair.target)
                 pairs[CrossLayer(source, target)] = None
         return tuple(pairs)
+
+    @property
+    def smallest_first(self) -> tuple[str, ...]:
+        """The sizes, the one with the fewest parameters first."""
+        return tuple(reversed(self._largest_first))
 
     @cached_property
     def _largest_first(self) -> tuple[str, ...]:

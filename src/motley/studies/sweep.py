@@ -42,6 +42,7 @@ SCALES = {
 MIN_ROUNDS = 3
 #: Replaces a data set that has no reader, to find out whether everything else could run.
 SUBSTITUTE_DATASET = "cifar10"
+NO_READER = "there is no reader for this data set (motley list datasets)."
 #: Settings that do not affect a run's numbers. Runs that differ only in these are the same run.
 IMMATERIAL: Any = {
     "run": True,
@@ -236,6 +237,22 @@ def _missing_method(row: MethodRow) -> Iterator[Missing]:
         yield Missing(row.name, f"there is no method {name!r} (motley list methods).")
 
 
+def missing_in_motley(study: Study) -> list[Missing]:
+    """Return the methods, data set readers and files of a user that a study lacks.
+
+    No data set is opened and no configuration is built, so this is quick for all studies.
+    """
+    missing: list[Missing] = []
+    for row in study.methods:
+        missing.extend(_missing_method(row))
+    for column in study.data:
+        if column.reader not in DATASETS:
+            missing.append(Missing(column.name, NO_READER))
+    for key, description in study.needs.items():
+        missing.append(Missing(key, f"needs {description}: --set {key}=FILE."))
+    return missing
+
+
 def _missing_size(row: MethodRow, config: Config) -> Iterator[Missing]:
     """Yield the reason if the size that the line shows does not exist."""
     sizes = config.split.sizes(config.model.sizes)
@@ -249,7 +266,7 @@ def _missing_data(
     study: Study, column: DataColumn, case: Case, overrides: Table
 ) -> Iterator[Missing]:
     if column.reader not in DATASETS:
-        yield Missing(column.name, "there is no reader for this data set (motley list datasets).")
+        yield Missing(column.name, NO_READER)
         return
     # Only the files matter here. The whole configuration cannot be resolved without a method.
     files: dict[str, Any] = {"root": "", "path": ""}

@@ -1,5 +1,5 @@
 """One file per data set format. Importing this package registers them all."""
 
-from motley.data.datasets import cifar10, digits, fashion_mnist, npz
+from motley.data.datasets import cifar10, cifar100, digits, fashion_mnist, mnist, npz, svhn
 
-__all__ = ["cifar10", "digits", "fashion_mnist", "npz"]
+__all__ = ["cifar10", "cifar100", "digits", "fashion_mnist", "mnist", "npz", "svhn"]

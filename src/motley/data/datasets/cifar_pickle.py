@@ -31,10 +31,38 @@ from typing import Any
 import numpy as np
 
 from motley.core.errors import MotleyError
+from motley.data.dataset import Examples, make_examples
 
 #: Twice as many as the largest file needs, which is CIFAR-100's training part as Python 3 writes it
 #: with protocol 2.
 MAX_OPERATIONS = 1_000_000
+
+
+def read_cifar_examples(path: Path, label_key: str, classes: int, max_bytes: int) -> Examples:
+    """Return the images and labels of a pickled file, with channels last.
+
+    The file stores an image as a row of 1,024 red, then 1,024 green, then 1,024 blue bytes.
+    """
+    batch = read_pickled_batch(path, max_bytes)
+    for key in ("data", label_key):
+        if key not in batch:
+            raise MotleyError(f"{path} is not a batch of this data set: it has no {key!r}.")
+    data, labels = batch["data"], batch[label_key]
+    if not isinstance(data, np.ndarray) or data.ndim != 2 or data.shape[1] != 3072:
+        is_array = isinstance(data, np.ndarray)
+        actual = f"{data.dtype} {data.shape}" if is_array else type(data).__name__
+        raise MotleyError(f"{path}: 'data' must be bytes of shape (N, 3072), not {actual}.")
+
+    def is_label(value: object) -> bool:
+        # `type(...) is int` and not `isinstance`, which would accept True and False.
+        return type(value) is int and 0 <= value < classes
+
+    if not isinstance(labels, list) or not all(map(is_label, labels)):
+        raise MotleyError(
+            f"{path}: {label_key!r} must be a list of whole numbers in 0..{classes - 1}."
+        )
+    images = np.ascontiguousarray(data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+    return make_examples(images, np.array(labels, dtype=np.int64), classes, path)
 
 
 def read_pickled_batch(path: Path, max_bytes: int) -> dict[str, Any]:

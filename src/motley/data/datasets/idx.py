@@ -1,0 +1,90 @@
+"""The IDX files of MNIST and Fashion-MNIST, compressed with gzip or not.
+
+An IDX file consists of two zero bytes, a type byte (8 = unsigned bytes), the number of dimensions,
+each dimension as a big-endian 32-bit number, and the values.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from motley.core.errors import MotleyError
+from motley.data.dataset import Dataset, Examples, FileLayout, make_examples
+
+#: Limit on the decompressed size, because a small gzip file can expand to many gigabytes of zeros.
+#: The largest real file has 47 MB.
+MAX_BYTES = 200_000_000
+SIDE = 28
+CLASSES = 10
+FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+
+
+def load_idx_files(layout: FileLayout, root: Path) -> Dataset:
+    """Read the four files of MNIST or of a data set in its format."""
+    train_images, train_labels, test_images, test_labels = layout.find(root)
+    train = _examples(train_images, train_labels)
+    test = _examples(test_images, test_labels)
+    return Dataset(layout.name, train, test, classes=CLASSES)
+
+
+def _examples(image_file: Path, label_file: Path) -> Examples:
+    images = read_idx(image_file, 3)
+    if images.shape[1:] != (SIDE, SIDE):
+        raise MotleyError(
+            f"{image_file}: images must have {SIDE} x {SIDE} pixels, "
+            f"not {images.shape[1]} x {images.shape[2]}."
+        )
+    labels = read_idx(label_file, 1)
+    if len(images) != len(labels):
+        raise MotleyError(
+            f"{image_file} has {len(images)} images, but {label_file} has {len(labels)} labels."
+        )
+    return make_examples(images[..., np.newaxis], labels, CLASSES, label_file)
+
+
+def read_idx(path: Path, dims: int) -> np.ndarray:
+    """Return the unsigned bytes of an IDX file that must have `dims` dimensions."""
+    raw = _read_decompressed(path)
+    header = 4 + 4 * dims
+    magic = bytes([0, 0, 8, dims])
+    if raw[:4] != magic:
+        raise MotleyError(
+            f"{path} is not an IDX file of unsigned bytes with {dims} dimensions: "
+            f"it starts with {raw[:4].hex(' ') or 'nothing'}, not {magic.hex(' ')}."
+        )
+    if len(raw) < header:
+        raise MotleyError(f"{path} is truncated: it ends inside its header.")
+    shape = struct.unpack(f">{dims}I", raw[4:header])
+    expected, actual = math.prod(shape), len(raw) - header
+    if actual != expected:
+        problem = "is truncated" if actual < expected else "has extra bytes"
+        raise MotleyError(
+            f"{path} {problem}: shape {shape} needs {expected} values and it holds {actual}."
+        )
+    return np.frombuffer(raw, np.uint8, offset=header).reshape(shape).copy()
+
+
+def _read_decompressed(path: Path) -> bytes:
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise MotleyError(f"{path} is truncated or damaged: {error}.") from error
+    except OSError as error:
+        raise MotleyError(f"{path} cannot be read: {error}.") from None
+    if len(raw) > MAX_BYTES:
+        raise MotleyError(
+            f"{path} holds more than {MAX_BYTES:,} bytes, which no file of this data set does."
+        )
+    return raw

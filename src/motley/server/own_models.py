@@ -1,0 +1,80 @@
+"""The evaluation of clients' own models, for methods that exchange no weights.
+
+There is no global model then. After an evaluated round, clients score their own models where these
+are, on the test set of the federation or, on a node, on the node's own. They answer with counts
+(`motley.methods.evaluation`), as in a collection. A size's score is the mean over the clients of
+that size that were asked. A size of which no client was asked has no score in that round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from motley.engine.base import Job
+from motley.evaluate import OwnModelScores
+from motley.methods.base import REPORTED, Collection, ServerAlgorithm
+from motley.server.collection import CollectionResult
+from motley.server.state import ServerState
+from motley.server.validation import counts_error
+
+
+@dataclass(frozen=True)
+class EvaluateOwnModels:
+    """Ask clients for the scores of their own models after every evaluated round.
+
+    size_of: (client, round) -> the client's size.
+    num_clients: the number of all clients, who are asked; None: only the clients of the round are.
+    """
+
+    algorithm: ServerAlgorithm
+    size_of: Callable[[int, int], str]
+    num_clients: int | None = None
+    phase: str = "evaluate"
+
+    def jobs(self, server: ServerState, sampled: Sequence[int]) -> list[Job]:
+        """Return jobs without weights for the clients that have a model of their own."""
+        number = server.round_number
+        if not self.algorithm.info.is_evaluated(number):
+            return []
+        jobs = []
+        for client in sampled if self.num_clients is None else range(self.num_clients):
+            trained = server.client_state_rounds.get(client)
+            if trained is None:
+                continue
+            job = Job(
+                round_number=number,
+                client=client,
+                size=self.size_of(client, number),
+                state={},
+                broadcast=self.algorithm.broadcast(
+                    server.method_state, server.state, number, client
+                ),
+                client_state_round=trained,
+                collection="evaluation",
+            )
+            jobs.append(job)
+        return jobs
+
+    def error(self, server: ServerState, collection: Collection) -> str | None:
+        """Say why a client's counts cannot be used; None if they can."""
+        return counts_error(self.algorithm.info.classes, collection.values)
+
+    def apply(self, server: ServerState, collections: Sequence[Collection]) -> CollectionResult:
+        """Return the scores, and the mean of every other number that clients reported."""
+        counts = []
+        for size in self.algorithm.info.split.sizes:
+            for collection in collections:
+                if collection.size == size:
+                    counts.append((size, collection.values))
+        reported: dict[str, list[Tensor]] = {}
+        for collection in collections:
+            for name, number in collection.values.items():
+                if name.startswith(REPORTED):
+                    metric = f"method/{name.removeprefix(REPORTED)}"
+                    reported.setdefault(metric, []).append(number.float())
+        metrics = {name: torch.stack(numbers).mean() for name, numbers in reported.items()}
+        return CollectionResult(server, OwnModelScores(counts), metrics)
