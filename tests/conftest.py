@@ -34,6 +34,17 @@ def tiny_config(*overrides: str) -> Config:
     return resolve("quickstart", [parse_overrides(TINY), parse_overrides(overrides)])
 
 
+def chosen(name: str) -> tuple[str, ...]:
+    """Return the settings that choose a method, and those that it needs beside its name."""
+    needs = METHODS[name].requirements
+    settings = [f"method.name={name}"]
+    if needs.public_data:
+        settings += ["public.name=noise", "public.samples=32"]
+    if not needs.exchanges_weights:
+        settings += ["server.ema_decay=0"]
+    return tuple(settings)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Real data sets beside the repository; tests that need them skip where there are none."""

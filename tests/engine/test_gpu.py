@@ -19,6 +19,7 @@ from motley.federation import Federation
 from motley.methods.base import Collection
 from motley.server import rounds
 from motley.server.collection import run_collections
+from motley.server.record import RoundRecord
 from motley.server.state import ServerState
 from motley.server.validation import has_nonfinite
 from tests.conftest import tiny_config
@@ -184,6 +185,73 @@ def test_slots_agree_with_debug_for_methods_with_more(case: str, inco: tuple[str
     torch.testing.assert_close(fast.method_state, plain.method_state, rtol=1e-2, atol=1e-3)
 
 
+OWN_MODELS: dict[str, tuple[str, ...]] = {
+    "Local": (),
+    "FedProto": (),
+    "FD": (),
+    "FedMD": ("public.name=noise", "public.samples=60", "method.digest_batch_size=16"),
+}
+"""Methods that exchange no weights."""
+
+
+def own_models_after(rounds: int, *overrides: str) -> tuple[State, ServerState, RoundRecord]:
+    """Return the models of all clients that have trained, the server, and the last record."""
+    federation = Federation(tiny_config(*EXACT, *overrides))
+    server = federation.initial_state()
+    for _ in range(rounds):
+        server, record = federation.run_round(server)
+        assert not record.refused
+    models = {}
+    for client in server.client_state_rounds:
+        for name, tensor in federation.client_model(server, client).state_dict().items():
+            models[f"{client}/{name}"] = tensor
+    return models, server, record
+
+
+@pytest.mark.parametrize("case", OWN_MODELS)
+@pytest.mark.parametrize("model", [(), VIT], ids=["resnet", "vit"])
+def test_models_of_clients_own_agree_with_debug(case: str, model: tuple[str, ...]) -> None:
+    sgd = ("training.optimizer={name='sgd', lr=0.001}", "training.batch_size=16")
+    settings = (*sgd, "training.steps=5", f"method.name={case}", *OWN_MODELS[case], *model)
+    settings = (*settings, "training.rounds=3", "evaluation.every=1")
+    plain, plain_server, plain_record = own_models_after(3, "engine.name=debug", *settings)
+    fast, fast_server, fast_record = own_models_after(
+        3, "engine.slots=3", "engine.kernels=false", *settings
+    )
+    assert distance(fast, plain) < 1e-5
+    torch.testing.assert_close(
+        fast_server.method_state, plain_server.method_state, rtol=1e-2, atol=1e-3
+    )
+    assert fast_record.train_loss == pytest.approx(plain_record.train_loss, rel=1e-4)
+    assert fast_record.scores.keys() == plain_record.scores.keys()
+    for size, score in fast_record.scores.items():
+        assert score.loss == pytest.approx(plain_record.scores[size].loss, rel=1e-3)
+        assert score.accuracy == pytest.approx(plain_record.scores[size].accuracy, abs=0.02)
+
+
+@pytest.mark.parametrize("case", ["FedProto", "FedMD"])
+def test_models_of_clients_own_on_the_gpu_are_what_they_are_on_the_host(case: str) -> None:
+    """With room for all of them, for some, and for none."""
+    sgd = ("training.optimizer={name='sgd', lr=0.001}", "training.batch_size=16")
+    settings = (*sgd, "training.steps=5", f"method.name={case}", *OWN_MODELS[case])
+    settings = (*settings, "federation.clients_per_round=6", "engine.slots=2")
+    first, *others = (
+        own_models_after(4, *settings, f"engine.client_state_gpu_fraction={fraction}")[0]
+        for fraction in (0.1, 1e-6, 0)
+    )
+    assert all(distance(other, first) < 1e-5 for other in others)
+
+
+@pytest.mark.parametrize("case", OWN_MODELS)
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_models_of_clients_own_train_in_16_bits(case: str, precision: str) -> None:
+    """They are kept and evaluated in single precision."""
+    settings = (f"method.name={case}", *OWN_MODELS[case], "training.rounds=3", "evaluation.every=1")
+    models, _, record = own_models_after(3, *settings, f"engine.precision={precision}")
+    assert all(t.dtype == torch.float32 for t in models.values() if t.is_floating_point())
+    assert all(math.isfinite(score.loss) for score in record.scores.values())
+
+
 @pytest.mark.parametrize("steps", [1, 10, 20])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_fast_path_agrees_with_debug_step_for_step(family: str, steps: int) -> None:
@@ -205,6 +273,11 @@ def test_the_fast_path_agrees_with_debug_step_for_step(family: str, steps: int) 
 PULLED = {
     "fedprox": ("method.mu=1000",),
     "fedprox-norms": ("method.name=fedprox", "method.proximal=norms", "method.mu=10"),
+    "fedprox-norm-of-squares": (
+        "method.name=fedprox",
+        "method.proximal=norm-of-squares",
+        "method.mu=1000",
+    ),
     "feddyn": ("method.alpha=1000",),
     "fednova": ("method.mu=1000",),
     "fedin": ("method.mu=1000",),
@@ -265,7 +338,7 @@ def test_memories_on_the_gpu_are_what_they_are_on_the_host(method: str) -> None:
     assert all(distance(server.state, ends[0][0].state) < 1e-5 for server, _ in ends[1:])
 
 
-@pytest.mark.parametrize("method", [*REAL, "InCoAvg", "InCoNova", *WITH_MORE])
+@pytest.mark.parametrize("method", [*REAL, "InCoAvg", "InCoNova", *WITH_MORE, *OWN_MODELS])
 def test_no_merge_waits_for_the_device(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the check of the updates nor a stage nor a metric may read a value from the device."""
 
@@ -283,7 +356,7 @@ def test_no_merge_waits_for_the_device(method: str, monkeypatch: pytest.MonkeyPa
     calls: list[str] = []
     for name in ("start_check", "run_stages", "PendingMetrics"):
         monkeypatch.setattr(rounds, name, watched(getattr(rounds, name)))
-    settings = (f"method.name={method}", *WITH_MORE.get(method, ()))
+    settings = (f"method.name={method}", *{**WITH_MORE, **OWN_MODELS}.get(method, ()))
     after(3, *settings, "training.batch_size=16", "training.steps=2")
     assert set(calls) == {"start_check", "run_stages", "PendingMetrics"}
 
@@ -325,7 +398,7 @@ def test_steps_are_captured() -> None:
     assert slots and all(len(slot._captures) == 1 for slot in slots)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "noisy", "every-hook", "alternating"])
+@pytest.mark.parametrize("method", ["fedavg", "noisy", "every-hook", "alternating", "FedProto"])
 @pytest.mark.parametrize("numbers", [(0, 0), (0, 1)], ids=["one-gpu-twice", "two-gpus"])
 def test_two_devices_agree_with_one(
     method: str, numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
@@ -386,7 +459,7 @@ class Nodes(LocalEngine):
 
 
 @pytest.mark.parametrize(
-    "method", ["InCoAvg", "scaffold", "fednova", "heterofl", "ccvr", "spherefed"]
+    "method", ["InCoAvg", "scaffold", "fednova", "heterofl", "ccvr", "spherefed", "FD"]
 )
 def test_answers_of_nodes_are_brought_to_the_servers_gpu(method: str) -> None:
     settings = ("evaluation.every=1", "training.rounds=1")

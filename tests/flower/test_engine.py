@@ -54,13 +54,15 @@ def test_nodes_end_with_the_local_engines_bits(grid: Grid, tmp_path: Path, metho
     )
 
 
-@pytest.mark.parametrize("method", ["Local", "FedProto", "FD"])
+@pytest.mark.parametrize("method", ["Local", "FedProto", "FD", "FedMD"])
 def test_nodes_with_models_of_their_own_agree_with_the_local_engine(
     grid: Grid, tmp_path: Path, method: str
 ) -> None:
     """A node keeps its model on its disk, and evaluates it on the test part of its data."""
     grid.keep_alive = False
-    settings = (f"method.name={method}", "training.steps=2")
+    settings = [f"method.name={method}", "training.steps=2"]
+    if method == "FedMD":
+        settings += ["public.name=held-out", "public.samples=40"]
     _, server = serve(grid, three_nodes(*settings), tmp_path / "run")
     assert fingerprint(server.method_state) == local(tmp_path / "local", *settings)[1]
     lines, expected = (

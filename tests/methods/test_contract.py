@@ -20,7 +20,7 @@ from motley.federation import Federation
 from motley.methods import METHODS
 from motley.runs.checkpoint import fingerprint, load_checkpoint, save_checkpoint
 from motley.server.state import ServerState
-from tests.conftest import tiny_config
+from tests.conftest import chosen, tiny_config
 from tests.methods.turns import sections_of
 
 SPLITS = {
@@ -61,6 +61,7 @@ SERVERS = {
         "method.step=separate",
         "method.noise=0.5",
         "method.noise_on=upload",
+        "method.noise_deviation=coordinate",
     ),
     "fedin-projection": ("method.name=fedin", "method.projection=8", "method.running=local"),
     "fedimpro-official": (
@@ -80,6 +81,7 @@ SERVERS = {
     "scaffold-weights": (
         "method.name=scaffold",
         "method.initial=weights",
+        "method.divide_by=sampled",
         "training.max_grad_norm=1",
     ),
 }
@@ -92,7 +94,7 @@ OVER_DEPTH = {*WITH_A_SPLIT, "fedgen", "spherefed"}
 CASES = {
     **{
         f"{entry.name}-{split}-{with_inco}": (
-            f"method.name={entry.name}",
+            *chosen(entry.name),
             *SPLITS[split],
             *INCO[with_inco],
         )
@@ -105,9 +107,9 @@ CASES = {
     },
     **{name: (*SPLITS["depth"], *INCO["inco"], *more) for name, more in SERVERS.items()},
 }
+GLOBAL = [case for case in CASES if case.split("-")[0] not in OWN_MODELS]
 FIXED = {"spherefed": ("fc.weight", "fc.bias")}
 """Parameters that a method does not train."""
-GLOBAL = [case for case in CASES if case.split("-")[0] not in OWN_MODELS]
 FAST = (
     "training.batch_size=16",
     "training.epochs=0.2",
@@ -238,7 +240,7 @@ class NoValueIsRead(TorchDispatchMode):
 @pytest.mark.parametrize("name", [entry.name for entry in METHODS])
 def test_steps_can_be_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step reads no value on the host, and leaves every tensor that a graph would remember in its place."""
-    federation = federation_of("fedavg-depth-plain", "training.steps=3", f"method.name={name}")
+    federation = federation_of("fedavg-depth-plain", "training.steps=3", *chosen(name))
     train_step = federation.method.client.train_step
     seen: dict[object, list[list[int]]] = {}
 
@@ -276,7 +278,7 @@ MLP = (
 
 
 def changes_of(name: str, precision: str) -> dict[str, torch.Tensor]:
-    federation = federation_of("fedavg-depth-plain", *MLP, f"method.name={name}")
+    federation = federation_of("fedavg-depth-plain", *MLP, *chosen(name))
     federation.engine.clients.precision = precision  # type: ignore[attr-defined]
     start = federation.initial_state()
     end = played(federation, start, 2)

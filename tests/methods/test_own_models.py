@@ -17,18 +17,20 @@ from motley.core.part import State, size_in_bytes, take
 from motley.core.update import ClientUpdate
 from motley.engine.base import Done, Engine
 from motley.federation import Federation
+from motley.methods.fedmd import batches_of
 from motley.models.projection import representation_and_answer
 from motley.runs.checkpoint import load_checkpoint, save_checkpoint
 from motley.server.record import RoundRecord
 from motley.server.state import ServerState
-from tests.conftest import refused, tiny_config
+from tests.conftest import chosen, refused, tiny_config
 from tests.methods.turns import same_bits, seated
 
 MLP = ("model.sizes=['mlp2','mlp3']", "model.mlp.hidden=6", "server.ema_decay=0")
 UNRELATED = ("model.sizes=['cnn','mlp2']", "model.mlp.hidden=128")
 QUICK = ("training.steps=2", "training.batch_size=8", "training.rounds=3", "evaluation.every=1")
-OWN = ("local", "fedproto", "fd")
-NAMES = ("Local", "FedProto", "FD")
+OWN = ("local", "fedproto", "fd", "fedmd")
+NAMES = ("Local", "FedProto", "FD", "FedMD")
+PUBLIC = ("public.name=noise", "public.samples=40")
 
 
 def played(
@@ -60,7 +62,7 @@ def scores_of(records: Sequence[RoundRecord]) -> list[Any]:
 
 @pytest.mark.parametrize("name", OWN)
 def test_weights_are_sent_once_and_never_come_back(name: str) -> None:
-    federation = Federation(tiny_config(*MLP, *QUICK, f"method.name={name}"))
+    federation = Federation(tiny_config(*MLP, *QUICK, *chosen(name)))
     server = federation.initial_state()
     sent: set[int] = set()
     for _ in range(3):
@@ -74,15 +76,15 @@ def test_weights_are_sent_once_and_never_come_back(name: str) -> None:
         after, record = federation.run_round(server)
         assert same_bits(after.state, server.state), "there is no global model that could change"
         down = sum(size_in_bytes(job.state) + size_in_bytes(job.broadcast) for job in jobs)
-        asked = [federation.job(after, after.round_number + 1, job.client) for job in jobs]
-        assert record.bytes_down == down + sum(size_in_bytes(job.broadcast) for job in asked)
+        asked = federation.method.server.evaluation_broadcast(after.method_state)
+        assert record.bytes_down == down + len(jobs) * size_in_bytes(asked)
         assert record.bytes_up < 10_000
         server = after
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_sizes_score_is_the_mean_over_the_rounds_clients(name: str) -> None:
-    federation = Federation(tiny_config(*MLP, *QUICK, f"method.name={name}"))
+    federation = Federation(tiny_config(*MLP, *QUICK, *chosen(name)))
     server, (*_, record) = played(federation, 2)
     accuracies: dict[str, list[float]] = {}
     losses: dict[str, list[float]] = {}
@@ -123,7 +125,7 @@ def test_engines_and_a_resumed_run_agree(
     name: str, models: tuple[str, ...], tmp_path: Path
 ) -> None:
     """With dropout (the CNN), with two slots, and with models that share nothing."""
-    settings = (*models, *QUICK, f"method.name={name}", "split.name=grouped")
+    settings = (*models, *QUICK, *chosen(name), "split.name=grouped")
     debug = Federation(tiny_config(*settings, "engine.name=debug"))
     plain, plain_records = played(debug, 3)
 
@@ -209,6 +211,7 @@ def test_there_is_no_global_model() -> None:
     [
         ("server.optimizer.name=adam", "server.optimizer.name = 'adam'"),
         ("server.lr=0.5", "server.lr = 0.5"),
+        ("server.delta_scale=0.5", "server.delta_scale = 0.5"),
         ("server.weighting=samples", "server.weighting = 'samples'"),
         ("server.statistics.name=recalibrate", "server.statistics.name = 'recalibrate'"),
         ("uplink.noise=0.5", "uplink.noise = 0.5"),
@@ -217,7 +220,8 @@ def test_there_is_no_global_model() -> None:
     ],
 )
 def test_settings_without_effect_are_refused(method: str, setting: str, said: str) -> None:
-    message = refused(f"method.name={method}", setting)
+    public = PUBLIC if method == "FedMD" else ()
+    message = refused(f"method.name={method}", *public, setting)
     assert message.startswith(f"{said}: ") and "exchanges no weights" in message
 
 
@@ -238,15 +242,20 @@ def test_parts_that_move_are_refused() -> None:
 # ---- without their second term, all of them are local training
 
 
-@pytest.mark.parametrize(
-    "case", ["method.name=fedproto,method.weight=0", "method.name=fd,method.gamma=0"]
-)
+LOCAL = {
+    "fedproto": ("method.weight=0",),
+    "fd": ("method.gamma=0",),
+    "fedmd": ("method.digest_epochs=0",),
+}
+
+
+@pytest.mark.parametrize("name", LOCAL)
 @pytest.mark.parametrize(
     "models", [(), (*UNRELATED, "split.name=grouped")], ids=["resnets", "cnn+mlp"]
 )
-def test_without_its_term_a_method_is_local_training(case: str, models: tuple[str, ...]) -> None:
+def test_without_its_term_a_method_is_local_training(name: str, models: tuple[str, ...]) -> None:
     ends = []
-    for settings in (case.split(","), ["method.name=local"]):
+    for settings in ((*chosen(name), *LOCAL[name]), ("method.name=local",)):
         federation = Federation(tiny_config("server.ema_decay=0", *QUICK, *models, *settings))
         server, records = played(federation, 3)
         ends.append((models_of(federation, server), [record.scores for record in records]))
@@ -423,6 +432,65 @@ def test_a_client_gets_the_mean_of_the_others(
     assert not first["known"].any() and first["means"].shape == (10, 10)
 
 
+# ---- FedMD by hand
+
+
+def test_fedmd_digests_by_the_mean_absolute_difference() -> None:
+    sgd = ("training.optimizer={name='sgd', lr=0.5}", "method.digest_batch_size=64")
+    federation = Federation(tiny_config(*MLP, *QUICK, *PUBLIC, "method.name=fedmd", *sgd))
+    public = federation.method.info.public
+    assert public is not None
+    own = {"rows": torch.tensor([3, 0, 7]), "logits": torch.randn(3, 10)}
+    server = federation.initial_state()
+    server = ServerState(1, server.state, method_state=own)
+    job = federation.jobs(server)[0]
+    assert same_bits(job.broadcast, own)
+
+    model = federation.split.build(job.size)
+    model.load_state_dict(job.state)
+    model.train()
+    images = public.images(own["rows"])
+    loss = (model(images) - own["logits"]).abs().mean()
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter -= 0.5 * parameter.grad
+
+    learner = seated(federation, job)  # the client digests before its first step
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(learner.state[name], tensor)
+    assert float(learner.scratch["digest"]["loss"]) == pytest.approx(float(loss.detach()))
+
+
+def test_fedmds_consensus_is_the_mean_of_logits_on_the_rounds_images() -> None:
+    settings = ("method.name=fedmd", "method.samples=12", "method.digest_batch_size=5")
+    federation = Federation(tiny_config(*MLP, *QUICK, *PUBLIC, *settings))
+    public = federation.method.info.public
+    assert public is not None
+    server, drawn = None, []
+    for _ in range(2):
+        server, (record,) = played(federation, 1, server)
+        rows = server.method_state["rows"]
+        assert len(set(rows.tolist())) == 12 and max(rows.tolist()) < 40
+        drawn.append(sorted(rows.tolist()))
+        logits = []
+        for client in record.clients:
+            model = federation.client_model(server, client)
+            logits.append(model(public.images(rows)).detach())
+        torch.testing.assert_close(server.method_state["logits"], torch.stack(logits).mean(0))
+    assert drawn[0] != drawn[1], "every round has its own images"
+    wrong = ClientUpdate(client=0, delta={}, payload={"logits": torch.zeros(3, 10)})
+    with pytest.raises(ValueError, match="'logits' has shape"):
+        federation.method.server.update({}, {}, [wrong])
+
+
+def test_a_last_batch_of_one_image_joins_the_one_before() -> None:
+    assert batches_of(9, 4) == [slice(0, 4), slice(4, 9)]
+    assert batches_of(10, 4) == [slice(0, 4), slice(4, 8), slice(8, 10)]
+    assert batches_of(3, 4) == [slice(0, 3)]
+
+
 # ---- unrelated architectures
 
 
@@ -437,7 +505,8 @@ def test_no_split_need_be_named_for_unrelated_architectures() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_papers_names_run_unrelated_architectures_on_the_quickstart(name: str) -> None:
-    federation = Federation(tiny_config(*UNRELATED, *QUICK, f"method.name={name}"))
+    public = PUBLIC if name == "FedMD" else ()
+    federation = Federation(tiny_config(*UNRELATED, *QUICK, f"method.name={name}", *public))
     assert federation.config.split.name == "grouped" and not federation.config.server.ema_decay
     _, (record,) = played(federation, 1)
     assert not record.refused and record.scores

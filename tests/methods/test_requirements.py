@@ -13,7 +13,7 @@ from motley.core.part import State
 from motley.federation import Federation
 from motley.methods import METHODS, ClientAlgorithm, Method, Requirements, ServerAlgorithm, Step
 from motley.methods.base import check_requirements
-from tests.conftest import tiny_config
+from tests.conftest import chosen, tiny_config
 from tests.methods.turns import PLAIN
 
 REGISTERED = [entry.name for entry in METHODS]
@@ -27,7 +27,7 @@ def test_a_declaration_agrees_with_the_hooks(name: str) -> None:
 
 @pytest.mark.parametrize("name", REGISTERED)
 def test_payloads_and_client_states_are_as_declared(name: str) -> None:
-    federation = Federation(tiny_config(*PLAIN, *MLP, f"method.name={name}"))
+    federation = Federation(tiny_config(*PLAIN, *MLP, *chosen(name)))
     server = federation.initial_state()
     jobs = [federation.job(server, 1, client) for client in federation.sample(1)]
     updates = federation.engine.train(jobs, lambda client: None)
@@ -40,7 +40,7 @@ def test_payloads_and_client_states_are_as_declared(name: str) -> None:
 
 @pytest.mark.parametrize("name", REGISTERED)
 def test_models_without_stages_are_refused_by_methods_that_cut_them(name: str) -> None:
-    federation = Federation(tiny_config(*PLAIN, *MLP, f"method.name={name}"))
+    federation = Federation(tiny_config(*PLAIN, *MLP, *chosen(name)))
     plain = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
     blueprints = federation.split.blueprints
     blueprints["mlp2"] = replace(blueprints["mlp2"], module=plain)

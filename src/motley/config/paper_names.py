@@ -55,7 +55,7 @@ STEMS: dict[str, dict[str, Any]] = {
     "Yogi": {"method.name": "fedavg", "server.optimizer.name": "yogi"},
     "Adagrad": {"method.name": "fedavg", "server.optimizer.name": "adagrad"},
 }
-#: A method with its split; InCo is free.
+#: A method with its split. InCo is off, unless the layer that names the system turns it on.
 SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "HeteroFL": (
         "leading channels by rate",
@@ -131,9 +131,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "FedProto": ("models of clients' own", {"method.name": "fedproto", **_OWN_MODELS}),
     "FD": ("models of clients' own", {"method.name": "fd", **_OWN_MODELS}),
+    "FedMD": ("models of clients' own", {"method.name": "fedmd", **_OWN_MODELS}),
     "Local": (
         "models of clients' own, without any exchange",
         {"method.name": "local", **_OWN_MODELS},
+    ),
+    "CCVR": (
+        "after FedAvg, over whatever split is set",
+        {"method.name": "ccvr", "server.inco.variant": "off"},
+    ),
+    "SphereFed": (
+        "over whatever split is set",
+        {"method.name": "spherefed", "server.inco.variant": "off"},
     ),
     "FedGen": (
         "layer by layer over all sizes, as in the FedIN paper",
@@ -175,6 +184,9 @@ def spelled_out(values: Table, below: Table) -> Table:
     if meaning.get("server.inco.variant", "off") != "off" and under not in (None, "off"):
         meaning["server.inco.variant"] = under
     values = _with(values, "method.name", meaning.pop("method.name"))
+    if name in SYSTEMS and _get(values, "server.inco") is None:
+        # The InCo of a lower layer, such as a preset, is no part of the paper that has the name.
+        values = _with(values, "server.inco.variant", "off")
     for key, value in meaning.items():
         given = _get(values, key)
         if given is None:

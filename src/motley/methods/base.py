@@ -104,7 +104,10 @@ class ClientAlgorithm:
         return {}
 
     def before_training(self, step: Step) -> None:
-        """Prepare for the steps of a round; the part, broadcast and client state are in place."""
+        """Prepare for the steps of a round; the part, broadcast and client state are in place.
+
+        Not called for a collection or an evaluation, which have no steps.
+        """
 
     def loss(self, step: Step) -> Tensor:
         """Return the loss of a batch."""
@@ -140,9 +143,9 @@ class ClientAlgorithm:
     def evaluate(self, step: Step, batches: Iterable[tuple[Tensor, Tensor]]) -> State:
         """Score the client's own model on a test set; for methods that exchange no weights.
 
-        The model is in evaluation mode, and no gradients are computed. The broadcast is the one
-        after the round. Returns the counts of `TestCounts`, and other numbers for the round's
-        record as `reported/NAME`.
+        The model is in evaluation mode, and no gradients are computed. `step.broadcast` is what
+        `ServerAlgorithm.evaluation_broadcast` returned. Returns the counts of `TestCounts`, and
+        other numbers for the round's record as `reported/NAME`.
         """
         counts = TestCounts(self.info.classes, step.round.device)
         for inputs, targets in batches:
@@ -167,6 +170,10 @@ class ServerAlgorithm:
 
     def broadcast(self, own: State, state: State, round_number: int, client: int) -> State:
         """Return what a client is sent beside its part."""
+        return {}
+
+    def evaluation_broadcast(self, own: State) -> State:
+        """Return what a client is sent to evaluate a model of its own."""
         return {}
 
     def aggregate(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> Aggregate:

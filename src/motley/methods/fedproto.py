@@ -125,6 +125,9 @@ class FedProtoServer(ServerAlgorithm):
     def broadcast(self, own: State, state: State, round_number: int, client: int) -> State:
         return own
 
+    def evaluation_broadcast(self, own: State) -> State:
+        return own
+
     def update(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
         classes, width = own["prototypes"].shape
         for update in updates:

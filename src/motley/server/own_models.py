@@ -50,9 +50,7 @@ class EvaluateOwnModels:
                 client=client,
                 size=self.size_of(client, number),
                 state={},
-                broadcast=self.algorithm.broadcast(
-                    server.method_state, server.state, number, client
-                ),
+                broadcast=self.algorithm.evaluation_broadcast(server.method_state),
                 client_state_round=trained,
                 collection="evaluation",
             )
