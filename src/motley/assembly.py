@@ -75,10 +75,13 @@ def deal_examples(config: Config, dataset: Dataset, partition: Partition | None 
     return Dealt(partition, held_out_of(partition, examples, config.public, config.seed))
 
 
-def load_public(config: Config, dataset: Dataset, held_out: np.ndarray) -> PublicData | None:
+def load_public(
+    config: Config, dataset: Dataset, held_out: np.ndarray, device: torch.device
+) -> PublicData | None:
     """Return the public images of a configuration, or None if it names none.
 
-    `held_out` are the training examples that no client gets.
+    `held_out` are the training examples that no client gets. The images are copied to the server's
+    `device`.
     """
     public = config.public
     if not public.active:
@@ -86,7 +89,9 @@ def load_public(config: Config, dataset: Dataset, held_out: np.ndarray) -> Publi
     images = public_images(public, dataset.train, held_out, config.seed, config.data.root_path)
     if isinstance(public, PublicDatasetSettings):
         refuse_clients_images(images, dataset.train.images, f"public.name = {public.name!r}")
-    return PublicData(images, config.data.transform)
+    data = PublicData(images, config.data.transform)
+    data.copy_to(device)
+    return data
 
 
 def client_sizes(config: Config, split: Split, shape: ImageShape) -> tuple[str, ...]:

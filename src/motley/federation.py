@@ -126,7 +126,7 @@ class Federation:
         self.sizes = client_sizes(config, self.split, shape)
         #: (client, round) -> the client's size.
         self.size_of = size_lookup(config, self.sizes)
-        public = load_public(config, self.dataset, held_out)
+        public = load_public(config, self.dataset, held_out, self.device)
         self.method = build_method(
             config, self.split, self.sizes, shape, classes, self.size_of, public
         )

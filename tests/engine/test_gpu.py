@@ -156,6 +156,9 @@ WITH_MORE: dict[str, tuple[str, ...]] = {
     "fedimpro-scaffold": (),
     "fedgen": ("method.hidden=32",),
     "ccvr-moon": ("method.every=2",),
+    # Small steps: Adam makes whole steps of rounding errors.
+    "feddf": ("public.name=noise", "public.samples=64", "method.steps=3", "method.lr=1e-6"),
+    "fedet": ("public.name=noise", "public.samples=64", "method.steps=3", "method.lr=1e-4"),
     "spherefed": ("training.optimizer.weight_decay=0.01",),
     "HeteroFL": WIDTHS,
     "FedRolex": (*WIDTHS, "split.normalization_statistics=batch"),

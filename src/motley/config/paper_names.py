@@ -148,6 +148,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "layer by layer over all sizes, as in the FedIN paper",
         {"method.name": "fedgen", "split.name": "depth", "server.inco.variant": "off"},
     ),
+    "FedDF": (
+        "per architecture, then distilled on [public] images",
+        {"method.name": "feddf", "split.name": "grouped", "server.inco.variant": "off"},
+    ),
+    "FedET": (
+        "per architecture; the ensemble trains the largest size on [public] images",
+        {"method.name": "fedet", "split.name": "grouped", "server.inco.variant": "off"},
+    ),
 }
 
 #: Name -> the settings it stands for.

@@ -361,12 +361,15 @@ class Config(Settings):
             ("uplink.dtype", self.uplink.dtype, "fp32", delta),
             ("privacy.clip", self.privacy.clip, 0.0, delta),
         ]
+        problems = []
         for key, value, neutral, missing in without_effect:
             if value != neutral:
-                raise MotleyError(
+                problems.append(
                     f"{key} = {value!r}: {method!r} exchanges no weights, so there is {missing}. "
                     f"Use {key} = {neutral!r}."
                 )
+        if problems:
+            raise MotleyError("\n".join(problems))
 
     def _check_public(self) -> None:
         name, public = self.method.name, self.public
