@@ -87,6 +87,19 @@ def test_fedins_ablations_have_names(name: str, settings: dict[str, Any], tmp_pa
     assert "stands for method.mu" in refused(f"method.name={name}", "method.mu=3")
 
 
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_systems_name_does_not_inherit_inco_and_may_turn_it_on(name: str, tmp_path: Path) -> None:
+    preset = load_config(preset="inco-cifar10")
+    assert preset.server.inco.active, "so that there is something to inherit"
+    one_size = [] if name == "InclusiveFL" else ["model.sizes=['resnet26']"]
+    plain = load_config(preset="inco-cifar10", overrides=[f"method.name={name}", *one_size])
+    assert not plain.server.inco.active
+    file = written(tmp_path, '[server.inco]\nvariant = "paper"\n')
+    assert not load_config(file, overrides=[f"method.name={name}", *one_size]).server.inco.active
+    with_inco = [f"method.name={name}", "server.inco.variant=paper", *one_size]
+    assert load_config(preset="inco-cifar10", overrides=with_inco).server.inco.variant == "paper"
+
+
 def test_every_name_runs_a_round() -> None:
     """A federation that takes no time; an InCo name needs layers that help each other."""
     for name in NAMES:

@@ -74,6 +74,7 @@ def test_every_extra_installs_its_modules() -> None:
         "optional-dependencies"
     ]
     packages = {
+        "PIL": "pillow",
         "dp_accounting": "dp-accounting",
         "ray": "flwr[simulation]",
         "sklearn": "scikit-learn",

@@ -16,9 +16,11 @@ from types import ModuleType
 
 #: Not part of the base install. Some of them are used by torch if they are there.
 BLOCKED = (
+    "PIL",
     "cryptography",
     "dp_accounting",
     "flwr",
+    "h5py",
     "matplotlib",
     "plotly",
     "ray",

@@ -67,11 +67,12 @@ def deal_examples(config: Config, dataset: Dataset, partition: Partition | None 
 
     This is the configuration's partition, or the caller's if one is given and it fits.
     """
-    labels, clients = dataset.train.labels, config.federation.clients
+    clients = config.federation.clients
     if partition is None:
-        return deal(labels, clients, config.seed, config.data.partition, config.public)
-    check_partition(partition, clients, len(labels))
-    return Dealt(partition, held_out_of(partition, len(labels), config.public, config.seed))
+        return deal(dataset.train, clients, config.seed, config.data.partition, config.public)
+    examples = len(dataset.train)
+    check_partition(partition, clients, examples)
+    return Dealt(partition, held_out_of(partition, examples, config.public, config.seed))
 
 
 def load_public(config: Config, dataset: Dataset, held_out: np.ndarray) -> PublicData | None:

@@ -22,8 +22,19 @@ from motley.files import write_atomically
 from motley.runs.folder import describe_environment
 from motley.server.record import PendingRecord
 
-#: Data sets that can be replaced by random images -> height, width, channels, training images.
-SHAPES = {"cifar10": (32, 32, 3, 50_000), "fashion-mnist": (28, 28, 1, 60_000)}
+#: Data sets that can be replaced by random images -> height, width, channels, training images,
+#: classes.
+SHAPES = {
+    "cifar10": (32, 32, 3, 50_000, 10),
+    "cifar100": (32, 32, 3, 50_000, 100),
+    "cinic10": (32, 32, 3, 90_000, 10),
+    "fashion-mnist": (28, 28, 1, 60_000, 10),
+    "femnist": (28, 28, 1, 671_585, 62),
+    "mnist": (28, 28, 1, 60_000, 10),
+    "svhn": (32, 32, 3, 73_257, 10),
+}
+#: femnist's writers, for the partition "natural".
+WRITERS = 3_400
 
 
 @dataclass(frozen=True)
@@ -50,14 +61,15 @@ def synthetic_dataset(name: str) -> Dataset:
         raise MotleyError(
             f"data.name = {name!r}: --synthetic can only replace {', '.join(SHAPES)}."
         )
-    height, width, channels, train_count = SHAPES[name]
+    height, width, channels, train_count, classes = SHAPES[name]
     random = np.random.default_rng(0)
 
     def examples(count: int) -> Examples:
         images = random.integers(0, 256, (count, height, width, channels), dtype=np.uint8)
-        return Examples(images, random.integers(0, 10, count))
+        writers = np.sort(random.integers(0, WRITERS, count)) if name == "femnist" else None
+        return Examples(images, random.integers(0, classes, count), writers)
 
-    return Dataset(name, examples(train_count), examples(10_000), 10)
+    return Dataset(name, examples(train_count), examples(10_000), classes)
 
 
 def measure(

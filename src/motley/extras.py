@@ -13,8 +13,10 @@ from motley.core.errors import MotleyError
 
 #: Module -> the extra that installs it.
 EXTRAS = {
+    "PIL": "data",
     "dp_accounting": "privacy",
     "flwr": "flower",
+    "h5py": "data",
     "matplotlib": "analysis",
     "plotly": "report",
     "ray": "simulation",

@@ -109,7 +109,8 @@ class Settings(BaseModel):
             item = get_args(annotation)[0]
             if get_origin(item) is Annotated:
                 item = get_args(item)[0]
-            if item is str and isinstance(value, str) and value:
+            is_text = item is str or get_origin(item) is Literal
+            if is_text and isinstance(value, str) and value:
                 return [word.strip() for word in value.split(",")]
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if item in (int, float) and is_number:

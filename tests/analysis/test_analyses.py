@@ -41,6 +41,15 @@ NAMES = {
 }
 
 
+#: Settings that make an analysis quick.
+QUICK = {
+    "contribution": ("examples=30",),
+    "embedding": ("images=80",),
+    "margin": ("examples=50",),
+    "privacy": ("steps=20", "images=3"),
+}
+
+
 def modification_times(run: Path) -> dict[Path, int]:
     return {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.is_file()}
 
@@ -52,7 +61,8 @@ def test_all_analyses_are_registered() -> None:
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_each_writes_a_table_and_figures(run: Path, tmp_path: Path, name: str) -> None:
     before = modification_times(run)
-    answer = call("analyze", name, run, "-o", tmp_path)
+    options = [word for setting in QUICK.get(name, ()) for word in ("--set", setting)]
+    answer = call("analyze", name, run, *options, "-o", tmp_path)
     assert answer.code == 0, answer.err
     assert modification_times(run) == before
     rows = list(csv.DictReader((tmp_path / f"{name}.csv").open()))

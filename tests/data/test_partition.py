@@ -86,6 +86,7 @@ def test_every_partition_is_registered_under_its_own_name() -> None:
         "dirichlet-equal",
         "shards",
         "quantity",
+        "natural",
         "file",
     ]
     for entry in PARTITIONS:

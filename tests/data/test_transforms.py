@@ -14,6 +14,9 @@ from motley.core.errors import MotleyError
 from motley.data.dataset import Examples
 from motley.data.device import DRAWS, DeviceData
 from motley.data.transforms import VARIANTS, TransformSettings
+from motley.federation import Federation
+from motley.models import ImageShape
+from tests.conftest import tiny_config
 
 CPU = torch.device("cpu")
 LARGEST = 1 - 2**-24
@@ -383,13 +386,96 @@ def test_normalisation_for_another_number_of_channels_is_refused() -> None:
         DeviceData(examples(channels=1), transform, CPU, augment=True)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, by_data in VARIANTS.items() if "cifar10" in by_data]
-)
-def test_the_papers_transforms_fit_their_data(name: str) -> None:
-    transform = load_config(
-        overrides=["data.name=cifar10", f"data.transform.variant={name}"]
-    ).data.transform
-    data = DeviceData(examples(2, 32, 32), transform, CPU, augment=True)
+#: Data set -> side and channels of its images.
+STORED = {
+    "digits": (8, 1),
+    "fashion-mnist": (28, 1),
+    "mnist": (28, 1),
+    "femnist": (28, 1),
+    "cifar10": (32, 3),
+    "cifar100": (32, 3),
+    "svhn": (32, 3),
+    "cinic10": (32, 3),
+}
+PAPERS = [(variant, name) for variant, by_data in VARIANTS.items() for name in by_data]
+
+
+@pytest.mark.parametrize(("variant", "name"), PAPERS)
+def test_the_papers_transforms_fit_their_data(variant: str, name: str) -> None:
+    settings = [f"data.name={name}", f"data.transform.variant={variant}"]
+    transform = load_config(overrides=settings).data.transform
+    side, channels = STORED[name]
+    data = DeviceData(examples(2, side, side, channels), transform, CPU, augment=True)
     for table in (None, draws(2)):
         assert tuple(data.batch(torch.arange(2), table)[0].shape[1:]) == tuple(data.shape)
+    if variant == "inco-vit":
+        assert data.shape == ImageShape(3, 224, 224)
+
+
+def transform_of(variant: str, name: str) -> TransformSettings:
+    settings = [f"data.name={name}", f"data.transform.variant={variant}"]
+    return load_config(overrides=settings).data.transform
+
+
+def test_the_papers_transforms_have_their_published_values() -> None:
+    """The constants of facts about the authors' code, written out a second time."""
+    half = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+    svhn = transform_of("inco", "svhn")
+    assert svhn == TransformSettings(variant="inco", cutout=16, **half)  # type: ignore[arg-type]
+    cinic10 = transform_of("inco", "cinic10")
+    assert (cinic10.crop_padding, cinic10.flip, cinic10.cutout) == (4, True, 0)
+    assert cinic10.mean == (0.4789, 0.4723, 0.4305) and cinic10.std == (0.2421, 0.2383, 0.2587)
+    cifar100 = transform_of("fedimpro", "cifar100")
+    assert (cifar100.crop_padding, cifar100.flip, cifar100.cutout) == (4, True, 16)
+    assert cifar100.mean == (0.5071, 0.4865, 0.4409) and cifar100.std == (0.2673, 0.2564, 0.2762)
+    for name in ("svhn", "femnist"):
+        assert transform_of("fedimpro", name) == TransformSettings(variant="fedimpro")
+    for name in ("cifar10", "cinic10", "svhn"):
+        vit = TransformSettings(
+            variant="inco-vit", resize=224, resized_crop=True, flip=True, **half
+        )  # type: ignore[arg-type]
+        assert transform_of("inco-vit", name) == vit
+    fashion = transform_of("inco-vit", "fashion-mnist")
+    assert fashion == TransformSettings(variant="inco-vit", resize=224, channels=3)
+
+
+def test_a_variant_without_values_for_the_data_set_names_those_that_have_some() -> None:
+    with pytest.raises(MotleyError, match=r"is defined for .*cinic10.*, not for 'cifar100'"):
+        transform_of("inco", "cifar100")
+
+
+# --- copies of the grey channel
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"mean": (0.5, 0.4, 0.3), "std": (0.5, 0.25, 0.2)},
+        {"resize": 14, "crop_padding": 2, "flip": True, "cutout": 4},
+        {"resize": 20, "resized_crop": True, "flip": True},
+    ],
+)
+def test_grey_images_are_copied_to_three_channels(values: dict[str, Any]) -> None:
+    """The copies must equal the transform of images that were stored three times."""
+    grey = examples(12, channels=1)
+    stacked = Examples(np.repeat(grey.images, 3, axis=3), grey.labels)
+    for table in (None, draws()):
+        copied = batch(grey, TransformSettings(channels=3, **values), table)
+        assert copied.shape[1] == 3
+        assert np.array_equal(copied, batch(stacked, TransformSettings(**values), table))
+
+
+def test_copies_are_only_made_of_grey_images() -> None:
+    with pytest.raises(
+        MotleyError, match=r"data\.transform\.channels = 1: only grey images .* have 3 channels"
+    ):
+        DeviceData(examples(channels=3), TransformSettings(channels=1), CPU, augment=True)
+    colour = DeviceData(examples(channels=3), TransformSettings(channels=3), CPU, augment=True)
+    assert colour.shape == ImageShape(3, 10, 10)
+
+
+def test_a_federation_trains_on_copies() -> None:
+    federation = Federation(tiny_config("data.transform.channels=3", "training.rounds=1"))
+    server, _ = federation.run_round(federation.initial_state())
+    assert server.state["conv1.weight"].shape[1] == 3

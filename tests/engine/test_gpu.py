@@ -156,6 +156,7 @@ WITH_MORE: dict[str, tuple[str, ...]] = {
     "fedimpro-scaffold": (),
     "fedgen": ("method.hidden=32",),
     "ccvr-moon": ("method.every=2",),
+    "spherefed": ("training.optimizer.weight_decay=0.01",),
     "HeteroFL": WIDTHS,
     "FedRolex": (*WIDTHS, "split.normalization_statistics=batch"),
     "FederatedDropout": WIDTHS,
@@ -272,6 +273,11 @@ def test_the_fast_path_agrees_with_debug_step_for_step(family: str, steps: int) 
 PULLED = {
     "fedprox": ("method.mu=1000",),
     "fedprox-norms": ("method.name=fedprox", "method.proximal=norms", "method.mu=10"),
+    "fedprox-norm-of-squares": (
+        "method.name=fedprox",
+        "method.proximal=norm-of-squares",
+        "method.mu=1000",
+    ),
     "feddyn": ("method.alpha=1000",),
     "fednova": ("method.mu=1000",),
     "fedin": ("method.mu=1000",),
@@ -452,7 +458,9 @@ class Nodes(LocalEngine):
         ]
 
 
-@pytest.mark.parametrize("method", ["InCoAvg", "scaffold", "fednova", "heterofl", "ccvr", "FD"])
+@pytest.mark.parametrize(
+    "method", ["InCoAvg", "scaffold", "fednova", "heterofl", "ccvr", "spherefed", "FD"]
+)
 def test_answers_of_nodes_are_brought_to_the_servers_gpu(method: str) -> None:
     settings = ("evaluation.every=1", "training.rounds=1")
     config = tiny_config(*EXACT, f"method.name={method}", *settings)

@@ -11,6 +11,7 @@ from torch import Tensor
 from motley.client.learner import Learner
 from motley.core.part import State
 from motley.federation import Federation
+from motley.methods.step import Proximal
 from tests.methods.turns import SGD, federation_of, seated
 
 MLP = ("model.sizes=['mlp2']", "split.name=homogeneous", "model.mlp.hidden=6", *SGD)
@@ -98,12 +99,28 @@ def test_terms_add_up_and_a_new_backward_drops_them() -> None:
         torch.testing.assert_close(grad, plain[name])
 
 
-def test_the_norms_term_has_no_gradient_where_nothing_has_moved() -> None:
+@pytest.mark.parametrize("term", ["norms", "norm-of-squares"])
+def test_terms_of_norms_have_no_gradient_where_nothing_has_moved(term: Proximal) -> None:
     federation = federation_of(*MLP, name="fedavg")
     learner = seated(federation, federation.job(federation.initial_state(), 1, 0))
     plain = backward(learner)
-    learner.proximal(0.5, norms=True)
+    learner.proximal(0.5, term=term)
     assert all(torch.equal(grad, plain[name]) for name, grad in learner.grads.items())
+
+
+def test_the_norm_of_squares_by_hand() -> None:
+    """With d = (1, 2) its norm of squares is sqrt(17), whose gradient is 2 d^3 / sqrt(17)."""
+    federation = federation_of(*MLP, name="fedavg")
+    learner = seated(federation, federation.job(federation.initial_state(), 1, 0))
+    plain = backward(learner)
+    center = {name: tensor.clone() for name, tensor in learner.params.items()}
+    center["head.bias"][:2] -= torch.tensor([1.0, 2.0])
+    learner.proximal(0.5, center, term="norm-of-squares")
+    added = {name: grad - plain[name] for name, grad in learner.grads.items()}
+    expected = torch.zeros(10)
+    expected[:2] = 0.5 * torch.tensor([1.0, 8.0]) / 17**0.5
+    torch.testing.assert_close(added.pop("head.bias"), expected)
+    assert not any(grad.any() for grad in added.values())
 
 
 def test_gradients_are_those_that_the_last_loss_reached() -> None:

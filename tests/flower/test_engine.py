@@ -40,7 +40,9 @@ def local(folder: Path, *overrides: str) -> tuple[str, str]:
 # ---- the same numbers
 
 
-@pytest.mark.parametrize("method", ["fedavg", "scaffold", "moon", "heterofl", "fedgen", "ccvr"])
+@pytest.mark.parametrize(
+    "method", ["fedavg", "scaffold", "moon", "heterofl", "fedgen", "ccvr", "spherefed"]
+)
 def test_nodes_end_with_the_local_engines_bits(grid: Grid, tmp_path: Path, method: str) -> None:
     settings = (f"method.name={method}", "server.inco.variant=official", "server.ema_decay=0.5")
     _, server = serve(grid, three_nodes(*settings), tmp_path / "run")

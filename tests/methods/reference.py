@@ -74,6 +74,10 @@ class Reference:
         pairs = zip(model.parameters(), self.model.parameters(), strict=True)
         return torch.stack([(p - w.detach()).norm() for p, w in pairs]).sum()
 
+    def norms_of_squares(self, model: nn.Module) -> Tensor:
+        pairs = zip(model.parameters(), self.model.parameters(), strict=True)
+        return torch.stack([(p - w.detach()).square().norm() for p, w in pairs]).sum()
+
 
 def inner(vector: Vector, model: nn.Module) -> Tensor:
     return torch.stack(
@@ -81,13 +85,19 @@ def inner(vector: Vector, model: nn.Module) -> Tensor:
     ).sum()
 
 
-def fedprox(fl: Reference, turns: dict[int, list[Batch]], mu: float, norms: bool = False) -> None:
-    distance = fl.distances if norms else fl.squared_distance
+def fedprox(fl: Reference, turns: dict[int, list[Batch]], mu: float, term: str = "squared") -> None:
+    distance = {
+        "squared": fl.squared_distance,
+        "norms": fl.distances,
+        "norm-of-squares": fl.norms_of_squares,
+    }[term]
     models = [fl.trained(batches, lambda m, _: mu / 2 * distance(m)) for batches in turns.values()]
     fl.become(fl.mean(models))
 
 
-def scaffold(fl: Reference, turns: dict[int, list[Batch]], gradient: bool) -> None:
+def scaffold(
+    fl: Reference, turns: dict[int, list[Batch]], gradient: bool, sampled: bool = False
+) -> None:
     """Algorithm 1 with option II; `gradient`: c - c_i joins the gradient, or else the weights after each step."""
     fl.server = fl.server or fl.zeros()
     models, total = [], fl.zeros()
@@ -113,7 +123,8 @@ def scaffold(fl: Reference, turns: dict[int, list[Batch]], gradient: bool) -> No
         total = [t + n - c_i for t, n, c_i in zip(total, new, own, strict=True)]
         fl.kept[client] = new
         models.append(model)
-    fl.server = [c + t / fl.clients for c, t in zip(fl.server, total, strict=True)]
+    divisor = len(turns) if sampled else fl.clients
+    fl.server = [c + t / divisor for c, t in zip(fl.server, total, strict=True)]
     fl.become(fl.mean(models))
 
 

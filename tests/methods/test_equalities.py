@@ -280,6 +280,45 @@ def test_c_is_the_mean_of_all_owners_c_i_after_every_round(split: str, initial: 
             torch.testing.assert_close(control, torch.stack(given).mean(0), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("divide_by", "inner", "outer"), [("all", 1.0, 0.5), ("sampled", 3.0, 2.0)]
+)
+def test_c_by_hand_over_all_clients_and_over_the_sampled_ones(
+    divide_by: str, inner: float, outer: float
+) -> None:
+    """Two of six clients took part: a wide one changed its c_i by 2, a narrow one by 4.
+
+    All six hold the inner channels, and the four wide ones the outer channels.
+    """
+    settings = ("split={name='width', rates=[1, 0.5]}", "federation.size_fractions=[4, 2]")
+    federation = Federation(
+        tiny_config(
+            *PLAIN,
+            *settings,
+            "model.sizes=['resnet10']",
+            "method.name=scaffold",
+            f"method.divide_by={divide_by}",
+        )
+    )
+    updates = []
+    for client, change in ((0, 2.0), (5, 4.0)):
+        size = federation.sizes[client]
+        part = federation.split.part(size)
+        shapes = federation.split.blueprints[size].module.named_parameters()
+        payload = {name: torch.full(tensor.shape, change) for name, tensor in shapes}
+        # Control variates are averaged uniformly, whatever weight the delta has.
+        updates.append(
+            ClientUpdate(
+                client=client, part=part, delta={}, size=size, payload=payload, weight=client + 1.0
+            )
+        )
+    own = federation.initial_state().method_state
+    after_round = federation.method.server.update(own, {}, updates)
+    bias = after_round["layer1.0.bn1.bias"]
+    half = len(bias) // 2
+    assert bias.tolist() == pytest.approx([inner] * half + [outer] * half)
+
+
 def test_one_full_batch_a_turn_with_everybody_is_gradient_descent() -> None:
     settings = (
         "model.sizes=['mlp2']",

@@ -344,6 +344,21 @@ def test_noise_has_the_scale_asked_for(where: str) -> None:
     assert client_of(federation)._noisy(features, other) is features
 
 
+def test_noise_per_coordinate_follows_each_values_deviation_over_the_batch() -> None:
+    """Values of deviation 1, 3 and 0 over the batch: the last one stays as it is."""
+    options = ("method.noise=0.8", "method.noise_deviation=coordinate")
+    federation = federation_of(*options)
+    signs = torch.tensor([1.0, -1.0]).repeat(10_000)
+    features = torch.stack([signs, 3 * signs + 5, torch.full_like(signs, 7.0)], dim=1)
+    torch.manual_seed(0)
+    noise = client_of(federation)._noisy(features, "forward") - features
+    assert noise.std(0).tolist() == pytest.approx([0.8, 2.4, 0.0], rel=0.03)
+    torch.manual_seed(0)
+    whole = client_of(federation_of("method.noise=0.8"))._noisy(features, "forward") - features
+    deviation = float(features.std(correction=0))
+    assert whole.std(0).tolist() == pytest.approx([0.8 * deviation] * 3, rel=0.03)
+
+
 def test_noise_on_upload_leaves_training_alone_and_changes_what_is_sent() -> None:
     _, plain = after(1)
     _, upload = after(1, "method.noise=0.8", "method.noise_on=upload")

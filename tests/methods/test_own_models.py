@@ -211,6 +211,7 @@ def test_there_is_no_global_model() -> None:
     [
         ("server.optimizer.name=adam", "server.optimizer.name = 'adam'"),
         ("server.lr=0.5", "server.lr = 0.5"),
+        ("server.delta_scale=0.5", "server.delta_scale = 0.5"),
         ("server.weighting=samples", "server.weighting = 'samples'"),
         ("server.statistics.name=recalibrate", "server.statistics.name = 'recalibrate'"),
         ("uplink.noise=0.5", "uplink.noise = 0.5"),

@@ -21,12 +21,22 @@ CASES: dict[str, tuple[Callable[..., None], str, dict[str, Any]]] = {
     "fedprox, sgd": (partial(reference.fedprox, mu=0.7), "fedprox, mu=0.7", SGD),
     "fedprox, adam": (partial(reference.fedprox, mu=0.7), "fedprox, mu=0.7", ADAM),
     "fedprox, norms": (
-        partial(reference.fedprox, mu=0.7, norms=True),
+        partial(reference.fedprox, mu=0.7, term="norms"),
         "fedprox, mu=0.7, proximal=norms",
+        SGD,
+    ),
+    "fedprox, norm of squares": (
+        partial(reference.fedprox, mu=7, term="norm-of-squares"),
+        "fedprox, mu=7, proximal=norm-of-squares",
         SGD,
     ),
     "scaffold, sgd, in the gradient": (partial(reference.scaffold, gradient=True), "scaffold", SGD),
     "scaffold, momentum": (partial(reference.scaffold, gradient=False), "scaffold", MOMENTUM),
+    "scaffold, over sampled clients": (
+        partial(reference.scaffold, gradient=False, sampled=True),
+        "scaffold, divide_by=sampled",
+        SGD,
+    ),
     "scaffold, adam": (partial(reference.scaffold, gradient=False), "scaffold", ADAM),
     "fednova, sgd": (partial(reference.fednova, momentum=0.0), "fednova", SGD),
     "fednova, momentum": (partial(reference.fednova, momentum=0.8), "fednova", MOMENTUM),

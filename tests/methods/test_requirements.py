@@ -17,7 +17,7 @@ from tests.conftest import chosen, tiny_config
 from tests.methods.turns import PLAIN
 
 REGISTERED = [entry.name for entry in METHODS]
-MLP = ("model.sizes=['mlp2']", "split.name=homogeneous", "model.mlp.hidden=6", "training.steps=1")
+MLP = ("model.sizes=['mlp2']", "split.name=homogeneous", "model.mlp.hidden=12", "training.steps=1")
 
 
 @pytest.mark.parametrize("name", REGISTERED)

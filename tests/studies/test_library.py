@@ -26,10 +26,9 @@ from motley.studies.sweep import plan_cells
 
 LIBRARY = studies()
 #: Methods of the papers' tables that Motley does not have.
-NOT_BUILT = {"FedET", "FedDF", "SphereFed"}
+NOT_BUILT = {"FedET", "FedDF"}
 #: Other missing lines: study -> line -> how the reason begins.
 OTHERWISE_MISSING = {
-    "fedin-table3": {"InclusiveFL": "sizes that share no layer"},
     "fedimpro-table8": {
         row.name: "data.partition.name: unknown partition 'natural'"
         for row in LIBRARY["fedimpro-table8"].methods
@@ -129,9 +128,28 @@ def test_missing_lines_are_listed_with_their_reasons(name: str) -> None:
     assert all(reasons[line].startswith(start) for line, start in expected.items())
 
 
+@pytest.mark.usefixtures("data_available")
+def test_every_client_of_fedimpro_has_as_many_samples_as_there_are_classes() -> None:
+    """The authors' code draws the partition again until it is so."""
+    for name in ("fedimpro-table1", "fedimpro-table2", "fedimpro-table10"):
+        study = LIBRARY[name]
+        for cell in plan_cells(study, "full", data=["cifar10", "cifar100"], seeds=1):
+            for run in cell.runs:
+                expected = {"cifar10": 10, "cifar100": 100}[run.config.data.name]
+                assert run.config.data.partition.model_dump()["min_size"] == expected
+
+
 def test_methods_that_define_a_split_are_run_with_it() -> None:
-    """They are not run with the depth split of the other lines."""
-    for name in ("fedin-table1", "fedin-table1-rounds", "inco-splits"):
+    """They are not run with the depth split of the other lines.
+
+    FedIN averages all layers of InclusiveFL's sizes too.
+    """
+    inclusive = {
+        "fedin-table1": "depth",
+        "fedin-table1-rounds": "depth",
+        "inco-splits": "inclusive",
+    }
+    for name, inclusive_split in inclusive.items():
         cells = plan_cells(LIBRARY[name], "full", data=["digits"], seeds=1)
         splits = {}
         for cell in cells:
@@ -141,7 +159,7 @@ def test_methods_that_define_a_split_are_run_with_it() -> None:
             "HeteroFL": "width",
             "FedRolex": "width",
             "ScaleFL": "grid",
-            "InclusiveFL": "inclusive",
+            "InclusiveFL": inclusive_split,
         }
         assert {method: splits[method] for method in expected} == expected
 
@@ -164,7 +182,7 @@ def test_inco_table1_is_run_as_in_appendix_e1(method: str) -> None:
         assert (config.training.epochs, config.training.batch_size) == (5, 64)
         optimizer = config.training.optimizer
         assert (optimizer.name, optimizer.lr, optimizer.weight_decay) == ("adam", 1e-3, 0.0)
-        assert config.server.lr == 1.0
+        assert config.server.delta_scale == config.server.lr == 1.0
 
 
 @pytest.mark.parametrize("study", LIBRARY.values(), ids=LIBRARY)
@@ -173,7 +191,7 @@ def test_methods_that_split_by_width_are_scored_by_the_whole_model(study: Study)
     for row in study.methods:
         if row.layer["method"]["name"] in ("HeteroFL", "FedRolex"):
             assert row.whole, row.name
-        elif row.layer["method"]["name"] in ("ScaleFL", "InclusiveFL"):
+        elif row.layer["method"]["name"].lower() in ("scalefl", "inclusivefl"):
             assert not row.whole, row.name
 
 
@@ -181,8 +199,6 @@ def test_methods_that_split_by_width_are_scored_by_the_whole_model(study: Study)
 @pytest.mark.parametrize("method", [row.name for row in LIBRARY["fedin-table3"].methods])
 def test_fedin_table3_weights_by_the_number_of_samples(method: str) -> None:
     """Eq. 21 is for models that are averaged within their sizes."""
-    if LIBRARY["fedin-table3"].methods[-2].missing and method == "InclusiveFL":
-        pytest.skip("InclusiveFL cannot be configured without shared layers")
     for data in ("fashion-mnist", "digits"):
         assert config_of("fedin-table3", method, "IID", data).server.weighting == "samples"
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from motley.analysis import ANALYSES
-from motley.config import load_config
+from motley.config import load_config, parse_overrides
+from motley.settings import validate
 from motley.studies.declaration import studies
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +75,12 @@ def test_lines_data_sets_and_cases_of_studies_exist() -> None:
 def test_every_analysis_named_exists_and_every_analysis_is_named() -> None:
     named = {words[2] for words in commands("motley analyze")}
     assert named == {entry.name for entry in ANALYSES}
+
+
+def test_settings_of_analyses_are_valid() -> None:
+    for words in commands("motley analyze"):
+        analysis = ANALYSES[words[2]]
+        validate(analysis.settings_class, parse_overrides(options(words, "--set")), words[2])
 
 
 @pytest.mark.parametrize("words", commands("motley run"), ids=" ".join)

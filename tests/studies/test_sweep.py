@@ -157,7 +157,7 @@ def test_the_advice_on_missing_data_depends_on_the_reader(
     said = {names[0]: reason for reason, names in missing(cells(with_data(sweep, data))).items()}
     assert "[[data]] path" in said["npz"] and "MOTLEY_DATA" not in said["npz"]
     assert "c.npz" in said["C"] and "MOTLEY_DATA" not in said["C"]
-    assert "Set MOTLEY_DATA" in said["cifar10"]
+    assert "set MOTLEY_DATA" in said["cifar10"]
 
 
 def test_a_line_can_show_one_size(sweep: Path) -> None:

@@ -62,6 +62,7 @@ from motley.federation import Federation
 from motley.server.state import ServerState
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 #: The client of rows that are means over a round's clients, weighted by their examples.
@@ -243,27 +244,33 @@ def _means(weighted: list[tuple[int, list[float]]]) -> list[float]:
     return [float(mean) for mean in means]
 
 
+#: The numbers that are drawn -> their line styles. The bound is drawn apart: in many dimensions it
+#: is far below the margins.
+MARGIN_STYLES = {"contribution": "o-", "received": "s--", "training margin": "^:"}
+BOUND_STYLES = {"bound": "v-", "distance": "x--"}
+
+
 def _draw(rows: list[tuple[Any, ...]]) -> Figure:
-    """Draw one plot per layer: the means of the clients' numbers over rounds."""
+    """Draw the means of the clients' numbers over rounds: margins above, the bound below."""
     layers = list(dict.fromkeys(row[4] for row in rows))
-    runs = list(dict.fromkeys(row[0] for row in rows))
-    styles = {"contribution": "o-", "received": "s--", "training margin": "^:", "bound": "v-."}
-    figure = new_figure(5 * len(layers) + 2, 4)
-    axes = figure.subplots(1, len(layers), squeeze=False)[0]
-    for axis, layer in zip(axes, layers, strict=True):
-        for color, run in enumerate(runs):
-            for name, style in styles.items():
-                position = 5 + NUMBERS.index(name)
-                points = []
-                for row in rows:
-                    if row[0] == run and row[2] == ALL and row[4] == layer:
-                        points.append((row[1], row[position]))
-                axis.plot(
-                    *zip(*points, strict=True),
-                    style,
-                    color=f"C{color % 10}",
-                    label=f"{run}, {name}",
-                )
-        axis.set(title=f"margins at {layer}", xlabel="round", ylabel="Euclidean distance")
-    axes[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure = new_figure(5 * len(layers) + 2, 7)
+    axes = figure.subplots(2, len(layers), squeeze=False)
+    for column, layer in enumerate(layers):
+        rows_of_layer = [row for row in rows if row[4] == layer and row[2] == ALL]
+        _draw_curves(axes[0, column], rows_of_layer, MARGIN_STYLES)
+        _draw_curves(axes[1, column], rows_of_layer, BOUND_STYLES)
+        axes[0, column].set(title=f"margins at {layer}", ylabel="Euclidean distance")
+        axes[1, column].set(title=f"bound at {layer} (Theorem 4.1)", xlabel="round")
+    for axis in axes[:, -1]:
+        axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
+
+
+def _draw_curves(axis: Axes, rows: list[tuple[Any, ...]], styles: dict[str, str]) -> None:
+    """Draw one curve per run and number."""
+    for color, run in enumerate(dict.fromkeys(row[0] for row in rows)):
+        for name, style in styles.items():
+            position = 5 + NUMBERS.index(name)
+            points = [(row[1], row[position]) for row in rows if row[0] == run]
+            xs, ys = zip(*points, strict=True)
+            axis.plot(xs, ys, style, color=f"C{color % 10}", label=f"{run}, {name}")

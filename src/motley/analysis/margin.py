@@ -204,13 +204,13 @@ def layers_of_sizes(
         names[size] = []
         for layer in layers:
             if layer == CUT:
-                layer = _cut_stage(federation, size, key)
+                layer = cut_stage(federation, size, key)
             cut(blueprint.module, layer, key, size)
             names[size].append(layer)
     return names
 
 
-def _cut_stage(federation: Federation, size: str, key: str) -> str:
+def cut_stage(federation: Federation, size: str, key: str) -> str:
     """Return the stage at which the run's method cuts a size, or else its middle."""
     stage = getattr(federation.config.method, "cut", "")
     try:

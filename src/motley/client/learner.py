@@ -32,6 +32,7 @@ from motley.core.tensors import add_, difference, norms
 from motley.data.device import DeviceData
 from motley.kernels import AVAILABLE
 from motley.methods.base import ClientAlgorithm
+from motley.methods.step import Proximal
 
 #: What is computed with a model and a batch of inputs.
 Forward: TypeAlias = Callable[[nn.Module, Tensor], Tensor]
@@ -62,7 +63,7 @@ class _Proximal:
 
     mu: float | Mapping[str, float]
     center: State
-    norms: bool
+    term: Proximal
 
     def strength(self, name: str) -> float:
         return self.mu[name] if isinstance(self.mu, Mapping) else self.mu
@@ -340,7 +341,11 @@ class Learner:
             self.weights.gather()
 
     def proximal(
-        self, mu: float | Mapping[str, float], center: State | None = None, *, norms: bool = False
+        self,
+        mu: float | Mapping[str, float],
+        center: State | None = None,
+        *,
+        term: Proximal = "squared",
     ) -> None:
         """Add `mu * (params - center)` to the gradients, see `Step.proximal`.
 
@@ -350,20 +355,26 @@ class Learner:
         self._add_proximal()
         strengths = mu.values() if isinstance(mu, Mapping) else [mu]
         if any(strengths):
-            self._proximal = _Proximal(mu, self.received if center is None else center, norms)
+            self._proximal = _Proximal(mu, self.received if center is None else center, term)
 
     def _add_proximal(self) -> None:
         """Add the proximal term to the gradients, if there is one."""
-        term, self._proximal = self._proximal, None
-        if term is None:
+        proximal, self._proximal = self._proximal, None
+        if proximal is None:
             return
-        offsets = difference(self.params, term.center)
-        if term.norms:
-            lengths = list(norms(offsets).values())
-            # Before the first step, parameters and center are the same, and their distance is zero.
-            torch._foreach_clamp_min_(lengths, torch.finfo(lengths[0].dtype).tiny)
-            torch._foreach_div_(list(offsets.values()), torch._foreach_mul(lengths, 2.0))
-        add_(self.weights.gradients(), offsets, term.mu)
+        # d, the gradient of |d|^2 / 2
+        gradients = difference(self.params, proximal.center)
+        if proximal.term == "norms":
+            # d / (2 |d|), the gradient of |d| / 2
+            lengths = list(norms(gradients).values())
+            _divide_by_lengths(gradients, torch._foreach_mul(lengths, 2.0))
+        elif proximal.term == "norm-of-squares":
+            # d^3 / |d * d|, the gradient of |d * d| / 2
+            offsets = list(gradients.values())
+            squares = torch._foreach_mul(offsets, offsets)
+            torch._foreach_mul_(offsets, squares)
+            _divide_by_lengths(gradients, torch._foreach_norm(squares))
+        add_(self.weights.gradients(), gradients, proximal.mu)
 
     def optimize(self, names: Iterable[str] | None = None) -> None:
         """Clip the gradients if the run asks for it, and take the optimizer's step."""
@@ -373,10 +384,11 @@ class Learner:
             self._optimizer_of(tuple(names)).step()
             self.sync()
             return
-        term, clipped = self._proximal, self.training.max_grad_norm
-        if term is not None and self.fused_optimizer and not clipped and not term.norms:
-            center = [term.center[name] for name in self.params]
-            strengths = [term.strength(name) for name in self.params]
+        proximal, clipped = self._proximal, self.training.max_grad_norm
+        squared = proximal is not None and proximal.term == "squared"
+        if proximal is not None and squared and self.fused_optimizer and not clipped:
+            center = [proximal.center[name] for name in self.params]
+            strengths = [proximal.strength(name) for name in self.params]
             self.optimizer.pull(center, strengths)  # type: ignore[union-attr]
             self._proximal = None
         self._add_proximal()
@@ -466,6 +478,16 @@ class Learner:
         rows = plan.rows.to(self.device)
         for step, length in enumerate(plan.lengths):
             yield self.data.batch(rows[step, :length])
+
+
+def _divide_by_lengths(tensors: State, lengths: tuple[Tensor, ...]) -> None:
+    """Divide each tensor by its length, in place.
+
+    Before the first step, parameters and center are the same. Their distance is zero, and so is
+    the gradient.
+    """
+    tiny = torch.finfo(lengths[0].dtype).tiny
+    torch._foreach_div_(list(tensors.values()), torch._foreach_clamp_min(lengths, tiny))
 
 
 def _call(model: nn.Module, inputs: Tensor) -> Tensor:

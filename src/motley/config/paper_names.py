@@ -55,7 +55,7 @@ STEMS: dict[str, dict[str, Any]] = {
     "Yogi": {"method.name": "fedavg", "server.optimizer.name": "yogi"},
     "Adagrad": {"method.name": "fedavg", "server.optimizer.name": "adagrad"},
 }
-#: A method with its split; InCo is free.
+#: A method with its split. InCo is off, unless the layer that names the system turns it on.
 SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "HeteroFL": (
         "leading channels by rate",
@@ -176,6 +176,9 @@ def spelled_out(values: Table, below: Table) -> Table:
     if meaning.get("server.inco.variant", "off") != "off" and under not in (None, "off"):
         meaning["server.inco.variant"] = under
     values = _with(values, "method.name", meaning.pop("method.name"))
+    if name in SYSTEMS and _get(values, "server.inco") is None:
+        # The InCo of a lower layer, such as a preset, is no part of the paper that has the name.
+        values = _with(values, "server.inco.variant", "off")
     for key, value in meaning.items():
         given = _get(values, key)
         if given is None:

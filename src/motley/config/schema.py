@@ -353,6 +353,7 @@ class Config(Settings):
             ("server.inco.variant", self.server.inco.variant, "off", delta),
             ("server.optimizer.name", self.server.optimizer.name, "none", delta),
             ("server.lr", self.server.lr, 1.0, delta),
+            ("server.delta_scale", self.server.delta_scale, 1.0, delta),
             ("server.weighting", self.server.weighting, "uniform", delta),
             ("server.ema_decay", self.server.ema_decay, 0.0, model),
             ("server.statistics.name", self.server.statistics.name, "averaged", model),

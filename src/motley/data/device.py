@@ -39,7 +39,11 @@ class DeviceData:
         self.device = device
         self.transform = transform
         images = torch.from_numpy(examples.images)
-        _, self.height, self.width, self.channels = images.shape
+        _, self.height, self.width, stored_channels = images.shape
+        stored_shape = ImageShape(stored_channels, self.height, self.width)
+        #: The shape of an image after the transform, which is the model's input.
+        self.shape = transform.shape_of(stored_shape)
+        self.channels = self.shape.channels
         if len(transform.mean) not in (0, self.channels):
             raise MotleyError(
                 f"data.transform.mean has {len(transform.mean)} values; "
@@ -60,7 +64,8 @@ class DeviceData:
             self.images = images.to(device)
         self._unpadded = self.images[:, pad : pad + self.height, pad : pad + self.width]
         self.labels = torch.from_numpy(examples.labels).to(device)
-        # Pixels are stored as 0..255, mean and std are given for 0..1.
+        # Pixels are stored as 0..255, mean and std are given for 0..1. With data.transform.channels
+        # there are more values than stored channels, and normalisation broadcasts to copies.
         scale = torch.tensor(transform.std or (1.0,) * self.channels) * 255
         shift = torch.tensor(transform.mean or (0.0,) * self.channels) * 255
         self.shift, self.scale = shift.to(device), scale.to(device)
@@ -69,11 +74,6 @@ class DeviceData:
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    @property
-    def shape(self) -> ImageShape:
-        """The shape of an image after the transform, which is the model's input."""
-        return self.transform.shape_of(ImageShape(self.channels, self.height, self.width))
 
     def check_batch_fits(self, key: str, size: int) -> None:
         """Reject a batch size if the images of one batch alone exceed the device's memory.

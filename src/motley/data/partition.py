@@ -90,6 +90,12 @@ class PartitionSettings(Settings):
     def split(self, labels: np.ndarray, clients: int, seed: int) -> Partition:
         """Return the partition among `clients` clients, determined by the arguments alone."""
 
+    def split_by_writers(
+        self, labels: np.ndarray, writers: np.ndarray | None, clients: int, seed: int
+    ) -> Partition:
+        """Like `split`, for partitions that depend on who wrote an image. Most do not."""
+        return self.split(labels, clients, seed)
+
 
 class DisjointPartition(PartitionSettings):
     """A partition with exactly one owner per sample and at least one sample per client."""
@@ -322,6 +328,44 @@ class Quantity(DisjointPartition):
         sizes = _counts_from_shares(len(labels), _log_gamma(self.alpha, clients, rng))
         given, taken = _transfers(sizes, min(self.min_size, len(labels) // clients))
         return _owners_of_chunks(rng.permutation(len(labels)), sizes - given + taken)
+
+
+@PARTITIONS.register("natural", "one client per writer, if the data set records writers (femnist)")
+class Natural(PartitionSettings):
+    """Each client has the images of one writer.
+
+    Client i is the i-th writer if there are as many clients as writers. With fewer clients, that
+    many writers are drawn at random, and the images of the others are not used.
+    """
+
+    name: Literal["natural"] = "natural"
+
+    def split(self, labels: np.ndarray, clients: int, seed: int) -> Partition:
+        """Raise: labels do not tell who wrote an image."""
+        raise MotleyError(
+            "data.partition.name = 'natural': the data set does not record who wrote an image. "
+            "Use data.name = 'femnist', or another partition."
+        )
+
+    def split_by_writers(
+        self, labels: np.ndarray, writers: np.ndarray | None, clients: int, seed: int
+    ) -> Partition:
+        """Return the images of each writer."""
+        if writers is None:
+            return self.split(labels, clients, seed)
+        chosen = np.unique(writers)
+        if not 1 <= clients <= len(chosen):
+            raise MotleyError(
+                f"federation.clients = {clients}: should be 1 to {len(chosen)}, the number of "
+                "writers; partition 'natural' makes one client of each."
+            )
+        if clients < len(chosen):
+            rng = generator(seed, "partition", self.name)
+            chosen = np.sort(rng.choice(chosen, clients, replace=False))
+        samples = np.flatnonzero(np.isin(writers, chosen))
+        owners = np.searchsorted(chosen, writers[samples])
+        by_owner = np.argsort(owners, kind="stable")
+        return Partition(samples[by_owner], _offsets(np.bincount(owners, minlength=clients)))
 
 
 @PARTITIONS.register("file", "your own lists of sample indices, from a .json or .npz file")

@@ -133,7 +133,7 @@ class Dealt:
 
 
 def deal(
-    labels: np.ndarray,
+    train: Examples,
     clients: int,
     seed: int,
     partition: PartitionSettings,
@@ -144,15 +144,18 @@ def deal(
     Index lists in a file count over the whole training set, so with them the public examples are
     drawn from those that the file gives to nobody.
     """
+    labels, writers = train.labels, train.writers
     if not isinstance(public, HeldOutSettings):
-        return Dealt(partition.split(labels, clients, seed), np.zeros(0, dtype=np.int64))
+        whole = partition.split_by_writers(labels, writers, clients, seed)
+        return Dealt(whole, np.zeros(0, dtype=np.int64))
     if isinstance(partition, FromFile):
         lists = partition.split(labels, clients, seed)
         return Dealt(lists, held_out_of(lists, len(labels), public, seed))
     rows = np.arange(len(labels), dtype=np.int64)
     held_out = draw_rows(rows, public.samples, seed)
     rest = np.delete(rows, held_out)
-    dealt = partition.split(labels[rest], clients, seed)
+    rest_writers = None if writers is None else writers[rest]
+    dealt = partition.split_by_writers(labels[rest], rest_writers, clients, seed)
     return Dealt(Partition(rest[dealt.indices], dealt.offsets), held_out)
 
 

@@ -25,6 +25,10 @@ class TransformSettings(Settings):
     """plain, or a paper's transform for this data set: inco, inco-vit, fedimpro. The other keys of
     the table override it.
     """
+    channels: int = Field(default=0, ge=0)
+    """Channels of the model's input, each a copy of a grey image's one channel: 3 for weights that
+    were pretrained on colour images. 0: images keep their channels.
+    """
     resize: int = Field(default=0, ge=0)
     """Side in pixels to which images are scaled (bilinear); 0: they keep their size."""
     mean: tuple[float, ...] = ()
@@ -59,24 +63,45 @@ class TransformSettings(Settings):
 
     def shape_of(self, shape: ImageShape) -> ImageShape:
         """Return the shape of an image after the transform, given its shape before."""
-        return ImageShape(shape.channels, self.resize or shape.height, self.resize or shape.width)
+        channels = self.channels or shape.channels
+        if shape.channels not in (1, channels):
+            raise MotleyError(
+                f"data.transform.channels = {self.channels}: only grey images can be copied; "
+                f"these have {shape.channels} channels. Use data.transform.channels = 0."
+            )
+        return ImageShape(channels, self.resize or shape.height, self.resize or shape.width)
 
 
-_CIFAR = {
-    "mean": [0.4914, 0.4822, 0.4465],
-    "std": [0.2470, 0.2435, 0.2616],
-    "crop_padding": 4,
-    "flip": True,
-}
+_CROP_AND_FLIP = {"crop_padding": 4, "flip": True}
+_CIFAR10 = {"mean": [0.4914, 0.4822, 0.4465], "std": [0.2470, 0.2435, 0.2616], **_CROP_AND_FLIP}
+_CIFAR100 = {"mean": [0.5071, 0.4865, 0.4409], "std": [0.2673, 0.2564, 0.2762], **_CROP_AND_FLIP}
+_CINIC10 = {"mean": [0.4789, 0.4723, 0.4305], "std": [0.2421, 0.2383, 0.2587], **_CROP_AND_FLIP}
 _HALF = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}
 _VIT = {"resize": 224, "resized_crop": True, "flip": True, **_HALF}
 
-#: Variant -> data set -> the values that the variant gives to other keys.
+#: Variant -> data set -> the values that the variant gives to other keys. An empty table: the
+#: paper's code scales pixels to [0, 1] and does nothing else.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {"digits": {"resize": 16}},
-    "inco": {"cifar10": {**_CIFAR, "cutout": 16}, "fashion-mnist": {"resize": 32}},
-    "inco-vit": {"cifar10": _VIT, "fashion-mnist": {"resize": 224}},
-    "fedimpro": {"cifar10": _CIFAR, "fashion-mnist": {"resize": 32}},
+    "inco": {
+        "cifar10": {**_CIFAR10, "cutout": 16},
+        "cinic10": _CINIC10,
+        "svhn": {**_HALF, "cutout": 16},
+        "fashion-mnist": {"resize": 32},
+    },
+    "inco-vit": {
+        "cifar10": _VIT,
+        "cinic10": _VIT,
+        "svhn": _VIT,
+        "fashion-mnist": {"resize": 224, "channels": 3},
+    },
+    "fedimpro": {
+        "cifar10": _CIFAR10,
+        "cifar100": {**_CIFAR100, "cutout": 16},
+        "svhn": {},
+        "fashion-mnist": {"resize": 32},
+        "femnist": {},
+    },
 }
 
 

@@ -30,7 +30,7 @@ def read_examples(node: NodeSettings, request: Request) -> tuple[Examples, Parti
         clients, seed = request.config.federation.clients, request.config.seed
         if node.data.dealt:
             config = request.config
-            dealt = deal(train.labels, clients, seed, config.data.partition, config.public)
+            dealt = deal(train, clients, seed, config.data.partition, config.public)
             return train, dealt.partition
     # All examples are this client's, and the others have none here.
     count = len(train)
@@ -80,9 +80,7 @@ def read_public(node: NodeSettings, request: Request) -> PublicData | None:
                     "server's data set, and this node has examples of its own (data.dealt = false)."
                 )
             clients = config.federation.clients
-            held_out = deal(
-                train.labels, clients, config.seed, config.data.partition, public
-            ).held_out
+            held_out = deal(train, clients, config.seed, config.data.partition, public).held_out
         root = Path(node.data.root) if node.data.root else None
         images = public_images(public, train, held_out, config.seed, root)
         if isinstance(public, PublicDatasetSettings):

@@ -55,10 +55,10 @@ from motley.methods.fedgen_generator import (
     Training,
     generate,
     initial,
-    is_class,
     train,
 )
 from motley.methods.info import FederationInfo
+from motley.methods.labels import one_hot
 from motley.methods.step import Step
 from motley.models.stages import chain_of, owned, run, shape_behind
 
@@ -159,7 +159,7 @@ class FedGenClient(ClientAlgorithm):
         logits = head.run(features)
         loss = step.task_loss(logits, step.targets)
         own = step.scratch[SCRATCH]
-        own["counts"].add_(is_class(step.targets, self.info.classes).sum(0))
+        own["counts"].add_(one_hot(step.targets, self.info.classes).sum(0))
         if not step.broadcast:
             return loss
         if self.settings.alpha:

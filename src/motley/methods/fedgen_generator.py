@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from motley.core.part import State
 from motley.core.randomness import torch_seed
+from motley.methods.labels import one_hot
 
 #: Names of the generator's parameters. Its batch norm also has two running statistics.
 PARAMETERS = (
@@ -53,18 +54,13 @@ def initial(sizes: Sizes, seed: int) -> State:
     return {name: state[name].clone() for name in (*PARAMETERS, *STATISTICS)}
 
 
-def is_class(labels: Tensor, classes: int) -> Tensor:
-    """Return one-hot vectors. Unlike torch's own function, this reads no value on the host."""
-    return (labels[:, None] == torch.arange(classes, device=labels.device)).float()
-
-
 def generate(weights: State, labels: Tensor, noise: Tensor, training: bool = False) -> Tensor:
     """Return one feature vector per label.
 
     In training, batch norm uses the batch and updates its running statistics in place.
     """
     hidden = weights["hidden.weight"]
-    inputs = torch.cat([noise, is_class(labels, hidden.shape[1] - noise.shape[1])], 1)
+    inputs = torch.cat([noise, one_hot(labels, hidden.shape[1] - noise.shape[1])], 1)
     x = F.linear(inputs, hidden, weights["hidden.bias"])
     x = F.batch_norm(
         x,

@@ -44,9 +44,8 @@ from motley.methods.base import (
     ServerAlgorithm,
 )
 from motley.methods.fedin_pool import IN, OUT, Shapes, collect, draw, entries
-from motley.methods.fedprox import Proximal
 from motley.methods.info import FederationInfo
-from motley.methods.step import Step
+from motley.methods.step import Proximal, Step
 from motley.models import ImageShape
 from motley.models.stages import chain_of, owned, run, shape_behind
 from motley.splits.base import Split
@@ -65,7 +64,7 @@ class FedInSettings(MethodSettings):
     """Weight of the proximal term; the paper writes mu / 2 = 0.05. 0 is its ablation "w/o Prox"."""
     proximal: Proximal = "squared"
     """The proximal term, as for FedProx. squared: mu/2 |theta - w|^2. norms: mu/2 times the sum of
-    |theta - w|.
+    |theta - w| over tensors. norm-of-squares: mu/2 times the sum of |(theta - w)^2|.
     """
     combine: Literal["simplified", "exact", "sum"] = "simplified"
     """How the gradients are combined. simplified: G_IN + multiplier / 2 G_local (Eq. 13). exact:
@@ -91,6 +90,10 @@ class FedInSettings(MethodSettings):
     noise: float = Field(default=0.0, ge=0)
     """Noise on s_in and s_out, as a multiple of their standard deviations; 0.8 in the paper's
     "+Noise".
+    """
+    noise_deviation: Literal["tensor", "coordinate"] = "tensor"
+    """The standard deviation that the noise is a multiple of. tensor: one for all values of a
+    batch's features. coordinate: one for every value, over the examples of the batch.
     """
     noise_on: Literal["forward", "upload"] = "forward"
     """forward: noise throughout training, and so on sent features too. upload: noise on sent
@@ -151,7 +154,7 @@ class FedINClient(ClientAlgorithm):
         """Take FedProx's step, and if there are features, a step on L_IN after it."""
         loss = self.loss(step)
         step.backward(loss)
-        step.proximal(self.settings.mu, norms=self._by_norms)
+        step.proximal(self.settings.mu, term=self.settings.proximal)
         self.descend(step)
         if step.broadcast:
             self._inner_backward(step)
@@ -176,7 +179,7 @@ class FedINClient(ClientAlgorithm):
         step.backward(loss + inner)
         inside = set(intermediate(step.model))
         mu = {name: self.settings.mu * (weight if name in inside else 1) for name in step.params}
-        step.proximal(mu, norms=self._by_norms)
+        step.proximal(mu, term=self.settings.proximal)
         return loss
 
     def _backward_projected(self, step: Step) -> Tensor:
@@ -188,14 +191,10 @@ class FedINClient(ClientAlgorithm):
         inner = {name: grad.clone() for name, grad in step.grads.items()}
         loss = self.loss(step)
         step.backward(loss)
-        step.proximal(self.settings.mu, norms=self._by_norms)
+        step.proximal(self.settings.mu, term=self.settings.proximal)
         local = {name: grad for name, grad in step.grads.items() if name in inner}
         copy_(local, projected(inner, local))
         return loss
-
-    @property
-    def _by_norms(self) -> bool:
-        return self.settings.proximal == "norms"
 
     @torch.no_grad()
     def finish(self, step: Step) -> tuple[State, State]:
@@ -220,7 +219,11 @@ class FedINClient(ClientAlgorithm):
     def _noisy(self, features: Tensor, where: str) -> Tensor:
         if not self.settings.noise or self.settings.noise_on != where:
             return features
-        deviation = features.detach().float().std(correction=0)
+        values = features.detach().float()
+        if self.settings.noise_deviation == "coordinate":
+            deviation = values.std(0, correction=0, keepdim=True)
+        else:
+            deviation = values.std(correction=0)
         noise = torch.randn_like(features, dtype=torch.float32)
         return features + (noise * (self.settings.noise * deviation)).to(features.dtype)
 

@@ -12,16 +12,10 @@ with `server.inco` on, its InCoProx.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
-
 from pydantic import Field
 
 from motley.methods.base import METHODS, ClientAlgorithm, Method, MethodSettings, Requirements
-from motley.methods.step import Step
-
-#: The term: mu / 2 |theta - w|^2, or, as in much public code, mu / 2 times the sum of every
-#: tensor's |theta - w|, whose gradient does not grow with the distance.
-Proximal: TypeAlias = Literal["squared", "norms"]
+from motley.methods.step import Proximal, Step
 
 
 class FedProxSettings(MethodSettings):
@@ -35,7 +29,9 @@ class FedProxSettings(MethodSettings):
     """
     proximal: Proximal = "squared"
     """squared: mu/2 |theta - w|^2. norms: mu/2 times the sum of |theta - w| over tensors, as in
-    much public code; its gradient does not grow with the distance.
+    much public code; its gradient does not grow with the distance. norm-of-squares: mu/2 times the
+    sum of |(theta - w)^2| over tensors, the norm of the squares instead of the squared norm; it
+    pulls only at the weights of a tensor that are farthest away.
     """
 
 
@@ -46,7 +42,7 @@ class FedProxClient(ClientAlgorithm):
 
     def after_backward(self, step: Step) -> None:
         # grads += mu * (params - received)
-        step.proximal(self.settings.mu, norms=self.settings.proximal == "norms")
+        step.proximal(self.settings.mu, term=self.settings.proximal)
 
 
 @METHODS.register(

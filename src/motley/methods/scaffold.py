@@ -10,18 +10,20 @@ and after K steps (option II of the paper)
 
     c_i <- c_i - c + (w - y) / (K lr),    c <- c + (sum of the clients' changes of c_i) / N
 
-where N counts all clients that hold a layer, whether they took part or not. Correcting the weights
-after the step, not the gradient before it, is the same for plain SGD; with Adam or momentum only
-this fits c_i, which is a displacement. Control variates are for parameters. They follow the
-clients' own training, whatever InCo and the server optimizer do with the mean delta.
+where N counts all clients that hold a layer, whether they took part or not (or only those that did,
+see `divide_by`). Correcting the weights after the step, not the gradient before it, is the same for
+plain SGD; with Adam or momentum only this fits c_i, which is a displacement. Control variates are
+for parameters. They follow the clients' own training, whatever InCo and the server optimizer do
+with the mean delta.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
-from motley.core.merge import add_shares
+from motley.core.merge import add_shares, merge
 from motley.core.part import Part, State, take
 from motley.core.randomness import key
 from motley.core.tensors import difference, divide_, scale_, subtract_
@@ -39,13 +41,18 @@ from motley.splits.base import Split
 
 
 class ScaffoldSettings(MethodSettings):
-    """SCAFFOLD's own setting."""
+    """SCAFFOLD's own settings."""
 
     name: str = "scaffold"
     initial: Literal["zeros", "weights"] = "zeros"
     """Initial value of all control variates. zeros: 0. weights: the random weights of another
     network, as in NIID-Bench. These cancel over all clients, but until every client has taken part
     they disturb the steps.
+    """
+    divide_by: Literal["all", "sampled"] = "all"
+    """The clients that the sum of changes is divided by, in the rule for c. all: all that hold a
+    layer, as in the paper, so that c is the mean of all c_i. sampled: those that took part, as in
+    FedImpro's code; c then moves N / |S| times as far.
     """
 
 
@@ -93,7 +100,10 @@ class ScaffoldServer(ServerAlgorithm):
 
     def update(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
         # c <- c + (sum of the clients' changes of c_i) / N
-        return add_shares(own, updates, lambda update: update.payload, self.info.owners)
+        if self.settings.divide_by == "all":
+            return add_shares(own, updates, lambda update: update.payload, self.info.owners)
+        change = _mean_payload(own, updates)
+        return {name: c + change[name] if name in change else c for name, c in own.items()}
 
 
 @METHODS.register(
@@ -116,6 +126,15 @@ def initial_control(split: Split, settings: ScaffoldSettings, seed: int) -> Stat
         return split.zeros()
     weights = split.initial(key(seed, "control variates"))
     return {name: tensor for name, tensor in weights.items() if name in split.parameters}
+
+
+def _mean_payload(own: State, updates: Sequence[ClientUpdate]) -> State:
+    """Return the mean of the changes over the clients that took part and hold a coordinate."""
+    changes = []
+    for update in updates:
+        part = {name: update.part[name] for name in update.payload}
+        changes.append(replace(update, delta=update.payload, part=part, weight=1.0, row_weights={}))
+    return merge(own, changes).delta
 
 
 def control_of(control: State, part: Part) -> State:

@@ -20,11 +20,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
 from motley.core.part import State
+
+#: A proximal term in d = params - center, with | | for the Euclidean norm of a tensor.
+#: squared: mu / 2 |d|^2. norms: mu / 2 times the sum of |d| over tensors. norm-of-squares: mu / 2
+#: times the sum of |d * d| over tensors, which is what `torch.norm(d ** 2)` computes.
+Proximal: TypeAlias = Literal["squared", "norms", "norm-of-squares"]
 
 
 class Step(Protocol):
@@ -96,12 +101,16 @@ class Step(Protocol):
         ...
 
     def proximal(
-        self, mu: float | Mapping[str, float], center: State | None = None, *, norms: bool = False
+        self,
+        mu: float | Mapping[str, float],
+        center: State | None = None,
+        *,
+        term: Proximal = "squared",
     ) -> None:
         """Add `mu * (params - center)`, the gradient of `mu / 2 |params - center|^2`, to `grads`.
 
-        `center` is `received` by default. `mu` may be one number per name. With `norms` it is the
-        gradient of `mu / 2 |params - center|` instead, of every tensor by itself.
+        `center` is `received` by default. `mu` may be one number per name. For the other terms, see
+        `Proximal`.
         """
         ...
 

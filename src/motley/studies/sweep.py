@@ -294,7 +294,12 @@ def _why_unreadable(name: str, root: Path, path: Path | None) -> str:
             return f'{str(error).splitlines()[0]} Name it in the study: [[data]] path = "...".'
         # A later line of the reader's message says so if the files are not in the data folder.
         not_found = "MOTLEY_DATA" in str(error)
-        advice = " Set MOTLEY_DATA to the folder that contains it." if not_found else ""
+        advice = ""
+        if not_found:
+            advice = (
+                f" Download it with `motley data fetch {name}`, "
+                "or set MOTLEY_DATA to the folder that contains it."
+            )
         return str(error).splitlines()[0] + advice
     return ""
 

@@ -1,5 +1,25 @@
 """One file per data set format. Importing this package registers them all."""
 
-from motley.data.datasets import cifar10, cifar100, digits, fashion_mnist, mnist, npz, svhn
+from motley.data.datasets import (
+    cifar10,
+    cifar100,
+    cinic10,
+    digits,
+    fashion_mnist,
+    femnist,
+    mnist,
+    npz,
+    svhn,
+)
 
-__all__ = ["cifar10", "cifar100", "digits", "fashion_mnist", "mnist", "npz", "svhn"]
+__all__ = [
+    "cifar10",
+    "cifar100",
+    "cinic10",
+    "digits",
+    "fashion_mnist",
+    "femnist",
+    "mnist",
+    "npz",
+    "svhn",
+]
