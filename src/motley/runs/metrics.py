@@ -217,9 +217,7 @@ def outcome(lines: list[dict[str, Any]], last_k: int, targets: tuple[float, ...]
             seconds[phase] = seconds.get(phase, 0.0) + value
     return Outcome(
         rounds=lines[-1]["round"] if lines else 0,
-        accuracy={
-            name: summarize(rounds[name], values, last_k) for name, values in series.items()
-        },
+        accuracy={name: summarize(rounds[name], values, last_k) for name, values in series.items()},
         rounds_to={
             target: rounds_to(target, rounds.get(OVERALL, []), series.get(OVERALL, []))
             for target in targets
