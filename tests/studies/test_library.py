@@ -29,10 +29,6 @@ LIBRARY = studies()
 NOT_BUILT = {"FedET", "FedDF"}
 #: Other missing lines: study -> line -> how the reason begins.
 OTHERWISE_MISSING = {
-    "fedimpro-table8": {
-        row.name: "data.partition.name: unknown partition 'natural'"
-        for row in LIBRARY["fedimpro-table8"].methods
-    },
     "inco-table2-vit": {"inco-table2-vit": "needs ImageNet weights"},
 }
 
