@@ -204,9 +204,10 @@ def outcome(lines: list[dict[str, Any]], last_k: int, targets: tuple[float, ...]
     # Each has the rounds in which it was evaluated: if clients' own models are, a size has an
     # accuracy only in rounds in which some client of that size was asked. The line with most sizes
     # has them in the best order.
-    fullest = max(evaluated, key=lambda line: len(line["accuracy"]), default={"accuracy": {}})
-    rounds: dict[str, list[int]] = {name: [] for name in fullest["accuracy"]}
-    series: dict[str, list[float]] = {name: [] for name in fullest["accuracy"]}
+    accuracies: list[dict[str, float]] = [line["accuracy"] for line in evaluated]
+    fullest = max(accuracies, key=len, default={})
+    rounds: dict[str, list[int]] = {name: [] for name in fullest}
+    series: dict[str, list[float]] = {name: [] for name in fullest}
     for line in evaluated:
         for name, accuracy in line["accuracy"].items():
             rounds.setdefault(name, []).append(line["round"])
