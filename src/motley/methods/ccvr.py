@@ -4,8 +4,8 @@ Luo et al., No Fear of Heterogeneity: Classifier Calibration for Federated Learn
 Data, NeurIPS 2021. Training is that of another method, here FedAvg. Afterwards every client passes
 its data through the final model and sends, for each class c, the number n of its examples and the
 mean m and covariance S of their features, the inputs of the last layer. The server computes mean
-and covariance of all clients' features (Eq. 4 and 5, here with the means' distances, which is the
-same and loses fewer digits):
+and covariance of all clients' features (written with the means' distances, which loses fewer
+digits):
 
     m_c = sum_k n_k m_k / n
     S_c = (sum_k (n_k - 1) S_k + sum_k n_k (m_k - m_c) (m_k - m_c)^T) / (n - 1)
@@ -15,7 +15,8 @@ class's examples, and trains the last layer on them with the cross-entropy.
 
 Each size has distributions of its own. A last layer that several sizes share is trained on the
 virtual features of all of them. The paper applies CCVR to FedAvg, FedProx, FedAvgM and MOON:
-`ccvr`, `ccvr-prox`, `server.optimizer.name = "momentum"`, and `ccvr-moon`.
+`ccvr`, `ccvr-prox`, `server.optimizer.name = "momentum"`, and `ccvr-moon`. The defaults of the
+calibration (number of virtual features, epochs, learning rate) are Motley's.
 """
 
 from __future__ import annotations
@@ -53,12 +54,10 @@ class CCVRSettings(MethodSettings):
 
     name: str = "ccvr"
     virtual: int = Field(default=100, ge=0)
-    """Mean number of virtual features per class. The paper has 100 for CIFAR-10 and more for
-    CIFAR-100 and CINIC-10. 0: no calibration.
-    """
+    """Mean number of virtual features per class. 0: no calibration."""
     balance: Literal["examples", "equal"] = "examples"
-    """Numbers of virtual features of the classes. examples: in proportion to the clients' examples
-    (the paper). equal: the same for every class.
+    """Numbers of virtual features of the classes. examples: in proportion to the clients'
+    examples. equal: the same for every class.
     """
     every: int = Field(default=0, ge=0)
     """Rounds between calibrations; the last round always has one. 0: only that one. After an
