@@ -47,11 +47,11 @@ from motley.methods.base import METHODS, Method, MethodSettings, Requirements, S
 from motley.methods.distillation import (
     SGD,
     ServerModels,
+    SizeTrainer,
     Statistics,
     client_logits,
     draw_batches,
     kl_divergence,
-    train_sizes,
 )
 from motley.methods.info import FederationInfo
 from motley.models.spec import classifiers_of
@@ -113,13 +113,11 @@ def _weighted_mean(logits: Tensor, weights: Tensor) -> Tensor:
     return ((weights / sums)[:, :, None] * logits).sum(0)
 
 
-def transfer_loss(
-    logits: Tensor, teacher: Consensus, positions: Tensor, diversity: float
-) -> Tensor:
-    """Return CE + diversity KL of a batch; `positions` are its images' places in the consensus."""
-    loss = F.cross_entropy(logits, teacher.labels[positions])
-    divergence = kl_divergence(teacher.diversity[positions], logits)
-    return loss + diversity * (teacher.disputed[positions] * divergence).mean()
+def transfer_loss(logits: Tensor, teacher: Consensus, diversity: float) -> Tensor:
+    """Return CE + diversity KL of a batch, given the consensus on its images."""
+    loss = F.cross_entropy(logits, teacher.labels)
+    divergence = kl_divergence(teacher.diversity, logits)
+    return loss + diversity * (teacher.disputed * divergence).mean()
 
 
 def shared_head(split: Split) -> dict[str, list[str]]:
@@ -175,6 +173,16 @@ class FedETServer(ServerAlgorithm):
         self._models = ServerModels(info.split)
         self._server_size = info.split.smallest_first[-1]
         self._head = shared_head(info.split)
+        self._trainer = SizeTrainer(
+            self._models,
+            info.split.parameters,
+            self._loss,
+            max_norm=self.settings.max_grad_norm,
+            statistics=self.settings.statistics,
+        )
+
+    def _loss(self, logits: Tensor, targets: State) -> Tensor:
+        return transfer_loss(logits, Consensus(**targets), self.settings.diversity)
 
     def post_process(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
         round_number = updates[0].round_number
@@ -228,22 +236,14 @@ class FedETServer(ServerAlgorithm):
             len(public), settings.steps, settings.batch_size, self.info.seed, round_number, device
         )
         teacher = consensus(client_logits(self._models, updates, public, batches.distinct))
-
-        def loss(logits: Tensor, positions: Tensor) -> Tensor:
-            return transfer_loss(logits, teacher, positions, settings.diversity)
-
-        return train_sizes(
-            self._models,
+        return self._trainer.train(
             state,
             {self._server_size: split.evaluated(self._server_size, round_number)},
-            split.parameters,
             public,
             batches,
-            loss,
+            vars(teacher),
             SGD(settings.momentum),
             [settings.lr] * settings.steps,
-            max_norm=settings.max_grad_norm,
-            statistics=settings.statistics,
         )
 
 
