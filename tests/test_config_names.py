@@ -107,8 +107,10 @@ def test_every_name_runs_a_round() -> None:
         sizes = (
             ("model.sizes=resnet18",)
             if name in SYSTEMS
-            else ("model.sizes=mlp2,mlp3", "model.mlp.hidden=4")
+            else ("model.sizes=mlp2,mlp3", "model.mlp.hidden=10")
         )
+        if METHODS[NAMES[name]["method.name"]].requirements.public_data:
+            sizes += ("public.name=noise",)
         settings = [*sizes, "training.steps=1", "evaluation.every=3", f"method.name={name}"]
         if METHODS[NAMES[name]["method.name"]].requirements.public_data:
             settings += ["public.name=noise", "public.samples=8"]

@@ -26,8 +26,8 @@ from motley.assembly import (
     deal_examples,
     load_dataset_of,
     load_public,
-    load_weights,
     size_lookup,
+    with_weights,
 )
 from motley.checks import (
     check_batches_fit,
@@ -182,7 +182,7 @@ class Federation:
         with self.numerics():
             state = self.split.initial(self.config.seed)
             if self.config.model.weights:
-                state = load_weights(state, Path(self.config.model.weights))
+                state = with_weights(state, self.split, self.config.model)
             return self.to_device(ServerState(0, state, method_state=self.method.server.init()))
 
     def run_round(

@@ -98,6 +98,9 @@ def test_a_sizes_score_is_the_mean_over_the_rounds_clients(name: str) -> None:
             count += len(labels)
         accuracies.setdefault(federation.sizes[client], []).append(correct / count)
         losses.setdefault(federation.sizes[client], []).append(loss / count)
+    everybody = torch.tensor([accuracy for size in accuracies.values() for accuracy in size])
+    spread = record.metrics["own-models/accuracy_std"]
+    assert spread == pytest.approx(float(everybody.std(correction=0)), abs=1e-6)
     assert record.scores.keys() == accuracies.keys()
     for size, score in record.scores.items():
         assert score.accuracy == pytest.approx(sum(accuracies[size]) / len(accuracies[size]))

@@ -270,3 +270,17 @@ def test_before_the_first_evaluation(lines: list[dict[str, Any]]) -> None:
     assert summary.accuracy == {}
     assert summary.rounds_to == {0.5: None}
     assert summary.rounds == len(lines)
+
+
+def test_a_size_that_is_not_in_every_evaluation_is_summarized_over_its_own_rounds() -> None:
+    """If clients' own models are evaluated, a size may have no client in a round."""
+    lines = []
+    for number, accuracy in enumerate(
+        [{"a": 0.1, "mean": 0.1}, {"a": 0.3, "b": 0.5, "mean": 0.4}, {"b": 0.2, "mean": 0.2}], 1
+    ):
+        line = {"round": number, "accuracy": accuracy, "seconds": {}, "bytes": {"down": 0, "up": 0}}
+        lines.append(line)
+    summaries = outcome(lines, 5, ()).accuracy
+    assert list(summaries) == ["a", "b", "mean"]
+    assert (summaries["a"].last, summaries["a"].best_round) == (0.3, 2)
+    assert (summaries["b"].best, summaries["b"].best_round, summaries["b"].last) == (0.5, 2, 0.2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from motley.config import Config, load_config
 from motley.core.errors import MotleyError
 from motley.data import Dataset
 from motley.data.device import DeviceData
+from motley.methods import METHODS
 from motley.plan import NODE_RUNTIME, Budget, Cost, costs_of, largest_fitting, read_budgets
 
 COLUMNS = ("parameters", "GFLOPs\nper step", "activ.\nMB", "memory\nMB", "MB per\nround")
@@ -59,7 +61,11 @@ def costs_in(config: Config, synthetic: bool = False) -> dict[str, Cost]:
     dataset.check_inferred_classes()
     examples = DeviceData(dataset.train, config.data.transform, torch.device("cpu"), augment=False)
     split = build_split(config, examples.shape, dataset.classes)
-    return costs_of(split, examples.shape, config.training, config.uplink.dtype)
+    costs = costs_of(split, examples.shape, config.training, config.uplink.dtype)
+    if METHODS[config.method.name].requirements.exchanges_weights:
+        return costs
+    # Weights travel once, before the first round.
+    return {size: replace(cost, traffic=0) for size, cost in costs.items()}
 
 
 def _dataset_of(config: Config) -> Dataset:

@@ -74,8 +74,10 @@ class ModelSettings(Settings):
     """
     weights: FilePath = ""
     """A safetensors file with initial weights. Tensors of the initial global state that have the
-    same name and shape are replaced.
+    same name and shape are replaced, and a warning names the others.
     """
+    allow_new_first_layer: bool = False
+    """Accept a file of weights that does not fit the first layer, which then starts at random."""
 
     @field_validator("sizes")
     @classmethod

@@ -67,12 +67,12 @@ class FedMDClient(ClientAlgorithm):
         if "logits" not in step.broadcast:
             return  # in the first round there is no consensus yet
         rows, consensus = step.broadcast["rows"], step.broadcast["logits"]
-        images = public_of(self.info.public)
+        public = public_of(self.info.public)
         parameters = list(step.params)
         losses = []
         for _ in range(self.settings.digest_epochs):
             for batch in batches_of(len(rows), self.settings.digest_batch_size):
-                inputs = step.as_inputs(images.images(rows[batch]))
+                inputs = step.as_inputs(public.images(rows[batch]))
                 loss = F.l1_loss(step.model(inputs).float(), consensus[batch])
                 step.backward(loss)
                 step.optimize(parameters)

@@ -201,21 +201,27 @@ class Outcome:
 def outcome(lines: list[dict[str, Any]], last_k: int, targets: tuple[float, ...]) -> Outcome:
     """Summarize a run: accuracy (last, best, mean of last k), rounds to targets, traffic, time."""
     evaluated = [line for line in lines if line.get("accuracy")]
-    rounds = [line["round"] for line in evaluated]
-    names = list(evaluated[0]["accuracy"]) if evaluated else []
-    series: dict[str, list[float]] = {}
-    for name in names:
-        if all(name in line["accuracy"] for line in evaluated):
-            series[name] = [line["accuracy"][name] for line in evaluated]
+    # Each has the rounds in which it was evaluated: if clients' own models are, a size has an
+    # accuracy only in rounds in which some client of that size was asked. The line with most sizes
+    # has them in the best order.
+    accuracies: list[dict[str, float]] = [line["accuracy"] for line in evaluated]
+    fullest = max(accuracies, key=len, default={})
+    rounds: dict[str, list[int]] = {name: [] for name in fullest}
+    series: dict[str, list[float]] = {name: [] for name in fullest}
+    for line in evaluated:
+        for name, accuracy in line["accuracy"].items():
+            rounds.setdefault(name, []).append(line["round"])
+            series.setdefault(name, []).append(accuracy)
     seconds: dict[str, float] = {}
     for line in lines:
         for phase, value in line["seconds"].items():
             seconds[phase] = seconds.get(phase, 0.0) + value
     return Outcome(
         rounds=lines[-1]["round"] if lines else 0,
-        accuracy={name: summarize(rounds, values, last_k) for name, values in series.items()},
+        accuracy={name: summarize(rounds[name], values, last_k) for name, values in series.items()},
         rounds_to={
-            target: rounds_to(target, rounds, series.get(OVERALL, [])) for target in targets
+            target: rounds_to(target, rounds.get(OVERALL, []), series.get(OVERALL, []))
+            for target in targets
         },
         bytes_down=sum(line["bytes"]["down"] for line in lines),
         bytes_up=sum(line["bytes"]["up"] for line in lines),

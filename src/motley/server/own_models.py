@@ -17,6 +17,7 @@ from torch import Tensor
 from motley.engine.base import Job
 from motley.evaluate import OwnModelScores
 from motley.methods.base import REPORTED, Collection, ServerAlgorithm
+from motley.methods.evaluation import CORRECT, SEEN
 from motley.server.collection import CollectionResult
 from motley.server.state import ServerState
 from motley.server.validation import counts_error
@@ -62,7 +63,9 @@ class EvaluateOwnModels:
         return counts_error(self.algorithm.info.classes, collection.values)
 
     def apply(self, server: ServerState, collections: Sequence[Collection]) -> CollectionResult:
-        """Return the scores, and the mean of every other number that clients reported."""
+        """Return the scores, and as metrics how far clients' accuracies are apart (their standard
+        deviation over all clients that were asked) and the means of what else they reported.
+        """
         counts = []
         for size in self.algorithm.info.split.sizes:
             for collection in collections:
@@ -75,4 +78,6 @@ class EvaluateOwnModels:
                     metric = f"method/{name.removeprefix(REPORTED)}"
                     reported.setdefault(metric, []).append(number.float())
         metrics = {name: torch.stack(numbers).mean() for name, numbers in reported.items()}
+        accuracies = [values[CORRECT].sum() / values[SEEN].sum() for _, values in counts]
+        metrics["own-models/accuracy_std"] = torch.stack(accuracies).std(correction=0)
         return CollectionResult(server, OwnModelScores(counts), metrics)
