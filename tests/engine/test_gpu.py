@@ -407,7 +407,9 @@ def test_captured_server_steps_agree_with_a_cpus(split: str, statistics: Statist
                 batches = draw_batches(96, 4, 32, 1, number, device)
                 targets = {"teacher": teacher.to(device)[batches.distinct]}
                 optimizer = SGD(0.9)
-                state = trainer.train(state, parts, public, batches, targets, optimizer, [0.01] * 4)
+                state, _ = trainer.train(
+                    state, parts, public, batches, targets, optimizer, [0.01] * 4
+                )
             ends.append({n: t.cpu() for n, t in state.items() if t.is_floating_point()})
     start = federation.initial_state().state
     moved = distance(ends[0], {name: start[name] for name in ends[0]})

@@ -101,7 +101,7 @@ def test_identical_teachers_and_student_leave_the_student_where_it_is() -> None:
 
     targets = {"logits": teacher.detach()}
     trainer = SizeTrainer(models, split.parameters, loss)
-    trained = trainer.train(state, {"mlp2": part}, public, batches, targets, SGD(0.9), [0.1] * 4)
+    trained, _ = trainer.train(state, {"mlp2": part}, public, batches, targets, SGD(0.9), [0.1] * 4)
     for name, tensor in state.items():
         torch.testing.assert_close(trained[name], tensor, rtol=0, atol=1e-7)
 
@@ -198,6 +198,18 @@ class Watched:
     def train(self, jobs: Sequence[Job], done: Done) -> list[ClientUpdate]:
         self.jobs, self.updates = jobs, self.engine.train(jobs, done)
         return self.updates
+
+
+@pytest.mark.parametrize("name", ["feddf", "fedet"])
+def test_the_record_has_the_mean_loss_of_the_servers_steps(name: str) -> None:
+    federation = federation_of(*GROUPED, *NOISE, *STEPS, *MLPS, "method.lr=0.05", name=name)
+    server, losses = federation.initial_state(), []
+    for _ in range(2):
+        server, record = federation.run_round(server)
+        losses.append(record.metrics["post-process/distillation_loss"])
+    assert 0 < losses[0] < 5
+    if name == "fedet":
+        assert 0 <= record.metrics["post-process/disputed"] <= 1
 
 
 def one_round(name: str, *overrides: str) -> tuple[Federation, dict[str, State], State]:
@@ -323,7 +335,7 @@ def test_the_gradients_of_sizes_that_share_a_layer_are_added_up() -> None:
         return logits.square().mean()
 
     trainer = SizeTrainer(models, split.parameters, loss)
-    trained = trainer.train(state, parts, public, batches, {}, SGD(0.0), [0.1])
+    trained, _ = trainer.train(state, parts, public, batches, {}, SGD(0.0), [0.1])
     images = public.images(batches.rows[0])
     expected: State = {}
     for size, part in parts.items():

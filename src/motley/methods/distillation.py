@@ -249,20 +249,24 @@ class SizeTrainer:
         targets: State,
         optimizer: Optimizer,
         rates: Sequence[float],
-    ) -> State:
-        """Train the sizes that have a part in `parts`; return the global state after it.
+    ) -> tuple[State, Tensor]:
+        """Train the sizes that have a part in `parts`.
+
+        Returns the global state after it, and the mean loss over steps and sizes.
 
         `targets` has tensors with one row per distinct public image, `rates` the learning rate of
         each step.
         """
         names = {piece.name for part in parts.values() for piece in part.values()}
         self._load({name: tensor for name, tensor in state.items() if name in names})
+        sum_of_losses = torch.zeros((), device=batches.rows.device)
         for rows, positions, lr in zip(batches.rows, batches.positions, rates, strict=True):
             images = public.images(rows)
             batch_targets = {name: tensor[positions] for name, tensor in targets.items()}
             grads: State = {}
             for size, part in parts.items():
-                of_size = self._gradients(size, part, images, batch_targets)
+                loss, of_size = self._loss_and_gradients(size, part, images, batch_targets)
+                sum_of_losses += loss
                 grads = {**grads, **of_size, **total(grads, of_size)}
             with torch.no_grad():
                 optimizer.step(self._tensors, grads, lr)
@@ -272,7 +276,7 @@ class SizeTrainer:
                 trained[name] = self._tensors[name].detach().clone()
         if not self._graphs:
             self._tensors = {}  # no graph uses them, so they need not stay in memory
-        return {**state, **trained}
+        return {**state, **trained}, sum_of_losses / (len(rates) * len(parts))
 
     @torch.no_grad()
     def _load(self, values: State) -> None:
@@ -283,24 +287,28 @@ class SizeTrainer:
                 self._tensors[name] = room.requires_grad_(name in self._parameters)
         copy_({name: self._tensors[name] for name in values}, values)
 
-    def _gradients(self, size: str, part: Part, images: Tensor, targets: State) -> State:
-        """Return the clipped gradients of a size's loss, by global names."""
+    def _loss_and_gradients(
+        self, size: str, part: Part, images: Tensor, targets: State
+    ) -> tuple[Tensor, State]:
+        """Return a size's loss and its clipped gradients, by global names."""
         is_whole = all(piece.index is None for piece in part.values())
         if not images.is_cuda or not is_whole:
-            return self._computed_gradients(size, part, images, targets)
+            return self._computed(size, part, images, targets)
         # Shapes decide which graph fits. The part of a size with whole tensors never changes.
         key = (size, images.shape, tuple(targets))
         if key not in self._graphs:
             buffers = [t for name, t in self._tensors.items() if name not in self._parameters]
             self._graphs[key] = _CapturedStep(
-                lambda *batch: self._computed_gradients(size, part, *batch),
+                lambda *batch: self._computed(size, part, *batch),
                 images,
                 targets,
                 buffers if self._adapt else [],
             )
         return self._graphs[key](images, targets)
 
-    def _computed_gradients(self, size: str, part: Part, images: Tensor, targets: State) -> State:
+    def _computed(
+        self, size: str, part: Part, images: Tensor, targets: State
+    ) -> tuple[Tensor, State]:
         own = take(self._tensors, part)
         logits = self._models.logits(size, own, images, adapt_statistics=self._adapt)
         loss = self._loss(logits.float(), targets)
@@ -310,18 +318,18 @@ class SizeTrainer:
         of_size = {n: grad for n, grad in zip(names, grads, strict=True) if grad is not None}
         if self._max_norm != "off":
             scale_(of_size, (self._max_norm / (norm(of_size) + 1e-6)).clamp(max=1.0))
-        return of_size
+        return loss.detach(), of_size
 
 
 class _CapturedStep:
-    """A function of images and targets that returns tensors, as a CUDA graph."""
+    """A function of images and targets that returns a loss and gradients, as a CUDA graph."""
 
     #: Calls before the capture: libraries choose algorithms and allocate workspaces in them.
     WARM_UP = 2
 
     def __init__(
         self,
-        function: Callable[[Tensor, State], State],
+        function: Callable[[Tensor, State], tuple[Tensor, State]],
         images: Tensor,
         targets: State,
         changed: Sequence[Tensor],
@@ -343,7 +351,7 @@ class _CapturedStep:
         with torch.cuda.graph(self._graph, stream=stream):
             self._results = function(self._images, self._targets)
 
-    def __call__(self, images: Tensor, targets: State) -> State:
+    def __call__(self, images: Tensor, targets: State) -> tuple[Tensor, State]:
         """Return the results for a batch. The next call overwrites them."""
         self._copy_in(images, targets)
         self._graph.replay()

@@ -87,10 +87,12 @@ class FedDFServer(ServerAlgorithm):
         """Return the mean divergence from the ensemble."""
         return kl_divergence(targets["ensemble"], logits, self.settings.temperature).mean()
 
-    def post_process(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
+    def post_process(
+        self, own: State, state: State, updates: Sequence[ClientUpdate]
+    ) -> tuple[State, dict[str, Tensor | float]]:
         settings, public, split = self.settings, self.info.public, self.info.split
         if settings.steps == 0:
-            return state
+            return state, {}
         assert public is not None
         round_number = updates[0].round_number
         device = next(iter(state.values())).device
@@ -100,7 +102,7 @@ class FedDFServer(ServerAlgorithm):
         ensemble = client_logits(self._models, updates, public, batches.distinct).mean(0)
         sizes_of_round = {update.size for update in updates}
         students = [size for size in split.sizes if size in sizes_of_round]
-        return self._trainer.train(
+        state, loss = self._trainer.train(
             state,
             {size: split.evaluated(size, round_number) for size in students},
             public,
@@ -109,6 +111,7 @@ class FedDFServer(ServerAlgorithm):
             Adam(),
             [cosine(settings.lr, step, settings.steps) for step in range(settings.steps)],
         )
+        return state, {"distillation_loss": loss}
 
 
 @METHODS.register(

@@ -184,12 +184,15 @@ class FedETServer(ServerAlgorithm):
     def _loss(self, logits: Tensor, targets: State) -> Tensor:
         return transfer_loss(logits, Consensus(**targets), self.settings.diversity)
 
-    def post_process(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
+    def post_process(
+        self, own: State, state: State, updates: Sequence[ClientUpdate]
+    ) -> tuple[State, dict[str, Tensor | float]]:
         round_number = updates[0].round_number
         state = self._with_mean_head(state, updates, round_number)
+        metrics: dict[str, Tensor | float] = {}
         if self.settings.steps:
-            state = self._trained(state, updates, round_number)
-        return self._with_server_head(state, round_number)
+            state, metrics = self._trained(state, updates, round_number)
+        return self._with_server_head(state, round_number), metrics
 
     def _head_names(self, size: str, round_number: int) -> list[str]:
         """Return the global names of the head's exchanged tensors of a size."""
@@ -228,7 +231,10 @@ class FedETServer(ServerAlgorithm):
                     after[target] = state[name].clone()
         return after
 
-    def _trained(self, state: State, updates: Sequence[ClientUpdate], round_number: int) -> State:
+    def _trained(
+        self, state: State, updates: Sequence[ClientUpdate], round_number: int
+    ) -> tuple[State, dict[str, Tensor | float]]:
+        """Train the server's size; also return the mean loss and the share of disputed images."""
         settings, public, split = self.settings, self.info.public, self.info.split
         assert public is not None
         device = next(iter(state.values())).device
@@ -236,7 +242,7 @@ class FedETServer(ServerAlgorithm):
             len(public), settings.steps, settings.batch_size, self.info.seed, round_number, device
         )
         teacher = consensus(client_logits(self._models, updates, public, batches.distinct))
-        return self._trainer.train(
+        state, loss = self._trainer.train(
             state,
             {self._server_size: split.evaluated(self._server_size, round_number)},
             public,
@@ -245,6 +251,7 @@ class FedETServer(ServerAlgorithm):
             SGD(settings.momentum),
             [settings.lr] * settings.steps,
         )
+        return state, {"distillation_loss": loss, "disputed": teacher.disputed.mean()}
 
 
 @METHODS.register(
