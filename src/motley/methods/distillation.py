@@ -139,7 +139,10 @@ def client_logits(
     """
     logits = []
     for update in sorted(updates, key=lambda update: update.client):
-        trained = total(update.received, update.delta)
+        received = update.received
+        # Integers (counters of BatchNorm) are left out, so that all tensors are added in one call.
+        weights = {name: t for name, t in received.items() if t.is_floating_point()}
+        trained = {**received, **total(weights, update.delta)}
         batches = []
         for batch in rows.split(TEACHER_BATCH):
             batches.append(models.logits(update.size, trained, public.images(batch)))
@@ -252,10 +255,8 @@ class SizeTrainer:
     ) -> tuple[State, Tensor]:
         """Train the sizes that have a part in `parts`.
 
-        Returns the global state after it, and the mean loss over steps and sizes.
-
         `targets` has tensors with one row per distinct public image, `rates` the learning rate of
-        each step.
+        each step. Returns the global state after it, and the mean loss over steps and sizes.
         """
         names = {piece.name for part in parts.values() for piece in part.values()}
         self._load({name: tensor for name, tensor in state.items() if name in names})

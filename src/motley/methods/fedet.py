@@ -135,7 +135,7 @@ def shared_head(split: Split) -> dict[str, list[str]]:
         if spec.head is None:
             raise MotleyError(
                 f"method.name = 'fedet': {size!r} declares no head, which Fed-ET exchanges between "
-                "sizes. Declare ModelSpec.head."
+                "sizes. Declare ModelSpec.head, or use split.name = 'grouped' or 'depth'."
             )
         prefix = f"{spec.head}."
         tensors = blueprint.module.state_dict()
