@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from motley.core.device import on_device
 from motley.core.part import State
 from motley.core.update import ClientUpdate
 from motley.engine import Job, LocalEngine
@@ -17,6 +18,14 @@ from motley.engine.base import Done
 from motley.engine.timeline import Timeline
 from motley.federation import Federation
 from motley.methods.base import Collection
+from motley.methods.distillation import (
+    SGD,
+    ServerModels,
+    SizeTrainer,
+    Statistics,
+    draw_batches,
+    kl_divergence,
+)
 from motley.server import rounds
 from motley.server.collection import run_collections
 from motley.server.record import RoundRecord
@@ -364,6 +373,47 @@ def test_no_merge_waits_for_the_device(method: str, monkeypatch: pytest.MonkeyPa
     settings = (f"method.name={method}", *{**WITH_MORE, **OWN_MODELS}.get(method, ()))
     after(3, *settings, "training.batch_size=16", "training.steps=2")
     assert set(calls) == {"start_check", "run_stages", "PendingMetrics"}
+
+
+@pytest.mark.parametrize("statistics", ["frozen", "adapt"])
+@pytest.mark.parametrize("split", ["grouped", "depth"])
+def test_captured_server_steps_agree_with_a_cpus(split: str, statistics: Statistics) -> None:
+    """Distillation captures a graph per size in its first step, and replays it in later rounds."""
+    public_images = ("method.name=feddf", "public.name=noise", "public.samples=96")
+    federation = Federation(
+        tiny_config(*EXACT, "engine.device=cpu", f"split.name={split}", *public_images)
+    )
+    public = federation.method.info.public
+    assert public is not None
+    parts = {size: federation.split.part(size) for size in federation.split.sizes}
+    teacher = torch.randn(96, 10, generator=torch.Generator().manual_seed(1))
+
+    def loss(logits: torch.Tensor, targets: State) -> torch.Tensor:
+        return kl_divergence(targets["teacher"], logits).mean()
+
+    ends = []
+    with federation.numerics():
+        for device in (torch.device("cpu"), torch.device("cuda", 0)):
+            server = federation.initial_state()
+            state = {name: on_device(tensor, device) for name, tensor in server.state.items()}
+            trainer = SizeTrainer(
+                ServerModels(federation.split),
+                federation.split.parameters,
+                loss,
+                max_norm=5.0,
+                statistics=statistics,
+            )
+            for number in (1, 2):
+                batches = draw_batches(96, 4, 32, 1, number, device)
+                targets = {"teacher": teacher.to(device)[batches.distinct]}
+                optimizer = SGD(0.9)
+                state, _ = trainer.train(
+                    state, parts, public, batches, targets, optimizer, [0.01] * 4
+                )
+            ends.append({n: t.cpu() for n, t in state.items() if t.is_floating_point()})
+    start = federation.initial_state().state
+    moved = distance(ends[0], {name: start[name] for name in ends[0]})
+    assert moved > 1e-4 and distance(ends[1], ends[0]) < 0.01 * moved
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -158,8 +158,11 @@ class EveryServerHook(ServerAlgorithm):
                     after[f"c/{piece.name}"] += change
         return after
 
-    def post_process(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
-        return {n: t * 0.999 if n == _last_bias(state) else t for n, t in state.items()}
+    def post_process(
+        self, own: State, state: State, updates: Sequence[ClientUpdate]
+    ) -> tuple[State, dict[str, Tensor | float]]:
+        bias = state[_last_bias(state)] * 0.999
+        return {**state, _last_bias(state): bias}, {"bias": bias.norm()}
 
     def collection_clients(self, round_number: int) -> Sequence[int]:
         return range(len(self.info.sizes)) if round_number % 2 == 0 else ()

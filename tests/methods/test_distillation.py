@@ -22,10 +22,10 @@ from motley.methods.distillation import (
     SGD,
     Adam,
     ServerModels,
+    SizeTrainer,
     cosine,
     draw_batches,
     kl_divergence,
-    train_sizes,
 )
 from motley.methods.fedet import Consensus, consensus, transfer_loss
 from tests.conftest import tiny_config
@@ -96,20 +96,12 @@ def test_identical_teachers_and_student_leave_the_student_where_it_is() -> None:
     part = split.part("mlp2")
     teacher = models.logits("mlp2", take(state, part), public.images(batches.distinct))
 
-    def loss(logits: Tensor, positions: Tensor) -> Tensor:
-        return kl_divergence(teacher.detach()[positions], logits).mean()
+    def loss(logits: Tensor, targets: State) -> Tensor:
+        return kl_divergence(targets["logits"], logits).mean()
 
-    trained = train_sizes(
-        models,
-        state,
-        {"mlp2": part},
-        split.parameters,
-        public,
-        batches,
-        loss,
-        SGD(0.9),
-        [0.1] * 4,
-    )
+    targets = {"logits": teacher.detach()}
+    trainer = SizeTrainer(models, split.parameters, loss)
+    trained, _ = trainer.train(state, {"mlp2": part}, public, batches, targets, SGD(0.9), [0.1] * 4)
     for name, tensor in state.items():
         torch.testing.assert_close(trained[name], tensor, rtol=0, atol=1e-7)
 
@@ -152,7 +144,7 @@ def test_images_without_dispute_add_no_diversity_loss() -> None:
     target = log_softmax([0.0, 3.0, 1.0])
     cross_entropy = -(first[2] + second[0]) / 2
     divergence = (np.exp(target) * (target - first)).sum() / 2
-    ours = transfer_loss(logits, teacher, torch.tensor([0, 1]), diversity=0.4)
+    ours = transfer_loss(logits, teacher, diversity=0.4)
     np.testing.assert_allclose(float(ours), cross_entropy + 0.4 * divergence, rtol=1e-6)
 
 
@@ -206,6 +198,18 @@ class Watched:
     def train(self, jobs: Sequence[Job], done: Done) -> list[ClientUpdate]:
         self.jobs, self.updates = jobs, self.engine.train(jobs, done)
         return self.updates
+
+
+@pytest.mark.parametrize("name", ["feddf", "fedet"])
+def test_the_record_has_the_mean_loss_of_the_servers_steps(name: str) -> None:
+    federation = federation_of(*GROUPED, *NOISE, *STEPS, *MLPS, "method.lr=0.05", name=name)
+    server, losses = federation.initial_state(), []
+    for _ in range(2):
+        server, record = federation.run_round(server)
+        losses.append(record.metrics["post-process/distillation_loss"])
+    assert 0 < losses[0] < 5
+    if name == "fedet":
+        assert 0 <= record.metrics["post-process/disputed"] <= 1
 
 
 def one_round(name: str, *overrides: str) -> tuple[Federation, dict[str, State], State]:
@@ -327,12 +331,11 @@ def test_the_gradients_of_sizes_that_share_a_layer_are_added_up() -> None:
     batches = draw_batches(40, 1, 8, seed=1, round_number=1, device=torch.device("cpu"))
     parts = {size: split.part(size) for size in ("mlp1", "mlp3")}
 
-    def loss(logits: Tensor, positions: Tensor) -> Tensor:
+    def loss(logits: Tensor, targets: State) -> Tensor:
         return logits.square().mean()
 
-    trained = train_sizes(
-        models, state, parts, split.parameters, public, batches, loss, SGD(0.0), [0.1]
-    )
+    trainer = SizeTrainer(models, split.parameters, loss)
+    trained, _ = trainer.train(state, parts, public, batches, {}, SGD(0.0), [0.1])
     images = public.images(batches.rows[0])
     expected: State = {}
     for size, part in parts.items():

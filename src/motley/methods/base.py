@@ -190,9 +190,14 @@ class ServerAlgorithm:
         """Return the delta before it is applied, after InCo. `own` is what `update` returned."""
         return merged
 
-    def post_process(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
-        """Return the new global state after training at the server (distillation)."""
-        return state
+    def post_process(
+        self, own: State, state: State, updates: Sequence[ClientUpdate]
+    ) -> tuple[State, dict[str, Tensor | float]]:
+        """Return the global state after training at the server, and numbers for the round's record.
+
+        `state` is the global state with the delta in it.
+        """
+        return state, {}
 
     def metrics(self, own: State, updates: Sequence[ClientUpdate]) -> dict[str, Tensor | float]:
         """Return the method's own numbers for the round's record. `own` is what `update` returned.

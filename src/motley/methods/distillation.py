@@ -1,12 +1,12 @@
 """Distillation at the server, for FedDF and Fed-ET: clients' models teach sizes on public images.
 
-Three steps, each a function:
+Three steps:
 
 - `draw_batches`: the public images of every server step, keyed by the seed and the round.
 - `client_logits`: the logits of the round's clients. Public images are not augmented, so a client's
   logits of an image do not change during the steps. Each image is passed through each client's
   model once, however often the steps use it.
-- `train_sizes`: some sizes learn by gradient steps on the public images.
+- `SizeTrainer`: some sizes learn by gradient steps on the public images.
 
 **Sizes that share parts are trained together.** The parameters that are trained are those of the
 global state. In each step every size computes its loss with its own part of them, and the gradients
@@ -21,7 +21,8 @@ students too: they normalize with the averaged running statistics, which stay as
 move towards the public images. That is a trap if those look unlike the clients' images: the
 statistics then belong to another data set.
 
-Nothing is read from the device between the first and the last step, so a GPU need not wait.
+Nothing is read from the device between the first and the last step, so the host never waits. On a
+GPU, the forward and backward pass of a size is one captured graph.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from motley.core.async_copy import to_device
 from motley.core.device import place
 from motley.core.part import Part, State, take
 from motley.core.randomness import generator
-from motley.core.tensors import add_, norm, scale_, total
+from motley.core.tensors import add_, copy_, norm, scale_, total
 from motley.core.update import ClientUpdate
 from motley.data.public import PublicData
 from motley.splits.base import Split, is_described_by_its_state
@@ -52,8 +53,8 @@ from motley.splits.base import Split, is_described_by_its_state
 TEACHER_BATCH = 1000
 
 Statistics: TypeAlias = Literal["frozen", "adapt"]
-#: (logits of a batch, positions of its images among the distinct ones) -> the loss.
-BatchLoss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+#: (logits of a batch, targets of its images) -> the loss.
+BatchLoss: TypeAlias = Callable[[Tensor, State], Tensor]
 
 
 # ---- the images of the steps
@@ -138,7 +139,10 @@ def client_logits(
     """
     logits = []
     for update in sorted(updates, key=lambda update: update.client):
-        trained = total(update.received, update.delta)
+        received = update.received
+        # Integers (counters of BatchNorm) are left out, so that all tensors are added in one call.
+        weights = {name: t for name, t in received.items() if t.is_floating_point()}
+        trained = {**received, **total(weights, update.delta)}
         batches = []
         for batch in rows.split(TEACHER_BATCH):
             batches.append(models.logits(update.size, trained, public.images(batch)))
@@ -214,57 +218,150 @@ def cosine(lr: float, step: int, steps: int) -> float:
     return lr * (1 + math.cos(math.pi * step / steps)) / 2
 
 
-def train_sizes(
-    models: ServerModels,
-    state: State,
-    parts: Mapping[str, Part],
-    parameters: frozenset[str],
-    public: PublicData,
-    batches: PublicBatches,
-    loss: BatchLoss,
-    optimizer: Optimizer,
-    rates: Sequence[float],
-    *,
-    max_norm: float | Literal["off"] = "off",
-    statistics: Statistics = "frozen",
-) -> State:
-    """Train some sizes together on public images, and return the global state after it.
+class SizeTrainer:
+    """Trains sizes together on public images, by gradient steps on the global parameters.
 
-    `parts` has the part of each size that is trained, `parameters` the global names of parameters,
-    `rates` the learning rate of each step. Gradients of a size are clipped to `max_norm`.
+    `loss` gets the logits of a batch and the targets of its images, and depends on nothing else: on
+    a GPU it is captured with a size's forward and backward pass as a CUDA graph, which is replayed
+    in every step and round. Gradients of a size are clipped to `max_norm`.
     """
-    adapt = statistics == "adapt"
-    trained: State = {}
-    buffers: State = {}
-    for part in parts.values():
-        for piece in part.values():
-            tensor = state[piece.name]
-            if piece.name in parameters:
-                trained.setdefault(piece.name, tensor.detach().clone().requires_grad_())
-            elif adapt:
-                # A copy, because BatchNorm changes its statistics in place.
-                buffers.setdefault(piece.name, tensor.clone())
-    current = {**state, **buffers, **trained}
-    for rows, positions, lr in zip(batches.rows, batches.positions, rates, strict=True):
-        images = public.images(rows)
-        grads: State = {}
-        for size, part in parts.items():
-            logits = models.logits(size, take(current, part), images, adapt_statistics=adapt)
-            names = list(dict.fromkeys(p.name for p in part.values() if p.name in trained))
-            of_size = gradients(loss(logits.float(), positions), trained, names)
-            if max_norm != "off":
-                scale_(of_size, (max_norm / (norm(of_size) + 1e-6)).clamp(max=1.0))
-            for name, grad in of_size.items():
-                grads[name] = grads[name] + grad if name in grads else grad
-        with torch.no_grad():
-            optimizer.step(trained, grads, lr)
-    return {**state, **buffers, **{name: tensor.detach() for name, tensor in trained.items()}}
+
+    def __init__(
+        self,
+        models: ServerModels,
+        parameters: frozenset[str],
+        loss: BatchLoss,
+        *,
+        max_norm: float | Literal["off"] = "off",
+        statistics: Statistics = "frozen",
+    ) -> None:
+        """`parameters` are the global names of parameters; all other tensors are buffers."""
+        self._models, self._parameters, self._loss = models, parameters, loss
+        self._max_norm, self._adapt = max_norm, statistics == "adapt"
+        #: The global tensors that sizes compute with, by name. On a GPU they stay in place, because
+        #: captured graphs read and write them.
+        self._tensors: State = {}
+        self._graphs: dict[object, _CapturedStep] = {}
+
+    def train(
+        self,
+        state: State,
+        parts: Mapping[str, Part],
+        public: PublicData,
+        batches: PublicBatches,
+        targets: State,
+        optimizer: Optimizer,
+        rates: Sequence[float],
+    ) -> tuple[State, Tensor]:
+        """Train the sizes that have a part in `parts`.
+
+        `targets` has tensors with one row per distinct public image, `rates` the learning rate of
+        each step. Returns the global state after it, and the mean loss over steps and sizes.
+        """
+        names = {piece.name for part in parts.values() for piece in part.values()}
+        self._load({name: tensor for name, tensor in state.items() if name in names})
+        sum_of_losses = torch.zeros((), device=batches.rows.device)
+        for rows, positions, lr in zip(batches.rows, batches.positions, rates, strict=True):
+            images = public.images(rows)
+            batch_targets = {name: tensor[positions] for name, tensor in targets.items()}
+            grads: State = {}
+            for size, part in parts.items():
+                loss, of_size = self._loss_and_gradients(size, part, images, batch_targets)
+                sum_of_losses += loss
+                grads = {**grads, **of_size, **total(grads, of_size)}
+            with torch.no_grad():
+                optimizer.step(self._tensors, grads, lr)
+        trained = {}
+        for name in names:
+            if name in self._parameters or self._adapt:
+                trained[name] = self._tensors[name].detach().clone()
+        if not self._graphs:
+            self._tensors = {}  # no graph uses them, so they need not stay in memory
+        return {**state, **trained}, sum_of_losses / (len(rates) * len(parts))
+
+    @torch.no_grad()
+    def _load(self, values: State) -> None:
+        """Copy global tensors to where the sizes compute with them."""
+        for name, tensor in values.items():
+            if name not in self._tensors:
+                room = torch.empty_like(tensor)
+                self._tensors[name] = room.requires_grad_(name in self._parameters)
+        copy_({name: self._tensors[name] for name in values}, values)
+
+    def _loss_and_gradients(
+        self, size: str, part: Part, images: Tensor, targets: State
+    ) -> tuple[Tensor, State]:
+        """Return a size's loss and its clipped gradients, by global names."""
+        is_whole = all(piece.index is None for piece in part.values())
+        if not images.is_cuda or not is_whole:
+            return self._computed(size, part, images, targets)
+        # Shapes decide which graph fits. The part of a size with whole tensors never changes.
+        key = (size, images.shape, tuple(targets))
+        if key not in self._graphs:
+            buffers = [t for name, t in self._tensors.items() if name not in self._parameters]
+            self._graphs[key] = _CapturedStep(
+                lambda *batch: self._computed(size, part, *batch),
+                images,
+                targets,
+                buffers if self._adapt else [],
+            )
+        return self._graphs[key](images, targets)
+
+    def _computed(
+        self, size: str, part: Part, images: Tensor, targets: State
+    ) -> tuple[Tensor, State]:
+        own = take(self._tensors, part)
+        logits = self._models.logits(size, own, images, adapt_statistics=self._adapt)
+        loss = self._loss(logits.float(), targets)
+        names = list(dict.fromkeys(p.name for p in part.values() if p.name in self._parameters))
+        params = [self._tensors[name] for name in names]
+        grads = torch.autograd.grad(loss, params, allow_unused=True)
+        of_size = {n: grad for n, grad in zip(names, grads, strict=True) if grad is not None}
+        if self._max_norm != "off":
+            scale_(of_size, (self._max_norm / (norm(of_size) + 1e-6)).clamp(max=1.0))
+        return loss.detach(), of_size
 
 
-def gradients(loss: Tensor, params: State, names: Sequence[str]) -> State:
-    """Return the gradients of a loss for the parameters that it depends on."""
-    grads = torch.autograd.grad(loss, [params[name] for name in names], allow_unused=True)
-    return {n: grad for n, grad in zip(names, grads, strict=True) if grad is not None}
+class _CapturedStep:
+    """A function of images and targets that returns a loss and gradients, as a CUDA graph."""
+
+    #: Calls before the capture: libraries choose algorithms and allocate workspaces in them.
+    WARM_UP = 2
+
+    def __init__(
+        self,
+        function: Callable[[Tensor, State], tuple[Tensor, State]],
+        images: Tensor,
+        targets: State,
+        changed: Sequence[Tensor],
+    ) -> None:
+        """`changed` are the tensors that the function changes in place."""
+        self._images = torch.empty_like(images)
+        self._targets = {name: torch.empty_like(tensor) for name, tensor in targets.items()}
+        self._copy_in(images, targets)
+        before = [tensor.clone() for tensor in changed]
+        stream = torch.cuda.Stream(images.device)
+        stream.wait_stream(torch.cuda.current_stream(images.device))
+        with torch.cuda.stream(stream):
+            for _ in range(self.WARM_UP):
+                function(self._images, self._targets)
+        torch.cuda.current_stream(images.device).wait_stream(stream)
+        for tensor, value in zip(changed, before, strict=True):
+            tensor.copy_(value)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=stream):
+            self._results = function(self._images, self._targets)
+
+    def __call__(self, images: Tensor, targets: State) -> tuple[Tensor, State]:
+        """Return the results for a batch. The next call overwrites them."""
+        self._copy_in(images, targets)
+        self._graph.replay()
+        return self._results
+
+    def _copy_in(self, images: Tensor, targets: State) -> None:
+        self._images.copy_(images)
+        for name, tensor in targets.items():
+            self._targets[name].copy_(tensor)
 
 
 # ---- losses

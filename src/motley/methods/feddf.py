@@ -30,12 +30,12 @@ from motley.methods.base import METHODS, Method, MethodSettings, Requirements, S
 from motley.methods.distillation import (
     Adam,
     ServerModels,
+    SizeTrainer,
     Statistics,
     client_logits,
     cosine,
     draw_batches,
     kl_divergence,
-    train_sizes,
 )
 from motley.methods.info import FederationInfo
 from motley.settings import Limit
@@ -75,11 +75,24 @@ class FedDFServer(ServerAlgorithm):
                 "and running statistics of copied channels cannot follow. Use 'frozen'."
             )
         self._models = ServerModels(info.split)
+        self._trainer = SizeTrainer(
+            self._models,
+            info.split.parameters,
+            self._loss,
+            max_norm=self.settings.max_grad_norm,
+            statistics=self.settings.statistics,
+        )
 
-    def post_process(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
+    def _loss(self, logits: Tensor, targets: State) -> Tensor:
+        """Return the mean divergence from the ensemble."""
+        return kl_divergence(targets["ensemble"], logits, self.settings.temperature).mean()
+
+    def post_process(
+        self, own: State, state: State, updates: Sequence[ClientUpdate]
+    ) -> tuple[State, dict[str, Tensor | float]]:
         settings, public, split = self.settings, self.info.public, self.info.split
         if settings.steps == 0:
-            return state
+            return state, {}
         assert public is not None
         round_number = updates[0].round_number
         device = next(iter(state.values())).device
@@ -87,25 +100,18 @@ class FedDFServer(ServerAlgorithm):
             len(public), settings.steps, settings.batch_size, self.info.seed, round_number, device
         )
         ensemble = client_logits(self._models, updates, public, batches.distinct).mean(0)
-
-        def loss(logits: Tensor, positions: Tensor) -> Tensor:
-            return kl_divergence(ensemble[positions], logits, settings.temperature).mean()
-
-        trained_sizes = {update.size for update in updates}
-        students = [size for size in split.sizes if size in trained_sizes]
-        return train_sizes(
-            self._models,
+        sizes_of_round = {update.size for update in updates}
+        students = [size for size in split.sizes if size in sizes_of_round]
+        state, loss = self._trainer.train(
             state,
             {size: split.evaluated(size, round_number) for size in students},
-            split.parameters,
             public,
             batches,
-            loss,
+            {"ensemble": ensemble},
             Adam(),
             [cosine(settings.lr, step, settings.steps) for step in range(settings.steps)],
-            max_norm=settings.max_grad_norm,
-            statistics=settings.statistics,
         )
+        return state, {"distillation_loss": loss}
 
 
 @METHODS.register(

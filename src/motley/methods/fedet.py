@@ -47,11 +47,11 @@ from motley.methods.base import METHODS, Method, MethodSettings, Requirements, S
 from motley.methods.distillation import (
     SGD,
     ServerModels,
+    SizeTrainer,
     Statistics,
     client_logits,
     draw_batches,
     kl_divergence,
-    train_sizes,
 )
 from motley.methods.info import FederationInfo
 from motley.models.spec import classifiers_of
@@ -113,13 +113,11 @@ def _weighted_mean(logits: Tensor, weights: Tensor) -> Tensor:
     return ((weights / sums)[:, :, None] * logits).sum(0)
 
 
-def transfer_loss(
-    logits: Tensor, teacher: Consensus, positions: Tensor, diversity: float
-) -> Tensor:
-    """Return CE + diversity KL of a batch; `positions` are its images' places in the consensus."""
-    loss = F.cross_entropy(logits, teacher.labels[positions])
-    divergence = kl_divergence(teacher.diversity[positions], logits)
-    return loss + diversity * (teacher.disputed[positions] * divergence).mean()
+def transfer_loss(logits: Tensor, teacher: Consensus, diversity: float) -> Tensor:
+    """Return CE + diversity KL of a batch, given the consensus on its images."""
+    loss = F.cross_entropy(logits, teacher.labels)
+    divergence = kl_divergence(teacher.diversity, logits)
+    return loss + diversity * (teacher.disputed * divergence).mean()
 
 
 def shared_head(split: Split) -> dict[str, list[str]]:
@@ -137,7 +135,7 @@ def shared_head(split: Split) -> dict[str, list[str]]:
         if spec.head is None:
             raise MotleyError(
                 f"method.name = 'fedet': {size!r} declares no head, which Fed-ET exchanges between "
-                "sizes. Declare ModelSpec.head."
+                "sizes. Declare ModelSpec.head, or use split.name = 'grouped' or 'depth'."
             )
         prefix = f"{spec.head}."
         tensors = blueprint.module.state_dict()
@@ -175,13 +173,26 @@ class FedETServer(ServerAlgorithm):
         self._models = ServerModels(info.split)
         self._server_size = info.split.smallest_first[-1]
         self._head = shared_head(info.split)
+        self._trainer = SizeTrainer(
+            self._models,
+            info.split.parameters,
+            self._loss,
+            max_norm=self.settings.max_grad_norm,
+            statistics=self.settings.statistics,
+        )
 
-    def post_process(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
+    def _loss(self, logits: Tensor, targets: State) -> Tensor:
+        return transfer_loss(logits, Consensus(**targets), self.settings.diversity)
+
+    def post_process(
+        self, own: State, state: State, updates: Sequence[ClientUpdate]
+    ) -> tuple[State, dict[str, Tensor | float]]:
         round_number = updates[0].round_number
         state = self._with_mean_head(state, updates, round_number)
+        metrics: dict[str, Tensor | float] = {}
         if self.settings.steps:
-            state = self._trained(state, updates, round_number)
-        return self._with_server_head(state, round_number)
+            state, metrics = self._trained(state, updates, round_number)
+        return self._with_server_head(state, round_number), metrics
 
     def _head_names(self, size: str, round_number: int) -> list[str]:
         """Return the global names of the head's exchanged tensors of a size."""
@@ -220,7 +231,10 @@ class FedETServer(ServerAlgorithm):
                     after[target] = state[name].clone()
         return after
 
-    def _trained(self, state: State, updates: Sequence[ClientUpdate], round_number: int) -> State:
+    def _trained(
+        self, state: State, updates: Sequence[ClientUpdate], round_number: int
+    ) -> tuple[State, dict[str, Tensor | float]]:
+        """Train the server's size; also return the mean loss and the share of disputed images."""
         settings, public, split = self.settings, self.info.public, self.info.split
         assert public is not None
         device = next(iter(state.values())).device
@@ -228,23 +242,16 @@ class FedETServer(ServerAlgorithm):
             len(public), settings.steps, settings.batch_size, self.info.seed, round_number, device
         )
         teacher = consensus(client_logits(self._models, updates, public, batches.distinct))
-
-        def loss(logits: Tensor, positions: Tensor) -> Tensor:
-            return transfer_loss(logits, teacher, positions, settings.diversity)
-
-        return train_sizes(
-            self._models,
+        state, loss = self._trainer.train(
             state,
             {self._server_size: split.evaluated(self._server_size, round_number)},
-            split.parameters,
             public,
             batches,
-            loss,
+            vars(teacher),
             SGD(settings.momentum),
             [settings.lr] * settings.steps,
-            max_norm=settings.max_grad_norm,
-            statistics=settings.statistics,
         )
+        return state, {"distillation_loss": loss, "disputed": teacher.disputed.mean()}
 
 
 @METHODS.register(

@@ -124,14 +124,16 @@ class SphereFedServer(ServerAlgorithm):
             own[f"{OWN}{layer.weight}"] = fixed
         return own
 
-    def post_process(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
+    def post_process(
+        self, own: State, state: State, updates: Sequence[ClientUpdate]
+    ) -> tuple[State, dict[str, Tensor | float]]:
         """Return the global state with the fixed last layers, and without biases."""
         state = dict(state)
         for layer in self._layers.values():
             state[layer.weight] = own[f"{OWN}{layer.weight}"].clone()
             if layer.bias is not None:
                 state[layer.bias] = torch.zeros_like(state[layer.bias])
-        return state
+        return state, {}
 
     def collection_clients(self, round_number: int) -> Sequence[int]:
         every = self.settings.every

@@ -57,5 +57,5 @@ class PostProcess:
         self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]
     ) -> StageResult:
         """Replace the global state by what the method makes of it."""
-        state = self.algorithm.post_process(server.method_state, server.state, updates)
-        return StageResult(replace(server, state=state), aggregate)
+        state, metrics = self.algorithm.post_process(server.method_state, server.state, updates)
+        return StageResult(replace(server, state=state), aggregate, metrics)
