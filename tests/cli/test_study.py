@@ -18,12 +18,14 @@ def test_the_list_names_studies(motley: Command) -> None:
     assert answer.out.splitlines()[1].startswith("demo ")
     assert "Start here: motley study demo" in answer.out
     assert motley("study").out == answer.out
+    assert "model.weights" in answer.out  # what a study lacks
 
 
 def test_a_plan_runs_nothing(motley: Command, tmp_path: Path) -> None:
-    answer = motley("study", "fedin-table1", "--data", "digits", "--plan")
+    (tmp_path / "mine.toml").write_text(SWEEP)
+    answer = motley("study", "mine.toml", "--plan")
     assert answer.code == 0
-    assert "missing: " in answer.out and "there is no method 'fedet'" in answer.out
+    assert "missing: " in answer.out and "there is no method 'not-built'" in answer.out
     assert "to go" in answer.out
     assert not (tmp_path / "runs").exists()
 
