@@ -34,10 +34,14 @@ def tiny_config(*overrides: str) -> Config:
     return resolve("quickstart", [parse_overrides(TINY), parse_overrides(overrides)])
 
 
+SHORT = {name: ("method.steps=2", "method.batch_size=16") for name in ("feddf", "fedet")}
+"""Settings of methods whose defaults take too long for a test."""
+
+
 def chosen(name: str) -> tuple[str, ...]:
     """Return the settings that choose a method, and those that it needs beside its name."""
     needs = METHODS[name].requirements
-    settings = [f"method.name={name}"]
+    settings = [f"method.name={name}", *SHORT.get(name, ())]
     if needs.public_data:
         settings += ["public.name=noise", "public.samples=32"]
     if not needs.exchanges_weights:

@@ -304,7 +304,9 @@ def test_an_override_that_the_chosen_partition_does_not_know_is_refused_in_any_o
 def test_another_method_drops_the_settings_of_the_old_one_but_keeps_inco(
     logits: str, resolved: Any
 ) -> None:
-    own = load_config(overrides=["method.name=logits", "method.temperature=3"])
+    own = load_config(
+        overrides=["method.name=logits", "method.temperature=3", "server.ema_decay=0"]
+    )
     assert own.method == LogitsSettings(name="logits", temperature=3)
     text = own.to_toml().replace('variant = "off"', 'variant = "official"')
     file = resolved(own)
@@ -370,7 +372,7 @@ def test_another_data_set_drops_the_users_own_file(resolved: Any) -> None:
         ("plain", "npz", {}),
         ("inco", "fashion-mnist", {"resize": 32}),
         ("fedimpro", "fashion-mnist", {"resize": 32}),
-        ("inco-vit", "fashion-mnist", {"resize": 224}),
+        ("inco-vit", "fashion-mnist", {"channels": 3, "resize": 224}),
         (
             "inco",
             "cifar10",
@@ -424,7 +426,8 @@ def test_what_the_user_gives_lies_over_the_transform_variant() -> None:
 def test_a_transform_variant_of_other_data_sets_is_refused() -> None:
     message = refused("data.transform.variant=inco")
     assert message == (
-        "data.transform.variant = 'inco': is defined for cifar10, fashion-mnist, not for 'digits'. "
+        "data.transform.variant = 'inco': is defined for cifar10, cinic10, fashion-mnist, svhn, not for "
+        "'digits'. "
         "Use data.transform.variant = 'plain', which is defined for every data set."
     )
 

@@ -11,6 +11,7 @@ import pytest
 from motley.config import Config, load_config, presets, read_resolved
 from motley.config.paper_names import ABLATIONS, NAMES, STEMS, SYSTEMS, VARIANTS
 from motley.federation import Federation
+from motley.methods import METHODS
 from motley.methods.fedin import FedInSettings
 from motley.server.inco import IncoSettings
 from tests.conftest import refused, tiny_config, written
@@ -106,11 +107,14 @@ def test_every_name_runs_a_round() -> None:
         sizes = (
             ("model.sizes=resnet18",)
             if name in SYSTEMS
-            else ("model.sizes=mlp2,mlp3", "model.mlp.hidden=4")
+            else ("model.sizes=mlp2,mlp3", "model.mlp.hidden=10")
         )
-        federation = Federation(
-            tiny_config(*sizes, "training.steps=1", "evaluation.every=3", f"method.name={name}")
-        )
+        if METHODS[NAMES[name]["method.name"]].requirements.public_data:
+            sizes += ("public.name=noise",)
+        settings = [*sizes, "training.steps=1", "evaluation.every=3", f"method.name={name}"]
+        if METHODS[NAMES[name]["method.name"]].requirements.public_data:
+            settings += ["public.name=noise", "public.samples=8"]
+        federation = Federation(tiny_config(*settings))
         _, record = federation.run_round(federation.initial_state())
         has_inco = any(metric.startswith("inco/") for metric in record.metrics)
         assert not record.refused and has_inco == name.startswith("InCo"), name

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from motley.assembly import assign_sizes
 from motley.client.job import Job
 from motley.core.errors import MotleyError
-from motley.core.part import size_in_bytes, take
+from motley.core.part import State, size_in_bytes, take
 from motley.core.update import ClientUpdate
 from motley.data import Dataset, Examples
 from motley.engine.base import Done, Engine
@@ -219,19 +219,69 @@ def test_traffic_is_what_parts_weigh() -> None:
     assert record.bytes_down == record.bytes_up == expected
 
 
+def initial_state(*overrides: str) -> State:
+    return Federation(tiny_config(*overrides)).initial_state().state
+
+
 def test_weights_file_replaces_what_fits(tmp_path: Path) -> None:
     weights = {"conv1.weight": torch.full((4, 1, 3, 3), 0.5), "fc.weight": torch.zeros(1000, 32)}
     save_file(weights, tmp_path / "w.safetensors")
-    state = (
-        Federation(tiny_config(f"model.weights={tmp_path / 'w.safetensors'}")).initial_state().state
-    )
+    with pytest.warns(UserWarning, match=r"tensors do not start from it") as warned:
+        state = initial_state(f"model.weights={tmp_path / 'w.safetensors'}")
     assert torch.equal(state["conv1.weight"], weights["conv1.weight"])
     assert state["fc.weight"].shape == (10, 32)
+    message = str(warned[0].message)
+    assert f"{len(state) - 1} of {len(state)} tensors" in message
+    assert "Of another shape: fc.weight (it has (1000, 32), the model (10, 32))." in message
+    assert "Not in the file: bn1.weight, bn1.bias, " in message and " more." in message
     with pytest.raises(MotleyError, match="cannot be read"):
-        Federation(tiny_config(f"model.weights={tmp_path / 'absent.safetensors'}")).initial_state()
+        initial_state(f"model.weights={tmp_path / 'absent.safetensors'}")
     save_file({"other": torch.zeros(1)}, tmp_path / "o.safetensors")
     with pytest.raises(MotleyError, match="no tensor that fits"):
-        Federation(tiny_config(f"model.weights={tmp_path / 'o.safetensors'}")).initial_state()
+        initial_state(f"model.weights={tmp_path / 'o.safetensors'}")
+
+
+def test_weights_that_all_fit_are_loaded_without_a_word(tmp_path: Path) -> None:
+    state = initial_state()
+    weights = {name: tensor.contiguous() + 1 for name, tensor in state.items()}
+    save_file(weights, tmp_path / "w.safetensors")
+    loaded = initial_state(f"model.weights={tmp_path / 'w.safetensors'}")
+    assert all(torch.equal(loaded[name], weights[name]) for name in state)
+    save_file({**weights, "head.bias": torch.zeros(3)}, tmp_path / "more.safetensors")
+    with pytest.warns(UserWarning, match=r"In the file, but not in the model: head\.bias\."):
+        initial_state(f"model.weights={tmp_path / 'more.safetensors'}")
+
+
+@pytest.mark.parametrize("lost", ["another shape", "absent"])
+def test_weights_that_do_not_fit_the_first_layer_are_refused(lost: str, tmp_path: Path) -> None:
+    """Grey images have one channel; weights that were trained on colour images have three."""
+    state = initial_state()
+    weights = {name: tensor.contiguous() for name, tensor in state.items()}
+    if lost == "another shape":
+        weights["conv1.weight"] = torch.zeros(4, 3, 3, 3)
+    else:
+        del weights["conv1.weight"]
+    save_file(weights, tmp_path / "w.safetensors")
+    setting = f"model.weights={tmp_path / 'w.safetensors'}"
+    with pytest.raises(MotleyError, match=r"does not fit the first layer\. .*conv1\.weight"):
+        initial_state(setting)
+    with pytest.warns(UserWarning, match=r"1 of \d+ tensors do not start from it.*conv1"):
+        initial_state(setting, "model.allow_new_first_layer=true")
+    if lost == "another shape":
+        loaded = initial_state(setting, "data.transform.channels=3")
+        assert torch.equal(loaded["conv1.weight"], weights["conv1.weight"])
+
+
+def test_the_first_layer_of_a_vit_is_its_patch_embedding(tmp_path: Path) -> None:
+    small = ("model.sizes=['vit8','vit9']", "data.transform.resize=16")
+    sizes = ("model.vit.patch=8", "model.vit.dim=12", "model.vit.heads=2")
+    state = initial_state(*small, *sizes)
+    weights = {name: tensor.contiguous() for name, tensor in state.items()}
+    name = next(name for name in state if name.startswith("patch_embed") and "weight" in name)
+    weights[name] = torch.cat([weights[name]] * 3, dim=1)
+    save_file(weights, tmp_path / "w.safetensors")
+    with pytest.raises(MotleyError, match=r"the first layer\. Of another shape: patch_embed"):
+        initial_state(*small, *sizes, f"model.weights={tmp_path / 'w.safetensors'}")
 
 
 def test_inco_coefficients_are_recorded_for_every_pair_that_was_held() -> None:

@@ -13,14 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from motley.checks import check_client_state, check_partition
 from motley.client.clients import TestSet
 from motley.client.state_store import ClientStateStore
-from motley.config import Config, RecalibrationSettings
-from motley.core.errors import MotleyError
+from motley.config import Config, ModelSettings, RecalibrationSettings
 from motley.core.part import State
 from motley.core.randomness import generator
 from motley.data import Dataset, load_dataset
@@ -39,6 +36,7 @@ from motley.engine import Clients, DebugEngine, LocalEngine
 from motley.limits import allocating
 from motley.methods import METHODS, FederationInfo, Method
 from motley.models import MODELS, ImageShape
+from motley.models.pretrained import first_layer, load_weights
 from motley.models.projection import with_projection
 from motley.plan import assigned, costs_of, read_budgets
 from motley.privacy import DPMechanism, refuse_leaks
@@ -75,10 +73,13 @@ def deal_examples(config: Config, dataset: Dataset, partition: Partition | None 
     return Dealt(partition, held_out_of(partition, examples, config.public, config.seed))
 
 
-def load_public(config: Config, dataset: Dataset, held_out: np.ndarray) -> PublicData | None:
+def load_public(
+    config: Config, dataset: Dataset, held_out: np.ndarray, device: torch.device
+) -> PublicData | None:
     """Return the public images of a configuration, or None if it names none.
 
-    `held_out` are the training examples that no client gets.
+    `held_out` are the training examples that no client gets. The images are copied to the server's
+    `device`.
     """
     public = config.public
     if not public.active:
@@ -86,7 +87,9 @@ def load_public(config: Config, dataset: Dataset, held_out: np.ndarray) -> Publi
     images = public_images(public, dataset.train, held_out, config.seed, config.data.root_path)
     if isinstance(public, PublicDatasetSettings):
         refuse_clients_images(images, dataset.train.images, f"public.name = {public.name!r}")
-    return PublicData(images, config.data.transform)
+    data = PublicData(images, config.data.transform)
+    data.copy_to(device)
+    return data
 
 
 def client_sizes(config: Config, split: Split, shape: ImageShape) -> tuple[str, ...]:
@@ -186,25 +189,19 @@ def build_method(
     return method
 
 
-def load_weights(state: State, file: Path) -> State:
-    """Return a state in which the tensors of a file replace those of the same name and shape."""
-    try:
-        weights = load_file(file)
-    except SafetensorError as error:
-        raise MotleyError(
-            f"model.weights = {str(file)!r}: is not a safetensors file: {error}."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise MotleyError(f"model.weights = {str(file)!r}: cannot be read: {error}.") from None
-    after = dict(state)
-    for name, tensor in weights.items():
-        if name in state and state[name].shape == tensor.shape:
-            after[name] = tensor.to(state[name].dtype)
-    if all(after[name] is tensor for name, tensor in state.items()):
-        raise MotleyError(
-            f"model.weights = {str(file)!r}: has no tensor that fits, by name and shape."
-        )
-    return after
+def with_weights(state: State, split: Split, model: ModelSettings) -> State:
+    """Return the initial global state with the weights of the file that the settings name."""
+    first_layers = set()
+    for size in split.sizes:
+        part = split.part(size)
+        for name in first_layer(split.blueprints[size].module):
+            first_layers.add(part[name].name)
+    return load_weights(
+        state,
+        Path(model.weights),
+        first_layers,
+        allow_new_first_layer=model.allow_new_first_layer,
+    )
 
 
 # ---- the server

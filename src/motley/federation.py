@@ -26,8 +26,8 @@ from motley.assembly import (
     deal_examples,
     load_dataset_of,
     load_public,
-    load_weights,
     size_lookup,
+    with_weights,
 )
 from motley.checks import (
     check_batches_fit,
@@ -126,7 +126,7 @@ class Federation:
         self.sizes = client_sizes(config, self.split, shape)
         #: (client, round) -> the client's size.
         self.size_of = size_lookup(config, self.sizes)
-        public = load_public(config, self.dataset, held_out)
+        public = load_public(config, self.dataset, held_out, self.device)
         self.method = build_method(
             config, self.split, self.sizes, shape, classes, self.size_of, public
         )
@@ -182,7 +182,7 @@ class Federation:
         with self.numerics():
             state = self.split.initial(self.config.seed)
             if self.config.model.weights:
-                state = load_weights(state, Path(self.config.model.weights))
+                state = with_weights(state, self.split, self.config.model)
             return self.to_device(ServerState(0, state, method_state=self.method.server.init()))
 
     def run_round(

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from motley.config import Config
-from motley.settings import Choice, Limit, RegistryChoice, TableOf, table_of
+from motley.settings import Choice, RegistryChoice, TableOf, table_of
 
 #: Python types and pydantic's bounds -> words for users.
 _TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "text"}
@@ -148,8 +148,11 @@ def describe(prefix: str, name: str, field: FieldInfo, choice: Choice | None = N
 def _type(annotation: Any) -> tuple[str, str]:
     """Return the name of a type, and the values that it allows."""
     origin, inner = get_origin(annotation), get_args(annotation)
-    if annotation == Limit or (origin in (Union, types.UnionType) and "off" in get_args(inner[-1])):
-        return "number", 'above 0, or "off"'
+    if origin in (Union, types.UnionType) and get_origin(inner[-1]) is Literal:
+        # A number or a word.
+        type_name, limits = _type(inner[0])
+        words = " or ".join(json.dumps(word) for word in get_args(inner[-1]))
+        return type_name, f"{limits}, or {words}"
     if origin is Annotated:
         type_name, allowed = _type(inner[0])
         limits = ", ".join(part for part in (allowed, _limits(inner[1:])) if part)

@@ -29,16 +29,26 @@ S = TypeVar("S", bound=BaseModel)
 Table: TypeAlias = Mapping[str, Any]
 
 
-def _limit(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    try:
-        return handler(value)
-    except ValidationError:
-        raise ValueError('should be a number above 0, or "off".') from None
+def allowing(values: str) -> WrapValidator:
+    """Return a validator for a number or a word, whose message says what is allowed.
+
+    pydantic reports one problem for the number and one for the word.
+    """
+
+    def validated(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(f"should be {values}.") from None
+
+    return WrapValidator(validated)
 
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+#: A number from 0 to below 1: a probability, or a momentum.
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 #: A bound that can be turned off.
-Limit: TypeAlias = Annotated[Positive | Literal["off"], WrapValidator(_limit)]
+Limit: TypeAlias = Annotated[Positive | Literal["off"], allowing('a number above 0, or "off"')]
 
 
 class NamesFile:

@@ -139,6 +139,24 @@ def test_divergence_is_that_of_the_clients_of_the_next_round(run: Path) -> None:
     assert values == pytest.approx({WHOLE: weight_divergence(models, weights), **layers})
 
 
+def test_divergence_per_stage_is_over_the_parameters_of_the_stage(
+    run: Path, tmp_path: Path
+) -> None:
+    """In perceptrons a stage is a layer, under another name (FedImpro, Figure 3b)."""
+    layers = {row[2]: row[3] for row in ANALYSES["divergence"]([run]).rows if row[1] == 3}
+    options = ("--set", "per=stage", "--set", "normalize=true", "-o", tmp_path)
+    answer = call("analyze", "divergence", run, *options)
+    assert answer.code == 0, answer.err
+    rows = json.loads((tmp_path / "divergence.json").read_text())["rows"]
+    stages = {row["stage"]: row["divergence"] for row in rows if row["round"] == 3}
+    names = {WHOLE: WHOLE, "layers.0": "layer0", "layers.1": "layer1", "layers.2": "layer2"}
+    expected = {names.get(layer, layer): value for layer, value in layers.items()}
+    assert stages == pytest.approx(expected)
+    assert list(stages) == list(expected)
+    wrong = call("analyze", "divergence", run, "--set", "curves=layers.7", "-o", tmp_path)
+    assert "divergence.curves = 'layers.7': unknown layer 'layers.7'. Did you mean" in wrong.err
+
+
 @pytest.mark.parametrize("rule", ["leading", "random"])
 def test_divergence_of_parts_in_width_is_over_the_holders_of_every_channel(
     tmp_path: Path, rule: str

@@ -37,6 +37,15 @@ def test_a_layers_mean_is_over_the_models_that_have_it() -> None:
     )
 
 
+def test_parameters_can_be_grouped_otherwise() -> None:
+    models = [
+        {"a.weight": torch.tensor([0.0]), "b.weight": torch.tensor([0.0])},
+        {"a.weight": torch.tensor([6.0]), "b.weight": torch.tensor([8.0])},
+    ]
+    groups = {"a.weight": "low", "b.weight": "low"}
+    assert layer_divergence(models, [1, 1], groups) == pytest.approx({"low": 5.0})
+
+
 def test_a_layer_of_one_client_is_left_out() -> None:
     first = {"a.weight": torch.tensor([0.0, 0.0]), "b.weight": torch.zeros(1)}
     models = [first, {"a.weight": torch.tensor([6.0, 8.0])}]

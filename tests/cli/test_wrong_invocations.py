@@ -267,7 +267,7 @@ WRONG = [
     ),
     (
         "run --set data.transform.variant=inco",
-        "data.transform.variant = 'inco': is defined for cifar10, fashion-mnist",
+        "data.transform.variant = 'inco': is defined for cifar10, cinic10, fashion-mnist",
     ),
     ("run --set data.partition.name=file", "data.partition.path: is required and was not given."),
     ("run --set privacy.noise=1", "noise = 1 is in units of clip, which is 0"),
@@ -281,7 +281,7 @@ WRONG = [
     ),
     (
         "bench --synthetic",
-        "data.name = 'digits': --synthetic can only replace cifar10, fashion-mnist.",
+        "data.name = 'digits': --synthetic can only replace cifar10, cifar100, ",
     ),
 ]
 

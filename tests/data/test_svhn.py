@@ -171,3 +171,20 @@ def test_a_file_that_is_too_large_is_not_read(
     monkeypatch.setattr(svhn, "MAX_BYTES", 99)
     with pytest.raises(MotleyError, match="at most 99"):
         svhn.read_file(path)
+
+
+def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
+    """Nothing but a MotleyError may come out of a damaged file."""
+    random = np.random.default_rng(0)
+    path = save(tmp_path / "train_32x32.mat", compressed=False)
+    content = path.read_bytes()
+    headers = [*range(116, 220), *range(len(content) - 80, len(content))]
+    for _ in range(400):
+        mutated = bytearray(content)
+        for place in random.choice(headers, 3):
+            mutated[place] = random.integers(0, 256)
+        path.write_bytes(mutated)
+        try:
+            svhn.read_file(path)
+        except MotleyError as error:
+            assert str(path) in str(error)

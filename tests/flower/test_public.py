@@ -76,6 +76,26 @@ def test_nodes_have_the_servers_public_images(grid: Grid, tmp_path: Path, source
     )
 
 
+@pytest.mark.parametrize("method", ["feddf", "fedet"])
+def test_servers_that_distill_end_with_the_local_engines_bits(
+    grid: Grid, tmp_path: Path, method: str
+) -> None:
+    """The nodes train plainly, and do not load the public images."""
+    settings = (
+        f"method.name={method}",
+        "split.name=grouped",
+        "public.name=held-out",
+        "public.samples=64",
+        "method.steps=3",
+        "method.batch_size=16",
+        "training.rounds=2",
+    )
+    _, server = serve(grid, three_nodes(*settings), tmp_path / "run")
+    assert (fingerprint(server.state), fingerprint(server.method_state)) == local(
+        tmp_path / "local", *settings
+    )
+
+
 def test_a_nodes_copy_of_a_public_file_is_named_in_its_node_toml(
     grid: Grid, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

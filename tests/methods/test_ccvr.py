@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -97,7 +99,7 @@ def test_virtual_features_have_the_mean_and_covariance_they_are_drawn_with() -> 
         }
     ]
     gaussians = pooled(answers, classes=3, width=3)
-    x, labels = draw(gaussians, [40_000, 0, 7], 0.0, torch.Generator().manual_seed(2))
+    x, labels = draw(gaussians, [40_000, 0, 7], torch.Generator().manual_seed(2))
     assert labels.bincount().tolist() == [40_000, 0, 7]
     torch.testing.assert_close(x[labels == 0].mean(0), z[0].mean(0) + 1, rtol=0, atol=0.03)
     torch.testing.assert_close(x[labels == 0].t().cov(), z[0].t().cov(), rtol=0, atol=0.05)
@@ -120,7 +122,7 @@ def test_the_last_layer_trains_on_virtual_features_with_the_gradient_of_cross_en
     gaussians = pooled([one.values for one in answers], CLASSES, 64)
     numbers = virtual_numbers(gaussians.counts, federation.config.method)  # type: ignore[arg-type]
     random = torch.Generator().manual_seed(key(1, "virtual features", 1, "mlp1"))
-    x, labels = draw(gaussians, numbers, 1e-6, random)
+    x, labels = draw(gaussians, numbers, random)
     x = x.float()
     weight, bias = server.state["head.weight"].clone(), server.state["head.bias"].clone()
     speed_w, speed_b = torch.zeros_like(weight), torch.zeros_like(bias)
@@ -181,6 +183,15 @@ def test_statistics_are_recalibrated_before_features_are_collected() -> None:
     assert stages[0] is Recalibrate and len(stages) == 2
 
 
+@pytest.mark.parametrize("name", ["ccvr", "spherefed"])
+def test_features_that_are_not_finite_leave_the_last_layer_alone(name: str) -> None:
+    federation, server = after(1, name=name)
+    broken = {n: t * float("nan") for n, t in server.state.items() if t.is_floating_point()}
+    answers = collected(federation, replace(server, state={**server.state, **broken}))
+    _, state = federation.method.server.apply_collection(server.method_state, server.state, answers)
+    assert same_bits(state, server.state)
+
+
 # ---- refusals
 
 
@@ -191,7 +202,8 @@ def test_answers_that_are_no_statistics_are_refused() -> None:
         ("mean", answer["mean"][:, 1:], "'mean' has shape"),
         ("covariance", answer["covariance"][:1], "'covariance' has shape"),
         ("counts", answer["counts"] - 1000, "without examples"),
-        ("classes", answer["classes"] * 0, "a class twice"),
+        ("classes", answer["classes"] * 0, "named twice"),
+        ("classes", answer["classes"] + 9, "a class is unknown"),
     ):
         with pytest.raises(ValueError, match=reason):
             pooled([{**answer, name: value}], CLASSES, answer["mean"].shape[1])

@@ -85,11 +85,13 @@ SERVERS = {
         "training.max_grad_norm=1",
     ),
 }
+SERVER_TRAINS = {"fedet"}
+"""Methods in which the server trains a size and changes heads, whoever was sampled."""
 WITH_A_SPLIT = {"heterofl", "fjord", "scalefl", "depthfl", "inclusivefl"}
 """Methods for parts in width or with exits, which the tests of those parts go through; here, over depth alone."""
 OWN_MODELS = {entry.name for entry in METHODS if not entry.item.requirements.exchanges_weights}
 """Methods whose clients keep models of their own: there is no delta for InCo, and no global model."""
-OVER_DEPTH = {*WITH_A_SPLIT, "fedgen", "spherefed"}
+OVER_DEPTH = {*WITH_A_SPLIT, "fedgen", "spherefed", "feddf", "fedet"}
 """These, and methods whose own tests go through other splits."""
 CASES = {
     **{
@@ -106,6 +108,7 @@ CASES = {
         if with_inco == "plain" or entry.name not in OWN_MODELS
     },
     **{name: (*SPLITS["depth"], *INCO["inco"], *more) for name, more in SERVERS.items()},
+    "fedet-grouped-plain": (*chosen("fedet"), *SPLITS["grouped"]),
 }
 GLOBAL = [case for case in CASES if case.split("-")[0] not in OWN_MODELS]
 FIXED = {"spherefed": ("fc.weight", "fc.bias")}
@@ -204,7 +207,14 @@ def test_buffers_get_the_plain_mean_and_parameters_move(case: str) -> None:
     assert not kept & buffers, "neither a method nor an optimiser keeps anything of buffers"
 
 
-@pytest.mark.parametrize("case", [case for case in GLOBAL if "homogeneous" not in case])
+@pytest.mark.parametrize(
+    "case",
+    [
+        case
+        for case in GLOBAL
+        if "homogeneous" not in case and case.partition("-")[0] not in SERVER_TRAINS
+    ],
+)
 def test_what_nobody_held_stays_bit_for_bit(case: str) -> None:
     federation = federation_of(case, "federation.clients_per_round=2")
     federation.sample = lambda number, attempt=0: [4, 5] if number == 1 else [0, 1]

@@ -32,10 +32,10 @@ WIDTH = ("split.name=width", "split.rates=[1,0.5,0.25]", "model.sizes=['resnet14
 GRID = ("split.cuts=[2,3,6]", "split.rates=[0.5,0.75,1]", "model.sizes=['resnet14']")
 INCO = ("server.inco.variant=official",)
 RULES = ("leading", "rolling", "random")
-OTHERS = ("fedin", "fedimpro", "fedgen", "ccvr", "spherefed")
+OTHERS = ("fedin", "fedimpro", "fedgen", "ccvr", "spherefed", "feddf", "fedet")
 NOT_HERE = {*WITH_A_SPLIT, *(e.name for e in METHODS if e.name.startswith(OTHERS))}
 """Methods with a split of their own, those whose server state has names that are no parameters', and those that need
-whole heads.
+whole heads or public images.
 """
 CASES = {
     **{

@@ -12,7 +12,7 @@ from motley.config import parse_overrides
 from motley.core.errors import MotleyError
 from motley.studies.declaration import load_study
 from motley.studies.results import missing
-from motley.studies.sweep import Cell, plan_cells
+from motley.studies.sweep import Cell, missing_in_motley, plan_cells
 
 
 def cells(sweep: Path, scale: str = "full", **options: Any) -> list[Cell]:
@@ -58,13 +58,21 @@ def test_overridden_rounds_are_not_scaled(sweep: Path) -> None:
 
 
 def test_missing_methods_and_data_are_both_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    sweep: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MOTLEY_DATA", str(tmp_path))
-    said = missing(plan_cells(load_study("fedimpro-table10"), "full"))
+    with_data(sweep, '[[data]]\nname = "cifar10"\n')
+    said = missing(cells(sweep))
     named = [name for names in said.values() for name in names]
-    assert {"SphereFed", "CCVR", "cifar10", "cifar100"} <= set(named)
+    assert {"FedIN", "cifar10"} <= set(named)
     assert any("MOTLEY_DATA" in reason for reason in said)
+
+
+def test_what_motley_lacks_is_named_without_opening_data(sweep: Path) -> None:
+    data = '[[data]]\nname = "cifar10"\n[[data]]\nname = "unknown"\n'
+    with_data(sweep, data, top='needs."model.weights" = "pretrained weights"')
+    absent = missing_in_motley(load_study(str(sweep)))
+    assert [part.name for part in absent] == ["FedIN", "unknown", "model.weights"]
 
 
 def test_settings_that_only_the_user_can_provide_are_named(shared_data: Path) -> None:

@@ -5,7 +5,8 @@ FedImpro, Section 5.1 and Figures 2b, 3 and 9:
     1 / |S| sum_{m in S} |theta_mean - theta_m|,    theta_mean = sum_m p_m theta_m / sum_m p_m
 
 S are the clients of a round, and theta_mean is the server's average, whose weights p_m are the
-clients' numbers of examples (Section 3.1). The outer mean is unweighted, as in the paper.
+clients' numbers of examples (Section 3.1). The outer mean is unweighted, as in the paper. The
+divergence of a layer or of a stage is that of its parameters alone.
 """
 
 from __future__ import annotations
@@ -13,17 +14,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from motley.analysis.findings import Findings, analysis, new_figure
 from motley.analysis.replay import all_checkpoints, train_next_round
+from motley.core.errors import MotleyError, unknown
 from motley.core.part import State, add_at
 from motley.federation import Federation
+from motley.models.spec import spec_of
+from motley.models.stages import chain_of, owned
+from motley.settings import Settings
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 #: The parameters of clients' models under their global names. A model need not have all parameters.
@@ -43,30 +49,35 @@ def weight_divergence(models: Models, weights: Sequence[float]) -> float:
     return sum(norms) / len(models)
 
 
-def layer_divergence(models: Models, weights: Sequence[float]) -> dict[str, float]:
+def layer_divergence(
+    models: Models, weights: Sequence[float], layers: Mapping[str, str] | None = None
+) -> dict[str, float]:
     """Return the divergence per layer, for layers that at least two clients have.
 
-    Weight and bias count as one layer.
+    Weight and bias count as one layer. `layers` groups parameters otherwise: parameter -> group.
     """
     divergences = {}
-    for layer, squares in layer_squares(models, weights).items():
+    for layer, squares in layer_squares(models, weights, layers).items():
         norms = [square**0.5 for square in squares.values()]
         divergences[layer] = sum(norms) / len(norms)
     return divergences
 
 
-def layer_squares(models: Models, weights: Sequence[float]) -> dict[str, dict[int, float]]:
+def layer_squares(
+    models: Models, weights: Sequence[float], layers: Mapping[str, str] | None = None
+) -> dict[str, dict[int, float]]:
     """Return the squared distances to the weighted mean per layer, of each model that has it.
 
     Models are given by their position in `models`. Layers that only one model has are left out.
+    `layers` is the layer of every parameter; by default it is `layer_of`.
     """
     squares_by_layer: dict[str, dict[int, float]] = {}
     for position, squares in enumerate(_squared_distances(models, weights)):
-        layers: dict[str, float] = {}
+        sums: dict[str, float] = {}
         for name, square in squares.items():
-            layer = layer_of(name)
-            layers[layer] = layers.get(layer, 0.0) + square
-        for layer, square in layers.items():
+            layer = layer_of(name) if layers is None else layers[name]
+            sums[layer] = sums.get(layer, 0.0) + square
+        for layer, square in sums.items():
             squares_by_layer.setdefault(layer, {})[position] = square
     return {layer: squares for layer, squares in squares_by_layer.items() if len(squares) > 1}
 
@@ -95,11 +106,29 @@ def _squared_distances(models: Models, weights: Sequence[float]) -> list[dict[st
     return distances
 
 
-@analysis("divergence", "client drift in a local update, per layer and over rounds")
-def divergence(paths: Sequence[Path]) -> Findings:
+class DivergenceSettings(Settings):
+    """Settings of the analysis `divergence`."""
+
+    per: Literal["layer", "stage"] = "layer"
+    """The parts of the model that are compared: single layers, or its declared stages."""
+    curves: tuple[str, ...] = ()
+    """The layers or stages whose divergence is drawn over rounds. Default: all stages with `per =
+    "stage"`, no layers otherwise.
+    """
+    normalize: bool = False
+    """Draw these curves divided by their maximum, as in FedImpro's Figure 3."""
+
+
+@analysis(
+    "divergence",
+    "client drift in a local update, per layer or stage and over rounds",
+    DivergenceSettings,
+)
+def divergence(paths: Sequence[Path], settings: DivergenceSettings) -> Findings:
     """Train the round after every checkpoint, and compare its clients."""
     rows: list[tuple[Any, ...]] = []
     for run, federation, server in all_checkpoints(paths):
+        stages = stages_of_parameters(federation) if settings.per == "stage" else None
         round_number = server.round_number + 1
         models, weights = [], []
         for trained in train_next_round(federation, server):
@@ -109,12 +138,68 @@ def divergence(paths: Sequence[Path]) -> Findings:
                 )
             )
             weights.append(len(federation.partition.of(trained.client)))
-        layers = layer_divergence(models, weights)
+        values = layer_divergence(models, weights, stages)
+        names = layers_in_order(federation, values) if stages is None else _in_order(stages, values)
         rows.append((run, server.round_number, WHOLE, weight_divergence(models, weights)))
-        for layer in layers_in_order(federation, layers):
-            rows.append((run, server.round_number, layer, layers[layer]))
-    columns = ("run", "round", "layer", "divergence")
-    return Findings(columns, rows, draw(rows, "mean distance to the mean"))
+        for name in names:
+            rows.append((run, server.round_number, name, values[name]))
+    columns = ("run", "round", settings.per, "divergence")
+    return Findings(columns, rows, _draw_with_curves(rows, settings))
+
+
+def stages_of_parameters(federation: Federation) -> dict[str, str]:
+    """Return the stage of every parameter of the global state, in the order of the stages."""
+    split = federation.split
+    chains = {}
+    for size, blueprint in split.blueprints.items():
+        if spec_of(blueprint.module).stages is None:
+            raise MotleyError(
+                f"divergence.per = 'stage': model {size!r} declares no stages "
+                "(motley.models.spec). Allowed: 'layer'."
+            )
+        chains[size] = chain_of(blueprint.module)
+    stages: dict[str, str] = {}
+    # The longest chain comes first: it determines the order.
+    for size in sorted(chains, key=lambda size: len(chains[size]), reverse=True):
+        part, module = split.part(size), split.blueprints[size].module
+        for stage in chains[size]:
+            for local in owned(module, [stage]):
+                stages[part[local].name] = stage.name
+    return stages
+
+
+def _in_order(stages: Mapping[str, str], values: Mapping[str, float]) -> list[str]:
+    """Return the stages that have a value, in the order in which models declare them."""
+    return [stage for stage in dict.fromkeys(stages.values()) if stage in values]
+
+
+def _draw_with_curves(rows: list[tuple[Any, ...]], settings: DivergenceSettings) -> Figure:
+    """Draw the two plots of `draw`, and one more of chosen layers or stages over rounds."""
+    present = list(dict.fromkeys(row[2] for row in rows if row[2] != WHOLE))
+    names = settings.curves or (present if settings.per == "stage" else [])
+    for name in names:
+        if name not in present:
+            message = unknown(settings.per, name, present)
+            raise MotleyError(f"divergence.curves = {name!r}: {message}")
+    ylabel = "mean distance to the mean"
+    if not names:
+        return draw(rows, ylabel)
+    figure = new_figure(18, 4)
+    over_rounds, per_layer, curves_axis = figure.subplots(1, 3)
+    draw_on(over_rounds, per_layer, rows, ylabel)
+    for run in dict.fromkeys(row[0] for row in rows):
+        for name in names:
+            points = [(row[1], row[3]) for row in rows if row[0] == run and row[2] == name]
+            if not points:
+                continue
+            scale = max(value for _, value in points) if settings.normalize else 1.0
+            numbers = [number for number, _ in points]
+            values = [value / max(scale, 1e-12) for _, value in points]
+            curves_axis.plot(numbers, values, label=f"{run}, {name}")
+    title = "over rounds, divided by the maximum" if settings.normalize else "over rounds"
+    curves_axis.set(title=title, xlabel="round")
+    curves_axis.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
 
 
 def in_global_shape(
@@ -165,6 +250,12 @@ def draw(rows: list[tuple[Any, ...]], ylabel: str) -> Figure:
     """
     figure = new_figure(12, 4)
     over_rounds, per_layer = figure.subplots(1, 2)
+    draw_on(over_rounds, per_layer, rows, ylabel)
+    return figure
+
+
+def draw_on(over_rounds: Axes, per_layer: Axes, rows: list[tuple[Any, ...]], ylabel: str) -> None:
+    """Draw both plots of `draw` on given axes."""
     colors = cycle(f"C{number}" for number in range(10))
     styles = {WHOLE: "o-", LOW: ":", HIGH: "--"}
     for run in dict.fromkeys(row[0] for row in rows):
@@ -192,4 +283,3 @@ def draw(rows: list[tuple[Any, ...]], ylabel: str) -> Figure:
     per_layer.set(title="per layer, newest checkpoint")
     per_layer.tick_params(axis="x", rotation=90, labelsize=6)
     over_rounds.legend()
-    return figure

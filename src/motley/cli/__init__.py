@@ -42,6 +42,11 @@ COMMANDS = (
         "motley.cli.list:list_things",
     ),
     LazyCommand(
+        "data",
+        "Download data sets.",
+        "motley.cli.data:data",
+    ),
+    LazyCommand(
         "bench",
         "Measure milliseconds per round and per client step, memory, and where the time goes.",
         "motley.cli.bench:bench",

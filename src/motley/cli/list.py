@@ -18,6 +18,8 @@ from motley.config.paper_names import ABLATIONS, PREFIXES, STEMS, SYSTEMS, VARIA
 from motley.core.errors import MotleyError
 from motley.core.registry import Registry
 from motley.data import DATASETS, PARTITIONS
+from motley.data.dataset import data_root
+from motley.data.sources import SOURCES
 from motley.methods import METHODS
 from motley.models import MODELS
 from motley.reference import Setting, describe, markdown, sections
@@ -67,7 +69,7 @@ def list_things(
     elif kind is Kind.analyses and which:
         _list_analysis_settings(which)
     else:
-        _list_registry(_registry(kind))
+        _list_registry(_registry(kind), _dataset_states() if kind is Kind.datasets else {})
         if kind is Kind.methods:
             Console().print(_names())
 
@@ -91,16 +93,35 @@ def _list_presets() -> None:
     Console().print(table)
 
 
-def _list_registry(registry: Registry) -> None:
+def _list_registry(registry: Registry, states: Mapping[str, str]) -> None:
+    """Print one line per entry. `states`, by name, is a further column, if there are any."""
     entries = sorted(registry, key=lambda entry: by_name(entry.name))
     with_papers = any(entry.paper for entry in entries)
-    table = _table(
-        registry.kind.replace(" ", ""), "description", *(["paper"] if with_papers else [])
-    )
+    headings = ["description"]
+    if states:
+        headings.append("files")
+    if with_papers:
+        headings.append("paper")
+    table = _table(registry.kind.replace(" ", ""), *headings)
     for entry in entries:
         also = f" (also: {', '.join(entry.aliases)})" if entry.aliases else ""
-        table.add_row(entry.name, entry.summary + also, *([entry.paper] if with_papers else []))
+        cells = [entry.summary + also]
+        if states:
+            cells.append(states.get(entry.name, ""))
+        if with_papers:
+            cells.append(entry.paper)
+        table.add_row(entry.name, *(Text(cell) for cell in cells))
     Console().print(table)
+
+
+def _dataset_states() -> dict[str, str]:
+    """Return for each data set where its files are, or how to get them."""
+    states = {"digits": "come with Motley", "npz": "yours: data.path"}
+    root = data_root()
+    for name, source in SOURCES.items():
+        folder = source.folder_in(root)
+        states[name] = f"in {folder}" if folder else f"missing: motley data fetch {name}"
+    return states
 
 
 def _list_analysis_settings(name: str) -> None:

@@ -136,9 +136,25 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "models of clients' own, without any exchange",
         {"method.name": "local", **_OWN_MODELS},
     ),
+    "CCVR": (
+        "after FedAvg, over whatever split is set",
+        {"method.name": "ccvr", "server.inco.variant": "off"},
+    ),
+    "SphereFed": (
+        "over whatever split is set",
+        {"method.name": "spherefed", "server.inco.variant": "off"},
+    ),
     "FedGen": (
         "layer by layer over all sizes, as in the FedIN paper",
         {"method.name": "fedgen", "split.name": "depth", "server.inco.variant": "off"},
+    ),
+    "FedDF": (
+        "per architecture, then distilled on [public] images",
+        {"method.name": "feddf", "split.name": "grouped", "server.inco.variant": "off"},
+    ),
+    "FedET": (
+        "per architecture; the ensemble trains the largest size on [public] images",
+        {"method.name": "fedet", "split.name": "grouped", "server.inco.variant": "off"},
     ),
 }
 

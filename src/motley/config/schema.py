@@ -74,8 +74,10 @@ class ModelSettings(Settings):
     """
     weights: FilePath = ""
     """A safetensors file with initial weights. Tensors of the initial global state that have the
-    same name and shape are replaced.
+    same name and shape are replaced, and a warning names the others.
     """
+    allow_new_first_layer: bool = False
+    """Accept a file of weights that does not fit the first layer, which then starts at random."""
 
     @field_validator("sizes")
     @classmethod
@@ -361,12 +363,15 @@ class Config(Settings):
             ("uplink.dtype", self.uplink.dtype, "fp32", delta),
             ("privacy.clip", self.privacy.clip, 0.0, delta),
         ]
+        problems = []
         for key, value, neutral, missing in without_effect:
             if value != neutral:
-                raise MotleyError(
+                problems.append(
                     f"{key} = {value!r}: {method!r} exchanges no weights, so there is {missing}. "
                     f"Use {key} = {neutral!r}."
                 )
+        if problems:
+            raise MotleyError("\n".join(problems))
 
     def _check_public(self) -> None:
         name, public = self.method.name, self.public

@@ -22,6 +22,7 @@ class ClientUpdate:
     method's additional tensors. `loss` is the mean training loss over the local steps; a GPU may
     still be computing it, like the delta. It is NaN if the client does not report it.
 
+    `received` is the part that the client started from, so its trained model is `received + delta`.
     `part` says where the delta belongs in the global state, and `weight` how much the client
     counts. `row_weights` has, for some tensors, one more factor per row: 0 for rows that do not
     count.
@@ -35,6 +36,7 @@ class ClientUpdate:
     loss: Tensor = field(default_factory=lambda: torch.tensor(math.nan))
     round_number: int = 0
     size: str = ""
+    received: State = field(default_factory=dict)
     part: Part = field(default_factory=dict)
     weight: float = 1.0
     row_weights: Mapping[str, Tensor] = field(default_factory=dict)

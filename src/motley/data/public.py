@@ -125,7 +125,8 @@ PUBLIC = PublicChoice()
 class Dealt:
     """Training examples by owner: the clients' partition, and the rows that no client gets.
 
-    Rows that are in neither are unused, which only a file of index lists can cause.
+    Rows that are in neither are unused: a file need not name all of them, and not all writers need
+    be clients.
     """
 
     partition: Partition
@@ -207,14 +208,20 @@ class PublicData:
         """The images as bytes (N, height, width, channels), in the clients' shape."""
         return self._examples.images
 
-    def images(self, rows: Tensor) -> Tensor:
-        """Return the images of some rows (N, C, H, W; channels last), on the device of `rows`."""
-        device = rows.device
+    def copy_to(self, device: torch.device) -> DeviceData:
+        """Copy the images to a device, unless they are there already.
+
+        A GPU waits for this copy, so it should be made before the first round.
+        """
         if device not in self._copies:
             self._copies[device] = DeviceData(
                 self._examples, self._transform, device, augment=False
             )
-        return self._copies[device].batch(rows)[0]
+        return self._copies[device]
+
+    def images(self, rows: Tensor) -> Tensor:
+        """Return the images of some rows (N, C, H, W; channels last), on the device of `rows`."""
+        return self.copy_to(rows.device).batch(rows)[0]
 
 
 def public_images(

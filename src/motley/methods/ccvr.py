@@ -41,13 +41,11 @@ from motley.methods.base import (
 )
 from motley.methods.fedprox import FedProx, FedProxClient, FedProxSettings
 from motley.methods.info import FederationInfo
-from motley.methods.last_layer import LastLayer, last_inputs, last_layers
+from motley.methods.last_layer import LastLayer, finite, last_inputs, last_layers
 from motley.methods.moon import Moon, MoonClient, MoonSettings
 from motley.methods.step import Step
 
 PAPER = "Luo et al., NeurIPS 2021"
-#: Added to the diagonal of a covariance in addition to `ridge`: one example has no variance.
-SMALLEST_VARIANCE = 1e-12
 
 
 class CCVRSettings(MethodSettings):
@@ -75,10 +73,6 @@ class CCVRSettings(MethodSettings):
     """Learning rate of the calibration, by SGD."""
     calibration_momentum: float = Field(default=0.9, ge=0, lt=1)
     """Momentum of the calibration."""
-    ridge: float = Field(default=1e-6, ge=0)
-    """Added to the diagonal of each covariance before features are drawn, as a multiple of the mean
-    variance. With fewer examples than features a covariance is singular.
-    """
 
 
 class Gaussians(NamedTuple):
@@ -139,6 +133,7 @@ class CCVRServer(ServerAlgorithm):
         self, own: State, state: State, collections: Sequence[Collection]
     ) -> tuple[State, State]:
         state = dict(state)
+        collections = finite(collections)
         for layer in dict.fromkeys(self._layers.values()):
             sizes = [size for size, other in self._layers.items() if other == layer]
             features, labels = self._virtual_features(layer, sizes, collections)
@@ -165,7 +160,7 @@ class CCVRServer(ServerAlgorithm):
             generator = torch.Generator(gaussians.mean.device)
             round_number = answers[0].round_number
             generator.manual_seed(key(self.info.seed, "virtual features", round_number, size))
-            x, y = draw(gaussians, numbers, self.settings.ridge, generator)
+            x, y = draw(gaussians, numbers, generator)
             features.append(x)
             labels.append(y)
         if not features:
@@ -204,29 +199,33 @@ def pooled(answers: Sequence[State], classes: int, width: int) -> Gaussians:
     mean = torch.zeros(classes, width, dtype=torch.float64, device=device)
     scatter = torch.zeros(classes, width, width, dtype=torch.float64, device=device)
     for answer in answers:
-        _check(answer, width)
-        present, number = answer["classes"], answer["counts"].double()
-        counts[present] += number
-        mean[present] += number[:, None] * answer["mean"].double()
+        for row, label in enumerate(_checked_classes(answer, classes, width)):
+            number = answer["counts"][row].double()
+            counts[label] += number
+            mean[label] += number * answer["mean"][row].double()
     mean = mean / counts.clamp_min(1)[:, None]
     for answer in answers:
-        present, number = answer["classes"], answer["counts"].double()
-        apart = answer["mean"].double() - mean[present]
-        within = (number - 1)[:, None, None] * answer["covariance"].double()
-        between = number[:, None, None] * apart[:, :, None] * apart[:, None, :]
-        scatter[present] += within + between
+        for row, label in enumerate(answer["classes"].tolist()):
+            number = answer["counts"][row].double()
+            apart = answer["mean"][row].double() - mean[label]
+            scatter[label] += (number - 1) * answer["covariance"][row].double()
+            scatter[label] += number * torch.outer(apart, apart)
     return Gaussians(counts, mean, scatter / (counts - 1).clamp_min(1)[:, None, None])
 
 
-def _check(answer: State, width: int) -> None:
-    """Raise if an answer has not the statistics of some classes, each once."""
-    rows = len(answer["classes"])
+def _checked_classes(answer: State, classes: int, width: int) -> list[int]:
+    """Return the classes of an answer. Raise if it does not have statistics of each."""
+    present: list[int] = answer["classes"].tolist()
+    rows = len(present)
     shapes = {"counts": (rows,), "mean": (rows, width), "covariance": (rows, width, width)}
     for name, shape in shapes.items():
         if answer[name].shape != shape:
             raise ValueError(f"{name!r} has shape {tuple(answer[name].shape)}, not {shape}")
-    if len(answer["classes"].unique()) != rows or bool((answer["counts"] < 1).any()):
-        raise ValueError("'classes' names a class twice, or one without examples")
+    if len(set(present) & set(range(classes))) != rows:
+        raise ValueError(f"'classes' is {present}: a class is unknown or named twice")
+    if bool((answer["counts"] < 1).any()):
+        raise ValueError("'counts' has a class without examples")
+    return present
 
 
 def virtual_numbers(counts: Tensor, settings: CCVRSettings) -> list[int]:
@@ -239,24 +238,30 @@ def virtual_numbers(counts: Tensor, settings: CCVRSettings) -> list[int]:
 
 
 def draw(
-    gaussians: Gaussians, numbers: Sequence[int], ridge: float, generator: torch.Generator
+    gaussians: Gaussians, numbers: Sequence[int], generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Draw features from the normal distribution of each class; return them and their labels."""
     device, width = gaussians.mean.device, gaussians.mean.shape[1]
-    unit = torch.eye(width, dtype=torch.float64, device=device)
     features, labels = [], []
     for label, number in enumerate(numbers):
-        if not number:
-            continue
-        covariance = gaussians.covariance[label]
-        added = ridge * covariance.diagonal().mean() + SMALLEST_VARIANCE
-        factor = torch.linalg.cholesky(covariance + added * unit)
-        noise = torch.randn(
-            (number, width), dtype=torch.float64, device=device, generator=generator
-        )
-        features.append(gaussians.mean[label] + noise @ factor.t())
-        labels.append(torch.full((number,), label, device=device))
+        if number:
+            shape = (number, width)
+            noise = torch.randn(shape, dtype=torch.float64, device=device, generator=generator)
+            root = square_root(gaussians.covariance[label])
+            features.append(gaussians.mean[label] + noise @ root)
+            labels.append(torch.full((number,), label, device=device))
     return torch.cat(features), torch.cat(labels)
+
+
+def square_root(covariance: Tensor) -> Tensor:
+    """Return the symmetric square root of a covariance.
+
+    Unlike Cholesky's factor it exists for singular covariances, which are common: some features are
+    always zero, and a class may have fewer examples than features. It also changes little if the
+    covariance does, so that rounding errors do not change what is drawn.
+    """
+    values, vectors = torch.linalg.eigh(covariance)
+    return (vectors * values.clamp_min(0).sqrt()) @ vectors.t()
 
 
 @METHODS.register("ccvr", "FedAvg, and a last layer calibrated on virtual features", paper=PAPER)

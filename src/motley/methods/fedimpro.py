@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import torch
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import Field
 from torch import Tensor
 
 from motley.core.part import State
@@ -44,7 +44,7 @@ from motley.methods.fedimpro_statistics import Moments, balanced, draw, moments,
 from motley.methods.info import ClientInfo, FederationInfo
 from motley.methods.step import Step
 from motley.models.stages import Chain, chain_of, run
-from motley.settings import Limit
+from motley.settings import Fraction, Limit, allowing
 
 #: Prefix of the method's own tensors in a broadcast, in a payload and in the server's state.
 OWN = "features/"
@@ -58,15 +58,8 @@ DIMENSION_OF_FULL_WEIGHT = 5000
 SCRATCH = "fedimpro"
 
 
-def _momentum(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    try:
-        return handler(value)
-    except ValidationError:
-        raise ValueError('should be a number from 0 to below 1, or "dimension".') from None
-
-
 Momentum: TypeAlias = Annotated[
-    Annotated[float, Field(ge=0, lt=1)] | Literal["dimension"], WrapValidator(_momentum)
+    Fraction | Literal["dimension"], allowing('a number from 0 to below 1, or "dimension"')
 ]
 
 

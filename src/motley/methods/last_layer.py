@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from motley.core.errors import MotleyError
+from motley.methods.base import Collection
 from motley.methods.step import Step
 from motley.models.projection import representation_and_answer
 from motley.models.spec import classifiers_of
@@ -67,3 +68,17 @@ def last_inputs(
             yield features.double(), labels
     finally:
         step.model.train()
+
+
+def finite(collections: Sequence[Collection]) -> list[Collection]:
+    """Return the collections without NaN and infinite values, on which no last layer can be fitted.
+
+    Clients that are to be trusted send them too if training diverges. On a GPU a round may also be
+    ended before an invalid update is found and the round's end repeated without it
+    (`motley.server.speculation`).
+    """
+    usable = []
+    for collection in collections:
+        if all(bool(tensor.isfinite().all()) for tensor in collection.values.values()):
+            usable.append(collection)
+    return usable

@@ -42,7 +42,7 @@ from motley.methods.base import (
 )
 from motley.methods.info import FederationInfo
 from motley.methods.labels import one_hot
-from motley.methods.last_layer import last_inputs, last_layers
+from motley.methods.last_layer import finite, last_inputs, last_layers
 from motley.methods.step import Step
 from motley.models.projection import representation_and_answer
 
@@ -142,6 +142,7 @@ class SphereFedServer(ServerAlgorithm):
         self, own: State, state: State, collections: Sequence[Collection]
     ) -> tuple[State, State]:
         state = dict(state)
+        collections = finite(collections)
         for layer in dict.fromkeys(self._layers.values()):
             answers = [one.values for one in collections if self._layers[one.size] == layer]
             if answers:

@@ -14,16 +14,16 @@ than their depth:
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import Field
 from torch import Tensor, nn
 
 from motley.core.errors import MotleyError
 from motley.models.channels import Axis, Channels, of_head
 from motley.models.initialization import initialize_convolutions
 from motley.models.spec import MODELS, CrossLayer, ImageShape, ModelSpec, Stage
-from motley.settings import Settings
+from motley.settings import Fraction, Settings, allowing
 
 #: Number of layers with weights -> the channels of every block's convolutions.
 BLOCKS: dict[int, tuple[tuple[int, ...], ...]] = {
@@ -37,15 +37,8 @@ HIDDEN = 512
 DROPOUT = {9: 0.1, 11: 0.5}
 
 
-def _probability(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    try:
-        return handler(value)
-    except ValidationError:
-        raise ValueError('should be a number from 0 to below 1, or "auto".') from None
-
-
 Dropout: TypeAlias = Annotated[
-    Annotated[float, Field(ge=0, lt=1)] | Literal["auto"], WrapValidator(_probability)
+    Fraction | Literal["auto"], allowing('a number from 0 to below 1, or "auto"')
 ]
 
 

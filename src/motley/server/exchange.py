@@ -69,6 +69,7 @@ def complete_update(context: RoundContext, job: Job, update: ClientUpdate) -> Cl
     update = context.uplink.add_noise(job, update, [name for name in job.state if name in trained])
     return replace(
         update,
+        received=job.state,
         part=part,
         weight=float(update.num_examples) if context.weigh_by_examples else 1.0,
         size=job.size,
