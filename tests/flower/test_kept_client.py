@@ -157,7 +157,15 @@ def test_building_a_client_changes_nothing_of_torch(tmp_path: Path) -> None:
     try:
         torch.set_num_threads(1)
         torch.backends.cudnn.allow_tf32 = True
-        Client(config, "resnet10", digits, partition, 10, folder=tmp_path)
+        Client(
+            config,
+            "resnet10",
+            digits,
+            partition,
+            10,
+            folder=tmp_path,
+            read_test_examples=lambda: digits,
+        )
         assert torch.get_num_threads() == 1
         assert torch.backends.cudnn.allow_tf32
     finally:
