@@ -33,7 +33,9 @@ GRID = ("split.cuts=[2,3,6]", "split.rates=[0.5,0.75,1]", "model.sizes=['resnet1
 INCO = ("server.inco.variant=official",)
 RULES = ("leading", "rolling", "random")
 OTHERS = ("fedin", "fedimpro", "fedgen", "ccvr", "spherefed", "feddf", "fedet")
-NOT_HERE = {*WITH_A_SPLIT, *(e.name for e in METHODS if e.name.startswith(OTHERS))}
+#: Methods whose clients keep models of their own: there is no delta and no global model.
+OWN_MODELS = {e.name for e in METHODS if not e.item.requirements.exchanges_weights}
+NOT_HERE = {*WITH_A_SPLIT, *OWN_MODELS, *(e.name for e in METHODS if e.name.startswith(OTHERS))}
 """Methods with a split of their own, those whose server state has names that are no parameters', and those that need
 whole heads or public images.
 """

@@ -339,11 +339,11 @@ def test_dynamic_sizes_are_redrawn_every_round_and_keep_their_shares() -> None:
         (("model.sizes=['resnet10','resnet18']",), "takes exactly one architecture"),
         (
             ("method.name=scaffold", "split.channels=rolling"),
-            "split.channels = 'rolling' changes from round to round",
+            "split.channels = 'rolling' changes their parts from round to round",
         ),
         (
             ("method.name=feddyn", "federation.size_assignment=dynamic"),
-            "federation.size_assignment = 'dynamic' changes from round",
+            "federation.size_assignment = 'dynamic' changes their parts",
         ),
     ],
 )
