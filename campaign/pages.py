@@ -133,9 +133,35 @@ def precision() -> str:
     return _table(["state", "evaluated in", *sizes], rows)
 
 
+#: The studies whose short runs are on the page of the new methods.
+SHORT_STUDIES = ("fedimpro-table10", "fedin-table1")
+
+
+def new_methods() -> str:
+    """Return the accuracy of the methods that were added last, in short runs, beside the papers'."""
+    rows = []
+    for name in SHORT_STUDIES:
+        study = load_study(name)
+        cases = [case.name for case in study.cases]
+        papers = {line.name: line.paper for line in study.methods}
+        for method, runs in load_runs(name).items():
+            for seed, run in runs.items():
+                numbers = papers[method].get(run["data"], [])
+                paper = str(numbers[cases.index(run["case"])]) if numbers else ""
+                *_, previous, last = (100 * accuracy for accuracy in run["accuracy"]["mean"])
+                best = 100 * max(run["accuracy"]["mean"])
+                accuracies = [f"{accuracy:.1f}" for accuracy in (previous, last, best)]
+                length = str(run["rounds"][-1])
+                rows.append([name, method, str(seed), length, *accuracies, paper])
+    before = "evaluation before the last"
+    header = ["study", "line", "seed", "rounds", before, "last round", "best", "the paper"]
+    return _table(header, rows)
+
+
 DRAWN: dict[str, tuple[str, Callable[[], str]]] = {
     "inco-table2": ("inco-table2.md", inco_table2),
     "inco-table2-curves": ("inco-table2.md", inco_table2_curves),
+    "new-methods": ("new-methods.md", new_methods),
     "evaluation-precision": ("evaluation-precision.md", precision),
 }
 
