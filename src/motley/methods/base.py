@@ -153,6 +153,17 @@ class ClientAlgorithm:
         return counts.values()
 
 
+def mean_reported(answers: Iterable[State]) -> dict[str, Tensor]:
+    """Return the mean of each number that clients report as `reported/NAME`, over those that do."""
+    reported: dict[str, list[Tensor]] = {}
+    for answer in answers:
+        for name, number in answer.items():
+            if name.startswith(REPORTED):
+                numbers = reported.setdefault(name.removeprefix(REPORTED), [])
+                numbers.append(number.float().mean())
+    return {name: torch.stack(numbers).mean() for name, numbers in reported.items()}
+
+
 class ServerAlgorithm:
     """The server half of a method; here, FedAvg's.
 
@@ -205,14 +216,7 @@ class ServerAlgorithm:
         By default they are the numbers that clients reported: the mean of each over the clients
         that sent it as `reported/NAME`.
         """
-        reported: dict[str, list[Tensor]] = {}
-        for update in updates:
-            for name, number in update.payload.items():
-                if name.startswith(REPORTED):
-                    reported.setdefault(name.removeprefix(REPORTED), []).append(
-                        number.float().mean()
-                    )
-        return {name: torch.stack(numbers).mean() for name, numbers in reported.items()}
+        return {**mean_reported(update.payload for update in updates)}
 
     def collection_clients(self, round_number: int) -> Sequence[int]:
         """Return the clients that are asked for a collection after this round."""

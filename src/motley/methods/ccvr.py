@@ -42,7 +42,13 @@ from motley.methods.base import (
 )
 from motley.methods.fedprox import FedProx, FedProxClient, FedProxSettings
 from motley.methods.info import FederationInfo
-from motley.methods.last_layer import LastLayer, finite, last_inputs, last_layers
+from motley.methods.last_layer import (
+    LastLayer,
+    finite,
+    is_calibration_due,
+    last_inputs,
+    last_layers,
+)
 from motley.methods.moon import Moon, MoonClient, MoonSettings
 from motley.methods.step import Step
 
@@ -124,9 +130,10 @@ class CCVRServer(ServerAlgorithm):
         self._layers = last_layers(info.split, settings.name)
 
     def collection_clients(self, round_number: int) -> Sequence[int]:
-        every = self.settings.every
-        due = round_number == self.info.rounds or (every and round_number % every == 0)
-        return range(len(self.info.sizes)) if due and self.settings.virtual else ()
+        if not self.settings.virtual:
+            return ()
+        due = is_calibration_due(self.info, self.settings.every, round_number)
+        return range(len(self.info.sizes)) if due else ()
 
     def apply_collection(
         self, own: State, state: State, collections: Sequence[Collection]

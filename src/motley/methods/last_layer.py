@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from motley.core.errors import MotleyError
 from motley.methods.base import Collection
+from motley.methods.info import FederationInfo
 from motley.methods.step import Step
 from motley.models.projection import representation_and_answer
 from motley.models.spec import classifiers_of
@@ -51,6 +52,13 @@ def last_layers(split: Split, method: str) -> dict[str, LastLayer]:
         bias = part[f"{paths[0]}.bias"].name if module.bias is not None else None
         layers[size] = LastLayer(weight.name, bias, module.in_features)
     return layers
+
+
+def is_calibration_due(info: FederationInfo, every: int, round_number: int) -> bool:
+    """Tell whether a round ends with a calibration: the last, and each `every`-th (0: none)."""
+    if round_number == info.rounds:
+        return True
+    return every > 0 and round_number % every == 0
 
 
 def last_inputs(

@@ -42,7 +42,7 @@ from motley.methods.base import (
 )
 from motley.methods.info import FederationInfo
 from motley.methods.labels import one_hot
-from motley.methods.last_layer import finite, last_inputs, last_layers
+from motley.methods.last_layer import finite, is_calibration_due, last_inputs, last_layers
 from motley.methods.step import Step
 from motley.models.projection import representation_and_answer
 
@@ -136,9 +136,10 @@ class SphereFedServer(ServerAlgorithm):
         return state, {}
 
     def collection_clients(self, round_number: int) -> Sequence[int]:
-        every = self.settings.every
-        due = round_number == self.info.rounds or (every and round_number % every == 0)
-        return range(len(self.info.sizes)) if due and self.settings.calibrate else ()
+        if not self.settings.calibrate:
+            return ()
+        due = is_calibration_due(self.info, self.settings.every, round_number)
+        return range(len(self.info.sizes)) if due else ()
 
     def apply_collection(
         self, own: State, state: State, collections: Sequence[Collection]

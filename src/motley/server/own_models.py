@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from motley.engine.base import Job
 from motley.evaluate import OwnModelScores
-from motley.methods.base import REPORTED, Collection, ServerAlgorithm
+from motley.methods.base import Collection, ServerAlgorithm, mean_reported
 from motley.methods.evaluation import CORRECT, SEEN
 from motley.server.collection import CollectionResult
 from motley.server.state import ServerState
@@ -71,13 +70,8 @@ class EvaluateOwnModels:
             for collection in collections:
                 if collection.size == size:
                     counts.append((size, collection.values))
-        reported: dict[str, list[Tensor]] = {}
-        for collection in collections:
-            for name, number in collection.values.items():
-                if name.startswith(REPORTED):
-                    metric = f"method/{name.removeprefix(REPORTED)}"
-                    reported.setdefault(metric, []).append(number.float())
-        metrics = {name: torch.stack(numbers).mean() for name, numbers in reported.items()}
+        reported = mean_reported(collection.values for collection in collections)
+        metrics = {f"method/{name}": number for name, number in reported.items()}
         accuracies = [values[CORRECT].sum() / values[SEEN].sum() for _, values in counts]
         metrics["own-models/accuracy_std"] = torch.stack(accuracies).std(correction=0)
         return CollectionResult(server, OwnModelScores(counts), metrics)
