@@ -32,10 +32,14 @@ from motley.evaluate import EvaluationSettings
 from motley.methods import METHODS, MethodSettings
 from motley.models import MODELS
 from motley.models.cnn import CNNSettings
+from motley.models.cnn1d import CNN1dSettings
 from motley.models.initialization import Initialization
+from motley.models.lstm import LSTMSettings
 from motley.models.mlp import MLPSettings
 from motley.models.preact import PreActSettings
 from motley.models.resnet import ResNetSettings
+from motley.models.table import TableSettings
+from motley.models.transformer import DecoderSettings, EncoderSettings
 from motley.models.vgg import VGGSettings
 from motley.models.vit import ViTSettings
 from motley.privacy.settings import PrivacySettings
@@ -44,7 +48,19 @@ from motley.server.optimizer import SERVER_OPTIMIZERS, ServerOptimizerSettings
 from motley.settings import Choice, FilePath, RegistryChoice, Settings, Table, no_effect
 from motley.splits import SPLITS, SplitSettings
 
-FAMILIES = ("resnet", "vit", "mlp", "cnn", "vgg", "preact")
+FAMILIES = (
+    "resnet",
+    "vit",
+    "mlp",
+    "cnn",
+    "vgg",
+    "preact",
+    "cnn1d",
+    "lstm",
+    "decoder",
+    "encoder",
+    "table",
+)
 #: Chosen by data.name, split.name and method.name.
 DATA = RegistryChoice("digits", DATASETS, lambda reader: DataSettings)
 SPLIT = RegistryChoice("depth", SPLITS, lambda split: split.Settings)
@@ -62,6 +78,11 @@ class ModelSettings(Settings):
     cnn: CNNSettings | None = None
     vgg: VGGSettings | None = None
     preact: PreActSettings | None = None
+    cnn1d: CNN1dSettings | None = None
+    lstm: LSTMSettings | None = None
+    decoder: DecoderSettings | None = None
+    encoder: EncoderSettings | None = None
+    table: TableSettings | None = None
     init: Initialization = "model"
     """Initial weights. model: as each model does it; ResNets and VGG11 as torchvision does,
     convolutions with variance 2 / fan_out. kaiming: that rule for any model. torch: torch's default

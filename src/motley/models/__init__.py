@@ -5,7 +5,18 @@ pair, at which stages a method may cut it (`stages.py`), and which channels belo
 here depends on clients or rounds.
 """
 
-from motley.models import cnn, mlp, preact, resnet, vgg, vit
+from motley.models import (
+    cnn,
+    cnn1d,
+    lstm,
+    mlp,
+    preact,
+    resnet,
+    table,
+    transformer,
+    vgg,
+    vit,
+)
 from motley.models.spec import MODELS, CrossLayer, ImageShape, ModelSpec
 
 __all__ = [
@@ -14,9 +25,13 @@ __all__ = [
     "ImageShape",
     "ModelSpec",
     "cnn",
+    "cnn1d",
+    "lstm",
     "mlp",
     "preact",
     "resnet",
+    "table",
+    "transformer",
     "vgg",
     "vit",
 ]
