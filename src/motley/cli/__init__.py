@@ -33,7 +33,7 @@ COMMANDS = (
     ),
     LazyCommand(
         "show",
-        "Show the accuracy per size and overall, the communication and the time of runs.",
+        "Show the score per size and overall, the communication and the time of runs.",
         "motley.cli.show:show",
     ),
     LazyCommand(

@@ -18,6 +18,7 @@ from motley.core.part import State, add_at
 from motley.data.public import PublicData
 from motley.models import ImageShape
 from motley.splits.base import Split
+from motley.tasks import CLASSIFICATION, Task
 
 
 class Optimizer(Protocol):
@@ -75,6 +76,7 @@ class ClientInfo:
     seed: int
     #: Public images, if the method's clients use them (`Requirements.client_public_data`).
     public: PublicData | None = None
+    task: Task = CLASSIFICATION
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class FederationInfo:
     drawn: Callable[[int, int], str] | None = None
     #: Public images (`[public]`), if the method uses them. A node has them only if its clients do.
     public: PublicData | None = None
+    task: Task = CLASSIFICATION
 
     @property
     def rounds(self) -> int:
@@ -103,7 +106,7 @@ class FederationInfo:
     def for_clients(self) -> ClientInfo:
         """Return what every client knows."""
         return ClientInfo(
-            self.split, self.classes, self.image, self.training, self.seed, self.public
+            self.split, self.classes, self.image, self.training, self.seed, self.public, self.task
         )
 
     def size_of(self, client: int, round_number: int) -> str:
