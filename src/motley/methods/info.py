@@ -16,7 +16,7 @@ from torch import Tensor
 from motley.core.async_copy import to_device
 from motley.core.part import State, add_at
 from motley.data.public import PublicData
-from motley.models import ImageShape
+from motley.models import InputShape
 from motley.splits.base import Split
 from motley.tasks import CLASSIFICATION, Task
 
@@ -71,7 +71,7 @@ class ClientInfo:
 
     split: Split
     classes: int
-    image: ImageShape
+    input_shape: InputShape
     training: Training
     seed: int
     #: Public images, if the method's clients use them (`Requirements.client_public_data`).
@@ -89,7 +89,7 @@ class FederationInfo:
     classes: int
     seed: int
     training: Training
-    image: ImageShape
+    input_shape: InputShape
     #: Rounds between evaluations.
     every: int = 1
     #: (client, round) -> the client's size, if sizes are drawn anew in every round.
@@ -106,7 +106,13 @@ class FederationInfo:
     def for_clients(self) -> ClientInfo:
         """Return what every client knows."""
         return ClientInfo(
-            self.split, self.classes, self.image, self.training, self.seed, self.public, self.task
+            self.split,
+            self.classes,
+            self.input_shape,
+            self.training,
+            self.seed,
+            self.public,
+            self.task,
         )
 
     def size_of(self, client: int, round_number: int) -> str:

@@ -17,13 +17,26 @@ from motley.models import (
     vgg,
     vit,
 )
-from motley.models.spec import MODELS, CrossLayer, ImageShape, ModelSpec
+from motley.models.inputs import (
+    ArrayShape,
+    ImageShape,
+    InputShape,
+    SignalShape,
+    TableShape,
+    TokenShape,
+)
+from motley.models.spec import MODELS, CrossLayer, ModelSpec
 
 __all__ = [
     "MODELS",
+    "ArrayShape",
     "CrossLayer",
     "ImageShape",
+    "InputShape",
     "ModelSpec",
+    "SignalShape",
+    "TableShape",
+    "TokenShape",
     "cnn",
     "cnn1d",
     "lstm",
