@@ -38,7 +38,7 @@ COMMANDS = (
     ),
     LazyCommand(
         "list",
-        "List methods, models, data sets, partitions, presets, splits, analyses, settings or runs.",
+        "List the names a configuration can use, all settings, or the runs in a folder.",
         "motley.cli.list:list_things",
     ),
     LazyCommand(

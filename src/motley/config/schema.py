@@ -47,6 +47,7 @@ from motley.server.inco import INCO, IncoOff
 from motley.server.optimizer import SERVER_OPTIMIZERS, ServerOptimizerSettings
 from motley.settings import Choice, FilePath, RegistryChoice, Settings, Table, no_effect
 from motley.splits import SPLITS, SplitSettings
+from motley.tasks import LOSSES, METRICS, TASKS, Task
 
 FAMILIES = (
     "resnet",
@@ -141,6 +142,42 @@ class ModelSettings(Settings):
             return below
         used = {MODELS[size].family for size in sizes}
         return {key: value for key, value in below.items() if key not in FAMILIES or key in used}
+
+
+class TaskSettings(Settings):
+    """The task: what models learn, and how they are compared."""
+
+    name: str = ""
+    """The task (`motley list tasks`); empty: the one that the data set names."""
+    loss: str = ""
+    """The loss (`motley list losses`), or a function of your own, "package.module:function": it
+    takes outputs and targets and returns the loss of each row. Empty: the task's.
+    """
+    metrics: tuple[str, ...] = ()
+    """The metrics (`motley list metrics`), or functions of your own; the first one is the primary
+    metric, which tables and reports show. Empty: the task's.
+    """
+
+    @field_validator("name")
+    @classmethod
+    def _known_task(cls, name: str) -> str:
+        return TASKS.entry(name, "task.name").name if name else name
+
+    @field_validator("loss")
+    @classmethod
+    def _known_loss(cls, name: str) -> str:
+        return LOSSES.entry(name, "task.loss").name if name else name
+
+    @field_validator("metrics")
+    @classmethod
+    def _known_metrics(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(METRICS.entry(name, "task.metrics").name for name in names)
+
+    def build(self, of_dataset: str) -> Task:
+        """Return the task, given the name of the data set's own."""
+        return TASKS.entry(self.name or of_dataset, "task.name").item.with_choices(
+            self.loss, self.metrics
+        )
 
 
 class FederationSettings(Settings):
@@ -280,6 +317,7 @@ class Config(Settings):
         default_factory=lambda: DataSettings.model_validate({})
     )
     public: Annotated[SerializeAsAny[PublicSettings], PUBLIC] = PublicSettings()
+    task: TaskSettings = TaskSettings()
     model: ModelSettings = ModelSettings()
     split: Annotated[SerializeAsAny[SplitSettings], SPLIT] = SplitSettings()
     federation: FederationSettings = FederationSettings()

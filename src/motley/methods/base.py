@@ -57,6 +57,9 @@ class Requirements:
     collection: bool = False
     #: Models are cut at their stages, so every model must declare them (`motley.models.stages`).
     stages: bool = False
+    #: Targets are class numbers, one per example: the method masks, counts, averages or distills
+    #: per class. It is refused for other tasks (`motley.tasks.Task.has_classes`).
+    classes: bool = False
     #: Training depends on the total number of rounds, so a run that is extended later differs from
     #: one that had all its rounds from the start.
     uses_total_rounds: bool = False

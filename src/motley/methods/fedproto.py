@@ -156,6 +156,7 @@ class FedProto(Method):
         own_training=True,
         own_aggregation=True,
         stages=True,
+        classes=True,
         exchanges_weights=False,
     )
 

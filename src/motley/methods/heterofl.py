@@ -167,5 +167,5 @@ class HeteroFL(Method):
     Client = HeteroFLClient
     Server = HeteroFLServer
     requirements = Requirements(
-        payload=True, own_training=True, own_aggregation=True, collection=True
+        payload=True, own_training=True, own_aggregation=True, collection=True, classes=True
     )

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from motley.models.channels import Axis, Channels, of_head
 from motley.models.initialization import initialize_convolutions
-from motley.models.inputs import SignalShape
+from motley.models.inputs import InputShape, SignalShape, expect
 from motley.models.spec import MODELS, CrossLayer, ModelSpec, Stage
 from motley.settings import Settings
 
@@ -71,9 +71,10 @@ class CNN1d(nn.Module):
     """A stem, residual blocks, the mean over time, and a head."""
 
     def __init__(
-        self, depth: int, settings: CNN1dSettings, signal: SignalShape, classes: int
+        self, depth: int, settings: CNN1dSettings, signal: InputShape, classes: int
     ) -> None:
         super().__init__()
+        signal = expect(signal, SignalShape, f"cnn1d-{depth}")
         self.conv = nn.Conv1d(signal.channels, settings.width, 7, stride=2, padding=3, bias=False)
         self.norm = _norm(settings)
         self.blocks = nn.Sequential(*(Block(settings) for _ in range(depth)))

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from motley.models.channels import Axis, Channels, of_head
-from motley.models.inputs import SignalShape, TokenShape
+from motley.models.inputs import InputShape, SignalShape, TokenShape, expect
 from motley.models.spec import MODELS, CrossLayer, ModelSpec, Stage
 from motley.settings import Settings
 
@@ -78,16 +78,14 @@ class LSTMLayer(nn.Module):
 class LSTM(nn.Module):
     """Embedded tokens, or a signal; LSTM layers; and a head on one position or on all of them."""
 
-    def __init__(
-        self, depth: int, settings: LSTMSettings, shape: TokenShape | SignalShape, classes: int
-    ) -> None:
+    def __init__(self, depth: int, settings: LSTMSettings, shape: InputShape, classes: int) -> None:
         super().__init__()
         self.output = settings.output
         if isinstance(shape, TokenShape):
             self.embedding: nn.Embedding | None = nn.Embedding(shape.vocabulary, settings.embedding)
             inputs = settings.embedding
         else:
-            self.embedding, inputs = None, shape.channels
+            self.embedding, inputs = None, expect(shape, SignalShape, f"lstm{depth}").channels
         layers = []
         for number in range(depth):
             layers.append(LSTMLayer(settings.hidden if number else inputs, settings.hidden))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from motley.models.channels import Axis, Channels, of_head
-from motley.models.inputs import TableShape
+from motley.models.inputs import InputShape, TableShape, expect
 from motley.models.spec import MODELS, CrossLayer, ModelSpec, Stage
 from motley.settings import Settings
 
@@ -37,8 +37,9 @@ class TableSettings(Settings):
 class LogisticRegression(nn.Module):
     """A linear layer over the numbers and one-hot categories."""
 
-    def __init__(self, settings: TableSettings, shape: TableShape, classes: int) -> None:
+    def __init__(self, settings: TableSettings, shape: InputShape, classes: int) -> None:
         super().__init__()
+        shape = expect(shape, TableShape, "logistic")
         self.numbers, self.categories = shape.numbers, shape.categories
         self.head = nn.Linear(shape.numbers + sum(shape.categories), classes)
 
@@ -58,9 +59,10 @@ class TableNet(nn.Module):
     """Embedded categories beside the numbers, hidden layers of ReLU units, and a head."""
 
     def __init__(
-        self, depth: int, settings: TableSettings, shape: TableShape, classes: int
+        self, depth: int, settings: TableSettings, shape: InputShape, classes: int
     ) -> None:
         super().__init__()
+        shape = expect(shape, TableShape, f"table{depth}")
         self.numbers = shape.numbers
         embeddings = []
         for values in shape.categories:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from motley.models.channels import Axis, Channels, of_head
-from motley.models.inputs import TokenShape
+from motley.models.inputs import InputShape, TokenShape, expect
 from motley.models.spec import MODELS, CrossLayer, ModelSpec, Stage
 from motley.settings import Settings
 
@@ -112,9 +112,10 @@ class Transformer(nn.Module):
     extra_positions = 0
 
     def __init__(
-        self, depth: int, settings: TransformerSettings, shape: TokenShape, classes: int
+        self, depth: int, settings: TransformerSettings, shape: InputShape, classes: int
     ) -> None:
         super().__init__()
+        shape = expect(shape, TokenShape, f"{type(self).__name__.lower()}{depth}")
         positions = shape.length + self.extra_positions
         self.token_embed = nn.Embedding(shape.vocabulary, settings.dim)
         self.pos_embed = nn.Parameter(torch.empty(1, positions, settings.dim))
@@ -142,7 +143,7 @@ class Decoder(Transformer):
     causal = True
 
     def __init__(
-        self, depth: int, settings: DecoderSettings, shape: TokenShape, classes: int
+        self, depth: int, settings: DecoderSettings, shape: InputShape, classes: int
     ) -> None:
         super().__init__(depth, settings, shape, classes)
         self.output = settings.output
@@ -161,7 +162,7 @@ class Encoder(Transformer):
     extra_positions = 1
 
     def __init__(
-        self, depth: int, settings: EncoderSettings, shape: TokenShape, classes: int
+        self, depth: int, settings: EncoderSettings, shape: InputShape, classes: int
     ) -> None:
         super().__init__(depth, settings, shape, classes)
         self.cls_token = nn.Parameter(torch.empty(1, 1, settings.dim))

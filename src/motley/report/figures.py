@@ -9,7 +9,7 @@ from typing import Any
 from plotly import graph_objects as go
 
 from motley.assembly import deal_examples
-from motley.data import load_dataset
+from motley.data import Partition, load_dataset
 from motley.report.report_data import Panel, Run, Series
 from motley.runs.metrics import layer_metrics, scores_of, stage_metrics
 
@@ -295,6 +295,14 @@ def method_metrics(panel: Panel, labels: Sequence[str]) -> list[go.Figure]:
     return list(figures.values())
 
 
+def _examples_per_client(run: Run, dealt: Partition) -> go.Figure:
+    """Draw the number of examples per client, for a task without classes."""
+    figure = go.Figure(go.Bar(y=dealt.sizes[:MAX_CLIENTS].tolist()))
+    title = f"data partition: examples per client (seed {run.config.seed})"
+    figure.update_layout(title=title, xaxis_title="client", yaxis_title="examples")
+    return figure
+
+
 def partition(run: Run) -> go.Figure:
     """Draw the number of examples per client and class.
 
@@ -303,6 +311,8 @@ def partition(run: Run) -> go.Figure:
     config = run.config
     dataset = load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
     dealt = deal_examples(config, dataset).partition
+    if not config.task.build(dataset.task).has_classes:
+        return _examples_per_client(run, dealt)
     counts = dealt.label_counts(dataset.train.targets, dataset.classes)
     heatmap = go.Heatmap(
         z=counts[:MAX_CLIENTS].T.tolist(),
