@@ -19,6 +19,8 @@ COLLECTIONS: dict[str, CollectionName] = {
     "method": "method",
     "statistics": "statistics",
     "evaluation": "evaluation",
+    "client-score": "client-score",
+    "personalized-score": "personalized-score",
 }
 
 

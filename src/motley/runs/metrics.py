@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from motley.core.errors import MotleyError
 from motley.evaluate import Summary, rounds_to, summarize
 from motley.files import write_atomically
+from motley.server.client_scores import ClientScores, Spread
 from motley.server.record import RoundRecord
 
 #: The key of the mean accuracy over sizes, beside the names of the sizes.
@@ -31,6 +32,8 @@ def to_line(record: RoundRecord) -> dict[str, Any]:
         line["class_accuracy"] = {
             size: _rounded(score.class_accuracy) for size, score in scores.items()
         }
+    if record.client_scores is not None:
+        line["client_scores"] = summarize_clients(record.client_scores)
     line["train_loss"] = _number(record.train_loss)
     line["clients"] = record.clients
     if record.refused:
@@ -46,6 +49,35 @@ def to_line(record: RoundRecord) -> dict[str, Any]:
     if record.metrics:
         line["metrics"] = _numbers(record.metrics)
     return line
+
+
+def summarize_clients(scores: ClientScores) -> dict[str, Any]:
+    """Return the distribution of clients' scores: over all clients, and for each size.
+
+    The scores themselves are in the log of client scores (`runs/client_log.py`).
+    """
+    summary: dict[str, Any] = {
+        "metric": scores.metric,
+        "higher_is_better": scores.higher_is_better,
+        "unscored": len(scores.unscored),
+        "bytes": {"down": scores.bytes_down, "up": scores.bytes_up},
+    }
+    if scores.scores:
+        summary |= _spreads(scores.spread, scores.sizes)
+    if scores.personalized_spread() is not None:
+        summary["personalized"] = _spreads(scores.personalized_spread, scores.sizes)
+    return summary
+
+
+def _spreads(spread_of: Callable[[str | None], Spread | None], sizes: list[str]) -> dict[str, Any]:
+    """Return the numbers of all clients, and those of each size in a table `sizes`."""
+    tables = {}
+    for size in (None, *sizes):
+        spread = spread_of(size)
+        assert spread is not None
+        numbers = _numbers({name: value for name, value in asdict(spread).items()})
+        tables[size] = {**numbers, "clients": spread.clients}
+    return {**tables.pop(None), "sizes": tables}
 
 
 def stage_metrics(line: Mapping[str, Any]) -> dict[str, float | None]:
@@ -99,6 +131,7 @@ class Line(BaseModel):
     seconds: dict[str, float]
     bytes: dict[str, int]
     accuracy: dict[str, float] | None = None
+    client_scores: dict[str, Any] | None = None
     clients: list[int] | None = None
     epsilon: dict[str, float | None] | None = None
     metrics: dict[str, float | None] | None = None

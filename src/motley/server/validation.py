@@ -9,7 +9,7 @@ An update is checked in this order:
    of this process run the server's version of the method.
 
 A collection, which a client sends without training, is checked by `collection_error`,
-`moments_error` or `counts_error`.
+`moments_error`, `counts_error` or `totals_error`.
 
 Whether an update is finite is computed on the update's device. A GPU does that after the training
 that is queued before it, so `UpdateCheck` starts the computation and its verdict is read later.
@@ -194,6 +194,28 @@ def _counts_problem(classes: int, counts: State) -> str | None:
     correct, seen = counts[CORRECT], counts[SEEN]
     if (correct < 0).any() or (correct > seen).any() or not seen.sum() > 0:
         return "no test set has these counts"
+    return None
+
+
+def totals_error(
+    names: Sequence[str], bounds: tuple[float, float], totals: Mapping[str, Tensor]
+) -> str | None:
+    """Say why an answer is not a client's scores on its own test examples; None if it is.
+
+    Each name has a vector of two: a sum of values within `bounds`, and their number.
+    """
+    for name in totals.keys() ^ set(names):
+        return f"its scores were refused: {name!r} is missing or was not asked for."
+    for name in names:
+        if tuple(totals[name].shape) != (2,):
+            return f"its scores were refused: {name!r} has shape {tuple(totals[name].shape)}."
+        total, count = totals[name].tolist()
+        low, high = bounds
+        possible = math.isfinite(total) and math.isfinite(count) and count > 0
+        # Sums of many numbers are rounded, hence the tolerance.
+        slack = 1e-6 * count
+        if not possible or not low * count - slack <= total <= high * count + slack:
+            return f"its scores were refused: no test set has {name} = {total:g} of {count:g}."
     return None
 
 
