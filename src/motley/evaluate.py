@@ -62,8 +62,8 @@ class EvaluationSettings(Settings):
     """
     personalize_epochs: float = Field(default=0.0, ge=0)
     """Epochs of local training after which clients are scored a second time: the personalized
-    score. The training starts from the evaluated global model, and its result is dropped. 0: no
-    personalized score.
+    score. The training starts from the evaluated global model, and its result is dropped. Models of
+    clients' own are personal already: their personalized score is their score. 0: none.
     """
 
     def scores_clients(self, round_number: int, rounds: int) -> bool:

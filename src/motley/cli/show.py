@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from rich.text import Text
 
 from motley.config import Config
 from motley.core.errors import MotleyError
+from motley.evaluate import Summary
 from motley.runs.checkpoint import fingerprint, load_checkpoint
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import OVERALL, MetricsLog, Outcome, outcome, stage_metrics
@@ -79,6 +80,9 @@ def print_outcome(console: Console, folder: RunFolder) -> None:
         console.print(accuracy_table(result))
     else:
         say("no round has been evaluated yet")
+    if result.client_scores is not None:
+        say(client_headline(result.client_scores))
+        console.print(client_table(result.client_scores, result.accuracy))
     for target, number in result.rounds_to.items():
         reached = f"first reached in round {number}" if number is not None else "not reached"
         say(f"{target:.1%} mean accuracy: {reached}")
@@ -127,6 +131,63 @@ def accuracy_table(result: Outcome) -> Table:
     return table
 
 
+# ---- scores of clients
+
+#: Columns of the table of client scores, and the keys of their numbers in the metrics.
+SPREAD_COLUMNS = {
+    "mean": "mean",
+    "weighted": "weighted",
+    "worst tenth": "worst_tenth",
+    "std": "std",
+    "min": "min",
+    "max": "max",
+}
+
+
+def client_headline(scores: Mapping[str, Any]) -> str:
+    """Say how many clients were scored, and when."""
+    unscored = scores["unscored"]
+    without = f", {unscored} without a score" if unscored else ""
+    clients = scores.get("clients", 0)
+    return f"clients on their own test data, round {scores['round']}: {clients} scored{without}"
+
+
+def client_table(scores: Mapping[str, Any], accuracy: Mapping[str, Summary]) -> Table:
+    """Return one row per size and one for all clients, beside the global score.
+
+    With personalized scores, each has a second row.
+    """
+    table = Table("size", "clients", "global", *SPREAD_COLUMNS)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    personalized = scores.get("personalized") or {}
+    sizes = scores.get("sizes") or {}
+    for size in sizes:
+        overall = accuracy[size].last if size in accuracy else None
+        after = (personalized.get("sizes") or {}).get(size)
+        _add_spread(table, size, sizes[size], after, overall)
+    table.add_section()
+    if scores.get("clients"):
+        overall = accuracy[OVERALL].last if OVERALL in accuracy else None
+        _add_spread(table, "all clients", scores, personalized, overall, style="bold")
+    return table
+
+
+def _add_spread(
+    table: Table,
+    name: str,
+    spread: Mapping[str, Any],
+    after: Mapping[str, Any] | None,
+    overall: float | None,
+    style: str = "",
+) -> None:
+    numbers = [_percent(spread[key]) for key in SPREAD_COLUMNS.values()]
+    table.add_row(name, str(spread["clients"]), _percent(overall), *numbers, style=style)
+    if after:
+        numbers = [_percent(after[key]) for key in SPREAD_COLUMNS.values()]
+        table.add_row("  personalized", "", "", *numbers, style=style)
+
+
 # ---- several runs
 
 
@@ -153,10 +214,29 @@ def side_by_side(folders: Sequence[RunFolder]) -> Table:
             table.add_row(
                 name, *row, style="bold" if size == OVERALL else "", end_section=size == OVERALL
             )
+    _add_client_rows(table, plain)
     table.add_row("MB down", *(f"{run['bytes']['down'] / 1e6:,.1f}" for run in plain))
     table.add_row("MB up", *(f"{run['bytes']['up'] / 1e6:,.1f}" for run in plain))
     table.add_row("seconds", *(f"{sum(run['seconds'].values()):,.1f}" for run in plain))
     return table
+
+
+def _add_client_rows(table: Table, runs: Sequence[Mapping[str, Any]]) -> None:
+    """Add the scores of clients, if some run has any."""
+    for words, table_of in (("clients", _client_scores), ("personalized", _personalized)):
+        if not any(table_of(run) for run in runs):
+            continue
+        for column, key in SPREAD_COLUMNS.items():
+            row = [_percent(table_of(run).get(key)) for run in runs]
+            table.add_row(f"{words}: {column}", *row, end_section=key == "max")
+
+
+def _client_scores(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    return run["client_scores"] or {}
+
+
+def _personalized(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    return _client_scores(run).get("personalized") or {}
 
 
 def _percent(value: float | None) -> str:
@@ -190,6 +270,7 @@ def as_plain(folder: RunFolder, *, with_fingerprint: bool = True) -> dict[str, A
         "finished": result.rounds >= config.training.rounds,
         "accuracy": accuracy,
         "mean_of_last_rounds": result.averaged,
+        "client_scores": result.client_scores,
         "rounds_to": {str(target): number for target, number in result.rounds_to.items()},
         "bytes": {"down": result.bytes_down, "up": result.bytes_up},
         "seconds": result.seconds,

@@ -384,12 +384,6 @@ class Config(Settings):
                 f"{setting}: is for the scores of clients. Set evaluation.per_client to 'round' or "
                 "'all'."
             )
-        if not METHODS[self.method.name].requirements.exchanges_weights:
-            raise MotleyError(
-                f"{setting}: {self.method.name!r} exchanges no weights, so clients have models of "
-                "their own, and no global model to train further. Use "
-                "evaluation.personalize_epochs = 0."
-            )
 
     def _check_public(self) -> None:
         name, public = self.method.name, self.public

@@ -37,6 +37,16 @@ def style(number: int) -> dict[str, Any]:
     return {"color": PALETTE[number % len(PALETTE)], "dash": dash, "width": 2}
 
 
+def line_of(series: Series, labels: Sequence[str]) -> dict[str, Any]:
+    """Return the line style of a series; `labels` are those of all series, in order."""
+    return reference_style(style(labels.index(series.label)), series.is_reference)
+
+
+def reference_style(line: dict[str, Any], is_reference: bool) -> dict[str, Any]:
+    """Return a line style, dotted if it is for a reference."""
+    return {**line, "dash": "dot"} if is_reference else line
+
+
 def accuracy(panel: Panel, size: str, labels: Sequence[str]) -> go.Figure:
     """Draw accuracy over rounds for one size, or for the mean over sizes.
 
@@ -47,7 +57,7 @@ def accuracy(panel: Panel, size: str, labels: Sequence[str]) -> go.Figure:
     shown = panel.series if size == "mean" else panel.distinct
     for label, series in shown.items():
         if series.has_accuracy(size):
-            _curve(figure, series, size, style(labels.index(label)), label, group=label)
+            _curve(figure, series, size, line_of(series, labels), label, group=label)
     title = _mean_title(panel) if size == "mean" else f"accuracy, {size}"
     _over_rounds(figure, panel, title, "accuracy, %")
     return figure
@@ -164,7 +174,7 @@ def _accuracy_against(
             if series.headline in line.get("accuracy", {}):
                 costs.append(round(total, 3))
                 accuracies.append(round(100 * line["accuracy"][series.headline], 2))
-        _add_line(figure, costs, accuracies, style(labels.index(label)), label, label)
+        _add_line(figure, costs, accuracies, line_of(series, labels), label, label)
     figure.update_layout(title=title, xaxis_title=unit, yaxis_title="accuracy, %")
     return figure
 
@@ -173,7 +183,7 @@ def losses(panel: Panel, labels: Sequence[str]) -> list[go.Figure]:
     """Draw test loss (mean over sizes) and training loss, for the first run of every series."""
     test, train = go.Figure(), go.Figure()
     for label, series in panel.distinct.items():
-        line_style = style(labels.index(label))
+        line_style = line_of(series, labels)
         lines = series.runs[0].lines
         evaluated = [line for line in lines if line.get("loss")]
         rounds = [line["round"] for line in evaluated]
@@ -272,16 +282,76 @@ def method_metrics(panel: Panel, labels: Sequence[str]) -> list[go.Figure]:
     figures: dict[str, go.Figure] = {}
     for label, series in panel.distinct.items():
         curves: dict[str, Curve] = {}
-        for line in series.runs[0].lines:
-            for name, value in stage_metrics(line).items():
-                curves.setdefault(name, Curve()).add(line["round"], value)
+        for metrics in series.runs[0].lines:
+            for name, value in stage_metrics(metrics).items():
+                curves.setdefault(name, Curve()).add(metrics["round"], value)
         for name, curve in curves.items():
             figure = figures.setdefault(name, go.Figure())
-            color = style(labels.index(label))
-            _add_line(figure, curve.rounds, curve.values, color, label, label)
+            line = line_of(series, labels)
+            _add_line(figure, curve.rounds, curve.values, line, label, label)
     for name, figure in figures.items():
         _over_rounds(figure, panel, f"method metric: {name.replace('_', ' ')}")
     return list(figures.values())
+
+
+def client_scores(panel: Panel, labels: Sequence[str]) -> go.Figure | None:
+    """Draw the scores of clients from the worst to the best, for the first run of every series.
+
+    One line per series, and a thin one for the personalized scores. At 10 % on the x axis, a tenth
+    of the clients has this score or a worse one. Returns None if no run has scores of clients.
+    """
+    figure = go.Figure()
+    for label, series in panel.distinct.items():
+        scores = series.runs[0].client_scores
+        if scores is None:
+            continue
+        line = line_of(series, labels)
+        _sorted_scores(figure, scores.scores(), line, label, label)
+        if series.is_reference:
+            continue  # its clients have models of their own: both scores are the same
+        after = scores.scores(personalized=True)
+        thin = {**line, "width": 1}
+        _sorted_scores(figure, after, thin, f"{label}, personalized", label)
+    if not figure.data:
+        return None
+    figure.update_layout(
+        title="accuracy of clients on their own test data, sorted, last scoring",
+        xaxis_title="clients, %",
+        yaxis_title="accuracy, %",
+    )
+    return figure
+
+
+def _sorted_scores(
+    figure: go.Figure, scores: Sequence[float], line: dict[str, Any], name: str, group: str
+) -> None:
+    if not scores:
+        return
+    count = len(scores)
+    places = [round(100 * (number + 1) / count, 2) for number in range(count)]
+    values = [round(100 * score, 2) for score in sorted(scores)]
+    hover = f"{name}: %{{x:.0f}} % of clients have at most %{{y:.1f}} %<extra></extra>"
+    _add_line(figure, places, values, line, name, group, hovertemplate=hover)
+
+
+def client_curves(panel: Panel, labels: Sequence[str], key: str, title: str) -> go.Figure | None:
+    """Draw a number of the clients' scores over rounds, for the first run of every series.
+
+    `key` is that of `motley.runs.metrics.summarize_clients`. None if no run has it.
+    """
+    figure = go.Figure()
+    for label, series in panel.distinct.items():
+        curve = Curve()
+        for metrics in series.runs[0].lines:
+            value = (metrics.get("client_scores") or {}).get(key)
+            if value is not None:
+                curve.add(metrics["round"], _percent(value))
+        if curve.rounds:
+            _add_line(figure, curve.rounds, curve.values, line_of(series, labels), label, label)
+    if not figure.data:
+        return None
+    _over_rounds(figure, panel, title, "accuracy, %")
+    return figure
 
 
 def partition(run: Run) -> go.Figure:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from statistics import fmean
+from typing import Any
 
 from motley.evaluate import Summary
 from motley.report.report_data import Panel, Run, Series
@@ -53,6 +54,64 @@ def _over_seeds(series: Series, size: str, number: Callable[[Summary], float]) -
         return ""
     # A column has the number of seeds, so "(one seed)" is not repeated in every cell.
     return f"{over_seeds.mean:.1f}" if over_seeds.std is None else str(over_seeds)
+
+
+#: Columns of the table of client scores: whether they are the personalized ones, and their keys in
+#: the metrics (`motley.runs.metrics.summarize_clients`).
+CLIENT_COLUMNS = {
+    "mean": (False, "mean"),
+    "weighted": (False, "weighted"),
+    "worst tenth": (False, "worst_tenth"),
+    "std": (False, "std"),
+    "min": (False, "min"),
+    "max": (False, "max"),
+    "personalized mean": (True, "mean"),
+    "personalized worst tenth": (True, "worst_tenth"),
+}
+
+
+def clients(panel: Panel) -> Rows:
+    """Return the last scores of clients of every series, over seeds, in percent.
+
+    One row for all clients of a series, and one per size if there are several.
+    """
+    rows = [["", "clients", *CLIENT_COLUMNS]]
+    for series in panel.distinct.values():
+        tables = [run.outcome(()).client_scores for run in series.runs]
+        scored = [table for table in tables if table and table.get("clients")]
+        if not scored:
+            continue
+        rows.append(_client_row(series.label, scored))
+        sizes = list(scored[0]["sizes"])
+        if len(sizes) > 1:
+            for size in sizes:
+                rows.append(_client_row(f"{series.label}, {size}", scored, size))
+    return rows
+
+
+def _client_row(name: str, scored: Sequence[dict[str, Any]], size: str = "") -> list[str]:
+    counts = {str(_table_of(table, False, size).get("clients", 0)) for table in scored}
+    row = [name, ", ".join(sorted(counts))]
+    for personalized, key in CLIENT_COLUMNS.values():
+        values = [_table_of(table, personalized, size).get(key) for table in scored]
+        over_runs = spread([100 * value for value in values if value is not None])
+        if over_runs is None:
+            row.append("")
+        elif over_runs.std is None:
+            row.append(f"{over_runs.mean:.1f}")
+        else:
+            row.append(str(over_runs))
+    return row
+
+
+def _table_of(scores: dict[str, Any], personalized: bool, size: str) -> dict[str, Any]:
+    """Return one table of the clients' scores; an empty one if there is none."""
+    table: dict[str, Any] = scores
+    if personalized:
+        table = table.get("personalized") or {}
+    if size:
+        table = (table.get("sizes") or {}).get(size) or {}
+    return table
 
 
 def targets(panel: Panel) -> tuple[float, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -229,6 +229,8 @@ class Outcome:
     epsilon: dict[str, float | None]
     #: The number of evaluations that `mean_of_last_k` is over: at most `last_k`.
     averaged: int
+    #: The last scores of clients (`summarize_clients`), with their round; None if there are none.
+    client_scores: dict[str, Any] | None = None
 
 
 def outcome(lines: list[dict[str, Any]], last_k: int, targets: tuple[float, ...]) -> Outcome:
@@ -261,4 +263,13 @@ def outcome(lines: list[dict[str, Any]], last_k: int, targets: tuple[float, ...]
         seconds=seconds,
         epsilon=(lines[-1].get("epsilon") or {}) if lines else {},
         averaged=min(last_k, len(evaluated)),
+        client_scores=last_client_scores(lines),
     )
+
+
+def last_client_scores(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the last summary of clients' scores with its round; None if there is none."""
+    for line in reversed(lines):
+        if line.get("client_scores"):
+            return {"round": line["round"], **line["client_scores"]}
+    return None

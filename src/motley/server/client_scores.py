@@ -130,7 +130,8 @@ class ScoreClients:
     size_of: (client, round) -> the client's size.
     num_clients: the number of all clients, who are asked; None: only the clients of the round are.
     metric: what clients compute.
-    personalize: also ask for the score after local training.
+    personalize: also ask for the score after local training. Clients' own models are personal
+        already, and have the same score twice.
     """
 
     algorithm: ServerAlgorithm
@@ -141,6 +142,10 @@ class ScoreClients:
     num_clients: int | None = None
     personalize: bool = False
     exchanges_weights: bool = True
+
+    @property
+    def _trains(self) -> bool:
+        return self.personalize and self.exchanges_weights
 
     def clients(self, server: ServerState, sampled: Sequence[int]) -> list[int]:
         """Return the clients that are asked after this round: none if it is not due."""
@@ -167,7 +172,7 @@ class ScoreClients:
                 state=states[size],
                 broadcast=self._broadcast(server, client),
                 client_state_round=server.client_state_rounds.get(client),
-                collection="personalized-score" if self.personalize else "client-score",
+                collection="personalized-score" if self._trains else "client-score",
             )
             jobs.append(job)
         return jobs
@@ -180,7 +185,7 @@ class ScoreClients:
     def _broadcast(self, server: ServerState, client: int) -> State:
         if not self.exchanges_weights:
             return self.algorithm.evaluation_broadcast(server.method_state)
-        if not self.personalize:
+        if not self._trains:
             return {}
         return self.algorithm.broadcast(
             server.method_state, server.state, server.round_number, client
@@ -188,7 +193,7 @@ class ScoreClients:
 
     def error(self, server: ServerState, collection: Collection) -> str | None:
         """Say why a client's answer cannot be used; None if it can."""
-        names = (SCORE, PERSONALIZED) if self.personalize else (SCORE,)
+        names = (SCORE, PERSONALIZED) if self._trains else (SCORE,)
         return totals_error(names, self.metric.bounds, collection.values)
 
 
@@ -207,14 +212,15 @@ def start_client_scores(
     if not jobs:
         return None, {}
     answers = ask(stage, engine, server, jobs, device)
-    return PendingClientScores(stage.metric, jobs, answers), answers.rejected
+    return PendingClientScores(stage, jobs, answers), answers.rejected
 
 
 class PendingClientScores:
     """Clients' answers on their way from the device to the host, all in one copy."""
 
-    def __init__(self, metric: ExampleMetric, jobs: Sequence[Job], answers: Answers) -> None:
-        self._metric, self._answers = metric, answers
+    def __init__(self, stage: ScoreClients, jobs: Sequence[Job], answers: Answers) -> None:
+        self._metric, self._personalize = stage.metric, stage.personalize
+        self._answers = answers
         self._asked = [job.client for job in jobs]
         self._collections = sorted(answers.collections, key=lambda answer: answer.client)
         rows: list[Tensor] = []
@@ -232,16 +238,13 @@ class PendingClientScores:
         """Wait for the device and return the scores."""
         scores = []
         for answer, (before, after) in zip(self._collections, self._rows.read(), strict=True):
-            personalized = None
-            if PERSONALIZED in answer.values:
-                personalized = self._score(*after)
             scores.append(
                 ClientScore(
                     client=answer.client,
                     size=answer.size,
                     examples=round(before[1]),
                     score=self._score(*before),
-                    personalized=personalized,
+                    personalized=self._score(*after) if self._personalize else None,
                 )
             )
         scored = {one.client for one in scores}

@@ -30,7 +30,7 @@ class Result:
     values: dict[int, float]
     #: Seed -> folder, for finished runs.
     runs: dict[int, str]
-    #: The number of finished runs that never reached the target.
+    #: The number of finished runs without a value: those that never reached the target.
     unreached: int = 0
     #: The paired difference to the line that this line is compared with.
     comparison: Difference | None = None
@@ -54,8 +54,8 @@ class Result:
         if self.cell.missing:
             return "missing"
         if self.ours is None:
-            return "not reached" if self.unreached else "not run"
-        suffix = f", {self.unreached} not reached" if self.unreached else ""
+            return self.cell.measure.no_value if self.unreached else "not run"
+        suffix = f", {self.unreached} {self.cell.measure.no_value}" if self.unreached else ""
         return f"{self.ours}{suffix}"
 
     @property
@@ -113,7 +113,7 @@ def table_row(result: Result) -> tuple[str, ...]:
         if result.comparison.verdict:
             compared += f" ({result.comparison.verdict})"
     return (
-        cell.method + cell.which_model,
+        cell.method + cell.which_model + (" (reference)" if cell.is_reference else ""),
         result.shown,
         str(cell.paper or ""),
         str(result.difference or ""),
