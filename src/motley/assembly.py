@@ -87,10 +87,10 @@ def client_tests(
     """
     evaluation = config.evaluation
     if evaluation.client_test_fraction:
-        return hold_out(partition, train.labels, evaluation.client_test_fraction, config.seed)
+        return hold_out(partition, train.targets, evaluation.client_test_fraction, config.seed)
     if evaluation.per_client == "off":
         return partition, None
-    return partition, natural_tests(partition, train.writers, test.writers)
+    return partition, natural_tests(partition, train.clients, test.clients)
 
 
 def load_public(

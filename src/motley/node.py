@@ -116,7 +116,7 @@ class Client:
     def _client_tests(self) -> ClientTests:
         config = self.config
         examples, partition = self._read_client_tests()
-        data = DeviceData(examples, config.data.transform, self._device, augment=False)
+        data = device_data(examples, config.data.transform, self._device, augment=False)
         data.check_batch_fits("evaluation.batch_size", config.evaluation.batch_size)
         return ClientTests(lambda: data, partition, config.evaluation.batch_size, Accuracy())
 

@@ -16,7 +16,7 @@ from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.data import Dataset, Examples, load_dataset
 from motley.data.client_tests import joined
-from motley.data.device import DeviceData
+from motley.data.device import device_data
 from motley.data.transforms import TransformSettings
 from motley.federation import Federation
 from motley.runs.checkpoint import fingerprint
@@ -96,7 +96,7 @@ def test_known_predictions_are_counted_for_their_clients(batch_size: int) -> Non
     images = np.zeros((5, 4, 4, 1), dtype=np.uint8)
     images[[1, 3]] = 255  # predictions: 0, 1, 0, 1, 0
     examples = Examples(images, np.array([0, 1, 1, 0, 0]))
-    data = DeviceData(examples, TransformSettings(), torch.device("cpu"), augment=False)
+    data = device_data(examples, TransformSettings(), torch.device("cpu"), augment=False)
     partition = joined([np.array([2, 4]), np.array([], dtype=np.int64), np.array([0, 1, 3])])
     tests = ClientTests(lambda: data, partition, batch_size, Accuracy())
     assert tests.totals(Brightness(), [0, 2]).tolist() == [[1.0, 2.0], [2.0, 3.0]]
@@ -125,7 +125,7 @@ def test_the_scores_are_those_of_the_global_models_parts() -> None:
     server, records = played(federation)
     tests, scores = federation.client_tests, records[-1].client_scores
     assert tests is not None and scores is not None
-    data = DeviceData(
+    data = device_data(
         federation.dataset.train, federation.config.data.transform, federation.device, augment=False
     )
     for one in scores.scores:
@@ -203,8 +203,8 @@ def test_sizes_are_summarized_separately() -> None:
 def natural_digits() -> Dataset:
     """The digits of six persons, who also have test examples; those of a seventh are in no train."""
     digits = load_dataset("digits")
-    train = replace(digits.train, writers=np.arange(len(digits.train)) % 6)
-    test = replace(digits.test, writers=np.arange(len(digits.test)) % 7)
+    train = replace(digits.train, clients=np.arange(len(digits.train)) % 6)
+    test = replace(digits.test, clients=np.arange(len(digits.test)) % 7)
     return replace(digits, train=train, test=test)
 
 
@@ -215,8 +215,8 @@ def test_natural_clients_are_scored_on_their_part_of_the_test_set() -> None:
     _, records = played(federation)
     scores = records[-1].client_scores
     assert scores is not None
-    assert dataset.test.writers is not None
-    expected = np.bincount(dataset.test.writers)[:6].tolist()
+    assert dataset.test.clients is not None
+    expected = np.bincount(dataset.test.clients)[:6].tolist()
     assert [one.examples for one in scores.scores] == expected
 
 
@@ -245,7 +245,7 @@ def test_the_evaluated_part_is_scored(settings: tuple[str, ...]) -> None:
         clients = [one for one in scores.scores if one.size == size]
         rows = np.concatenate([federation.client_tests.of(one.client) for one in clients])
         train = federation.dataset.train
-        test = Examples(train.images[rows], train.labels[rows])
+        test = Examples(train.inputs[rows], train.targets[rows])
         dataset = replace(federation.dataset, test=test)
         other = Federation(tiny_config(*ALL, *settings), dataset=dataset)
         expected = other.evaluate(server.model, server.round_number)[size].accuracy
@@ -256,18 +256,20 @@ def test_the_evaluated_part_is_scored(settings: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("method", ["local", "fedproto"])
 def test_own_models_are_scored_on_their_clients_test_examples(method: str) -> None:
-    federation = Federation(quick(*ALL, *chosen(method)))
+    """They are personal already, so their personalized score is the same."""
+    federation = Federation(quick(*PERSONALIZED, *chosen(method)))
     server, records = played(federation)
     scores, tests = records[-1].client_scores, federation.client_tests
     assert scores is not None and tests is not None
     assert [one.client for one in scores.scores] == sorted(server.client_state_rounds)
-    data = DeviceData(
+    data = device_data(
         federation.dataset.train, federation.config.data.transform, federation.device, augment=False
     )
     for one in scores.scores:
         images, labels = data.batch(torch.from_numpy(tests.of(one.client)))
         predictions = federation.client_model(server, one.client)(images).argmax(1)
         assert one.score == (predictions == labels).double().mean().item()
+        assert one.personalized == one.score
 
 
 # ---- refused
@@ -277,10 +279,6 @@ def test_own_models_are_scored_on_their_clients_test_examples(method: str) -> No
     ("settings", "message"),
     [
         (("evaluation.personalize_epochs=1",), "evaluation.personalize_epochs = 1: is for the"),
-        (
-            (*PERSONALIZED, "method.name=local", "server.ema_decay=0"),
-            "evaluation.personalize_epochs = 2: 'local' exchanges no weights",
-        ),
         (("evaluation.per_client=all",), "does not record which client a test example belongs to"),
         (
             (*ALL, "privacy.clip=1", "privacy.noise=1", "split.normalization_statistics=batch"),

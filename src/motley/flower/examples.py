@@ -50,14 +50,14 @@ def read_client_tests(node: NodeSettings, request: Request) -> tuple[Examples, P
         return test, all_of_one(node.client, clients, len(test))
     train, partition = _read_share(node, request)
     with failing_as("no-test-data"):
-        return test, natural_tests(partition, train.writers, test.writers)
+        return test, natural_tests(partition, train.clients, test.clients)
 
 
 def _held_out(
     train: Examples, partition: Partition, request: Request
 ) -> tuple[Partition, Partition]:
     fraction = request.config.evaluation.client_test_fraction
-    return hold_out(partition, train.labels, fraction, request.config.seed)
+    return hold_out(partition, train.targets, fraction, request.config.seed)
 
 
 def _read_share(node: NodeSettings, request: Request) -> tuple[Examples, Partition]:

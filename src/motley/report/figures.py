@@ -314,8 +314,10 @@ def client_scores(panel: Panel, labels: Sequence[str]) -> go.Figure | None:
         _sorted_scores(figure, after, thin, f"{label}, personalized", label)
     if not figure.data:
         return None
+    personalized = any(trace.line.width == 1 for trace in figure.data)
+    thin_lines = " (thin: after local training)" if personalized else ""
     figure.update_layout(
-        title="accuracy of clients on their own test data, sorted, last scoring",
+        title=f"accuracy of clients on their own test data, sorted{thin_lines}",
         xaxis_title="clients, %",
         yaxis_title="accuracy, %",
     )

@@ -75,10 +75,10 @@ def test_nodes_with_files_of_their_own_are_scored_on_their_test_parts(
     digits = load_dataset("digits")
     for number, file in enumerate(sorted(grid.nodes.values())):
         rows = slice(100 * number, 100 * number + 60)
-        arrays = {"x_train": digits.train.images[rows], "y_train": digits.train.labels[rows]}
+        arrays = {"x_train": digits.train.inputs[rows], "y_train": digits.train.targets[rows]}
         if number < 2:
-            arrays["x_test"] = digits.test.images[: 10 + number]
-            arrays["y_test"] = digits.test.labels[: 10 + number]
+            arrays["x_test"] = digits.test.inputs[: 10 + number]
+            arrays["y_test"] = digits.test.targets[: 10 + number]
         np.savez(file.parent / "mine.npz", **arrays)
         text = file.read_text().replace('name = "digits"\ndealt = true', 'path = "mine.npz"')
         file.write_text(text)
