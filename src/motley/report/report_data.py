@@ -215,7 +215,7 @@ class ReportData:
     @property
     def references(self) -> set[str]:
         """The labels of the series that are drawn as references."""
-        labels = set()
+        labels: set[str] = set()
         for panel in self.panels.values():
             labels.update(series.label for series in panel.series.values() if series.is_reference)
         return labels
