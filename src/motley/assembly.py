@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from motley.checks import check_client_state, check_partition
+from motley.checks import check_client_state, check_partition, refuse_partition_by_label
 from motley.client.clients import TestSet
-from motley.client.scoring import Accuracy, ClientTests
+from motley.client.scoring import ClientTests
 from motley.client.state_store import ClientStateStore
 from motley.config import Config, ModelSettings, RecalibrationSettings
 from motley.core.part import State
@@ -71,6 +71,7 @@ def deal_examples(config: Config, dataset: Dataset, partition: Partition | None 
     """
     clients = config.federation.clients
     if partition is None:
+        refuse_partition_by_label(config.data.partition, config.task.build(dataset.task))
         return deal(dataset.train, clients, config.seed, config.data.partition, config.public)
     examples = len(dataset.train)
     check_partition(partition, clients, examples)
@@ -288,7 +289,6 @@ def build_score_clients(
         split=split,
         size_of=size_of,
         is_due=lambda number: evaluation.scores_clients(number, config.training.rounds),
-        metric=Accuracy(),
         num_clients=config.federation.clients if evaluation.per_client == "all" else None,
         personalize=evaluation.personalize_epochs > 0,
         exchanges_weights=method.requirements.exchanges_weights,

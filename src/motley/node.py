@@ -14,7 +14,7 @@ from pathlib import Path
 
 from motley.assembly import assign_sizes, build_clients, build_method, build_split, size_lookup
 from motley.checks import check_precision, check_weights_fit
-from motley.client.scoring import Accuracy, ClientTests
+from motley.client.scoring import ClientTests
 from motley.config import Config
 from motley.core.update import ClientUpdate
 from motley.data.dataset import Examples
@@ -57,7 +57,7 @@ class Client:
         use some.
         """
         self.config, self._read_test_examples = config, read_test_examples
-        self._read_client_tests = read_client_tests
+        self._read_client_tests, self._task = read_client_tests, task
         if config.engine.device != "cpu":
             request_hardware_queues()
         (device, *_) = choose_devices(config.engine.device)
@@ -68,7 +68,8 @@ class Client:
             data.check_batch_fits("training.batch_size", config.training.batch_size)
             split = build_split(config, data.shape, classes)
             check_weights_fit(split, [size], device)
-            check_outputs(split, [size], data.shape, classes)
+            target_dims = examples.targets.shape[1:]
+            check_outputs(split, [size], data.shape, classes, task, target_dims)
             sizes = assign_sizes(config)
             size_of = size_lookup(config, sizes)
             method = build_method(config, split, sizes, data.shape, classes, size_of, public, task)
@@ -118,7 +119,7 @@ class Client:
         examples, partition = self._read_client_tests()
         data = device_data(examples, config.data.transform, self._device, augment=False)
         data.check_batch_fits("evaluation.batch_size", config.evaluation.batch_size)
-        return ClientTests(lambda: data, partition, config.evaluation.batch_size, Accuracy())
+        return ClientTests(lambda: data, partition, config.evaluation.batch_size, self._task)
 
     def _numerics(self) -> AbstractContextManager[None]:
         return numerics(self.config.engine.precision, self.config.engine.threads)

@@ -102,7 +102,9 @@ def test_impossible_scores_are_refused_and_unwanted_questions_too(
     grid.misdeeds[999] = lie
     serve(grid, three_nodes(*SCORED, "training.rounds=1"), tmp_path / "run")
     (line,) = lines_of(tmp_path / "run")
-    assert line["refused"] == {"1": "its scores were refused: no test set has score = 11 of 10."}
+    assert line["refused"] == {
+        "1": "its scores were refused: no test set has the sums 11, 10 of accuracy."
+    }
     assert line["client_scores"]["unscored"] == 1
 
     def ask_for_scores(message: Message) -> None:

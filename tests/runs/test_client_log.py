@@ -17,6 +17,7 @@ from motley.studies.measures import Measure
 from motley.studies.results import collect, save
 from motley.studies.runner import StudyWatcher, run_study, unfinished_runs
 from motley.studies.sweep import plan_cells
+from motley.tasks import ACCURACY
 from tests.cli.conftest import call
 from tests.conftest import tiny_config
 
@@ -31,8 +32,7 @@ SETTINGS = (
     "evaluation.personalize_epochs=1",
 )
 SCORES = ClientScores(
-    metric="accuracy",
-    higher_is_better=True,
+    metric=ACCURACY,
     scores=[
         ClientScore(0, "small", 4, 0.5, 0.75),
         ClientScore(2, "large", 3, 2 / 3, 1.0),
@@ -76,7 +76,7 @@ def test_the_metrics_have_the_distribution_and_the_log_the_scores() -> None:
 
 def test_a_thousand_clients_take_a_few_kilobytes(tmp_path: Path) -> None:
     scores = [ClientScore(number, "small", 57, number / 1013) for number in range(1000)]
-    many = ClientScores("accuracy", True, scores)
+    many = ClientScores(ACCURACY, scores)
     ClientLog(tmp_path / "log").append(1, many)
     assert (tmp_path / "log").stat().st_size < 20_000
     assert len(json.dumps(summarize_clients(many))) < 1000

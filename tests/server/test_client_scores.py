@@ -11,18 +11,23 @@ import pytest
 import torch
 from torch import nn
 
-from motley.client.scoring import Accuracy, ClientTests
+from motley.client.scoring import ClientTests
 from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.data import Dataset, Examples, load_dataset
 from motley.data.client_tests import joined
 from motley.data.device import device_data
 from motley.data.transforms import TransformSettings
+from motley.engine.base import Job
 from motley.federation import Federation
+from motley.methods.base import Collection
+from motley.models.inputs import ArrayShape, TokenShape
 from motley.runs.checkpoint import fingerprint
-from motley.server.client_scores import ClientScores, spread
+from motley.server.client_scores import ClientScores, PendingClientScores, spread
+from motley.server.collection import Answers
 from motley.server.record import RoundRecord
 from motley.server.state import ServerState
+from motley.tasks import CLASSIFICATION, TASKS
 from tests.conftest import chosen, tiny_config
 
 MLP = (
@@ -98,9 +103,63 @@ def test_known_predictions_are_counted_for_their_clients(batch_size: int) -> Non
     examples = Examples(images, np.array([0, 1, 1, 0, 0]))
     data = device_data(examples, TransformSettings(), torch.device("cpu"), augment=False)
     partition = joined([np.array([2, 4]), np.array([], dtype=np.int64), np.array([0, 1, 3])])
-    tests = ClientTests(lambda: data, partition, batch_size, Accuracy())
-    assert tests.totals(Brightness(), [0, 2]).tolist() == [[1.0, 2.0], [2.0, 3.0]]
-    assert tests.totals(Brightness(), [2, 0]).tolist() == [[2.0, 3.0], [1.0, 2.0]]
+    tests = ClientTests(lambda: data, partition, batch_size, CLASSIFICATION)
+    assert tests.sums(Brightness(), [0, 2]).tolist() == [[1.0, 2.0], [2.0, 3.0]]
+    assert tests.sums(Brightness(), [2, 0]).tolist() == [[2.0, 3.0], [1.0, 2.0]]
+
+
+class Copy(nn.Module):
+    """Returns its inputs."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs
+
+
+@pytest.mark.parametrize("metric", ["rmse", "r2"])
+def test_clients_of_a_regression(metric: str) -> None:
+    """Predictions 0, 1, 2, 3 for targets 0, 3, 2, 7: clients have errors of 0, 2 and of 0, 4."""
+    inputs = np.array([[0], [1], [2], [3]], dtype=np.float32)
+    targets = np.array([[0], [3], [2], [7]], dtype=np.float32)
+    examples = Examples(inputs, targets, input_shape=ArrayShape((1,)))
+    data = device_data(examples, TransformSettings(), torch.device("cpu"), augment=False)
+    task = TASKS["regression"].with_choices("", [metric])
+    tests = ClientTests(lambda: data, joined([np.array([0, 1]), np.array([2, 3])]), 3, task)
+    values = [task.primary.value(sums) for sums in tests.sums(Copy(), [0, 1]).tolist()]
+    # r2 is 1 - (sum of squared errors) / (sum of squares around the mean).
+    expected = [math.sqrt(2), math.sqrt(8)] if metric == "rmse" else [1 - 4 / 4.5, 1 - 16 / 12.5]
+    assert values == pytest.approx(expected, abs=1e-12)
+
+
+def test_every_position_of_a_sequence_counts_for_its_client() -> None:
+    """Two sequences of three tokens; the model is right twice in the first, once in the second."""
+    tokens = np.array([[0, 1, 1], [1, 0, 0]])
+    targets = np.array([[0, 1, 0], [0, 0, 1]])
+    examples = Examples(tokens, targets, input_shape=TokenShape(3, 2))
+    data = device_data(examples, TransformSettings(), torch.device("cpu"), augment=False)
+
+    class Same(nn.Module):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return nn.functional.one_hot(inputs, 2).float()
+
+    partition = joined([np.array([1]), np.array([0])])
+    tests = ClientTests(lambda: data, partition, 10, TASKS["next-token"])
+    assert tests.sums(Same(), [0, 1]).tolist() == [[1.0, 3.0], [2.0, 3.0]]
+
+
+def test_a_score_that_is_not_a_number_is_no_score() -> None:
+    """r2 of a single example is not defined."""
+    stage = Federation(quick(*ALL)).score_clients
+    assert stage is not None
+    info = replace(stage.algorithm.info, task=TASKS["regression"].with_choices("", ["r2"]))
+    stage.algorithm.info = info
+    answers = []
+    for client, sums in enumerate([[0.0, 3.0, 9.0, 1.0], [1.0, 2.0, 4.0, 2.0]]):
+        values = {"score": torch.tensor(sums, dtype=torch.float64)}
+        answers.append(Collection(client, int(sums[-1]), values, "mlp1", 1))
+    jobs = [Job(1, client, "mlp1", {}) for client in range(2)]
+    scores = PendingClientScores(stage, jobs, Answers(answers, {}, 0, 0)).read()
+    assert [(one.client, one.score) for one in scores.scores] == [(1, 0.5)]
+    assert scores.unscored == [0]
 
 
 # ---- in a federation

@@ -26,7 +26,7 @@ from motley.core.update import ClientUpdate
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
 from motley.methods.base import Collection, Method
-from motley.methods.evaluation import CORRECT, SEEN
+from motley.methods.evaluation import METRICS
 from motley.models.moments import batch_moments
 from motley.privacy.mechanism import DPMechanism
 
@@ -319,26 +319,27 @@ class Clients:
         """Score one client: the model that it received, or else its own."""
         if self.method.requirements.exchanges_weights:
             return self.score_together(learner, [job])[0]
-        counts = self._evaluate_own_model(learner, job, self.tests.examples(job.client))
-        totals = torch.stack([counts[CORRECT].sum(), counts[SEEN].sum()])
-        return self._scored(job, totals)
+        answer = self._evaluate_own_model(learner, job, self.tests.examples(job.client))
+        info = self.method.info
+        # The sums of all metrics are one vector, which begins with those of the primary one.
+        return self._scored(job, answer[METRICS][: info.task.primary.num_sums(info.classes)])
 
     def score_together(self, learner: Learner, jobs: Sequence[Job]) -> list[Collection]:
         """Score clients that received the same weights, in one pass over their test examples."""
         learner.receive(jobs[0].state)
         with evaluating(learner):
-            totals = self.tests.totals(learner.model, [job.client for job in jobs])
-        return [self._scored(job, row) for job, row in zip(jobs, totals.unbind(), strict=True)]
+            sums = self.tests.sums(learner.model, [job.client for job in jobs])
+        return [self._scored(job, row) for job, row in zip(jobs, sums.unbind(), strict=True)]
 
-    def _scored(self, job: Job, totals: Tensor) -> Collection:
-        count, values = self.tests.count(job.client), {SCORE: totals}
+    def _scored(self, job: Job, sums: Tensor) -> Collection:
+        count, values = self.tests.count(job.client), {SCORE: sums}
         return Collection(job.client, count, values, job.size, job.round_number)
 
     def add_personalized(self, answer: Collection, learner: Learner) -> Collection:
         """Return a client's answer with the score of the model that it has now trained."""
         with evaluating(learner):
-            totals = self.tests.totals(learner.model, [answer.client])
-        return replace(answer, values={**answer.values, PERSONALIZED: totals[0]})
+            sums = self.tests.sums(learner.model, [answer.client])
+        return replace(answer, values={**answer.values, PERSONALIZED: sums[0]})
 
     def add_same_score(self, answer: Collection) -> Collection:
         """Return the answer of a client that has too few examples to train: its score stays."""

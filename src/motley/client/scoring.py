@@ -1,13 +1,12 @@
-"""Scores of clients on their own test examples: per-example values, summed per client.
+"""Scores of clients on their own test examples, with the task's primary metric.
 
-What leaves a client are two numbers per score: the sum of the metric's values over its test
-examples, and the number of these examples.
+What leaves a client are the metric's sums over its test examples: for most metrics a sum of values
+and their number (`motley.tasks.Metric`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,44 +15,10 @@ from torch import Tensor, nn
 from motley.core.async_copy import to_device
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
+from motley.tasks import Task
 
-#: Names of the sums in a client's answer: of the model as it is, and after local training. Each is
-#: a vector of two numbers, the sum of the values and the number of test examples.
+#: Names of the sums in a client's answer: of the model as it is, and after local training.
 SCORE, PERSONALIZED = "score", "personalized"
-
-
-class ExampleMetric(Protocol):
-    """A metric that is a mean over examples, or a function of one."""
-
-    #: Such as "accuracy".
-    name: str
-    higher_is_better: bool
-    #: No mean can be below the first or above the second.
-    bounds: tuple[float, float]
-
-    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return one number per example, in double precision."""
-        ...
-
-    def score(self, mean: float) -> float:
-        """Return the score of a client from the mean of its examples' values."""
-        ...
-
-
-class Accuracy:
-    """1 for every correct prediction."""
-
-    name = "accuracy"
-    higher_is_better = True
-    bounds = (0.0, 1.0)
-
-    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return 1 for a correct prediction and 0 for a wrong one."""
-        return (outputs.argmax(1) == targets).double()
-
-    def score(self, mean: float) -> float:
-        """Return the mean itself."""
-        return mean
 
 
 class ClientTests:
@@ -68,10 +33,10 @@ class ClientTests:
         data: Callable[[], DeviceData],
         partition: Partition,
         batch_size: int,
-        metric: ExampleMetric,
+        task: Task,
     ) -> None:
         self._data, self.partition, self.batch_size = data, partition, batch_size
-        self.metric = metric
+        self.task = task
 
     def count(self, client: int) -> int:
         """Return how many test examples a client has."""
@@ -99,18 +64,20 @@ class ClientTests:
         for inputs, targets, _ in self.batches([client]):
             yield inputs, targets
 
-    def totals(self, model: nn.Module, clients: Sequence[int]) -> Tensor:
-        """Return the sum of the metric's values and the number of examples, one row per client.
+    def sums(self, model: nn.Module, clients: Sequence[int]) -> Tensor:
+        """Return the primary metric's sums, one row per client.
 
         One pass over the examples of all these clients, which all have this model. The result is in
         double precision on the device; the host does not wait for it.
         """
         sums: Tensor | None = None
         for inputs, targets, places in self.batches(clients):
-            values = self.metric.values(model(inputs), targets)
+            outputs, row_targets = self.task.rows(model(inputs), targets)
+            added = self.task.primary.row_sums(outputs, row_targets)
+            # A sequence of tokens has several rows, all of them its client's.
+            places = places.repeat_interleave(len(added) // len(targets))
             if sums is None:
-                sums = torch.zeros(len(clients), dtype=torch.float64, device=values.device)
-            sums.index_add_(0, places, values)
+                sums = added.new_zeros(len(clients), added.shape[1])
+            sums.index_add_(0, places, added)
         assert sums is not None, "no client has a test example"
-        counts = torch.tensor([self.count(client) for client in clients], dtype=torch.float64)
-        return torch.stack([sums, to_device(counts, sums.device)], dim=1)
+        return sums

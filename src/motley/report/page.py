@@ -160,11 +160,10 @@ def _panel(panel: Panel, labels: list[str]) -> Iterator[str]:
     if not any(run.evaluated for run in panel.runs()):
         yield "<p>No round has been evaluated yet.</p>"
         return
-    drawn = _accuracies(panel, labels)
+    drawn = _scores(panel, labels)
     drawn.append(figures.client_scores(panel, labels))
-    drawn.append(figures.client_curves(panel, labels, "mean", "accuracy, mean over clients"))
-    worst = "accuracy, worst tenth of the clients"
-    drawn.append(figures.client_curves(panel, labels, "worst_tenth", worst))
+    drawn.append(figures.client_curves(panel, labels, "mean", "mean over clients"))
+    drawn.append(figures.client_curves(panel, labels, "worst_tenth", "worst tenth of the clients"))
     drawn.append(figures.traffic(panel, labels))
     drawn.append(figures.time(panel, labels))
     drawn.extend(figures.losses(panel, labels))
@@ -180,22 +179,25 @@ def _panel(panel: Panel, labels: list[str]) -> Iterator[str]:
         reason = escape(str(error).splitlines()[0])
         partition_missing = f"<p>The partition cannot be drawn here: {reason}</p>"
     # Tables come before figures, because on a phone the figures fill several screens.
-    yield f"<h3>Accuracy, %</h3>{_table(final(panel))}{_notes(panel.series.values())}"
+    label = panel.metric.label
+    heading = escape(label[0].upper() + label[1:])
+    yield f"<h3>{heading}</h3>{_table(final(panel))}{_notes(panel.series.values())}"
     client_rows = clients(panel)
     if len(client_rows) > 1:
-        yield f"<h3>Clients on their own test data, last scoring, %</h3>{_table(client_rows)}"
+        heading = f"Clients on their own test data, last scoring: {panel.metric.label}"
+        yield f"<h3>{escape(heading)}</h3>{_table(client_rows)}"
     figures_html = [_figure(figure) for figure in drawn if figure is not None]
     yield f'<div class="figures">{"".join(figures_html)}</div>{partition_missing}'
     yield f"<h3>Rounds, traffic and time</h3>{_table(costs(panel))}"
 
 
-def _accuracies(panel: Panel, labels: list[str]) -> list[Any]:
-    """Return the accuracy figures: one for all sizes of a single series, else one per size."""
+def _scores(panel: Panel, labels: list[str]) -> list[Any]:
+    """Return the score figures: one for all sizes of a single series, else one per size."""
     if len(panel.sizes) <= 2:
-        return [figures.accuracy(panel, "mean", labels)]
+        return [figures.scores(panel, "mean", labels)]
     if len(panel.series) == 1:
         return [figures.sizes(panel, next(iter(panel.series.values())))]
-    drawn = [figures.accuracy(panel, size, labels) for size in panel.sizes]
+    drawn = [figures.scores(panel, size, labels) for size in panel.sizes]
     values = [value for figure in drawn for trace in figure.data for value in trace.y]
     if values:
         # The same scale for all sizes, so that the figures can be compared.

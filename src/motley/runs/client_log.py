@@ -68,7 +68,7 @@ def to_line(round_number: int, scores: ClientScores) -> dict[str, Any]:
             lists.setdefault("personalized", []).append(_number(one.personalized))
     return {
         "round": round_number,
-        "metric": scores.metric,
+        "metric": scores.metric.name,
         "sizes": sizes,
         "unscored": list(scores.unscored),
     }

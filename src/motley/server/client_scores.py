@@ -18,15 +18,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from motley.client.scoring import PERSONALIZED, SCORE, ExampleMetric
+from motley.client.scoring import PERSONALIZED, SCORE
 from motley.core.async_copy import AsyncCopy
 from motley.core.part import State, take
 from motley.engine.base import Engine, Job
 from motley.methods.base import Collection, ServerAlgorithm
 from motley.server.collection import Answers, ask
 from motley.server.state import ServerState
-from motley.server.validation import totals_error
+from motley.server.validation import client_sums_error
 from motley.splits.base import Split
+from motley.tasks import MetricInfo
 
 #: The fraction of clients that `Spread.worst_tenth` is over.
 TENTH = 0.1
@@ -87,12 +88,12 @@ class ClientScores:
     """The scores of clients after a round.
 
     scores: the clients that have a score, in the order of their ids.
-    unscored: the clients that were asked and have none: no test examples, or no usable answer.
+    unscored: the clients that were asked and have none: no test examples, no usable answer, or a
+        score that is not a number (r2 of a single example).
     bytes_down, bytes_up: what asking them took, which is not part of the round's own traffic.
     """
 
-    metric: str
-    higher_is_better: bool
+    metric: MetricInfo
     scores: Sequence[ClientScore]
     unscored: Sequence[int] = ()
     bytes_down: int = 0
@@ -119,7 +120,7 @@ class ClientScores:
         return [one for one in self.scores if size is None or one.size == size]
 
     def _spread(self, scores: Sequence[float], examples: Sequence[int]) -> Spread | None:
-        return spread(scores, examples, self.higher_is_better) if scores else None
+        return spread(scores, examples, self.metric.higher_is_better) if scores else None
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,6 @@ class ScoreClients:
     is_due: round -> whether clients are scored after it.
     size_of: (client, round) -> the client's size.
     num_clients: the number of all clients, who are asked; None: only the clients of the round are.
-    metric: what clients compute.
     personalize: also ask for the score after local training. Clients' own models are personal
         already, and have the same score twice.
     """
@@ -138,7 +138,6 @@ class ScoreClients:
     split: Split
     size_of: Callable[[int, int], str]
     is_due: Callable[[int], bool]
-    metric: ExampleMetric
     num_clients: int | None = None
     personalize: bool = False
     exchanges_weights: bool = True
@@ -194,7 +193,8 @@ class ScoreClients:
     def error(self, server: ServerState, collection: Collection) -> str | None:
         """Say why a client's answer cannot be used; None if it can."""
         names = (SCORE, PERSONALIZED) if self._trains else (SCORE,)
-        return totals_error(names, self.metric.bounds, collection.values)
+        info = self.algorithm.info
+        return client_sums_error(names, info.task.primary, info.classes, collection.values)
 
 
 def start_client_scores(
@@ -219,14 +219,14 @@ class PendingClientScores:
     """Clients' answers on their way from the device to the host, all in one copy."""
 
     def __init__(self, stage: ScoreClients, jobs: Sequence[Job], answers: Answers) -> None:
-        self._metric, self._personalize = stage.metric, stage.personalize
+        self._metric, self._personalize = stage.algorithm.info.task.primary, stage.personalize
         self._answers = answers
         self._asked = [job.client for job in jobs]
         self._collections = sorted(answers.collections, key=lambda answer: answer.client)
         rows: list[Tensor] = []
         for answer in self._collections:
-            totals = answer.values[SCORE]
-            rows.append(torch.stack([totals, answer.values.get(PERSONALIZED, totals)]))
+            sums = answer.values[SCORE]
+            rows.append(torch.stack([sums, answer.values.get(PERSONALIZED, sums)]))
         self._rows = AsyncCopy(torch.stack(rows) if rows else torch.zeros(0))
 
     @property
@@ -238,24 +238,20 @@ class PendingClientScores:
         """Wait for the device and return the scores."""
         scores = []
         for answer, (before, after) in zip(self._collections, self._rows.read(), strict=True):
-            scores.append(
-                ClientScore(
-                    client=answer.client,
-                    size=answer.size,
-                    examples=round(before[1]),
-                    score=self._score(*before),
-                    personalized=self._score(*after) if self._personalize else None,
-                )
+            score = ClientScore(
+                client=answer.client,
+                size=answer.size,
+                examples=answer.samples,
+                score=self._metric.value(before),
+                personalized=self._metric.value(after) if self._personalize else None,
             )
+            if not math.isnan(score.score):
+                scores.append(score)
         scored = {one.client for one in scores}
         return ClientScores(
-            metric=self._metric.name,
-            higher_is_better=self._metric.higher_is_better,
+            metric=self._metric,
             scores=scores,
             unscored=[client for client in self._asked if client not in scored],
             bytes_down=self._answers.bytes_down,
             bytes_up=self._answers.bytes_up,
         )
-
-    def _score(self, total: float, count: float) -> float:
-        return self._metric.score(total / count)
