@@ -73,6 +73,7 @@ def split_records(
             classes = np.unique(labels, return_inverse=True)[1]
         else:
             names = sorted_names(records.targets)
+            check_class_count(names, len(records), records.where(0))
             classes = class_numbers(records.targets, names, records.where, "training")
     groups = classes
     if records.clients is not None:

@@ -38,9 +38,9 @@ def read_delimited(
     """
     with open_text(path, encoding) as file:
         try:
-            rows = csv.reader(
-                lines_of(file, path), delimiter=delimiter or _delimiter_of(path, encoding)
-            )
+            mark = delimiter or _delimiter_of(path, encoding)
+            # strict: a quote that is not closed would otherwise swallow the rest of the file.
+            rows = csv.reader(lines_of(file, path), delimiter=mark, strict=True)
             return _read(rows, path, header, frozenset(missing_marks), text_columns, drop, only)
         except csv.Error as error:
             raise MotleyError(f"{path}, line {rows.line_num}: {error}.") from None
