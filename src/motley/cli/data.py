@@ -37,6 +37,7 @@ from motley.data.files.summary import (
     class_name,
     client_counts,
     describe_shape,
+    training_clients,
     warnings_about,
 )
 from motley.data.plot import draw_clients
@@ -119,7 +120,7 @@ def check_command(
     words = ["motley", "run", "--set", "data.name=files", "--set", f"data.path={path}"]
     if reading.client_names:
         overrides.append("data.partition.name=natural")
-        clients = len(np.unique(reading.dataset.train.clients))
+        clients = len(training_clients(reading.dataset))
         overrides.append(f"federation.clients={clients}")
     for override in overrides:
         words += ["--set", override]
@@ -172,9 +173,7 @@ def _load(config: Config) -> tuple[Dataset, tuple[str, ...]]:
     if config.data.files is None or config.data.file_path is None:
         return config.data.load(), ()
     reading = read_files(config.data.file_path, config.data.files)
-    if reading.dataset.train.clients is None:
-        return reading.dataset, ()
-    numbers = np.unique(reading.dataset.train.clients)
+    numbers = training_clients(reading.dataset)
     return reading.dataset, tuple(reading.client_names[number] for number in numbers)
 
 
@@ -182,7 +181,7 @@ def _with_natural_clients(config: Config, dataset: Dataset, chosen: dict[str, An
     """Return the configuration with all natural clients, unless the user chose other ones."""
     if "partition" in chosen.get("data", {}) or "clients" in chosen.get("federation", {}):
         return config
-    clients = len(np.unique(dataset.train.clients))
+    clients = len(training_clients(dataset))
     federation = config.federation.model_copy(update={"clients": clients})
     natural = config.data.model_copy(update={"partition": PARTITIONS["natural"]()})
     return config.model_copy(update={"data": natural, "federation": federation})

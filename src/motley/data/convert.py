@@ -357,5 +357,6 @@ def _padded(part: _Part, shape: tuple[int, ...]) -> np.ndarray:
     check_memory(f"{part.name}: {count} examples padded to {shape}", needed)
     result = np.zeros((count, *shape), dtype=dtype)
     for row, array in enumerate(part.inputs):
-        result[(row, *(slice(length) for length in array.shape))] = array
+        place = tuple(slice(length) for length in array.shape)
+        result[row][place] = array
     return result

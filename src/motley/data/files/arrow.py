@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 #: Limits for Thrift, in which Parquet's metadata is written.
 MAX_METADATA = 100_000_000
 #: Rows that are decompressed at once.
-BATCH_ROWS = 65_536
+BATCH_ROWS = 8_192
 #: Data that expands to more than this, and by more than this factor, is taken for a bomb.
 BOMB_BYTES = 1_000_000_000
 BOMB_RATIO = 200
@@ -44,28 +45,24 @@ def read_parquet(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    # Not memory-mapped: a file that shrinks while it is read would end the process.
+    options: dict[str, Any] = {
+        "memory_map": False,
+        "thrift_string_size_limit": MAX_METADATA,
+        "thrift_container_size_limit": MAX_METADATA,
+    }
     try:
-        # Not memory-mapped: a file that shrinks while it is read would end the process.
-        with pq.ParquetFile(
-            path,
-            memory_map=False,
-            thrift_string_size_limit=MAX_METADATA,
-            thrift_container_size_limit=MAX_METADATA,
-        ) as file:
-            names = file.schema_arrow.names
+        with pq.ParquetFile(path, **options) as file:
+            schema = file.schema_arrow
+            names = tuple(schema.names)
             check_names(names, path)
-            wanted = [name for name in names if is_read(name, drop, only)]
             _check_metadata(file.metadata, path)
-            batches = []
-            rows = 0
-            for batch in file.iter_batches(BATCH_ROWS, columns=wanted, use_threads=False):
-                rows += batch.num_rows
-                if rows > file.metadata.num_rows:
-                    raise MotleyError(f"{path} is damaged: it has more rows than it declares.")
-                batches.append(batch)
-            schema = pa.schema([file.schema_arrow.field(name) for name in wanted])
-            table = pa.Table.from_batches(batches, batches[0].schema if batches else schema)
-            table.validate(full=True)
+        wanted = [name for name in names if is_read(name, drop, only)]
+        # One long text in a dictionary can be repeated for millions of rows, so texts stay encoded.
+        texts = [name for name in wanted if pa.types.is_string(schema.field(name).type)]
+        with pq.ParquetFile(path, read_dictionary=texts, **options) as file:
+            table = _read_batches(file, wanted, path)
+        table.validate(full=True)
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise MotleyError(
             f"{path} is truncated or damaged, or not Parquet: {first_line(error)}."
@@ -73,11 +70,35 @@ def read_parquet(
     return from_arrow(
         table,
         path,
-        tuple(names),
+        names,
         missing_marks=missing_marks,
         text_columns=text_columns,
         resize=resize,
     )
+
+
+def _read_batches(file: Any, columns: list[str], path: Path) -> pa.Table:
+    """Read some columns, and stop when they become larger than their file can be expected to be."""
+    import pyarrow as pa
+
+    limit = max(BOMB_BYTES, BOMB_RATIO * path.stat().st_size)
+    batches = []
+    rows = size = 0
+    for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
+        rows += batch.num_rows
+        size += batch.nbytes
+        if rows > file.metadata.num_rows:
+            raise MotleyError(f"{path} is damaged: it has more rows than it declares.")
+        if size > limit:
+            raise MotleyError(
+                f"{path} has {path.stat().st_size:,} bytes and expands to more than {limit:,}, "
+                "which is taken for an attack. Save it with less compression."
+            )
+        check_memory(f"{path}: its table", size)
+        batches.append(batch)
+    if not batches:
+        raise MotleyError(f"{path} has no rows.")
+    return pa.Table.from_batches(batches)
 
 
 def _check_metadata(metadata: Any, path: Path) -> None:
@@ -92,11 +113,11 @@ def _check_metadata(metadata: Any, path: Path) -> None:
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         in_groups += group.num_rows
-        for column in range(group.num_columns):
-            size = group.column(column).total_uncompressed_size
-            if size < 0:
-                raise MotleyError(f"{path} is damaged: it declares {size} bytes for a column.")
-            expanded += size
+        # Not the sizes of the columns: pyarrow lets an exception of C++ about damaged statistics
+        # of a column through, which ends the process.
+        if group.total_byte_size < 0:
+            raise MotleyError(f"{path} is damaged: it declares a negative size.")
+        expanded += group.total_byte_size
     if in_groups != rows:
         raise MotleyError(f"{path} is damaged: it declares {rows} rows and holds {in_groups}.")
     # Run-length encoding makes the numbers larger again than the declared size.
@@ -158,6 +179,8 @@ def _column(
 
     kind = values.type
     if pa.types.is_dictionary(kind):
+        if as_text or pa.types.is_string(kind.value_type):
+            return Column(name, "text", _texts(values, marks))
         values = values.cast(kind.value_type)
         kind = values.type
     if isinstance(kind, pa.ExtensionType):
@@ -196,15 +219,30 @@ def _numbers(values: pa.ChunkedArray, where: str) -> np.ndarray:
 
 
 def _texts(values: pa.ChunkedArray, marks: frozenset[str]) -> np.ndarray:
-    seen: dict[str, str] = {}
+    """Return texts, one string object per distinct text."""
+    import pyarrow as pa
+
     texts = np.empty(len(values), dtype=object)
-    for row, value in enumerate(values.to_pylist()):
-        if value is None or (isinstance(value, float) and math.isnan(value)):
-            texts[row] = None
-            continue
-        text = ("true" if value else "false") if isinstance(value, bool) else str(value).strip()
-        texts[row] = None if text.lower() in marks else seen.setdefault(text, text)
+    start = 0
+    for chunk in values.chunks:
+        encoded = chunk if pa.types.is_dictionary(chunk.type) else chunk.dictionary_encode()
+        # The last entry is for missing values.
+        words = np.empty(len(encoded.dictionary) + 1, dtype=object)
+        for number, value in enumerate(encoded.dictionary.to_pylist()):
+            words[number] = _as_text(value, marks)
+        numbers = encoded.indices.cast(pa.int64()).fill_null(len(encoded.dictionary))
+        texts[start : start + len(chunk)] = words[numbers.to_numpy(zero_copy_only=False)]
+        start += len(chunk)
     return texts
+
+
+def _as_text(value: Any, marks: frozenset[str]) -> str | None:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return None
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    text = sys.intern(str(value).strip())
+    return None if text.lower() in marks else text
 
 
 def _array(values: pa.ChunkedArray, where: str) -> np.ndarray:

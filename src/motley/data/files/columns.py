@@ -330,7 +330,7 @@ def table_inputs(
         )
     encoder = fit_encoder(train, features, settings)
     inputs = encoder.inputs(train)
-    test_inputs = None if test is None else encoder.inputs(test)
+    rows = None if test is None else encoder.inputs(test)
     if settings.inputs in ("array", "signal"):
         if encoder.categories:
             name = next(iter(encoder.categories))
@@ -339,10 +339,10 @@ def table_inputs(
                 f"{settings.inputs!r} needs numbers."
             )
         inputs, shape = shaped_inputs(inputs, settings.inputs, str(train.path))
-        if test_inputs is not None:
-            test_inputs, _ = shaped_inputs(test_inputs, settings.inputs, str(train.path))
-        return inputs, test_inputs, shape, encoder
-    return inputs, test_inputs, encoder.shape, encoder
+        if rows is not None:
+            rows, _ = shaped_inputs(rows, settings.inputs, str(train.path))
+        return inputs, rows, shape, encoder
+    return inputs, rows, encoder.shape, encoder
 
 
 def common_shape(train: InputShape, test: InputShape, where: str) -> InputShape:

@@ -56,6 +56,12 @@ def client_counts(dataset: Dataset) -> tuple[np.ndarray, np.ndarray] | None:
     return np.bincount(train, minlength=clients), np.bincount(test, minlength=clients)
 
 
+def training_clients(dataset: Dataset) -> np.ndarray:
+    """Return the numbers of the natural clients that have training examples."""
+    clients = dataset.train.clients
+    return np.zeros(0, dtype=np.int64) if clients is None else np.unique(clients)
+
+
 def warnings_about(reading: Reading) -> list[str]:
     """Return remarks about a data set that can be used but may surprise."""
     remarks = list(reading.notes)
@@ -71,10 +77,10 @@ def warnings_about(reading: Reading) -> list[str]:
 def _class_warnings(dataset: Dataset) -> list[str]:
     remarks = []
     train, test = class_counts(dataset)
-    absent = [class_name(dataset, number) for number in np.flatnonzero(train == 0)]
+    absent = [class_name(dataset, int(number)) for number in np.flatnonzero(train == 0)]
     if absent:
         remarks.append(f"classes without training examples: {_some(absent)}")
-    untested = [class_name(dataset, number) for number in np.flatnonzero(test == 0)]
+    untested = [class_name(dataset, int(number)) for number in np.flatnonzero(test == 0)]
     if untested:
         remarks.append(f"classes without test examples: {_some(untested)}")
     present = train[train > 0]
