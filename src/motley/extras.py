@@ -18,9 +18,14 @@ EXTRAS = {
     "flwr": "flower",
     "h5py": "data",
     "matplotlib": "analysis",
+    "mlflow": "mlflow",
+    "onnx": "onnx",
+    "onnxruntime": "onnx",
+    "onnxscript": "onnx",
     "plotly": "report",
     "ray": "simulation",
     "sklearn": "analysis",
+    "wandb": "wandb",
 }
 
 
