@@ -296,6 +296,6 @@ def test_exits_trade_accuracy_for_cost(tmp_path: Path) -> None:
 
 def test_exits_need_early_exits(run: Path) -> None:
     with pytest.raises(
-        MotleyError, match="the analysis exits: the models of .* have no early exits"
+        MotleyError, match=r"the analysis exits: the models of .* have no early exits"
     ):
         ANALYSES["exits"]([run])
