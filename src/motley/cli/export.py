@@ -79,8 +79,10 @@ def print_export(console: Console, exported: Exported) -> None:
     """Print what was written, and how well it works."""
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     card = exported.card
-    say(f"{exported.folder / card.file}: {card.file_bytes / 1e6:.2f} MB, {card.parameters:,} "
-        f"parameters, size {card.size}, round {card.round}")
+    say(
+        f"{exported.folder / card.file}: {card.file_bytes / 1e6:.2f} MB, {card.parameters:,} "
+        f"parameters, size {card.size}, round {card.round}"
+    )
     if card.score is not None:
         recorded = written_score(card.metric, card.recorded_score)
         say(

@@ -135,16 +135,19 @@ def read_me(card: Card) -> str:
         ("versions", ", ".join(f"{name} {version}" for name, version in card.versions.items())),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    return "\n\n".join(
-        [
-            f"# {card.size}, trained on {card.data}",
-            f"| | |\n|---|---|\n{table}",
-            f"## Load it\n\n```python\n{snippet(card)}\n```",
-            f"## Input\n\n{_input_text(card)}",
-            f"## Output\n\n{_output_text(card)}",
-            f"## Configuration\n\n```toml\n{config.to_toml().strip()}\n```",
-        ]
-    ) + "\n"
+    return (
+        "\n\n".join(
+            [
+                f"# {card.size}, trained on {card.data}",
+                f"| | |\n|---|---|\n{table}",
+                f"## Load it\n\n```python\n{snippet(card)}\n```",
+                f"## Input\n\n{_input_text(card)}",
+                f"## Output\n\n{_output_text(card)}",
+                f"## Configuration\n\n```toml\n{config.to_toml().strip()}\n```",
+            ]
+        )
+        + "\n"
+    )
 
 
 def _scores(card: Card) -> str:

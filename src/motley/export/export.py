@@ -97,9 +97,7 @@ def check_folder(folder: Path) -> None:
 def _at_exit(model: nn.Module, number: int, size: str, name: Format) -> nn.Module:
     exits = len(model.cuts) if isinstance(model, WithExits) else 1
     if number > exits or not isinstance(model, WithExits):
-        raise MotleyError(
-            f"--exit {number}: size {size!r} has {exits} exit{'s' * (exits > 1)}."
-        )
+        raise MotleyError(f"--exit {number}: size {size!r} has {exits} exit{'s' * (exits > 1)}.")
     if name == "safetensors":
         raise MotleyError(
             f"--exit {number}: --format safetensors writes the weights of all exits. Use torch or "
@@ -168,7 +166,8 @@ def _card(
         method=run.config.method_label,
         commit=str(environment.get("commit") or ""),
         versions={"motley": motley.__version__, "torch": torch.__version__},
-        config=run.config.model_dump(mode="json"),
+        # A tracking URI may contain a password.
+        config=run.config.model_dump(mode="json", exclude={"run": {"mlflow"}}),
     )
 
 
@@ -193,11 +192,8 @@ def _difference(
 
 def measure(task: Task, predictor: Predictor, test: Examples, batch_size: int) -> float:
     """Return the task's metric of a predictor on test examples, in batches of the evaluation."""
-    outputs = []
-    for start in range(0, len(test), batch_size):
-        outputs.append(predictor.outputs(test.inputs[start : start + batch_size]))
-    targets = torch.from_numpy(test.targets)
-    return score_of(task, torch.cat(outputs), targets)
+    outputs = predictor.outputs(test.inputs, batch_size)
+    return score_of(task, outputs, torch.from_numpy(test.targets))
 
 
 def score_of(task: Task, outputs: Tensor, targets: Tensor) -> float:

@@ -158,4 +158,3 @@ class WithNormalization(nn.Module):
                 x, size=(self.side, self.side), mode="bilinear", antialias=self.shrinks
             )
         return self.model(x)
-

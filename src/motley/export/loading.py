@@ -1,10 +1,10 @@
 """Load the trained models of a run, or an exported model.
 
-    run = motley.load("runs/mine")
-    model = run.model("small")                  # an ordinary nn.Module
-    run.predict(images, "small", top=3)
+run = motley.load("runs/mine")
+model = run.model("small")                  # an ordinary nn.Module
+run.predict(images, "small", top=3)
 
-    motley.load("runs/mine/export/small-onnx").predict(images)
+motley.load("runs/mine/export/small-onnx").predict(images)
 """
 
 from __future__ import annotations

@@ -46,11 +46,11 @@ class Predictor:
     takes_stored: bool = False
 
     @torch.no_grad()
-    def outputs(self, stored: np.ndarray) -> Tensor:
+    def outputs(self, stored: np.ndarray, batch_size: int = BATCH) -> Tensor:
         """Return the outputs for inputs of shape (N, ...), as the data set stores them."""
         batches = []
-        for start in range(0, len(stored), BATCH):
-            batches.append(self._forward(stored[start : start + BATCH]))
+        for start in range(0, len(stored), batch_size):
+            batches.append(self._forward(stored[start : start + batch_size]))
         return torch.cat(batches)
 
     def _forward(self, stored: np.ndarray) -> Tensor:
