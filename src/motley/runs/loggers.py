@@ -110,7 +110,7 @@ class RemoteLogger(Callback):
         self.logged.last_round = record.round_number
         self.logged.write()
 
-    def on_failure(self, error: BaseException) -> None:
+    def on_exception(self, error: BaseException) -> None:
         self.ending = "failed" if isinstance(error, Exception) else "interrupted"
 
     def on_stop(self, server: ServerState) -> None:
@@ -251,8 +251,8 @@ class Guarded(Callback):
         self._round = record.round_number
         self._guard(lambda: self.logger.on_round(server, record))
 
-    def on_failure(self, error: BaseException) -> None:
-        self._guard(lambda: self.logger.on_failure(error))
+    def on_exception(self, error: BaseException) -> None:
+        self._guard(lambda: self.logger.on_exception(error))
 
     def on_stop(self, server: ServerState) -> None:
         self._guard(lambda: self.logger.on_stop(server))

@@ -159,7 +159,7 @@ class _Delivery:
             self._stop(error)
 
     def _stop(self, error: BaseException | None) -> None:
-        """Call every `on_failure` and `on_stop`, the last callback's first, even if one raises.
+        """Call every `on_exception` and `on_stop`, the last callback's first, even if one raises.
 
         The progress display of a closed terminal fails, for example, and the checkpoint must be
         saved nevertheless.
@@ -168,7 +168,7 @@ class _Delivery:
             for callback in self.callbacks:
                 stack.callback(callback.on_stop, self.server)
                 if error is not None:
-                    stack.callback(callback.on_failure, error)
+                    stack.callback(callback.on_exception, error)
 
 
 def _require_same_model(folder: RunFolder, federation: Federation, checkpoint: ServerState) -> None:

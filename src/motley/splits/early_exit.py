@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -136,7 +137,7 @@ def exit_costs(model: WithExits, example: Tensor) -> ExitCosts:
             x, flops = _counted(block, x)
             trunk += flops
         passed = cut
-        _, head = _counted(lambda x, number=number: model.logits_at(number, x), x)
+        _, head = _counted(partial(model.logits_at, number), x)
         heads += head
         costs.append(trunk + heads)
     return ExitCosts(tuple(costs), trunk + (heads if model.ensemble else head))
