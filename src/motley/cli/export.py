@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 
 from motley.core.errors import MotleyError, unknown
-from motley.export.card import written_score
 from motley.export.export import Exported, default_folder, export_model
 from motley.export.formats import FORMATS, Format
 from motley.export.loading import LoadedRun
@@ -84,10 +83,9 @@ def print_export(console: Console, exported: Exported) -> None:
         f"parameters, size {card.size}, round {card.round}"
     )
     if card.score is not None:
-        recorded = written_score(card.metric, card.recorded_score)
         say(
-            f"{card.metric} of the file: {written_score(card.metric, card.score)} on "
-            f"{card.test_examples:,} test examples; recorded by the run: {recorded}"
+            f"{card.metric} of the file: {card.text(card.score)} on {card.test_examples:,} test "
+            f"examples; recorded by the run: {card.text(card.recorded_score)}"
         )
     say(f"outputs differ from the trained model's by at most {exported.difference:.1e}")
     say(f"how to load it: {exported.folder / 'README.md'}")

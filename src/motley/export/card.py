@@ -25,6 +25,7 @@ from motley.models.inputs import (
     shape_from_json,
     shape_to_json,
 )
+from motley.tasks import MetricInfo
 
 CARD = "card.json"
 README = "README.md"
@@ -32,10 +33,7 @@ README = "README.md"
 
 @dataclass(frozen=True)
 class Card:
-    """Everything that is known about an exported model.
-
-    Scores are None if they were not measured or not recorded.
-    """
+    """Everything that is known about an exported model."""
 
     format: Format
     size: str
@@ -50,11 +48,13 @@ class Card:
     with_normalization: bool
     #: The exit at which the model ends, counted from 1; 0: its ordinary output.
     exit: int
+    #: The primary metric, and whether it is a fraction that is shown in percent.
     metric: str
-    #: The metric of the exported file, on `test_examples` examples of the test set.
-    score: float | None
+    percent: bool
+    #: Every metric of the exported file, on `test_examples` examples of the test set.
+    scores: dict[str, float]
     test_examples: int
-    #: The metric that the run recorded for this round.
+    #: The primary metric as the run recorded it for this round; None if it did not.
     recorded_score: float | None
     parameters: int
     file_bytes: int
@@ -63,6 +63,17 @@ class Card:
     commit: str
     versions: dict[str, str]
     config: dict[str, Any]
+
+    @property
+    def score(self) -> float | None:
+        """The primary metric of the exported file; None if it was not measured."""
+        return self.scores.get(self.metric)
+
+    def text(self, score: float | None) -> str:
+        """Return a value of the primary metric as text."""
+        if score is None:
+            return "unknown"
+        return MetricInfo(self.metric, percent=self.percent).text(score)
 
     @property
     def file(self) -> str:
@@ -107,18 +118,6 @@ def read_card(folder: Path) -> Card:
 # ---- README.md
 
 
-def percent(score: float | None) -> str:
-    """Return an accuracy as text."""
-    return "unknown" if score is None else f"{score:.2%}"
-
-
-def written_score(metric: str, score: float | None) -> str:
-    """Return a score as text; only accuracies are percentages."""
-    if metric == "accuracy" or score is None:
-        return percent(score)
-    return f"{score:.4g}"
-
-
 def read_me(card: Card) -> str:
     """Return the card as Markdown."""
     config = card.read_config()
@@ -151,13 +150,11 @@ def read_me(card: Card) -> str:
 
 
 def _scores(card: Card) -> str:
+    recorded = f"the run recorded {card.text(card.recorded_score)}"
     if card.score is None:
-        return f"not measured; the run recorded {written_score(card.metric, card.recorded_score)}"
-    return (
-        f"{written_score(card.metric, card.score)} on {card.test_examples:,} test examples, "
-        f"measured with `{card.file}`; the run recorded "
-        f"{written_score(card.metric, card.recorded_score)}"
-    )
+        return f"not measured; {recorded}"
+    examples = f"{card.test_examples:,} test examples"
+    return f"{card.text(card.score)} on {examples}, measured with `{card.file}`; {recorded}"
 
 
 def input_dims(card: Card) -> tuple[int, ...]:

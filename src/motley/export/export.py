@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-import motley
 from motley.core.errors import MotleyError
 from motley.data.dataset import Examples
 from motley.export.card import CARD, Card, stored_shape, write_card
@@ -20,7 +19,8 @@ from motley.export.predict import Predictor
 from motley.files import output_folder
 from motley.splits.early_exit import AtExit
 from motley.splits.exits import WithExits
-from motley.tasks import TASKS, Task
+from motley.tasks import Task
+from motley.version import __version__
 
 #: The outputs of the exported file may differ from the model's by this much, because other
 #: libraries add in another order.
@@ -82,8 +82,8 @@ def export_model(
                 f"{difference:.2g}, more than {TOLERANCE:g}."
             )
         if len(test):
-            score = measure(TASKS[card.task], predictor, test, run.config.evaluation.batch_size)
-            card = replace(card, score=score, test_examples=len(test))
+            scores = measure(run.task, predictor, test, run.config.evaluation.batch_size)
+            card = replace(card, scores=scores, test_examples=len(test))
             write_card(card, folder)
     return Exported(folder, card, difference)
 
@@ -144,28 +144,28 @@ def _card(
     exit_number: int,
 ) -> Card:
     environment = run.environment()
-    metric = TASKS[run.dataset.task].metric
     return Card(
         format=name,
         size=size,
         round=run.server.round_number,
-        task=run.dataset.task,
+        task=run.task.name,
         outputs=run.dataset.classes,
         class_names=run.class_names,
         input_shape=stored_shape(run.inputs),
         input_dtype=run.inputs.dtype,
         with_normalization=with_normalization,
         exit=exit_number,
-        metric=metric,
-        score=None,
+        metric=run.task.metric,
+        percent=run.task.primary.percent,
+        scores={},
         test_examples=0,
-        recorded_score=None if exit_number else run.recorded(size, metric),
+        recorded_score=None if exit_number else run.recorded(size),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         file_bytes=(folder / FILES[name]).stat().st_size,
         data=run.dataset.name,
         method=run.config.method_label,
         commit=str(environment.get("commit") or ""),
-        versions={"motley": motley.__version__, "torch": torch.__version__},
+        versions={"motley": __version__, "torch": torch.__version__},
         # A tracking URI may contain a password.
         config=run.config.model_dump(mode="json", exclude={"run": {"mlflow"}}),
     )
@@ -190,14 +190,11 @@ def _difference(
     return float((found - expected).abs().max()) / scale
 
 
-def measure(task: Task, predictor: Predictor, test: Examples, batch_size: int) -> float:
-    """Return the task's metric of a predictor on test examples, in batches of the evaluation."""
+def measure(task: Task, predictor: Predictor, test: Examples, batch_size: int) -> dict[str, float]:
+    """Return the task's metrics of a predictor on test examples, in batches of the evaluation."""
     outputs = predictor.outputs(test.inputs, batch_size)
-    return score_of(task, outputs, torch.from_numpy(test.targets))
-
-
-def score_of(task: Task, outputs: Tensor, targets: Tensor) -> float:
-    """Return the task's metric for all outputs."""
-    if task.has_classes:
-        return float((outputs.argmax(1) == targets).double().mean())
-    return float(task.loss(outputs, targets))
+    rows, targets = task.rows(outputs, torch.from_numpy(test.targets))
+    scores = {}
+    for metric in task.metrics:
+        scores[metric.name] = metric.value(metric.sums(rows, targets).tolist())
+    return scores

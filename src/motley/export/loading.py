@@ -30,10 +30,11 @@ from motley.export.predict import Prediction, Predictor
 from motley.methods import METHODS
 from motley.runs.checkpoint import checkpoints, read_checkpoint
 from motley.runs.folder import RunFolder
-from motley.runs.metrics import MetricsLog
+from motley.runs.metrics import MetricsLog, scores_of
 from motley.server.state import ServerState
 from motley.splits import Split
 from motley.splits.trained import ordinary, trained_model
+from motley.tasks import Task
 
 
 def load(path: str | Path, checkpoint: int | None = None) -> LoadedRun | LoadedExport:
@@ -89,6 +90,11 @@ class LoadedRun:
         return load_dataset_of(self.config)
 
     @cached_property
+    def task(self) -> Task:
+        """The task, with the run's metrics."""
+        return self.config.task.build(self.dataset.task)
+
+    @cached_property
     def inputs(self) -> InputFormat:
         """The format of the inputs."""
         return InputFormat.of(self.dataset.test, self.config.data.transform)
@@ -118,7 +124,7 @@ class LoadedRun:
     @lru_cache(maxsize=8)  # noqa: B019  (a loaded run lives as long as its models)
     def predictor(self, size: str) -> Predictor:
         """Return an object that predicts with the model of a size."""
-        return Predictor(self.model(size), self.inputs, self.dataset.task, self.class_names)
+        return Predictor(self.model(size), self.inputs, self.task.name, self.class_names)
 
     def predict(
         self, array: np.ndarray, size: str, top: int = 1, exit_threshold: float | None = None
@@ -126,12 +132,11 @@ class LoadedRun:
         """Return a prediction for each input of an array, as the data set stores inputs."""
         return self.predictor(size).predict(array, top, exit_threshold)
 
-    def recorded(self, size: str, metric: str) -> float | None:
-        """Return the score of a size that the run recorded in the checkpoint's round."""
+    def recorded(self, size: str) -> float | None:
+        """Return the score of a size that the run recorded in the checkpoint's round, if any."""
         for line in MetricsLog(self.folder.metrics).read():
             if line["round"] == self.server.round_number:
-                scores: dict[str, float] = line.get(metric) or {}
-                return scores.get(size)
+                return scores_of(line).get(size)
         return None
 
     def environment(self) -> dict[str, Any]:

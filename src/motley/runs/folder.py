@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 
-import motley
 from motley.config import Config, read_resolved
 from motley.core.errors import MotleyError
 from motley.files import check_new_folder, write_atomically
+from motley.version import __version__
 
 try:
     import fcntl
@@ -154,7 +154,7 @@ def describe_environment() -> dict[str, str | int]:
     """Return the versions and the hardware, to be saved with a run's results."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
-        "motley": motley.__version__,
+        "motley": __version__,
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -40,7 +40,7 @@ PER_REQUEST = 100
 #: MLflow rejects longer values of parameters. A list of all clients' sizes can be longer.
 MLFLOW_VALUE_LENGTH = 500
 #: Fields of a line in metrics.jsonl that are not metrics.
-NOT_METRICS = ("round", "clients", "refused", "repeated", "idle")
+NOT_METRICS = ("round", "metric", "clients", "refused", "repeated", "idle")
 
 Ending = Literal["finished", "failed", "interrupted"]
 
@@ -53,6 +53,8 @@ def numbers_of(record: RoundRecord) -> dict[str, float]:
     line = {name: value for name, value in to_line(record).items() if name not in NOT_METRICS}
     # The names of these already say which stage or method reported them.
     numbers = dict(line.pop("metrics", {}))
+    # The metrics of a task that is no classification: name -> size -> value.
+    line |= line.pop("scores", {})
     for name, value in flat(line).items():
         numbers[name.replace(".", "/", 1)] = value
     return {name: value for name, value in numbers.items() if isinstance(value, int | float)}
