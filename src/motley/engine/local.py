@@ -123,7 +123,7 @@ class LocalEngine:
         work = {}
         for job in jobs:
             # Not `len(job.state)`, which is 0 for a client with a model of its own.
-            tensors = len(split.part(job.size))
+            tensors = len(split.whole_part(job.size))
             work[job.client] = self.clients.local_steps(job) * tensors
         urgent = URGENT * len(jobs) if self.clients.device.type == "cuda" else 0
         queues: Queues = {}
