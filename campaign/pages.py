@@ -134,14 +134,15 @@ def precision() -> str:
 
 
 #: The studies whose short runs are on the page of the new methods.
-SHORT_STUDIES = ("fedimpro-table10", "fedin-table1")
+SHORT_STUDIES = ("fedimpro-table10", "fedin-table1", "unrelated")
 
 
 def new_methods() -> str:
     """Return the accuracy of the methods that were added last, in short runs, beside the papers'."""
     rows = []
     for name in SHORT_STUDIES:
-        study = load_study(name)
+        declared_here = ROOT / "campaign" / f"{name}.toml"
+        study = load_study(str(declared_here) if declared_here.exists() else name)
         cases = [case.name for case in study.cases]
         papers = {line.name: line.paper for line in study.methods}
         for method, runs in load_runs(name).items():

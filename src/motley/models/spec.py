@@ -15,14 +15,7 @@ from torch import Tensor, nn
 from motley.core.registry import Registry
 from motley.models.channels import Channels
 from motley.models.initialization import Initialization, initialize
-
-
-class ImageShape(NamedTuple):
-    """Shape of a model's input images: channels, height, width."""
-
-    channels: int
-    height: int
-    width: int
+from motley.models.inputs import ImageShape
 
 
 class CrossLayer(NamedTuple):
@@ -51,7 +44,7 @@ class Stage(NamedTuple):
 class ModelSpec:
     """One size: how to build it, and what splits and methods may do with it."""
 
-    #: (the family's settings, image shape, classes) -> a new module, initialized with torch's
+    #: (the family's settings, input shape, classes) -> a new module, initialized with torch's
     #: global random generator.
     build: Callable[..., nn.Module]
     #: Sizes of one family have the same settings table, and layers that share a name can be shared.
@@ -111,5 +104,16 @@ def classifiers_of(spec: ModelSpec) -> tuple[str, ...]:
         return spec.classifiers
     return () if spec.head is None else (spec.head,)
 
+
+__all__ = [
+    "MODELS",
+    "CrossLayer",
+    "ImageShape",
+    "ModelSpec",
+    "Stage",
+    "classifiers_of",
+    "declare",
+    "spec_of",
+]
 
 MODELS: Registry[ModelSpec] = Registry("model")
