@@ -242,7 +242,7 @@ def build_collections(
     statistics.
     """
     last: CollectionStage = MethodCollection(method.server, split, size_of)
-    if config.evaluates_own_models:
+    if method.has_own_models:
         if config.privacy.active and config.engine.name.startswith("flower"):
             # Nodes with [privacy] answer no collection: scores are neither clipped nor noised.
             return []

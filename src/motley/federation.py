@@ -236,7 +236,7 @@ class Federation:
             attempts=config.server.attempts,
             batch_size=config.training.batch_size,
             exchanges_weights=self.method.requirements.exchanges_weights,
-            evaluates_own_models=config.evaluates_own_models,
+            has_own_models=self.method.has_own_models,
         )
 
     def job(self, server: ServerState, round_number: int, client: int) -> Job:
@@ -271,7 +271,7 @@ class Federation:
         that the method trains beside the part, or, if no weights are exchanged, all the client's
         own. Others have no such models, nor have clients elsewhere.
         """
-        if not self.config.evaluates_own_models:
+        if not self.method.has_own_models:
             raise MotleyError(
                 f"method.name = {self.config.method.name!r}: clients have no models of their own; "
                 "they train parts of the global model."

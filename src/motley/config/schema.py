@@ -287,14 +287,10 @@ class Config(Settings):
         return f"{label} + InCo ({inco.variant})" if inco.active else label
 
     @property
-    def evaluates_own_models(self) -> bool:
-        """Whether clients' own models are evaluated, and not the global model.
-
-        So it is if no weights are exchanged, if a model is trained beside the global one, and if
-        some tensors are private.
-        """
-        needs = METHODS[self.method.name].requirements
-        return not needs.exchanges_weights or needs.personal_model or bool(self.split.private)
+    def has_own_models(self) -> bool:
+        """Whether clients' own models are evaluated, and not the global model."""
+        requirements = METHODS[self.method.name].requirements
+        return requirements.has_own_models(bool(self.split.private))
 
     @model_validator(mode="before")
     @classmethod
@@ -361,7 +357,7 @@ class Config(Settings):
 
     def _check_method(self) -> None:
         method = self.method.name
-        if self.evaluation.clients == "all" and not self.evaluates_own_models:
+        if self.evaluation.clients == "all" and not self.has_own_models:
             raise MotleyError(
                 "evaluation.clients = 'all': is for methods that exchange no weights or train "
                 f"personal models, and for split.private; with {method!r} the global model is "

@@ -77,6 +77,14 @@ class Requirements:
     #: It makes sense only with private tensors. If a configuration names none, the head is private.
     needs_private_parts: bool = False
 
+    def has_own_models(self, private: bool) -> bool:
+        """Tell whether clients' own models are evaluated, and not the global model.
+
+        So it is if no weights are exchanged, if clients train a model beside their part, and if
+        some of their tensors are private (`private`).
+        """
+        return not self.exchanges_weights or self.personal_model or private
+
     def combined(self, other: Requirements) -> Requirements:
         """Return what two methods need that run on top of each other."""
         either = {
@@ -283,6 +291,11 @@ class Method:
                 chain_of(blueprint.module)
         self.client = self.Client(settings, info.for_clients())
         self.server = self.Server(settings, info)
+
+    @property
+    def has_own_models(self) -> bool:
+        """Whether clients' own models are evaluated, and not the global model."""
+        return self.requirements.has_own_models(self.info.split.has_private)
 
 
 METHODS: Registry[type[Method]] = Registry("method")
