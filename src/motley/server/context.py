@@ -11,6 +11,7 @@ from motley.engine.base import Engine
 from motley.evaluate import Evaluator
 from motley.methods.base import ServerAlgorithm
 from motley.privacy import Accountant
+from motley.server.client_scores import ScoreClients
 from motley.server.collection import CollectionStage
 from motley.server.pipeline import Stage
 from motley.server.sampling import Sampler
@@ -35,6 +36,7 @@ class RoundContext:
         models of their own.
     has_own_models: whether clients' own models are evaluated, by a collection, and not the
         global model.
+    score_clients: asks clients for scores on their own test examples; None if the run has none.
     """
 
     engine: Engine
@@ -54,3 +56,4 @@ class RoundContext:
     batch_size: int
     exchanges_weights: bool = True
     has_own_models: bool = False
+    score_clients: ScoreClients | None = None
