@@ -26,7 +26,7 @@ from motley.client.state_store import ClientStateStore
 from motley.config import Config, ModelSettings, RecalibrationSettings
 from motley.core.part import State
 from motley.core.randomness import generator
-from motley.data import Dataset, Examples, load_dataset
+from motley.data import Dataset, Examples
 from motley.data.client_tests import hold_out, natural_tests
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
@@ -66,7 +66,7 @@ from motley.tasks import CLASSIFICATION, Task
 
 def load_dataset_of(config: Config) -> Dataset:
     """Load the data set of a configuration."""
-    return load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
+    return config.data.load()
 
 
 def deal_examples(config: Config, dataset: Dataset, partition: Partition | None = None) -> Dealt:

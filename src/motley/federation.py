@@ -61,6 +61,7 @@ from motley.server.sampling import ClientSampler, Sampler
 from motley.server.state import ServerState
 from motley.server.uplink import Uplink
 from motley.splits.check import check_outputs
+from motley.splits.trained import trained_model
 
 
 class Federation:
@@ -295,6 +296,15 @@ class Federation:
         refuse_global_model(self.method)
         with self.numerics():
             return self.evaluator(state, round_number)
+
+    def model(self, server: ServerState, size: str) -> nn.Module:
+        """Return the trained model of a size, as it is evaluated: an ordinary module.
+
+        It is in evaluation mode, on the federation's device, and shares no memory with `server`.
+        """
+        refuse_global_model(self.method)
+        trained = trained_model(self.split, server.model, size, server.round_number)
+        return trained.to(self.device)
 
     def client_model(self, server: ServerState, client: int) -> nn.Module:
         """Return a client's own model after its last accepted update, in evaluation mode.

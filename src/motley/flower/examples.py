@@ -10,6 +10,7 @@ from motley.checks import refuse_partition_by_label
 from motley.core.errors import MotleyError
 from motley.data import Dataset, Examples, Partition, load_dataset
 from motley.data.client_tests import all_of_one, hold_out, natural_tests
+from motley.data.files.settings import FileSettings
 from motley.data.public import (
     HeldOutSettings,
     PublicData,
@@ -18,10 +19,12 @@ from motley.data.public import (
     public_images,
     refuse_clients_images,
 )
+from motley.data.settings import FILES
 from motley.flower.failures import failing_as
 from motley.flower.request import Request
 from motley.flower.settings import NodeSettings
 from motley.methods import METHODS
+from motley.models.inputs import TableShape, TokenShape
 
 
 def read_examples(node: NodeSettings, request: Request) -> tuple[Examples, Partition]:
@@ -132,7 +135,35 @@ def read_data(node: NodeSettings, *, tested: bool) -> Dataset:
     """Read the data set that a node's own settings name. Training needs no test part."""
     root = Path(node.data.root) if node.data.root else None
     path = Path(node.data.path) if node.data.path else None
-    return load_dataset(node.data.name, root=root, path=path, tested=tested)
+    name, files = node.data.name, node.data.files
+    if node.data.dealt and name == FILES:
+        # The server may have held out a test part, which is then no client's on the nodes either.
+        tested = True
+    dataset = load_dataset(name, root=root, path=path, tested=tested, files=files)
+    if name == FILES and not node.data.dealt:
+        _refuse_own_numbers(dataset, files)
+    return dataset
+
+
+def _refuse_own_numbers(dataset: Dataset, files: FileSettings) -> None:
+    """Refuse files whose classes, categories or characters would get other numbers on each node."""
+    if dataset.class_names and not files.classes:
+        raise MotleyError(
+            "data.files.classes: is not set. A node's files may lack some classes; node.toml "
+            "should list all classes of the federation, so that they have the same numbers on "
+            "every node."
+        )
+    shape = dataset.shape
+    if isinstance(shape, TableShape) and shape.categories:
+        raise MotleyError(
+            "data.files: columns of categories would get other numbers on every node. Write "
+            "numbers for them, and leave the columns out with data.files.drop."
+        )
+    if isinstance(shape, TokenShape) and (dataset.task == "next-token" or files.inputs == "text"):
+        raise MotleyError(
+            "data.files: characters would get other numbers on every node. Save token numbers in a "
+            ".npz file, with data.files.inputs = 'tokens'."
+        )
 
 
 def stamp_of(node: NodeSettings) -> tuple[object, ...]:

@@ -15,10 +15,18 @@ from motley.config.paper_names import NAMES
 from motley.core.errors import MotleyError, unknown
 from motley.data import DATASETS, load_dataset
 from motley.data.dataset import data_root
+from motley.data.files.settings import FileSettings
 from motley.data.settings import DataSettings
 from motley.methods import METHODS
-from motley.settings import Table
-from motley.studies.declaration import FILE_READER, Case, DataColumn, MethodRow, PaperNumber, Study
+from motley.settings import Table, validate
+from motley.studies.declaration import (
+    FILE_READERS,
+    Case,
+    DataColumn,
+    MethodRow,
+    PaperNumber,
+    Study,
+)
 from motley.studies.measures import Measure, whole_model
 
 
@@ -254,7 +262,7 @@ def _data_layers(study: Study, column: DataColumn) -> list[Table]:
         return [layer]
     shared_data = dict(study.set.get("data", {}))
     path = shared_data.pop("path", "")
-    if path and column.reader == FILE_READER:
+    if path and column.reader in FILE_READERS:
         layer = {**layer, "data": {"path": path, **layer["data"]}}
     return [{**study.set, "data": shared_data}, layer]
 
@@ -301,27 +309,35 @@ def _missing_data(
         return
     # Only the files matter here. The whole configuration cannot be resolved without a method.
     files: dict[str, Any] = {"root": "", "path": ""}
+    how: dict[str, Any] = {}
     for layer in (*_data_layers(study, column), case.set, overrides):
         data_table = layer.get("data", {})
         for key in files:
             if key in data_table:
                 files[key] = data_table[key]
+        how.update(data_table.get("files", {}))
     data = DataSettings.model_construct(**files)
-    reason = _why_unreadable(column.reader, data.root_path or data_root(), data.file_path)
+    root = data.root_path or data_root()
+    try:
+        reading = validate(FileSettings, how, "data.files")
+    except MotleyError as error:
+        yield Missing(column.name, str(error))
+        return
+    reason = _why_unreadable(column.reader, root, data.file_path, reading)
     if reason:
         yield Missing(column.name, reason)
 
 
 @cache
-def _why_unreadable(name: str, root: Path, path: Path | None) -> str:
+def _why_unreadable(name: str, root: Path, path: Path | None, files: FileSettings) -> str:
     """Return why a data set cannot be loaded, or an empty string.
 
     Cached, because many cells use the same data.
     """
     try:
-        load_dataset(name, root=root, path=path)
+        load_dataset(name, root=root, path=path, files=files)
     except MotleyError as error:
-        if path is None and name == FILE_READER:
+        if path is None and name in FILE_READERS:
             return f'{str(error).splitlines()[0]} Name it in the study: [[data]] path = "...".'
         # A later line of the reader's message says so if the files are not in the data folder.
         not_found = "MOTLEY_DATA" in str(error)
