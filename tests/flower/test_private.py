@@ -126,7 +126,8 @@ def test_private_tensors_are_in_no_message(grid: Grid, tmp_path: Path, case: str
         controls = sum(shared[name].nbytes for name in split.parameters_of(size))
         numbers = {name: tensor_bytes(data) for name, data in sent.arrays.items()}
         if sent.message_type == "train.collect":
-            scores = 8 * (10 + 10 + 1)  # correct and seen per class, and the loss
+            # Correct and seen per class, loss, number of examples, and the sums of accuracy.
+            scores = 8 * (10 + 10 + 1 + 1 + 2)
             down = {"state": size_in_bytes(shared)}
             assert numbers == ({"payload": scores} if sent.is_reply else down)
             continue
