@@ -288,6 +288,15 @@ class RunSettings(Settings):
     """Number of checkpoints that are kept."""
     tensorboard: bool = True
     """Write TensorBoard event files, if tensorboard is installed."""
+    mlflow: bool | str = False
+    """Log to MLflow (extra `mlflow`). true: to $MLFLOW_TRACKING_URI or, if that is not set, to the
+    database mlflow.db beside the run's folder. A text: a tracking URI, such as
+    "http://127.0.0.1:5000" or "sqlite:///mlflow.db".
+    """
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Log to Weights & Biases (extra `wandb`). offline: to files in the run's folder, for
+    `wandb sync`. online: to the server.
+    """
 
 
 def with_default_split(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -401,6 +410,7 @@ class Config(Settings):
 
     def _check_method(self) -> None:
         method = self.method.name
+        self._check_client_scores()
         if METHODS[method].requirements.exchanges_weights:
             if self.evaluation.clients == "all":
                 raise MotleyError(
@@ -431,6 +441,17 @@ class Config(Settings):
                 )
         if problems:
             raise MotleyError("\n".join(problems))
+
+    def _check_client_scores(self) -> None:
+        evaluation = self.evaluation
+        if not evaluation.personalize_epochs:
+            return
+        setting = f"evaluation.personalize_epochs = {evaluation.personalize_epochs:g}"
+        if evaluation.per_client == "off":
+            raise MotleyError(
+                f"{setting}: is for the scores of clients. Set evaluation.per_client to 'round' or "
+                "'all'."
+            )
 
     def _check_public(self) -> None:
         name, public = self.method.name, self.public

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +46,8 @@ SCALES = {
     "half": Scale(0.5, 0, "half of the rounds, all seeds"),
     "full": Scale(1.0, 0, "all rounds, all seeds"),
 }
+#: Clients train alone: a federation is of use to them only if it does better.
+REFERENCE_METHOD = "local"
 #: A shortened run has at least this many rounds.
 MIN_ROUNDS = 3
 #: Replaces a data set that has no reader, to find out whether everything else could run.
@@ -107,6 +109,11 @@ class Cell:
     missing: tuple[Missing, ...] = ()
 
     @property
+    def is_reference(self) -> bool:
+        """Whether the cell is local training alone, the line that others should exceed."""
+        return bool(self.runs) and self.runs[0].config.method.name == REFERENCE_METHOD
+
+    @property
     def which_model(self) -> str:
         """A suffix to the method's name if the numbers are not means over all sizes."""
         if self.whole:
@@ -128,12 +135,13 @@ def plan_cells(
     methods: Iterable[str] = (),
     seeds: int = 0,
     overrides: Table | None = None,
+    score: str = "",
 ) -> list[Cell]:
     """Return the cells of a study, column by column.
 
     `data`, `cases` and `methods` select by name; without them, everything is selected except data
     sets that run only if they are named. `seeds` is the maximum number of seeds; 0 leaves it to
-    the scale.
+    the scale. `score` is a measure that replaces the study's.
     """
     if scale not in SCALES:
         raise MotleyError(f"--scale: {unknown('scale', scale, SCALES)}")
@@ -146,9 +154,32 @@ def plan_cells(
     planned = []
     for column in columns:
         for case in selected_cases:
-            for row in rows:
-                planned.append(planner.cell(row, column, case))
+            cells = [planner.cell(row, column, case) for row in rows]
+            planned.extend(_against_reference(cells))
+    if score:
+        planned = [replace(cell, measure=_measure(score)) for cell in planned]
+    for cell in planned:
+        if cell.runs:
+            cell.measure.check_config(cell.runs[0].config, "--score" if score else "measure")
     return planned
+
+
+def _measure(score: str) -> Measure:
+    try:
+        return Measure.checked(score)
+    except ValueError as error:
+        raise MotleyError(f"--score: {error}") from None
+
+
+def _against_reference(cells: list[Cell]) -> list[Cell]:
+    """Compare the lines of a column with local training alone, unless they name another line."""
+    reference = next((cell.method for cell in cells if cell.is_reference), "")
+    compared = []
+    for cell in cells:
+        if reference and not cell.against and cell.method != reference:
+            cell = replace(cell, against=reference)
+        compared.append(cell)
+    return compared
 
 
 def _select(
