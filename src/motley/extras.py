@@ -23,6 +23,7 @@ EXTRAS = {
     "onnxruntime": "onnx",
     "onnxscript": "onnx",
     "plotly": "report",
+    "pyarrow": "data",
     "ray": "simulation",
     "sklearn": "analysis",
     "wandb": "wandb",
