@@ -14,6 +14,7 @@ from motley.data.assemble import Assembled, Records, assemble, split_records
 from motley.data.dataset import Dataset
 from motley.data.files.arrow import read_parquet
 from motley.data.files.columns import (
+    Encoder,
     Roles,
     check_same_columns,
     choose_roles,
@@ -84,6 +85,10 @@ class Reading:
     held_out: bool
     notes: tuple[str, ...] = ()
     columns: tuple[ColumnSummary, ...] = ()
+    #: How rows of a table become inputs; None for other formats.
+    encoder: Encoder | None = None
+    #: The characters of plain text; character i has the number i + 1.
+    vocabulary: tuple[str, ...] = ()
 
 
 def read_files(
@@ -316,7 +321,7 @@ def _read_text(
         name, train, test, shape, task="next-token", outputs=shape.vocabulary, tested=tested
     )
     reading = _reading(assembled, "text", notes)
-    return replace(reading, held_out=tested and test_path is None)
+    return replace(reading, held_out=tested and test_path is None, vocabulary=vocabulary)
 
 
 def _cut_text(file: TextFile, fraction: float) -> tuple[TextFile, TextFile]:
@@ -454,6 +459,7 @@ def _read_table_files(
         tested and test_path is None,
         tuple(notes),
         summaries,
+        encoder,
     )
 
 
