@@ -5,7 +5,7 @@ pair, at which stages a method may cut it (`stages.py`), and which channels belo
 here depends on clients or rounds.
 """
 
-from motley.models import cnn, mlp, preact, resnet, vgg, vit
+from motley.models import cnn, factories, mlp, preact, resnet, vgg, vit
 from motley.models.spec import MODELS, CrossLayer, ImageShape, ModelSpec
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "ImageShape",
     "ModelSpec",
     "cnn",
+    "factories",
     "mlp",
     "preact",
     "resnet",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from motley.core.registry import Registry
 from motley.models.channels import Channels
 from motley.models.initialization import Initialization, initialize
+from motley.settings import Settings
 
 
 class ImageShape(NamedTuple):
@@ -52,7 +53,8 @@ class ModelSpec:
     """One size: how to build it, and what splits and methods may do with it."""
 
     #: (the family's settings, image shape, classes) -> a new module, initialized with torch's
-    #: global random generator.
+    #: global random generator. For a model that is not Motley's own, the first argument is an
+    #: object of `options_class`, or the table `[model.options]` if there is no such class.
     build: Callable[..., nn.Module]
     #: Sizes of one family have the same settings table, and layers that share a name can be shared.
     family: str = ""
@@ -71,6 +73,8 @@ class ModelSpec:
     #: Called with the initialized model and the arguments of `build`, to change it in place. What
     #: changes the shapes of weights belongs here, since initial values depend on shapes.
     after_init: Callable[..., None] | None = None
+    #: The settings class of `[model.options]`, for a model that is not Motley's own.
+    options_class: type[Settings] | None = None
 
     def make(self, *arguments: Any, init: Initialization = "model") -> nn.Module:
         """Build and initialize a model, and attach this declaration to it, for `spec_of`."""
@@ -112,4 +116,4 @@ def classifiers_of(spec: ModelSpec) -> tuple[str, ...]:
     return () if spec.head is None else (spec.head,)
 
 
-MODELS: Registry[ModelSpec] = Registry("model")
+MODELS: Registry[ModelSpec] = Registry("model", group="motley.models")
