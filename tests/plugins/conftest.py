@@ -134,8 +134,8 @@ class Clip(motley.ServerStage):
 
 def few_digits():
     digits = load_dataset("digits")
-    train = Examples(digits.train.images[:300], digits.train.labels[:300])
-    test = Examples(digits.test.images[:100], digits.test.labels[:100])
+    train = Examples(digits.train.inputs[:300], digits.train.targets[:300])
+    test = Examples(digits.test.inputs[:100], digits.test.targets[:100])
     return Dataset("few digits", train, test, 10)
 '''
 

@@ -115,7 +115,7 @@ def test_a_wrong_path_or_key_says_what_is_expected(
 ) -> None:
     if override == "model.sizes=mine:Pull.Settings":
         # It can be called, so it could be a factory. What it builds is looked at before training.
-        with pytest.raises(MotleyError, match="not as a torch.nn.Module"):
+        with pytest.raises(MotleyError, match=r"not as a torch\.nn\.Module"):
             Federation(config_of(importable, override, "federation.clients_per_round=4"))
         return
     with pytest.raises(MotleyError) as raised:

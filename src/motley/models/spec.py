@@ -15,15 +15,8 @@ from torch import Tensor, nn
 from motley.core.registry import Registry
 from motley.models.channels import Channels
 from motley.models.initialization import Initialization, initialize
+from motley.models.inputs import ImageShape
 from motley.settings import Settings
-
-
-class ImageShape(NamedTuple):
-    """Shape of a model's input images: channels, height, width."""
-
-    channels: int
-    height: int
-    width: int
 
 
 class CrossLayer(NamedTuple):
@@ -52,7 +45,7 @@ class Stage(NamedTuple):
 class ModelSpec:
     """One size: how to build it, and what splits and methods may do with it."""
 
-    #: (the family's settings, image shape, classes) -> a new module, initialized with torch's
+    #: (the family's settings, input shape, classes) -> a new module, initialized with torch's
     #: global random generator. For a model that is not Motley's own, the first argument is an
     #: object of `options_class`, or the table `[model.options]` if there is no such class.
     build: Callable[..., nn.Module]
@@ -115,5 +108,16 @@ def classifiers_of(spec: ModelSpec) -> tuple[str, ...]:
         return spec.classifiers
     return () if spec.head is None else (spec.head,)
 
+
+__all__ = [
+    "MODELS",
+    "CrossLayer",
+    "ImageShape",
+    "ModelSpec",
+    "Stage",
+    "classifiers_of",
+    "declare",
+    "spec_of",
+]
 
 MODELS: Registry[ModelSpec] = Registry("model", group="motley.models")
