@@ -1,11 +1,13 @@
 """One TOML file is one run. The whole configuration is checked before anything starts.
 
 schema.py       all tables of a configuration, and combinations that cannot work
+display.py      saved configurations, for readers without the user's own code
 layers.py       presets, files and overrides, and the rule by which they are merged
 paper_names.py  the papers' names (HeteroProx, InCoNova, ...) and the settings they stand for
 renames.py      settings that had other names in earlier versions
 """
 
+from motley.config.display import for_display, missing_plugins
 from motley.config.layers import (
     Resolved,
     absolute_paths,
@@ -35,9 +37,11 @@ __all__ = [
     "Resolved",
     "ServerSettings",
     "absolute_paths",
+    "for_display",
     "from_saved",
     "load_config",
     "load_with_origins",
+    "missing_plugins",
     "parse_overrides",
     "path_settings",
     "presets",

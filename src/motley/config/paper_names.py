@@ -182,12 +182,10 @@ def spelled_out(values: Table, below: Table) -> Table:
     `below` has the values of all lower layers.
     """
     name = _get(values, "method.name")
-    if not isinstance(name, str) or is_dotted(name) or name in METHODS:
-        return values  # a dotted path that leads nowhere is reported by the table's validation
+    if not isinstance(name, str) or is_dotted(name) or name in METHODS.names() or name in METHODS:
+        return values  # a plug-in that cannot be imported is reported by the table's validation
     if name not in NAMES:
-        raise MotleyError(
-            "method.name: " + unknown("method", name, (entry.name for entry in METHODS), also=NAMES)
-        )
+        raise MotleyError("method.name: " + unknown("method", name, METHODS.names(), also=NAMES))
     meaning = dict(NAMES[name])
     under = _get(below, "server.inco.variant")
     if meaning.get("server.inco.variant", "off") != "off" and under not in (None, "off"):

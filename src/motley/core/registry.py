@@ -119,8 +119,11 @@ class Registry(Generic[T]):
 
     def _unknown(self, name: Any, setting: str) -> str:
         prefix = f"{setting}: " if setting else ""
-        names = [*self._entries, *self._entry_points()]
-        return prefix + unknown(self.kind, str(name), names)
+        return prefix + unknown(self.kind, str(name), self.names())
+
+    def names(self) -> list[str]:
+        """Return all names that can be written, without loading anything."""
+        return list({**self._entries, **self._entry_points()})
 
     def plugins(self) -> Iterator[Entry[T] | str]:
         """Load the entry points of installed packages, by name.
