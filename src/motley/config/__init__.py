@@ -27,6 +27,7 @@ from motley.config.schema import (
     ModelSettings,
     RecalibrationSettings,
     ServerSettings,
+    TaskSettings,
 )
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "RecalibrationSettings",
     "Resolved",
     "ServerSettings",
+    "TaskSettings",
     "absolute_paths",
     "for_display",
     "from_saved",

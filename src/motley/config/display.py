@@ -15,7 +15,7 @@ from pydantic import ConfigDict
 from pydantic.fields import FieldInfo
 
 from motley.config.renames import with_new_names
-from motley.config.schema import Config, ModelSettings, ServerSettings
+from motley.config.schema import Config, ModelSettings, ServerSettings, TaskSettings
 from motley.models import MODELS
 from motley.server.pipeline import STAGES
 from motley.settings import RegistryChoice, Settings, Table, TableOf, table_of
@@ -41,6 +41,11 @@ def _missing(table: TableOf, values: Table) -> Iterator[str]:
         for size in values.get("sizes", ()):
             if factories.get(size, size) not in MODELS:
                 yield str(size)
+    if table.cls is TaskSettings:
+        saved = TaskSettings.model_construct(**values)
+        for _, registry, name in saved.references():
+            if name not in registry:
+                yield name
     if table.cls is ServerSettings:
         for stage in values.get("stages", ()):
             if stage.get("name") not in STAGES:

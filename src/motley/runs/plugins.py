@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from motley.config import Config, ModelSettings
+from motley.config import Config, ModelSettings, TaskSettings
 from motley.core.dotted import module_of
 from motley.core.errors import MotleyError
 from motley.core.registry import Entry
@@ -129,6 +129,9 @@ def _entries(settings: Settings, prefix: str) -> Iterator[tuple[str, Entry[Any]]
     if isinstance(settings, ModelSettings):
         for size in settings.sizes:
             yield f"{prefix}sizes", MODELS.entry(settings.factories.get(size, size))
+    if isinstance(settings, TaskSettings):
+        for setting, registry, name in settings.references():
+            yield setting, registry.entry(name)
 
 
 def _choice(choice: Any, settings: Settings, prefix: str) -> Iterator[tuple[str, Entry[Any]]]:
