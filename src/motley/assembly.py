@@ -16,11 +16,13 @@ import torch
 
 from motley.checks import check_client_state, check_partition, refuse_partition_by_label
 from motley.client.clients import TestSet
+from motley.client.scoring import ClientTests
 from motley.client.state_store import ClientStateStore
 from motley.config import Config, ModelSettings, RecalibrationSettings
 from motley.core.part import State
 from motley.core.randomness import generator
-from motley.data import Dataset, load_dataset
+from motley.data import Dataset, Examples
+from motley.data.client_tests import hold_out, natural_tests
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
 from motley.data.public import (
@@ -41,6 +43,7 @@ from motley.models.projection import with_projection
 from motley.plan import assigned, costs_of, read_budgets
 from motley.privacy import DPMechanism, refuse_leaks
 from motley.server.apply import Apply
+from motley.server.client_scores import ScoreClients
 from motley.server.collection import CollectionStage, MethodCollection
 from motley.server.ema import EMA
 from motley.server.inco import InCo, IncoSettings
@@ -58,7 +61,7 @@ from motley.tasks import CLASSIFICATION, Task
 
 def load_dataset_of(config: Config) -> Dataset:
     """Load the data set of a configuration."""
-    return load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
+    return config.data.load()
 
 
 def deal_examples(config: Config, dataset: Dataset, partition: Partition | None = None) -> Dealt:
@@ -73,6 +76,22 @@ def deal_examples(config: Config, dataset: Dataset, partition: Partition | None 
     examples = len(dataset.train)
     check_partition(partition, clients, examples)
     return Dealt(partition, held_out_of(partition, examples, config.public, config.seed))
+
+
+def client_tests(
+    config: Config, train: Examples, test: Examples, partition: Partition
+) -> tuple[Partition, Partition | None]:
+    """Return the examples that clients train on, and those of their own that they are tested on.
+
+    The latter are rows of the training set if some are held out (evaluation.client_test_fraction),
+    else rows of the test set; None if the run neither holds out examples nor scores clients.
+    """
+    evaluation = config.evaluation
+    if evaluation.client_test_fraction:
+        return hold_out(partition, train.targets, evaluation.client_test_fraction, config.seed)
+    if evaluation.per_client == "off":
+        return partition, None
+    return partition, natural_tests(partition, train.clients, test.clients)
 
 
 def load_public(
@@ -188,6 +207,7 @@ def build_method(
         method,
         statistics=config.server.statistics.name,
         dynamic_sizes=dynamic,
+        per_client=config.evaluation.per_client,
     )
     return method
 
@@ -256,6 +276,24 @@ def build_collections(
     return [Recalibrate(split, size_of, is_due, everyone), of_method]
 
 
+def build_score_clients(
+    config: Config, split: Split, method: Method, size_of: Callable[[int, int], str]
+) -> ScoreClients | None:
+    """Return what asks clients for their own scores; None if the run has none."""
+    evaluation = config.evaluation
+    if evaluation.per_client == "off":
+        return None
+    return ScoreClients(
+        algorithm=method.server,
+        split=split,
+        size_of=size_of,
+        is_due=lambda number: evaluation.scores_clients(number, config.training.rounds),
+        num_clients=config.federation.clients if evaluation.per_client == "all" else None,
+        personalize=evaluation.personalize_epochs > 0,
+        exchanges_weights=method.requirements.exchanges_weights,
+    )
+
+
 # ---- clients and engine
 
 
@@ -269,11 +307,12 @@ def build_clients(
     secret: bytes | None = None,
     lean: bool = False,
     test_set: TestSet | None = None,
+    tests: Callable[[], ClientTests] | None = None,
 ) -> Clients:
     """Return the clients that this process runs, with a copy of the examples on each device.
 
     Client states are saved in `folder`. The noise of `privacy` is keyed by `secret`, or by the
-    run's seed if there is none. For `lean` and `test_set`, see `Clients`.
+    run's seed if there is none. For `lean`, `test_set` and `tests`, see `Clients`.
     """
     return Clients(
         method,
@@ -290,6 +329,8 @@ def build_clients(
         encoding=config.uplink.dtype,
         lean=lean,
         test_set=test_set,
+        tests=tests,
+        personalize_epochs=config.evaluation.personalize_epochs,
     )
 
 

@@ -19,6 +19,7 @@ EXTRAS = {
     "h5py": "data",
     "matplotlib": "analysis",
     "plotly": "report",
+    "pyarrow": "data",
     "ray": "simulation",
     "sklearn": "analysis",
 }

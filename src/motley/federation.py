@@ -19,9 +19,11 @@ from motley.assembly import (
     build_engine,
     build_method,
     build_pipeline,
+    build_score_clients,
     build_split,
     chosen_kernels,
     client_sizes,
+    client_tests,
     compiles,
     deal_examples,
     load_dataset_of,
@@ -40,6 +42,7 @@ from motley.checks import (
     check_weights_fit,
     refuse_global_model,
 )
+from motley.client.scoring import ClientTests
 from motley.config import Config
 from motley.core.device import on_device
 from motley.core.errors import MotleyError
@@ -124,11 +127,18 @@ class Federation:
         check_recalibration(config, self.split)
         # Before sizes are assigned, because a partition reports too many clients for the data set.
         self._partition, held_out = None, np.zeros(0, dtype=np.int64)
+        #: The test examples of every client: rows of the training set if they are held out
+        #: (evaluation.client_test_fraction), else of the test set. None if clients have none, or if
+        #: they are elsewhere.
+        self.client_tests: Partition | None = None
         if engine is None or config.public.name == "held-out":
             dealt = deal_examples(config, self.dataset, partition)
             held_out = dealt.held_out
             # Clients elsewhere may have other examples, and only they know which.
-            self._partition = dealt.partition if engine is None else None
+            if engine is None:
+                self._partition, self.client_tests = client_tests(
+                    config, self.dataset.train, self.dataset.test, dealt.partition
+                )
         #: The size of every client, by client id. Dynamic sizes differ per round: use `size_of`.
         self.sizes = client_sizes(config, self.split, shape)
         #: (client, round) -> the client's size.
@@ -147,6 +157,7 @@ class Federation:
 
         self.pipeline = build_pipeline(config, self.split, self.method)
         self.collections = build_collections(config, self.split, self.method, self.size_of)
+        self.score_clients = build_score_clients(config, self.split, self.method, self.size_of)
         self.accountant: Accountant | None = None
         if config.privacy.active:
             self.accountant = Accountant(config.privacy, self.split, self.sizes)
@@ -173,6 +184,7 @@ class Federation:
                 self.partition,
                 memory_folder,
                 test_set=lambda: self.evaluator.batches,
+                tests=self._build_client_tests(copies[0]),
             )
             self.engine = build_engine(config, clients)
 
@@ -185,6 +197,20 @@ class Federation:
                 "and only they know their examples."
             )
         return self._partition
+
+    def _build_client_tests(self, train: DeviceData) -> Callable[[], ClientTests] | None:
+        """Return a function that returns the clients' test examples on the device."""
+        if self.client_tests is None:
+            return None
+        evaluation = self.config.evaluation
+        held_out = evaluation.client_test_fraction > 0
+        tests = ClientTests(
+            lambda: train if held_out else self.evaluator.batches.data,
+            self.client_tests,
+            evaluation.batch_size,
+            self.task,
+        )
+        return lambda: tests
 
     def _test_data(self) -> DeviceData:
         """Put the test set on the home device."""
@@ -243,6 +269,7 @@ class Federation:
             attempts=config.server.attempts,
             batch_size=config.training.batch_size,
             exchanges_weights=self.method.requirements.exchanges_weights,
+            score_clients=self.score_clients,
         )
 
     def job(self, server: ServerState, round_number: int, client: int) -> Job:

@@ -37,6 +37,8 @@ from tests.flower.grid import Grid, three_nodes
 NAMES = {
     "preset",
     "data.name",
+    *(f"data.files.{key}" for key in ("target", "client", "features", "drop", "categories")),
+    *(f"data.files.{key}" for key in ("classes", "delimiter", "missing_marks")),
     "data.partition.name",
     "data.transform.variant",
     "public.name",

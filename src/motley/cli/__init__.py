@@ -43,7 +43,7 @@ COMMANDS = (
     ),
     LazyCommand(
         "data",
-        "Download data sets.",
+        "Download data sets, check your own files, and draw which client has which classes.",
         "motley.cli.data:data",
     ),
     LazyCommand(

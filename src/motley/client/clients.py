@@ -12,18 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from motley.client.encoding import Encoding, encoded, without_residual
-from motley.client.job import Job
+from motley.client.job import CLIENT_SCORES, Job
 from motley.client.learner import Learner
 from motley.client.own_model import model_in, with_model, without_model
+from motley.client.scoring import PERSONALIZED, SCORE, ClientTests
 from motley.client.state_store import ClientStateStore
 from motley.client.training import NO_STEPS, Plan, TrainingSettings, make_plan
 from motley.core.errors import MotleyError
 from motley.core.part import State
+from motley.core.randomness import key
 from motley.core.tensors import max_norm
 from motley.core.update import ClientUpdate
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
 from motley.methods.base import Collection, Method
+from motley.methods.evaluation import METRICS
 from motley.models.moments import batch_moments
 from motley.privacy.mechanism import DPMechanism
 
@@ -53,8 +56,13 @@ class Clients:
         encoding: Encoding = "fp32",
         lean: bool = False,
         test_set: TestSet | None = None,
+        tests: Callable[[], ClientTests] | None = None,
+        personalize_epochs: float = 0.0,
     ) -> None:
         """`test_set`: where clients' own models are evaluated, if the method exchanges no weights.
+
+        `tests`: returns the test examples of every client, if clients are scored one by one.
+        `personalize_epochs`: epochs of local training before a personalized score.
 
         `lean`: take as little memory as a step needs. Batches are made one by one, and on a CPU
         a job loses its state once its client has a copy, so the caller must not need it again.
@@ -63,7 +71,10 @@ class Clients:
         self.precision, self.seed, self.memory = precision, seed, memory
         self.kernels, self.compiled = kernels, compiled
         self.dp, self.encoding, self.lean = dp, encoding, lean
-        self.test_set = test_set
+        self.test_set, self._tests = test_set, tests
+        #: How a client trains for its personalized score.
+        self._personalizing = training.model_copy(update={"epochs": personalize_epochs, "steps": 0})
+        self._personalizes = personalize_epochs > 0
         #: The examples on each device that clients train on; the home device comes first.
         self.copies = [data, *elsewhere]
         self._smallest: dict[str, int] = {}
@@ -88,6 +99,8 @@ class Clients:
         """Return a fresh learner of a size on one of the devices."""
         epoch = self.training.epoch_lengths(int(self.partition.sizes.max()), 1)
         longest = self.training.local_steps(len(epoch))
+        if self._personalizes:
+            longest = max(longest, self._personalizing.local_steps(len(epoch)))
         model = self.method.info.split.build(size)
         return Learner(
             model,
@@ -123,15 +136,25 @@ class Clients:
 
     def plan(self, job: Job) -> Plan:
         """Draw a job's batches."""
+        personalizes = job.collection == "personalized-score"
         return make_plan(
-            self.training,
+            self._personalizing if personalizes else self.training,
             self.partition.of(job.client),
             smallest=self.smallest_batch(job.size),
             augmented=self.data.random,
-            seed=self.seed,
+            seed=self.seed_of(job),
             round_number=job.round_number,
             client=job.client,
         )
+
+    def seed_of(self, job: Job) -> int:
+        """Return the seed of a job's random numbers.
+
+        Training for a score has other ones than the client's training in the same round.
+        """
+        if job.collection == "personalized-score":
+            return key(self.seed, "personalized score")
+        return self.seed
 
     def resume(self, job: Job) -> tuple[Job, State]:
         """Return a job with the weights that its client starts from, and the client's state.
@@ -159,7 +182,7 @@ class Clients:
     def seat(self, learner: Learner, job: Job, plan: Plan, client_state: State) -> None:
         """Put a client into a learner."""
         learner.rows = self.partition.of(job.client)
-        learner.load(job, client_state, plan, self.seed)
+        learner.load(job, client_state, plan, self.seed_of(job))
         # A slot on a GPU is loaded twice, before and after its step is captured. The state is in
         # host memory there, and the training is not.
         if self.lean and self.device.type == "cpu":
@@ -223,13 +246,22 @@ class Clients:
             loss=loss / num_steps,
         )
 
+    def can_answer(self, job: Job) -> bool:
+        """Tell whether a client has examples for the collection that a job names."""
+        if job.collection in CLIENT_SCORES:
+            return self.tests.count(job.client) > 0
+        return self.samples(job.client) > 0
+
     def collect(self, learner: Learner, job: Job) -> Collection:
         """Ask one client for the collection that the job names, over all of its examples.
 
         In single precision whatever the training precision, because collections serve evaluation.
+        For a personalized score, this is the score before the training.
         """
         if job.collection == "evaluation":
             return self._evaluate(learner, job)
+        if job.collection in CLIENT_SCORES:
+            return self._score(learner, job)
         once = {
             "epochs": 1.0,
             "steps": 0,
@@ -262,19 +294,67 @@ class Clients:
         """Score one client's own model on the test set."""
         if self.test_set is None:
             raise MotleyError("there is no test set here to evaluate clients' own models on.")
+        values = self._evaluate_own_model(learner, job, self.test_set())
+        return Collection(job.client, self.samples(job.client), values, job.size, job.round_number)
+
+    def _evaluate_own_model(
+        self, learner: Learner, job: Job, batches: Iterable[tuple[Tensor, Tensor]]
+    ) -> State:
+        """Return what a client's own model counts on some test examples."""
         job, client_state = self.resume(job)
         self.seat(learner, job, NO_STEPS, client_state)
-        learner.model.eval()
-        try:
-            with (
-                torch.no_grad(),
-                learner.weights.single_precision(),
-                learner.without_compilation(),
-            ):
-                values = self.method.client.evaluate(learner, self.test_set())
-        finally:
-            learner.model.train()
-        return Collection(job.client, self.samples(job.client), values, job.size, job.round_number)
+        with evaluating(learner):
+            return self.method.client.evaluate(learner, batches)
+
+    # ---- scores on clients' own test examples
+
+    @property
+    def tests(self) -> ClientTests:
+        """The test examples of every client."""
+        if self._tests is None:
+            raise MotleyError("there are no test examples here to score clients on.")
+        return self._tests()
+
+    def _score(self, learner: Learner, job: Job) -> Collection:
+        """Score one client: the model that it received, or else its own."""
+        if self.method.requirements.exchanges_weights:
+            return self.score_together(learner, [job])[0]
+        answer = self._evaluate_own_model(learner, job, self.tests.examples(job.client))
+        info = self.method.info
+        # The sums of all metrics are one vector, which begins with those of the primary one.
+        return self._scored(job, answer[METRICS][: info.task.primary.num_sums(info.classes)])
+
+    def score_together(self, learner: Learner, jobs: Sequence[Job]) -> list[Collection]:
+        """Score clients that received the same weights, in one pass over their test examples."""
+        learner.receive(jobs[0].state)
+        with evaluating(learner):
+            sums = self.tests.sums(learner.model, [job.client for job in jobs])
+        return [self._scored(job, row) for job, row in zip(jobs, sums.unbind(), strict=True)]
+
+    def _scored(self, job: Job, sums: Tensor) -> Collection:
+        count, values = self.tests.count(job.client), {SCORE: sums}
+        return Collection(job.client, count, values, job.size, job.round_number)
+
+    def add_personalized(self, answer: Collection, learner: Learner) -> Collection:
+        """Return a client's answer with the score of the model that it has now trained."""
+        with evaluating(learner):
+            sums = self.tests.sums(learner.model, [answer.client])
+        return replace(answer, values={**answer.values, PERSONALIZED: sums[0]})
+
+    def add_same_score(self, answer: Collection) -> Collection:
+        """Return the answer of a client that has too few examples to train: its score stays."""
+        return replace(answer, values={**answer.values, PERSONALIZED: answer.values[SCORE]})
+
+
+@contextmanager
+def evaluating(learner: Learner) -> Iterator[None]:
+    """Put a learner's model into evaluation mode, in single precision and without gradients."""
+    learner.model.eval()
+    try:
+        with torch.no_grad(), learner.weights.single_precision(), learner.without_compilation():
+            yield
+    finally:
+        learner.model.train()
 
 
 @contextmanager

@@ -118,6 +118,7 @@ class Learner:
             isinstance(module, nn.RNNBase) for module in self.model.modules()
         )
         self.weights = Weights(self.model, precision)
+        self._working_type = working_type(precision)
         #: The model's own tensors, which are rounded to 16 bits in fp16 and bf16.
         self._computing: State = self.model.state_dict()
         self.params: State = {n: tensor.detach() for n, tensor in self.weights.masters.items()}
@@ -473,6 +474,10 @@ class Learner:
     def as_inputs(self, images: Tensor) -> Tensor:
         """Return images in the type in which the model computes."""
         return images.to(self.batches.dtype)
+
+    def as_features(self, features: Tensor) -> Tensor:
+        """Return activations in the type in which the model computes."""
+        return features.to(self._working_type)
 
     def first_inputs(self, count: int) -> Tensor:
         """Return the client's first `count` inputs of this round, as it trained on them."""

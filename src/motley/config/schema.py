@@ -505,6 +505,7 @@ class Config(Settings):
 
     def _check_method(self) -> None:
         method = self.method.name
+        self._check_client_scores()
         if METHODS[method].requirements.exchanges_weights:
             if self.evaluation.clients == "all":
                 raise MotleyError(
@@ -536,6 +537,17 @@ class Config(Settings):
                 )
         if problems:
             raise MotleyError("\n".join(problems))
+
+    def _check_client_scores(self) -> None:
+        evaluation = self.evaluation
+        if not evaluation.personalize_epochs:
+            return
+        setting = f"evaluation.personalize_epochs = {evaluation.personalize_epochs:g}"
+        if evaluation.per_client == "off":
+            raise MotleyError(
+                f"{setting}: is for the scores of clients. Set evaluation.per_client to 'round' or "
+                "'all'."
+            )
 
     def _check_public(self) -> None:
         name, public = self.method.name, self.public

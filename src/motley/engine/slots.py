@@ -21,6 +21,7 @@ from motley.client.training import Plan
 from motley.core.part import State
 from motley.core.update import ClientUpdate
 from motley.engine.timeline import Timeline
+from motley.methods.base import Collection
 
 #: Eager steps before a capture, in which libraries choose their algorithms and the optimizer
 #: creates its state.
@@ -111,6 +112,24 @@ class Slot:
             if self.timeline is not None:
                 self.timeline.end(self)
         return update
+
+    def personalize(self, job: Job, answer: Collection) -> Collection:
+        """Train a client without sending or storing anything, and add its score to its answer."""
+        plan = self.clients.plan(job)
+        if not plan.lengths:
+            return self.clients.add_same_score(answer)
+        self.follow()
+        self.timeline = None  # it shows the training of rounds, and this is an evaluation
+        self.load(job, plan)
+        try:
+            while not self.learner.finished:
+                self.advance()
+            with self._on_stream():
+                answer = self.clients.add_personalized(answer, self.learner)
+        finally:
+            self.busy = False
+        self.lead()
+        return answer
 
     def follow(self) -> None:
         """Let the slot's stream wait for the server's work so far."""

@@ -141,13 +141,24 @@ class Stack:
         self._graph.replay()
 
     def _compute(self, inputs: Tensor, targets: Tensor, shares: Tensor) -> None:
-        logits = self._logits(self.weights, inputs)
+        with self._attention():
+            logits = self._logits(self.weights, inputs)
         errors = self.task.example_losses(logits.flatten(0, 1), targets.flatten(0, 1))
         losses = (errors.view_as(shares) * shares).sum(1)
         self.optimizer.zero_grad()
         losses.sum().backward()
         self.optimizer.step()
         self.losses += losses.detach()
+
+    def _attention(self) -> AbstractContextManager[object]:
+        """On a CPU, let attention be computed by its formula: vmap knows no rule for the fused one,
+        and would run it client by client.
+        """
+        if self.clients.device.type != "cpu":
+            return nullcontext()
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        return sdpa_kernel(SDPBackend.MATH)
 
     def _capture(self, batches: Batches) -> None:
         """Capture a step. The changed weights are overwritten by the next load."""

@@ -19,14 +19,20 @@ from pathlib import Path
 from flwr.app import ConfigRecord, ConfigRecordValues, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from motley.client.job import Job
+from motley.client.job import CLIENT_SCORES, Job
 from motley.core.part import State
 from motley.engine.base import EngineSettings
 from motley.engine.device import choose_devices
 from motley.files import write_secret
 from motley.flower.arrays import pack
 from motley.flower.costs import count_costs
-from motley.flower.examples import read_examples, read_public, read_test_examples, stamp_of
+from motley.flower.examples import (
+    read_client_tests,
+    read_examples,
+    read_public,
+    read_test_examples,
+    stamp_of,
+)
 from motley.flower.failures import NodeError, failing_as, keep_text
 from motley.flower.request import Request, read_job, read_request
 from motley.flower.settings import NodeSettings, read_node
@@ -166,7 +172,8 @@ def train(node: NodeSettings, request: Request, clients: ClientCache) -> RecordD
 def collect(node: NodeSettings, request: Request, clients: ClientCache) -> RecordDict:
     """Answer the method's collection, or with BatchNorm statistics if the run recalibrates them.
 
-    If the run exchanges no weights, the client may be asked to score its own model.
+    If the run exchanges no weights, the client may be asked to score its own model. If the run
+    scores clients, it may be asked for its score on its own test examples.
 
     A run with [privacy] has no collections: the values that they report, including the number of
     examples, are neither clipped nor noised. A node with privacy therefore refuses them, whatever
@@ -178,6 +185,9 @@ def collect(node: NodeSettings, request: Request, clients: ClientCache) -> Recor
         raise NodeError("refused-by-node", reason)
     if job.collection == "evaluation" and exchanges_weights(request):
         reason = "the job asks for the score of the client's own model, and it has none."
+        raise NodeError("refused-by-node", reason)
+    if job.collection in CLIENT_SCORES and request.config.evaluation.per_client == "off":
+        reason = "the job asks for the client's score; the run has evaluation.per_client = 'off'."
         raise NodeError("refused-by-node", reason)
     if job.collection == "statistics" and request.config.server.statistics.name != "recalibrate":
         reason = (
@@ -254,6 +264,7 @@ def build_client(node: NodeSettings, request: Request, size: str) -> Client:
             folder=folder,
             secret=secret,
             read_test_examples=lambda: read_test_examples(node, request),
+            read_client_tests=lambda: read_client_tests(node, request),
             public=public,
             task=request.task,
         )

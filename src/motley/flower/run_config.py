@@ -85,6 +85,8 @@ def without_paths(values: Mapping[str, Any]) -> Values:
     kept = copy.deepcopy(dict(values))
     for *tables, name in path_settings():
         table_in(kept, *tables).pop(name, None)
+    # Nodes read their own files with their own settings.
+    table_in(kept, "data").pop("files", None)
     return kept
 
 

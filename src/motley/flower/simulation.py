@@ -14,6 +14,7 @@ from flwr.simulation import run_simulation
 
 from motley.config import Config
 from motley.core.dotted import module_of
+from motley.data.files.settings import FileSettings
 from motley.data.partition import FromFile
 from motley.federation import Federation
 from motley.flower.client import build
@@ -57,6 +58,7 @@ def simulate(
     data = NodeData(
         name=config.data.name,
         path=config.data.path,
+        files=config.data.files or FileSettings(),
         root=config.data.root,
         dealt=True,
         partition=lists,

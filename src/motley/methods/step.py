@@ -160,6 +160,10 @@ class Step(Protocol):
         """Return images in the type in which the model computes, such as public images."""
         ...
 
+    def as_features(self, features: Tensor) -> Tensor:
+        """Return activations in the type in which the model computes, such as received features."""
+        ...
+
     def first_inputs(self, count: int) -> Tensor:
         """Return the client's first `count` inputs of this round, as it trained on them.
 

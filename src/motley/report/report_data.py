@@ -12,10 +12,11 @@ from typing import Any
 
 from motley.config import Config
 from motley.core.errors import MotleyError
+from motley.runs.client_log import ClientLine, ClientLog
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import ACCURACY, MetricsLog, Outcome, metric_of, outcome, scores_of
 from motley.studies.results import read_saved
-from motley.studies.sweep import IMMATERIAL
+from motley.studies.sweep import IMMATERIAL, REFERENCE_METHOD
 from motley.tasks import MetricInfo
 
 #: Series are labelled by the settings in which they differ, if these are at most this many.
@@ -38,6 +39,8 @@ class Run:
     environment: dict[str, Any]
     #: A sentence about users' own code that is not here; empty if nothing is missing.
     missing_code: str = ""
+    #: The last scores of clients; None if the run has none.
+    client_scores: ClientLine | None = None
 
     @classmethod
     def read(cls, path: Path) -> Run:
@@ -50,6 +53,7 @@ class Run:
             lines=MetricsLog(folder.metrics).read(),
             environment=_read_environment(folder.environment),
             missing_code=missing_code,
+            client_scores=ClientLog(folder.client_scores).last(),
         )
 
     @property
@@ -92,6 +96,11 @@ class Series:
     runs: list[Run] = field(default_factory=list)
     #: The score that this series shows: "mean" (over sizes), or one size if a study says so.
     headline: str = "mean"
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is local training alone, which other series should exceed."""
+        return all(run.config.method.name == REFERENCE_METHOD for run in self.runs)
 
     @property
     def by_seed(self) -> dict[int, list[Run]]:
@@ -221,6 +230,14 @@ class ReportData:
         for panel in self.panels.values():
             labels |= dict.fromkeys(panel.series)
         return list(labels)
+
+    @property
+    def references(self) -> set[str]:
+        """The labels of the series that are drawn as references."""
+        labels: set[str] = set()
+        for panel in self.panels.values():
+            labels.update(series.label for series in panel.series.values() if series.is_reference)
+        return labels
 
     @property
     def runs(self) -> list[Run]:

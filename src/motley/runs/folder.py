@@ -4,6 +4,7 @@ config.toml          the resolved configuration, with every default written out
 environment.json     versions and hardware that the run started on
 plugins.json         where users' own modules were imported from, if the run uses any
 metrics.jsonl        one line per round
+client_scores.jsonl  the score of every client, one line per round that scored clients
 checkpoints/         round-000010/ and so on, each complete or absent
 clients/             the clients' state between rounds, if the method has one
 tensorboard/         event files, if tensorboard is installed
@@ -43,6 +44,7 @@ class RunFolder:
         self.config = path / "config.toml"
         self.environment = path / "environment.json"
         self.metrics = path / "metrics.jsonl"
+        self.client_scores = path / "client_scores.jsonl"
         self.checkpoints = path / "checkpoints"
         self.clients = path / "clients"
         self.tensorboard = path / "tensorboard"

@@ -11,6 +11,7 @@ from motley.engine.base import Engine
 from motley.evaluate import Evaluator
 from motley.methods.base import ServerAlgorithm
 from motley.privacy import Accountant
+from motley.server.client_scores import ScoreClients
 from motley.server.collection import CollectionStage
 from motley.server.pipeline import Stage
 from motley.server.sampling import Sampler
@@ -33,6 +34,7 @@ class RoundContext:
     batch_size: the clients' batch size, for error messages.
     exchanges_weights: whether there is a global model, whose parts travel. If not, clients train
         and evaluate models of their own.
+    score_clients: asks clients for scores on their own test examples; None if the run has none.
     """
 
     engine: Engine
@@ -51,3 +53,4 @@ class RoundContext:
     attempts: int
     batch_size: int
     exchanges_weights: bool = True
+    score_clients: ScoreClients | None = None
