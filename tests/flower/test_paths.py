@@ -55,6 +55,7 @@ NAMES = {
     "method.cut",
     "method.teacher",
     "engine.device",
+    "run.mlflow",  # may name a database, but is removed like a path (tests/runs/test_loggers.py)
 }
 """Settings of free text that name no file. A new one belongs here, or has the type FilePath if it names a file."""
 

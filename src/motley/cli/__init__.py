@@ -72,6 +72,16 @@ COMMANDS = (
         "motley.cli.analyze:analyze",
     ),
     LazyCommand(
+        "export",
+        "Export the trained model of a size, with a model card, and measure the written file.",
+        "motley.cli.export:export",
+    ),
+    LazyCommand(
+        "predict",
+        "Predict classes or values for images, arrays or rows of a table.",
+        "motley.cli.predict:predict",
+    ),
+    LazyCommand(
         "watch",
         "Serve a run's report on this machine, live while the run goes on, until Ctrl-C.",
         "motley.cli.watch:watch",

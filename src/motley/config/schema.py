@@ -392,6 +392,15 @@ class RunSettings(Settings):
     """Number of checkpoints that are kept."""
     tensorboard: bool = True
     """Write TensorBoard event files, if tensorboard is installed."""
+    mlflow: bool | str = False
+    """Log to MLflow (extra `mlflow`). true: to $MLFLOW_TRACKING_URI or, if that is not set, to the
+    database mlflow.db beside the run's folder. A text: a tracking URI, such as
+    "http://127.0.0.1:5000" or "sqlite:///mlflow.db".
+    """
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Log to Weights & Biases (extra `wandb`). offline: to files in the run's folder, for
+    `wandb sync`. online: to the server.
+    """
 
 
 def with_default_split(values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -84,12 +84,13 @@ class Registry(Generic[T]):
     def keep(self, item: Any, label: str) -> Entry[T]:
         """Give a name to an object that cannot be imported, such as a notebook's class.
 
-        The name is "<label>", and it is known as long as somebody holds the entry.
+        The name is "<label>", and it is known as long as somebody holds the entry. A second object
+        of this label is called "<label>#2".
         """
         name, number = f"<{label}>", 1
         while name in self._in_memory:
             number += 1
-            name = f"<{label} {number}>"
+            name = f"<{label}>#{number}"
         entry = Entry(name, self._accepted(item), summary_of(item))
         self._in_memory[name] = entry
         return entry

@@ -25,7 +25,7 @@ from motley.methods.evaluation import TestSums
 from motley.methods.info import ClientInfo, FederationInfo
 from motley.methods.step import Step
 from motley.models.stages import chain_of
-from motley.settings import Settings
+from motley.settings import Configured, Settings
 
 #: Prefix of values in a payload that are for the round's record and nothing else.
 REPORTED = "reported/"
@@ -253,6 +253,11 @@ class Method:
                 chain_of(blueprint.module)
         self.client = self.Client(settings, info.for_clients())
         self.server = self.Server(settings, info)
+
+    @classmethod
+    def configure(cls, **settings: Any) -> Configured:
+        """Return the method with its settings, for `motley.Federation(method=...)`."""
+        return Configured(cls, settings)
 
 
 #: The hooks behind each requirement. A method declares it if and only if it overrides one of them.

@@ -31,6 +31,9 @@ class Callback:
     def on_round(self, server: ServerState, record: RoundRecord) -> None:
         """Called after each round, with the server after that round."""
 
+    def on_exception(self, error: BaseException) -> None:
+        """Called before `on_stop` if an exception ends the run, or KeyboardInterrupt."""
+
     def on_stop(self, server: ServerState) -> None:
         """Called when the run stops, whether finished, interrupted or failed.
 

@@ -18,17 +18,18 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-import motley
 from motley.config import Config, for_display, missing_plugins, read_resolved, read_toml
 from motley.core.errors import MotleyError
 from motley.files import check_new_folder, write_atomically
 from motley.runs.plugins import require_importable, write_plugins
+from motley.version import __version__
 
 try:
     import fcntl
@@ -167,11 +168,22 @@ def next_free(parent: Path, stem: str) -> Path:
     return parent / f"{stem}-{number}"
 
 
+def _commit() -> str:
+    """Return the commit of the working folder, if it belongs to a git repository; else ""."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return answer.stdout.strip()
+
+
 def describe_environment() -> dict[str, str | int]:
     """Return the versions and the hardware, to be saved with a run's results."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
-        "motley": motley.__version__,
+        "motley": __version__,
+        "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "system": platform.platform(),
