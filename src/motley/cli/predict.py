@@ -24,7 +24,7 @@ from motley.splits.early_exit import exit_costs, exits_of
 def predict(
     path: Path = typer.Argument(..., metavar="RUN", help="A run, or a folder of motley export."),
     files: list[Path] = typer.Argument(
-        ..., metavar="FILE...", help="Images, .npy, .npz or .csv files."
+        ..., metavar="FILE...", help="Images, .npy, .npz, .csv or .txt files."
     ),
     size: str = typer.Option("", "--size", help="A size of the run; default: its only one."),
     top: int = typer.Option(1, "--top", min=1, help="Number of most probable classes to print."),
@@ -53,7 +53,9 @@ def predict(
     names: list[str] = []
     predictions: list[Prediction] = []
     # All files are read before anything is computed, so that a wrong one is reported at once.
-    arrays = [read_inputs(file, predictor.inputs, resize=resize) for file in files]
+    arrays = []
+    for file in files:
+        arrays.append(read_inputs(file, predictor.inputs, predictor.rows, resize=resize))
     for file, array in zip(files, arrays, strict=True):
         for row in range(len(array)):
             names.append(str(file) if len(array) == 1 else f"{file}[{row}]")
