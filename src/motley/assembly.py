@@ -14,7 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from motley.checks import check_client_state, check_partition, refuse_partition_by_label
+from motley.checks import (
+    check_client_state,
+    check_partition,
+    check_private_weights,
+    refuse_partition_by_label,
+)
 from motley.client.clients import TestSet
 from motley.client.scoring import ClientTests
 from motley.client.state_store import ClientStateStore
@@ -37,7 +42,7 @@ from motley.data.public import (
 from motley.engine import Clients, DebugEngine, LocalEngine
 from motley.limits import allocating
 from motley.methods import METHODS, FederationInfo, Method
-from motley.models import MODELS, InputShape
+from motley.models import InputShape
 from motley.models.pretrained import first_layer, load_weights
 from motley.models.projection import with_projection
 from motley.plan import assigned, costs_of, read_budgets
@@ -50,7 +55,7 @@ from motley.server.inco import InCo, IncoSettings
 from motley.server.method_stages import AggregateUpdates, MethodCorrection, PostProcess
 from motley.server.optimizer import ServerOptimizer
 from motley.server.own_models import EvaluateOwnModels
-from motley.server.pipeline import Stage
+from motley.server.pipeline import Stage, insert_stages
 from motley.server.recalibration import Recalibrate
 from motley.server.scale import Scale
 from motley.splits import SPLITS, Split
@@ -163,9 +168,8 @@ def build_split(config: Config, shape: InputShape, classes: int) -> Split:
     """
 
     def build(size: str) -> Any:
-        spec = MODELS[size]
-        family_settings = getattr(config.model, spec.family)
-        model = spec.make(family_settings, shape, classes, init=config.model.init)
+        spec, settings = config.model.declaration(size)
+        model = spec.make(settings, shape, classes, init=config.model.init)
         return with_projection(model, config.model.projection)
 
     builds = {size: partial(build, size) for size in config.model.sizes}
@@ -220,6 +224,7 @@ def with_weights(state: State, split: Split, model: ModelSettings) -> State:
         part = split.part(size)
         for name in first_layer(split.blueprints[size].module):
             first_layers.add(part[name].name)
+    check_private_weights(model, split)
     return load_weights(
         state,
         Path(model.weights),
@@ -250,7 +255,7 @@ def build_pipeline(config: Config, split: Split, method: Method) -> list[Stage]:
     pipeline.append(PostProcess(method.server))
     if server.ema_decay:
         pipeline.append(EMA(server.ema_decay))
-    return pipeline
+    return insert_stages(pipeline, server.stages, split)
 
 
 def build_collections(
@@ -258,15 +263,19 @@ def build_collections(
 ) -> list[CollectionStage]:
     """Return the collections from clients that follow the pipeline, in order.
 
-    The method's own comes last: it may use features, which depend on recalibrated statistics.
+    The method's own and the scores of clients' models come last: both depend on recalibrated
+    statistics.
     """
-    if not method.requirements.exchanges_weights:
+    last: CollectionStage = MethodCollection(method.server, split, size_of)
+    if method.has_own_models:
+        if config.privacy.active and config.engine.name.startswith("flower"):
+            # Nodes with [privacy] answer no collection: scores are neither clipped nor noised.
+            return []
         asked = config.federation.clients if config.evaluation.clients == "all" else None
-        return [EvaluateOwnModels(method.server, size_of, asked)]
-    of_method = MethodCollection(method.server, split, size_of)
+        last = EvaluateOwnModels(method.server, size_of, asked, split.has_private)
     statistics = config.server.statistics
     if not isinstance(statistics, RecalibrationSettings):
-        return [of_method]
+        return [last]
 
     def is_due(round_number: int) -> bool:
         if statistics.every == 0:
@@ -274,7 +283,7 @@ def build_collections(
         return round_number % statistics.every == 0 or round_number == config.training.rounds
 
     everyone = config.federation.clients if statistics.clients == "all" else None
-    return [Recalibrate(split, size_of, is_due, everyone), of_method]
+    return [Recalibrate(split, size_of, is_due, everyone), last]
 
 
 def build_score_clients(
@@ -291,7 +300,8 @@ def build_score_clients(
         is_due=lambda number: evaluation.scores_clients(number, config.training.rounds),
         num_clients=config.federation.clients if evaluation.per_client == "all" else None,
         personalize=evaluation.personalize_epochs > 0,
-        exchanges_weights=method.requirements.exchanges_weights,
+        own_models=method.has_own_models,
+        sends_parts=split.has_private or not method.has_own_models,
     )
 
 
@@ -344,7 +354,10 @@ def build_engine(config: Config, clients: Clients) -> DebugEngine | LocalEngine:
 
 def chosen_kernels(config: Config) -> frozenset[str]:
     """Return the names of Motley's kernels that a run uses on a GPU: none in the debug engine."""
-    return frozenset() if config.engine.name == "debug" else config.engine.kernel_names
+    if config.engine.name == "debug":
+        return frozenset()
+    without = frozenset() if config.training.optimizer.has_kernel else frozenset({"optimizer"})
+    return config.engine.kernel_names - without
 
 
 def compiles(config: Config) -> bool:

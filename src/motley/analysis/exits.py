@@ -52,7 +52,7 @@ def exits(paths: Sequence[Path], settings: ExitSettings | None = None) -> Findin
     for axes, path in zip(all_axes, paths, strict=True):
         with open_run(path) as (federation, servers):
             for size in federation.split.sizes:
-                model = federation.model(servers[-1], size)
+                model = federation.model(size, servers[-1])
                 if not isinstance(model, WithExits) or len(model.cuts) < 2:
                     continue
                 log.info("evaluating the exits of %s", size)

@@ -153,6 +153,7 @@ def _card(
         class_names=run.class_names,
         input_shape=stored_shape(run.inputs),
         input_dtype=run.inputs.dtype,
+        rows=None if run.rows is None else run.rows.to_json(),
         with_normalization=with_normalization,
         exit=exit_number,
         metric=run.task.metric,

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 from motley.config import Config, resolve
 from motley.config.paper_names import NAMES
+from motley.core.dotted import is_dotted
 from motley.core.errors import MotleyError, unknown
 from motley.data import DATASETS, load_dataset
 from motley.data.dataset import data_root
 from motley.data.files.settings import FileSettings
 from motley.data.settings import DataSettings
 from motley.methods import METHODS
+from motley.runs.folder import as_file_name
 from motley.settings import Table, validate
 from motley.studies.declaration import (
     FILE_READERS,
@@ -79,7 +81,8 @@ class PlannedRun:
         values = self.config.model_dump(mode="json", exclude=IMMATERIAL)
         digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:10]
         inco = "-inco" if self.config.server.inco.active else ""
-        return f"{self.config.data.name}-{self.config.method.name}{inco}-seed{self.seed}-{digest}"
+        name = as_file_name(f"{self.config.data.name}-{self.config.method.name}")
+        return f"{name}{inco}-seed{self.seed}-{digest}"
 
 
 class Missing(NamedTuple):
@@ -275,6 +278,11 @@ def _missing_method(row: MethodRow) -> Iterator[Missing]:
     name = row.layer["method"]["name"]
     if row.missing:
         yield Missing(row.name, row.missing)
+    elif is_dotted(name):
+        try:
+            METHODS.entry(name, "method.name")
+        except MotleyError as error:
+            yield Missing(row.name, str(error))
     elif name not in METHODS and name not in NAMES:
         yield Missing(row.name, f"there is no method {name!r} (motley list methods).")
 
