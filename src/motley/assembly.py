@@ -14,7 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from motley.checks import check_client_state, check_partition, refuse_partition_by_label
+from motley.checks import (
+    check_client_state,
+    check_partition,
+    check_private_weights,
+    refuse_partition_by_label,
+)
 from motley.client.clients import TestSet
 from motley.client.scoring import ClientTests
 from motley.client.state_store import ClientStateStore
@@ -220,6 +225,7 @@ def with_weights(state: State, split: Split, model: ModelSettings) -> State:
         part = split.part(size)
         for name in first_layer(split.blueprints[size].module):
             first_layers.add(part[name].name)
+    check_private_weights(model, split)
     return load_weights(
         state,
         Path(model.weights),
@@ -258,15 +264,19 @@ def build_collections(
 ) -> list[CollectionStage]:
     """Return the collections from clients that follow the pipeline, in order.
 
-    The method's own comes last: it may use features, which depend on recalibrated statistics.
+    The method's own and the scores of clients' models come last: both depend on recalibrated
+    statistics.
     """
-    if not method.requirements.exchanges_weights:
+    last: CollectionStage = MethodCollection(method.server, split, size_of)
+    if method.has_own_models:
+        if config.privacy.active and config.engine.name.startswith("flower"):
+            # Nodes with [privacy] answer no collection: scores are neither clipped nor noised.
+            return []
         asked = config.federation.clients if config.evaluation.clients == "all" else None
-        return [EvaluateOwnModels(method.server, size_of, asked)]
-    of_method = MethodCollection(method.server, split, size_of)
+        last = EvaluateOwnModels(method.server, size_of, asked, split.has_private)
     statistics = config.server.statistics
     if not isinstance(statistics, RecalibrationSettings):
-        return [of_method]
+        return [last]
 
     def is_due(round_number: int) -> bool:
         if statistics.every == 0:
@@ -274,7 +284,7 @@ def build_collections(
         return round_number % statistics.every == 0 or round_number == config.training.rounds
 
     everyone = config.federation.clients if statistics.clients == "all" else None
-    return [Recalibrate(split, size_of, is_due, everyone), of_method]
+    return [Recalibrate(split, size_of, is_due, everyone), last]
 
 
 def build_score_clients(
@@ -291,7 +301,8 @@ def build_score_clients(
         is_due=lambda number: evaluation.scores_clients(number, config.training.rounds),
         num_clients=config.federation.clients if evaluation.per_client == "all" else None,
         personalize=evaluation.personalize_epochs > 0,
-        exchanges_weights=method.requirements.exchanges_weights,
+        own_models=method.has_own_models,
+        sends_parts=split.has_private or not method.has_own_models,
     )
 
 

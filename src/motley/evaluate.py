@@ -42,9 +42,9 @@ class EvaluationSettings(Settings):
     last_k: int = Field(default=5, ge=1)
     """Number of last evaluations that the reported mean of the last scores is over."""
     clients: Literal["round", "all"] = "round"
-    """Whose own models are evaluated if the method exchanges no weights. round: those of the
-    round's clients. all: those of all clients that have trained so far. A size's score is the mean
-    over its clients.
+    """Whose own models are evaluated if clients have some (no weights are exchanged, a personal
+    model, or split.private). round: those of the round's clients. all: those of all clients that
+    have trained so far. A size's score is the mean over its clients.
     """
     targets: tuple[Annotated[float, Field(gt=0)], ...] = ()
     """Values of the task's first metric, such as accuracies between 0 and 1. For each, the first

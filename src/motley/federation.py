@@ -45,7 +45,7 @@ from motley.client.scoring import ClientTests
 from motley.config import Config
 from motley.core.device import on_device
 from motley.core.errors import MotleyError
-from motley.core.part import State
+from motley.core.part import State, take
 from motley.data import Dataset
 from motley.data.device import DeviceData, device_data
 from motley.data.partition import Partition
@@ -268,6 +268,7 @@ class Federation:
             attempts=config.server.attempts,
             batch_size=config.training.batch_size,
             exchanges_weights=self.method.requirements.exchanges_weights,
+            has_own_models=self.method.has_own_models,
             score_clients=self.score_clients,
         )
 
@@ -289,8 +290,8 @@ class Federation:
         `round_number` matters for a rolling window of channels only: its default, 0, evaluates the
         leading channels and not the window that the round trained.
 
-        A method that exchanges no weights has no global model, so this raises an error. Its
-        clients' models are `client_model`.
+        A method that exchanges no weights has no global model, and neither has a federation with
+        private tensors, so this raises an error. Clients' models are `client_model`.
         """
         refuse_global_model(self.method)
         with self.numerics():
@@ -308,9 +309,11 @@ class Federation:
     def client_model(self, server: ServerState, client: int) -> nn.Module:
         """Return a client's own model after its last accepted update, in evaluation mode.
 
-        Only methods that exchange no weights have such models, and clients of this process.
+        It is the client's part of the evaluated global state with its private tensors, the model
+        that the method trains beside the part, or, if no weights are exchanged, all the client's
+        own. Others have no such models, nor have clients elsewhere.
         """
-        if self.method.requirements.exchanges_weights:
+        if not self.method.has_own_models:
             raise MotleyError(
                 f"method.name = {self.config.method.name!r}: clients have no models of their own; "
                 "they train parts of the global model."
@@ -320,8 +323,10 @@ class Federation:
         trained = server.client_state_rounds.get(client)
         if trained is None:
             raise MotleyError(f"client {client} has no model yet: it has not trained.")
-        model = self.split.build(self.sizes[client]).to(self.device)
-        model.load_state_dict(self.engine.clients.own_model(client, trained))
+        size = self.sizes[client]
+        part = take(server.model, self.split.evaluated(size, server.round_number))
+        model = self.split.build(size).to(self.device)
+        model.load_state_dict(self.engine.clients.own_model(client, size, trained, part))
         return model.eval()
 
     def to_device(self, server: ServerState) -> ServerState:

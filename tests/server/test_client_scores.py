@@ -313,10 +313,18 @@ def test_the_evaluated_part_is_scored(settings: tuple[str, ...]) -> None:
         assert spread_of_size.weighted == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("method", ["local", "fedproto"])
-def test_own_models_are_scored_on_their_clients_test_examples(method: str) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        chosen("local"),
+        chosen("fedproto"),
+        (*chosen("ditto"), "server.ema_decay=0"),
+        (*chosen("fedavg"), "split.private=['head']"),
+    ],
+)
+def test_own_models_are_scored_on_their_clients_test_examples(settings: tuple[str, ...]) -> None:
     """They are personal already, so their personalized score is the same."""
-    federation = Federation(quick(*PERSONALIZED, *chosen(method)))
+    federation = Federation(quick(*PERSONALIZED, *settings))
     server, records = played(federation)
     scores, tests = records[-1].client_scores, federation.client_tests
     assert scores is not None and tests is not None

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from motley.client.encoding import Encoding, encoded, without_residual
 from motley.client.job import CLIENT_SCORES, Job
 from motley.client.learner import Learner
-from motley.client.own_model import model_in, with_model, without_model
+from motley.client.own_model import MODEL, PRIVATE, prefixed, state_of_method, stored_under
 from motley.client.scoring import PERSONALIZED, SCORE, ClientTests
 from motley.client.state_store import ClientStateStore
 from motley.client.training import NO_STEPS, Plan, TrainingSettings, make_plan
+from motley.core.device import on_device
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.core.randomness import key
@@ -77,6 +78,7 @@ class Clients:
         self._personalizes = personalize_epochs > 0
         #: The examples on each device that clients train on; the home device comes first.
         self.copies = [data, *elsewhere]
+        self._first_private: dict[str, State] = {}
         self._smallest: dict[str, int] = {}
         smallest = max(self.smallest_batch(size) for size in method.info.split.sizes)
         if training.batch_size < smallest:
@@ -98,9 +100,10 @@ class Clients:
     def learner(self, size: str, where: int = 0) -> Learner:
         """Return a fresh learner of a size on one of the devices."""
         epoch = self.training.epoch_lengths(int(self.partition.sizes.max()), 1)
-        longest = self.training.local_steps(len(epoch))
+        longest = self.training.local_steps(len(epoch), self.method.extra_epochs)
         if self._personalizes:
-            longest = max(longest, self._personalizing.local_steps(len(epoch)))
+            extra = self.method.extra_epochs
+            longest = max(longest, self._personalizing.local_steps(len(epoch), extra))
         model = self.method.info.split.build(size)
         return Learner(
             model,
@@ -132,7 +135,7 @@ class Clients:
     def local_steps(self, job: Job) -> int:
         """Return how many steps a job takes."""
         epoch = self.training.epoch_lengths(self.samples(job.client), self.smallest_batch(job.size))
-        return self.training.local_steps(len(epoch))
+        return self.training.local_steps(len(epoch), self.method.extra_epochs)
 
     def plan(self, job: Job) -> Plan:
         """Draw a job's batches."""
@@ -145,6 +148,7 @@ class Clients:
             seed=self.seed_of(job),
             round_number=job.round_number,
             client=job.client,
+            extra_epochs=self.method.extra_epochs,
         )
 
     def seed_of(self, job: Job) -> int:
@@ -159,33 +163,74 @@ class Clients:
     def resume(self, job: Job) -> tuple[Job, State]:
         """Return a job with the weights that its client starts from, and the client's state.
 
-        The weights are those that the job carries or, if the method exchanges no weights, those of
-        the client's own model. Before its first accepted update a client has no model of its own
-        and starts from the weights in the job. The state is the stored one, or the initial one.
+        The weights are those that the job carries, completed by the client's private tensors. If
+        the method exchanges no weights, they are those of the client's own model; before its first
+        accepted update a client has none and starts from the weights in the job. The state is the
+        stored one, or the initial one.
         """
         needs = self.method.requirements
-        if job.client_state_round is None:
+        private = self.method.info.split.private[job.size]
+        keeps_something = needs.client_state or not needs.exchanges_weights or private
+        if job.client_state_round is None or not keeps_something:
+            if private:
+                job = self._completed(job, self._initial_private(job.size))
             if not needs.client_state:
                 return job, {}
             return job, self.method.client.initial_client_state(job.size, job.state)
-        if needs.exchanges_weights and not needs.client_state:
-            return job, {}
         stored = without_residual(self.memory.recall(job.client, job.client_state_round))
-        if needs.exchanges_weights:
-            return job, stored
-        return replace(job, state=model_in(stored)), without_model(stored)
+        client_state = state_of_method(stored)
+        if not needs.exchanges_weights:
+            job = replace(job, state=stored_under(MODEL, stored))
+        elif private:
+            job = self._completed(job, stored_under(PRIVATE, stored))
+        elif needs.personal_model and job.collection in ("evaluation", *CLIENT_SCORES):
+            job = replace(job, state=self.method.client.personal_model(client_state))
+        return job, client_state
 
-    def own_model(self, client: int, round_number: int) -> State:
-        """Return a client's own model after a round, if the method exchanges no weights."""
-        return model_in(self.memory.get(client, round_number))
+    def _completed(self, job: Job, private: State) -> Job:
+        """Return a job with the client's private tensors beside those that the server sent."""
+        state = {**job.state, **private}
+        if self._drops_received:
+            job.state.clear()
+        return replace(job, state=state)
+
+    def _initial_private(self, size: str) -> State:
+        """Return the private tensors of a client of a size before its first training."""
+        if size not in self._first_private:
+            tensors = self.method.info.split.initial_private(size, self.seed)
+            self._first_private[size] = {n: on_device(t, self.device) for n, t in tensors.items()}
+        return self._first_private[size]
+
+    def own_model(self, client: int, size: str, round_number: int, part: State) -> State:
+        """Return a client's model after a round: `part`, completed by what the client keeps.
+
+        Without private tensors it is all the client's own, and `part` is not used.
+        """
+        stored = self.memory.get(client, round_number)
+        needs = self.method.requirements
+        if not needs.exchanges_weights:
+            return stored_under(MODEL, stored)
+        if needs.personal_model:
+            state = state_of_method(without_residual(stored))
+            return self.method.client.personal_model(state)
+        if self.method.info.split.private[size]:
+            return {**part, **stored_under(PRIVATE, stored)}
+        return part
+
+    @property
+    def _drops_received(self) -> bool:
+        """Whether a job loses its state once its client has a copy.
+
+        A slot on a GPU is loaded twice, before and after its step is captured. The state is in host
+        memory there, and the training is not.
+        """
+        return self.lean and self.device.type == "cpu"
 
     def seat(self, learner: Learner, job: Job, plan: Plan, client_state: State) -> None:
         """Put a client into a learner."""
         learner.rows = self.partition.of(job.client)
         learner.load(job, client_state, plan, self.seed_of(job))
-        # A slot on a GPU is loaded twice, before and after its step is captured. The state is in
-        # host memory there, and the training is not.
-        if self.lean and self.device.type == "cpu":
+        if self._drops_received:
             job.state.clear()
 
     def finish(self, learner: Learner) -> ClientUpdate:
@@ -194,7 +239,10 @@ class Clients:
         if self.lean:
             learner.drop_moments()
         needs = self.method.requirements
-        delta = learner.delta() if needs.exchanges_weights else {}
+        private = self.method.info.split.private[learner.job.size]
+        delta: State = {}
+        if needs.exchanges_weights:
+            delta = {n: tensor for n, tensor in learner.delta().items() if n not in private}
         payload, client_state, loss = learner.result()
         if (payload and not needs.payload) or bool(client_state) != needs.client_state:
             raise TypeError(
@@ -202,11 +250,21 @@ class Clients:
                 f"{sorted(payload)} and a client state of {sorted(client_state)}; its method "
                 f"declares {needs}."
             )
-        if not needs.exchanges_weights:
-            client_state = with_model(client_state, learner.state)
+        if private & payload.keys():
+            raise TypeError(
+                f"{type(self.method.client).__name__}.finish returned {sorted(payload)} as its "
+                "payload, which has names of private tensors (split.private)."
+            )
+        kept = learner.state if not needs.exchanges_weights else {}
+        if kept:
+            client_state = {**client_state, **prefixed(MODEL, kept)}
+        elif private:
+            kept = {name: tensor for name, tensor in learner.state.items() if name in private}
+            client_state = {**client_state, **prefixed(PRIVATE, kept)}
+        if kept:
             # The server cannot see that a model is broken. It rejects a loss that is not finite,
             # and the client then continues from the model before this round.
-            broken = ~max_norm(learner.state.values()).isfinite()
+            broken = ~max_norm(kept.values()).isfinite()
             loss = loss.masked_fill(broken, torch.nan)
         return self.update(learner.job, delta, payload, client_state, loss, learner.num_steps)
 
@@ -279,6 +337,8 @@ class Clients:
             client=job.client,
         )
         if job.collection == "statistics":
+            if self.method.info.split.private[job.size]:
+                job, _ = self.resume(job)
             learner.receive(job.state)
             with learner.weights.single_precision(), learner.without_compilation():
                 values = batch_moments(learner.model, learner.examples(plan))
@@ -317,7 +377,7 @@ class Clients:
 
     def _score(self, learner: Learner, job: Job) -> Collection:
         """Score one client: the model that it received, or else its own."""
-        if self.method.requirements.exchanges_weights:
+        if not self.method.has_own_models:
             return self.score_together(learner, [job])[0]
         answer = self._evaluate_own_model(learner, job, self.tests.examples(job.client))
         info = self.method.info

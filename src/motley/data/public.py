@@ -82,7 +82,7 @@ class PublicDatasetSettings(PublicSettings):
     samples: int = Field(default=0, ge=0)
     """Number of public images, drawn at random; 0: all training images of the data set."""
     path: FilePath = ""
-    """Your own file, for public.name = "npz"."""
+    """Your own file, for public.name = "npz", or a folder of images, for "files"."""
 
     @property
     def file_path(self) -> Path | None:
@@ -244,6 +244,11 @@ def public_images(
     assert isinstance(settings, PublicDatasetSettings)
     dataset = load_dataset(settings.name, root=root, path=settings.file_path, tested=False)
     images = dataset.train.inputs
+    if images.dtype != np.uint8 or images.ndim != 4:
+        raise MotleyError(
+            f"public.name = {settings.name!r}: public examples must be images of bytes, not "
+            f"{dataset.shape} of the type {images.dtype}."
+        )
     if settings.samples:
         images = images[draw_rows(np.arange(len(images)), settings.samples, seed)]
     return fit_images(images, shape, f"public.name = {settings.name!r}")

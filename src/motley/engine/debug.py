@@ -46,6 +46,7 @@ class DebugEngine:
         learner.use_generator()
         for length in plan.lengths:
             learner.seed_step()
+            learner.enter_phase()
             learner.step(length)
             learner.num_steps += 1
         return learner

@@ -97,9 +97,9 @@ class LocalEngine:
     def collect(self, jobs: Sequence[Job]) -> list[Collection]:
         """Ask every job's client for a collection."""
         jobs = [job for job in jobs if self.clients.can_answer(job)]
-        exchanges_weights = self.clients.method.requirements.exchanges_weights
+        own_models = self.clients.method.has_own_models
         with own_randomness(self.clients.device):
-            if jobs and jobs[0].collection in CLIENT_SCORES and exchanges_weights:
+            if jobs and jobs[0].collection in CLIENT_SCORES and not own_models:
                 return self._client_scores(jobs)
             collections = []
             for job in jobs:
@@ -145,7 +145,7 @@ class LocalEngine:
         work = {}
         for job in jobs:
             # Not `len(job.state)`, which is 0 for a client with a model of its own.
-            tensors = len(split.part(job.size))
+            tensors = len(split.whole_part(job.size))
             work[job.client] = self.clients.local_steps(job) * tensors
         urgent = URGENT * len(jobs) if self.clients.device.type == "cuda" else 0
         queues: Queues = {}

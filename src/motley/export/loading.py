@@ -66,6 +66,11 @@ class LoadedRun:
                 f"{path}: method.name = {method!r} exchanges no weights, so there is no global "
                 "model. `Federation.client_model` returns the models of clients."
             )
+        if self.config.split.private:
+            raise MotleyError(
+                f"{path}: split.private = {list(self.config.split.private)}, so there is no global "
+                "model. `Federation.client_model` returns the models of clients."
+            )
         self.server: ServerState = read_checkpoint(self._checkpoint(checkpoint))
 
     def _checkpoint(self, wanted: int | None) -> Path:

@@ -36,7 +36,6 @@ from motley.flower.examples import (
 from motley.flower.failures import NodeError, failing_as, keep_text
 from motley.flower.request import Request, read_job, read_request
 from motley.flower.settings import NodeSettings, read_node
-from motley.methods import METHODS
 from motley.node import Client
 from motley.plan import Budget, Cost, largest_fitting
 from motley.settings import validate
@@ -172,8 +171,8 @@ def train(node: NodeSettings, request: Request, clients: ClientCache) -> RecordD
 def collect(node: NodeSettings, request: Request, clients: ClientCache) -> RecordDict:
     """Answer the method's collection, or with BatchNorm statistics if the run recalibrates them.
 
-    If the run exchanges no weights, the client may be asked to score its own model. If the run
-    scores clients, it may be asked for its score on its own test examples.
+    If the client has a model or private tensors of its own, it may be asked to score its model. If
+    the run scores clients, it may be asked for its score on its own test examples.
 
     A run with [privacy] has no collections: the values that they report, including the number of
     examples, are neither clipped nor noised. A node with privacy therefore refuses them, whatever
@@ -183,7 +182,7 @@ def collect(node: NodeSettings, request: Request, clients: ClientCache) -> Recor
     if request.config.privacy.active:
         reason = "the job asks for a collection, but runs with [privacy] have none."
         raise NodeError("refused-by-node", reason)
-    if job.collection == "evaluation" and exchanges_weights(request):
+    if job.collection == "evaluation" and not request.config.has_own_models:
         reason = "the job asks for the score of the client's own model, and it has none."
         raise NodeError("refused-by-node", reason)
     if job.collection in CLIENT_SCORES and request.config.evaluation.per_client == "off":
@@ -199,11 +198,6 @@ def collect(node: NodeSettings, request: Request, clients: ClientCache) -> Recor
     if collection is None:
         return answer(job)
     return answer(job, num_examples=collection.samples, payload=collection.values)
-
-
-def exchanges_weights(request: Request) -> bool:
-    """Tell whether the run's method exchanges weights."""
-    return METHODS[request.config.method.name].requirements.exchanges_weights
 
 
 def answer(

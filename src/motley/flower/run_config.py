@@ -37,7 +37,7 @@ def from_text(text: str, node: NodeSettings) -> Config:
                 raise NodeError("bad-config", f"{key} = {value!r}: a server may not name paths.")
         if table_in(values, "data", "partition").get("name") == "file":
             values["data"]["partition"].update(own_partition(node))
-        if table_in(values, "public").get("name") == "npz":
+        if table_in(values, "public").get("name") in ("npz", "files"):
             values["public"]["path"] = node.data.public
         federation = table_in(values, "federation")
         if federation.get("size_assignment") == "budget":

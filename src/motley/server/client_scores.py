@@ -3,8 +3,8 @@
 A client is scored where its test examples are, with its size's part of the evaluated global model,
 and answers with sums and counts. If the run asks for it, the client then trains that part on its
 training examples and is scored again: the personalized score. Nothing of this training is sent or
-stored, so a run ends in the same state with and without client scores (tested). If the method
-exchanges no weights, clients score models of their own.
+stored, so a run ends in the same state with and without client scores (tested). Clients that have
+models of their own, or complete their parts by private tensors, score these.
 
 Clients of this process that have the same size are scored in one pass (`LocalEngine.collect`).
 """
@@ -132,6 +132,8 @@ class ScoreClients:
     num_clients: the number of all clients, who are asked; None: only the clients of the round are.
     personalize: also ask for the score after local training. Clients' own models are personal
         already, and have the same score twice.
+    own_models: clients score models of their own, or with private tensors.
+    sends_parts: clients need their parts of the global state for that.
     """
 
     algorithm: ServerAlgorithm
@@ -140,18 +142,19 @@ class ScoreClients:
     is_due: Callable[[int], bool]
     num_clients: int | None = None
     personalize: bool = False
-    exchanges_weights: bool = True
+    own_models: bool = False
+    sends_parts: bool = True
 
     @property
     def _trains(self) -> bool:
-        return self.personalize and self.exchanges_weights
+        return self.personalize and not self.own_models
 
     def clients(self, server: ServerState, sampled: Sequence[int]) -> list[int]:
         """Return the clients that are asked after this round: none if it is not due."""
         if not self.is_due(server.round_number):
             return []
         asked = list(sampled) if self.num_clients is None else list(range(self.num_clients))
-        if self.exchanges_weights:
+        if not self.own_models:
             return asked
         return [client for client in asked if client in server.client_state_rounds]
 
@@ -177,12 +180,12 @@ class ScoreClients:
         return jobs
 
     def _state(self, server: ServerState, size: str) -> State:
-        if not self.exchanges_weights:
+        if not self.sends_parts:
             return {}
         return take(server.model, self.split.evaluated(size, server.round_number))
 
     def _broadcast(self, server: ServerState, client: int) -> State:
-        if not self.exchanges_weights:
+        if self.own_models:
             return self.algorithm.evaluation_broadcast(server.method_state)
         if not self._trains:
             return {}

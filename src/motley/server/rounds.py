@@ -6,9 +6,10 @@
     finish_round    Reject invalid updates (`validation.py`). End the round with the others.
     end_round       Run the stages of the aggregation (`pipeline.py`). Ask clients for collections,
                     such as BatchNorm statistics (`collection.py`). Start to evaluate every size.
-                    If no weights are exchanged, nothing is aggregated, and clients are asked for
-                    the scores of their own models instead (`own_models.py`). If the run asks for
-                    it, score clients on their own test examples (`client_scores.py`).
+                    If clients have models of their own, they are asked for the scores of these
+                    instead (`own_models.py`). If no weights are exchanged, nothing is aggregated.
+                    If the run asks for it, score clients on their own test examples
+                    (`client_scores.py`).
 
 Every function takes a server state and returns what it computes; nothing is changed in place. If a
 round is interrupted, the state before it is still whole and can be saved.
@@ -174,7 +175,7 @@ def end_round(
     )
     server, evaluation = collected.server, collected.evaluation
     is_evaluated = context.algorithm.info.is_evaluated(server.round_number)
-    if context.exchanges_weights and is_evaluated:
+    if is_evaluated and not context.has_own_models:
         with timer.phase("evaluate"):
             evaluation = context.evaluator.start(server.model, server.round_number)
     client_scores, rejected = None, collected.rejected

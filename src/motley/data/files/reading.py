@@ -195,7 +195,7 @@ def _read_images(
         test_seed=settings.test_seed,
         tested=tested,
     )
-    notes = [f"{listing.ignored} files are not images and are ignored"] if listing.ignored else []
+    notes = [f"files that are not images are ignored: {listing.ignored}"] if listing.ignored else []
     return _reading(assembled, "images", notes)
 
 
@@ -351,7 +351,7 @@ def _text_records(
         clients += [file.client] * len(windows)
     if too_short:
         listed = ", ".join(too_short[:5]) + (", ..." if len(too_short) > 5 else "")
-        notes.append(f"{len(too_short)} texts are too short for an example: {listed}")
+        notes.append(f"texts that are too short for an example ({len(too_short)}): {listed}")
     empty = np.zeros((0, length), dtype=np.int64)
     all_inputs = np.concatenate([*inputs, empty])
     all_targets = np.concatenate([*targets, empty])
