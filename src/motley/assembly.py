@@ -20,7 +20,7 @@ from motley.client.state_store import ClientStateStore
 from motley.config import Config, ModelSettings, RecalibrationSettings
 from motley.core.part import State
 from motley.core.randomness import generator
-from motley.data import Dataset, load_dataset
+from motley.data import Dataset
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
 from motley.data.public import (
@@ -58,7 +58,7 @@ from motley.tasks import CLASSIFICATION, Task
 
 def load_dataset_of(config: Config) -> Dataset:
     """Load the data set of a configuration."""
-    return load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
+    return config.data.load()
 
 
 def deal_examples(config: Config, dataset: Dataset, partition: Partition | None = None) -> Dealt:

@@ -203,6 +203,9 @@ class DataSource:
     path: Path | None = None
     #: False if the test part is not needed; the reader may then leave it out.
     tested: bool = True
+    #: Readers that can save memory by it return at most this many examples of each natural client
+    #: in each part, at equal distances. 0: no limit.
+    max_per_client: int = 0
 
     def refuse_path(self, name: str) -> None:
         """Reject a user's file given to a data set that would not read it."""
@@ -223,14 +226,21 @@ def data_root() -> Path:
 
 
 def load_dataset(
-    name: str, *, root: Path | None = None, path: Path | None = None, tested: bool = True
+    name: str,
+    *,
+    root: Path | None = None,
+    path: Path | None = None,
+    tested: bool = True,
+    max_per_client: int = 0,
 ) -> Dataset:
     """Load a registered data set from `root` (default: `data_root()`) or the user's own `path`.
 
     With `tested=False` the file need not contain a test part, and readers that can save memory by
-    skipping it return an empty one.
+    skipping it return an empty one. The same readers heed `max_per_client`; `DataSettings.load`
+    applies it to any data set.
     """
-    return DATASETS[name](DataSource(data_root() if root is None else root, path, tested))
+    root = data_root() if root is None else root
+    return DATASETS[name](DataSource(root, path, tested, max_per_client=max_per_client))
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from motley.data.dataset import DATASETS, Examples, load_dataset
 from motley.data.device import DeviceData, device_data
 from motley.data.partition import FromFile, Partition, PartitionSettings
 from motley.data.transforms import TransformSettings
+from motley.models.inputs import ImageShape
 from motley.settings import Choice, FilePath, Settings
 
 #: Images that are fitted to another size at once, which bounds the memory for it.
@@ -238,11 +239,18 @@ def public_images(
     shape = train.inputs.shape[1:]
     if isinstance(settings, HeldOutSettings):
         return train.inputs[held_out]
+    if not isinstance(train.shape, ImageShape):
+        raise MotleyError(
+            f"public.name = {settings.name!r}: the clients' examples are no images. "
+            "Use public.name = 'held-out'."
+        )
     if isinstance(settings, NoiseSettings):
         pixels = generator(seed, "public", "noise")
         return pixels.integers(0, 256, (settings.samples, *shape), dtype=np.uint8)
     assert isinstance(settings, PublicDatasetSettings)
     dataset = load_dataset(settings.name, root=root, path=settings.file_path, tested=False)
+    if not isinstance(dataset.train.shape, ImageShape):
+        raise MotleyError(f"public.name = {settings.name!r}: this data set has no images.")
     images = dataset.train.inputs
     if settings.samples:
         images = images[draw_rows(np.arange(len(images)), settings.samples, seed)]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny, model_validator
 
-from motley.data.dataset import DATASETS
+from motley.data.dataset import DATASETS, Dataset, load_dataset
+from motley.data.natural import limit_clients
 from motley.data.partition import PARTITIONS, PartitionSettings
 from motley.data.transforms import TransformSettings, variants_for
 from motley.settings import FilePath, RegistryChoice, Settings, with_variant
@@ -29,6 +30,14 @@ class DataSettings(Settings):
     """
     root: FilePath = ""
     """Folder with the named data sets; empty: $MOTLEY_DATA if it is set, else ~/.cache/motley."""
+    max_clients: int = Field(default=0, ge=0)
+    """Keep at most this many of the data set's natural clients, in the training and in the test
+    part; 0: all.
+    """
+    max_per_client: int = Field(default=0, ge=0)
+    """Keep at most this many training examples, and as many test examples, of each natural client,
+    taken at equal distances; 0: all.
+    """
     transform: TransformSettings = TransformSettings()
     partition: Annotated[SerializeAsAny[PartitionSettings], PARTITION]
 
@@ -54,3 +63,13 @@ class DataSettings(Settings):
     def file_path(self) -> Path | None:
         """The user's own file, if one is set."""
         return Path(self.path).expanduser() if self.path else None
+
+    def load(self) -> Dataset:
+        """Read the data set, within the limits on clients and examples."""
+        dataset = load_dataset(
+            self.name,
+            root=self.root_path,
+            path=self.file_path,
+            max_per_client=self.max_per_client,
+        )
+        return limit_clients(dataset, self.max_clients, self.max_per_client)

@@ -9,7 +9,6 @@ from typing import Any
 from plotly import graph_objects as go
 
 from motley.assembly import deal_examples
-from motley.data import load_dataset
 from motley.report.report_data import Panel, Run, Series
 from motley.runs.metrics import layer_metrics, stage_metrics
 
@@ -290,7 +289,7 @@ def partition(run: Run) -> go.Figure:
     Raises MotleyError if the data set is not on this machine.
     """
     config = run.config
-    dataset = load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
+    dataset = config.data.load()
     dealt = deal_examples(config, dataset).partition
     counts = dealt.label_counts(dataset.train.targets, dataset.classes)
     heatmap = go.Heatmap(

@@ -7,8 +7,12 @@ from motley.data.datasets import (
     digits,
     fashion_mnist,
     femnist,
+    har,
+    heart,
     mnist,
+    mnist_writers,
     npz,
+    shakespeare,
     svhn,
 )
 
@@ -19,7 +23,11 @@ __all__ = [
     "digits",
     "fashion_mnist",
     "femnist",
+    "har",
+    "heart",
     "mnist",
+    "mnist_writers",
     "npz",
+    "shakespeare",
     "svhn",
 ]
