@@ -134,14 +134,15 @@ def precision() -> str:
 
 
 #: The studies whose short runs are on the page of the new methods.
-SHORT_STUDIES = ("fedimpro-table10", "fedin-table1")
+SHORT_STUDIES = ("fedimpro-table10", "fedin-table1", "unrelated")
 
 
 def new_methods() -> str:
     """Return the accuracy of the methods that were added last, in short runs, beside the papers'."""
     rows = []
     for name in SHORT_STUDIES:
-        study = load_study(name)
+        declared_here = ROOT / "campaign" / f"{name}.toml"
+        study = load_study(str(declared_here) if declared_here.exists() else name)
         cases = [case.name for case in study.cases]
         papers = {line.name: line.paper for line in study.methods}
         for method, runs in load_runs(name).items():
@@ -158,10 +159,28 @@ def new_methods() -> str:
     return _table(header, rows)
 
 
+def beyond() -> str:
+    """Return the accuracy of every recipe that was tried, the best first."""
+    rows = []
+    for line, runs in load_runs("beyond").items():
+        own = list(runs.values())
+        means = spread([window_mean(run) for run in own])
+        sizes = [size for size in own[0]["accuracy"] if size != "mean"]
+        per_size = []
+        for size in sizes:
+            values = [window_mean(run, size) for run in own]
+            per_size.append(f"{sum(values) / len(values):.1f}")
+        best = sum(100 * max(run["accuracy"]["mean"]) for run in own) / len(own)
+        rows.append([line, str(means), f"{len(own)}", f"{best:.1f}", " / ".join(per_size)])
+    rows.sort(key=lambda row: row[1], reverse=True)
+    return _table(["recipe", "accuracy", "seeds", "best evaluation", "sizes 10/14/18/22/26"], rows)
+
+
 DRAWN: dict[str, tuple[str, Callable[[], str]]] = {
     "inco-table2": ("inco-table2.md", inco_table2),
     "inco-table2-curves": ("inco-table2.md", inco_table2_curves),
     "new-methods": ("new-methods.md", new_methods),
+    "beyond": ("beyond.md", beyond),
     "evaluation-precision": ("evaluation-precision.md", precision),
 }
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from motley.checks import check_client_state, check_partition
+from motley.checks import check_client_state, check_partition, refuse_partition_by_label
 from motley.client.clients import TestSet
 from motley.client.state_store import ClientStateStore
 from motley.config import Config, ModelSettings, RecalibrationSettings
@@ -68,6 +68,7 @@ def deal_examples(config: Config, dataset: Dataset, partition: Partition | None 
     """
     clients = config.federation.clients
     if partition is None:
+        refuse_partition_by_label(config.data.partition, config.task.build(dataset.task))
         return deal(dataset.train, clients, config.seed, config.data.partition, config.public)
     examples = len(dataset.train)
     check_partition(partition, clients, examples)

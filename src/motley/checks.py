@@ -14,13 +14,15 @@ import torch
 from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.core.part import size_in_bytes
-from motley.data import Dataset
+from motley.data import Dataset, Examples
 from motley.data.device import DeviceData
-from motley.data.partition import Partition
+from motley.data.partition import Partition, PartitionSettings
 from motley.limits import check_fits
-from motley.methods import Method
+from motley.methods import METHODS, Method
+from motley.models.inputs import KINDS, ImageShape
 from motley.models.moments import norms_of
 from motley.splits import Split
+from motley.tasks import Task
 
 
 def check_engine(config: Config, external: bool) -> None:
@@ -72,6 +74,49 @@ def check_partition(partition: Any, clients: int, examples: int) -> Partition:
 
 def _type_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def check_task(config: Config, task: Task, train: Examples) -> None:
+    """Refuse settings that need classes, or another kind of targets, if the task has none."""
+    numbers = train.targets.dtype.kind == "f"
+    if numbers != (task.targets == "numbers"):
+        actual = "numbers" if numbers else "class or token numbers"
+        raise MotleyError(
+            f"task.name = {task.name!r}: its targets are {task.targets}, and those of the data set "
+            f"are {actual} ({train.targets.dtype})."
+        )
+    if task.has_classes and train.targets.ndim != 1:
+        raise MotleyError(
+            f"task.name = {task.name!r}: needs one class per example, and the targets have shape "
+            f"{train.targets.shape}. Use task.name = 'next-token' for a target per position."
+        )
+    requirements = METHODS[config.method.name].requirements
+    if requirements.classes and not task.has_classes:
+        fitting = [repr(e.name) for e in METHODS if not e.item.requirements.classes]
+        raise MotleyError(
+            f"method.name = {config.method.name!r}: is defined for classes, and the task is "
+            f"{task.name!r}. Methods for any task: {', '.join(fitting)}."
+        )
+    if config.public.active and not isinstance(train.shape, ImageShape):
+        raise MotleyError(
+            f"public.name = {config.public.name!r}: public inputs are images, and the data set has "
+            f"{KINDS[type(train.shape)]}."
+        )
+    for target in config.evaluation.targets:
+        if task.primary.percent and target > 1:
+            raise MotleyError(
+                f"evaluation.targets = {target:g}: {task.metric} is a fraction; targets are at "
+                "most 1."
+            )
+
+
+def refuse_partition_by_label(partition: PartitionSettings, task: Task) -> None:
+    """Refuse a partition that distributes examples by their class if the task has no classes."""
+    if partition.by_label and not task.has_classes:
+        raise MotleyError(
+            f"data.partition.name = {partition.name!r}: distributes examples by their class, and "
+            f"the task is {task.name!r}. Use 'iid', 'quantity' or 'natural'."
+        )
 
 
 def check_batches_fit(config: Config, train: DeviceData, test_examples: int) -> None:

@@ -35,6 +35,7 @@ from motley.checks import (
     check_engine,
     check_precision,
     check_recalibration,
+    check_task,
     check_weights_fit,
     refuse_global_model,
 )
@@ -57,7 +58,6 @@ from motley.server.sampling import ClientSampler, Sampler
 from motley.server.state import ServerState
 from motley.server.uplink import Uplink
 from motley.splits.check import check_outputs
-from motley.tasks import TASKS
 
 
 class Federation:
@@ -110,11 +110,15 @@ class Federation:
                 device_data(self.dataset.train, config.data.transform, device, augment=True)
             )
         shape, classes = copies[0].shape, self.dataset.classes
+        #: The loss and the metrics.
+        self.task = config.task.build(self.dataset.task)
+        check_task(config, self.task, self.dataset.train)
         check_batches_fit(config, copies[0], len(self.dataset.test))
 
         self.split = build_split(config, shape, classes)
         check_weights_fit(self.split, self.split.sizes, self.device)
-        check_outputs(self.split, self.split.sizes, shape, classes)
+        target_dims = self.dataset.train.targets.shape[1:]
+        check_outputs(self.split, self.split.sizes, shape, classes, self.task, target_dims)
         check_recalibration(config, self.split)
         # Before sizes are assigned, because a partition reports too many clients for the data set.
         self._partition, held_out = None, np.zeros(0, dtype=np.int64)
@@ -136,7 +140,7 @@ class Federation:
             classes,
             self.size_of,
             public,
-            TASKS[self.dataset.task],
+            self.task,
         )
 
         self.pipeline = build_pipeline(config, self.split, self.method)
@@ -155,6 +159,7 @@ class Federation:
             config.evaluation,
             kernels=chosen_kernels(config),
             compiled=compiles(config),
+            task=self.task,
         )
         if engine is not None:
             self.engine: Engine = engine(self)

@@ -63,7 +63,8 @@ class Client:
             data.check_batch_fits("training.batch_size", config.training.batch_size)
             split = build_split(config, data.shape, classes)
             check_weights_fit(split, [size], device)
-            check_outputs(split, [size], data.shape, classes)
+            target_dims = examples.targets.shape[1:]
+            check_outputs(split, [size], data.shape, classes, task, target_dims)
             sizes = assign_sizes(config)
             size_of = size_lookup(config, sizes)
             method = build_method(config, split, sizes, data.shape, classes, size_of, public, task)

@@ -33,12 +33,12 @@ COMMANDS = (
     ),
     LazyCommand(
         "show",
-        "Show the accuracy per size and overall, the communication and the time of runs.",
+        "Show the score per size and overall, the communication and the time of runs.",
         "motley.cli.show:show",
     ),
     LazyCommand(
         "list",
-        "List methods, models, data sets, partitions, presets, splits, analyses, settings or runs.",
+        "List the names a configuration can use, all settings, or the runs in a folder.",
         "motley.cli.list:list_things",
     ),
     LazyCommand(

@@ -25,6 +25,7 @@ from motley.models import MODELS
 from motley.reference import Setting, describe, markdown, sections
 from motley.runs.overview import find_runs
 from motley.splits import SPLITS
+from motley.tasks import LOSSES, METRICS, TASKS
 
 
 class Kind(StrEnum):
@@ -37,6 +38,9 @@ class Kind(StrEnum):
     presets = "presets"
     splits = "splits"
     analyses = "analyses"
+    tasks = "tasks"
+    losses = "losses"
+    metrics = "metrics"
     settings = "settings"
     runs = "runs"
 
@@ -55,7 +59,7 @@ def list_things(
         False, "--markdown", help="With settings: print the page docs/settings.md."
     ),
 ) -> None:
-    """List methods, models, data sets, partitions, presets, splits, analyses, settings or runs."""
+    """List the names a configuration can use, all settings, or the runs in a folder."""
     if which and kind not in (Kind.settings, Kind.runs, Kind.analyses):
         raise MotleyError(f"motley list {kind}: takes no second argument; {which!r} was given.")
     if as_markdown and (which or kind is not Kind.settings):
@@ -82,6 +86,9 @@ def _registry(kind: Kind) -> Registry:
         Kind.partitions: PARTITIONS,
         Kind.splits: SPLITS,
         Kind.analyses: ANALYSES,
+        Kind.tasks: TASKS,
+        Kind.losses: LOSSES,
+        Kind.metrics: METRICS,
     }
     return registries[kind]
 

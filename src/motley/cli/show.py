@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,17 @@ from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.runs.checkpoint import fingerprint, load_checkpoint
 from motley.runs.folder import RunFolder
-from motley.runs.metrics import OVERALL, MetricsLog, Outcome, outcome, stage_metrics
+from motley.runs.metrics import (
+    ACCURACY,
+    OVERALL,
+    MetricsLog,
+    Outcome,
+    metric_of,
+    outcome,
+    scores_of,
+    stage_metrics,
+)
+from motley.tasks import MetricInfo
 
 
 def show(
@@ -31,7 +41,7 @@ def show(
         False, "--json", help="Print a JSON list with one object per run."
     ),
 ) -> None:
-    """Show the accuracy per size and overall, the communication and the time of runs."""
+    """Show the score per size and overall, the communication and the time of runs."""
     if fingerprint_only and as_json:
         raise MotleyError(
             "--fingerprint and --json: give one of them; --json includes the fingerprint."
@@ -75,13 +85,16 @@ def print_outcome(console: Console, folder: RunFolder) -> None:
     about = f" ({preset}split {config.split.name}, seed {config.seed})"
     console.print(Text.assemble((title(config), "bold"), about))
     say(f"round {result.rounds} of {config.training.rounds}")
-    if result.accuracy:
-        console.print(accuracy_table(result))
+    if result.scores:
+        console.print(score_table(result))
+        others = other_metrics(lines)
+        if others:
+            say(f"mean over sizes, last evaluation: {others}")
     else:
         say("no round has been evaluated yet")
     for target, number in result.rounds_to.items():
         reached = f"first reached in round {number}" if number is not None else "not reached"
-        say(f"{target:.1%} mean accuracy: {reached}")
+        say(f"{result.metric.text(target, 1)} mean {result.metric.name}: {reached}")
     metrics = stage_metrics(lines[-1])
     if metrics:
         numbers = ", ".join(f"{name} {_written(value)}" for name, value in metrics.items())
@@ -108,34 +121,51 @@ def _epsilon(value: float | None) -> str:
     return "infinite" if value is None else f"{value:.2f}"
 
 
-def accuracy_table(result: Outcome) -> Table:
+def score_table(result: Outcome) -> Table:
     """Return one row per size and one for their mean."""
+    metric = result.metric
     table = Table("size", "last", "best", "best round", f"mean of last {result.averaged}")
+    if metric.name != ACCURACY.name:
+        table.title = f"{metric.name} ({metric.direction})"
     for column in table.columns[1:]:
         column.justify = "right"
-    for name, summary in result.accuracy.items():
+    for name, summary in result.scores.items():
         if name == OVERALL:
             table.add_section()
         table.add_row(
             name,
-            f"{summary.last:.2%}",
-            f"{summary.best:.2%}",
+            metric.text(summary.last),
+            metric.text(summary.best),
             str(summary.best_round),
-            f"{summary.mean_of_last_k:.2%}",
+            metric.text(summary.mean_of_last_k),
             style="bold" if name == OVERALL else "",
         )
     return table
+
+
+def other_metrics(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return the last mean over sizes of every metric that is not the primary one, as text."""
+    primary = metric_of(lines).name
+    evaluated = [line for line in lines if scores_of(line)]
+    metrics = dict(evaluated[-1].get("scores") or {})
+    if "accuracy" in evaluated[-1]:
+        metrics[ACCURACY.name] = evaluated[-1]["accuracy"]
+    texts = []
+    for name, values in metrics.items():
+        if name != primary:
+            texts.append(f"{name} {_written(values.get(OVERALL))}")
+    return ", ".join(texts)
 
 
 # ---- several runs
 
 
 def side_by_side(folders: Sequence[RunFolder]) -> Table:
-    """Return a table with one column per run: main settings, accuracies, traffic and time."""
+    """Return a table with one column per run: main settings, scores, traffic and time."""
     plain = [as_plain(folder, with_fingerprint=False) for folder in folders]
     sizes: list[str] = []
     for run in plain:
-        sizes += [size for size in run["accuracy"] if size not in sizes and size != OVERALL]
+        sizes += [size for size in run["scores"] if size not in sizes and size != OVERALL]
     table = Table("")
     for folder in folders:
         table.add_column(Text(str(folder.path)), justify="right", overflow="fold")
@@ -146,10 +176,15 @@ def side_by_side(folders: Sequence[RunFolder]) -> Table:
     table.add_row(
         "round", *(f"{run['round']} of {run['rounds']}" for run in plain), end_section=True
     )
-    for key, words in (("last", "last accuracy"), ("best", "best accuracy")):
+    metrics = {run["metric"] for run in plain}
+    # Runs of different tasks can be shown beside each other: each column has its own metric.
+    word = metrics.pop() if len(metrics) == 1 else "score"
+    if word == "score":
+        table.add_row("metric", *(run["metric"] for run in plain))
+    for key in ("last", "best"):
         for size in (*sizes, OVERALL):
-            row = [_percent(run["accuracy"].get(size, {}).get(key)) for run in plain]
-            name = f"{words}, {size}"
+            row = [_score_text(run, size, key) for run in plain]
+            name = f"{key} {word}, {size}"
             table.add_row(
                 name, *row, style="bold" if size == OVERALL else "", end_section=size == OVERALL
             )
@@ -159,8 +194,12 @@ def side_by_side(folders: Sequence[RunFolder]) -> Table:
     return table
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.2%}"
+def _score_text(run: Mapping[str, Any], size: str, key: str) -> str:
+    value = run["scores"].get(size, {}).get(key)
+    if value is None:
+        return ""
+    info = MetricInfo(run["metric"], run["higher_is_better"], run["percent"])
+    return info.text(value)
 
 
 def as_plain(folder: RunFolder, *, with_fingerprint: bool = True) -> dict[str, Any]:
@@ -168,9 +207,9 @@ def as_plain(folder: RunFolder, *, with_fingerprint: bool = True) -> dict[str, A
     config = folder.read_config()
     lines = MetricsLog(folder.metrics).read()
     result = outcome(lines, config.evaluation.last_k, config.evaluation.targets)
-    accuracy = {}
-    for size, summary in result.accuracy.items():
-        accuracy[size] = {
+    scores = {}
+    for size, summary in result.scores.items():
+        scores[size] = {
             "last": summary.last,
             "best": summary.best,
             "best_round": summary.best_round,
@@ -188,7 +227,11 @@ def as_plain(folder: RunFolder, *, with_fingerprint: bool = True) -> dict[str, A
         "round": result.rounds,
         "rounds": config.training.rounds,
         "finished": result.rounds >= config.training.rounds,
-        "accuracy": accuracy,
+        "metric": result.metric.name,
+        "higher_is_better": result.metric.higher_is_better,
+        "percent": result.metric.percent,
+        "scores": scores,
+        "accuracy": scores if result.metric.name == ACCURACY.name else None,
         "mean_of_last_rounds": result.averaged,
         "rounds_to": {str(target): number for target, number in result.rounds_to.items()},
         "bytes": {"down": result.bytes_down, "up": result.bytes_up},

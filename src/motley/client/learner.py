@@ -25,6 +25,7 @@ from motley.client.optimizers import Optimizer
 from motley.client.training import Plan, TrainingSettings, reset
 from motley.client.weights import Weights, working_type
 from motley.core.device import on_device, place, use_generator
+from motley.core.errors import MotleyError
 from motley.core.part import State, by_type
 from motley.core.randomness import key
 from motley.core.tensors import add_, difference, norms
@@ -112,6 +113,10 @@ class Learner:
         if compiled:
             compile_model(self.model)
         self.algorithm, self.training, self.data, self.device = algorithm, training, data, device
+        #: Whether the model has layers that move the weights that `functional_call` lends them.
+        self._moves_weights = device.type == "cuda" and any(
+            isinstance(module, nn.RNNBase) for module in self.model.modules()
+        )
         self.weights = Weights(self.model, precision)
         #: The model's own tensors, which are rounded to 16 bits in fp16 and bf16.
         self._computing: State = self.model.state_dict()
@@ -428,6 +433,12 @@ class Learner:
 
     def frozen(self, state: State, inputs: Tensor, forward: Forward | None = None) -> Tensor:
         """Return the output of this architecture with another state, without gradients."""
+        if self._moves_weights:
+            raise MotleyError(
+                f"method.name = {self.algorithm.settings.name!r}: runs the model with the weights "
+                "of another round, and on a GPU torch's recurrent layers (nn.LSTM, nn.GRU, nn.RNN) "
+                "move such weights in memory. Use motley.models.lstm.LSTMLayer, or a CPU."
+            )
         module = _Forward(self.model, forward or _call)
         self.model.eval()
         try:

@@ -32,10 +32,14 @@ from motley.evaluate import EvaluationSettings
 from motley.methods import METHODS, MethodSettings
 from motley.models import MODELS
 from motley.models.cnn import CNNSettings
+from motley.models.cnn1d import CNN1dSettings
 from motley.models.initialization import Initialization
+from motley.models.lstm import LSTMSettings
 from motley.models.mlp import MLPSettings
 from motley.models.preact import PreActSettings
 from motley.models.resnet import ResNetSettings
+from motley.models.table import TableSettings
+from motley.models.transformer import DecoderSettings, EncoderSettings
 from motley.models.vgg import VGGSettings
 from motley.models.vit import ViTSettings
 from motley.privacy.settings import PrivacySettings
@@ -43,8 +47,21 @@ from motley.server.inco import INCO, IncoOff
 from motley.server.optimizer import SERVER_OPTIMIZERS, ServerOptimizerSettings
 from motley.settings import Choice, FilePath, RegistryChoice, Settings, Table, no_effect
 from motley.splits import SPLITS, SplitSettings
+from motley.tasks import LOSSES, METRICS, TASKS, Task
 
-FAMILIES = ("resnet", "vit", "mlp", "cnn", "vgg", "preact")
+FAMILIES = (
+    "resnet",
+    "vit",
+    "mlp",
+    "cnn",
+    "vgg",
+    "preact",
+    "cnn1d",
+    "lstm",
+    "decoder",
+    "encoder",
+    "table",
+)
 #: Chosen by data.name, split.name and method.name.
 DATA = RegistryChoice("digits", DATASETS, lambda reader: DataSettings)
 SPLIT = RegistryChoice("depth", SPLITS, lambda split: split.Settings)
@@ -62,6 +79,11 @@ class ModelSettings(Settings):
     cnn: CNNSettings | None = None
     vgg: VGGSettings | None = None
     preact: PreActSettings | None = None
+    cnn1d: CNN1dSettings | None = None
+    lstm: LSTMSettings | None = None
+    decoder: DecoderSettings | None = None
+    encoder: EncoderSettings | None = None
+    table: TableSettings | None = None
     init: Initialization = "model"
     """Initial weights. model: as each model does it; ResNets and VGG11 as torchvision does,
     convolutions with variance 2 / fan_out. kaiming: that rule for any model. torch: torch's default
@@ -120,6 +142,42 @@ class ModelSettings(Settings):
             return below
         used = {MODELS[size].family for size in sizes}
         return {key: value for key, value in below.items() if key not in FAMILIES or key in used}
+
+
+class TaskSettings(Settings):
+    """The task: what models learn, and how they are compared."""
+
+    name: str = ""
+    """The task (`motley list tasks`); empty: the one that the data set names."""
+    loss: str = ""
+    """The loss (`motley list losses`), or a function of your own, "package.module:function": it
+    takes outputs and targets and returns the loss of each row. Empty: the task's.
+    """
+    metrics: tuple[str, ...] = ()
+    """The metrics (`motley list metrics`), or functions of your own; the first one is the primary
+    metric, which tables and reports show. Empty: the task's.
+    """
+
+    @field_validator("name")
+    @classmethod
+    def _known_task(cls, name: str) -> str:
+        return TASKS.entry(name, "task.name").name if name else name
+
+    @field_validator("loss")
+    @classmethod
+    def _known_loss(cls, name: str) -> str:
+        return LOSSES.entry(name, "task.loss").name if name else name
+
+    @field_validator("metrics")
+    @classmethod
+    def _known_metrics(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(METRICS.entry(name, "task.metrics").name for name in names)
+
+    def build(self, of_dataset: str) -> Task:
+        """Return the task, given the name of the data set's own."""
+        return TASKS.entry(self.name or of_dataset, "task.name").item.with_choices(
+            self.loss, self.metrics
+        )
 
 
 class FederationSettings(Settings):
@@ -259,6 +317,7 @@ class Config(Settings):
         default_factory=lambda: DataSettings.model_validate({})
     )
     public: Annotated[SerializeAsAny[PublicSettings], PUBLIC] = PublicSettings()
+    task: TaskSettings = TaskSettings()
     model: ModelSettings = ModelSettings()
     split: Annotated[SerializeAsAny[SplitSettings], SPLIT] = SplitSettings()
     federation: FederationSettings = FederationSettings()

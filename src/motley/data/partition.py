@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -82,6 +82,8 @@ class PartitionSettings(Settings):
     """The partition of a labelled data set among the clients."""
 
     lasting = ()
+    #: Whether it distributes examples by their class, which only a classification has.
+    by_label: ClassVar[bool] = False
 
     name: str = "dirichlet"
     """How samples are distributed to clients (`motley list partitions`)."""
@@ -106,7 +108,7 @@ class DisjointPartition(PartitionSettings):
     def split(self, labels: np.ndarray, clients: int, seed: int) -> Partition:
         """Distribute all samples, using a generator keyed by the seed and the partition's name."""
         labels = np.asarray(labels)
-        if labels.ndim != 1:
+        if labels.ndim == 0 or (self.by_label and labels.ndim != 1):
             raise MotleyError(f"labels must have shape (N,), not {labels.shape}.")
         if not 1 <= clients <= len(labels):
             raise MotleyError(
@@ -153,6 +155,8 @@ class Dirichlet(DisjointPartition):
     the attempt that came closest is kept, and the largest clients give random samples of theirs to
     the clients below the minimum.
     """
+
+    by_label = True
 
     name: Literal["dirichlet"] = "dirichlet"
     alpha: float = Field(0.5, gt=0, allow_inf_nan=False)
@@ -254,6 +258,8 @@ class DirichletEqual(DisjointPartition):
     exhausts a class or is the last.
     """
 
+    by_label = True
+
     name: Literal["dirichlet-equal"] = "dirichlet-equal"
     alpha: float = Field(0.5, gt=0, allow_inf_nan=False)
     """Concentration. Small values give each client few classes (while classes last), large values
@@ -291,6 +297,8 @@ class Shards(DisjointPartition):
 
     Most clients see as many classes as they get shards.
     """
+
+    by_label = True
 
     name: Literal["shards"] = "shards"
     shards_per_client: int = Field(2, ge=1)

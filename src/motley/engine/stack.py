@@ -8,9 +8,9 @@ batches are padded with examples of weight zero.
 
 Sums are taken in another order than for one client, and random numbers in a step (dropout) are
 drawn for all clients at once, so `engine.vmap_clients` changes results. These train in slots
-instead: models with buffers (batch norm), methods with their own local training or with clients
-that keep their own models, and clipped gradients; on a CPU also convolutions, which are three times
-slower side by side.
+instead: models with buffers (batch norm) or recurrent layers, methods with their own local training
+or with clients that keep their own models, and clipped gradients; on a CPU also convolutions, which
+are three times slower side by side.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from motley.core.randomness import key
 from motley.core.update import ClientUpdate
 from motley.data.device import DRAWS
 from motley.models.inputs import dims_of, input_dtype
+from motley.models.lstm import LSTMLayer
 
 #: Eager steps before a capture.
 WARM_UP = 3
@@ -49,7 +50,9 @@ def can_stack(clients: Clients, size: str) -> bool:
     module = clients.method.info.split.blueprints[size].module
     if any(True for _ in module.buffers()):
         return False
-    convolutions = any(isinstance(layer, nn.Conv2d) for layer in module.modules())
+    if any(isinstance(layer, nn.RNNBase | LSTMLayer) for layer in module.modules()):
+        return False  # torch has no batching rule for recurrent layers
+    convolutions = any(isinstance(layer, nn.Conv1d | nn.Conv2d) for layer in module.modules())
     return clients.device.type == "cuda" or not convolutions
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from motley.checks import refuse_partition_by_label
 from motley.core.errors import MotleyError
 from motley.data import Dataset, Examples, Partition, load_dataset
 from motley.data.natural import limit_clients
@@ -31,6 +32,7 @@ def read_examples(node: NodeSettings, request: Request) -> tuple[Examples, Parti
         clients, seed = request.config.federation.clients, request.config.seed
         if node.data.dealt:
             config = request.config
+            refuse_partition_by_label(config.data.partition, request.task)
             dealt = deal(train, clients, seed, config.data.partition, config.public)
             return train, dealt.partition
     # All examples are this client's, and the others have none here.

@@ -19,7 +19,7 @@ from motley.core.merge import Aggregate, merge
 from motley.core.part import State
 from motley.core.registry import Registry
 from motley.core.update import ClientUpdate
-from motley.methods.evaluation import TestCounts
+from motley.methods.evaluation import TestSums
 from motley.methods.info import ClientInfo, FederationInfo
 from motley.methods.step import Step
 from motley.models.stages import chain_of
@@ -57,6 +57,9 @@ class Requirements:
     collection: bool = False
     #: Models are cut at their stages, so every model must declare them (`motley.models.stages`).
     stages: bool = False
+    #: Targets are class numbers, one per example: the method masks, counts, averages or distills
+    #: per class. It is refused for other tasks (`motley.tasks.Task.has_classes`).
+    classes: bool = False
     #: Training depends on the total number of rounds, so a run that is extended later differs from
     #: one that had all its rounds from the start.
     uses_total_rounds: bool = False
@@ -144,13 +147,13 @@ class ClientAlgorithm:
         """Score the client's own model on a test set; for methods that exchange no weights.
 
         The model is in evaluation mode, and no gradients are computed. `step.broadcast` is what
-        `ServerAlgorithm.evaluation_broadcast` returned. Returns the counts of `TestCounts`, and
-        other numbers for the round's record as `reported/NAME`.
+        `ServerAlgorithm.evaluation_broadcast` returned. Returns the sums of `TestSums`, and other
+        numbers for the round's record as `reported/NAME`.
         """
-        counts = TestCounts(self.info.classes, step.round.device)
+        sums = TestSums(self.info.task, self.info.classes, step.round.device)
         for inputs, targets in batches:
-            counts.add(step.model(inputs), targets)
-        return counts.values()
+            sums.add(step.model(inputs), targets)
+        return sums.values()
 
 
 def mean_reported(answers: Iterable[State]) -> dict[str, Tensor]:

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from motley.core.errors import MotleyError
 from motley.models.channels import Axis, Channels, of_head
-from motley.models.spec import MODELS, CrossLayer, ImageShape, ModelSpec, Stage
+from motley.models.inputs import ImageShape, expect
+from motley.models.spec import MODELS, CrossLayer, ModelSpec, Stage
 from motley.settings import Settings
 
 
@@ -108,6 +109,7 @@ class ViT(nn.Module):
 
     def __init__(self, depth: int, settings: ViTSettings, image: ImageShape, classes: int) -> None:
         super().__init__()
+        image = expect(image, ImageShape, f"vit{depth}")
         tokens = 1 + _patches(image, settings.patch)
         self.cls_token = nn.Parameter(torch.empty(1, 1, settings.dim))
         self.pos_embed = nn.Parameter(torch.empty(1, tokens, settings.dim))

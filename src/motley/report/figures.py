@@ -9,8 +9,9 @@ from typing import Any
 from plotly import graph_objects as go
 
 from motley.assembly import deal_examples
+from motley.data import Partition
 from motley.report.report_data import Panel, Run, Series
-from motley.runs.metrics import layer_metrics, stage_metrics
+from motley.runs.metrics import layer_metrics, scores_of, stage_metrics
 
 #: Colors that can be distinguished on a light and on a dark page.
 PALETTE = (
@@ -36,8 +37,8 @@ def style(number: int) -> dict[str, Any]:
     return {"color": PALETTE[number % len(PALETTE)], "dash": dash, "width": 2}
 
 
-def accuracy(panel: Panel, size: str, labels: Sequence[str]) -> go.Figure:
-    """Draw accuracy over rounds for one size, or for the mean over sizes.
+def scores(panel: Panel, size: str, labels: Sequence[str]) -> go.Figure:
+    """Draw the primary metric over rounds for one size, or for the mean over sizes.
 
     Lines are means over seeds. With several seeds, a band shows one standard deviation around
     each line.
@@ -45,28 +46,36 @@ def accuracy(panel: Panel, size: str, labels: Sequence[str]) -> go.Figure:
     figure = go.Figure()
     shown = panel.series if size == "mean" else panel.distinct
     for label, series in shown.items():
-        if series.has_accuracy(size):
+        if series.has_scores(size):
             _curve(figure, series, size, style(labels.index(label)), label, group=label)
-    title = _mean_title(panel) if size == "mean" else f"accuracy, {size}"
-    _over_rounds(figure, panel, title, "accuracy, %")
+    metric = panel.metric
+    title = _mean_title(panel) if size == "mean" else f"{metric.name}, {size}"
+    _over_rounds(figure, panel, title, _axis(panel))
     return figure
 
 
 def _mean_title(panel: Panel) -> str:
+    name = panel.metric.name
     if all(series.headline == "mean" for series in panel.series.values()):
-        return "accuracy, mean over sizes"
-    return "accuracy, mean over sizes (or of the one size that a line shows)"
+        return f"{name}, mean over sizes"
+    return f"{name}, mean over sizes (or of the one size that a line shows)"
+
+
+def _axis(panel: Panel) -> str:
+    """Return the title of an axis for the primary metric. Higher is better unless it says so."""
+    metric = panel.metric
+    return metric.label if metric.higher_is_better else f"{metric.label} ({metric.direction})"
 
 
 def sizes(panel: Panel, series: Series) -> go.Figure:
-    """Draw the accuracies of all sizes of one series in one figure, to compare the sizes."""
+    """Draw the scores of all sizes of one series in one figure, to compare the sizes."""
     figure = go.Figure()
     for number, size in enumerate(panel.sizes):
         line = style(number)
         if size == "mean":
             line["width"] = 3
         _curve(figure, series, size, line, "mean over sizes" if size == "mean" else size)
-    _over_rounds(figure, panel, "accuracy per size", "accuracy, %")
+    _over_rounds(figure, panel, f"{panel.metric.name} per size", _axis(panel))
     return figure
 
 
@@ -80,13 +89,15 @@ def _curve(
 ) -> None:
     """Add the mean over seeds and, with several seeds, the band around it."""
     rounds, values = series.curve(size)
-    means = [round(fmean(seeds), 2) for seeds in values]
+    percent = series.runs[0].metric.percent
+    digits = 2 if percent else 6
+    means = [round(fmean(seeds), digits) for seeds in values]
     if values and len(values[0]) > 1:
         upper, lower = [], []
         for mean, seeds in zip(means, values, strict=True):
             std = stdev(seeds)
-            upper.append(round(mean + std, 2))
-            lower.append(round(mean - std, 2))
+            upper.append(round(mean + std, digits))
+            lower.append(round(mean - std, digits))
         figure.add_scatter(
             x=[*rounds, *reversed(rounds)],
             y=[*upper, *reversed(lower)],
@@ -98,9 +109,8 @@ def _curve(
             showlegend=False,
             legendgroup=group,
         )
-    _add_line(
-        figure, rounds, means, line, name, group, hovertemplate=f"%{{y:.1f}} % ({series.count})"
-    )
+    value = "%{y:.1f} %" if percent else "%{y:.4g}"
+    _add_line(figure, rounds, means, line, name, group, hovertemplate=f"{value} ({series.count})")
 
 
 def _add_line(
@@ -127,44 +137,46 @@ def _over_rounds(figure: go.Figure, panel: Panel, title: str, unit: str = "") ->
 
 
 def traffic(panel: Panel, labels: Sequence[str]) -> go.Figure:
-    """Draw accuracy against traffic, for the first run of every series."""
+    """Draw the primary metric against traffic, for the first run of every series."""
 
     def megabytes(line: dict[str, Any]) -> float:
         return (line["bytes"]["down"] + line["bytes"]["up"]) / 1e6
 
-    return _accuracy_against(
-        panel, labels, megabytes, "accuracy against traffic", "MB sent, down and up"
-    )
+    return _against(panel, labels, megabytes, "traffic", "MB sent, down and up")
 
 
 def time(panel: Panel, labels: Sequence[str]) -> go.Figure:
-    """Draw accuracy against computing time, for the first run of every series."""
+    """Draw the primary metric against computing time, for the first run of every series."""
 
     def seconds(line: dict[str, Any]) -> float:
         return sum(line["seconds"].values())
 
-    return _accuracy_against(panel, labels, seconds, "accuracy against time", "seconds")
+    return _against(panel, labels, seconds, "time", "seconds")
 
 
-def _accuracy_against(
+def _against(
     panel: Panel,
     labels: Sequence[str],
     cost: Callable[[dict[str, Any]], float],
-    title: str,
+    name: str,
     unit: str,
 ) -> go.Figure:
-    """Draw accuracy against a cumulative cost; `cost` is that of one line of metrics."""
+    """Draw the primary metric against a cumulative cost; `cost` is that of one line of metrics."""
     figure = go.Figure()
     for label, series in panel.distinct.items():
+        run = series.runs[0]
         total = 0.0
-        costs, accuracies = [], []
-        for line in series.runs[0].lines:
+        costs, values = [], []
+        for line in run.lines:
             total += cost(line)
-            if series.headline in line.get("accuracy", {}):
+            line_scores = scores_of(line)
+            if series.headline in line_scores:
+                value = run.metric.scaled(line_scores[series.headline])
                 costs.append(round(total, 3))
-                accuracies.append(round(100 * line["accuracy"][series.headline], 2))
-        _add_line(figure, costs, accuracies, style(labels.index(label)), label, label)
-    figure.update_layout(title=title, xaxis_title=unit, yaxis_title="accuracy, %")
+                values.append(round(value, 2 if run.metric.percent else 6))
+        _add_line(figure, costs, values, style(labels.index(label)), label, label)
+    title = f"{panel.metric.name} against {name}"
+    figure.update_layout(title=title, xaxis_title=unit, yaxis_title=_axis(panel))
     return figure
 
 
@@ -283,6 +295,14 @@ def method_metrics(panel: Panel, labels: Sequence[str]) -> list[go.Figure]:
     return list(figures.values())
 
 
+def _examples_per_client(run: Run, dealt: Partition) -> go.Figure:
+    """Draw the number of examples per client, for a task without classes."""
+    figure = go.Figure(go.Bar(y=dealt.sizes[:MAX_CLIENTS].tolist()))
+    title = f"data partition: examples per client (seed {run.config.seed})"
+    figure.update_layout(title=title, xaxis_title="client", yaxis_title="examples")
+    return figure
+
+
 def partition(run: Run) -> go.Figure:
     """Draw the number of examples per client and class.
 
@@ -291,6 +311,8 @@ def partition(run: Run) -> go.Figure:
     config = run.config
     dataset = config.data.load()
     dealt = deal_examples(config, dataset).partition
+    if not config.task.build(dataset.task).has_classes:
+        return _examples_per_client(run, dealt)
     counts = dealt.label_counts(dataset.train.targets, dataset.classes)
     heatmap = go.Heatmap(
         z=counts[:MAX_CLIENTS].T.tolist(),

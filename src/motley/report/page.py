@@ -159,7 +159,7 @@ def _panel(panel: Panel, labels: list[str]) -> Iterator[str]:
     if not any(run.evaluated for run in panel.runs()):
         yield "<p>No round has been evaluated yet.</p>"
         return
-    drawn = _accuracies(panel, labels)
+    drawn = _scores(panel, labels)
     drawn.append(figures.traffic(panel, labels))
     drawn.append(figures.time(panel, labels))
     drawn.extend(figures.losses(panel, labels))
@@ -181,13 +181,13 @@ def _panel(panel: Panel, labels: list[str]) -> Iterator[str]:
     yield f"<h3>Rounds, traffic and time</h3>{_table(costs(panel))}"
 
 
-def _accuracies(panel: Panel, labels: list[str]) -> list[Any]:
-    """Return the accuracy figures: one for all sizes of a single series, else one per size."""
+def _scores(panel: Panel, labels: list[str]) -> list[Any]:
+    """Return the score figures: one for all sizes of a single series, else one per size."""
     if len(panel.sizes) <= 2:
-        return [figures.accuracy(panel, "mean", labels)]
+        return [figures.scores(panel, "mean", labels)]
     if len(panel.series) == 1:
         return [figures.sizes(panel, next(iter(panel.series.values())))]
-    drawn = [figures.accuracy(panel, size, labels) for size in panel.sizes]
+    drawn = [figures.scores(panel, size, labels) for size in panel.sizes]
     values = [value for figure in drawn for trace in figure.data for value in trace.y]
     if values:
         # The same scale for all sizes, so that the figures can be compared.

@@ -111,10 +111,12 @@ class WriteTensorBoard(Callback):
     def on_round(self, server: ServerState, record: RoundRecord) -> None:
         number = record.round_number
         for size, score in record.scores.items():
-            self.writer.add_scalar(f"accuracy/{size}", score.accuracy, number)
+            for name, value in score.metrics.items():
+                self.writer.add_scalar(f"{name}/{size}", value, number)
             self.writer.add_scalar(f"loss/{size}", score.loss, number)
         if record.scores:
-            self.writer.add_scalar("accuracy/mean", overall(record), number)
+            metric = next(iter(record.scores.values())).metric
+            self.writer.add_scalar(f"{metric.name}/mean", overall(record), number)
         self.writer.add_scalar("train/loss", record.train_loss, number)
         for name, value in record.metrics.items():
             self.writer.add_scalar(name, value, number)

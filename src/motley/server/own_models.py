@@ -1,7 +1,7 @@
 """The evaluation of clients' own models, for methods that exchange no weights.
 
 There is no global model then. After an evaluated round, clients score their own models where these
-are, on the test set of the federation or, on a node, on the node's own. They answer with counts
+are, on the test set of the federation or, on a node, on the node's own. They answer with sums
 (`motley.methods.evaluation`), as in a collection. A size's score is the mean over the clients of
 that size that were asked. A size of which no client was asked has no score in that round.
 """
@@ -19,7 +19,7 @@ from motley.methods.base import Collection, ServerAlgorithm, mean_reported
 from motley.methods.evaluation import CORRECT, SEEN
 from motley.server.collection import CollectionResult
 from motley.server.state import ServerState
-from motley.server.validation import counts_error
+from motley.server.validation import sums_error
 
 
 @dataclass(frozen=True)
@@ -58,20 +58,24 @@ class EvaluateOwnModels:
         return jobs
 
     def error(self, server: ServerState, collection: Collection) -> str | None:
-        """Say why a client's counts cannot be used; None if they can."""
-        return counts_error(self.algorithm.info.classes, collection.values)
+        """Say why a client's sums cannot be used; None if they can."""
+        info = self.algorithm.info
+        return sums_error(info.task, info.classes, collection.values)
 
     def apply(self, server: ServerState, collections: Sequence[Collection]) -> CollectionResult:
         """Return the scores, and as metrics how far clients' accuracies are apart (their standard
         deviation over all clients that were asked) and the means of what else they reported.
         """
-        counts = []
+        info = self.algorithm.info
+        sums = []
         for size in self.algorithm.info.split.sizes:
             for collection in collections:
                 if collection.size == size:
-                    counts.append((size, collection.values))
+                    sums.append((size, collection.values))
         reported = mean_reported(collection.values for collection in collections)
         metrics = {f"method/{name}": number for name, number in reported.items()}
-        accuracies = [values[CORRECT].sum() / values[SEEN].sum() for _, values in counts]
-        metrics["own-models/accuracy_std"] = torch.stack(accuracies).std(correction=0)
-        return CollectionResult(server, OwnModelScores(counts), metrics)
+        if info.task.has_classes:
+            accuracies = [values[CORRECT].sum() / values[SEEN].sum() for _, values in sums]
+            metrics["own-models/accuracy_std"] = torch.stack(accuracies).std(correction=0)
+        scores = OwnModelScores(sums, info.task, classes=info.classes)
+        return CollectionResult(server, scores, metrics)

@@ -253,7 +253,7 @@ class Split(ABC):
         for size in self._largest_first:
             for pair in pairs_of(self.blueprints[size]):
                 source, target = self._placed(size, pair.source), self._placed(size, pair.target)
-                pairs[CrossLayer(source, target)] = None
+                pairs[CrossLayer(source, target, pair.chunks)] = None
         return tuple(pairs)
 
     @property
@@ -284,7 +284,7 @@ def _without_statistics(build: Callable[[], nn.Module]) -> nn.Module:
     """Build a model whose batch norms keep no statistics and always normalize with their batch."""
     model = build()
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
             module.track_running_stats = False
             module.running_mean = module.running_var = module.num_batches_tracked = None
     return model

@@ -31,6 +31,7 @@ from motley.core.part import Part, Piece, State
 from motley.core.randomness import generator
 from motley.models import MODELS
 from motley.models.channels import CLASSES, Axis, Channels, axes, positions
+from motley.models.lstm import LSTMLayer
 from motley.splits.base import SPLITS, STATISTICS, Blueprint, Split, SplitSettings
 from motley.splits.narrow import narrow
 
@@ -123,9 +124,14 @@ class Width(Split):
         narrow(model, shapes)
         if self.settings.scaler and rate < 1:
             for name, module in model.named_modules():
+                if isinstance(module, nn.RNNBase | LSTMLayer):
+                    raise MotleyError(
+                        "split.scaler = true: is not defined for recurrent layers, whose outputs "
+                        f"are also their inputs ({name!r}). Use split.scaler = false."
+                    )
                 written = self.axes.get(f"{name}.weight", (None,))[0]
                 if (
-                    isinstance(module, nn.Conv2d | nn.Linear)
+                    isinstance(module, nn.Conv1d | nn.Conv2d | nn.Linear)
                     and written is not None
                     and written.stream != CLASSES
                 ):
