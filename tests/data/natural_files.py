@@ -162,10 +162,11 @@ SPEECH = "To be, or not to be: that is the question; whether 'tis nobler in the 
 
 
 def texts(length: int = 700) -> dict[str, str]:
-    """Return the texts of three roles; the last is too short to have a test part."""
+    """Return the texts of four roles; the last is too short to have a test part."""
     endless = SPEECH * 20
     return {
         "HAMLET_HAMLET": endless[3 : 3 + length],
+        "HAMLET_HORATIO": endless[7 : 7 + length],
         "HAMLET_OPHELIA": endless[11 : 11 + length],
         "HAMLET_GHOST": endless[:90],
     }

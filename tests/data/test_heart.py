@@ -47,6 +47,15 @@ def test_columns_are_standardized_by_the_hospitals_own_training_part(tmp_path: P
         assert np.allclose(inputs[:, :8].std(axis=0, ddof=1), 1, atol=1e-6)
 
 
+def test_pooled_columns_are_standardized_by_all_training_parts(tmp_path: Path) -> None:
+    write_heart(tmp_path)
+    own, pooled = load_dataset("heart", root=tmp_path), load_dataset("heart-pooled", root=tmp_path)
+    assert np.allclose(pooled.train.inputs.mean(axis=0), 0, atol=1e-6)
+    assert np.allclose(pooled.train.inputs.std(axis=0, ddof=1), 1, atol=1e-6)
+    assert np.array_equal(own.train.targets, pooled.train.targets)
+    assert not np.allclose(own.train.inputs, pooled.train.inputs)
+
+
 def test_a_constant_column_is_only_centred(tmp_path: Path) -> None:
     write_heart(tmp_path)
     file = tmp_path / "heart-disease" / "processed.switzerland.data"

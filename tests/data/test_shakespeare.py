@@ -47,7 +47,7 @@ def test_examples_are_windows_of_a_role_and_the_next_character(tmp_path: Path) -
     for at, row in enumerate(rows):
         assert decode(examples.inputs[row]) == hamlet[at : at + 80]
         assert decode(examples.targets[row : row + 1]) == hamlet[at + 80]
-    assert np.unique(examples.clients).tolist() == [0, 1]
+    assert np.unique(examples.clients).tolist() == [0, 1, 2]
 
 
 def test_no_character_is_read_in_training_and_predicted_in_the_test(tmp_path: Path) -> None:
@@ -63,8 +63,8 @@ def test_a_limit_takes_windows_at_equal_distances(tmp_path: Path) -> None:
     write_texts(tmp_path)
     whole = load_dataset("shakespeare", root=tmp_path)
     limited = load_dataset("shakespeare", root=tmp_path, max_per_client=10)
-    assert np.bincount(limited.train.clients).tolist() == [10, 10]
-    assert np.bincount(limited.test.clients).tolist() == [10, 10]
+    assert np.bincount(limited.train.clients).tolist() == [10, 10, 10]
+    assert np.bincount(limited.test.clients).tolist() == [10, 10, 10]
     of_hamlet = whole.train.inputs[whole.train.clients == 0]
     chosen = np.arange(10) * len(of_hamlet) // 10
     assert np.array_equal(limited.train.inputs[:10], of_hamlet[chosen])

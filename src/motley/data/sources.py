@@ -99,6 +99,13 @@ def _idx_files(urls: tuple[str, ...], checksums: tuple[str, ...]) -> tuple[Remot
     return tuple(files)
 
 
+HEART_FILES = (
+    RemoteFile("processed.cleveland.data", HEART_URLS, "md5:2d91a8ff69cfd9616aa47b59d6f843db"),
+    RemoteFile("processed.hungarian.data", HEART_URLS, "md5:22e96bee155b5973568101c93b3705f6"),
+    RemoteFile("processed.switzerland.data", HEART_URLS, "md5:9a87f7577310b3917730d06ba9349e20"),
+    RemoteFile("processed.va.data", HEART_URLS, "md5:4249d03ca7711e84f4444768c9426170"),
+)
+
 #: Name of a data set -> its source. Data sets that need no files of their own are not in it.
 SOURCES = {
     "cifar10": Source(
@@ -173,19 +180,9 @@ SOURCES = {
     "heart": Source(
         (heart.LAYOUT,),
         "heart-disease",
-        (
-            RemoteFile(
-                "processed.cleveland.data", HEART_URLS, "md5:2d91a8ff69cfd9616aa47b59d6f843db"
-            ),
-            RemoteFile(
-                "processed.hungarian.data", HEART_URLS, "md5:22e96bee155b5973568101c93b3705f6"
-            ),
-            RemoteFile(
-                "processed.switzerland.data", HEART_URLS, "md5:9a87f7577310b3917730d06ba9349e20"
-            ),
-            RemoteFile("processed.va.data", HEART_URLS, "md5:4249d03ca7711e84f4444768c9426170"),
-        ),
+        HEART_FILES,
     ),
+    "heart-pooled": Source((heart.LAYOUT,), "heart-disease", HEART_FILES),
     "mnist": Source(
         (mnist.LAYOUT,),
         "mnist",

@@ -9,11 +9,14 @@ The four `processed.*.data` files of UCI's heart disease data, one per hospital,
   makes 13 columns;
 - 66 % of a hospital's patients, stratified by the label, are for training. The draw is that of
   scikit-learn's `train_test_split` with the seed that FLamby uses, so these are the same patients;
-- columns are standardized by the mean and deviation of the hospital's own training part. No
-  statistics leave a hospital.
+- columns are standardized. For the data set `heart`, each hospital uses the mean and deviation of
+  its own training part, and no statistics leave a hospital, as in FLamby's federated runs. For
+  `heart-pooled`, all use those of all training parts together, as in FLamby's pooled training. The
+  difference is large: by its own statistics, a hospital with many sick patients looks like one with
+  few.
 
-A column that is constant in a hospital's training part is only centred. FLamby divides it by 1e-9
-instead, which turns a rare value in the test part into a billion.
+A column that is constant in a training part is only centred. FLamby divides it by 1e-9 instead,
+which turns a rare value in the test part into a billion.
 """
 
 from __future__ import annotations
@@ -68,34 +71,58 @@ MAX_BYTES = 10_000_000
     paper="Ogier du Terrail et al. 2022 (FLamby), arXiv:2210.04620",
 )
 def load(source: DataSource) -> Dataset:
-    """Read the four files, divide each hospital's patients and standardize their columns."""
+    """Read the four files; every hospital standardizes by its own training part."""
     source.refuse_path("heart")
-    train_parts: list[Examples] = []
-    test_parts: list[Examples] = []
-    for hospital, path in enumerate(LAYOUT.find(source.root)):
-        patients, labels = read_hospital(path)
-        train_rows, test_rows = stratified_split(labels)
-        center, scale = _statistics(patients[train_rows])
-        standardized = ((patients - center) / scale).astype(np.float32)
-        clients = np.full(len(labels), hospital, dtype=np.int64)
-        examples = Examples(standardized, labels, clients, TableShape(patients.shape[1]))
-        train_parts.append(examples.rows(train_rows))
-        test_parts.append(examples.rows(test_rows))
+    return _load("heart", source, pooled=False)
+
+
+@DATASETS.register(
+    "heart-pooled",
+    "the same patients, standardized by the statistics of all four hospitals together",
+    paper="Ogier du Terrail et al. 2022 (FLamby), arXiv:2210.04620",
+)
+def load_pooled(source: DataSource) -> Dataset:
+    """Like `load`, with one mean and deviation per column for all hospitals."""
+    source.refuse_path("heart-pooled")
+    return _load("heart-pooled", source, pooled=True)
+
+
+def _load(name: str, source: DataSource, *, pooled: bool) -> Dataset:
+    patients, labels, hospitals, in_train = _read_hospitals(source)
+    standardized = np.empty_like(patients)
+    for hospital in np.unique(hospitals):
+        rows = hospitals == hospital
+        reference = in_train if pooled else in_train & rows
+        center, scale = _statistics(patients[reference])
+        standardized[rows] = (patients[rows] - center) / scale
+    shape = TableShape(patients.shape[1])
+    examples = Examples(standardized.astype(np.float32), labels, hospitals, shape)
     return Dataset(
-        "heart",
-        _concatenated(train_parts),
-        _concatenated(test_parts),
+        name,
+        train=examples.rows(in_train),
+        test=examples.rows(~in_train),
         classes=len(CLASS_NAMES),
         class_names=CLASS_NAMES,
     )
 
 
-def _concatenated(parts: list[Examples]) -> Examples:
-    return Examples(
-        np.concatenate([part.inputs for part in parts]),
-        np.concatenate([part.targets for part in parts]),
-        np.concatenate([part.clients for part in parts if part.clients is not None]),
-        parts[0].input_shape,
+def _read_hospitals(
+    source: DataSource,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return all patients, their labels and hospitals, and whether they are for training."""
+    patients, labels, hospitals, in_train = [], [], [], []
+    for hospital, path in enumerate(LAYOUT.find(source.root)):
+        rows, row_labels = read_hospital(path)
+        train_rows, _ = stratified_split(row_labels)
+        patients.append(rows)
+        labels.append(row_labels)
+        hospitals.append(np.full(len(rows), hospital, dtype=np.int64))
+        in_train.append(np.isin(np.arange(len(rows)), train_rows))
+    return (
+        np.concatenate(patients),
+        np.concatenate(labels),
+        np.concatenate(hospitals),
+        np.concatenate(in_train),
     )
 
 
