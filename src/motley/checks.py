@@ -7,11 +7,12 @@ the models or the method. One more, `privacy.refuse_leaks`, is in the package `p
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from motley.config import Config
+from motley.config import Config, ModelSettings
 from motley.core.errors import MotleyError
 from motley.core.part import size_in_bytes
 from motley.data import Dataset, Examples
@@ -21,7 +22,9 @@ from motley.limits import check_fits
 from motley.methods import METHODS, Method
 from motley.models.inputs import KINDS, ImageShape
 from motley.models.moments import norms_of
+from motley.models.pretrained import shapes_in
 from motley.splits import Split
+from motley.splits.base import STATISTICS
 from motley.tasks import Task
 
 
@@ -152,6 +155,11 @@ def check_client_state(config: Config, split: Split, method: Method) -> None:
             f"uplink.dtype = {config.uplink.dtype!r}: clients keep the rounding errors of their "
             f"parts, which {why} changes from round to round. Use 'fp32', or parts that stay."
         )
+    if split.has_private:
+        raise MotleyError(
+            f"split.private = {list(config.split.private)}: clients keep private tensors of their "
+            f"parts, which {why} changes from round to round. Use parts that stay."
+        )
     needs = method.requirements
     if needs.client_state or not needs.exchanges_weights:
         kept = "a state of their parts" if needs.exchanges_weights else "models of their own"
@@ -163,13 +171,37 @@ def check_client_state(config: Config, split: Split, method: Method) -> None:
 
 
 def refuse_global_model(method: Method) -> None:
-    """Raise an error if a method has no global model: its clients have models of their own."""
+    """Raise an error if there is no global model: clients have models, or parts, of their own."""
+    split = method.info.split
+    if split.has_private:
+        raise MotleyError(
+            f"split.private = {list(split.settings.private)}: there is no global model. Every "
+            "client completes the shared part with its own (Federation.client_model)."
+        )
     if not method.requirements.exchanges_weights:
         raise MotleyError(
             f"method.name = {method.settings.name!r}: there is no global model. The method "
             "exchanges no weights, and every client has a model of its own "
             "(Federation.client_model)."
         )
+
+
+def check_private_weights(model: ModelSettings, split: Split) -> None:
+    """Refuse a file of initial weights with private tensors: nodes do not have the file."""
+    if not split.has_private:
+        return
+    in_file = shapes_in(Path(model.weights))
+    for size, names in split.private.items():
+        part = split.whole_part(size)
+        tensors = split.blueprints[size].module.state_dict()
+        for private in sorted(names):
+            name = part[private].name
+            if in_file.get(name) == tuple(tensors[private].shape):
+                raise MotleyError(
+                    f"model.weights = {model.weights!r}: has {name!r}, which is private "
+                    f"(split.private = {list(split.settings.private)}). Clients start their "
+                    "private tensors from the seed. Remove it from the file, or share it."
+                )
 
 
 def check_recalibration(config: Config, split: Split) -> None:
@@ -187,6 +219,12 @@ def check_recalibration(config: Config, split: Split) -> None:
         raise MotleyError(
             f"{setting}: {', '.join(split.sizes)} have no BatchNorm layers with running "
             "statistics, so there is nothing to recalibrate. "
+            "Use server.statistics.name = 'averaged'."
+        )
+    if any(name.endswith(STATISTICS) for names in split.private.values() for name in names):
+        raise MotleyError(
+            f"{setting}: running statistics are private (split.private = "
+            f"{list(config.split.private)}), and every client has those of its own data. "
             "Use server.statistics.name = 'averaged'."
         )
     if getattr(config.method, "statistics", "") == "pass":

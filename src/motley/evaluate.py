@@ -42,14 +42,39 @@ class EvaluationSettings(Settings):
     last_k: int = Field(default=5, ge=1)
     """Number of last evaluations that the reported mean of the last scores is over."""
     clients: Literal["round", "all"] = "round"
-    """Whose own models are evaluated if the method exchanges no weights. round: those of the
-    round's clients. all: those of all clients that have trained so far. A size's score is the mean
-    over its clients.
+    """Whose own models are evaluated if clients have some (no weights are exchanged, a personal
+    model, or split.private). round: those of the round's clients. all: those of all clients that
+    have trained so far. A size's score is the mean over its clients.
     """
     targets: tuple[Annotated[float, Field(gt=0)], ...] = ()
     """Values of the task's first metric, such as accuracies between 0 and 1. For each, the first
     round that reaches it is reported.
     """
+    per_client: Literal["off", "round", "all"] = "off"
+    """Score clients on test examples of their own, beside the global score (docs/evaluation.md).
+    round: the clients of the round. all: all clients; those without models of their own only once
+    they have trained. The test examples are those of the test set that belong to the client, or
+    held-out ones (client_test_fraction).
+    """
+    per_client_every: int = Field(default=1, ge=1)
+    """Evaluations between two scorings of the clients. The last round is always scored."""
+    client_test_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Fraction of each client's training examples that is held out for its own score, with the
+    client's proportions of classes, and at least one example. Nobody trains on them. A client with
+    a single example holds out none. 0: hold out nothing.
+    """
+    personalize_epochs: float = Field(default=0.0, ge=0)
+    """Epochs of local training after which clients are scored a second time: the personalized
+    score. The training starts from the evaluated global model, and its result is dropped. Models of
+    clients' own are personal already: their personalized score is their score. 0: none.
+    """
+
+    def scores_clients(self, round_number: int, rounds: int) -> bool:
+        """Tell whether clients are scored after a round, given the number of rounds of the run."""
+        if self.per_client == "off":
+            return False
+        between = self.every * self.per_client_every
+        return round_number % between == 0 or round_number == rounds
 
 
 @dataclass(frozen=True)

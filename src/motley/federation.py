@@ -19,9 +19,11 @@ from motley.assembly import (
     build_engine,
     build_method,
     build_pipeline,
+    build_score_clients,
     build_split,
     chosen_kernels,
     client_sizes,
+    client_tests,
     compiles,
     deal_examples,
     load_dataset_of,
@@ -39,10 +41,11 @@ from motley.checks import (
     check_weights_fit,
     refuse_global_model,
 )
+from motley.client.scoring import ClientTests
 from motley.config import Config
 from motley.core.device import on_device
 from motley.core.errors import MotleyError
-from motley.core.part import State
+from motley.core.part import State, take
 from motley.data import Dataset
 from motley.data.device import DeviceData, device_data
 from motley.data.partition import Partition
@@ -58,6 +61,7 @@ from motley.server.sampling import ClientSampler, Sampler
 from motley.server.state import ServerState
 from motley.server.uplink import Uplink
 from motley.splits.check import check_outputs
+from motley.splits.trained import trained_model
 
 
 class Federation:
@@ -122,11 +126,18 @@ class Federation:
         check_recalibration(config, self.split)
         # Before sizes are assigned, because a partition reports too many clients for the data set.
         self._partition, held_out = None, np.zeros(0, dtype=np.int64)
+        #: The test examples of every client: rows of the training set if they are held out
+        #: (evaluation.client_test_fraction), else of the test set. None if clients have none, or if
+        #: they are elsewhere.
+        self.client_tests: Partition | None = None
         if engine is None or config.public.name == "held-out":
             dealt = deal_examples(config, self.dataset, partition)
             held_out = dealt.held_out
             # Clients elsewhere may have other examples, and only they know which.
-            self._partition = dealt.partition if engine is None else None
+            if engine is None:
+                self._partition, self.client_tests = client_tests(
+                    config, self.dataset.train, self.dataset.test, dealt.partition
+                )
         #: The size of every client, by client id. Dynamic sizes differ per round: use `size_of`.
         self.sizes = client_sizes(config, self.split, shape)
         #: (client, round) -> the client's size.
@@ -145,6 +156,7 @@ class Federation:
 
         self.pipeline = build_pipeline(config, self.split, self.method)
         self.collections = build_collections(config, self.split, self.method, self.size_of)
+        self.score_clients = build_score_clients(config, self.split, self.method, self.size_of)
         self.accountant: Accountant | None = None
         if config.privacy.active:
             self.accountant = Accountant(config.privacy, self.split, self.sizes)
@@ -171,6 +183,7 @@ class Federation:
                 self.partition,
                 memory_folder,
                 test_set=lambda: self.evaluator.batches,
+                tests=self._build_client_tests(copies[0]),
             )
             self.engine = build_engine(config, clients)
 
@@ -183,6 +196,20 @@ class Federation:
                 "and only they know their examples."
             )
         return self._partition
+
+    def _build_client_tests(self, train: DeviceData) -> Callable[[], ClientTests] | None:
+        """Return a function that returns the clients' test examples on the device."""
+        if self.client_tests is None:
+            return None
+        evaluation = self.config.evaluation
+        held_out = evaluation.client_test_fraction > 0
+        tests = ClientTests(
+            lambda: train if held_out else self.evaluator.batches.data,
+            self.client_tests,
+            evaluation.batch_size,
+            self.task,
+        )
+        return lambda: tests
 
     def _test_data(self) -> DeviceData:
         """Put the test set on the home device."""
@@ -241,6 +268,8 @@ class Federation:
             attempts=config.server.attempts,
             batch_size=config.training.batch_size,
             exchanges_weights=self.method.requirements.exchanges_weights,
+            has_own_models=self.method.has_own_models,
+            score_clients=self.score_clients,
         )
 
     def job(self, server: ServerState, round_number: int, client: int) -> Job:
@@ -261,19 +290,30 @@ class Federation:
         `round_number` matters for a rolling window of channels only: its default, 0, evaluates the
         leading channels and not the window that the round trained.
 
-        A method that exchanges no weights has no global model, so this raises an error. Its
-        clients' models are `client_model`.
+        A method that exchanges no weights has no global model, and neither has a federation with
+        private tensors, so this raises an error. Clients' models are `client_model`.
         """
         refuse_global_model(self.method)
         with self.numerics():
             return self.evaluator(state, round_number)
 
+    def model(self, server: ServerState, size: str) -> nn.Module:
+        """Return the trained model of a size, as it is evaluated: an ordinary module.
+
+        It is in evaluation mode, on the federation's device, and shares no memory with `server`.
+        """
+        refuse_global_model(self.method)
+        trained = trained_model(self.split, server.model, size, server.round_number)
+        return trained.to(self.device)
+
     def client_model(self, server: ServerState, client: int) -> nn.Module:
         """Return a client's own model after its last accepted update, in evaluation mode.
 
-        Only methods that exchange no weights have such models, and clients of this process.
+        It is the client's part of the evaluated global state with its private tensors, the model
+        that the method trains beside the part, or, if no weights are exchanged, all the client's
+        own. Others have no such models, nor have clients elsewhere.
         """
-        if self.method.requirements.exchanges_weights:
+        if not self.method.has_own_models:
             raise MotleyError(
                 f"method.name = {self.config.method.name!r}: clients have no models of their own; "
                 "they train parts of the global model."
@@ -283,8 +323,10 @@ class Federation:
         trained = server.client_state_rounds.get(client)
         if trained is None:
             raise MotleyError(f"client {client} has no model yet: it has not trained.")
-        model = self.split.build(self.sizes[client]).to(self.device)
-        model.load_state_dict(self.engine.clients.own_model(client, trained))
+        size = self.sizes[client]
+        part = take(server.model, self.split.evaluated(size, server.round_number))
+        model = self.split.build(size).to(self.device)
+        model.load_state_dict(self.engine.clients.own_model(client, size, trained, part))
         return model.eval()
 
     def to_device(self, server: ServerState) -> ServerState:

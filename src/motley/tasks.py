@@ -85,6 +85,13 @@ class Metric(MetricInfo):
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the sums over some rows, in double precision."""
+        return self.row_sums(outputs, targets).sum(0)
+
+    def row_sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return what each row adds to the sums, with shape (rows, sums), in double precision.
+
+        With them, rows of different clients can be summed separately.
+        """
         assert self.values is not None
         values = self.values(outputs, targets)
         if values.dim() == 0 or len(values) != len(targets):
@@ -92,8 +99,9 @@ class Metric(MetricInfo):
                 f"task.metrics: {self.name!r} returned shape {tuple(values.shape)} for "
                 f"{len(targets)} rows. A metric returns one value per row, not their mean."
             )
-        total = values.double().sum()
-        return torch.stack([total, torch.full_like(total, values.numel())])
+        numbers = values.double().reshape(len(targets), -1)
+        totals = numbers.sum(1)
+        return torch.stack([totals, torch.full_like(totals, numbers.shape[1])], dim=1)
 
     def value(self, sums: Sequence[float]) -> float:
         """Return the metric for the sums over all rows."""
@@ -143,11 +151,10 @@ class R2(Metric):
     def num_sums(self, outputs: int) -> int:
         return 3 * outputs + 1
 
-    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        errors = (outputs - targets).double().square().sum(0)
+    def row_sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        errors = (outputs - targets).double().square()
         doubles = targets.double()
-        count = torch.full((1,), len(targets), dtype=torch.float64, device=targets.device)
-        return torch.cat([errors, doubles.sum(0), doubles.square().sum(0), count])
+        return torch.cat([errors, doubles, doubles.square(), torch.ones_like(errors[:, :1])], dim=1)
 
     def value(self, sums: Sequence[float]) -> float:
         *rest, count = sums

@@ -115,8 +115,9 @@ def test_slots_agree_with_debug(method: str, model: tuple[str, ...]) -> None:
     assert distance(fast.state, plain.state) < 1e-5
 
 
+@pytest.mark.parametrize("private", ["[]", "head"])
 @pytest.mark.parametrize("method", ["fedprox", "feddyn", "looking"])
-def test_gradients_look_the_same_with_our_own_optimizer(method: str) -> None:
+def test_gradients_look_the_same_with_our_own_optimizer(method: str, private: str) -> None:
     """`looking` halves its gradients after adding a proximal term, which our optimizer would add after that."""
     settings = (
         "training.optimizer.name=sgd",
@@ -124,6 +125,7 @@ def test_gradients_look_the_same_with_our_own_optimizer(method: str) -> None:
         "training.batch_size=16",
         "training.steps=5",
         f"method.name={method}",
+        f"split.private={private if method != 'looking' else '[]'}",
     )
     plain, plain_loss = after(3, "engine.name=debug", *settings)
     fused, fused_loss = after(3, "engine.slots=3", "engine.kernels=['optimizer']", *settings)
@@ -202,8 +204,13 @@ OWN_MODELS: dict[str, tuple[str, ...]] = {
     "FedProto": (),
     "FD": (),
     "FedMD": ("public.name=noise", "public.samples=60", "method.digest_batch_size=16"),
+    "FedPer": (),
+    "LG-FedAvg": (),
+    "FedBN": (),
+    "FedRep": ("method.head_epochs=0.3",),
+    "Ditto": (),
 }
-"""Methods that exchange no weights."""
+"""Methods that exchange no weights, or not all of them, or that train personal models."""
 
 
 def own_models_after(rounds: int, *overrides: str) -> tuple[State, ServerState, RoundRecord]:
@@ -241,7 +248,7 @@ def test_models_of_clients_own_agree_with_debug(case: str, model: tuple[str, ...
         assert score.accuracy == pytest.approx(plain_record.scores[size].accuracy, abs=0.02)
 
 
-@pytest.mark.parametrize("case", ["FedProto", "FedMD"])
+@pytest.mark.parametrize("case", ["FedProto", "FedMD", "FedPer", "Ditto"])
 def test_models_of_clients_own_on_the_gpu_are_what_they_are_on_the_host(case: str) -> None:
     """With room for all of them, for some, and for none."""
     sgd = ("training.optimizer={name='sgd', lr=0.001}", "training.batch_size=16")
@@ -453,7 +460,9 @@ def test_steps_are_captured() -> None:
     assert slots and all(len(slot._captures) == 1 for slot in slots)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "noisy", "every-hook", "alternating", "FedProto"])
+@pytest.mark.parametrize(
+    "method", ["fedavg", "noisy", "every-hook", "alternating", "FedProto", "FedRep"]
+)
 @pytest.mark.parametrize("numbers", [(0, 0), (0, 1)], ids=["one-gpu-twice", "two-gpus"])
 def test_two_devices_agree_with_one(
     method: str, numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch

@@ -37,6 +37,8 @@ from tests.flower.grid import Grid, three_nodes
 NAMES = {
     "preset",
     "data.name",
+    *(f"data.files.{key}" for key in ("target", "client", "features", "drop", "categories")),
+    *(f"data.files.{key}" for key in ("classes", "delimiter", "missing_marks")),
     "data.partition.name",
     "data.transform.variant",
     "public.name",
@@ -49,6 +51,7 @@ NAMES = {
     "method.cut",
     "method.teacher",
     "engine.device",
+    "run.mlflow",  # may name a database, but is removed like a path (tests/runs/test_loggers.py)
 }
 """Settings of free text that name no file. A new one belongs here, or has the type FilePath if it names a file."""
 

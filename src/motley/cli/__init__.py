@@ -43,7 +43,7 @@ COMMANDS = (
     ),
     LazyCommand(
         "data",
-        "Download data sets.",
+        "Download data sets, check your own files, and draw which client has which classes.",
         "motley.cli.data:data",
     ),
     LazyCommand(
@@ -70,6 +70,16 @@ COMMANDS = (
         "analyze",
         "Analyse runs: a picture (PNG and SVG) and its numbers (CSV and JSON).",
         "motley.cli.analyze:analyze",
+    ),
+    LazyCommand(
+        "export",
+        "Export the trained model of a size, with a model card, and measure the written file.",
+        "motley.cli.export:export",
+    ),
+    LazyCommand(
+        "predict",
+        "Predict classes or values for images, arrays or rows of a table.",
+        "motley.cli.predict:predict",
     ),
     LazyCommand(
         "watch",

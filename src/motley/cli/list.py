@@ -123,7 +123,7 @@ def _list_registry(registry: Registry, states: Mapping[str, str]) -> None:
 
 def _dataset_states() -> dict[str, str]:
     """Return for each data set where its files are, or how to get them."""
-    states = {"digits": "come with Motley", "npz": "yours: data.path"}
+    states = {"digits": "come with Motley", "npz": "yours: data.path", "files": "yours: data.path"}
     root = data_root()
     for name, source in SOURCES.items():
         folder = source.folder_in(root)

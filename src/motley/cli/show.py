@@ -92,6 +92,9 @@ def print_outcome(console: Console, folder: RunFolder) -> None:
             say(f"mean over sizes, last evaluation: {others}")
     else:
         say("no round has been evaluated yet")
+    if result.client_scores is not None:
+        say(client_headline(result.client_scores))
+        console.print(client_table(result))
     for target, number in result.rounds_to.items():
         reached = f"first reached in round {number}" if number is not None else "not reached"
         say(f"{result.metric.text(target, 1)} mean {result.metric.name}: {reached}")
@@ -157,6 +160,69 @@ def other_metrics(lines: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(texts)
 
 
+# ---- scores of clients
+
+#: Columns of the table of client scores, and the keys of their numbers in the metrics.
+SPREAD_COLUMNS = {
+    "mean": "mean",
+    "weighted": "weighted",
+    "worst tenth": "worst_tenth",
+    "std": "std",
+    "min": "min",
+    "max": "max",
+}
+
+
+def client_headline(scores: Mapping[str, Any]) -> str:
+    """Say how many clients were scored, and when."""
+    unscored = scores["unscored"]
+    without = f", {unscored} without a score" if unscored else ""
+    clients = scores.get("clients", 0)
+    return f"clients on their own test data, round {scores['round']}: {clients} scored{without}"
+
+
+def client_table(result: Outcome) -> Table:
+    """Return one row per size and one for all clients, beside the global score.
+
+    With personalized scores, each has a second row.
+    """
+    table = Table("size", "clients", "global", *SPREAD_COLUMNS)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    scores = result.client_scores or {}
+    personalized = scores.get("personalized") or {}
+    sizes = scores.get("sizes") or {}
+    for size in sizes:
+        after = (personalized.get("sizes") or {}).get(size)
+        _add_spread(table, result, size, sizes[size], after)
+    table.add_section()
+    if scores.get("clients"):
+        _add_spread(table, result, OVERALL, scores, personalized)
+    return table
+
+
+def _add_spread(
+    table: Table,
+    result: Outcome,
+    size: str,
+    spread: Mapping[str, Any],
+    after: Mapping[str, Any] | None,
+) -> None:
+    """Add the row of a size, or of all clients, and one for the scores after local training."""
+    name, style = ("all clients", "bold") if size == OVERALL else (size, "")
+    summary = result.scores.get(size)
+    overall = _score(result.metric, summary.last) if summary else ""
+    row = [_score(result.metric, spread[key]) for key in SPREAD_COLUMNS.values()]
+    table.add_row(name, str(spread["clients"]), overall, *row, style=style)
+    if after:
+        row = [_score(result.metric, after[key]) for key in SPREAD_COLUMNS.values()]
+        table.add_row("  personalized", "", "", *row, style=style)
+
+
+def _score(metric: MetricInfo, value: float | None) -> str:
+    return "" if value is None else metric.text(value)
+
+
 # ---- several runs
 
 
@@ -188,18 +254,38 @@ def side_by_side(folders: Sequence[RunFolder]) -> Table:
             table.add_row(
                 name, *row, style="bold" if size == OVERALL else "", end_section=size == OVERALL
             )
+    _add_client_rows(table, plain)
     table.add_row("MB down", *(f"{run['bytes']['down'] / 1e6:,.1f}" for run in plain))
     table.add_row("MB up", *(f"{run['bytes']['up'] / 1e6:,.1f}" for run in plain))
     table.add_row("seconds", *(f"{sum(run['seconds'].values()):,.1f}" for run in plain))
     return table
 
 
+def _add_client_rows(table: Table, runs: Sequence[Mapping[str, Any]]) -> None:
+    """Add the scores of clients, if some run has any."""
+    for words, table_of in (("clients", _client_scores), ("personalized", _personalized)):
+        if not any(table_of(run) for run in runs):
+            continue
+        for column, key in SPREAD_COLUMNS.items():
+            row = [_score(_metric(run), table_of(run).get(key)) for run in runs]
+            table.add_row(f"{words}: {column}", *row, end_section=key == "max")
+
+
+def _client_scores(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    return run["client_scores"] or {}
+
+
+def _personalized(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    return _client_scores(run).get("personalized") or {}
+
+
+def _metric(run: Mapping[str, Any]) -> MetricInfo:
+    return MetricInfo(run["metric"], run["higher_is_better"], run["percent"])
+
+
 def _score_text(run: Mapping[str, Any], size: str, key: str) -> str:
     value = run["scores"].get(size, {}).get(key)
-    if value is None:
-        return ""
-    info = MetricInfo(run["metric"], run["higher_is_better"], run["percent"])
-    return info.text(value)
+    return _score(_metric(run), value)
 
 
 def as_plain(folder: RunFolder, *, with_fingerprint: bool = True) -> dict[str, Any]:
@@ -233,6 +319,7 @@ def as_plain(folder: RunFolder, *, with_fingerprint: bool = True) -> dict[str, A
         "scores": scores,
         "accuracy": scores if result.metric.name == ACCURACY.name else None,
         "mean_of_last_rounds": result.averaged,
+        "client_scores": result.client_scores,
         "rounds_to": {str(target): number for target, number in result.rounds_to.items()},
         "bytes": {"down": result.bytes_down, "up": result.bytes_up},
         "seconds": result.seconds,

@@ -55,6 +55,13 @@ def study(
     set_: list[str] = typer.Option(
         [], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting of every run."
     ),
+    score: str = typer.Option(
+        "",
+        metavar="MEASURE",
+        help="Show this measure instead of the study's: last, best, mean-of-last-k, client-mean, "
+        "client-worst, personalized-mean, ... The scores of clients need --set "
+        "evaluation.per_client=all.",
+    ),
     plan_only: bool = typer.Option(
         False, "--plan", help="Print what would run and what is missing, and exit."
     ),
@@ -83,6 +90,7 @@ def study(
         methods=method,
         seeds=seeds,
         overrides=parse_overrides(set_),
+        score=score,
     )
     todo = unfinished_runs(cells, out)
     _announce(console, chosen, scale, cells, todo)

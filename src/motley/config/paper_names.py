@@ -136,6 +136,26 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "models of clients' own, without any exchange",
         {"method.name": "local", **_OWN_MODELS},
     ),
+    "FedPer": (
+        "FedAvg with private heads, over whatever split is set",
+        {"method.name": "fedavg", "split.private": "head", "server.inco.variant": "off"},
+    ),
+    "LG-FedAvg": (
+        "FedAvg of heads with private bodies, over whatever split is set",
+        {"method.name": "fedavg", "split.private": "body", "server.inco.variant": "off"},
+    ),
+    "FedBN": (
+        "FedAvg with private normalization layers, over whatever split is set",
+        {"method.name": "fedavg", "split.private": "normalization", "server.inco.variant": "off"},
+    ),
+    "FedRep": (
+        "private heads, trained before the body, over whatever split is set",
+        {"method.name": "fedrep", "split.private": "head", "server.inco.variant": "off"},
+    ),
+    "Ditto": (
+        "a personal model beside the global one, over whatever split is set",
+        {"method.name": "ditto", "server.inco.variant": "off"},
+    ),
     "CCVR": (
         "after FedAvg, over whatever split is set",
         {"method.name": "ccvr", "server.inco.variant": "off"},

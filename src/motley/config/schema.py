@@ -47,6 +47,7 @@ from motley.server.inco import INCO, IncoOff
 from motley.server.optimizer import SERVER_OPTIMIZERS, ServerOptimizerSettings
 from motley.settings import Choice, FilePath, RegistryChoice, Settings, Table, no_effect
 from motley.splits import SPLITS, SplitSettings
+from motley.splits.private import HEAD
 from motley.tasks import LOSSES, METRICS, TASKS, Task
 
 FAMILIES = (
@@ -288,20 +289,34 @@ class RunSettings(Settings):
     """Number of checkpoints that are kept."""
     tensorboard: bool = True
     """Write TensorBoard event files, if tensorboard is installed."""
+    mlflow: bool | str = False
+    """Log to MLflow (extra `mlflow`). true: to $MLFLOW_TRACKING_URI or, if that is not set, to the
+    database mlflow.db beside the run's folder. A text: a tracking URI, such as
+    "http://127.0.0.1:5000" or "sqlite:///mlflow.db".
+    """
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Log to Weights & Biases (extra `wandb`). offline: to files in the run's folder, for
+    `wandb sync`. online: to the server.
+    """
 
 
 def with_default_split(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Name the split of a method that exchanges no weights, if none is named.
+    """Complete the split as a method needs it.
 
-    Such a method shares no layers, so its models may be unrelated. "grouped" allows that.
+    A method that exchanges no weights shares no layers, so its models may be unrelated: "grouped"
+    allows that, if no split is named. If a method needs private tensors and none are named, the
+    head is private.
     """
     method, split = values.get("method"), values.get("split", {})
     name = method.get("name") if isinstance(method, Mapping) else None
     if not isinstance(name, str) or name not in METHODS or not isinstance(split, Mapping):
         return values
-    if "name" in split or METHODS[name].requirements.exchanges_weights:
-        return values
-    return {**values, "split": {"name": "grouped", **split}}
+    needs = METHODS[name].requirements
+    if not needs.exchanges_weights:
+        split = {"name": "grouped", **split}
+    if needs.needs_private_parts and not split.get("private"):
+        split = {**split, "private": [HEAD]}
+    return {**values, "split": split} if split else values
 
 
 class Config(Settings):
@@ -333,8 +348,17 @@ class Config(Settings):
     @property
     def method_label(self) -> str:
         """The method's name, and InCo's variant if InCo runs on top of it."""
+        label = self.method.name
+        if self.split.private:
+            label += f", private {' and '.join(self.split.private)}"
         inco = self.server.inco
-        return f"{self.method.name} + InCo ({inco.variant})" if inco.active else self.method.name
+        return f"{label} + InCo ({inco.variant})" if inco.active else label
+
+    @property
+    def has_own_models(self) -> bool:
+        """Whether clients' own models are evaluated, and not the global model."""
+        requirements = METHODS[self.method.name].requirements
+        return requirements.has_own_models(bool(self.split.private))
 
     @model_validator(mode="before")
     @classmethod
@@ -401,12 +425,15 @@ class Config(Settings):
 
     def _check_method(self) -> None:
         method = self.method.name
+        self._check_client_scores()
+        if self.evaluation.clients == "all" and not self.has_own_models:
+            raise MotleyError(
+                "evaluation.clients = 'all': is for methods that exchange no weights or train "
+                f"personal models, and for split.private; with {method!r} the global model is "
+                "evaluated. Leave it out."
+            )
         if METHODS[method].requirements.exchanges_weights:
-            if self.evaluation.clients == "all":
-                raise MotleyError(
-                    f"evaluation.clients = 'all': is for methods that exchange no weights; with "
-                    f"{method!r} the global model is evaluated. Leave it out."
-                )
+            self._check_private()
             return
         delta, model = "no delta to work on", "no global model"
         # The setting, its value, the value that changes nothing, and what it would work on.
@@ -421,6 +448,7 @@ class Config(Settings):
             ("uplink.noise", self.uplink.noise, 0.0, delta),
             ("uplink.dtype", self.uplink.dtype, "fp32", delta),
             ("privacy.clip", self.privacy.clip, 0.0, delta),
+            ("split.private", list(self.split.private), [], "nothing that is shared"),
         ]
         problems = []
         for key, value, neutral, missing in without_effect:
@@ -431,6 +459,30 @@ class Config(Settings):
                 )
         if problems:
             raise MotleyError("\n".join(problems))
+
+    def _check_private(self) -> None:
+        name, private = self.method.name, list(self.split.private)
+        if not private or METHODS[name].requirements.private_parts:
+            return
+        able = [repr(entry.name) for entry in METHODS if entry.item.requirements.private_parts]
+        reason = "uses whole models, or features and statistics of them, at the server"
+        if METHODS[name].requirements.personal_model:
+            reason = "keeps a whole personal model at every client already"
+        raise MotleyError(
+            f"split.private = {private}: method.name = {name!r} {reason}. "
+            f"Methods for private tensors are {', '.join(able)}."
+        )
+
+    def _check_client_scores(self) -> None:
+        evaluation = self.evaluation
+        if not evaluation.personalize_epochs:
+            return
+        setting = f"evaluation.personalize_epochs = {evaluation.personalize_epochs:g}"
+        if evaluation.per_client == "off":
+            raise MotleyError(
+                f"{setting}: is for the scores of clients. Set evaluation.per_client to 'round' or "
+                "'all'."
+            )
 
     def _check_public(self) -> None:
         name, public = self.method.name, self.public

@@ -20,6 +20,7 @@ import shutil
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 from pydantic import Field, field_validator, model_validator
@@ -231,12 +232,14 @@ def _write_node(
 ) -> None:
     place = folder.nodes / f"node-{client}"
     place.mkdir(parents=True)
-    data = {
+    data: dict[str, Any] = {
         "name": config.data.name,
         "path": config.data.path,
         "root": config.data.root,
         "dealt": True,
     }
+    if config.data.files is not None:
+        data["files"] = config.data.files.model_dump(exclude_defaults=True)
     if isinstance(config.data.partition, FromFile):
         data["partition"] = str(config.data.partition.path)
     if isinstance(config.public, PublicDatasetSettings):

@@ -9,8 +9,8 @@ batches are padded with examples of weight zero.
 Sums are taken in another order than for one client, and random numbers in a step (dropout) are
 drawn for all clients at once, so `engine.vmap_clients` changes results. These train in slots
 instead: models with buffers (batch norm) or recurrent layers, methods with their own local training
-or with clients that keep their own models, and clipped gradients; on a CPU also convolutions, which
-are three times slower side by side.
+or with clients that keep their own models or private tensors, and clipped gradients; on a CPU also
+convolutions, which are three times slower side by side.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ def can_stack(clients: Clients, size: str) -> bool:
     """Tell whether clients of a size can train side by side with their method, and gain by it."""
     needs = clients.method.requirements
     if needs.own_training or needs.client_state or needs.payload or not needs.exchanges_weights:
+        return False
+    if clients.method.info.split.private[size]:
         return False
     if clients.training.max_grad_norm or clients.precision in TYPES:
         return False
@@ -138,13 +140,24 @@ class Stack:
         self._graph.replay()
 
     def _compute(self, inputs: Tensor, targets: Tensor, shares: Tensor) -> None:
-        logits = self._logits(self.weights, inputs)
+        with self._attention():
+            logits = self._logits(self.weights, inputs)
         errors = self.task.example_losses(logits.flatten(0, 1), targets.flatten(0, 1))
         losses = (errors.view_as(shares) * shares).sum(1)
         self.optimizer.zero_grad()
         losses.sum().backward()
         self.optimizer.step()
         self.losses += losses.detach()
+
+    def _attention(self) -> AbstractContextManager[object]:
+        """On a CPU, let attention be computed by its formula: vmap knows no rule for the fused one,
+        and would run it client by client.
+        """
+        if self.clients.device.type != "cpu":
+            return nullcontext()
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        return sdpa_kernel(SDPBackend.MATH)
 
     def _capture(self, batches: Batches) -> None:
         """Capture a step. The changed weights are overwritten by the next load."""

@@ -21,6 +21,8 @@ COLLECTIONS: dict[str, CollectionName] = {
     "method": "method",
     "statistics": "statistics",
     "evaluation": "evaluation",
+    "client-score": "client-score",
+    "personalized-score": "personalized-score",
 }
 
 

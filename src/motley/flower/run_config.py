@@ -65,10 +65,15 @@ def own_partition(node: NodeSettings) -> Values:
 
 
 def without_paths(values: Mapping[str, Any]) -> Values:
-    """Return the values of a configuration without the settings that name files."""
+    """Return the values of a configuration without the settings that name files.
+
+    A tracking URI of MLflow (`run.mlflow`) may contain a password, and only the server logs.
+    """
     kept = copy.deepcopy(dict(values))
-    for *tables, name in path_settings():
+    for *tables, name in (*path_settings(), ("run", "mlflow")):
         table_in(kept, *tables).pop(name, None)
+    # Nodes read their own files with their own settings.
+    table_in(kept, "data").pop("files", None)
     return kept
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from motley.core.errors import MotleyError
+from motley.data.files.settings import FileSettings
 from motley.privacy.settings import PrivacySettings
 from motley.settings import Settings, validate
 
@@ -18,7 +19,8 @@ class NodeData(Settings):
 
     name: str = "npz"
     path: str = ""
-    """The node's own file, for the reader `npz`."""
+    """The node's own file or folder, for the readers `npz` and `files`."""
+    files: FileSettings = FileSettings()
     root: str = ""
     """Folder of the named data sets; empty: $MOTLEY_DATA, or the cache folder."""
     dealt: bool = False
@@ -103,9 +105,12 @@ def read_node(file: Path) -> NodeSettings:
         raise MotleyError(f"{file}: cannot be read: {error}.") from None
     node = validate(NodeSettings, values)
     here = file.absolute().parent
-    data = {}
+    data: dict[str, Any] = {}
     for key in ("path", "root", "partition", "public"):
         if value := getattr(node.data, key):
             data[key] = str(here / Path(value).expanduser())
+    if node.data.files.test:
+        test = str(here / Path(node.data.files.test).expanduser())
+        data["files"] = node.data.files.model_copy(update={"test": test})
     memory = str(here / (node.memory or f"client-{node.client}"))
     return node.model_copy(update={"memory": memory, "data": node.data.model_copy(update=data)})

@@ -13,6 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
 from motley.config import Config
+from motley.data.files.settings import FileSettings
 from motley.data.partition import FromFile
 from motley.federation import Federation
 from motley.flower.client import build
@@ -55,6 +56,7 @@ def simulate(
     data = NodeData(
         name=config.data.name,
         path=config.data.path,
+        files=config.data.files or FileSettings(),
         root=config.data.root,
         dealt=True,
         partition=lists,

@@ -69,7 +69,9 @@ class Moon(Method):
 
     Settings = MoonSettings
     Client = MoonClient
-    requirements = Requirements(client_state=True, own_training=True, stages=True)
+    requirements = Requirements(
+        client_state=True, own_training=True, stages=True, private_parts=True
+    )
 
 
 def _representation(model: nn.Module, inputs: Tensor) -> Tensor:

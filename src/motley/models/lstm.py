@@ -67,7 +67,8 @@ class LSTMLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(sequences, positions, inputs) -> (sequences, positions, units)."""
-        zeros = x.new_zeros(1, len(x), self.hidden)
+        # Not len(x): torch.export would take it for a constant.
+        zeros = x.new_zeros(1, x.shape[0], self.hidden)
         weights = (self.weight_ih_l0, self.weight_hh_l0, self.bias_ih_l0, self.bias_hh_l0)
         # Biases, one layer, no dropout, training mode (cuDNN's backward pass needs it), one
         # direction, and the batch first.

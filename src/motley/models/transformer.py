@@ -170,7 +170,8 @@ class Encoder(Transformer):
 
     def embed(self, x: Tensor) -> Tensor:
         """Return the input of block 0: class token and tokens, plus position embeddings."""
-        class_tokens = self.cls_token.expand(len(x), -1, -1)
+        # Not len(x): torch.export would take it for a constant.
+        class_tokens = self.cls_token.expand(x.shape[0], -1, -1)
         tokens = torch.cat([class_tokens, self.token_embed(x)], dim=1)
         return self.drop(tokens + self.pos_embed)
 

@@ -122,7 +122,8 @@ class ViT(nn.Module):
     def embed(self, x: Tensor) -> Tensor:
         """Return the input of block 0: class token and patches, plus position embeddings."""
         patches = self.patch_embed(x)
-        class_tokens = self.cls_token.expand(len(patches), -1, -1)
+        # torch.export takes len() for a constant, so an exported model would have one batch size.
+        class_tokens = self.cls_token.expand(patches.shape[0], -1, -1)
         return torch.cat([class_tokens, patches], dim=1) + self.pos_embed
 
     def class_token(self, x: Tensor) -> Tensor:

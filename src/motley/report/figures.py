@@ -12,6 +12,7 @@ from motley.assembly import deal_examples
 from motley.data import Partition
 from motley.report.report_data import Panel, Run, Series
 from motley.runs.metrics import layer_metrics, scores_of, stage_metrics
+from motley.tasks import MetricInfo
 
 #: Colors that can be distinguished on a light and on a dark page.
 PALETTE = (
@@ -37,6 +38,16 @@ def style(number: int) -> dict[str, Any]:
     return {"color": PALETTE[number % len(PALETTE)], "dash": dash, "width": 2}
 
 
+def line_of(series: Series, labels: Sequence[str]) -> dict[str, Any]:
+    """Return the line style of a series; `labels` are those of all series, in order."""
+    return reference_style(style(labels.index(series.label)), series.is_reference)
+
+
+def reference_style(line: dict[str, Any], is_reference: bool) -> dict[str, Any]:
+    """Return a line style, dotted if it is for a reference."""
+    return {**line, "dash": "dot"} if is_reference else line
+
+
 def scores(panel: Panel, size: str, labels: Sequence[str]) -> go.Figure:
     """Draw the primary metric over rounds for one size, or for the mean over sizes.
 
@@ -47,7 +58,7 @@ def scores(panel: Panel, size: str, labels: Sequence[str]) -> go.Figure:
     shown = panel.series if size == "mean" else panel.distinct
     for label, series in shown.items():
         if series.has_scores(size):
-            _curve(figure, series, size, style(labels.index(label)), label, group=label)
+            _curve(figure, series, size, line_of(series, labels), label, group=label)
     metric = panel.metric
     title = _mean_title(panel) if size == "mean" else f"{metric.name}, {size}"
     _over_rounds(figure, panel, title, _axis(panel))
@@ -174,7 +185,7 @@ def _against(
                 value = run.metric.scaled(line_scores[series.headline])
                 costs.append(round(total, 3))
                 values.append(round(value, 2 if run.metric.percent else 6))
-        _add_line(figure, costs, values, style(labels.index(label)), label, label)
+        _add_line(figure, costs, values, line_of(series, labels), label, label)
     title = f"{panel.metric.name} against {name}"
     figure.update_layout(title=title, xaxis_title=unit, yaxis_title=_axis(panel))
     return figure
@@ -184,7 +195,7 @@ def losses(panel: Panel, labels: Sequence[str]) -> list[go.Figure]:
     """Draw test loss (mean over sizes) and training loss, for the first run of every series."""
     test, train = go.Figure(), go.Figure()
     for label, series in panel.distinct.items():
-        line_style = style(labels.index(label))
+        line_style = line_of(series, labels)
         lines = series.runs[0].lines
         evaluated = [line for line in lines if line.get("loss")]
         rounds = [line["round"] for line in evaluated]
@@ -283,16 +294,89 @@ def method_metrics(panel: Panel, labels: Sequence[str]) -> list[go.Figure]:
     figures: dict[str, go.Figure] = {}
     for label, series in panel.distinct.items():
         curves: dict[str, Curve] = {}
-        for line in series.runs[0].lines:
-            for name, value in stage_metrics(line).items():
-                curves.setdefault(name, Curve()).add(line["round"], value)
+        for metrics in series.runs[0].lines:
+            for name, value in stage_metrics(metrics).items():
+                curves.setdefault(name, Curve()).add(metrics["round"], value)
         for name, curve in curves.items():
             figure = figures.setdefault(name, go.Figure())
-            color = style(labels.index(label))
-            _add_line(figure, curve.rounds, curve.values, color, label, label)
+            line = line_of(series, labels)
+            _add_line(figure, curve.rounds, curve.values, line, label, label)
     for name, figure in figures.items():
         _over_rounds(figure, panel, f"method metric: {name.replace('_', ' ')}")
     return list(figures.values())
+
+
+def client_scores(panel: Panel, labels: Sequence[str]) -> go.Figure | None:
+    """Draw the scores of clients from the worst to the best, for the first run of every series.
+
+    One line per series, and a thin one for the personalized scores. At 10 % on the x axis, a tenth
+    of the clients has this score or a worse one. Returns None if no run has scores of clients.
+    """
+    figure = go.Figure()
+    for label, series in panel.distinct.items():
+        metric, clients = series.runs[0].metric, series.runs[0].client_scores
+        if clients is None:
+            continue
+        line = line_of(series, labels)
+        _sorted_scores(figure, metric, clients.scores(), line, label, label)
+        if series.is_reference:
+            continue  # its clients have models of their own: both scores are the same
+        after = clients.scores(personalized=True)
+        thin = {**line, "width": 1}
+        _sorted_scores(figure, metric, after, thin, f"{label}, personalized", label)
+    if not figure.data:
+        return None
+    personalized = any(trace.line.width == 1 for trace in figure.data)
+    thin_lines = " (thin: after local training)" if personalized else ""
+    figure.update_layout(
+        title=f"{panel.metric.name} of clients on their own test data, sorted{thin_lines}",
+        xaxis_title="clients, %",
+        yaxis_title=_axis(panel),
+    )
+    return figure
+
+
+def _sorted_scores(
+    figure: go.Figure,
+    metric: MetricInfo,
+    values: Sequence[float],
+    line: dict[str, Any],
+    name: str,
+    group: str,
+) -> None:
+    if not values:
+        return
+    worst_first = sorted(values, reverse=not metric.higher_is_better)
+    count = len(values)
+    places = [round(100 * (number + 1) / count, 2) for number in range(count)]
+    shown = [_shown(metric, value) for value in worst_first]
+    hover = f"{name}: %{{x:.0f}} % of clients have %{{y:.4g}} or worse<extra></extra>"
+    _add_line(figure, places, shown, line, name, group, hovertemplate=hover)
+
+
+def _shown(metric: MetricInfo, value: float) -> float:
+    return round(metric.scaled(value), 2 if metric.percent else 6)
+
+
+def client_curves(panel: Panel, labels: Sequence[str], key: str, name: str) -> go.Figure | None:
+    """Draw a number of the clients' scores over rounds, for the first run of every series.
+
+    `key` is that of `motley.runs.metrics.summarize_clients`, and `name` is its name in the title.
+    None if no run has it.
+    """
+    figure = go.Figure()
+    for label, series in panel.distinct.items():
+        curve = Curve()
+        for metrics in series.runs[0].lines:
+            value = (metrics.get("client_scores") or {}).get(key)
+            if value is not None:
+                curve.add(metrics["round"], _shown(series.runs[0].metric, value))
+        if curve.rounds:
+            _add_line(figure, curve.rounds, curve.values, line_of(series, labels), label, label)
+    if not figure.data:
+        return None
+    _over_rounds(figure, panel, f"{panel.metric.name}, {name}", _axis(panel))
+    return figure
 
 
 def _examples_per_client(run: Run, dealt: Partition) -> go.Figure:

@@ -12,10 +12,11 @@ from typing import Any
 
 from motley.config import Config
 from motley.core.errors import MotleyError
+from motley.runs.client_log import ClientLine, ClientLog
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import ACCURACY, MetricsLog, Outcome, metric_of, outcome, scores_of
 from motley.studies.results import read_saved
-from motley.studies.sweep import IMMATERIAL
+from motley.studies.sweep import IMMATERIAL, REFERENCE_METHOD
 from motley.tasks import MetricInfo
 
 #: Series are labelled by the settings in which they differ, if these are at most this many.
@@ -36,6 +37,8 @@ class Run:
     lines: list[dict[str, Any]]
     #: Versions and hardware; empty if the file is missing or damaged.
     environment: dict[str, Any]
+    #: The last scores of clients; None if the run has none.
+    client_scores: ClientLine | None = None
 
     @classmethod
     def read(cls, path: Path) -> Run:
@@ -46,6 +49,7 @@ class Run:
             config=folder.read_config(),
             lines=MetricsLog(folder.metrics).read(),
             environment=_read_environment(folder.environment),
+            client_scores=ClientLog(folder.client_scores).last(),
         )
 
     @property
@@ -88,6 +92,11 @@ class Series:
     runs: list[Run] = field(default_factory=list)
     #: The score that this series shows: "mean" (over sizes), or one size if a study says so.
     headline: str = "mean"
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is local training alone, which other series should exceed."""
+        return all(run.config.method.name == REFERENCE_METHOD for run in self.runs)
 
     @property
     def by_seed(self) -> dict[int, list[Run]]:
@@ -217,6 +226,14 @@ class ReportData:
         for panel in self.panels.values():
             labels |= dict.fromkeys(panel.series)
         return list(labels)
+
+    @property
+    def references(self) -> set[str]:
+        """The labels of the series that are drawn as references."""
+        labels: set[str] = set()
+        for panel in self.panels.values():
+            labels.update(series.label for series in panel.series.values() if series.is_reference)
+        return labels
 
     @property
     def runs(self) -> list[Run]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from statistics import fmean
+from typing import Any
 
 from motley.evaluate import Summary
 from motley.report.report_data import Panel, Run, Series
@@ -49,12 +50,71 @@ def _over_seeds(series: Series, size: str, number: Callable[[Summary], float]) -
                 values.append(outcome.metric.scaled(number(outcome.scores[size])))
         if values:
             per_seed.append(fmean(values))
-    over_seeds = spread(per_seed)
+    return _spread_text(series.runs[0].metric, per_seed)
+
+
+def _spread_text(metric: MetricInfo, values: Sequence[float]) -> str:
+    """Return mean and standard deviation of values as text; empty if there are none."""
+    over_seeds = spread(values)
     if over_seeds is None:
         return ""
     # A column has the number of seeds, so "(one seed)" is not repeated in every cell.
-    percent = series.runs[0].metric.percent
-    return over_seeds.text("" if over_seeds.std is None else None, percent=percent)
+    return over_seeds.text("" if over_seeds.std is None else None, percent=metric.percent)
+
+
+#: Columns of the table of client scores: whether they are the personalized ones, and their keys in
+#: the metrics (`motley.runs.metrics.summarize_clients`).
+CLIENT_COLUMNS = {
+    "mean": (False, "mean"),
+    "weighted": (False, "weighted"),
+    "worst tenth": (False, "worst_tenth"),
+    "std": (False, "std"),
+    "min": (False, "min"),
+    "max": (False, "max"),
+    "personalized mean": (True, "mean"),
+    "personalized worst tenth": (True, "worst_tenth"),
+}
+
+
+def clients(panel: Panel) -> Rows:
+    """Return the last scores of clients of every series, over seeds.
+
+    One row for all clients of a series, and one per size if there are several.
+    """
+    rows = [["", "clients", *CLIENT_COLUMNS]]
+    for series in panel.distinct.values():
+        tables = [run.outcome(()).client_scores for run in series.runs]
+        scored = [table for table in tables if table and table.get("clients")]
+        if not scored:
+            continue
+        metric = series.runs[0].metric
+        rows.append(_client_row(series.label, metric, scored))
+        sizes = list(scored[0]["sizes"])
+        if len(sizes) > 1:
+            for size in sizes:
+                rows.append(_client_row(f"{series.label}, {size}", metric, scored, size))
+    return rows
+
+
+def _client_row(
+    name: str, metric: MetricInfo, scored: Sequence[dict[str, Any]], size: str = ""
+) -> list[str]:
+    counts = {str(_table_of(table, False, size).get("clients", 0)) for table in scored}
+    row = [name, ", ".join(sorted(counts))]
+    for personalized, key in CLIENT_COLUMNS.values():
+        values = [_table_of(table, personalized, size).get(key) for table in scored]
+        row.append(_spread_text(metric, [metric.scaled(v) for v in values if v is not None]))
+    return row
+
+
+def _table_of(scores: dict[str, Any], personalized: bool, size: str) -> dict[str, Any]:
+    """Return one table of the clients' scores; an empty one if there is none."""
+    table: dict[str, Any] = scores
+    if personalized:
+        table = table.get("personalized") or {}
+    if size:
+        table = (table.get("sizes") or {}).get(size) or {}
+    return table
 
 
 def targets(panel: Panel) -> tuple[float, ...]:

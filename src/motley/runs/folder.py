@@ -3,6 +3,7 @@
 config.toml          the resolved configuration, with every default written out
 environment.json     versions and hardware that the run started on
 metrics.jsonl        one line per round
+client_scores.jsonl  the score of every client, one line per round that scored clients
 checkpoints/         round-000010/ and so on, each complete or absent
 clients/             the clients' state between rounds, if the method has one
 tensorboard/         event files, if tensorboard is installed
@@ -15,16 +16,17 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-import motley
 from motley.config import Config, read_resolved
 from motley.core.errors import MotleyError
 from motley.files import check_new_folder, write_atomically
+from motley.version import __version__
 
 try:
     import fcntl
@@ -40,6 +42,7 @@ class RunFolder:
         self.config = path / "config.toml"
         self.environment = path / "environment.json"
         self.metrics = path / "metrics.jsonl"
+        self.client_scores = path / "client_scores.jsonl"
         self.checkpoints = path / "checkpoints"
         self.clients = path / "clients"
         self.tensorboard = path / "tensorboard"
@@ -139,11 +142,22 @@ def next_free(parent: Path, stem: str) -> Path:
     return parent / f"{stem}-{number}"
 
 
+def _commit() -> str:
+    """Return the commit of the working folder, if it belongs to a git repository; else ""."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return answer.stdout.strip()
+
+
 def describe_environment() -> dict[str, str | int]:
     """Return the versions and the hardware, to be saved with a run's results."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
-        "motley": motley.__version__,
+        "motley": __version__,
+        "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "system": platform.platform(),

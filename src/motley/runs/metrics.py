@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from typing_extensions import TypedDict
 
 from motley import tasks
 from motley.core.errors import MotleyError
 from motley.evaluate import Score, Summary, rounds_to, summarize
 from motley.files import write_atomically
+from motley.server.client_scores import ClientScores, Spread
 from motley.server.record import RoundRecord
 from motley.tasks import MetricInfo
 
@@ -29,6 +31,8 @@ def to_line(record: RoundRecord) -> dict[str, Any]:
     line: dict[str, Any] = {"round": record.round_number}
     if record.scores:
         line |= _scores_to_line(record.scores)
+    if record.client_scores is not None:
+        line["client_scores"] = summarize_clients(record.client_scores)
     line["train_loss"] = _number(record.train_loss)
     line["clients"] = record.clients
     if record.refused:
@@ -99,6 +103,34 @@ def scores_of(line: Mapping[str, Any]) -> dict[str, float]:
     return {size: value for size, value in values.items() if value is not None}
 
 
+def summarize_clients(scores: ClientScores) -> dict[str, Any]:
+    """Return the distribution of clients' scores: over all clients, and for each size.
+
+    The scores themselves are in the log of client scores (`runs/client_log.py`).
+    """
+    summary: dict[str, Any] = {
+        "metric": scores.metric.name,
+        "unscored": len(scores.unscored),
+        "bytes": {"down": scores.bytes_down, "up": scores.bytes_up},
+    }
+    if scores.scores:
+        summary |= _spreads(scores.spread, scores.sizes)
+    if scores.personalized_spread() is not None:
+        summary["personalized"] = _spreads(scores.personalized_spread, scores.sizes)
+    return summary
+
+
+def _spreads(spread_of: Callable[[str | None], Spread | None], sizes: list[str]) -> dict[str, Any]:
+    """Return the numbers of all clients, and those of each size in a table `sizes`."""
+    tables = {}
+    for size in (None, *sizes):
+        spread = spread_of(size)
+        assert spread is not None
+        numbers = _numbers({name: value for name, value in asdict(spread).items()})
+        tables[size] = {**numbers, "clients": spread.clients}
+    return {**tables.pop(None), "sizes": tables}
+
+
 def stage_metrics(line: Mapping[str, Any]) -> dict[str, float | None]:
     """Return a line's metrics that are not per layer, without the prefix `method/`."""
     metrics = {}
@@ -141,6 +173,14 @@ def _string_keys(reasons: Mapping[int, str]) -> dict[str, str]:
     return {str(client): reason for client, reason in reasons.items()}
 
 
+class MetricTable(TypedDict):
+    """The fields of `MetricInfo`."""
+
+    name: str
+    higher_is_better: bool
+    percent: bool
+
+
 class Line(BaseModel):
     """The types of the fields that Motley computes with. Other fields are allowed and kept."""
 
@@ -150,7 +190,8 @@ class Line(BaseModel):
     seconds: dict[str, float]
     bytes: dict[str, int]
     accuracy: dict[str, float] | None = None
-    metric: MetricInfo | None = None
+    client_scores: dict[str, Any] | None = None
+    metric: MetricTable | None = None
     scores: dict[str, dict[str, float | None]] | None = None
     clients: list[int] | None = None
     epsilon: dict[str, float | None] | None = None
@@ -251,6 +292,8 @@ class Outcome:
     epsilon: dict[str, float | None]
     #: The number of evaluations that `mean_of_last_k` is over: at most `last_k`.
     averaged: int
+    #: The last scores of clients (`summarize_clients`), with their round; None if there are none.
+    client_scores: dict[str, Any] | None = None
 
     @property
     def accuracy(self) -> dict[str, Summary]:
@@ -291,4 +334,13 @@ def outcome(lines: list[dict[str, Any]], last_k: int, targets: tuple[float, ...]
         seconds=seconds,
         epsilon=(lines[-1].get("epsilon") or {}) if lines else {},
         averaged=min(last_k, len(evaluated)),
+        client_scores=last_client_scores(lines),
     )
+
+
+def last_client_scores(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the last summary of clients' scores with its round; None if there is none."""
+    for line in reversed(lines):
+        if line.get("client_scores"):
+            return {"round": line["round"], **line["client_scores"]}
+    return None

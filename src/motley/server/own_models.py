@@ -1,9 +1,12 @@
-"""The evaluation of clients' own models, for methods that exchange no weights.
+"""The evaluation of clients' own models: of methods that exchange no weights, of personal models
+beside the global one, and of models with private tensors (`split.private`).
 
-There is no global model then. After an evaluated round, clients score their own models where these
-are, on the test set of the federation or, on a node, on the node's own. They answer with sums
+The global model alone is not what clients use then. After an evaluated round, clients score their
+own models where these are, on the test set of the federation or, on a node, on the node's own. A
+client with private tensors is sent its part of the global state for that. They answer with sums
 (`motley.methods.evaluation`), as in a collection. A size's score is the mean over the clients of
-that size that were asked. A size of which no client was asked has no score in that round.
+that size that were asked. A size of which no client was asked has no score in that round. Clients
+that have never trained are left out: their private tensors are random.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from motley.core.part import take
 from motley.engine.base import Job
 from motley.evaluate import OwnModelScores
 from motley.methods.base import Collection, ServerAlgorithm, mean_reported
@@ -28,15 +32,18 @@ class EvaluateOwnModels:
 
     size_of: (client, round) -> the client's size.
     num_clients: the number of all clients, who are asked; None: only the clients of the round are.
+    sends_parts: whether clients need their parts of the global state, to complete private tensors.
     """
 
     algorithm: ServerAlgorithm
     size_of: Callable[[int, int], str]
     num_clients: int | None = None
+    sends_parts: bool = False
     phase: str = "evaluate"
 
     def jobs(self, server: ServerState, sampled: Sequence[int]) -> list[Job]:
-        """Return jobs without weights for the clients that have a model of their own."""
+        """Return jobs for the clients that have a model of their own."""
+        split = self.algorithm.info.split
         number = server.round_number
         if not self.algorithm.info.is_evaluated(number):
             return []
@@ -45,11 +52,13 @@ class EvaluateOwnModels:
             trained = server.client_state_rounds.get(client)
             if trained is None:
                 continue
+            size = self.size_of(client, number)
+            part = take(server.model, split.evaluated(size, number)) if self.sends_parts else {}
             job = Job(
                 round_number=number,
                 client=client,
-                size=self.size_of(client, number),
-                state={},
+                size=size,
+                state=part,
                 broadcast=self.algorithm.evaluation_broadcast(server.method_state),
                 client_state_round=trained,
                 collection="evaluation",

@@ -165,7 +165,7 @@ class Width(Split):
     def moves(self) -> bool:
         return self.settings.channels != "leading"
 
-    def part(self, size: str, round_number: int = 0, client: int = 0) -> Part:
+    def whole_part(self, size: str, round_number: int = 0, client: int = 0) -> Part:
         rule = self.settings.channels
         if rule == "leading" or round_number == 0 or self.rates[size] == 1:
             return self._part(size, 0, 0)
@@ -215,25 +215,25 @@ class Width(Split):
         return Piece(name, tuple(index))
 
     @cached_property
-    def frame(self) -> State:
+    def whole_frame(self) -> State:
         """All tensors of the global state, without values, including per-size statistics."""
         per_size = self.settings.normalization_statistics == "per-size"
         frame: State = {}
         for size in self.sizes:
             tensors = self.blueprints[size].module.state_dict()
-            for name, piece in self.part(size).items():
+            for name, piece in self.whole_part(size).items():
                 frame[piece.name] = tensors[name]
         for name, tensor in self.whole.module.state_dict().items():
             if not (per_size and name.endswith(STATISTICS)):
                 frame[name] = tensor
         return frame
 
-    def initial(self, seed: int) -> State:
+    def whole_initial(self, seed: int) -> State:
         """Return the initial weights of the whole model, and initial per-size statistics."""
         whole = self._drawn(self.whole.build, seed).state_dict()
         return {
             name: whole[name] if name in whole else fresh(name, tensor)
-            for name, tensor in self.frame.items()
+            for name, tensor in self.whole_frame.items()
         }
 
 

@@ -15,7 +15,7 @@ from motley.core.errors import MotleyError
 from motley.files import write_atomically
 from motley.runs.metrics import ACCURACY, OVERALL, MetricsLog, metric_of
 from motley.studies.declaration import Study
-from motley.studies.measures import SCORES, whole_model
+from motley.studies.measures import CLIENTS, SCORES, whole_model
 from motley.studies.runner import finished, run_path
 from motley.studies.statistics import Difference, Spread, against_paper, paired, spread
 from motley.studies.sweep import SCALES, Cell
@@ -31,7 +31,7 @@ class Result:
     values: dict[int, float]
     #: Seed -> folder, for finished runs.
     runs: dict[int, str]
-    #: The number of finished runs that never reached the target.
+    #: The number of finished runs without a value: those that never reached the target.
     unreached: int = 0
     #: The paired difference to the line that this line is compared with.
     comparison: Difference | None = None
@@ -57,14 +57,14 @@ class Result:
         if self.cell.missing:
             return "missing"
         if self.ours is None:
-            return "not reached" if self.unreached else "not run"
-        suffix = f", {self.unreached} not reached" if self.unreached else ""
+            return self.cell.measure.no_value if self.unreached else "not run"
+        suffix = f", {self.unreached} {self.cell.measure.no_value}" if self.unreached else ""
         return f"{self.ours.text(percent=self.in_percent)}{suffix}"
 
     @property
     def in_percent(self) -> bool:
         """Whether numbers have one decimal: percent and rounds have, other metrics do not."""
-        return self.metric.percent or self.cell.measure not in SCORES
+        return self.metric.percent or self.cell.measure not in (*SCORES, *CLIENTS)
 
     @property
     def verdict(self) -> str:
@@ -123,7 +123,7 @@ def table_row(result: Result) -> tuple[str, ...]:
         if result.comparison.verdict:
             compared += f" ({result.comparison.verdict})"
     return (
-        cell.method + cell.which_model,
+        cell.method + cell.which_model + (" (reference)" if cell.is_reference else ""),
         result.shown,
         str(cell.paper or ""),
         result.difference.text(percent=result.in_percent) if result.difference else "",

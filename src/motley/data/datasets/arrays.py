@@ -10,14 +10,15 @@ from pathlib import Path
 import numpy as np
 
 from motley.core.errors import MotleyError
+from motley.data.files.archive import check_archive
 
 
 def read_named_arrays(path: Path, keys: Sequence[str], max_bytes: int) -> dict[str, np.ndarray]:
     """Return the arrays named `keys`.
 
-    The archive's directory says how large each array is when unpacked, and zipfile reads no more
-    than that, so a small file cannot fill the memory. Arrays of Python objects are rejected,
-    because they are pickles.
+    The archive's directory says how large each array is when unpacked, and `check_archive` compares
+    it with the shape that the array declares, so a small file cannot fill the memory. Arrays of
+    Python objects are rejected, because they are pickles.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -27,6 +28,7 @@ def read_named_arrays(path: Path, keys: Sequence[str], max_bytes: int) -> dict[s
                 f"{path} unpacks to {unpacked:,} bytes, more than the {max_bytes:,} bytes that "
                 "this data set can have."
             )
+        check_archive(path)
         with np.load(path, allow_pickle=False) as archive:
             missing = [key for key in keys if key not in archive]
             if missing:
