@@ -245,6 +245,11 @@ def public_images(
     shape = train.inputs.shape[1:]
     if isinstance(settings, HeldOutSettings):
         return train.inputs[held_out]
+    if not isinstance(train.shape, ImageShape):
+        raise MotleyError(
+            f"public.name = {settings.name!r}: the clients' examples are no images. "
+            "Use public.name = 'held-out'."
+        )
     if isinstance(settings, NoiseSettings):
         pixels = generator(seed, "public", "noise")
         return pixels.integers(0, 256, (settings.samples, *shape), dtype=np.uint8)
