@@ -32,6 +32,7 @@ from motley.data.dataset import DATASETS, Examples, load_dataset
 from motley.data.device import DeviceData, device_data
 from motley.data.partition import FromFile, Partition, PartitionSettings
 from motley.data.transforms import TransformSettings
+from motley.models.inputs import ImageShape
 from motley.settings import Choice, FilePath, Settings, Table
 
 #: Images that are fitted to another size at once, which bounds the memory for it.
