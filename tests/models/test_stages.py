@@ -12,8 +12,9 @@ import torch
 from motley.config import ModelSettings
 from motley.core.errors import MotleyError
 from motley.models import MODELS, ImageShape, ModelSpec
+from motley.models.facts import classifiers_of
 from motley.models.projection import with_projection
-from motley.models.spec import Stage, classifiers_of, spec_of
+from motley.models.spec import Stage, spec_of
 from motley.models.stages import chain_of, features, owned, run, shape_behind
 
 IMAGE = ImageShape(3, 32, 32)

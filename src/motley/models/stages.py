@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from motley.core.errors import MotleyError
-from motley.models.spec import Stage, spec_of
+from motley.models.facts import InferenceError, stages_of
+from motley.models.spec import Stage
 
 
 class BoundStage(NamedTuple):
@@ -35,14 +36,15 @@ def chain_of(model: nn.Module) -> Chain:
 
     Modules are looked up again on every call, because a head may have been replaced.
     """
-    declared = spec_of(model).stages
-    if declared is None:
+    try:
+        stages = stages_of(model)
+    except InferenceError as error:
+        reason = str(error).rstrip(".")
         raise MotleyError(
-            f"model.sizes: {type(model).__name__} declares no chain of stages "
-            "(motley.models.spec), which method.name needs to cut the model. Choose another model "
-            "or split, or a method that does not cut models."
-        )
-    return tuple(_bound(model, stage) for stage in declared)
+            f"model.sizes: {reason}, and method.name needs a chain of stages to cut the model. "
+            "Choose another model or split, or a method that does not cut models."
+        ) from error
+    return tuple(_bound(model, stage) for stage in stages)
 
 
 def _bound(model: nn.Module, stage: Stage) -> BoundStage:

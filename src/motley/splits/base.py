@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import ClassVar, Literal
 
 import torch
@@ -20,6 +20,7 @@ from motley.core.randomness import torch_seed
 from motley.core.registry import Registry
 from motley.limits import allocating
 from motley.models import CrossLayer, ModelSpec
+from motley.models.facts import cross_layers_of
 from motley.models.same_shape import same_shape_layers
 from motley.models.spec import spec_of
 from motley.settings import Settings
@@ -58,13 +59,20 @@ class Blueprint:
 
     build: Callable[[], nn.Module]
     module: nn.Module
-    cross_layers: tuple[CrossLayer, ...]
+    #: Returns the pairs that InCo mixes. It is called when they are needed: inferring them takes
+    #: time.
+    find_cross_layers: Callable[[], Sequence[CrossLayer]]
 
     @classmethod
     def of(cls, name: str, build: Callable[[], nn.Module]) -> Blueprint:
         """Draw up the blueprint of an architecture."""
         module = build_on_meta(name, build)
-        return cls(build, module, tuple(spec_of(module).cross_layers(module)))
+        return cls(build, module, cache(partial(cross_layers_of, module)))
+
+    @property
+    def cross_layers(self) -> tuple[CrossLayer, ...]:
+        """The pairs of parameters that InCo mixes."""
+        return tuple(self.find_cross_layers())
 
     @property
     def spec(self) -> ModelSpec:

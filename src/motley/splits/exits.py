@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from motley.core.errors import MotleyError
 from motley.models.channels import CLASSES, Axis, Channels
+from motley.models.facts import blocks_of
 from motley.models.resnet import ResNet
 from motley.models.spec import declare, spec_of
 from motley.models.vit import ViT
@@ -185,7 +186,7 @@ def add_exits(
     branched = replace(
         spec,
         stages=None,
-        blocks=spec.blocks[: cuts[level]],
+        blocks=blocks_of(network)[: cuts[level]],
         head=spec.head if is_whole else None,
         classifiers=tuple(classifiers),
     )

@@ -22,7 +22,7 @@ from motley.core.errors import MotleyError
 from motley.core.meta import on_meta
 
 
-class Refused(MotleyError):
+class InferenceError(MotleyError):
     """A fact about a model that could not be inferred. The message names the layer."""
 
 
@@ -167,7 +167,7 @@ def record(model: nn.Module, inputs: Tensor, training: bool) -> Recording:
     except Exception as error:  # a user's model can raise anything
         where = f"in layer {recorder.layer!r}" if recorder.layer else "in the model's own forward"
         reason = str(error).strip().partition("\n")[0]
-        raise Refused(
+        raise InferenceError(
             f"{type(model).__name__} cannot be run on torch's meta device, where tensors have "
             f"shapes but no values: {type(error).__name__} {where}: {reason}"
         ) from error

@@ -136,10 +136,8 @@ def _tensors(operation: Operation) -> list[Ref]:
 # ---- functions without a rule, and elementwise ones
 
 #: Functions whose outputs have the shape of their inputs, but which depend on the order.
-ORDERED = frozenset(
-    "cumsum cumprod cummax cummin logcumsumexp flip fliplr flipud roll sort argsort msort tril triu "
-    "rot90 renorm bernoulli kthvalue".split()
-)
+SCANS = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")
+ORDERED = {*SCANS, "flip", "roll", "sort", "argsort", "msort", "tril", "triu", "rot90", "renorm"}
 
 
 def _default(run: Propagation, operation: Operation) -> None:
@@ -233,9 +231,7 @@ def _transposed_convolution(run: Propagation, operation: Operation) -> None:
     _any_convolution(run, operation, operation.argument(6, "groups", 1), transposed=True)
 
 
-def _any_convolution(
-    run: Propagation, operation: Operation, groups: int, transposed: bool
-) -> None:
+def _any_convolution(run: Propagation, operation: Operation, groups: int, transposed: bool) -> None:
     x, weight = run.of(operation.argument(0, "input")), operation.argument(1, "weight")
     fixed = "positions of a map or signal"
     for dim in (*run.of(weight)[2:], *x[2:]):
@@ -299,7 +295,7 @@ def _group_norm(run: Propagation, operation: Operation) -> None:
     for ref in _tensors(operation)[1:]:
         run.unify(operation, run.of(ref)[0], x[1])
     channels = size_of(x[1])
-    if 1 < groups:
+    if groups > 1:
         group = new_dim(groups, "groups of a group norm" if groups < channels else "")
         unify(x[1], [*group, *new_dim(channels // groups)])
         if isinstance(groups, Traced) and isinstance(groups.source, Attribute):
@@ -317,14 +313,17 @@ def _prelu(run: Propagation, operation: Operation) -> None:
 
 @rule("embedding")
 def _embedding(run: Propagation, operation: Operation) -> None:
-    indices, weight = run.of(operation.argument(0, "input")), run.of(operation.argument(1, "weight"))
+    indices, weight = (
+        run.of(operation.argument(0, "input")),
+        run.of(operation.argument(1, "weight")),
+    )
     fix(weight[0], f"rows of the embedding in layer {operation.layer!r}")
     run.set(operation, [*indices, weight[1]])
 
 
 @rule("lstm", "gru", "rnn_tanh", "rnn_relu")
 def _recurrent(run: Propagation, operation: Operation) -> None:
-    x_ref, hidden, weights, has_biases, layers, _, _, bidirectional, batch_first = operation.args
+    x_ref, hidden, weights, has_biases, layers, _, _, bidirectional, _ = operation.args
     if not isinstance(weights, list | tuple):
         _unknown(run, operation)  # a packed sequence
         return
@@ -459,12 +458,12 @@ def _einsum(run: Propagation, operation: Operation) -> None:
 # ---- maps and signals
 
 
-@rule(
-    *(f"{kind}_pool{n}d" for kind in ("max", "avg", "lp", "adaptive_avg", "adaptive_max") for n in (1, 2, 3)),
-    *("interpolate", "upsample"),
-    *(f"max_pool{n}d_with_indices" for n in (1, 2, 3)),
-    *(f"adaptive_max_pool{n}d_with_indices" for n in (1, 2, 3)),
-)  # fmt: skip
+POOLS = ("max_pool", "avg_pool", "lp_pool", "adaptive_avg_pool", "adaptive_max_pool")
+
+
+@rule("interpolate", "upsample")
+@rule(*(f"{pool}{n}d" for pool in POOLS for n in (1, 2, 3)))
+@rule(*(f"{pool}{n}d_with_indices" for pool in POOLS for n in (1, 2, 3)))
 def _pool(run: Propagation, operation: Operation) -> None:
     x = run.of(operation.argument(0, "input"))
     outputs = []
@@ -492,8 +491,8 @@ def _pad(run: Propagation, operation: Operation) -> None:
 # ---- shapes
 
 
-@rule("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as",
-      "ravel", "atleast_1d", "atleast_2d", "atleast_3d")  # fmt: skip
+@rule("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
+@rule("ravel", "atleast_1d", "atleast_2d", "atleast_3d")
 def _reshape(run: Propagation, operation: Operation) -> None:
     shape = run.shape(operation.outputs[0])
     output = regroup(run.of(operation.argument(0, "input")), shape)
@@ -510,7 +509,9 @@ def _reshape(run: Propagation, operation: Operation) -> None:
     run.set(operation, output)
 
 
-@rule("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "T", "mT", "adjoint")
+@rule(
+    "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "T", "mT", "adjoint"
+)
 def _permute(run: Propagation, operation: Operation) -> None:
     x = run.of(operation.argument(0, "input"))
     order = _new_order(operation, len(x))
@@ -627,7 +628,10 @@ def _unbind(run: Propagation, operation: Operation) -> None:
 def _select(run: Propagation, operation: Operation) -> None:
     """Fix the dimension whose positions are chosen, and keep the others."""
     x = run.of(operation.argument(0, "input"))
-    at = operation.argument(2 if operation.name == "roll" else 1, "dims" if operation.name in ("roll", "flip") else "dim")
+    at = operation.argument(
+        2 if operation.name == "roll" else 1,
+        "dims" if operation.name in ("roll", "flip") else "dim",
+    )
     chosen = [a % len(x) for a in (at if isinstance(at, list | tuple) else [at]) if a is not None]
     if not chosen or operation.name == "gather":
         _unknown(run, operation)
@@ -706,8 +710,8 @@ def _indexed(run: Propagation, operation: Operation) -> Dims | None:
 # ---- reductions
 
 
-@rule("mean", "sum", "std", "var", "amax", "amin", "max", "min", "prod", "logsumexp", "norm",
-      "any", "all", "argmax", "argmin", "var_mean", "std_mean", "median", "vector_norm")  # fmt: skip
+@rule("mean", "sum", "std", "var", "amax", "amin", "max", "min", "prod", "logsumexp", "norm")
+@rule("any", "all", "argmax", "argmin", "var_mean", "std_mean", "median", "vector_norm")
 def _reduce(run: Propagation, operation: Operation) -> None:
     tensors = _tensors(operation)
     if len(tensors) > 1:  # torch.max(a, b)

@@ -105,9 +105,7 @@ class Streams:
     @property
     def widths(self) -> dict[str, int]:
         """Stream -> its width, in the order of the model."""
-        return {
-            name: factor.size for factor, name in self._names.items() if not factor.root.fixed
-        }
+        return {name: factor.size for factor, name in self._names.items() if not factor.root.fixed}
 
     @cached_property
     def fixed(self) -> list[FixedChannels]:
