@@ -97,7 +97,7 @@ class HandWritten:
         self.model = federation.split.build(config.model.sizes[0]).train()
         side = config.data.transform.resize
         images = (
-            torch.from_numpy(federation.dataset.train.images)
+            torch.from_numpy(federation.dataset.train.inputs)
             .permute(0, 3, 1, 2)
             .float()
             .div(255)
@@ -108,7 +108,7 @@ class HandWritten:
             if images.shape[-1] == side
             else F.interpolate(images, size=(side, side), mode="bilinear")
         )
-        self.labels = torch.from_numpy(federation.dataset.train.labels)
+        self.labels = torch.from_numpy(federation.dataset.train.targets)
 
     def play(self, state: dict[str, Tensor], round_number: int) -> dict[str, Tensor]:
         """Return the global state after a round."""

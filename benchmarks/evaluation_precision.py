@@ -19,7 +19,7 @@ from motley.client.fused import apply_kernels
 from motley.client.weights import TYPES, lower
 from motley.core.device import place
 from motley.core.part import State, take
-from motley.data.device import DeviceData
+from motley.data.device import DeviceData, device_data
 from motley.federation import Federation
 from motley.runs.checkpoint import checkpoints, read_checkpoint
 from motley.runs.folder import RunFolder
@@ -71,7 +71,7 @@ def main() -> None:
     folder = RunFolder.open(arguments.run)
     federation = Federation(folder.read_config())
     server = federation.to_device(read_checkpoint(checkpoints(folder.checkpoints)[-1]))
-    data = DeviceData(
+    data = device_data(
         federation.dataset.test, federation.config.data.transform, federation.device, augment=False
     )
     states = {"raw": server.state}

@@ -60,9 +60,9 @@ def model() -> nn.Module:
 def examples() -> list[tuple[Tensor, Tensor]]:
     """Return every client's images and labels, dealt as Motley deals them."""
     config, data = federation_config(), load_dataset("digits").train
-    images = torch.from_numpy(data.images).permute(0, 3, 1, 2).float().div(255)
-    labels = torch.from_numpy(data.labels)
-    partition = config.data.partition.split(data.labels, CLIENTS, config.seed)
+    images = torch.from_numpy(data.inputs).permute(0, 3, 1, 2).float().div(255)
+    labels = torch.from_numpy(data.targets)
+    partition = config.data.partition.split(data.targets, CLIENTS, config.seed)
     return [
         (images[mine], labels[mine]) for mine in (partition.of(client) for client in range(CLIENTS))
     ]

@@ -143,7 +143,7 @@ def measure(clients: int, method: str, rounds: int) -> dict[str, Any]:
     before = peak()
     config = configure(clients, method)
     begin = time.perf_counter()
-    partition = config.data.partition.split(data.train.labels, clients, config.seed)
+    partition = config.data.partition.split(data.train.targets, clients, config.seed)
     dealing = time.perf_counter() - begin
     with tempfile.TemporaryDirectory() as folder:
         federation = Federation(

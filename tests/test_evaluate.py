@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from motley.core.part import State
-from motley.data.device import DeviceData
+from motley.data.device import device_data
 from motley.evaluate import EvaluationSettings, Evaluator, Score, Summary, rounds_to, summarize
 from motley.federation import Federation
 from motley.server.state import ServerState
@@ -43,7 +43,7 @@ def plainly(federation: Federation, state: State, size: str) -> Score:
     )
     test = federation.dataset.test
     right, seen, loss = [0] * federation.dataset.classes, [0] * federation.dataset.classes, 0.0
-    for image, label in zip(test.images, test.labels.tolist(), strict=True):
+    for image, label in zip(test.inputs, test.targets.tolist(), strict=True):
         pixels = torch.from_numpy(image).permute(2, 0, 1)[None].float() / 255
         with torch.no_grad():
             answer: Tensor = model(pixels)
@@ -62,7 +62,7 @@ def evaluator(federation: Federation, batch_size: int) -> Evaluator:
 
 
 def fresh(federation: Federation, settings: EvaluationSettings, classes: int = 10) -> Evaluator:
-    data = DeviceData(
+    data = device_data(
         federation.dataset.test, federation.config.data.transform, federation.device, augment=False
     )
     return Evaluator(federation.split, lambda: data, classes, settings)
@@ -95,7 +95,7 @@ def test_accuracy_counts_every_example_once(federation: Federation, trained: Ser
     state = {name: tensor.clone() for name, tensor in trained.state.items()}
     state["fc.weight"].zero_()
     state["fc.bias"].copy_(torch.arange(10) == 3)
-    threes = int((federation.dataset.test.labels == 3).sum())
+    threes = int((federation.dataset.test.targets == 3).sum())
     for score in evaluator(federation, 100)(state).values():
         assert score.accuracy == threes / 359
         assert score.class_accuracy == tuple(float(label == 3) for label in range(10))

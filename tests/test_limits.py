@@ -32,11 +32,11 @@ CPU = torch.device("cpu")
     [
         (
             "training.batch_size=1000000000000",
-            r"training\.batch_size = 1000000000000.*one batch of 1x8x8 images takes",
+            r"training\.batch_size = 1000000000000.*one batch of 1x8x8 inputs takes",
         ),
         (
             "data.transform.resize=1000000",
-            r"data\.transform\.resize = 1000000: one batch of 1x1000000x1000000 images takes",
+            r"data\.transform\.resize = 1000000: one batch of 1x1000000x1000000 inputs takes",
         ),
         (
             "federation.clients=1000000000000",

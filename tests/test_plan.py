@@ -67,11 +67,11 @@ MEASURE = """
 import sys, torch
 from motley.config import load_config
 from motley.data import load_dataset
-from motley.data.device import DeviceData
+from motley.data.device import device_data
 from motley.assembly import build_split
 torch.set_num_threads(1)
 sizes, config = sys.argv[1].split(","), load_config(overrides=sys.argv[2:])
-data = DeviceData(load_dataset("digits").train, config.data.transform, torch.device("cpu"), augment=False)
+data = device_data(load_dataset("digits").train, config.data.transform, torch.device("cpu"), augment=False)
 split = build_split(config, data.shape, 10)
 
 def train(size, batch, steps):

@@ -35,7 +35,7 @@ from motley.data.public import (
 from motley.engine import Clients, DebugEngine, LocalEngine
 from motley.limits import allocating
 from motley.methods import METHODS, FederationInfo, Method
-from motley.models import MODELS, ImageShape
+from motley.models import MODELS, InputShape
 from motley.models.pretrained import first_layer, load_weights
 from motley.models.projection import with_projection
 from motley.plan import assigned, costs_of, read_budgets
@@ -51,6 +51,7 @@ from motley.server.pipeline import Stage
 from motley.server.recalibration import Recalibrate
 from motley.server.scale import Scale
 from motley.splits import SPLITS, Split
+from motley.tasks import CLASSIFICATION, Task
 
 # ---- data and sizes
 
@@ -86,13 +87,13 @@ def load_public(
         return None
     images = public_images(public, dataset.train, held_out, config.seed, config.data.root_path)
     if isinstance(public, PublicDatasetSettings):
-        refuse_clients_images(images, dataset.train.images, f"public.name = {public.name!r}")
+        refuse_clients_images(images, dataset.train.inputs, f"public.name = {public.name!r}")
     data = PublicData(images, config.data.transform)
     data.copy_to(device)
     return data
 
 
-def client_sizes(config: Config, split: Split, shape: ImageShape) -> tuple[str, ...]:
+def client_sizes(config: Config, split: Split, shape: InputShape) -> tuple[str, ...]:
     """Return the size of every client, by client id: with budgets, the largest that fits."""
     if not config.federation.budgets:
         return assign_sizes(config)
@@ -135,7 +136,7 @@ def assign_sizes(config: Config, round_number: int = 0) -> tuple[str, ...]:
 # ---- models, split and method
 
 
-def build_split(config: Config, shape: ImageShape, classes: int) -> Split:
+def build_split(config: Config, shape: InputShape, classes: int) -> Split:
     """Return the split of a configuration for the shape of its images.
 
     No memory is allocated for its models yet.
@@ -155,10 +156,11 @@ def build_method(
     config: Config,
     split: Split,
     sizes: tuple[str, ...],
-    shape: ImageShape,
+    shape: InputShape,
     classes: int,
     drawn: Callable[[int, int], str],
     public: PublicData | None = None,
+    task: Task = CLASSIFICATION,
 ) -> Method:
     """Return the method of a configuration. Raise if it conflicts with the other settings.
 
@@ -176,6 +178,7 @@ def build_method(
         config.evaluation.every,
         drawn if dynamic else None,
         public,
+        task,
     )
     method = METHODS[config.method.name](config.method, info)
     check_client_state(config, split, method)

@@ -27,6 +27,7 @@ from motley.core.device import place
 from motley.core.part import State, by_type, take
 from motley.data.device import DeviceData
 from motley.methods.evaluation import CORRECT, LOSS, SEEN
+from motley.models.inputs import dims_of
 from motley.settings import Settings
 from motley.splits.base import Split
 
@@ -117,7 +118,7 @@ class Evaluator:
     def _seen(self) -> list[int]:
         """The number of test images per class."""
         counts: list[int] = torch.bincount(
-            self.batches.data.labels, minlength=self._classes
+            self.batches.data.targets, minlength=self._classes
         ).tolist()
         return counts
 
@@ -208,7 +209,7 @@ class TestBatches:
     def __init__(self, data: DeviceData, batch_size: int) -> None:
         self.data, self.size = data, min(batch_size, len(data))
         self._rows = torch.arange(len(data), device=data.device).split(batch_size)
-        fits = len(data) * math.prod(data.shape) * torch.float32.itemsize <= PREPARED_BYTES
+        fits = len(data) * math.prod(dims_of(data.shape)) * torch.float32.itemsize <= PREPARED_BYTES
         self._prepared = [data.batch(rows) for rows in self._rows] if fits else None
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:

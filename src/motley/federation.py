@@ -43,7 +43,7 @@ from motley.core.device import on_device
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.data import Dataset
-from motley.data.device import DeviceData
+from motley.data.device import DeviceData, device_data
 from motley.data.partition import Partition
 from motley.engine import DebugEngine, Engine, Job, LocalEngine
 from motley.engine.device import choose_devices, numerics, request_hardware_queues
@@ -57,6 +57,7 @@ from motley.server.sampling import ClientSampler, Sampler
 from motley.server.state import ServerState
 from motley.server.uplink import Uplink
 from motley.splits.check import check_outputs
+from motley.tasks import TASKS
 
 
 class Federation:
@@ -106,7 +107,7 @@ class Federation:
         copies = []
         for device in self.devices:
             copies.append(
-                DeviceData(self.dataset.train, config.data.transform, device, augment=True)
+                device_data(self.dataset.train, config.data.transform, device, augment=True)
             )
         shape, classes = copies[0].shape, self.dataset.classes
         check_batches_fit(config, copies[0], len(self.dataset.test))
@@ -128,7 +129,14 @@ class Federation:
         self.size_of = size_lookup(config, self.sizes)
         public = load_public(config, self.dataset, held_out, self.device)
         self.method = build_method(
-            config, self.split, self.sizes, shape, classes, self.size_of, public
+            config,
+            self.split,
+            self.sizes,
+            shape,
+            classes,
+            self.size_of,
+            public,
+            TASKS[self.dataset.task],
         )
 
         self.pipeline = build_pipeline(config, self.split, self.method)
@@ -173,7 +181,9 @@ class Federation:
 
     def _test_data(self) -> DeviceData:
         """Put the test set on the home device."""
-        return DeviceData(self.dataset.test, self.config.data.transform, self.device, augment=False)
+        return device_data(
+            self.dataset.test, self.config.data.transform, self.device, augment=False
+        )
 
     # ---- rounds
 

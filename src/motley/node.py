@@ -17,7 +17,7 @@ from motley.checks import check_precision, check_weights_fit
 from motley.config import Config
 from motley.core.update import ClientUpdate
 from motley.data.dataset import Examples
-from motley.data.device import DeviceData
+from motley.data.device import device_data
 from motley.data.partition import Partition
 from motley.data.public import PublicData
 from motley.engine import Job, LocalEngine
@@ -25,6 +25,7 @@ from motley.engine.device import choose_devices, numerics, request_hardware_queu
 from motley.evaluate import TestBatches
 from motley.methods.base import Collection
 from motley.splits.check import check_outputs
+from motley.tasks import CLASSIFICATION, Task
 
 
 class Client:
@@ -42,6 +43,7 @@ class Client:
         secret: bytes | None = None,
         read_test_examples: Callable[[], Examples],
         public: PublicData | None = None,
+        task: Task = CLASSIFICATION,
     ) -> None:
         """Build the client's model for the examples that `partition` gives to it.
 
@@ -57,14 +59,14 @@ class Client:
         self._device = device
         check_precision(config.engine.precision, device)
         with self._numerics():
-            data = DeviceData(examples, config.data.transform, device, augment=True)
+            data = device_data(examples, config.data.transform, device, augment=True)
             data.check_batch_fits("training.batch_size", config.training.batch_size)
             split = build_split(config, data.shape, classes)
             check_weights_fit(split, [size], device)
             check_outputs(split, [size], data.shape, classes)
             sizes = assign_sizes(config)
             size_of = size_lookup(config, sizes)
-            method = build_method(config, split, sizes, data.shape, classes, size_of, public)
+            method = build_method(config, split, sizes, data.shape, classes, size_of, public, task)
             lean = device.type == "cpu"
             clients = build_clients(
                 config,
@@ -100,7 +102,7 @@ class Client:
     def _test_batches(self) -> TestBatches:
         config = self.config
         examples = self._read_test_examples()
-        data = DeviceData(examples, config.data.transform, self._device, augment=False)
+        data = device_data(examples, config.data.transform, self._device, augment=False)
         data.check_batch_fits("evaluation.batch_size", config.evaluation.batch_size)
         return TestBatches(data, config.evaluation.batch_size)
 

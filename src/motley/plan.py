@@ -32,7 +32,7 @@ from motley.client.training import TrainingSettings
 from motley.core.errors import MotleyError, unknown
 from motley.core.meta import on_meta
 from motley.limits import allocating, is_out_of_memory
-from motley.models import ImageShape
+from motley.models.inputs import InputShape, example_inputs
 from motley.splits import Split
 
 #: Bytes that a node's process needs beside `Cost.memory` and beside what `import torch` takes:
@@ -122,7 +122,7 @@ class LiveBytes(TorchDispatchMode):
 def cost_of(
     split: Split,
     size: str,
-    shape: ImageShape,
+    shape: InputShape,
     training: TrainingSettings,
     upload: Encoding = "fp32",
 ) -> Cost:
@@ -130,10 +130,10 @@ def cost_of(
     described = f"{size!r} with training.batch_size = {training.batch_size}"
     with on_meta(), allocating(described):
         model = split.blueprints[size].build().train()
-        images = torch.empty(training.batch_size, *shape)
+        inputs = example_inputs(shape, training.batch_size)
         existing = [*model.parameters(), *model.buffers()]
         with LiveBytes(existing) as live, FlopCounterMode(display=False) as counter:
-            loss = _outputs(model, images, size).square().mean()
+            loss = _outputs(model, inputs, size).square().mean()
             activations = live.now
             loss.backward()
     parameter_bytes = _bytes(model.parameters())
@@ -145,19 +145,19 @@ def cost_of(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         flops=counter.get_total_flops(),
         activations=activations,
-        step_memory=model_and_received + moments + images.nbytes + live.peak,
+        step_memory=model_and_received + moments + inputs.nbytes + live.peak,
         exchange_memory=EXCHANGE_COPIES * state_bytes,
         traffic=state_bytes + _bytes(encoded_delta.values()),
     )
 
 
-def _outputs(model: torch.nn.Module, images: Tensor, size: str) -> Tensor:
-    """Return a model's outputs for images without values.
+def _outputs(model: torch.nn.Module, inputs: Tensor, size: str) -> Tensor:
+    """Return a model's outputs for inputs without values.
 
     The model may be a user's, which can return or raise anything.
     """
     try:
-        outputs = model(images)
+        outputs = model(inputs)
     except (MotleyError, MemoryError):
         raise
     except Exception as error:
@@ -165,7 +165,7 @@ def _outputs(model: torch.nn.Module, images: Tensor, size: str) -> Tensor:
             raise
         raise MotleyError(
             f"model.sizes: {size!r} cannot be counted with a batch of shape "
-            f"{tuple(images.shape)} on torch's meta device, where tensors have no values: "
+            f"{tuple(inputs.shape)} on torch's meta device, where tensors have no values: "
             f"{type(error).__name__}: {error}"
         ) from error
     if not isinstance(outputs, Tensor):
@@ -180,7 +180,7 @@ def _bytes(tensors: Any) -> int:
 
 
 def costs_of(
-    split: Split, shape: ImageShape, training: TrainingSettings, upload: Encoding = "fp32"
+    split: Split, shape: InputShape, training: TrainingSettings, upload: Encoding = "fp32"
 ) -> dict[str, Cost]:
     """Return the costs of every size, the largest first."""
     costs = {size: cost_of(split, size, shape, training, upload) for size in split.sizes}

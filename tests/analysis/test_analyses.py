@@ -191,7 +191,7 @@ def test_variance_is_that_of_the_gradients_of_the_clients_own_examples(tmp_path:
             weights.append(len(labels))
             assert (
                 labels.tolist()
-                == federation.dataset.train.labels[federation.partition.of(client)].tolist()
+                == federation.dataset.train.targets[federation.partition.of(client)].tolist()
             )
             torch.nn.functional.cross_entropy(model(images), labels).backward()
             gradients.append(

@@ -36,7 +36,7 @@ from tests.cli.conftest import call
 def digit() -> torch.Tensor:
     """Return two digits of 16 x 16 pixels."""
     image = (
-        torch.from_numpy(load_dataset("digits").test.images[:2]).permute(0, 3, 1, 2).float() / 255
+        torch.from_numpy(load_dataset("digits").test.inputs[:2]).permute(0, 3, 1, 2).float() / 255
     )
     return torch.nn.functional.interpolate(image, size=(16, 16), mode="bilinear")
 

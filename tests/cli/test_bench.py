@@ -61,4 +61,4 @@ def test_a_file_without_timings_is_named(tmp_path: Path) -> None:
 def test_synthetic_data_sets_have_the_shape_of_the_real_ones() -> None:
     with pytest.raises(MotleyError, match="digits"):
         synthetic_dataset("digits")
-    assert synthetic_dataset("fashion-mnist").train.images.shape == (60_000, 28, 28, 1)
+    assert synthetic_dataset("fashion-mnist").train.inputs.shape == (60_000, 28, 28, 1)

@@ -48,8 +48,8 @@ def test_the_fine_labels_are_read(folder: str, protocol: int, tmp_path: Path) ->
     write(tmp_path / folder, train, test, protocol)
     data = load_dataset("cifar100", root=tmp_path)
     assert (data.classes, data.shape) == (100, ImageShape(3, 32, 32))
-    assert data.train.labels.tolist() == [99, 0, 41] and data.test.labels.tolist() == [7, 98]
-    rows = data.train.images.transpose(0, 3, 1, 2).reshape(3, -1)
+    assert data.train.targets.tolist() == [99, 0, 41] and data.test.targets.tolist() == [7, 98]
+    rows = data.train.inputs.transpose(0, 3, 1, 2).reshape(3, -1)
     assert np.array_equal(rows, train[b"data"])
 
 
@@ -110,7 +110,7 @@ def test_real_cifar100(shared_data: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, shared_data / "restore.py", "cifar-100", tmp_path], check=True)
     data = load_dataset("cifar100", root=tmp_path)
     assert (len(data.train), len(data.test), data.shape) == (50_000, 10_000, ImageShape(3, 32, 32))
-    assert np.bincount(data.train.labels).tolist() == [500] * 100
-    assert np.bincount(data.test.labels).tolist() == [100] * 100
-    mean = data.train.images.mean(axis=(0, 1, 2)) / 255
+    assert np.bincount(data.train.targets).tolist() == [500] * 100
+    assert np.bincount(data.test.targets).tolist() == [100] * 100
+    mean = data.train.inputs.mean(axis=(0, 1, 2)) / 255
     assert np.allclose(mean, [0.5071, 0.4865, 0.4409], atol=1e-4)

@@ -49,9 +49,9 @@ def test_train_and_test_are_read_in_the_order_of_classes_and_names(root: Path) -
     (root / "cinic-10" / "train" / "bird" / "cifar10-test-7.png").write_bytes(png(first))
     data = load_dataset("cinic10", root=root)
     assert (data.classes, data.shape) == (10, ImageShape(3, 32, 32))
-    assert data.train.labels.tolist() == sorted([*range(10), *range(10), 2])
-    assert data.test.labels.tolist() == list(range(10))
-    assert np.array_equal(data.train.images[4], first)  # "cifar10-..." is before "n0..."
+    assert data.train.targets.tolist() == sorted([*range(10), *range(10), 2])
+    assert data.test.targets.tolist() == list(range(10))
+    assert np.array_equal(data.train.inputs[4], first)  # "cifar10-..." is before "n0..."
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "1"])
@@ -60,7 +60,7 @@ def test_grey_and_indexed_images_become_rgb(mode: str, root: Path) -> None:
     path = root / "cinic-10" / "test" / "airplane" / "n00_0.png"
     image.save(path)
     data = load_dataset("cinic10", root=root)
-    assert np.array_equal(data.test.images[0], np.asarray(image.convert("RGB")))
+    assert np.array_equal(data.test.inputs[0], np.asarray(image.convert("RGB")))
 
 
 def test_other_files_in_the_folders_do_no_harm(root: Path) -> None:

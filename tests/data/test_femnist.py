@@ -66,11 +66,11 @@ def test_leaf_files_are_read_with_their_writers(tmp_path: Path) -> None:
     pixels = three_writers(tmp_path)
     data = load_dataset("femnist", root=tmp_path)
     assert (data.classes, data.shape) == (62, ImageShape(1, 28, 28))
-    assert data.train.labels.tolist() == [0, 5, 61, 1, 2, 3, 4]
-    assert data.train.writers is not None and data.train.writers.tolist() == [0, 0, 1, 2, 2, 2, 2]
+    assert data.train.targets.tolist() == [0, 5, 61, 1, 2, 3, 4]
+    assert data.train.clients is not None and data.train.clients.tolist() == [0, 0, 1, 2, 2, 2, 2]
     stored = np.concatenate([pixels[name] for name in sorted(pixels)])
-    assert np.array_equal(data.train.images[..., 0] / 255, stored)
-    assert data.test.labels.tolist() == [7]
+    assert np.array_equal(data.train.inputs[..., 0] / 255, stored)
+    assert data.test.targets.tolist() == [7]
 
 
 GOOD = {"w": (grey(2), [0, 1])}
@@ -155,15 +155,15 @@ def test_hdf5_files_are_read_with_their_writers(h5py: Any, tmp_path: Path) -> No
     second, first = grey(3), grey(2)
     write_hdf5(h5py, tmp_path, {"f9_1": (second, [9, 8, 7]), "f0_1": (first, [61, 0])})
     data = load_dataset("femnist", root=tmp_path)
-    assert data.train.labels.tolist() == [61, 0, 9, 8, 7] and data.test.labels.tolist() == [3]
-    assert data.train.writers is not None and data.train.writers.tolist() == [0, 0, 1, 1, 1]
+    assert data.train.targets.tolist() == [61, 0, 9, 8, 7] and data.test.targets.tolist() == [3]
+    assert data.train.clients is not None and data.train.clients.tolist() == [0, 0, 1, 1, 1]
     expected = np.rint(np.concatenate([first, second]) * 255)
-    assert np.array_equal(data.train.images[..., 0], expected)
+    assert np.array_equal(data.train.inputs[..., 0], expected)
 
 
 def test_hdf5_labels_may_be_a_column(h5py: Any, tmp_path: Path) -> None:
     write_hdf5(h5py, tmp_path, {"w": (grey(2), [[4], [2]])})
-    assert load_dataset("femnist", root=tmp_path).train.labels.tolist() == [4, 2]
+    assert load_dataset("femnist", root=tmp_path).train.targets.tolist() == [4, 2]
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_the_extra_is_named_if_h5py_is_missing(
 
 
 def natural(writers: np.ndarray, clients: int, seed: int = 1) -> Partition:
-    return Natural().split_by_writers(np.zeros(len(writers), np.int64), writers, clients, seed)
+    return Natural().split_by_clients(np.zeros(len(writers), np.int64), writers, clients, seed)
 
 
 def test_each_writer_is_a_client() -> None:
@@ -272,12 +272,12 @@ def test_fewer_clients_than_writers_are_drawn_by_the_seed() -> None:
 def test_writers_that_are_missing_or_too_few_are_explained() -> None:
     with pytest.raises(MotleyError, match=r"federation\.clients = 4: should be 1 to 3, the number"):
         natural(np.array([0, 1, 2]), clients=4)
-    with pytest.raises(MotleyError, match="the data set does not record who wrote an image"):
+    with pytest.raises(MotleyError, match="the data set does not record whose examples they are"):
         Federation(tiny_config("data.partition.name=natural"))
 
 
 def test_examples_refuse_writers_that_do_not_fit() -> None:
-    with pytest.raises(MotleyError, match="writers must be int64"):
+    with pytest.raises(MotleyError, match="clients must be int64"):
         Examples(np.zeros((2, 2, 2, 1), np.uint8), np.zeros(2, np.int64), np.zeros(3, np.int64))
 
 
@@ -296,6 +296,6 @@ def test_public_examples_are_held_out_of_a_partition_by_writer() -> None:
     dealt = deal(train, 4, 1, Natural(), HeldOutSettings(samples=6))
     assert len(dealt.held_out) == 6 and not set(dealt.held_out) & set(dealt.partition.indices)
     assert len(dealt.partition.indices) == 34
-    assert train.writers is not None
+    assert train.clients is not None
     for client in range(4):
-        assert set(train.writers[dealt.partition.of(client)]) == {client}
+        assert set(train.clients[dealt.partition.of(client)]) == {client}

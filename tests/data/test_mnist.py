@@ -48,8 +48,8 @@ def test_mnist_is_read(folder: str, tmp_path: Path) -> None:
     write(tmp_path / folder, train_images=idx(images))
     data = load_dataset("mnist", root=tmp_path)
     assert (data.name, data.shape, data.classes) == ("mnist", ImageShape(1, 28, 28), 10)
-    assert np.array_equal(data.train.images[..., 0], images)
-    assert data.test.labels.tolist() == [0, 1, 2, 3, 4]
+    assert np.array_equal(data.train.inputs[..., 0], images)
+    assert data.test.targets.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_mnist_is_not_looked_for_where_fashion_mnist_may_be(tmp_path: Path) -> None:

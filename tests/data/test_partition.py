@@ -297,7 +297,7 @@ def test_quantity_skews_sizes_but_not_labels() -> None:
 
 
 def test_real_fashion_mnist_is_skewed_by_a_true_dirichlet(shared_data: Path) -> None:
-    labels = load_dataset("fashion-mnist", root=shared_data).train.labels
+    labels = load_dataset("fashion-mnist", root=shared_data).train.targets
     partition = Dirichlet(alpha=0.5).split(labels, 100, seed=0)
     assert_deals_all(partition, 60_000, 100)
     assert partition.sizes.min() >= 10

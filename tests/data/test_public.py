@@ -55,7 +55,7 @@ def test_held_out_and_clients_rows_are_disjoint_and_together_everything(partitio
     chosen = ("public.name=held-out", "public.samples=137", f"data.partition.name={partition}")
     federation = federation_of(*chosen)
     public = public_of(federation).raw
-    held_out = find_rows(public, TRAIN.images)
+    held_out = find_rows(public, TRAIN.inputs)
     clients = federation.partition.indices
     assert len(held_out) == 137
     assert len(np.unique(clients)) == len(clients)
@@ -83,7 +83,7 @@ def test_with_a_given_partition_examples_of_nobody_are_held_out() -> None:
     owners = np.arange(len(TRAIN) - 60, dtype=np.int64) % 6
     given = Partition.from_owners(owners, 6)
     federation = federation_of("public.name=held-out", "public.samples=40", partition=given)
-    rows = find_rows(public_of(federation).raw, TRAIN.images)
+    rows = find_rows(public_of(federation).raw, TRAIN.inputs)
     assert min(rows) >= len(TRAIN) - 60
     with pytest.raises(MotleyError, match=r"public.samples = 61: .* leaves only 60 of 1438 "):
         federation_of("public.name=held-out", "public.samples=61", partition=given)
@@ -95,7 +95,7 @@ def test_index_lists_in_a_file_keep_their_meaning(tmp_path: Path) -> None:
     np.savez(lists, *[rows[client::6] for client in range(6)])
     source = ("data.partition.name=file", f"data.partition.path={lists}")
     federation = federation_of("public.name=held-out", "public.samples=100", *source)
-    held_out = find_rows(public_of(federation).raw, TRAIN.images)
+    held_out = find_rows(public_of(federation).raw, TRAIN.inputs)
     assert held_out == list(range(len(TRAIN) - 100, len(TRAIN)))
     assert np.array_equal(np.sort(federation.partition.indices), rows)
 
@@ -136,7 +136,7 @@ def colours() -> Iterator[Examples]:
 def test_another_data_sets_images_are_fitted_to_the_clients(colours: Examples) -> None:
     everything = public_of(federation_of("public.name=colours"))
     assert everything.raw.shape == (50, 8, 8, 1)
-    grey = colours.images.mean()
+    grey = colours.inputs.mean()
     assert abs(everything.raw.mean() - grey) < 3
     some = public_of(federation_of("public.name=colours", "public.samples=20")).raw
     everywhere = {image.tobytes() for image in everything.raw}
@@ -159,7 +159,7 @@ def test_sizes_and_channels_are_converted() -> None:
 
 def test_images_of_the_clients_training_set_are_refused_by_content(tmp_path: Path) -> None:
     images = np.random.default_rng(3).integers(0, 256, (50, 8, 8, 1), dtype=np.uint8)
-    images[7] = TRAIN.images[100]
+    images[7] = TRAIN.inputs[100]
     file = tmp_path / "public.npz"
     np.savez(file, x_train=images, y_train=np.zeros(50, dtype=np.int64))
     with pytest.raises(
@@ -212,7 +212,7 @@ def test_more_held_out_examples_than_there_are_training_examples_are_refused() -
 def test_a_registered_name_is_not_the_users_own_file(tmp_path: Path) -> None:
     """Two npz files may be different data sets; one file may not be both."""
     file = tmp_path / "mine.npz"
-    np.savez(file, x_train=TRAIN.images, y_train=TRAIN.labels)
+    np.savez(file, x_train=TRAIN.inputs, y_train=TRAIN.targets)
     own = ("data.name=npz", f"data.path={file}", "public.name=npz")
     tiny_config(*MLP, "method.name=distiller", *own, f"public.path={tmp_path / 'other.npz'}")
     with pytest.raises(MotleyError, match=r"public.name = 'npz': is the clients' own data set"):

@@ -43,23 +43,23 @@ def test_images_and_labels_are_read(folder: str, compressed: bool, tmp_path: Pat
     save(tmp_path / folder / "test_32x32.mat", compressed, y=column(3, 3, 10))
     data = load_dataset("svhn", root=tmp_path)
     assert (data.classes, data.shape) == (10, ImageShape(3, 32, 32))
-    assert data.train.labels.tolist() == [1, 0, 9]  # 10 stands for the digit 0
-    assert data.test.labels.tolist() == [3, 3, 0]
+    assert data.train.targets.tolist() == [1, 0, 9]  # 10 stands for the digit 0
+    assert data.test.targets.tolist() == [3, 3, 0]
     for number in range(3):
-        assert np.array_equal(data.train.images[number], x[..., number])
-    assert data.train.images.flags.c_contiguous
+        assert np.array_equal(data.train.inputs[number], x[..., number])
+    assert data.train.inputs.flags.c_contiguous
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int64, np.float64])
 def test_labels_of_any_type_of_number_are_read(dtype: type, tmp_path: Path) -> None:
     path = save(tmp_path / "train_32x32.mat", y=column(2, 10, 7).astype(dtype))
-    assert svhn.read_file(path).labels.tolist() == [2, 0, 7]
+    assert svhn.read_file(path).targets.tolist() == [2, 0, 7]
 
 
 def test_labels_in_a_row_and_other_variables_do_no_harm(tmp_path: Path) -> None:
     other = {"note": "text", "cells": np.array([1, "a"], dtype=object), "nested": {"a": 1}}
     path = save(tmp_path / "train_32x32.mat", y=column(2, 10, 7).T, **other)
-    assert svhn.read_file(path).labels.tolist() == [2, 0, 7]
+    assert svhn.read_file(path).targets.tolist() == [2, 0, 7]
 
 
 def test_a_file_in_the_other_byte_order_is_read(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from motley.config import load_config
 from motley.core.errors import MotleyError
 from motley.data.dataset import Examples
-from motley.data.device import DRAWS, DeviceData
+from motley.data.device import DRAWS, device_data
 from motley.data.transforms import VARIANTS, TransformSettings
 from motley.federation import Federation
 from motley.models import ImageShape
@@ -47,10 +47,10 @@ def batch(
     given: Examples, transform: TransformSettings, table: torch.Tensor | None, augment: bool = True
 ) -> Any:
     """Return all images, transformed, as an array."""
-    data = DeviceData(given, transform, CPU, augment=augment)
+    data = device_data(given, transform, CPU, augment=augment)
     images, labels = data.batch(torch.arange(len(given)), table)
     assert tuple(images.shape[1:]) == tuple(data.shape)
-    assert torch.equal(labels, torch.from_numpy(given.labels))
+    assert torch.equal(labels, torch.from_numpy(given.targets))
     return images.numpy()
 
 
@@ -169,7 +169,7 @@ def test_a_batch_equals_the_reference(name: str, shape: tuple[int, int]) -> None
     given, transform, table = examples(12, *shape), TransformSettings(**TRANSFORMS[name]), draws()
     expected = [
         reference(image, transform, numbers)
-        for image, numbers in zip(given.images, table, strict=True)
+        for image, numbers in zip(given.inputs, table, strict=True)
     ]
     np.testing.assert_allclose(batch(given, transform, table), expected, atol=2e-5)
 
@@ -177,7 +177,7 @@ def test_a_batch_equals_the_reference(name: str, shape: tuple[int, int]) -> None
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_test_data_and_batches_without_draws_are_not_augmented(name: str) -> None:
     given, transform = examples(), TransformSettings(**TRANSFORMS[name])
-    expected = [reference(image, transform) for image in given.images]
+    expected = [reference(image, transform) for image in given.inputs]
     for augment, table in ((True, None), (False, draws()), (False, None)):
         np.testing.assert_allclose(batch(given, transform, table, augment), expected, atol=2e-5)
 
@@ -187,8 +187,8 @@ def test_only_training_data_with_a_random_transform_asks_for_draws() -> None:
     for name, values in TRANSFORMS.items():
         transform = TransformSettings(**values)
         random = name not in ("nothing", "normalise", "larger", "smaller")
-        assert DeviceData(given, transform, CPU, augment=True).random == random
-        assert not DeviceData(given, transform, CPU, augment=False).random
+        assert device_data(given, transform, CPU, augment=True).random == random
+        assert not device_data(given, transform, CPU, augment=False).random
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -198,7 +198,7 @@ def test_batches_have_their_channels_last_in_memory(name: str, channels: int) ->
     for key in ("mean", "std"):
         if key in values:
             values[key] = values[key][:channels]
-    data = DeviceData(examples(channels=channels), TransformSettings(**values), CPU, augment=True)
+    data = device_data(examples(channels=channels), TransformSettings(**values), CPU, augment=True)
     for table in (None, draws()):
         images, _ = data.batch(torch.arange(12), table)
         assert images.dtype == torch.float32
@@ -208,14 +208,14 @@ def test_batches_have_their_channels_last_in_memory(name: str, channels: int) ->
 @pytest.mark.parametrize("name", ["nothing", "all of the inco variant", "resized crop"])
 def test_labels_and_images_follow_the_rows_asked_for(name: str) -> None:
     given, transform, rows = examples(), TransformSettings(**TRANSFORMS[name]), [5, 0, 5, 11]
-    data = DeviceData(given, transform, CPU, augment=True)
+    data = device_data(given, transform, CPU, augment=True)
     assert len(data) == 12
     for table in (None, draws(4)):
         images, labels = data.batch(torch.tensor(rows), table)
-        assert labels.tolist() == given.labels[rows].tolist()
+        assert labels.tolist() == given.targets[rows].tolist()
         numbers = table if table is not None else [None] * 4
         expected = [
-            reference(given.images[row], transform, own)
+            reference(given.inputs[row], transform, own)
             for row, own in zip(rows, numbers, strict=True)
         ]
         np.testing.assert_allclose(images.numpy(), expected, atol=2e-5)
@@ -223,7 +223,7 @@ def test_labels_and_images_follow_the_rows_asked_for(name: str) -> None:
 
 def test_each_image_has_its_own_draws() -> None:
     given, table = examples(), draws()
-    data = DeviceData(
+    data = device_data(
         given, TransformSettings(**TRANSFORMS["all of the inco variant"]), CPU, augment=True
     )
     whole, _ = data.batch(torch.arange(12), table)
@@ -234,9 +234,9 @@ def test_each_image_has_its_own_draws() -> None:
 
 def test_the_examples_are_left_as_they_were() -> None:
     given = examples()
-    before = given.images.copy()
+    before = given.inputs.copy()
     batch(given, TransformSettings(**TRANSFORMS["all of the inco variant"]), draws())
-    assert np.array_equal(given.images, before)
+    assert np.array_equal(given.inputs, before)
 
 
 # --- by hand
@@ -252,7 +252,7 @@ def test_pixels_are_scaled_to_one_and_normalised_by_channel() -> None:
 def test_a_crop_moves_the_image_and_fills_with_black(value: float, shift: int) -> None:
     """Draws of 0 keep the upper left corner of the padded image: it moves down and right."""
     given = examples(1, 6, 6)
-    image = given.images[0].transpose(2, 0, 1) / 255
+    image = given.inputs[0].transpose(2, 0, 1) / 255
     expected = np.zeros((3, 6, 6))
     for row in range(6):
         for column in range(6):
@@ -279,7 +279,7 @@ def test_all_offsets_of_a_crop_are_equally_likely() -> None:
 
 def test_an_image_is_mirrored_from_one_half_on() -> None:
     given = examples(1)
-    image = given.images[0].transpose(2, 0, 1) / 255
+    image = given.inputs[0].transpose(2, 0, 1) / 255
     flip = TransformSettings(flip=True)
     for number, expected in (
         (0.0, image),
@@ -325,7 +325,7 @@ def test_a_box_of_the_whole_area_is_the_image_itself() -> None:
     given = examples(4)
     transform = TransformSettings(resize=10, resized_crop=True)
     whole = batch(given, transform, drawn(0.3, 4, d0=LARGEST, d1=0.5))
-    np.testing.assert_allclose(whole, given.images.transpose(0, 3, 1, 2) / 255, atol=1e-4)
+    np.testing.assert_allclose(whole, given.inputs.transpose(0, 3, 1, 2) / 255, atol=1e-4)
 
 
 def test_a_box_never_leaves_the_image() -> None:
@@ -363,7 +363,7 @@ def test_a_box_never_leaves_the_image() -> None:
 @pytest.mark.parametrize("padding", [1, 2, 3, 4, 7, 8, 16, 63, 64, 127])
 def test_the_extremes_of_a_draw_stay_inside_the_padded_image(padding: int, value: float) -> None:
     given = Examples(np.full((1, 1, 1, 1), 255, np.uint8), np.array([0]))
-    data = DeviceData(given, TransformSettings(crop_padding=padding), CPU, augment=True)
+    data = device_data(given, TransformSettings(crop_padding=padding), CPU, augment=True)
     images, _ = data.batch(torch.tensor([0]), drawn(value))
     assert images.item() == 0.0
 
@@ -383,7 +383,7 @@ def test_normalisation_for_another_number_of_channels_is_refused() -> None:
     with pytest.raises(
         MotleyError, match=r"data\.transform\.mean has 3 values; the images have 1 channels"
     ):
-        DeviceData(examples(channels=1), transform, CPU, augment=True)
+        device_data(examples(channels=1), transform, CPU, augment=True)
 
 
 #: Data set -> side and channels of its images.
@@ -405,7 +405,7 @@ def test_the_papers_transforms_fit_their_data(variant: str, name: str) -> None:
     settings = [f"data.name={name}", f"data.transform.variant={variant}"]
     transform = load_config(overrides=settings).data.transform
     side, channels = STORED[name]
-    data = DeviceData(examples(2, side, side, channels), transform, CPU, augment=True)
+    data = device_data(examples(2, side, side, channels), transform, CPU, augment=True)
     for table in (None, draws(2)):
         assert tuple(data.batch(torch.arange(2), table)[0].shape[1:]) == tuple(data.shape)
     if variant == "inco-vit":
@@ -459,7 +459,7 @@ def test_a_variant_without_values_for_the_data_set_names_those_that_have_some() 
 def test_grey_images_are_copied_to_three_channels(values: dict[str, Any]) -> None:
     """The copies must equal the transform of images that were stored three times."""
     grey = examples(12, channels=1)
-    stacked = Examples(np.repeat(grey.images, 3, axis=3), grey.labels)
+    stacked = Examples(np.repeat(grey.inputs, 3, axis=3), grey.targets)
     for table in (None, draws()):
         copied = batch(grey, TransformSettings(channels=3, **values), table)
         assert copied.shape[1] == 3
@@ -470,8 +470,8 @@ def test_copies_are_only_made_of_grey_images() -> None:
     with pytest.raises(
         MotleyError, match=r"data\.transform\.channels = 1: only grey images .* have 3 channels"
     ):
-        DeviceData(examples(channels=3), TransformSettings(channels=1), CPU, augment=True)
-    colour = DeviceData(examples(channels=3), TransformSettings(channels=3), CPU, augment=True)
+        device_data(examples(channels=3), TransformSettings(channels=1), CPU, augment=True)
+    colour = device_data(examples(channels=3), TransformSettings(channels=3), CPU, augment=True)
     assert colour.shape == ImageShape(3, 10, 10)
 
 

@@ -121,7 +121,7 @@ def test_every_device_has_its_own_data_and_slots() -> None:
     )
     assert all(isinstance(slot, AwaySlot) == (slot.where == 1) for slot in slots)
     homes, aways = (
-        {slot.learner.data.images.data_ptr() for slot in slots if slot.where == w} for w in (0, 1)
+        {slot.learner.data.inputs.data_ptr() for slot in slots if slot.where == w} for w in (0, 1)
     )
     assert len(homes) == len(aways) == 1 and homes != aways
 

@@ -97,8 +97,8 @@ def test_a_client_learns_what_a_hand_written_loop_learns(engine: str) -> None:
     model = federation.split.build(job.size).train()
     model.load_state_dict({name: tensor.clone() for name, tensor in job.state.items()})
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
-    images = torch.from_numpy(federation.dataset.train.images).permute(0, 3, 1, 2).float() / 255
-    labels = torch.from_numpy(federation.dataset.train.labels)
+    images = torch.from_numpy(federation.dataset.train.inputs).permute(0, 3, 1, 2).float() / 255
+    labels = torch.from_numpy(federation.dataset.train.targets)
     plan = federation.engine.clients.plan(job)  # type: ignore[attr-defined]
     losses = []
     for step, length in enumerate(plan.lengths):
@@ -171,6 +171,6 @@ def test_collect_sees_every_example_once_without_augmentation() -> None:
     }  # type: ignore[method-assign]
     job: Job = federation.job(server, 1, 2)
     (collection,) = federation.engine.collect([job])
-    expected = federation.dataset.train.labels[federation.partition.of(2)]
+    expected = federation.dataset.train.targets[federation.partition.of(2)]
     assert sorted(collection.values["labels"].tolist()) == sorted(expected.tolist())
     assert collection.samples == len(expected) == clients.samples(2)

@@ -77,7 +77,7 @@ def test_nodes_with_models_of_their_own_agree_with_the_local_engine(
 def test_a_node_without_a_test_part_is_told_which_key_to_set(grid: Grid, tmp_path: Path) -> None:
     digits = load_dataset("digits")
     (_, file, _) = sorted(grid.nodes.values())
-    images, labels = digits.train.images[:60], digits.train.labels[:60]
+    images, labels = digits.train.inputs[:60], digits.train.targets[:60]
     np.savez(file.parent / "mine.npz", x_train=images, y_train=labels)
     file.write_text(file.read_text().replace('name = "digits"\ndealt = true', 'path = "mine.npz"'))
     settings = ("method.name=Local", "training.steps=2", "training.rounds=1")
@@ -120,10 +120,10 @@ def test_a_node_with_a_file_of_its_own_examples(grid: Grid, tmp_path: Path) -> N
     """Each node has its share of the data set in a file of its own, and the bits are the same."""
     digits = load_dataset("digits")
     partition = tiny_config("federation.clients=3", "federation.clients_per_round=3").data.partition
-    shares = partition.split(digits.train.labels, 3, seed=1)
+    shares = partition.split(digits.train.targets, 3, seed=1)
     for client, file in enumerate(sorted(grid.nodes.values())):
         own = shares.of(client)
-        images, labels = digits.train.images[own], digits.train.labels[own]
+        images, labels = digits.train.inputs[own], digits.train.targets[own]
         np.savez(
             file.parent / "mine.npz",
             x_train=images,

@@ -90,7 +90,7 @@ def test_new_data_and_new_settings_are_noticed(grid: Grid, tmp_path: Path) -> No
     data = file.parent / "mine.npz"
 
     def write(count: int) -> None:
-        np.savez(data, x_train=digits.images[:count], y_train=digits.labels[:count])
+        np.savez(data, x_train=digits.inputs[:count], y_train=digits.targets[:count])
 
     write(20)
     file.write_text('client = 1\n[data]\npath = "mine.npz"\n')
@@ -152,7 +152,7 @@ def test_building_a_client_changes_nothing_of_torch(tmp_path: Path) -> None:
     """Threads and precision belong to the process. A node's process sets them, the class does not."""
     config = tiny_config("engine.threads=2", "engine.precision=fp32")
     digits = load_dataset("digits").train
-    partition = config.data.partition.split(digits.labels, config.federation.clients, 1)
+    partition = config.data.partition.split(digits.targets, config.federation.clients, 1)
     before = torch.get_num_threads(), torch.backends.cudnn.allow_tf32
     try:
         torch.set_num_threads(1)

@@ -78,10 +78,12 @@ def test_a_split_keeps_no_model_and_builds_equal_ones() -> None:
 def own_files(grid: Grid) -> None:
     """Give every node its share of the digits in a file of its own, without a test part."""
     digits = load_dataset("digits").train
-    shares = three_nodes().data.partition.split(digits.labels, 3, seed=1)
+    shares = three_nodes().data.partition.split(digits.targets, 3, seed=1)
     for client, file in enumerate(sorted(grid.nodes.values())):
         rows = shares.of(client)
-        np.savez(file.parent / "mine.npz", x_train=digits.images[rows], y_train=digits.labels[rows])
+        np.savez(
+            file.parent / "mine.npz", x_train=digits.inputs[rows], y_train=digits.targets[rows]
+        )
         file.write_text(
             file.read_text().replace('name = "digits"\ndealt = true', 'path = "mine.npz"')
         )

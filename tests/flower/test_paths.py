@@ -27,6 +27,7 @@ from motley.flower.failures import LOG_BYTES, failing_as, keep_text, kind_of, to
 from motley.flower.run_config import from_text, to_text
 from motley.flower.settings import NodeSettings
 from motley.methods import METHODS
+from motley.models.inputs import ImageShape, shape_to_json
 from motley.splits import SPLITS
 from tests.conftest import chosen
 from tests.flower.grid import Grid, three_nodes
@@ -96,7 +97,12 @@ def test_a_new_setting_that_names_a_file_would_be_noticed() -> None:
 
 # ---- a server that means harm
 
-SHAPE = [8, 8, 1, 10]
+OTHER = shape_to_json(ImageShape(1, 9, 9))
+DATA = {
+    "inputs": shape_to_json(ImageShape(1, 8, 8)),
+    "classes": 10,
+    "task": "classification",
+}
 NODE = 1000
 
 
@@ -110,7 +116,7 @@ class Attacker:
         """Send a message with a configuration, and for a job with the state that fits it."""
         about = {
             "config": text,
-            "shape": SHAPE,
+            **DATA,
             "round": 1,
             "client": 0,
             "size": "resnet10",
@@ -286,7 +292,7 @@ def test_an_unexpected_error_is_a_traceback_at_the_node_and_a_kind_at_the_server
 
 TEXT = three_nodes().to_toml()
 GUARDED = three_nodes("server.statistics.name=recalibrate", "privacy.clip=1").to_toml()
-JOB = {"config": TEXT, "shape": SHAPE, "round": 1, "client": 0, "size": "resnet10"}
+JOB = {"config": TEXT, **DATA, "round": 1, "client": 0, "size": "resnet10"}
 JOB |= {"client_state_round": -1, "forget": 0}
 
 BAD_MESSAGES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -300,7 +306,9 @@ BAD_MESSAGES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "no TOML": ("query", {"job": ConfigRecord({**JOB, "config": "a = "})}, "bad-config"),
     "unknown key": ("query", {"job": ConfigRecord({**JOB, "config": "a = 1"})}, "bad-config"),
-    "other images": ("query", {"job": ConfigRecord({**JOB, "shape": [9, 9, 1, 10]})}, "data"),
+    "other images": ("query", {"job": ConfigRecord({**JOB, "inputs": OTHER})}, "data"),
+    "other inputs": ("query", {"job": ConfigRecord({**JOB, "inputs": "[]"})}, "bad-message"),
+    "another task": ("query", {"job": ConfigRecord({**JOB, "task": "chess"})}, "bad-message"),
     "no arrays": ("train", {"job": ConfigRecord(JOB)}, "bad-message"),  # type: ignore[arg-type]
     "another client": (
         "train",

@@ -41,10 +41,10 @@ def features_of(federation: Federation, server: ServerState, client: int) -> tup
     part = federation.split.part(size)
     model.load_state_dict({local: server.state[piece.name] for local, piece in part.items()})
     rows = federation.partition.of(client)
-    images = torch.from_numpy(federation.dataset.train.images[rows]).permute(0, 3, 1, 2) / 255
+    images = torch.from_numpy(federation.dataset.train.inputs[rows]).permute(0, 3, 1, 2) / 255
     with torch.no_grad():
         return features(model.eval(), images), torch.from_numpy(
-            federation.dataset.train.labels[rows]
+            federation.dataset.train.targets[rows]
         )
 
 

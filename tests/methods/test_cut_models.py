@@ -58,7 +58,7 @@ def test_classifier_rows_by_label_in_a_transformer_too() -> None:
     )
     federation, server = after(1, *vit, *WIDTH, name="heterofl")
     (client,) = federation.sample(1)
-    held = set(federation.dataset.train.labels[federation.partition.of(client)].tolist())
+    held = set(federation.dataset.train.targets[federation.partition.of(client)].tolist())
     before = federation.initial_state().state["head.weight"]
     moved = {
         row for row in range(10) if not torch.equal(server.state["head.weight"][row], before[row])

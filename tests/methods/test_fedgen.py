@@ -164,7 +164,7 @@ def test_only_labels_that_somebody_has_are_drawn() -> None:
 def test_counts_are_those_of_the_examples_in_the_clients_batches() -> None:
     federation = federation_of(*MLP, "training.epochs=1", name="fedgen")
     jobs = jobs_of(federation, federation.initial_state())
-    labels = torch.from_numpy(federation.dataset.train.labels).long()
+    labels = torch.from_numpy(federation.dataset.train.targets).long()
     for update in federation.engine.train(jobs, lambda client: None):
         rows = federation.partition.of(update.client)
         expected = torch.bincount(labels[rows], minlength=CLASSES).float()

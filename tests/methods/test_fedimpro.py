@@ -120,7 +120,7 @@ def test_classes_that_nobody_had_keep_their_statistics() -> None:
         federation.engine.clients.plan(federation.job(server, 1, c)).rows[0]
         for c in federation.sample(1)
     ]  # type: ignore[attr-defined]
-    labels = set(torch.from_numpy(federation.dataset.train.labels)[torch.cat(rows)].tolist())
+    labels = set(torch.from_numpy(federation.dataset.train.targets)[torch.cat(rows)].tolist())
     assert kept == [label not in labels for label in range(10)] and any(kept) and not all(kept)
 
 

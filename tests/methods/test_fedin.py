@@ -125,8 +125,8 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 def test_a_turn_is_the_papers(rule: str) -> None:
     federation, server = after(1, *MLP, "method.mu=0.7", "training.epochs=1", *RULES[rule])
-    images = torch.from_numpy(federation.dataset.train.images).permute(0, 3, 1, 2).float() / 255
-    labels = torch.from_numpy(federation.dataset.train.labels)
+    images = torch.from_numpy(federation.dataset.train.inputs).permute(0, 3, 1, 2).float() / 255
+    labels = torch.from_numpy(federation.dataset.train.targets)
     jobs = jobs_of(federation, server)
     uploads = federation.engine.train(jobs, lambda client: None)
     assert {job.size for job in jobs} == {"mlp2", "mlp3"}

@@ -265,7 +265,7 @@ def test_answers_for_classes_a_client_lacks_are_zero_in_its_loss() -> None:
     job = federation.job(server, 1, 2)
     learner = clients.learner(job.size)
     clients.seat(learner, job, clients.plan(job), {})
-    held = {int(label) for label in federation.dataset.train.labels[federation.partition.of(2)]}
+    held = {int(label) for label in federation.dataset.train.targets[federation.partition.of(2)]}
     assert 0 < len(held) < 10
     assert learner.scratch["classes"]["present"].nonzero().flatten().tolist() == sorted(held)
     images, labels = learner.inputs, learner.targets = learner.batches.next(8)
@@ -283,7 +283,7 @@ def test_classifier_rows_are_the_mean_over_clients_that_have_the_label() -> None
     server = federation.initial_state()
     federation.engine = watched = Watched(federation.engine)  # type: ignore[assignment]
     end, _ = federation.run_round(server)
-    labels = federation.dataset.train.labels
+    labels = federation.dataset.train.targets
     sums, counts = (
         torch.zeros_like(server.state["fc.weight"]),
         torch.zeros_like(server.state["fc.weight"]),

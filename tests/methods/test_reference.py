@@ -64,8 +64,8 @@ ROUNDS = 4
 
 
 def batches_of(federation: Federation, job: Any) -> list[Batch]:
-    images = torch.from_numpy(federation.dataset.train.images).permute(0, 3, 1, 2).float() / 255
-    labels = torch.from_numpy(federation.dataset.train.labels)
+    images = torch.from_numpy(federation.dataset.train.inputs).permute(0, 3, 1, 2).float() / 255
+    labels = torch.from_numpy(federation.dataset.train.targets)
     plan = federation.engine.clients.plan(job)  # type: ignore[attr-defined]
     rows = [plan.rows[step, :length] for step, length in enumerate(plan.lengths)]
     return [(images[row], labels[row]) for row in rows]

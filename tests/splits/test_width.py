@@ -15,7 +15,7 @@ from motley.assembly import assign_sizes
 from motley.config import load_config
 from motley.core.errors import MotleyError
 from motley.core.part import State, select, take
-from motley.data.device import DeviceData
+from motley.data.device import device_data
 from motley.federation import Federation
 from motley.models.channels import CLASSES, Axis, axes, positions
 from motley.splits import Width
@@ -227,7 +227,7 @@ def test_a_narrow_size_is_evaluated_as_the_rounds_clients_held_it(rule: str, win
     size = "resnet18-w0.5"
     model = federation.split.build(size)
     model.load_state_dict(take(server.model, federation.split.part(size, window)))
-    test = DeviceData(
+    test = device_data(
         federation.dataset.test, federation.config.data.transform, federation.device, augment=False
     )
     seen, labels = test.batch(torch.arange(len(test)))

@@ -94,7 +94,8 @@ def _levels(federation: Federation, layers: Mapping[str, float]) -> dict[str, fl
     """
     split = federation.split
     try:
-        cut = Cut(split, federation.method.info.image, getattr(federation.config.method, "cut", ""))
+        stage = getattr(federation.config.method, "cut", "")
+        cut = Cut(split, federation.method.info.input_shape, stage)
     except MotleyError:
         # A model that is not a chain of stages has no levels.
         return {}

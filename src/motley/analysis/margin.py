@@ -214,7 +214,7 @@ def cut_stage(federation: Federation, size: str, key: str) -> str:
     """Return the stage at which the run's method cuts a size, or else its middle."""
     stage = getattr(federation.config.method, "cut", "")
     try:
-        return Cut(federation.split, federation.method.info.image, stage).names[size]
+        return Cut(federation.split, federation.method.info.input_shape, stage).names[size]
     except MotleyError as error:
         raise MotleyError(f"{key} = {CUT!r}: {error}") from None
 

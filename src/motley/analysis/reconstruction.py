@@ -331,7 +331,7 @@ def attacked_images(federation: Federation, settings: PrivacySettings) -> Attack
         examples, rows = data.test, np.arange(len(data.test))
     else:
         examples, rows = data.train, federation.partition.of(settings.client)
-    labels = examples.labels[rows]
+    labels = examples.targets[rows]
     classes = settings.classes or (int(labels[0]),)
     chosen = rows[np.isin(labels, classes)]
     if not len(chosen):

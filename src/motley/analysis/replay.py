@@ -25,7 +25,7 @@ from motley.core.part import State, take
 from motley.core.randomness import generator
 from motley.core.update import ClientUpdate
 from motley.data import Examples
-from motley.data.device import DeviceData
+from motley.data.device import device_data
 from motley.federation import Federation
 from motley.runs.checkpoint import checkpoints, read_checkpoint
 from motley.runs.folder import RunFolder
@@ -145,7 +145,7 @@ def examples_at(
     federation: Federation, examples: Examples, rows: np.ndarray
 ) -> tuple[Tensor, Tensor]:
     """Return the images and labels of some rows, transformed as for evaluation."""
-    chosen = Examples(examples.images[rows], examples.labels[rows])
+    chosen = examples.rows(rows)
     transform = federation.config.data.transform
-    data = DeviceData(chosen, transform, federation.device, augment=False)
+    data = device_data(chosen, transform, federation.device, augment=False)
     return data.batch(torch.arange(len(data), device=federation.device))

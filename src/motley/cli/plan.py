@@ -16,7 +16,7 @@ from motley.bench import SHAPES, synthetic_dataset
 from motley.config import Config, load_config
 from motley.core.errors import MotleyError
 from motley.data import Dataset
-from motley.data.device import DeviceData
+from motley.data.device import device_data
 from motley.methods import METHODS
 from motley.plan import NODE_RUNTIME, Budget, Cost, costs_of, largest_fitting, read_budgets
 
@@ -59,7 +59,7 @@ def costs_in(config: Config, synthetic: bool = False) -> dict[str, Cost]:
     """Return the costs of a configuration's sizes, the largest first."""
     dataset = synthetic_dataset(config.data.name) if synthetic else _dataset_of(config)
     dataset.check_inferred_classes()
-    examples = DeviceData(dataset.train, config.data.transform, torch.device("cpu"), augment=False)
+    examples = device_data(dataset.train, config.data.transform, torch.device("cpu"), augment=False)
     split = build_split(config, examples.shape, dataset.classes)
     costs = costs_of(split, examples.shape, config.training, config.uplink.dtype)
     if METHODS[config.method.name].requirements.exchanges_weights:

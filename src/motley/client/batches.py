@@ -12,17 +12,18 @@ from torch import Tensor
 from motley.client.training import Plan
 from motley.core.async_copy import tensor_on
 from motley.data.device import DRAWS, DeviceData
+from motley.models.inputs import input_dtype
 
 #: Maximum memory for a client's prepared batches.
 PREPARED_BYTES = 256 * 2**20
 
 
 class Batches:
-    """The plan of a client's round, and its images if they are not too large.
+    """The plan of a client's round, and its inputs if they are not too large.
 
-    Images that fit are prepared once, when the plan is loaded: the kernels for index, crop, flip
+    Inputs that fit are prepared once, when the plan is loaded: the kernels for index, crop, flip
     and cutout, small as they are, would otherwise take a fifth of a small model's step. A lean
-    client has memory for one batch of images only, and prepares each batch when it is needed.
+    client has memory for one batch of inputs only, and prepares each batch when it is needed.
     """
 
     def __init__(
@@ -33,16 +34,20 @@ class Batches:
         dtype: torch.dtype,
         lean: bool = False,
     ) -> None:
-        device, shape = data.device, data.shape
-        self.data, self.dtype = data, dtype
+        device = data.device
+        #: The type of a batch: that in which the model computes, except for tokens and tables.
+        self.dtype = dtype = input_dtype(data.shape, dtype)
+        self.data = data
         self._cursor = torch.zeros(1, dtype=torch.long, device=device)
         self._rows = torch.zeros((longest, batch_size), dtype=torch.long, device=device)
         self._draws = torch.zeros((longest, batch_size, DRAWS if data.random else 0), device=device)
-        self._labels = torch.zeros_like(self._rows)
-        room = (longest, batch_size, shape.height, shape.width, shape.channels)
+        self._targets = torch.zeros(
+            (longest, batch_size, *data.targets.shape[1:]), dtype=data.targets.dtype, device=device
+        )
+        room = (longest, batch_size, *data.prepared_dims())
         fits = torch.Size(room).numel() * dtype.itemsize <= PREPARED_BYTES and not lean
-        self._images = torch.zeros(room, dtype=dtype, device=device) if fits else None
-        # Filled like the prepared batches, so that images have the same strides, and convolutions
+        self._inputs = torch.zeros(room, dtype=dtype, device=device) if fits else None
+        # Filled like the prepared batches, so that inputs have the same strides, and convolutions
         # the same bits.
         self._batch = torch.zeros(room[1:], dtype=dtype, device=device) if lean else None
 
@@ -55,10 +60,10 @@ class Batches:
         self._rows[:steps].copy_(self._pinned(plan.rows), non_blocking=True)
         if plan.draws is not None:
             self._draws[:steps].copy_(self._pinned(plan.draws), non_blocking=True)
-        if self._images is not None:
+        if self._inputs is not None:
             draws = self._draws[:steps].flatten(0, 1) if self.data.random else None
-            self.data.fill(self._images[:steps].flatten(0, 1), self._rows[:steps].flatten(), draws)
-            self._labels[:steps] = self.data.labels[self._rows[:steps]]
+            self.data.fill(self._inputs[:steps].flatten(0, 1), self._rows[:steps].flatten(), draws)
+            self._targets[:steps] = self.data.targets[self._rows[:steps]]
 
     def rewind(self) -> None:
         """Point at the first batch."""
@@ -66,22 +71,23 @@ class Batches:
 
     def next(self, length: int) -> tuple[Tensor, Tensor]:
         """Return the first `length` examples of the current batch, and point at the next batch."""
-        if self._images is not None:
-            images = self._first(self._images, length).permute(0, 3, 1, 2)
-            labels = self._first(self._labels, length)
+        if self._inputs is not None:
+            inputs = self.data.from_prepared(self._first(self._inputs, length))
+            targets = self._first(self._targets, length)
         else:
             rows = self._first(self._rows, length)
             draws = self._first(self._draws, length) if self.data.random else None
             if self._batch is None:
-                images, labels = self.data.batch(rows, draws)
+                inputs, targets = self.data.batch(rows, draws)
             else:
                 self.data.fill(self._batch[:length], rows, draws)
-                images, labels = self._batch[:length].permute(0, 3, 1, 2), self.data.labels[rows]
+                inputs = self.data.from_prepared(self._batch[:length])
+                targets = self.data.targets[rows]
         self._cursor.add_(1)
-        return images.to(self.dtype), labels
+        return inputs.to(self.dtype), targets
 
     def first(self, count: int, lengths: Sequence[int]) -> Tensor:
-        """Return the first `count` images of the plan, given its batches' lengths; they repeat if
+        """Return the first `count` inputs of the plan, given its batches' lengths; they repeat if
         there are fewer.
         """
         batch_size = self._rows.shape[1]

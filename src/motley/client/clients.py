@@ -99,6 +99,7 @@ class Clients:
             kernels=self.kernels,
             compiled=self.compiled,
             lean=self.lean,
+            task=self.method.info.task,
         )
 
     def smallest_batch(self, size: str) -> int:

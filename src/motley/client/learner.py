@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -33,6 +32,7 @@ from motley.data.device import DeviceData
 from motley.kernels import AVAILABLE
 from motley.methods.base import ClientAlgorithm
 from motley.methods.step import Proximal
+from motley.tasks import CLASSIFICATION, Task
 
 #: What is computed with a model and a batch of inputs.
 Forward: TypeAlias = Callable[[nn.Module, Tensor], Tensor]
@@ -102,12 +102,13 @@ class Learner:
         kernels: Collection[str] = (),
         compiled: bool = False,
         lean: bool = False,
+        task: Task = CLASSIFICATION,
     ) -> None:
         """`kernels`: names of Motley's kernels to use on a GPU. `compiled`: compile the model."""
         device = data.device
         self._kernels = frozenset(kernels) if device.type == "cuda" and AVAILABLE else frozenset()
         self.model = apply_kernels(place(model, device).train(), self._kernels)
-        self._compiled = compiled
+        self._compiled, self.task = compiled, task
         if compiled:
             compile_model(self.model)
         self.algorithm, self.training, self.data, self.device = algorithm, training, data, device
@@ -330,8 +331,8 @@ class Learner:
         return self.weights.gradients()
 
     def task_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of a batch, in single precision."""
-        return F.cross_entropy(logits.float(), targets)
+        """Return the task's mean loss of a batch, in single precision."""
+        return self.task.loss(logits, targets)
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of a loss; they replace those of the last `backward`."""
@@ -469,7 +470,7 @@ class Learner:
         """Return 1 for every class of which the client has an example, and 0 for the others."""
         rows = torch.from_numpy(self.rows).to(self.device)
         zeros = torch.zeros(num_classes, device=self.device)
-        return zeros.index_fill_(0, self.data.labels[rows], 1.0)
+        return zeros.index_fill_(0, self.data.targets[rows], 1.0)
 
     # ---- collections
 

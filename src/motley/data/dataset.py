@@ -1,7 +1,7 @@
 """The in-memory data set type, where its files are looked for, and loading by name.
 
-A data set is two arrays of images and two arrays of labels, all of them in memory, so that they can
-be copied to a device once and indexed there. Each file format has its own reader in
+A data set is two arrays of inputs and two arrays of targets, all of them in memory, so that they
+can be copied to a device once and indexed there. Each file format has its own reader in
 `motley.data.datasets`.
 """
 
@@ -16,48 +16,106 @@ import numpy as np
 
 from motley.core.errors import MotleyError
 from motley.core.registry import Registry
-from motley.models import ImageShape
+from motley.models.inputs import ImageShape, InputShape, TokenShape, dims_of
 
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Images (uint8; N, height, width, channels) and their labels (int64; N)."""
+    """Inputs and their targets, one row per example.
 
-    images: np.ndarray
-    labels: np.ndarray
-    #: The person who wrote each image (int64; N), numbered from 0, if the data set records it. The
-    #: partition "natural" makes one client of each writer.
-    writers: np.ndarray | None = None
+    | inputs | array | `input_shape` |
+    |---|---|---|
+    | images | uint8, or float32 in 0 to 1 (N, height, width, channels) | None, or `ImageShape` |
+    | signals | float32 (N, channels, length) | `SignalShape` |
+    | tokens | any integers (N, length) | `TokenShape` |
+    | table | float32 (N, columns): numbers, then category numbers | `TableShape` |
+    | others | float32 (N, ...) | `ArrayShape` |
+
+    Targets are int64 for classes (N,) and tokens (N,) or (N, length), and float32 for a regression.
+    """
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    #: The natural client of each example (int64; N), numbered from 0, if the data set records it:
+    #: a person, a hospital, a writer. The partition "natural" makes one client of each.
+    clients: np.ndarray | None = None
+    #: The kind and shape of one input. None: images, with the shape of the array.
+    input_shape: InputShape | None = None
 
     def __post_init__(self) -> None:
-        if self.images.dtype != np.uint8 or self.images.ndim != 4:
+        if self.input_shape is None or isinstance(self.input_shape, ImageShape):
+            self._check_images()
+        else:
+            self._check_inputs(self.input_shape)
+        if self.targets.dtype not in (np.int64, np.float32) or self.targets.ndim == 0:
             raise MotleyError(
-                "images must be uint8 of shape (N, height, width, channels), "
-                f"not {self.images.dtype} of shape {self.images.shape}."
+                "targets must be int64 (classes, tokens) or float32 (regression), one row per "
+                f"example, not {self.targets.dtype} of shape {self.targets.shape}."
             )
-        if self.labels.dtype != np.int64 or self.labels.ndim != 1:
+        if len(self.inputs) != len(self.targets):
             raise MotleyError(
-                "labels must be int64 of shape (N,), "
-                f"not {self.labels.dtype} of shape {self.labels.shape}."
+                f"there are {len(self.inputs)} inputs but {len(self.targets)} targets."
             )
-        if len(self.images) != len(self.labels):
-            raise MotleyError(f"there are {len(self.images)} images but {len(self.labels)} labels.")
-        writers = self.writers
-        if writers is not None and (
-            writers.dtype != np.int64 or writers.shape != self.labels.shape
+        clients = self.clients
+        if clients is not None and (
+            clients.dtype != np.int64 or clients.shape != self.targets.shape[:1]
         ):
             raise MotleyError(
-                f"writers must be int64 of shape {self.labels.shape}, "
-                f"not {writers.dtype} of shape {writers.shape}."
+                f"clients must be int64 of shape {self.targets.shape[:1]}, "
+                f"not {clients.dtype} of shape {clients.shape}."
+            )
+
+    def _check_images(self) -> None:
+        if self.inputs.dtype not in (np.uint8, np.float32) or self.inputs.ndim != 4:
+            raise MotleyError(
+                "images must be uint8 or float32 of shape (N, height, width, channels), "
+                f"not {self.inputs.dtype} of shape {self.inputs.shape}."
+            )
+        height, width, channels = self.inputs.shape[1:]
+        if self.input_shape not in (None, (channels, height, width)):
+            raise MotleyError(
+                f"images of shape {self.inputs.shape[1:]} do not have {self.input_shape}."
+            )
+
+    def _check_inputs(self, shape: InputShape) -> None:
+        integers = isinstance(shape, TokenShape)
+        right_type = (
+            np.issubdtype(self.inputs.dtype, np.integer)
+            if integers
+            else self.inputs.dtype == np.float32
+        )
+        if not right_type or self.inputs.shape[1:] != dims_of(shape):
+            expected = "integers" if integers else "float32"
+            raise MotleyError(
+                f"inputs for {shape} must be {expected} of shape (N, "
+                f"{', '.join(map(str, dims_of(shape)))}), "
+                f"not {self.inputs.dtype} of shape {self.inputs.shape}."
             )
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.targets)
+
+    def rows(self, rows: np.ndarray | slice) -> Examples:
+        """Return some of the examples."""
+        clients = None if self.clients is None else self.clients[rows]
+        return Examples(self.inputs[rows], self.targets[rows], clients, self.input_shape)
+
+    @property
+    def shape(self) -> InputShape:
+        """The kind and shape of one input."""
+        if self.input_shape is not None:
+            return self.input_shape
+        height, width, channels = self.inputs.shape[1:]
+        return ImageShape(channels, height, width)
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Training and test images of one shape, with labels 0 to classes - 1."""
+    """Training and test examples of one shape.
+
+    `classes` is the number of a model's outputs: classes (labels are 0 to classes - 1), tokens of
+    the vocabulary, or numbers that a regression predicts.
+    """
 
     name: str
     train: Examples
@@ -67,21 +125,39 @@ class Dataset:
     classes_inferred: bool = False
     #: False if nothing is evaluated on this data set, as on a node. `test` may then be empty.
     tested: bool = True
+    #: The name of a task (`motley.tasks`).
+    task: str = "classification"
+    #: The names of the classes, if they have any.
+    class_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self._check_labels("train", self.train)
+        self._check_targets("train", self.train)
         if self.tested or len(self.test):
-            self._check_labels("test", self.test)
-        if self.train.images.shape[1:] != self.test.images.shape[1:]:
+            self._check_targets("test", self.test)
+        if self.train.inputs.shape[1:] != self.test.inputs.shape[1:]:
             raise MotleyError(
-                f"data set {self.name!r}: train images are {self.train.images.shape[1:]} "
-                f"but test images are {self.test.images.shape[1:]}."
+                f"data set {self.name!r}: train inputs are {self.train.inputs.shape[1:]} "
+                f"but test inputs are {self.test.inputs.shape[1:]}."
             )
 
-    def _check_labels(self, part: str, examples: Examples) -> None:
+    def _check_targets(self, part: str, examples: Examples) -> None:
         if not len(examples):
             raise MotleyError(f"data set {self.name!r}: the {part} part is empty.")
-        lowest, highest = int(examples.labels.min()), int(examples.labels.max())
+        targets = examples.targets
+        is_class_number = targets.dtype == np.int64 and targets.ndim == 1
+        if self.task == "classification" and not is_class_number:
+            raise MotleyError(
+                f"data set {self.name!r}: {part} labels must be int64 of shape (N,), "
+                f"not {targets.dtype} of shape {targets.shape}."
+            )
+        if targets.dtype == np.float32:
+            if not np.isfinite(targets).all():
+                row = int(np.flatnonzero(~np.isfinite(targets.reshape(len(targets), -1)).all(1))[0])
+                raise MotleyError(
+                    f"data set {self.name!r}: target {row} of the {part} part is not finite."
+                )
+            return
+        lowest, highest = int(targets.min()), int(targets.max())
         if lowest < 0 or highest >= self.classes:
             raise MotleyError(
                 f"data set {self.name!r}: {part} labels go from {lowest} to {highest}; "
@@ -97,7 +173,7 @@ class Dataset:
         """
         if not self.classes_inferred:
             return
-        labels = np.unique(np.concatenate([self.train.labels, self.test.labels]))
+        labels = np.unique(np.concatenate([self.train.targets, self.test.targets]))
         label_range = f"data set {self.name!r}: labels {labels[0]}..{labels[-1]}"
         if labels[0] > 0:
             raise MotleyError(
@@ -112,10 +188,9 @@ class Dataset:
             )
 
     @property
-    def shape(self) -> ImageShape:
-        """The shape of one image."""
-        height, width, channels = self.train.images.shape[1:]
-        return ImageShape(channels, height, width)
+    def shape(self) -> InputShape:
+        """The kind and shape of one input."""
+        return self.train.shape
 
 
 @dataclass(frozen=True)
@@ -225,7 +300,7 @@ def make_examples(
     labels: np.ndarray,
     classes: int,
     where: object,
-    writers: np.ndarray | None = None,
+    clients: np.ndarray | None = None,
 ) -> Examples:
     """Return examples after checking counts and labels. Errors start with `where`, the file."""
     if len(images) != len(labels):
@@ -237,4 +312,4 @@ def make_examples(
         raise MotleyError(
             f"{where}: labels go from {lowest} to {highest}; they must be in 0..{classes - 1}."
         )
-    return Examples(images, labels.astype(np.int64), writers)
+    return Examples(images, labels.astype(np.int64), clients)

@@ -18,15 +18,80 @@ from motley.core.errors import MotleyError
 from motley.data.dataset import Examples
 from motley.data.transforms import TransformSettings
 from motley.limits import allocating, check_fits
-from motley.models import ImageShape
+from motley.models.inputs import ImageShape, InputShape, dims_of, input_dtype
 
 #: Random numbers reserved per image, by column: 0 to 3 for the crop (a padded crop uses only the
 #: first two), 4 for the flip, 5 and 6 for the cutout.
 DRAWS = 7
 
 
+def device_data(
+    examples: Examples, transform: TransformSettings, device: torch.device, *, augment: bool
+) -> DeviceData:
+    """Put examples on a device. Images are transformed; other inputs are used as they are."""
+    if isinstance(examples.shape, ImageShape):
+        return ImageData(examples, transform, device, augment=augment)
+    transform.refuse_other_inputs(examples.shape)
+    return DeviceData(examples, device)
+
+
 class DeviceData:
-    """Examples on a device, with their transform."""
+    """Examples on a device, with inputs that are used as they are stored."""
+
+    #: Whether batches are augmented, and therefore need random numbers.
+    random = False
+
+    def __init__(self, examples: Examples, device: torch.device) -> None:
+        self.device = device
+        #: The shape of a model's input.
+        self.shape: InputShape = examples.shape
+        with allocating(f"the {len(examples)} examples of the data set"):
+            self.inputs = torch.from_numpy(examples.inputs).to(device)
+        self.targets = torch.from_numpy(examples.targets).to(device)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def check_batch_fits(self, key: str, size: int) -> None:
+        """Reject a batch size if the inputs of one batch alone exceed the device's memory.
+
+        `key` is the name of the setting the size came from, for the message.
+        """
+        dims = "x".join(str(length) for length in dims_of(self.shape))
+        bytes_of_batch = size * math.prod(dims_of(self.shape)) * 4
+        what = f"{key} = {size}{self._note()}: one batch of {dims} inputs"
+        check_fits(what, bytes_of_batch, self.device)
+
+    def _note(self) -> str:
+        """Return what a message about memory adds."""
+        return ""
+
+    def batch(self, rows: Tensor, draws: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the inputs and targets of the given rows.
+
+        `draws` holds `DRAWS` numbers in [0, 1) per example, for augmentation. Without it nothing is
+        augmented.
+        """
+        dtype = input_dtype(self.shape, torch.float32)
+        return self.inputs[rows].to(dtype), self.targets[rows]
+
+    # ---- prepared batches: memory that is filled once per round and read step by step
+
+    def prepared_dims(self) -> tuple[int, ...]:
+        """Return the dimensions of one prepared input in memory."""
+        return dims_of(self.shape)
+
+    def fill(self, into: Tensor, rows: Tensor, draws: Tensor | None) -> None:
+        """Write a batch of inputs into prepared memory, converted to its dtype."""
+        into.copy_(self.batch(rows, draws)[0])
+
+    def from_prepared(self, prepared: Tensor) -> Tensor:
+        """Return prepared inputs as the model takes them, without a copy."""
+        return prepared
+
+
+class ImageData(DeviceData):
+    """Images on a device, with their transform."""
 
     def __init__(
         self,
@@ -38,18 +103,16 @@ class DeviceData:
     ) -> None:
         self.device = device
         self.transform = transform
-        images = torch.from_numpy(examples.images)
+        images = torch.from_numpy(examples.inputs)
         _, self.height, self.width, stored_channels = images.shape
         stored_shape = ImageShape(stored_channels, self.height, self.width)
-        #: The shape of an image after the transform, which is the model's input.
-        self.shape = transform.shape_of(stored_shape)
+        self.shape: ImageShape = transform.shape_of(stored_shape)
         self.channels = self.shape.channels
         if len(transform.mean) not in (0, self.channels):
             raise MotleyError(
                 f"data.transform.mean has {len(transform.mean)} values; "
                 f"the images have {self.channels} channels."
             )
-        #: Whether batches are augmented, and therefore need random numbers.
         self.random = augment and (
             transform.crop_padding > 0
             or transform.flip
@@ -61,44 +124,40 @@ class DeviceData:
         with allocating(f"the {len(images)} images of the data set{padding_note}"):
             if pad:
                 images = F.pad(images, (0, 0, pad, pad, pad, pad))
-            self.images = images.to(device)
-        self._unpadded = self.images[:, pad : pad + self.height, pad : pad + self.width]
-        self.labels = torch.from_numpy(examples.labels).to(device)
-        # Pixels are stored as 0..255, mean and std are given for 0..1. With data.transform.channels
-        # there are more values than stored channels, and normalisation broadcasts to copies.
-        scale = torch.tensor(transform.std or (1.0,) * self.channels) * 255
-        shift = torch.tensor(transform.mean or (0.0,) * self.channels) * 255
+            self.inputs = images.to(device)
+        self._unpadded = self.inputs[:, pad : pad + self.height, pad : pad + self.width]
+        self.targets = torch.from_numpy(examples.targets).to(device)
+        # Mean and std are given for pixels in 0..1; bytes are stored as 0..255. With
+        # data.transform.channels there are more values than stored channels, and normalisation
+        # broadcasts to copies.
+        brightest = 255 if images.dtype == torch.uint8 else 1
+        scale = torch.tensor(transform.std or (1.0,) * self.channels) * brightest
+        shift = torch.tensor(transform.mean or (0.0,) * self.channels) * brightest
         self.shift, self.scale = shift.to(device), scale.to(device)
         self._rows = torch.arange(self.height, device=device)
         self._columns = torch.arange(self.width, device=device)
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def check_batch_fits(self, key: str, size: int) -> None:
-        """Reject a batch size if the images of one batch alone exceed the device's memory.
-
-        `key` is the name of the setting the size came from, for the message.
-        """
+    def _note(self) -> str:
         resize = self.transform.resize
-        resize_note = f", data.transform.resize = {resize}" if resize else ""
-        image = "x".join(str(length) for length in self.shape)
-        bytes_of_batch = size * math.prod(self.shape) * 4
-        what = f"{key} = {size}{resize_note}: one batch of {image} images"
-        check_fits(what, bytes_of_batch, self.device)
+        return f", data.transform.resize = {resize}" if resize else ""
 
     def batch(self, rows: Tensor, draws: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the images (N, C, H, W; channels last in memory) and labels of the given rows.
-
-        `draws` holds `DRAWS` numbers in [0, 1) per image. Without it nothing is augmented.
-        """
+        """Return the images (N, C, H, W; channels last in memory) and labels of the given rows."""
         if self.random and draws is not None:
-            return self._augmented(rows, draws), self.labels[rows]
-        return self._resized(self._normalized(self._unpadded[rows])), self.labels[rows]
+            return self._augmented(rows, draws), self.targets[rows]
+        return self._resized(self._normalized(self._unpadded[rows])), self.targets[rows]
+
+    def prepared_dims(self) -> tuple[int, ...]:
+        """Return height, width and channels: prepared images are channels last."""
+        return self.shape.height, self.shape.width, self.shape.channels
 
     def fill(self, into: Tensor, rows: Tensor, draws: Tensor | None) -> None:
         """Write a batch of images into `into` (N, H, W, C), converted to its dtype."""
         into.copy_(self.batch(rows, draws)[0].permute(0, 2, 3, 1))
+
+    def from_prepared(self, prepared: Tensor) -> Tensor:
+        """Return prepared images (N, H, W, C) as (N, C, H, W), without a copy."""
+        return prepared.permute(0, 3, 1, 2)
 
     def _augmented(self, rows: Tensor, draws: Tensor) -> Tensor:
         transform = self.transform
@@ -112,7 +171,7 @@ class DeviceData:
         # Crop and flip in one gather: index arrays of shape (N, H, 1) and (N, 1, W) broadcast.
         ys = (self._rows + top[:, None])[:, :, None]
         xs = (columns + left[:, None])[:, None, :]
-        images = self._normalized(self.images[rows[:, None, None], ys, xs])
+        images = self._normalized(self.inputs[rows[:, None, None], ys, xs])
         if transform.resized_crop:
             images = self._resized_crop(images, draws)
         else:

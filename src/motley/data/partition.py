@@ -90,10 +90,13 @@ class PartitionSettings(Settings):
     def split(self, labels: np.ndarray, clients: int, seed: int) -> Partition:
         """Return the partition among `clients` clients, determined by the arguments alone."""
 
-    def split_by_writers(
-        self, labels: np.ndarray, writers: np.ndarray | None, clients: int, seed: int
+    def split_by_clients(
+        self, labels: np.ndarray, owners: np.ndarray | None, clients: int, seed: int
     ) -> Partition:
-        """Like `split`, for partitions that depend on who wrote an image. Most do not."""
+        """Like `split`, for partitions that depend on the natural client of each example.
+
+        `owners` are `Examples.clients`. Most partitions do not use them.
+        """
         return self.split(labels, clients, seed)
 
 
@@ -330,42 +333,42 @@ class Quantity(DisjointPartition):
         return _owners_of_chunks(rng.permutation(len(labels)), sizes - given + taken)
 
 
-@PARTITIONS.register("natural", "one client per writer, if the data set records writers (femnist)")
+@PARTITIONS.register("natural", "the data set's own clients, such as the writers of femnist")
 class Natural(PartitionSettings):
-    """Each client has the images of one writer.
+    """The data set's own clients: people, writers, hospitals.
 
-    Client i is the i-th writer if there are as many clients as writers. With fewer clients, that
-    many writers are drawn at random, and the images of the others are not used.
+    Client i is the i-th of them if there are as many clients. With fewer clients, that many are
+    drawn at random, and the examples of the others are not used.
     """
 
     name: Literal["natural"] = "natural"
 
     def split(self, labels: np.ndarray, clients: int, seed: int) -> Partition:
-        """Raise: labels do not tell who wrote an image."""
+        """Raise: labels do not tell whose example it is."""
         raise MotleyError(
-            "data.partition.name = 'natural': the data set does not record who wrote an image. "
-            "Use data.name = 'femnist', or another partition."
+            "data.partition.name = 'natural': the data set does not record whose examples they "
+            "are. Use a data set that does, such as femnist, or another partition."
         )
 
-    def split_by_writers(
-        self, labels: np.ndarray, writers: np.ndarray | None, clients: int, seed: int
+    def split_by_clients(
+        self, labels: np.ndarray, owners: np.ndarray | None, clients: int, seed: int
     ) -> Partition:
-        """Return the images of each writer."""
-        if writers is None:
+        """Return the examples of each natural client."""
+        if owners is None:
             return self.split(labels, clients, seed)
-        chosen = np.unique(writers)
+        chosen = np.unique(owners)
         if not 1 <= clients <= len(chosen):
             raise MotleyError(
                 f"federation.clients = {clients}: should be 1 to {len(chosen)}, the number of "
-                "writers; partition 'natural' makes one client of each."
+                "natural clients in the data set."
             )
         if clients < len(chosen):
             rng = generator(seed, "partition", self.name)
             chosen = np.sort(rng.choice(chosen, clients, replace=False))
-        samples = np.flatnonzero(np.isin(writers, chosen))
-        owners = np.searchsorted(chosen, writers[samples])
-        by_owner = np.argsort(owners, kind="stable")
-        return Partition(samples[by_owner], _offsets(np.bincount(owners, minlength=clients)))
+        samples = np.flatnonzero(np.isin(owners, chosen))
+        numbers = np.searchsorted(chosen, owners[samples])
+        by_client = np.argsort(numbers, kind="stable")
+        return Partition(samples[by_client], _offsets(np.bincount(numbers, minlength=clients)))
 
 
 @PARTITIONS.register("file", "your own lists of sample indices, from a .json or .npz file")

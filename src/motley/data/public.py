@@ -29,7 +29,7 @@ from torch import Tensor
 from motley.core.errors import MotleyError
 from motley.core.randomness import generator
 from motley.data.dataset import DATASETS, Examples, load_dataset
-from motley.data.device import DeviceData
+from motley.data.device import DeviceData, device_data
 from motley.data.partition import FromFile, Partition, PartitionSettings
 from motley.data.transforms import TransformSettings
 from motley.settings import Choice, FilePath, Settings
@@ -125,8 +125,8 @@ PUBLIC = PublicChoice()
 class Dealt:
     """Training examples by owner: the clients' partition, and the rows that no client gets.
 
-    Rows that are in neither are unused: a file need not name all of them, and not all writers need
-    be clients.
+    Rows that are in neither are unused: a file need not name all of them, and not all natural
+    clients need take part.
     """
 
     partition: Partition
@@ -145,9 +145,9 @@ def deal(
     Index lists in a file count over the whole training set, so with them the public examples are
     drawn from those that the file gives to nobody.
     """
-    labels, writers = train.labels, train.writers
+    labels, owners = train.targets, train.clients
     if not isinstance(public, HeldOutSettings):
-        whole = partition.split_by_writers(labels, writers, clients, seed)
+        whole = partition.split_by_clients(labels, owners, clients, seed)
         return Dealt(whole, np.zeros(0, dtype=np.int64))
     if isinstance(partition, FromFile):
         lists = partition.split(labels, clients, seed)
@@ -155,8 +155,8 @@ def deal(
     rows = np.arange(len(labels), dtype=np.int64)
     held_out = draw_rows(rows, public.samples, seed)
     rest = np.delete(rows, held_out)
-    rest_writers = None if writers is None else writers[rest]
-    dealt = partition.split_by_writers(labels[rest], rest_writers, clients, seed)
+    rest_owners = None if owners is None else owners[rest]
+    dealt = partition.split_by_clients(labels[rest], rest_owners, clients, seed)
     return Dealt(Partition(rest[dealt.indices], dealt.offsets), held_out)
 
 
@@ -206,7 +206,7 @@ class PublicData:
     @property
     def raw(self) -> np.ndarray:
         """The images as bytes (N, height, width, channels), in the clients' shape."""
-        return self._examples.images
+        return self._examples.inputs
 
     def copy_to(self, device: torch.device) -> DeviceData:
         """Copy the images to a device, unless they are there already.
@@ -214,7 +214,7 @@ class PublicData:
         A GPU waits for this copy, so it should be made before the first round.
         """
         if device not in self._copies:
-            self._copies[device] = DeviceData(
+            self._copies[device] = device_data(
                 self._examples, self._transform, device, augment=False
             )
         return self._copies[device]
@@ -235,15 +235,15 @@ def public_images(
 
     `held_out` are the rows of `train` that no client gets. Named data sets are read from `root`.
     """
-    shape = train.images.shape[1:]
+    shape = train.inputs.shape[1:]
     if isinstance(settings, HeldOutSettings):
-        return train.images[held_out]
+        return train.inputs[held_out]
     if isinstance(settings, NoiseSettings):
         pixels = generator(seed, "public", "noise")
         return pixels.integers(0, 256, (settings.samples, *shape), dtype=np.uint8)
     assert isinstance(settings, PublicDatasetSettings)
     dataset = load_dataset(settings.name, root=root, path=settings.file_path, tested=False)
-    images = dataset.train.images
+    images = dataset.train.inputs
     if settings.samples:
         images = images[draw_rows(np.arange(len(images)), settings.samples, seed)]
     return fit_images(images, shape, f"public.name = {settings.name!r}")

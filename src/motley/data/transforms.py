@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from motley.core.errors import MotleyError, unknown
-from motley.models import ImageShape
+from motley.models.inputs import KINDS, ImageShape, InputShape
 from motley.settings import Settings
 
 
@@ -60,6 +60,15 @@ class TransformSettings(Settings):
         if self.resized_crop and self.crop_padding:
             raise ValueError("resized_crop and crop_padding exclude each other")
         return self
+
+    def refuse_other_inputs(self, shape: InputShape) -> None:
+        """Raise an error if a transform is set for inputs that are not images."""
+        settings = self.model_dump(exclude_defaults=True, exclude={"variant"})
+        for key, value in settings.items():
+            raise MotleyError(
+                f"data.transform.{key} = {value!r}: the data set has {KINDS[type(shape)]}, and "
+                "transforms are for images."
+            )
 
     def shape_of(self, shape: ImageShape) -> ImageShape:
         """Return the shape of an image after the transform, given its shape before."""

@@ -107,7 +107,7 @@ def check(node: NodeSettings, file: Path) -> None:
         train = read_data(node, tested=False).train
     except (MotleyError, OSError, ValueError) as error:
         raise MotleyError(f"{file}: data: {error}") from None
-    shape = "x".join(map(str, train.images.shape[1:]))
+    shape = "x".join(map(str, train.inputs.shape[1:]))
     share = ", of which it takes its client's share" if node.data.dealt else ""
     print(
         f"client {node.client} on {node.device}: {len(train)} training examples of {shape}{share}",

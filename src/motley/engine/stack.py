@@ -33,6 +33,7 @@ from motley.core.part import State
 from motley.core.randomness import key
 from motley.core.update import ClientUpdate
 from motley.data.device import DRAWS
+from motley.models.inputs import dims_of, input_dtype
 
 #: Eager steps before a capture.
 WARM_UP = 3
@@ -57,11 +58,12 @@ class Stack:
 
     def __init__(self, clients: Clients, size: str, width: int) -> None:
         self.clients, self.size, self.width = clients, size, width
-        device, training, shape = clients.device, clients.training, clients.data.shape
+        device, training, data = clients.device, clients.training, clients.data
+        self.task = clients.method.info.task
         model = clients.method.info.split.build(size).to(device).train()
         unfold_convolutions(model)
         self._logits = vmap(
-            lambda state, images: functional_call(model, state, (images,)), randomness="different"
+            lambda state, inputs: functional_call(model, state, (inputs,)), randomness="different"
         )
         self.start: State = {
             name: torch.empty((width, *tensor.shape), device=device)
@@ -73,10 +75,14 @@ class Stack:
         self.optimizer = training.optimizer.build(self.weights.values(), device)
         self.losses = torch.zeros(width, device=device)
         batch = (width, training.batch_size)
-        #: Images, labels and shares of a captured step.
+        #: Inputs, targets and shares of a captured step.
         self._rooms = (
-            torch.zeros((*batch, *shape), device=device),
-            torch.zeros(batch, dtype=torch.long, device=device),
+            torch.zeros(
+                (*batch, *dims_of(data.shape)),
+                dtype=input_dtype(data.shape, torch.float32),
+                device=device,
+            ),
+            torch.zeros((*batch, *data.targets.shape[1:]), dtype=data.targets.dtype, device=device),
             torch.zeros(batch, device=device),
         )
         self._generator = torch.Generator(device) if device.type == "cuda" else None
@@ -119,21 +125,19 @@ class Stack:
         reset(self.optimizer, self.clients.training.lr(jobs[0].round_number))
         self.losses.zero_()
 
-    def _step(self, images: Tensor, labels: Tensor, shares: Tensor) -> None:
+    def _step(self, inputs: Tensor, targets: Tensor, shares: Tensor) -> None:
         """Take a step; `shares` is the weight of each example in its client's mean loss."""
         if self._graph is None:
-            self._compute(images, labels, shares)
+            self._compute(inputs, targets, shares)
             return
-        for room, values in zip(self._rooms, (images, labels, shares), strict=True):
+        for room, values in zip(self._rooms, (inputs, targets, shares), strict=True):
             room.copy_(values)
         self._graph.replay()
 
-    def _compute(self, images: Tensor, labels: Tensor, shares: Tensor) -> None:
-        logits = self._logits(self.weights, images)
-        errors = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(
-            labels
-        )
-        losses = (errors * shares).sum(1)
+    def _compute(self, inputs: Tensor, targets: Tensor, shares: Tensor) -> None:
+        logits = self._logits(self.weights, inputs)
+        errors = self.task.example_losses(logits.flatten(0, 1), targets.flatten(0, 1))
+        losses = (errors.view_as(shares) * shares).sum(1)
         self.optimizer.zero_grad()
         losses.sum().backward()
         self.optimizer.step()
@@ -219,14 +223,14 @@ class Batches:
         self._draws = torch.from_numpy(draws).to(device) if draws is not None else None
 
     def of(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a step's images and labels (clients, batch size, ...) and each example's weight in
-        its mean.
+        """Return a step's inputs and targets (clients, batch size, ...) and each example's weight
+        in its mean.
         """
         longest = int(self._longest[step])
         rows, shares = self._rows[step, :, :longest], self._shares[step, :, :longest]
         draws = self._draws[step, :, :longest].flatten(0, 1) if self._draws is not None else None
-        images, labels = self.data.batch(rows.flatten(), draws)
-        return images.unflatten(0, rows.shape), labels.view(rows.shape), shares
+        inputs, targets = self.data.batch(rows.flatten(), draws)
+        return inputs.unflatten(0, rows.shape), targets.unflatten(0, rows.shape), shares
 
 
 class UnfoldedConvolution(nn.Module):

@@ -223,7 +223,7 @@ def answer(
 def client_of(node: NodeSettings, request: Request, size: str, clients: ClientCache) -> Client:
     """Return this node's client of a size, with its own examples."""
     # Everything that the client is built from, and the run: a new run gets a new client.
-    sent = (request.run, request.text, request.image, request.classes, size)
+    sent = (request.run, request.text, request.shape, request.classes, request.task, size)
     key = (sent, node, stamp_of(node))
     return clients.get(key, lambda: build_client(node, request, size))
 
@@ -255,6 +255,7 @@ def build_client(node: NodeSettings, request: Request, size: str) -> Client:
             secret=secret,
             read_test_examples=lambda: read_test_examples(node, request),
             public=public,
+            task=request.task,
         )
 
 

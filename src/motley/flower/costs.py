@@ -22,17 +22,16 @@ from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.flower.failures import NodeError
 from motley.flower.request import Request
-from motley.models import ImageShape
+from motley.models.inputs import ImageShape, shape_from_json, shape_to_json
 from motley.plan import Cost, costs_of
 from motley.settings import validate
 
 
 def count_costs(request: Request) -> dict[str, Cost]:
     """Return the costs of a run's sizes, the largest first."""
-    height, width, channels = request.image
     asked = {
         "config": request.config.to_toml(),
-        "image": [channels, height, width],
+        "inputs": shape_to_json(request.shape),
         "classes": request.classes,
     }
     return {size: Cost(**fields) for size, fields in _count_apart(json.dumps(asked)).items()}
@@ -54,7 +53,9 @@ def main() -> None:
     asked: dict[str, Any] = json.load(sys.stdin)
     try:
         config = validate(Config, tomllib.loads(asked["config"]))
-        shape = config.data.transform.shape_of(ImageShape(*asked["image"]))
+        shape = shape_from_json(asked["inputs"])
+        if isinstance(shape, ImageShape):
+            shape = config.data.transform.shape_of(shape)
         costs = costs_of(build_split(config, shape, asked["classes"]), shape, config.training)
     except MotleyError as error:
         sys.exit(str(error))

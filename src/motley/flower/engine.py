@@ -28,6 +28,7 @@ from motley.flower.arrays import pack, size_in_bytes, unpack
 from motley.flower.failures import is_nodes_own, told
 from motley.flower.run_config import to_text
 from motley.methods.base import Collection
+from motley.models.inputs import shape_to_json
 
 COLLECT = f"{MessageType.TRAIN}.collect"
 #: Longest pause between two polls for answers, in seconds; every poll is one request per answer.
@@ -44,7 +45,12 @@ class Nodes:
 
     def __init__(self, grid: Grid, config: Config, dataset: Dataset) -> None:
         self.grid, self.answers, self.settings = grid, Answers(grid), config.engine.flower
-        self.shape = [*dataset.train.images.shape[1:], dataset.classes]
+        #: What nodes check their own data against.
+        self.about_data: dict[str, int | str] = {
+            "inputs": shape_to_json(dataset.shape),
+            "classes": dataset.classes,
+            "task": dataset.task,
+        }
         self.use(config)
         #: Client -> the size that its node has named; empty: any size.
         self.sizes: dict[int, str] = {}
@@ -59,7 +65,7 @@ class Nodes:
 
     def content(self, **values: int | str) -> ConfigRecord:
         """Return the record of a message: the run's configuration, and the given values."""
-        return ConfigRecord({"config": self.text, "shape": self.shape, **values})
+        return ConfigRecord({"config": self.text, **self.about_data, **values})
 
     def find(self, wanted: Some[int]) -> dict[int, int]:
         """Return the nodes of some clients; wait up to engine.flower.wait_s for missing ones."""

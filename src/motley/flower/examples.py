@@ -48,11 +48,14 @@ def read_test_examples(node: NodeSettings, request: Request) -> Examples:
 
 
 def check_examples(node: NodeSettings, request: Request, part: str, examples: Examples) -> None:
-    """Refuse images and labels that are not those of the federation."""
-    if examples.images.shape[1:] != request.image:
-        shape = examples.images.shape[1:]
-        raise MotleyError(f"data: {part} images are {shape}; the federation's are {request.image}.")
-    lowest, highest = int(examples.labels.min()), int(examples.labels.max())
+    """Refuse inputs and labels that are not those of the federation."""
+    if examples.shape != request.shape:
+        raise MotleyError(
+            f"data: {part} inputs are {examples.shape}; the federation's are {request.shape}."
+        )
+    if examples.targets.dtype.kind == "f":
+        return
+    lowest, highest = int(examples.targets.min()), int(examples.targets.max())
     if lowest < 0 or highest >= request.classes:
         raise MotleyError(
             f"data set {node.data.name!r}: {part} labels go from {lowest} to {highest}; the "
@@ -84,7 +87,7 @@ def read_public(node: NodeSettings, request: Request) -> PublicData | None:
         root = Path(node.data.root) if node.data.root else None
         images = public_images(public, train, held_out, config.seed, root)
         if isinstance(public, PublicDatasetSettings):
-            refuse_clients_images(images, train.images, f"public.name = {public.name!r}")
+            refuse_clients_images(images, train.inputs, f"public.name = {public.name!r}")
         return PublicData(images, config.data.transform)
 
 

@@ -14,6 +14,8 @@ from motley.flower.arrays import unpack
 from motley.flower.failures import NodeError, failing_as
 from motley.flower.run_config import from_text
 from motley.flower.settings import NodeSettings
+from motley.models.inputs import InputShape, shape_from_json
+from motley.tasks import TASKS, Task
 
 COLLECTIONS: dict[str, CollectionName] = {
     "method": "method",
@@ -32,9 +34,10 @@ class Request:
     #: The configuration as it was sent.
     text: str
     config: Config
-    #: Height, width and channels of the federation's images.
-    image: tuple[int, int, int]
+    #: The kind and shape of the federation's inputs, before any transform.
+    shape: InputShape
     classes: int
+    task: Task
 
     def number(self, name: str) -> int:
         """Return one of the job's whole numbers."""
@@ -48,7 +51,9 @@ def read_request(node: NodeSettings, content: RecordDict, run: int) -> Request:
     with failing_as("bad-message"):
         values: Any = content["job"]
         text = str(values["config"])
-        height, width, channels, classes = map(int, values["shape"])
+        shape = shape_from_json(str(values["inputs"]))
+        classes = int(values["classes"])
+        task = TASKS[str(values["task"])]
     config = from_text(text, node)
     if weaker := config.privacy.weaker_than(node.privacy):
         raise NodeError("refused-by-node", f"the run has {weaker}")
@@ -56,7 +61,7 @@ def read_request(node: NodeSettings, content: RecordDict, run: int) -> Request:
     if node.client >= clients:
         reason = f"client = {node.client}: the run has federation.clients = {clients}."
         raise NodeError("refused-by-node", reason)
-    return Request(content, run, text, config, (height, width, channels), classes)
+    return Request(content, run, text, config, shape, classes, task)
 
 
 def read_job(node: NodeSettings, request: Request) -> Job:

@@ -12,7 +12,7 @@ from motley.assembly import assign_sizes, build_split
 from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.data import Dataset, load_dataset
-from motley.data.device import DeviceData
+from motley.data.device import device_data
 from motley.federation import Federation
 from motley.flower.engine import FlowerEngine, Nodes
 from motley.plan import assigned, costs_of, read_budgets
@@ -49,7 +49,7 @@ def with_budgets(config: Config, dataset: Dataset) -> Config:
     """Replace `federation.budgets` by the sizes that follow from it: nodes lack that file."""
     if config.federation.size_assignment != "budget":
         return config
-    data = DeviceData(dataset.train, config.data.transform, torch.device("cpu"), augment=False)
+    data = device_data(dataset.train, config.data.transform, torch.device("cpu"), augment=False)
     costs = costs_of(build_split(config, data.shape, dataset.classes), data.shape, config.training)
     sizes = assigned(
         costs, read_budgets(Path(config.federation.budgets)), config.federation.clients

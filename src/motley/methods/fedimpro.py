@@ -161,7 +161,7 @@ class FedImproClient(ClientAlgorithm):
 
     def __init__(self, settings: MethodSettings, info: ClientInfo) -> None:
         super().__init__(settings, info)
-        self.cut = Cut(info.split, info.image, self.settings.cut)
+        self.cut = Cut(info.split, info.input_shape, self.settings.cut)
 
     def before_training(self, step: Step) -> None:
         super().before_training(step)
@@ -267,7 +267,7 @@ class FedImproServer(ServerAlgorithm):
 
     def __init__(self, settings: MethodSettings, info: FederationInfo) -> None:
         super().__init__(settings, info)
-        self.cut = Cut(info.split, info.image, self.settings.cut)
+        self.cut = Cut(info.split, info.input_shape, self.settings.cut)
         #: The statistics that each size uses.
         self._groups: dict[str, str] = {}
         for size in info.split.sizes:

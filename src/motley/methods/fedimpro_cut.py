@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from motley.core.errors import MotleyError, unknown
-from motley.models import ImageShape
+from motley.models import InputShape
 from motley.models.stages import Chain, chain_of, shape_behind
 from motley.splits.base import Split
 
@@ -11,7 +11,7 @@ from motley.splits.base import Split
 class Cut:
     """One cut per size: behind a named stage, or in the middle of its family's shortest model."""
 
-    def __init__(self, split: Split, image: ImageShape, stage: str) -> None:
+    def __init__(self, split: Split, image: InputShape, stage: str) -> None:
         self._blueprints = split.blueprints
         self._chains = {size: chain_of(b.module) for size, b in self._blueprints.items()}
         #: Number of stages in the low level, by size.

@@ -46,7 +46,7 @@ from motley.methods.base import (
 from motley.methods.fedin_pool import IN, OUT, Shapes, collect, draw, entries
 from motley.methods.info import FederationInfo
 from motley.methods.step import Proximal, Step
-from motley.models import ImageShape
+from motley.models import InputShape
 from motley.models.stages import chain_of, owned, run, shape_behind
 from motley.splits.base import Split
 
@@ -126,7 +126,7 @@ class FedINClient(ClientAlgorithm):
 
     @cached_property
     def _shapes(self) -> dict[str, Shapes]:
-        return feature_shapes(self.info.split, self.info.image)
+        return feature_shapes(self.info.split, self.info.input_shape)
 
     def before_training(self, step: Step) -> None:
         step.keep(SCRATCH, {"loss": torch.zeros(())})
@@ -296,7 +296,7 @@ class FedINServer(ServerAlgorithm):
 
     @cached_property
     def _shapes(self) -> dict[str, Shapes]:
-        return feature_shapes(self.info.split, self.info.image)
+        return feature_shapes(self.info.split, self.info.input_shape)
 
 
 @METHODS.register(
@@ -342,7 +342,7 @@ def intermediate(model: nn.Module) -> list[str]:
     return owned(model, chain_of(model)[1:-1])
 
 
-def feature_shapes(split: Split, image: ImageShape) -> dict[str, Shapes]:
+def feature_shapes(split: Split, image: InputShape) -> dict[str, Shapes]:
     """Return the shapes of s_in and s_out of one image, for every size."""
     shapes = {}
     for size, blueprint in split.blueprints.items():

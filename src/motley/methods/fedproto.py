@@ -168,7 +168,7 @@ def feature_width(info: FederationInfo | ClientInfo) -> int:
     """Return the width of all sizes' features; raise an error if they have different ones."""
     widths = {}
     for size, blueprint in info.split.blueprints.items():
-        widths[size] = representation_width(blueprint.module, info.image)
+        widths[size] = representation_width(blueprint.module, info.input_shape)
     if len(set(widths.values())) > 1:
         given = ", ".join(f"{size} {width}" for size, width in widths.items())
         largest = max(widths.values())

@@ -16,8 +16,9 @@ from torch import Tensor
 from motley.core.async_copy import to_device
 from motley.core.part import State, add_at
 from motley.data.public import PublicData
-from motley.models import ImageShape
+from motley.models import InputShape
 from motley.splits.base import Split
+from motley.tasks import CLASSIFICATION, Task
 
 
 class Optimizer(Protocol):
@@ -70,11 +71,12 @@ class ClientInfo:
 
     split: Split
     classes: int
-    image: ImageShape
+    input_shape: InputShape
     training: Training
     seed: int
     #: Public images, if the method's clients use them (`Requirements.client_public_data`).
     public: PublicData | None = None
+    task: Task = CLASSIFICATION
 
 
 @dataclass(frozen=True)
@@ -87,13 +89,14 @@ class FederationInfo:
     classes: int
     seed: int
     training: Training
-    image: ImageShape
+    input_shape: InputShape
     #: Rounds between evaluations.
     every: int = 1
     #: (client, round) -> the client's size, if sizes are drawn anew in every round.
     drawn: Callable[[int, int], str] | None = None
     #: Public images (`[public]`), if the method uses them. A node has them only if its clients do.
     public: PublicData | None = None
+    task: Task = CLASSIFICATION
 
     @property
     def rounds(self) -> int:
@@ -103,7 +106,13 @@ class FederationInfo:
     def for_clients(self) -> ClientInfo:
         """Return what every client knows."""
         return ClientInfo(
-            self.split, self.classes, self.image, self.training, self.seed, self.public
+            self.split,
+            self.classes,
+            self.input_shape,
+            self.training,
+            self.seed,
+            self.public,
+            self.task,
         )
 
     def size_of(self, client: int, round_number: int) -> str:

@@ -93,7 +93,10 @@ class Step(Protocol):
     # ---- actions
 
     def task_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of a batch, in single precision."""
+        """Return the task's mean loss of a batch, in single precision.
+
+        For classification this is cross-entropy.
+        """
         ...
 
     def backward(self, loss: Tensor) -> None:

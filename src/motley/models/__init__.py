@@ -6,13 +6,26 @@ here depends on clients or rounds.
 """
 
 from motley.models import cnn, mlp, preact, resnet, vgg, vit
-from motley.models.spec import MODELS, CrossLayer, ImageShape, ModelSpec
+from motley.models.inputs import (
+    ArrayShape,
+    ImageShape,
+    InputShape,
+    SignalShape,
+    TableShape,
+    TokenShape,
+)
+from motley.models.spec import MODELS, CrossLayer, ModelSpec
 
 __all__ = [
     "MODELS",
+    "ArrayShape",
     "CrossLayer",
     "ImageShape",
+    "InputShape",
     "ModelSpec",
+    "SignalShape",
+    "TableShape",
+    "TokenShape",
     "cnn",
     "mlp",
     "preact",

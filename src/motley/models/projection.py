@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from motley.core.errors import MotleyError
 from motley.models.facts import InferenceError, head_of
 from motley.models.heads import ProjectionHead
+from motley.models.inputs import InputShape, example_inputs
 from motley.models.spec import declare, spec_of
 from motley.models.stages import chain_of, run
 
@@ -42,19 +43,17 @@ def with_projection(model: nn.Module, width: int) -> nn.Module:
     return declare(model, replace(spec_of(model), head=path, classifiers=(f"{path}.classify",)))
 
 
-def representation_width(blueprint: nn.Module, image: tuple[int, ...]) -> int:
+def representation_width(blueprint: nn.Module, shape: InputShape) -> int:
     """Return the width of the input of a model's last layer. The model is on the meta device."""
     with torch.no_grad():
-        representation, _ = representation_and_answer(
-            blueprint, torch.empty((2, *image), device="meta")
-        )
+        representation, _ = representation_and_answer(blueprint, example_inputs(shape, 2, "meta"))
     return representation.flatten(1).shape[1]
 
 
-def representation_and_answer(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the input of a model's last layer, one vector per image, and its logits."""
+def representation_and_answer(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the input of a model's last layer, one vector per example, and its logits."""
     *body, last = chain_of(model)
-    features, head = run(body, images), last.run
+    features, head = run(body, inputs), last.run
     if not isinstance(head, ProjectionHead):
         return features, head(features)
     projected = head.project(features)

@@ -16,14 +16,7 @@ from torch import Tensor, nn
 from motley.core.registry import Registry
 from motley.models.channels import Channels
 from motley.models.initialization import Initialization, initialize
-
-
-class ImageShape(NamedTuple):
-    """Shape of a model's input images: channels, height, width."""
-
-    channels: int
-    height: int
-    width: int
+from motley.models.inputs import ImageShape
 
 
 class CrossLayer(NamedTuple):
@@ -60,7 +53,7 @@ class BuiltWith(NamedTuple):
 class ModelSpec:
     """One size: how to build it, and what splits and methods may do with it."""
 
-    #: (the family's settings, image shape, classes) -> a new module, initialized with torch's
+    #: (the family's settings, input shape, classes) -> a new module, initialized with torch's
     #: global random generator.
     build: Callable[..., nn.Module]
     #: Sizes of one family have the same settings table, and layers that share a name can be shared.
@@ -93,7 +86,7 @@ class ModelSpec:
         initialize(model, init)
         if self.after_init is not None:
             self.after_init(model, *arguments)
-        if self.is_complete:
+        if self.is_complete or len(arguments) != len(BuiltWith._fields):
             return declare(model, self)
         return declare(model, replace(self, built_with=BuiltWith(*arguments)))
 
@@ -124,5 +117,16 @@ def spec_of(model: nn.Module) -> ModelSpec:
     spec = getattr(model, _ATTRIBUTE, None)
     return spec if isinstance(spec, ModelSpec) else ModelSpec(type(model))
 
+
+__all__ = [
+    "MODELS",
+    "BuiltWith",
+    "CrossLayer",
+    "ImageShape",
+    "ModelSpec",
+    "Stage",
+    "declare",
+    "spec_of",
+]
 
 MODELS: Registry[ModelSpec] = Registry("model")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from motley.core.errors import MotleyError
 from motley.models.facts import InferenceError, stages_of
+from motley.models.inputs import InputShape, example_inputs
 from motley.models.spec import Stage
 
 
@@ -64,7 +65,7 @@ def run(stages: Sequence[BoundStage], x: Tensor) -> Tensor:
 
 
 def features(model: nn.Module, x: Tensor) -> Tensor:
-    """Return the input of a model's head: one vector per image."""
+    """Return the input of a model's head: one vector per example."""
     return run(chain_of(model)[:-1], x)
 
 
@@ -83,7 +84,7 @@ def is_within(name: str, member: str) -> bool:
     return name == member or name.startswith(f"{member}.")
 
 
-def shape_behind(stages: Sequence[BoundStage], image: tuple[int, ...]) -> torch.Size:
-    """Return the shape of the stages' output for one image. The stages are on the meta device."""
+def shape_behind(stages: Sequence[BoundStage], shape: InputShape) -> torch.Size:
+    """Return the shape of the stages' output for one input. The stages are on the meta device."""
     with torch.no_grad():
-        return run(stages, torch.empty((2, *image), device="meta")).shape[1:]
+        return run(stages, example_inputs(shape, 2, "meta")).shape[1:]

@@ -292,7 +292,7 @@ def partition(run: Run) -> go.Figure:
     config = run.config
     dataset = load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
     dealt = deal_examples(config, dataset).partition
-    counts = dealt.label_counts(dataset.train.labels, dataset.classes)
+    counts = dealt.label_counts(dataset.train.targets, dataset.classes)
     heatmap = go.Heatmap(
         z=counts[:MAX_CLIENTS].T.tolist(),
         colorscale="Viridis",

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from motley.core.errors import MotleyError
-from motley.models import ImageShape
+from motley.models.inputs import InputShape, example_inputs
 from motley.splits.base import OWN_MODELS, Split
 
 
-def check_outputs(split: Split, sizes: Iterable[str], shape: ImageShape, classes: int) -> None:
-    """Run each model on two black images, in training and evaluation mode, and check its output.
+def check_outputs(split: Split, sizes: Iterable[str], shape: InputShape, classes: int) -> None:
+    """Run each model on two empty examples, in training and evaluation mode, and check its output.
 
     Motley's own models are skipped: they are tested, and a forward pass of each size would double
     the time until a small run starts.
@@ -27,16 +27,16 @@ def check_outputs(split: Split, sizes: Iterable[str], shape: ImageShape, classes
             _check(outputs, size, classes)
 
 
-def _outputs(model: nn.Module, size: str, shape: ImageShape) -> object:
-    images = torch.zeros(2, *shape)
+def _outputs(model: nn.Module, size: str, shape: InputShape) -> object:
+    inputs = example_inputs(shape, 2)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            outputs: object = model(images)
+            outputs: object = model(inputs)
     except MotleyError:
         raise
     except Exception as error:  # a user's model can raise anything
         raise MotleyError(
-            f"model.sizes: {size!r} cannot be fed a batch of shape {tuple(images.shape)}: "
+            f"model.sizes: {size!r} cannot be fed a batch of shape {tuple(inputs.shape)}: "
             f"{type(error).__name__}: {error}"
         ) from error
     return outputs

@@ -31,8 +31,8 @@ def load(source: DataSource) -> Dataset:
     """
     source.refuse_path("cifar10")
     *train, test = [read_batch(path) for path in LAYOUT.find(source.root)]
-    images = np.concatenate([batch.images for batch in train])
-    labels = np.concatenate([batch.labels for batch in train])
+    images = np.concatenate([batch.inputs for batch in train])
+    labels = np.concatenate([batch.targets for batch in train])
     return Dataset("cifar10", Examples(images, labels), test, classes=10)
 
 

@@ -34,9 +34,9 @@ def load(source: DataSource) -> Dataset:
     if source.tested:
         test = _examples(arrays, "test", source.path)
     else:
-        test = Examples(train.images[:0], train.labels[:0])
+        test = Examples(train.inputs[:0], train.targets[:0])
     # `initial` because the test part may be empty.
-    classes = 1 + max(int(part.labels.max(initial=0)) for part in (train, test))
+    classes = 1 + max(int(part.targets.max(initial=0)) for part in (train, test))
     return Dataset("npz", train, test, classes, classes_inferred=True, tested=source.tested)
 
 

@@ -17,6 +17,7 @@ from motley.models.inference.check import check_stages, randomize, wrong_streams
 from motley.models.inference.record import InferenceError, Recording, meta_copy, record
 from motley.models.inference.stages import Mode, find_stages
 from motley.models.inference.streams import FixedChannels, Streams
+from motley.models.inputs import InputShape, TableShape, TokenShape, dims_of, example_inputs
 from motley.models.spec import BuiltWith, CrossLayer, ModelSpec, Stage, spec_of
 
 #: Batch sizes of the recordings: what differs between them depends on the batch.
@@ -77,7 +78,7 @@ class Inference:
 
     def _recorded(self, training: bool) -> Mode:
         small, large = (
-            record(self.model, inputs_on_meta(self.built_with.shape, count), training)
+            record(self.model, example_inputs(self.built_with.shape, count, "meta"), training)
             for count in (SMALL, LARGE)
         )
         return Mode(small, large)
@@ -204,15 +205,18 @@ def _listed(fixed: list[FixedChannels]) -> str:
     return "; ".join(lines) + more
 
 
-def inputs_on_meta(shape: Any, count: int) -> Tensor:
-    """Return inputs without values."""
-    return torch.empty((count, *shape), device="meta")
-
-
-def random_inputs(shape: Any, count: int) -> Tensor:
-    """Return random inputs."""
+def random_inputs(shape: InputShape, count: int) -> Tensor:
+    """Return random inputs: tokens and categories from their ranges, other numbers normal."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn((count, *shape), generator=generator)
+    dims = (count, *dims_of(shape))
+    if isinstance(shape, TokenShape):
+        return torch.randint(shape.vocabulary, dims, generator=generator)
+    inputs = torch.randn(dims, generator=generator)
+    if isinstance(shape, TableShape):
+        for column, categories in enumerate(shape.categories, shape.numbers):
+            numbers = torch.randint(categories, (count,), generator=generator)
+            inputs[:, column] = numbers.float()
+    return inputs
 
 
 def signature(model: nn.Module) -> tuple[Any, ...]:
