@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cached_property
+from functools import partial
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -117,7 +117,7 @@ class Inference:
         """The stages, checked to compute what the model does."""
         single_output(self.model, self.training.two)
         stages = find_stages((self.training, self.evaluation), self.blocks, self.head)
-        check_stages(self._random_model, stages, self._random_inputs)
+        check_stages(self._random_model(), stages, self._random_inputs())
         return stages
 
     @fact
@@ -134,7 +134,7 @@ class Inference:
 
     def _wrong_streams(self, channels: Channels) -> list[str]:
         try:
-            return wrong_streams(self._random_model, channels, self._random_inputs)
+            return wrong_streams(self._random_model(), channels, self._random_inputs())
         except InferenceError:
             raise
         except Exception as error:
@@ -164,9 +164,8 @@ class Inference:
 
     # ---- a model with values, for checks
 
-    @cached_property
     def _random_model(self) -> nn.Module:
-        """The model with random weights on the CPU."""
+        """Return the model with random weights on the CPU."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             built = self.spec.build(*self.built_with)
@@ -177,7 +176,6 @@ class Inference:
             randomize(model)
         return model
 
-    @cached_property
     def _random_inputs(self) -> Tensor:
         return random_inputs(self.built_with.shape, SMALL)
 
@@ -224,6 +222,14 @@ def signature(model: nn.Module) -> tuple[Any, ...]:
     return tuple((name, tuple(tensor.shape)) for name, tensor in model.state_dict().items())
 
 
+def _identity(value: Any) -> Any:
+    """Return something that is equal for builds that build the same: partials are compared."""
+    if isinstance(value, partial):
+        keywords = tuple((key, _identity(value.keywords[key])) for key in sorted(value.keywords))
+        return _identity(value.func), tuple(map(_identity, value.args)), keywords
+    return value if callable(value) else repr(value)
+
+
 #: Inferences by model and declaration, and by what the model was built with: all copies of a model
 #: share one.
 _of_models: WeakKeyDictionary[nn.Module, tuple[ModelSpec, Inference]] = WeakKeyDictionary()
@@ -240,7 +246,8 @@ def inference_of(model: nn.Module) -> Inference:
     key: Any = None
     if built_with is not None:
         settings, shape, classes = built_with
-        key = (spec.build, repr(settings), shape, classes, spec.classifiers, signature(model))
+        build = _identity(spec.build)
+        key = (build, repr(settings), shape, classes, spec.classifiers, signature(model))
     inference = _of_builds.get(key) if key is not None else None
     if inference is None:
         inference = Inference(model, spec)

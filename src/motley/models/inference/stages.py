@@ -213,8 +213,17 @@ def _layer_points(
             name = operation.layer or f"layer{len(points)}"
             names = [earlier for earlier, _ in points]
             if name not in names:
-                points.append((name, number if points else 0))
+                points.append((name, _layer_start(recording, number, tensors) if points else 0))
     return points
+
+
+def _layer_start(recording: Recording, number: int, tensors: list[set[int]]) -> int:
+    """Return the first operation of the layer of an operation, if the model can be cut there."""
+    layer = recording.operations[number].layer
+    for call in recording.calls:
+        if call.path == layer and call.first <= number < call.last:
+            return call.first if len(tensors[call.first]) == 1 else number
+    return number
 
 
 def _has_weights(recording: Recording, first: int, last: int) -> bool:

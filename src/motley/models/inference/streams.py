@@ -109,10 +109,10 @@ class Streams:
 
     @cached_property
     def fixed(self) -> list[FixedChannels]:
-        """The outputs of parameters that are not cut, with the reasons."""
+        """The parameters of which nothing is cut, with the reasons."""
         fixed = []
         for name, dims in self._tensors.items():
-            if not dims or self._axis(dims[0]) is not None or _layer(name) == self.head:
+            if not dims or _layer(name) == self.head or name in self.channels:
                 continue
             reasons = [factor.fixed for factor in resolve(dims[0]) if factor.fixed]
             if reasons:
