@@ -33,6 +33,7 @@ from motley.checks import (
     check_batches_fit,
     check_dataset,
     check_engine,
+    check_optimizer,
     check_precision,
     check_recalibration,
     check_weights_fit,
@@ -101,6 +102,7 @@ class Federation:
         self.devices = devices if config.engine.name != "debug" else devices[:1]
         self.device = devices[0]
         check_precision(config.engine.precision, self.device)
+        check_optimizer(config, self.device)
 
         self.dataset = load_dataset_of(config) if dataset is None else check_dataset(dataset)
         self.dataset.check_inferred_classes()

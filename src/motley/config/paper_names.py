@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from motley.core.dotted import is_dotted
 from motley.core.errors import MotleyError, unknown
 from motley.methods import METHODS
 from motley.splits import SPLITS
@@ -181,8 +182,8 @@ def spelled_out(values: Table, below: Table) -> Table:
     `below` has the values of all lower layers.
     """
     name = _get(values, "method.name")
-    if not isinstance(name, str) or name in METHODS:
-        return values
+    if not isinstance(name, str) or is_dotted(name) or name in METHODS:
+        return values  # a dotted path that leads nowhere is reported by the table's validation
     if name not in NAMES:
         raise MotleyError(
             "method.name: " + unknown("method", name, (entry.name for entry in METHODS), also=NAMES)

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
+from motley.core.dotted import subclass_of
 from motley.core.errors import MotleyError
 from motley.core.randomness import generator
 from motley.core.registry import Registry
@@ -84,7 +85,9 @@ class PartitionSettings(Settings):
     lasting = ()
 
     name: str = "dirichlet"
-    """How samples are distributed to clients (`motley list partitions`)."""
+    """How samples are distributed to clients (`motley list partitions`), or the dotted path of your
+    own partition.
+    """
 
     @abstractmethod
     def split(self, labels: np.ndarray, clients: int, seed: int) -> Partition:
@@ -121,7 +124,11 @@ class DisjointPartition(PartitionSettings):
         """Return the client that owns each sample."""
 
 
-PARTITIONS: Registry[type[PartitionSettings]] = Registry("partition")
+PARTITIONS: Registry[type[PartitionSettings]] = Registry(
+    "partition",
+    group="motley.partitions",
+    accept=subclass_of(PartitionSettings, "motley.PartitionSettings"),
+)
 
 
 @PARTITIONS.register("iid", "a random permutation in equal chunks")

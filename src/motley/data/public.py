@@ -32,7 +32,7 @@ from motley.data.dataset import DATASETS, Examples, load_dataset
 from motley.data.device import DeviceData, device_data
 from motley.data.partition import FromFile, Partition, PartitionSettings
 from motley.data.transforms import TransformSettings
-from motley.settings import Choice, FilePath, Settings
+from motley.settings import Choice, FilePath, Settings, Table
 
 #: Images that are fitted to another size at once, which bounds the memory for it.
 RESIZE_BATCH = 1000
@@ -107,6 +107,13 @@ class PublicChoice(Choice):
         for entry in DATASETS:
             sources[entry.name] = PublicDatasetSettings
         return sources
+
+    def class_of(self, values: Table) -> type[Settings] | None:
+        """Return the class of a table's values; a user's own data set is one, too."""
+        name = values.get(self.key, self.default)
+        if isinstance(name, str) and name not in self.classes and name in DATASETS:
+            return PublicDatasetSettings
+        return super().class_of(values)
 
     def own_name(self, name: Any) -> Any:
         """Return the name of a data set that an alias stands for."""

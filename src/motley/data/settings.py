@@ -22,7 +22,7 @@ class DataSettings(Settings):
     lasting = ("root", "partition", "transform.variant")
 
     name: str = "digits"
-    """The data set (`motley list datasets`)."""
+    """The data set (`motley list datasets`), or the dotted path of a function that returns one."""
     path: FilePath = ""
     """Your own data file, for data.name = "npz". In a TOML file, a relative path starts from that
     file's folder.
@@ -38,7 +38,7 @@ class DataSettings(Settings):
         """Give the transform the values that its variant has for this data set."""
         if not isinstance(values, dict):
             return values
-        name = DATASETS.entry(str(values.get("name", "digits")), "data.name").name
+        name = DATASETS.entry(values.get("name", "digits"), "data.name").name
         filled = {"partition": {}, **values, "name": name}
         transform = values.get("transform", {})
         if isinstance(transform, dict):

@@ -5,7 +5,7 @@ pair, at which stages a method may cut it (`stages.py`), and which channels belo
 here depends on clients or rounds.
 """
 
-from motley.models import cnn, mlp, preact, resnet, vgg, vit
+from motley.models import cnn, factories, mlp, preact, resnet, vgg, vit
 from motley.models.inputs import (
     ArrayShape,
     ImageShape,
@@ -27,6 +27,7 @@ __all__ = [
     "TableShape",
     "TokenShape",
     "cnn",
+    "factories",
     "mlp",
     "preact",
     "resnet",

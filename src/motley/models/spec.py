@@ -17,6 +17,7 @@ from motley.core.registry import Registry
 from motley.models.channels import Channels
 from motley.models.initialization import Initialization, initialize
 from motley.models.inputs import ImageShape
+from motley.settings import Settings
 
 
 class CrossLayer(NamedTuple):
@@ -54,7 +55,8 @@ class ModelSpec:
     """One size: how to build it, and what splits and methods may do with it."""
 
     #: (the family's settings, input shape, classes) -> a new module, initialized with torch's
-    #: global random generator.
+    #: global random generator. For a model that is not Motley's own, the first argument is an
+    #: object of `options_class`, or the table `[model.options]` if there is no such class.
     build: Callable[..., nn.Module]
     #: Sizes of one family have the same settings table, and layers that share a name can be shared.
     family: str = ""
@@ -76,6 +78,8 @@ class ModelSpec:
     #: What the model was built with, from which the missing fields are inferred. `make` sets it.
     #: Nothing is inferred if it is None.
     built_with: BuiltWith | None = None
+    #: The settings class of `[model.options]`, for a model that is not Motley's own.
+    options_class: type[Settings] | None = None
 
     def make(self, *arguments: Any, init: Initialization = "model") -> nn.Module:
         """Build and initialize a model, and attach this declaration to it, for `spec_of`."""
@@ -129,4 +133,4 @@ __all__ = [
     "spec_of",
 ]
 
-MODELS: Registry[ModelSpec] = Registry("model")
+MODELS: Registry[ModelSpec] = Registry("model", group="motley.models")
