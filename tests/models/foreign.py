@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
 # ---- torchvision's ResNet
 
 
@@ -73,6 +72,10 @@ def resnet(input_shape: tuple[int, ...], num_classes: int, layers: tuple[int, ..
     return TorchvisionResNet(layers, input_shape[0], num_classes)
 
 
+def resnet_small(input_shape: tuple[int, ...], num_classes: int) -> Any:
+    return resnet(input_shape, num_classes, (1, 1))
+
+
 # ---- torchvision's MobileNetV2
 
 
@@ -129,6 +132,10 @@ class MobileNetV2(nn.Module):
 
 def mobilenet(input_shape: tuple[int, ...], num_classes: int, repeats: int = 3) -> Any:
     return MobileNetV2(input_shape[0], num_classes, repeats)
+
+
+def mobilenet_small(input_shape: tuple[int, ...], num_classes: int) -> Any:
+    return mobilenet(input_shape, num_classes, 2)
 
 
 # ---- timm's vision transformer
@@ -224,6 +231,10 @@ def vit(input_shape: tuple[int, ...], num_classes: int, depth: int = 2) -> Any:
     return VisionTransformer(input_shape[-1], input_shape[0], num_classes, depth)
 
 
+def vit_small(input_shape: tuple[int, ...], num_classes: int) -> Any:
+    return vit(input_shape, num_classes, 1)
+
+
 # ---- Hugging Face
 
 
@@ -239,6 +250,10 @@ def bert(num_classes: int, layers: int = 2) -> Any:
         num_labels=num_classes,
     )
     return transformers.BertForSequenceClassification(config)
+
+
+def bert_small(num_classes: int) -> Any:
+    return bert(num_classes, 1)
 
 
 # ---- an LSTM
@@ -258,6 +273,10 @@ class LSTMClassifier(nn.Module):
 
 def lstm(num_classes: int, layers: int = 2) -> Any:
     return LSTMClassifier(20, num_classes, layers)
+
+
+def lstm_small(num_classes: int) -> Any:
+    return lstm(num_classes, 1)
 
 
 # ---- a U-Net that classifies, and a network with two heads
@@ -338,3 +357,9 @@ class TutorialNet(nn.Module):
 
 def tutorial(input_shape: tuple[int, ...], num_classes: int) -> Any:
     return TutorialNet(input_shape[0], input_shape[-1], num_classes)
+
+
+def tutorial_small(input_shape: tuple[int, ...], num_classes: int) -> Any:
+    net = tutorial(input_shape, num_classes)
+    net.fc2, net.fc3 = nn.Identity(), nn.Linear(20, num_classes)
+    return net

@@ -68,7 +68,7 @@ def find_blocks(model: nn.Module, recording: Recording) -> tuple[str, ...]:
     """Return the paths of the repeated blocks in the order in which they run.
 
     A block is a child of a Sequential, ModuleList or ModuleDict, and there are several of its
-    class. Of several such classes, the one with the most parameters is taken: inverted residuals,
+    class, or it is the only child. Of several such classes, the one with the most parameters is taken: inverted residuals,
     not the convolutions around them.
     """
     by_class: dict[type[nn.Module], list[str]] = {}
@@ -80,13 +80,20 @@ def find_blocks(model: nn.Module, recording: Recording) -> tuple[str, ...]:
     best_size = 0
     for paths in by_class.values():
         size = sum(p.numel() for path in paths for p in model.get_submodule(path).parameters())
-        if len(paths) > 1 and size > best_size:
+        if (len(paths) > 1 or _is_only_child(model, paths[0])) and size > best_size:
             best, best_size = paths, size
     ran: dict[str, None] = {}  # used as an ordered set
     for call in recording.calls:
         if call.path in best:
             ran[call.path] = None
     return tuple(ran)
+
+
+def _is_only_child(model: nn.Module, path: str) -> bool:
+    """Tell whether a module is alone in its container, as the block of a Transformer of depth 1."""
+    parent, child = model.get_submodule(path.rpartition(".")[0]), model.get_submodule(path)
+    is_plain = type(child).__module__.startswith("torch.nn.")
+    return len(list(parent.children())) == 1 and not is_plain
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -117,7 +118,8 @@ class Inference:
         """The stages, checked to compute what the model does."""
         single_output(self.model, self.training.two)
         stages = find_stages((self.training, self.evaluation), self.blocks, self.head)
-        check_stages(self._random_model(), stages, self._random_inputs())
+        with _on_the_cpu():
+            check_stages(self._random_model(), stages, self._random_inputs())
         return stages
 
     @fact
@@ -134,7 +136,8 @@ class Inference:
 
     def _wrong_streams(self, channels: Channels) -> list[str]:
         try:
-            return wrong_streams(self._random_model(), channels, self._random_inputs())
+            with _on_the_cpu():
+                return wrong_streams(self._random_model(), channels, self._random_inputs())
         except InferenceError:
             raise
         except Exception as error:
@@ -178,6 +181,13 @@ class Inference:
 
     def _random_inputs(self) -> Tensor:
         return random_inputs(self.built_with.shape, SMALL)
+
+
+@contextmanager
+def _on_the_cpu() -> Iterator[None]:
+    """Create tensors with values, even where a blueprint is being built on the meta device."""
+    with torch._C.DisableTorchFunction():
+        yield
 
 
 def _materialized(model: nn.Module, like: nn.Module) -> nn.Module:
