@@ -235,7 +235,11 @@ class FedINClient(ClientAlgorithm):
     def inner_loss(self, step: Step) -> Tensor:
         """Return L_IN (Eq. 7)."""
         between = chain_of(step.model)[1:-1]
-        received = self.restored(step, step.broadcast[IN]).to(step.inputs.dtype)
+        # Inputs have the type in which the model computes, unless they are token numbers.
+        dtype = step.inputs.dtype
+        if not dtype.is_floating_point:
+            dtype = next(step.model.parameters()).dtype
+        received = self.restored(step, step.broadcast[IN]).to(dtype)
         with self._running_statistics(step):
             s_out = run(between, received)
         return self._distance(step, s_out)

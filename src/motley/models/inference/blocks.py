@@ -12,6 +12,8 @@ from motley.models.spec import CrossLayer
 #: Layers whose parameters are weights and biases of a linear map.
 LINEAR_MAPS = ("linear", "conv1d", "conv2d", "conv3d")
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+#: The part of a stage's parameters that its blocks have, at least.
+MOST_OF_A_STAGE = 0.7
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 
 
@@ -41,7 +43,7 @@ def find_head(model: nn.Module, recording: Recording, classes: int) -> tuple[str
         operation = recording.operations[number]
         if operation.name in LINEAR_MAPS:
             weight = operation.argument(1, "weight")
-            path, _, _ = recording.values[weight.value].name.rpartition(".")
+            path = _path_of_weight(model, recording, operation, weight.value)
             outputs = recording.values[weight.value].shape[0]
             if not path:
                 break
@@ -51,7 +53,8 @@ def find_head(model: nn.Module, recording: Recording, classes: int) -> tuple[str
                     "classes. Let the factory take num_classes, or declare ModelSpec.head."
                 )
             return path, number
-        inputs = [v for v in operation.inputs if recording.values[v].depends]
+        values = recording.values
+        inputs = [v for v in operation.inputs if values[v].depends and values[v].floating]
         if len(set(inputs)) != 1:
             raise InferenceError(
                 f"{recording.describe(operation)} computes the output from {len(set(inputs))} "
@@ -62,6 +65,21 @@ def find_head(model: nn.Module, recording: Recording, classes: int) -> tuple[str
         f"{type(model).__name__} has no linear layer or convolution that computes its output. "
         "Declare ModelSpec.head."
     )
+
+
+def _path_of_weight(
+    model: nn.Module, recording: Recording, operation: Operation, weight: int
+) -> str:
+    """Return the module that an operation's weight belongs to, or an empty path.
+
+    A weight that is also an embedding has two names; the module that made the call decides.
+    """
+    name = recording.values[weight].name
+    names = [name, *(other for other, first in recording.aliases.items() if first == name)]
+    paths = [name.rpartition(".")[0] for name in names if name]
+    if operation.layer in paths:
+        return operation.layer
+    return paths[0] if paths else ""
 
 
 def find_blocks(model: nn.Module, recording: Recording) -> tuple[str, ...]:
@@ -82,11 +100,25 @@ def find_blocks(model: nn.Module, recording: Recording) -> tuple[str, ...]:
         size = sum(p.numel() for path in paths for p in model.get_submodule(path).parameters())
         if (len(paths) > 1 or _is_only_child(model, paths[0])) and size > best_size:
             best, best_size = paths, size
+    best = _innermost(model, best, list(by_class.values()))
     ran: dict[str, None] = {}  # used as an ordered set
     for call in recording.calls:
         if call.path in best:
             ran[call.path] = None
     return tuple(ran)
+
+
+def _innermost(model: nn.Module, blocks: list[str], others: list[list[str]]) -> list[str]:
+    """Return the blocks inside of blocks, if they are most of them: a stage is a row of blocks."""
+
+    def size(paths: list[str]) -> int:
+        return sum(p.numel() for path in paths for p in model.get_submodule(path).parameters())
+
+    for paths in others:
+        inside = [path for path in paths if any(path.startswith(f"{b}.") for b in blocks)]
+        if len(inside) > len(blocks) and size(inside) >= MOST_OF_A_STAGE * size(blocks):
+            return _innermost(model, inside, others)
+    return blocks
 
 
 def _is_only_child(model: nn.Module, path: str) -> bool:

@@ -8,9 +8,8 @@ from torch import nn
 
 from motley.models.channels import Axis
 from motley.models.inference.facts import Inference
-from motley.models.inference.record import Attribute, InferenceError, record
+from motley.models.inference.record import Attribute, InferenceError
 from motley.models.inference.streams import Length, cut_length
-from motley.models.inputs import example_inputs
 
 
 def resize_attributes(
@@ -47,7 +46,7 @@ def check_cut(whole: Inference, narrow: nn.Module, kept: Callable[[Axis], int]) 
         "keep it in an integer attribute of the module; or declare ModelSpec.channels."
     )
     try:
-        recording = record(narrow, example_inputs(whole.built_with.shape, 2, "meta"), training=True)
+        recording = whole.record(narrow, 2, training=True)
     except InferenceError as error:
         raise InferenceError(f"with fewer channels, {error}. {advice}") from error
     for operation, cut in zip(expected.operations, recording.operations, strict=False):

@@ -78,11 +78,19 @@ class Inference:
         return self._recorded(training=False)
 
     def _recorded(self, training: bool) -> Mode:
-        small, large = (
-            record(self.model, example_inputs(self.built_with.shape, count, "meta"), training)
-            for count in (SMALL, LARGE)
-        )
+        small, large = (self.record(self.model, count, training) for count in (SMALL, LARGE))
         return Mode(small, large)
+
+    def record(self, model: nn.Module, count: int, training: bool) -> Recording:
+        """Return a recording of this model, or of one that was cut from it."""
+        shape = self.built_with.shape
+        try:
+            return record(model, example_inputs(shape, count, "meta"), training)
+        except InferenceError:
+            # Some models look at values, for example to find out whether a mask is needed.
+            with _on_the_cpu():
+                real, inputs = self._random_model(model), random_inputs(shape, count)
+            return record(real, inputs, training)
 
     @property
     def recording(self) -> Recording:
@@ -167,17 +175,16 @@ class Inference:
 
     # ---- a model with values, for checks
 
-    def _random_model(self) -> nn.Module:
-        """Return the model with random weights on the CPU."""
+    def _random_model(self, model: nn.Module | None = None) -> nn.Module:
+        """Return the model, or one that was cut from it, with random weights on the CPU."""
+        model = self.model if model is None else model
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            built = self.spec.build(*self.built_with)
-            if signature(built) == signature(self.model):
-                model = built
-            else:
-                model = _materialized(self.model, built)
-            randomize(model)
-        return model
+            real = self.spec.build(*self.built_with)
+            if signature(real) != signature(model):
+                real = _materialized(model, real)
+            randomize(real)
+        return real
 
     def _random_inputs(self) -> Tensor:
         return random_inputs(self.built_with.shape, SMALL)

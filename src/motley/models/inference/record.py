@@ -9,7 +9,8 @@ code reads into constants; here stages call the model's own modules, which keep 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -77,6 +78,8 @@ class Value:
     depends: bool = False
     #: The number of the operation that computed it; -1 for inputs, weights and constants.
     operation: int = -1
+    #: Whether its numbers are floating point: integers choose, and carry no channels.
+    floating: bool = True
     #: Whether it is a tensor of unknown origin, such as one that a module keeps in a plain
     #: attribute.
     constant: bool = False
@@ -128,6 +131,8 @@ class Recording:
     values: list[Value] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+    #: Parameters that a model has under several names: further name -> first name.
+    aliases: dict[str, str] = field(default_factory=dict)
     #: The value of the model's input.
     input: int = 0
     #: The model's output: a `Ref`, or another structure of them.
@@ -157,19 +162,24 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 def record(model: nn.Module, inputs: Tensor, training: bool) -> Recording:
-    """Run a copy of a model on inputs (on the meta device), and return what it does."""
-    copied = meta_copy(model).train(training)
+    """Run a copy of a model on inputs, and return what it does.
+
+    If the inputs are on the meta device, so is the copy, and nothing is computed.
+    """
+    on_device = on_meta() if inputs.is_meta else nullcontext()
+    copied = meta_copy(model) if inputs.is_meta else copy.deepcopy(model)
+    copied.train(training)
     _trace_attributes(copied)
     recorder = _Recorder(copied, inputs)
     try:
-        with torch.no_grad(), on_meta(), recorder:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), on_device, recorder:
             output = copied(inputs)
     except Exception as error:  # a user's model can raise anything
         where = f"in layer {recorder.layer!r}" if recorder.layer else "in the model's own forward"
         reason = str(error).strip().partition("\n")[0]
         raise InferenceError(
-            f"{type(model).__name__} cannot be run on torch's meta device, where tensors have "
-            f"shapes but no values: {type(error).__name__} {where}: {reason}"
+            f"{type(model).__name__} cannot be run on a batch of shape {tuple(inputs.shape)}: "
+            f"{type(error).__name__} {where}: {reason}"
         ) from error
     recorder.recording.output = recorder.replaced(output)
     return recorder.recording
@@ -186,6 +196,10 @@ def _trace_attributes(model: nn.Module) -> None:
                 module.__dict__[name] = tuple(items)
 
 
+def _value(tensor: Tensor, **facts: Any) -> Value:
+    return Value(tuple(tensor.shape), floating=tensor.is_floating_point(), **facts)
+
+
 class _Recorder(TorchFunctionMode):
     """Notes every call of a torch function and of a module."""
 
@@ -196,14 +210,17 @@ class _Recorder(TorchFunctionMode):
         #: All tensors are kept, so that no two of them have the same id.
         self._tensors: list[Tensor] = []
         self._open: list[Call] = []
-        self._new(inputs, Value(tuple(inputs.shape), depends=True))
+        self._new(inputs, _value(inputs, depends=True))
         named = (
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
         )
         for name, tensor in named:
             if id(tensor) not in self._numbers:
-                self._new(tensor, Value(tuple(tensor.shape), name))
+                self._new(tensor, _value(tensor, name=name))
+            else:
+                first = self.recording.values[self._numbers[id(tensor)]].name
+                self.recording.aliases[name] = first
         for path, module in model.named_modules():
             module.register_forward_pre_hook(self._enter(path), with_kwargs=True, prepend=True)
             module.register_forward_hook(self._leave, with_kwargs=True)
@@ -231,9 +248,7 @@ class _Recorder(TorchFunctionMode):
         number = len(self.recording.operations)
         outputs = []
         for tensor in tensors:
-            outputs.append(
-                self._new(tensor, Value(tuple(tensor.shape), depends=depends, operation=number))
-            )
+            outputs.append(self._new(tensor, _value(tensor, depends=depends, operation=number)))
         self.recording.operations.append(
             Operation(func, name, noted_args, noted_kwargs, tuple(outputs), self.layer)
         )
@@ -248,7 +263,7 @@ class _Recorder(TorchFunctionMode):
 
     def _number(self, tensor: Tensor) -> int:
         if id(tensor) not in self._numbers:
-            return self._new(tensor, Value(tuple(tensor.shape), constant=True))
+            return self._new(tensor, _value(tensor, constant=True))
         return self._numbers[id(tensor)]
 
     def replaced(self, tree: Any) -> Any:
@@ -286,12 +301,3 @@ def canonical_name(function: Any) -> str:
     qualified = resolve_name(function) or getattr(function, "__name__", "") or str(function)
     name = qualified.removesuffix(".__get__").rpartition(".")[2]
     return name.strip("_")
-
-
-def calls_inside(recording: Recording, first: int, last: int) -> Iterator[Call]:
-    """Yield the outermost module calls whose operations are all within a range."""
-    end = first
-    for call in recording.calls:
-        if call.first >= end and call.last <= last and call.last > call.first:
-            yield call
-            end = call.last

@@ -74,6 +74,8 @@ class Propagation:
             value = self.recording.values[ref.value]
             if value.constant:
                 fixed = "a tensor that is neither a parameter nor a buffer"
+            elif value.name and not value.floating:
+                fixed = "a buffer of integers"
             self._dims[ref.value] = [new_dim(size, fixed) for size in value.shape]
         return [resolve(dim) for dim in self._dims[ref.value]]
 
@@ -97,6 +99,11 @@ class Propagation:
         if not isinstance(size, Traced):
             return
         if isinstance(size.source, Attribute):
+            # Dimensions with one attribute for their length must stay equally long.
+            for attribute, other in self.attributes:
+                if attribute == size.source:
+                    self.aligned.append((other, dim))
+                    break
             self.attributes.append((size.source, dim))
         else:
             # The code says that both are equally long, so they must be so in a narrow model too.
@@ -259,8 +266,7 @@ def _any_convolution(run: Propagation, operation: Operation, groups: int, transp
             fixed_inside = multiplier if not shared else ""
             unify(whole, [*group, *new_dim(written_in_group, fixed_inside)])
             written = resolve(first)
-        if isinstance(groups, Traced) and isinstance(groups.source, Attribute):
-            run.attributes.append((groups.source, group))
+        run.sized(operation, groups, group)
     bias = operation.argument(2, "bias")
     if bias is not None:
         unify(run.of(bias)[0], written)
@@ -298,8 +304,7 @@ def _group_norm(run: Propagation, operation: Operation) -> None:
     if groups > 1:
         group = new_dim(groups, "groups of a group norm" if groups < channels else "")
         unify(x[1], [*group, *new_dim(channels // groups)])
-        if isinstance(groups, Traced) and isinstance(groups.source, Attribute):
-            run.attributes.append((groups.source, group))
+        run.sized(operation, groups, group)
     run.set(operation, [resolve(dim) for dim in x])
 
 
@@ -562,7 +567,9 @@ def _interleave(run: Propagation, operation: Operation) -> None:
 
 @rule("cat", "concat", "concatenate")
 def _cat(run: Propagation, operation: Operation) -> None:
-    tensors = [run.of(ref) for ref in operation.argument(0, "tensors")]
+    parts = operation.argument(0, "tensors")
+    # torch leaves out tensors of shape (0,), which start an empty cache.
+    tensors = [run.of(ref) for ref in parts if run.shape(ref.value) != (0,)]
     at = operation.argument(1, "dim", 0)
     first, *others = tensors
     for other in others:
@@ -571,7 +578,9 @@ def _cat(run: Propagation, operation: Operation) -> None:
                 run.unify(operation, x, y)
     joined = [tensor[at] for tensor in tensors]
     dims = [next((t[number] for t in tensors if t[number]), []) for number in range(len(first))]
-    if all(joined):
+    if len(joined) == 1:
+        dims[at] = joined[0]
+    elif all(joined):
         _, block = blocks_of(joined)
         total = sum(size_of(dim) for dim in joined)
         count = total // size_of(block)

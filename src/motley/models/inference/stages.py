@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,10 @@ class OfBatch:
     device: bool = False
 
 
+#: Arguments of modules that can be repeated.
+PLAIN = (Ref, type(None), bool, int, float, complex, str, slice, torch.dtype, torch.device, Enum)
+
+
 class Step(NamedTuple):
     """One step of a stage: a call of a module of the model, or of a torch function."""
 
@@ -37,6 +42,8 @@ class Step(NamedTuple):
     kwargs: Any
     #: The values among the leaves of the result, by their position.
     outputs: tuple[tuple[int, int], ...]
+    #: Whether the result is a single tensor.
+    returns_tensor: bool = True
 
 
 class Program(NamedTuple):
@@ -127,8 +134,8 @@ def _only_module(program: Program) -> str | None:
         return None
     step = program.steps[0]
     is_plain = step.args == (Ref(program.input),) and not step.kwargs
-    returns_tensor = step.outputs == ((0, program.output),)
-    return step.run if isinstance(step.run, str) and is_plain and returns_tensor else None
+    is_plain = is_plain and step.returns_tensor and step.outputs == ((0, program.output),)
+    return step.run if isinstance(step.run, str) and is_plain else None
 
 
 # ---- where a model can be cut
@@ -173,7 +180,7 @@ def _head_start(recording: Recording, head: str) -> int:
     for call in reversed(recording.calls):
         if call.path == head:
             return call.first
-    for number, operation in enumerate(recording.operations):
+    for number, operation in reversed(list(enumerate(recording.operations))):
         names = [recording.values[value].name for value in operation.inputs]
         if any(name.startswith(f"{head}.") for name in names):
             return number
@@ -303,6 +310,8 @@ class _Compiler:
         if call.first < self.first or call.last > self.last:
             return False
         recording = self.mode.two
+        if not all(isinstance(leaf, PLAIN) for leaf in tree_leaves((call.args, call.kwargs))):
+            return False  # an object that may keep tensors of this run, such as a cache
         for value in refs((call.args, call.kwargs)):
             if recording.values[value].depends and value not in self.known:
                 return False
@@ -324,7 +333,8 @@ class _Compiler:
             if isinstance(leaf, Ref):
                 outputs.append((position, leaf.value))
                 self.known.add(leaf.value)
-        self.steps.append(Step(call.path, *arguments, tuple(outputs)))
+        returns_tensor = isinstance(call.outputs, Ref)
+        self.steps.append(Step(call.path, *arguments, tuple(outputs), returns_tensor))
 
     def _operation(self, number: int) -> None:
         operation = self.mode.two.operations[number]

@@ -91,6 +91,9 @@ class Streams:
                 axes[0] = Axis(CLASSES, math.prod(f.size for f in resolve(dims[0])))
             if any(axis is not None for axis in axes):
                 channels[name] = tuple(axes)
+        for name, first in self.recording.aliases.items():
+            if first in channels:
+                channels[name] = channels[first]
         return channels
 
     def _axis(self, dim: Dim) -> Axis | None:
