@@ -34,7 +34,7 @@ def stages_of(model: nn.Module) -> tuple[Stage, ...]:
     spec = spec_of(model)
     if spec.stages is None and spec.built_with is None:
         raise InferenceError(
-            f"{type(model).__name__} declares no chain of stages (motley.models.spec)"
+            f"{type(model).__name__} declares no chain of stages (motley.models.spec)."
         )
     return spec.stages if spec.stages is not None else inference_of(model).stages
 
@@ -52,7 +52,7 @@ def head_of(model: nn.Module) -> str:
     """Return the path of a model's last layer."""
     spec = spec_of(model)
     if spec.head is None and spec.built_with is None:
-        raise InferenceError(f"{type(model).__name__} declares no head (motley.models.spec)")
+        raise InferenceError(f"{type(model).__name__} declares no head (motley.models.spec).")
     return spec.head if spec.head is not None else inference_of(model).head
 
 
@@ -89,7 +89,7 @@ def channels_of(model: nn.Module) -> Channels:
     if spec.channels is not None:
         return spec.channels(model)
     if spec.built_with is None:
-        raise InferenceError(f"{type(model).__name__} declares no channels (motley.models.spec)")
+        raise InferenceError(f"{type(model).__name__} declares no channels (motley.models.spec).")
     return inference_of(model).channels
 
 

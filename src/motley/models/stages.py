@@ -40,10 +40,9 @@ def chain_of(model: nn.Module) -> Chain:
     try:
         stages = stages_of(model)
     except InferenceError as error:
-        reason = str(error).rstrip(".")
         raise MotleyError(
-            f"model.sizes: {reason}, and method.name needs a chain of stages to cut the model. "
-            "Choose another model or split, or a method that does not cut models."
+            f"model.sizes: {error} A method that cuts models (method.name) needs a chain of "
+            "stages. Choose another model or split, or a method that does not cut models."
         ) from error
     return tuple(_bound(model, stage) for stage in stages)
 

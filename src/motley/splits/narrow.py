@@ -24,7 +24,7 @@ def narrow(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
                 if tensor is not None and shape is not None and tuple(tensor.shape) != shape:
                     if tensor not in cut:
                         cut[tensor] = _leading(tensor, shape)
-                    tensors[name] = cut[tensor]  # type: ignore[assignment]
+                    tensors[name] = cut[tensor]
         _resize(module)
 
 
@@ -50,8 +50,9 @@ def _resize(module: Any) -> None:
     elif isinstance(module, nn.Embedding):
         module.num_embeddings, module.embedding_dim = module.weight.shape
     elif isinstance(module, nn.RNNBase):
-        module.input_size = module.weight_ih_l0.shape[1]
-        module.hidden_size = module.weight_hh_l0.shape[1]
+        weights = dict(module.named_parameters(recurse=False))
+        module.input_size = weights["weight_ih_l0"].shape[1]
+        module.hidden_size = weights["weight_hh_l0"].shape[1]
         module._init_flat_weights()  # torch keeps a second list of the weights
     elif isinstance(module, nn.MultiheadAttention):
         module.embed_dim = module.out_proj.weight.shape[0]

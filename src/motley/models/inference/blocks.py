@@ -86,8 +86,8 @@ def find_blocks(model: nn.Module, recording: Recording) -> tuple[str, ...]:
     """Return the paths of the repeated blocks in the order in which they run.
 
     A block is a child of a Sequential, ModuleList or ModuleDict, and there are several of its
-    class, or it is the only child. Of several such classes, the one with the most parameters is taken: inverted residuals,
-    not the convolutions around them.
+    class, or it is the only child. Of several such classes, the one with the most parameters is
+    taken: inverted residuals, not the convolutions around them.
     """
     by_class: dict[type[nn.Module], list[str]] = {}
     for path, module in _candidates(model):

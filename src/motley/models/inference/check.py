@@ -25,15 +25,15 @@ def randomize(model: nn.Module) -> None:
 
     Initial weights may hide mistakes: biases are 0, and so are some last layers of blocks.
     """
-    for tensor in model.parameters():
-        if tensor.dim() > 1:
-            fan_in = max(1, tensor[0].numel())
-            tensor.normal_(std=fan_in**-0.5)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            fan_in = max(1, parameter[0].numel())
+            parameter.normal_(std=fan_in**-0.5)
         else:
-            tensor.uniform_(0.5, 1.5)
-    for tensor in model.buffers():
-        if tensor.is_floating_point():
-            tensor.uniform_(0.5, 1.5)
+            parameter.uniform_(0.5, 1.5)
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.uniform_(0.5, 1.5)
 
 
 @torch.no_grad()

@@ -264,7 +264,8 @@ def inference_of(model: nn.Module) -> Inference:
     if built_with is not None:
         settings, shape, classes = built_with
         build = _identity(spec.build)
-        key = (build, repr(settings), shape, classes, spec.classifiers, signature(model))
+        declared = spec.head, spec.blocks, spec.classifiers
+        key = (build, repr(settings), shape, classes, declared, signature(model))
     inference = _of_builds.get(key) if key is not None else None
     if inference is None:
         inference = Inference(model, spec)

@@ -440,6 +440,9 @@ def _attention(run: Propagation, operation: Operation) -> None:
     run.unify(operation, key[-2], value[-2])
     batch = _batch(run, operation, query[:-2], key[:-2])
     batch = _batch(run, operation, batch, value[:-2])
+    mask = operation.argument(3, "attn_mask")
+    if mask is not None:
+        _batch(run, operation, [*batch, query[-2], key[-2]], run.of(mask))
     run.set(operation, [*batch, query[-2], value[-1]])
 
 
@@ -482,7 +485,7 @@ def _pool(run: Propagation, operation: Operation) -> None:
 @rule("pad")
 def _pad(run: Propagation, operation: Operation) -> None:
     x, sizes = run.of(operation.args[0]), list(operation.argument(1, "pad"))
-    output = []
+    output: Dims = []
     for at, dim in enumerate(reversed(x)):
         if any(sizes[2 * at : 2 * at + 2]):
             fix(dim, f"{run.recording.describe(operation)}")

@@ -164,16 +164,26 @@ def crossing(recording: Recording) -> list[set[int]]:
 def cut_points(recording: Recording, blocks: tuple[str, ...], head: str) -> list[tuple[str, int]]:
     """Return the stages as (name, number of the first operation), the head last."""
     tensors = crossing(recording)
+    cuttable = [_can_cut(recording, values) for values in tensors]
     head_at = _head_start(recording, head)
-    if len(tensors[head_at]) != 1:
+    if not cuttable[head_at]:
         raise InferenceError(
             f"{len(tensors[head_at])} tensors are handed on before the last layer, {head!r}, so "
             "the model is no chain of stages."
         )
-    points = _block_points(recording, blocks, head_at, tensors)
+    points = _block_points(recording, blocks, head_at, cuttable)
     if len(points) < 2:
-        points = _layer_points(recording, head_at, tensors)
+        points = _layer_points(recording, head_at, cuttable)
     return [*points, ("head", head_at)]
+
+
+def _can_cut(recording: Recording, handed_on: set[int]) -> bool:
+    """Tell whether a model can be cut: one tensor is handed on, with one row per example."""
+    if len(handed_on) != 1:
+        return False
+    (value,) = handed_on
+    batch = recording.values[recording.input].shape[0]
+    return recording.values[value].shape[:1] == (batch,)
 
 
 def _head_start(recording: Recording, head: str) -> int:
@@ -188,7 +198,7 @@ def _head_start(recording: Recording, head: str) -> int:
 
 
 def _block_points(
-    recording: Recording, blocks: tuple[str, ...], head_at: int, tensors: list[set[int]]
+    recording: Recording, blocks: tuple[str, ...], head_at: int, cuttable: list[bool]
 ) -> list[tuple[str, int]]:
     calls: dict[str, Call] = {}
     for call in recording.calls:
@@ -196,7 +206,7 @@ def _block_points(
     points = []
     ran = [calls[path] for path in blocks if path in calls and calls[path].last <= head_at]
     for call in ran:
-        if len(tensors[call.first]) == 1:
+        if cuttable[call.first]:
             points.append((call.path, call.first))
     if not points:
         return []
@@ -205,31 +215,31 @@ def _block_points(
     elif points[0][1] > 0:
         points.insert(0, ("stem", 0))
     end = ran[-1].last
-    if points[-1][1] < end < head_at and len(tensors[end]) == 1:
+    if points[-1][1] < end < head_at and cuttable[end]:
         points.append(("tail", end))
     return points
 
 
 def _layer_points(
-    recording: Recording, head_at: int, tensors: list[set[int]]
+    recording: Recording, head_at: int, cuttable: list[bool]
 ) -> list[tuple[str, int]]:
     """Cut before every layer that has a weight matrix."""
     points: list[tuple[str, int]] = []
     for number, operation in enumerate(recording.operations[:head_at]):
-        if is_major(recording, operation) and (not points or len(tensors[number]) == 1):
+        if is_major(recording, operation) and (not points or cuttable[number]):
             name = operation.layer or f"layer{len(points)}"
             names = [earlier for earlier, _ in points]
             if name not in names:
-                points.append((name, _layer_start(recording, number, tensors) if points else 0))
+                points.append((name, _layer_start(recording, number, cuttable) if points else 0))
     return points
 
 
-def _layer_start(recording: Recording, number: int, tensors: list[set[int]]) -> int:
+def _layer_start(recording: Recording, number: int, cuttable: list[bool]) -> int:
     """Return the first operation of the layer of an operation, if the model can be cut there."""
     layer = recording.operations[number].layer
     for call in recording.calls:
         if call.path == layer and call.first <= number < call.last:
-            return call.first if len(tensors[call.first]) == 1 else number
+            return call.first if cuttable[call.first] else number
     return number
 
 
@@ -315,7 +325,7 @@ class _Compiler:
         for value in refs((call.args, call.kwargs)):
             if recording.values[value].depends and value not in self.known:
                 return False
-        inside = set()
+        inside: set[int] = set()
         for operation in recording.operations[call.first : call.last]:
             inside.update(operation.outputs)
         used = set(refs(recording.output))
@@ -326,7 +336,7 @@ class _Compiler:
 
     def _module(self, call: Call) -> None:
         other = self.mode.three.calls[self.mode.two.calls.index(call)]
-        arguments = _with_batch((call.args, call.kwargs), (other.args, other.kwargs))
+        args, kwargs = _with_batch((call.args, call.kwargs), (other.args, other.kwargs))
         self._need(refs((call.args, call.kwargs)))
         outputs = []
         for position, leaf in enumerate(tree_leaves(call.outputs)):
@@ -334,7 +344,7 @@ class _Compiler:
                 outputs.append((position, leaf.value))
                 self.known.add(leaf.value)
         returns_tensor = isinstance(call.outputs, Ref)
-        self.steps.append(Step(call.path, *arguments, tuple(outputs), returns_tensor))
+        self.steps.append(Step(call.path, args, kwargs, tuple(outputs), returns_tensor))
 
     def _operation(self, number: int) -> None:
         operation = self.mode.two.operations[number]
@@ -342,8 +352,10 @@ class _Compiler:
         if self.known.issuperset(operation.outputs):
             return
         self._need(operation.inputs)
-        arguments = _with_batch((operation.args, operation.kwargs), (other.args, other.kwargs))
-        self.steps.append(Step(operation.function, *arguments, tuple(enumerate(operation.outputs))))
+        given = operation.args, operation.kwargs
+        args, kwargs = _with_batch(given, (other.args, other.kwargs))
+        outputs = tuple(enumerate(operation.outputs))
+        self.steps.append(Step(operation.function, args, kwargs, outputs))
         self.known.update(operation.outputs)
 
     def _need(self, values: Sequence[int]) -> None:
