@@ -10,12 +10,16 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from motley.core.errors import MotleyError
+from motley.core.part import take
 from motley.data.dataset import Dataset, Examples
 from motley.federation import Federation
 from motley.models.inputs import TokenShape
+from motley.splits.exits import answers_of
 from tests.conftest import tiny_config
+from tests.models import foreign
 
 PATH = "tests.models.foreign"
 TOKENS = TokenShape(6, 20)
@@ -92,3 +96,41 @@ def test_foreign_networks_train_or_say_why_not(network: str, feature: str) -> No
     if feature == "inco":
         assert trained.split.cross_layers
     train(trained)
+
+
+@pytest.mark.parametrize("network", ["resnet", "vit"])
+def test_exits_of_foreign_networks_are_nested_and_end_with_their_own_head(network: str) -> None:
+    blocks = {"resnet": 4, "vit": 2}[network]
+    trained = federation(
+        network,
+        "split.name=grid",
+        f"split.cuts=[1,{blocks}]",
+        "split.rates=[1,1]",
+        "split.normalization_statistics=shared",
+    )
+    split = trained.split
+    state = split.initial(1)
+    images = torch.randn(3, 1, 8, 8)
+    models = []
+    for size in split.sizes:
+        model = split.build(size).eval()
+        model.load_state_dict(take(state, split.part(size)))
+        models.append(model)
+    small, large = (answers_of(model, images) for model in models)
+    assert len(small) == 1 and len(large) == 2 and torch.equal(small[0], large[0])
+    plain = getattr(foreign, network)((1, 8, 8), 10).eval()
+    plain.load_state_dict({name: state[name] for name in plain.state_dict()})
+    assert torch.equal(plain(images), large[1])
+    assert not any(name.startswith(("fc", "head")) for name in split.part(split.sizes[0]))
+
+
+def test_foreign_networks_with_exits_train_in_depth_and_width() -> None:
+    settings = ("split.name=grid", "split.cuts=[2,4]", "split.rates=[0.5,1]", "method.name=scalefl")
+    train(federation("mobilenet", *settings))
+
+
+def test_ordered_dropout_is_checked_on_inferred_channels() -> None:
+    settings = ("split.name=ordered", "split.rates=[1,0.5]", "method.name=fjord")
+    train(federation("tutorial", *settings))
+    with pytest.raises(MotleyError, match="does not compute the same at its smallest width"):
+        federation("lstm", *settings)

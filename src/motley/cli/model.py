@@ -19,6 +19,7 @@ from motley.models.inputs import ArrayShape, ImageShape, InputShape, SignalShape
 from motley.models.report import ModelReport, check_trainable, report_of, shared_parameters
 from motley.models.spec import spec_of
 from motley.models.stages import chain_of
+from motley.settings import validate
 from motley.splits import SPLITS
 from motley.splits.base import Blueprint
 from motley.splits.inclusive import last_blocks
@@ -61,7 +62,7 @@ def check(
 ) -> None:
     """Print what Motley infers about a model, and which methods and splits it can be used with."""
     names = (name, *size)
-    settings = ModelSettings(sizes=names)
+    settings = validate(ModelSettings, {"sizes": names}, "model")
     inputs = parse_shape(shape, vocabulary)
     console = Console(highlight=False)
     blueprints = {}

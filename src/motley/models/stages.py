@@ -44,10 +44,11 @@ def chain_of(model: nn.Module) -> Chain:
             f"model.sizes: {error} A method that cuts models (method.name) needs a chain of "
             "stages. Choose another model or split, or a method that does not cut models."
         ) from error
-    return tuple(_bound(model, stage) for stage in stages)
+    return tuple(bind(model, stage) for stage in stages)
 
 
-def _bound(model: nn.Module, stage: Stage) -> BoundStage:
+def bind(model: nn.Module, stage: Stage) -> BoundStage:
+    """Return a stage of a given model."""
     if not isinstance(stage.run, str):
         return BoundStage(stage.name, partial(stage.run, model), stage.members or ())
     path = stage.run or stage.name

@@ -279,8 +279,10 @@ class Split(ABC):
 
 
 def is_own_model(model: nn.Module) -> bool:
-    """Tell whether a model is one of Motley's own."""
-    return type(model).__module__.startswith(OWN_MODELS)
+    """Tell whether a model is one of Motley's own, without modules of a user in it."""
+    if not type(model).__module__.startswith(OWN_MODELS):
+        return False
+    return all(type(m).__module__.startswith((OWN_MODELS, "torch.nn.")) for m in model.modules())
 
 
 def is_described_by_its_state(blueprint: nn.Module) -> bool:

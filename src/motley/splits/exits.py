@@ -130,11 +130,6 @@ def answers_of(model: nn.Module, images: Tensor) -> list[Tensor]:
     return model.answers(images) if isinstance(model, WithExits) else [model(images)]
 
 
-def count_blocks(model: nn.Module) -> int:
-    """Return how many blocks a network has."""
-    return len(_blocks(model))
-
-
 def _blocks(model: nn.Module) -> list[tuple[nn.Sequential, int, str]]:
     """Return every block as (its parent module, its index there, the stream it writes)."""
     if isinstance(model, ResNet):
@@ -144,9 +139,7 @@ def _blocks(model: nn.Module) -> list[tuple[nn.Sequential, int, str]]:
         return blocks
     if isinstance(model, ViT):
         return [(model.blocks, number, "token") for number in range(len(model.blocks))]
-    raise MotleyError(
-        f"split.name = 'grid': {type(model).__name__} has no exits. Allowed are ResNets and ViTs."
-    )
+    raise TypeError(f"{type(model).__name__} is neither a ResNet nor a ViT")
 
 
 def add_exits(

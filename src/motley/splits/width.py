@@ -119,9 +119,8 @@ class Width(Split):
         if spec.channels is None and spec.built_with is not None:
             rate = self.settings.rates[level]
             try:
-                check_cut(
-                    inference_of(self.whole.module), self._cut(level), lambda axis: kept(axis, rate)
-                )
+                whole = inference_of(self.uncut(level))
+                check_cut(whole, self._cut(level), lambda axis: kept(axis, rate))
             except InferenceError as error:
                 raise MotleyError(f"split.rates = {rate:g}: {error}") from error
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from motley.core.part import State
 from motley.models.channels import CLASSES, Axis, Channels, axes, positions
 from motley.models.inference.record import InferenceError
 from motley.models.spec import Stage
@@ -34,6 +35,18 @@ def randomize(model: nn.Module) -> None:
     for buffer in model.buffers():
         if buffer.is_floating_point():
             buffer.uniform_(0.5, 1.5)
+
+
+def random_state(state: State) -> State:
+    """Return random weights in the shapes of a state, none of which is 0."""
+    generator = torch.Generator().manual_seed(0)
+    result = {}
+    for name, tensor in state.items():
+        result[name] = tensor
+        if tensor.is_floating_point():
+            drawn = torch.rand(tensor.shape, generator=generator).to(tensor.dtype) + 0.5
+            result[name] = drawn * tensor[0].numel() ** -0.5 if tensor.dim() > 1 else drawn
+    return result
 
 
 @torch.no_grad()

@@ -24,8 +24,11 @@ def resize_attributes(
                 f"{attribute} is the length of several dimensions, which would become "
                 f"{lengths[attribute]} and {number}. Use two attributes in the module."
             )
+    modules = dict(model.named_modules())
     for attribute, number in lengths.items():
-        module = model.get_submodule(attribute.path)
+        module = modules.get(attribute.path)
+        if module is None:
+            continue  # a size that ends at an early exit
         if attribute.item is None:
             setattr(module, attribute.name, number)
         else:

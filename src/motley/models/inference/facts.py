@@ -135,7 +135,7 @@ class Inference:
         """The channels that belong together. Streams that fail the check are not cut."""
         refused: dict[str, str] = {}
         while True:
-            streams = Streams(self.recording, self._head_or_none, refused)
+            streams = Streams(self.recording, self._classifiers, refused)
             wrong = self._wrong_streams(streams.channels)
             if not wrong:
                 return streams
@@ -167,11 +167,13 @@ class Inference:
         return streams.channels
 
     @property
-    def _head_or_none(self) -> str:
+    def _classifiers(self) -> tuple[str, ...]:
+        if self.spec.classifiers:
+            return self.spec.classifiers
         try:
-            return self.head
+            return (self.head,)
         except InferenceError:
-            return ""
+            return ()
 
     # ---- a model with values, for checks
 

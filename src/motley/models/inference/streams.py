@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from motley.models.channels import CLASSES, Axis, Channels
-from motley.models.inference.factors import Dim, Dims, Factor, resolve
+from motley.models.inference.factors import Dim, Dims, Factor, fix, resolve
 from motley.models.inference.record import Attribute, Recording, Ref
 from motley.models.inference.rules import Propagation
 
@@ -31,10 +31,15 @@ class Streams:
     `without` are streams that are not cut, by name, with the reason: those that failed a check.
     """
 
-    def __init__(self, recording: Recording, head: str, without: dict[str, str]) -> None:
+    def __init__(
+        self, recording: Recording, classifiers: Sequence[str], without: dict[str, str]
+    ) -> None:
         self.recording = recording
-        self.head = head
+        self.classifiers = classifiers
         self._propagation = Propagation(recording)
+        for name, dims in self._tensors.items():
+            if dims and _layer(name) in classifiers:
+                fix(dims[0], "one output per class")
         self._fix_products()
         for name, reason in without.items():
             for factor, stream in list(self._names.items()):
@@ -87,7 +92,7 @@ class Streams:
         channels: dict[str, tuple[Axis | None, ...]] = {}
         for name, dims in self._tensors.items():
             axes = [self._axis(dim) for dim in dims]
-            if self.head and _layer(name) == self.head and axes and axes[0] is None:
+            if _layer(name) in self.classifiers and axes and axes[0] is None:
                 axes[0] = Axis(CLASSES, math.prod(f.size for f in resolve(dims[0])))
             if any(axis is not None for axis in axes):
                 channels[name] = tuple(axes)
@@ -115,7 +120,7 @@ class Streams:
         """The parameters of which nothing is cut, with the reasons."""
         fixed = []
         for name, dims in self._tensors.items():
-            if not dims or _layer(name) == self.head or name in self.channels:
+            if not dims or _layer(name) in self.classifiers or name in self.channels:
                 continue
             reasons = [factor.fixed for factor in resolve(dims[0]) if factor.fixed]
             if reasons:
