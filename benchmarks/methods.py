@@ -1,6 +1,6 @@
 """What methods cost: milliseconds per round of each method, in one process.
 
-The setting is that of `benchmarks/RESULTS.md`: 100 clients of five ResNets, 10 per round, 5 epochs of batch 64,
+The setting is that of `docs/benchmarks.md`: 100 clients of five ResNets, 10 per round, 5 epochs of batch 64,
 evaluation of all sizes in every round, random images of CIFAR-10's shape. All methods sample the same clients with the
 same data in the same rounds. FedAvg is measured first and again at the end: the control of the machine's own drift.
 
@@ -25,6 +25,7 @@ from kernels import SMOKE, release
 
 from motley.bench import measure, synthetic_dataset
 from motley.config import load_config
+from motley.config.paper_names import NAMES
 from motley.data import Dataset
 from motley.engine.device import request_hardware_queues
 from motley.methods import METHODS
@@ -50,6 +51,10 @@ MEASURED = (
     "fedproto",
     "fd",
     "fedmd",
+    "FedPer",
+    "FedBN",
+    "FedRep",
+    "Ditto",
     "fedavg",
 )
 
@@ -57,7 +62,8 @@ MEASURED = (
 def run(name: str, arguments: argparse.Namespace, dataset: Dataset) -> dict[str, Any]:
     """Measure one method; an error is part of the answer."""
     settings = [*SETTING, f"method.name={name}"]
-    if METHODS[name].requirements.public_data:
+    method = NAMES[name]["method.name"] if name in NAMES else name
+    if METHODS[method].requirements.public_data:
         settings += PUBLIC
     settings += SMOKE if arguments.smoke else [f"engine.precision={arguments.precision}"]
     result: dict[str, Any] = {"method": name, "settings": settings}

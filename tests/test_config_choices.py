@@ -236,6 +236,7 @@ class WithFile(Method):
 def test_a_path_is_declared_by_its_type(tmp_path: Path) -> None:
     assert set(path_settings()) == {
         ("data", "path"),
+        ("data", "files", "test"),
         ("data", "root"),
         ("data", "partition", "path"),
         ("public", "path"),

@@ -106,7 +106,7 @@ def test_every_name_runs_a_round() -> None:
     for name in NAMES:
         sizes = (
             ("model.sizes=resnet18",)
-            if name in SYSTEMS
+            if name in (*SYSTEMS, "FedBN")
             else ("model.sizes=mlp2,mlp3", "model.mlp.hidden=10")
         )
         if METHODS[NAMES[name]["method.name"]].requirements.public_data:

@@ -76,6 +76,7 @@ def test_every_extra_installs_its_modules() -> None:
     packages = {
         "PIL": "pillow",
         "dp_accounting": "dp-accounting",
+        "mlflow": "mlflow-skinny",
         "ray": "flwr[simulation]",
         "sklearn": "scikit-learn",
     }

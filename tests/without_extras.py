@@ -22,11 +22,16 @@ BLOCKED = (
     "flwr",
     "h5py",
     "matplotlib",
+    "mlflow",
+    "onnx",
+    "onnxruntime",
+    "onnxscript",
     "plotly",
     "ray",
     "scipy",
     "sklearn",
     "tensorboard",
+    "wandb",
 )
 
 

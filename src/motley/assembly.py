@@ -14,13 +14,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from motley.checks import check_client_state, check_partition
+from motley.checks import (
+    check_client_state,
+    check_partition,
+    check_private_weights,
+    refuse_partition_by_label,
+)
 from motley.client.clients import TestSet
+from motley.client.scoring import ClientTests
 from motley.client.state_store import ClientStateStore
 from motley.config import Config, ModelSettings, RecalibrationSettings
 from motley.core.part import State
 from motley.core.randomness import generator
-from motley.data import Dataset, load_dataset
+from motley.data import Dataset, Examples
+from motley.data.client_tests import hold_out, natural_tests
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
 from motley.data.public import (
@@ -41,6 +48,7 @@ from motley.models.projection import with_projection
 from motley.plan import assigned, costs_of, read_budgets
 from motley.privacy import DPMechanism, refuse_leaks
 from motley.server.apply import Apply
+from motley.server.client_scores import ScoreClients
 from motley.server.collection import CollectionStage, MethodCollection
 from motley.server.ema import EMA
 from motley.server.inco import InCo, IncoSettings
@@ -58,7 +66,7 @@ from motley.tasks import CLASSIFICATION, Task
 
 def load_dataset_of(config: Config) -> Dataset:
     """Load the data set of a configuration."""
-    return load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
+    return config.data.load()
 
 
 def deal_examples(config: Config, dataset: Dataset, partition: Partition | None = None) -> Dealt:
@@ -68,10 +76,27 @@ def deal_examples(config: Config, dataset: Dataset, partition: Partition | None 
     """
     clients = config.federation.clients
     if partition is None:
+        refuse_partition_by_label(config.data.partition, config.task.build(dataset.task))
         return deal(dataset.train, clients, config.seed, config.data.partition, config.public)
     examples = len(dataset.train)
     check_partition(partition, clients, examples)
     return Dealt(partition, held_out_of(partition, examples, config.public, config.seed))
+
+
+def client_tests(
+    config: Config, train: Examples, test: Examples, partition: Partition
+) -> tuple[Partition, Partition | None]:
+    """Return the examples that clients train on, and those of their own that they are tested on.
+
+    The latter are rows of the training set if some are held out (evaluation.client_test_fraction),
+    else rows of the test set; None if the run neither holds out examples nor scores clients.
+    """
+    evaluation = config.evaluation
+    if evaluation.client_test_fraction:
+        return hold_out(partition, train.targets, evaluation.client_test_fraction, config.seed)
+    if evaluation.per_client == "off":
+        return partition, None
+    return partition, natural_tests(partition, train.clients, test.clients)
 
 
 def load_public(
@@ -187,6 +212,7 @@ def build_method(
         method,
         statistics=config.server.statistics.name,
         dynamic_sizes=dynamic,
+        per_client=config.evaluation.per_client,
     )
     return method
 
@@ -198,6 +224,7 @@ def with_weights(state: State, split: Split, model: ModelSettings) -> State:
         part = split.part(size)
         for name in first_layer(split.blueprints[size].module):
             first_layers.add(part[name].name)
+    check_private_weights(model, split)
     return load_weights(
         state,
         Path(model.weights),
@@ -236,15 +263,19 @@ def build_collections(
 ) -> list[CollectionStage]:
     """Return the collections from clients that follow the pipeline, in order.
 
-    The method's own comes last: it may use features, which depend on recalibrated statistics.
+    The method's own and the scores of clients' models come last: both depend on recalibrated
+    statistics.
     """
-    if not method.requirements.exchanges_weights:
+    last: CollectionStage = MethodCollection(method.server, split, size_of)
+    if method.has_own_models:
+        if config.privacy.active and config.engine.name.startswith("flower"):
+            # Nodes with [privacy] answer no collection: scores are neither clipped nor noised.
+            return []
         asked = config.federation.clients if config.evaluation.clients == "all" else None
-        return [EvaluateOwnModels(method.server, size_of, asked)]
-    of_method = MethodCollection(method.server, split, size_of)
+        last = EvaluateOwnModels(method.server, size_of, asked, split.has_private)
     statistics = config.server.statistics
     if not isinstance(statistics, RecalibrationSettings):
-        return [of_method]
+        return [last]
 
     def is_due(round_number: int) -> bool:
         if statistics.every == 0:
@@ -252,7 +283,26 @@ def build_collections(
         return round_number % statistics.every == 0 or round_number == config.training.rounds
 
     everyone = config.federation.clients if statistics.clients == "all" else None
-    return [Recalibrate(split, size_of, is_due, everyone), of_method]
+    return [Recalibrate(split, size_of, is_due, everyone), last]
+
+
+def build_score_clients(
+    config: Config, split: Split, method: Method, size_of: Callable[[int, int], str]
+) -> ScoreClients | None:
+    """Return what asks clients for their own scores; None if the run has none."""
+    evaluation = config.evaluation
+    if evaluation.per_client == "off":
+        return None
+    return ScoreClients(
+        algorithm=method.server,
+        split=split,
+        size_of=size_of,
+        is_due=lambda number: evaluation.scores_clients(number, config.training.rounds),
+        num_clients=config.federation.clients if evaluation.per_client == "all" else None,
+        personalize=evaluation.personalize_epochs > 0,
+        own_models=method.has_own_models,
+        sends_parts=split.has_private or not method.has_own_models,
+    )
 
 
 # ---- clients and engine
@@ -268,11 +318,12 @@ def build_clients(
     secret: bytes | None = None,
     lean: bool = False,
     test_set: TestSet | None = None,
+    tests: Callable[[], ClientTests] | None = None,
 ) -> Clients:
     """Return the clients that this process runs, with a copy of the examples on each device.
 
     Client states are saved in `folder`. The noise of `privacy` is keyed by `secret`, or by the
-    run's seed if there is none. For `lean` and `test_set`, see `Clients`.
+    run's seed if there is none. For `lean`, `test_set` and `tests`, see `Clients`.
     """
     return Clients(
         method,
@@ -289,6 +340,8 @@ def build_clients(
         encoding=config.uplink.dtype,
         lean=lean,
         test_set=test_set,
+        tests=tests,
+        personalize_epochs=config.evaluation.personalize_epochs,
     )
 
 

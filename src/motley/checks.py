@@ -7,20 +7,25 @@ the models or the method. One more, `privacy.refuse_leaks`, is in the package `p
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from motley.config import Config
+from motley.config import Config, ModelSettings
 from motley.core.errors import MotleyError
 from motley.core.part import size_in_bytes
-from motley.data import Dataset
+from motley.data import Dataset, Examples
 from motley.data.device import DeviceData
-from motley.data.partition import Partition
+from motley.data.partition import Partition, PartitionSettings
 from motley.limits import check_fits
-from motley.methods import Method
+from motley.methods import METHODS, Method
+from motley.models.inputs import KINDS, ImageShape
 from motley.models.moments import norms_of
+from motley.models.pretrained import shapes_in
 from motley.splits import Split
+from motley.splits.base import STATISTICS
+from motley.tasks import Task
 
 
 def check_engine(config: Config, external: bool) -> None:
@@ -92,6 +97,49 @@ def _type_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
+def check_task(config: Config, task: Task, train: Examples) -> None:
+    """Refuse settings that need classes, or another kind of targets, if the task has none."""
+    numbers = train.targets.dtype.kind == "f"
+    if numbers != (task.targets == "numbers"):
+        actual = "numbers" if numbers else "class or token numbers"
+        raise MotleyError(
+            f"task.name = {task.name!r}: its targets are {task.targets}, and those of the data set "
+            f"are {actual} ({train.targets.dtype})."
+        )
+    if task.has_classes and train.targets.ndim != 1:
+        raise MotleyError(
+            f"task.name = {task.name!r}: needs one class per example, and the targets have shape "
+            f"{train.targets.shape}. Use task.name = 'next-token' for a target per position."
+        )
+    requirements = METHODS[config.method.name].requirements
+    if requirements.classes and not task.has_classes:
+        fitting = [repr(e.name) for e in METHODS if not e.item.requirements.classes]
+        raise MotleyError(
+            f"method.name = {config.method.name!r}: is defined for classes, and the task is "
+            f"{task.name!r}. Methods for any task: {', '.join(fitting)}."
+        )
+    if config.public.active and not isinstance(train.shape, ImageShape):
+        raise MotleyError(
+            f"public.name = {config.public.name!r}: public inputs are images, and the data set has "
+            f"{KINDS[type(train.shape)]}."
+        )
+    for target in config.evaluation.targets:
+        if task.primary.percent and target > 1:
+            raise MotleyError(
+                f"evaluation.targets = {target:g}: {task.metric} is a fraction; targets are at "
+                "most 1."
+            )
+
+
+def refuse_partition_by_label(partition: PartitionSettings, task: Task) -> None:
+    """Refuse a partition that distributes examples by their class if the task has no classes."""
+    if partition.by_label and not task.has_classes:
+        raise MotleyError(
+            f"data.partition.name = {partition.name!r}: distributes examples by their class, and "
+            f"the task is {task.name!r}. Use 'iid', 'quantity' or 'natural'."
+        )
+
+
 def check_batches_fit(config: Config, train: DeviceData, test_examples: int) -> None:
     """Refuse batches that are larger than the device's memory.
 
@@ -125,6 +173,11 @@ def check_client_state(config: Config, split: Split, method: Method) -> None:
             f"uplink.dtype = {config.uplink.dtype!r}: clients keep the rounding errors of their "
             f"parts, which {why} changes from round to round. Use 'fp32', or parts that stay."
         )
+    if split.has_private:
+        raise MotleyError(
+            f"split.private = {list(config.split.private)}: clients keep private tensors of their "
+            f"parts, which {why} changes from round to round. Use parts that stay."
+        )
     needs = method.requirements
     if needs.client_state or not needs.exchanges_weights:
         kept = "a state of their parts" if needs.exchanges_weights else "models of their own"
@@ -136,13 +189,37 @@ def check_client_state(config: Config, split: Split, method: Method) -> None:
 
 
 def refuse_global_model(method: Method) -> None:
-    """Raise an error if a method has no global model: its clients have models of their own."""
+    """Raise an error if there is no global model: clients have models, or parts, of their own."""
+    split = method.info.split
+    if split.has_private:
+        raise MotleyError(
+            f"split.private = {list(split.settings.private)}: there is no global model. Every "
+            "client completes the shared part with its own (Federation.client_model)."
+        )
     if not method.requirements.exchanges_weights:
         raise MotleyError(
             f"method.name = {method.settings.name!r}: there is no global model. The method "
             "exchanges no weights, and every client has a model of its own "
             "(Federation.client_model)."
         )
+
+
+def check_private_weights(model: ModelSettings, split: Split) -> None:
+    """Refuse a file of initial weights with private tensors: nodes do not have the file."""
+    if not split.has_private:
+        return
+    in_file = shapes_in(Path(model.weights))
+    for size, names in split.private.items():
+        part = split.whole_part(size)
+        tensors = split.blueprints[size].module.state_dict()
+        for private in sorted(names):
+            name = part[private].name
+            if in_file.get(name) == tuple(tensors[private].shape):
+                raise MotleyError(
+                    f"model.weights = {model.weights!r}: has {name!r}, which is private "
+                    f"(split.private = {list(split.settings.private)}). Clients start their "
+                    "private tensors from the seed. Remove it from the file, or share it."
+                )
 
 
 def check_recalibration(config: Config, split: Split) -> None:
@@ -160,6 +237,12 @@ def check_recalibration(config: Config, split: Split) -> None:
         raise MotleyError(
             f"{setting}: {', '.join(split.sizes)} have no BatchNorm layers with running "
             "statistics, so there is nothing to recalibrate. "
+            "Use server.statistics.name = 'averaged'."
+        )
+    if any(name.endswith(STATISTICS) for names in split.private.values() for name in names):
+        raise MotleyError(
+            f"{setting}: running statistics are private (split.private = "
+            f"{list(config.split.private)}), and every client has those of its own data. "
             "Use server.statistics.name = 'averaged'."
         )
     if getattr(config.method, "statistics", "") == "pass":

@@ -1,4 +1,4 @@
-"""Accuracy of the global model: every size on the whole test set, and summaries over a run.
+"""Scores of the global model: every size on the whole test set, and summaries over a run.
 
 Evaluation is in single precision whatever the training precision (on a GPU, tf32 unless
 `engine.precision` is fp32). In 16 bits, the rounding of the weights shifts the mean of a channel by
@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Literal, Protocol
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -26,10 +25,11 @@ from motley.core.async_copy import AsyncCopy
 from motley.core.device import place
 from motley.core.part import State, by_type, take
 from motley.data.device import DeviceData
-from motley.methods.evaluation import CORRECT, LOSS, SEEN
+from motley.methods.evaluation import TestSums, as_vector, totals
 from motley.models.inputs import dims_of
 from motley.settings import Settings
 from motley.splits.base import Split
+from motley.tasks import ACCURACY, CLASSIFICATION, MetricInfo, Task
 
 
 class EvaluationSettings(Settings):
@@ -40,24 +40,73 @@ class EvaluationSettings(Settings):
     batch_size: int = Field(default=1000, ge=1)
     """Batch size of the evaluation."""
     last_k: int = Field(default=5, ge=1)
-    """Number of last evaluations that the reported mean of the last accuracies is over."""
+    """Number of last evaluations that the reported mean of the last scores is over."""
     clients: Literal["round", "all"] = "round"
-    """Whose own models are evaluated if the method exchanges no weights. round: those of the
-    round's clients. all: those of all clients that have trained so far. A size's score is the mean
-    over its clients.
+    """Whose own models are evaluated if clients have some (no weights are exchanged, a personal
+    model, or split.private). round: those of the round's clients. all: those of all clients that
+    have trained so far. A size's score is the mean over its clients.
     """
-    targets: tuple[Annotated[float, Field(gt=0, le=1)], ...] = ()
-    """Accuracies between 0 and 1. For each, the first round that reaches it is reported."""
+    targets: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """Values of the task's first metric, such as accuracies between 0 and 1. For each, the first
+    round that reaches it is reported.
+    """
+    per_client: Literal["off", "round", "all"] = "off"
+    """Score clients on test examples of their own, beside the global score (docs/evaluation.md).
+    round: the clients of the round. all: all clients; those without models of their own only once
+    they have trained. The test examples are those of the test set that belong to the client, or
+    held-out ones (client_test_fraction).
+    """
+    per_client_every: int = Field(default=1, ge=1)
+    """Evaluations between two scorings of the clients. The last round is always scored."""
+    client_test_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Fraction of each client's training examples that is held out for its own score, with the
+    client's proportions of classes, and at least one example. Nobody trains on them. A client with
+    a single example holds out none. 0: hold out nothing.
+    """
+    personalize_epochs: float = Field(default=0.0, ge=0)
+    """Epochs of local training after which clients are scored a second time: the personalized
+    score. The training starts from the evaluated global model, and its result is dropped. Models of
+    clients' own are personal already: their personalized score is their score. 0: none.
+    """
+
+    def scores_clients(self, round_number: int, rounds: int) -> bool:
+        """Tell whether clients are scored after a round, given the number of rounds of the run."""
+        if self.per_client == "off":
+            return False
+        between = self.every * self.per_client_every
+        return round_number % between == 0 or round_number == rounds
 
 
 @dataclass(frozen=True)
 class Score:
     """The score of one size on the test set."""
 
-    accuracy: float
+    #: The task's primary metric.
+    value: float
     loss: float
-    #: Accuracy per class; None for a class that has no test image.
-    class_accuracy: tuple[float | None, ...]
+    #: Accuracy per class; None for a class that has no test example. Empty without classes.
+    class_accuracy: tuple[float | None, ...] = ()
+    #: The metric that `value` is.
+    metric: MetricInfo = ACCURACY
+    #: The task's other metrics, by name.
+    others: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def accuracy(self) -> float | None:
+        """The accuracy, for tasks that have one."""
+        return self.metrics.get(ACCURACY.name)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """All metrics by name, the primary one first."""
+        return {self.metric.name: self.value, **self.others}
+
+    @classmethod
+    def of(cls, task: Task, classes: int, vector: Sequence[float]) -> Score:
+        """Return the score for the sums over a test set (`motley.methods.evaluation`)."""
+        metrics, loss, class_accuracy = totals(task, classes, vector)
+        value = metrics.pop(task.metric)
+        return cls(value, loss, class_accuracy, task.primary, metrics)
 
 
 #: Test batches are prepared once and kept if they take at most this much memory.
@@ -79,8 +128,9 @@ class Evaluator:
         settings: EvaluationSettings,
         kernels: Collection[str] = (),
         compiled: bool = False,
+        task: Task = CLASSIFICATION,
     ) -> None:
-        self._split, self._data, self._classes = split, data, classes
+        self._split, self._data, self._classes, self._task = split, data, classes, task
         self._settings, self._kernels, self._compiled = settings, kernels, compiled
         self._sizes: dict[str, _Size] = {}
 
@@ -94,33 +144,24 @@ class Evaluator:
         On a GPU this returns before the device is done. The state has then been copied, in stream
         order, so the caller may overwrite or drop it.
         """
-        counts = {}
+        sums = {}
         for name in self._split.sizes:
             part = self._split.evaluated(name, round_number)
-            counts[name] = self._size(name).start(take(state, part))
-        return Evaluation(counts, self._seen)
+            sums[name] = self._size(name).start(take(state, part))
+        return Evaluation(sums, self._task, self._classes)
 
     def _size(self, name: str) -> _Size:
         """Return the evaluator of a size. It is built when the size is first evaluated."""
         if name not in self._sizes:
             model = self._split.build(name)
-            self._sizes[name] = _Size(
-                model, self.batches, self._classes, self._kernels, self._compiled
-            )
+            test_sums = TestSums(self._task, self._classes, self.batches.data.device)
+            self._sizes[name] = _Size(model, self.batches, test_sums, self._kernels, self._compiled)
         return self._sizes[name]
 
     @cached_property
     def batches(self) -> TestBatches:
         """The test set on the device, in batches."""
         return TestBatches(self._data(), self._settings.batch_size)
-
-    @cached_property
-    def _seen(self) -> list[int]:
-        """The number of test images per class."""
-        counts: list[int] = torch.bincount(
-            self.batches.data.targets, minlength=self._classes
-        ).tolist()
-        return counts
 
 
 class PendingScores(Protocol):
@@ -139,33 +180,39 @@ class PendingScores(Protocol):
 class Evaluation:
     """The result of an evaluation that may still be running on the device."""
 
-    def __init__(self, counts: dict[str, AsyncCopy], seen: list[int]) -> None:
-        self._counts, self._seen = counts, seen
+    def __init__(self, sums: dict[str, AsyncCopy], task: Task, classes: int) -> None:
+        self._sums, self._task, self._classes = sums, task, classes
 
     @property
     def ready(self) -> bool:
         """Whether the scores can be read without waiting."""
-        return all(counts.ready for counts in self._counts.values())
+        return all(sums.ready for sums in self._sums.values())
 
     def scores(self) -> dict[str, Score]:
         """Wait for the device and return the score of every size."""
-        return {size: _score(counts.read(), self._seen) for size, counts in self._counts.items()}
+        scores = {}
+        for size, sums in self._sums.items():
+            scores[size] = Score.of(self._task, self._classes, sums.read())
+        return scores
 
 
 class OwnModelScores:
     """The scores of clients' own models: for each size, the mean over its clients.
 
-    `counts` are the sizes of the clients and what each counted on its test set
+    `sums` are the sizes of the clients and the sums of each over its test set
     (`motley.methods.evaluation`). Clients may have different test sets.
     """
 
-    def __init__(self, counts: Sequence[tuple[str, Mapping[str, Tensor]]]) -> None:
-        self._sizes = [size for size, _ in counts]
-        rows = []
-        for _, values in counts:
-            row = [values[CORRECT], values[SEEN], values[LOSS].reshape(1)]
-            rows.append(torch.cat(row).double())
-        self._rows = AsyncCopy(torch.stack(rows))
+    def __init__(
+        self,
+        sums: Sequence[tuple[str, Mapping[str, Tensor]]],
+        task: Task = CLASSIFICATION,
+        *,
+        classes: int,
+    ) -> None:
+        self._task, self._classes = task, classes
+        self._sizes = [size for size, _ in sums]
+        self._rows = AsyncCopy(torch.stack([as_vector(task, classes, own) for _, own in sums]))
 
     @property
     def ready(self) -> bool:
@@ -175,30 +222,23 @@ class OwnModelScores:
     def scores(self) -> dict[str, Score]:
         """Wait for the device and return the score of every size that some client has."""
         by_size: dict[str, list[Score]] = {}
-        for size, (*counts, loss) in zip(self._sizes, self._rows.read(), strict=True):
-            classes = len(counts) // 2
-            seen = [round(count) for count in counts[classes:]]
-            by_size.setdefault(size, []).append(_score([*counts[:classes], loss], seen))
+        for size, row in zip(self._sizes, self._rows.read(), strict=True):
+            by_size.setdefault(size, []).append(Score.of(self._task, self._classes, row))
         return {size: mean_score(by_size[size]) for size in by_size}
 
 
 def mean_score(scores: Sequence[Score]) -> Score:
-    """Return the mean of scores; a class counts where it has test images."""
+    """Return the mean of every metric over scores; a class counts where it has test examples."""
     by_class: list[float | None] = []
     for accuracies in zip(*(score.class_accuracy for score in scores), strict=True):
         known = [accuracy for accuracy in accuracies if accuracy is not None]
         by_class.append(sum(known) / len(known) if known else None)
-    accuracy = sum(score.accuracy for score in scores) / len(scores)
+    value = sum(score.value for score in scores) / len(scores)
     loss = sum(score.loss for score in scores) / len(scores)
-    return Score(accuracy, loss, tuple(by_class))
-
-
-def _score(counts: list[float], seen: list[int]) -> Score:
-    *correct, loss = counts
-    by_class: list[float | None] = []
-    for correct_of_class, images_of_class in zip(correct, seen, strict=True):
-        by_class.append(correct_of_class / images_of_class if images_of_class else None)
-    return Score(sum(correct) / sum(seen), loss / sum(seen), tuple(by_class))
+    others = {}
+    for name in scores[0].others:
+        others[name] = sum(score.others[name] for score in scores) / len(scores)
+    return Score(value, loss, tuple(by_class), scores[0].metric, others)
 
 
 class TestBatches:
@@ -225,7 +265,7 @@ class _Size:
         self,
         model: nn.Module,
         batches: TestBatches,
-        classes: int,
+        test_sums: TestSums,
         kernels: Collection[str],
         compiled: bool,
     ) -> None:
@@ -240,15 +280,14 @@ class _Size:
         self._targets = by_type(self._tensors.values())
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._graph: torch.cuda.CUDAGraph | None = None
-        #: Correct predictions per class; the last element is the summed loss.
-        self._counts = torch.zeros(classes + 1, dtype=torch.float64, device=self.device)
+        self._test_sums = test_sums
 
     def start(self, part: State) -> AsyncCopy:
         """Evaluate this size's part of a state without waiting for the device."""
         if self.stream is None:
             self._copy(part)
-            self._count()
-            return AsyncCopy(self._counts.clone())
+            self._add_up()
+            return AsyncCopy(self._test_sums.vector.clone())
         server = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(server)
         with torch.cuda.stream(self.stream):
@@ -257,13 +296,13 @@ class _Size:
             server.wait_event(self.stream.record_event())
             if self._graph is None:
                 # A capture needs a warm-up: libraries choose algorithms and allocate workspaces.
-                self._count()
+                self._add_up()
                 torch.cuda.synchronize(self.device)
                 self._graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(self._graph, stream=self.stream):
-                    self._count()
+                    self._add_up()
             self._graph.replay()
-            return AsyncCopy(self._counts)
+            return AsyncCopy(self._test_sums.vector)
 
     @torch.no_grad()
     def _copy(self, part: State) -> None:
@@ -273,27 +312,24 @@ class _Size:
                 torch._foreach_copy_(targets, values)
 
     @torch.no_grad()
-    def _count(self) -> None:
-        """Count correct predictions per class and sum the loss over the whole test set."""
-        self._counts.zero_()
-        correct, loss = self._counts[:-1], self._counts[-1]
-        for images, labels in self.batches:
-            logits = self._logits(images)
-            loss += F.cross_entropy(logits, labels, reduction="sum")
-            correct.index_add_(0, labels, (logits.argmax(1) == labels).double())
+    def _add_up(self) -> None:
+        """Compute the sums over the whole test set."""
+        self._test_sums.vector.zero_()
+        for inputs, targets in self.batches:
+            self._test_sums.add(self._outputs(inputs), targets)
 
-    def _logits(self, images: Tensor) -> Tensor:
-        """Return the model's logits."""
+    def _outputs(self, inputs: Tensor) -> Tensor:
+        """Return the model's outputs."""
         if not self._compiled:
-            return self.model(images)
+            return self.model(inputs)
         # The model is compiled for whole batches only; the last batch may be shorter.
-        with compilation() if len(images) == self.batches.size else no_compilation():
-            return self.model(images)
+        with compilation() if len(inputs) == self.batches.size else no_compilation():
+            return self.model(inputs)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The summary of a series of accuracies."""
+    """The summary of a series of scores."""
 
     last: float
     best: float
@@ -301,19 +337,23 @@ class Summary:
     mean_of_last_k: float
 
 
-def summarize(rounds: Sequence[int], accuracies: Sequence[float], last_k: int) -> Summary:
-    """Return the last and the best accuracy, and the mean of the last k.
+def summarize(
+    rounds: Sequence[int], values: Sequence[float], last_k: int, metric: MetricInfo = ACCURACY
+) -> Summary:
+    """Return the last and the best value of a metric, and the mean of the last k.
 
-    If several rounds have the best accuracy, the earliest counts.
+    If several rounds have the best value, the earliest counts.
     """
-    best = max(accuracies)
-    tail = accuracies[-last_k:]
-    return Summary(accuracies[-1], best, rounds[accuracies.index(best)], sum(tail) / len(tail))
+    best = metric.best(values)
+    tail = values[-last_k:]
+    return Summary(values[-1], best, rounds[values.index(best)], sum(tail) / len(tail))
 
 
-def rounds_to(target: float, rounds: Sequence[int], accuracies: Sequence[float]) -> int | None:
-    """Return the first round at or above a target accuracy, or None if there is none."""
-    for number, accuracy in zip(rounds, accuracies, strict=True):
-        if accuracy >= target:
+def rounds_to(
+    target: float, rounds: Sequence[int], values: Sequence[float], metric: MetricInfo = ACCURACY
+) -> int | None:
+    """Return the first round that is at least as good as a target, or None if there is none."""
+    for number, value in zip(rounds, values, strict=True):
+        if metric.reaches(value, target):
             return number
     return None

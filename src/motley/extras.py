@@ -18,9 +18,15 @@ EXTRAS = {
     "flwr": "flower",
     "h5py": "data",
     "matplotlib": "analysis",
+    "mlflow": "mlflow",
+    "onnx": "onnx",
+    "onnxruntime": "onnx",
+    "onnxscript": "onnx",
     "plotly": "report",
+    "pyarrow": "data",
     "ray": "simulation",
     "sklearn": "analysis",
+    "wandb": "wandb",
 }
 
 

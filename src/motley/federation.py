@@ -5,10 +5,11 @@ The steps of a round are in `server/rounds.py`. Read that file first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -19,9 +20,11 @@ from motley.assembly import (
     build_engine,
     build_method,
     build_pipeline,
+    build_score_clients,
     build_split,
     chosen_kernels,
     client_sizes,
+    client_tests,
     compiles,
     deal_examples,
     load_dataset_of,
@@ -36,19 +39,24 @@ from motley.checks import (
     check_optimizer,
     check_precision,
     check_recalibration,
+    check_task,
     check_weights_fit,
     refuse_global_model,
 )
+from motley.client.scoring import ClientTests
 from motley.config import Config
 from motley.core.device import on_device
 from motley.core.errors import MotleyError
-from motley.core.part import State
+from motley.core.part import State, take
+from motley.core.registry import Entry
 from motley.data import Dataset
 from motley.data.device import DeviceData, device_data
-from motley.data.partition import Partition
+from motley.data.partition import Partition, PartitionSettings
 from motley.engine import DebugEngine, Engine, Job, LocalEngine
 from motley.engine.device import choose_devices, numerics, request_hardware_queues
 from motley.evaluate import Evaluator, Score
+from motley.methods import Method
+from motley.objects import describe_federation
 from motley.privacy import Accountant
 from motley.server import rounds, speculation
 from motley.server.context import RoundContext
@@ -57,12 +65,28 @@ from motley.server.record import PendingRecord, RoundRecord
 from motley.server.sampling import ClientSampler, Sampler
 from motley.server.state import ServerState
 from motley.server.uplink import Uplink
+from motley.settings import Configured
+from motley.splits import Split
 from motley.splits.check import check_outputs
-from motley.tasks import TASKS
+from motley.splits.trained import trained_model
 
 
 class Federation:
-    """Runs the rounds of a configuration.
+    """Runs the rounds of a federation.
+
+        federation = motley.Federation(
+            models={"small": make_small, "large": make_large},
+            data=motley.data.from_datasets(train, test),
+            partition=motley.Dirichlet(alpha=0.5),
+            clients=100,
+            method="fedprox",
+        )
+        for record in federation.run(rounds=100):
+            print(record.round, record.accuracy)
+        model = federation.model("small")
+
+    Instead of objects it takes a configuration: `Federation(config)`. `run` keeps the server state
+    in `server`. The functions below it, such as `run_round`, take a state and return another:
 
         server = federation.initial_state()
         for _ in range(config.training.rounds):
@@ -79,19 +103,114 @@ class Federation:
 
     def __init__(
         self,
-        config: Config,
+        config: Config | None = None,
         *,
+        models: Mapping[str, Any] | Sequence[str] | None = None,
+        data: Dataset | str | Mapping[str, Any] | Callable[[], Dataset] | None = None,
+        partition: Partition | PartitionSettings | str | Mapping[str, Any] | None = None,
+        clients: int | None = None,
+        clients_per_round: int | None = None,
+        split: str | Mapping[str, Any] | type[Split] | None = None,
+        method: str | Mapping[str, Any] | type[Method] | Configured | None = None,
+        server: Sequence[Any] = (),
+        training: Mapping[str, Any] | None = None,
+        engine: str | Callable[[Federation], Engine] | None = "auto",
+        seed: int | None = None,
+        settings: Mapping[str, Any] | None = None,
         dataset: Dataset | None = None,
-        partition: Partition | None = None,
         memory_folder: Path | None = None,
-        engine: Callable[[Federation], Engine] | None = None,
     ) -> None:
-        """By default, `dataset` and `partition` are those that the configuration names.
+        """Put a federation together, from a configuration or from objects.
 
-        Client states are saved in `memory_folder`; those that do not fit into memory are kept
-        there, too. `engine` builds an engine whose clients are not in this process, for example on
-        Flower nodes; the federation then does not know which examples each client has.
+        Names, tables (as in a TOML file) and objects are all accepted. With a configuration, only
+        `dataset`, `partition`, `engine` and `memory_folder` may be given.
+
+        Args:
+            config: A whole configuration, instead of the arguments that describe one.
+            models: Size -> a function or class that builds its `nn.Module` (with `input_shape` and
+                `num_classes`, if it names them), a `ModelSpec`, or a registered name. Smallest
+                first.
+            data: A data set, the name of one, or a function that returns one.
+            partition: How its examples are dealt to clients: `motley.Dirichlet(alpha=0.5)`, a name,
+                or a finished `Partition`. By default natural clients, if the data set has them.
+            clients: The number of clients. By default all natural ones, or 20.
+            clients_per_round: How many of them train in each round; by default 5.
+            split: How sizes share the global state; by default "depth".
+            method: A name, a subclass of `motley.Method`, or `MyMethod.configure(mu=0.1)`; by
+                default "fedavg".
+            server: What else the server does: `motley.InCo("paper")`, `motley.EMA(0.95)`,
+                `motley.ServerOptimizer("adam")`, stages of your own.
+            training: Keys of `[training]`, such as {"epochs": 2, "optimizer": torch.optim.RMSprop}.
+            engine: "auto", "local" or "debug". Or a function that builds an engine whose clients
+                are not in this process, for example on Flower nodes; the federation then does not
+                know which examples each client has.
+            seed: The seed of every random choice; by default 1.
+            settings: Tables of a configuration, above everything else, such as
+                {"evaluation": {"every": 5}}.
+            dataset: The data set, instead of the one that the configuration names.
+            memory_folder: Client states are saved there; those that do not fit into memory are
+                kept there, too.
         """
+        described = {
+            "models": models,
+            "data": data,
+            "clients": clients,
+            "clients_per_round": clients_per_round,
+            "split": split,
+            "method": method,
+            "server": server or None,
+            "training": training,
+            "seed": seed,
+            "settings": settings,
+        }
+        given = [name for name, value in described.items() if value is not None]
+        engine = "auto" if engine is None else engine
+        builder = None if isinstance(engine, str) else engine
+        #: Names of objects that only this process knows last as long as this list.
+        self._in_memory: list[Entry[Any]] = []
+        if config is None:
+            missing = [name for name in ("models", "data") if described[name] is None]
+            if missing:
+                raise MotleyError(f"Federation: {' and '.join(missing)}: should be given.")
+            description = describe_federation(
+                models=models,
+                data=data,
+                partition=partition,
+                clients=clients,
+                clients_per_round=clients_per_round,
+                split=split,
+                method=method,
+                server=server,
+                training=training,
+                engine=engine if isinstance(engine, str) else "auto",
+                seed=1 if seed is None else seed,
+                settings=settings,
+            )
+            config, dataset = description.config, description.dataset
+            self._in_memory, partition = description.in_memory, None
+        elif given:
+            raise MotleyError(
+                f"Federation: {', '.join(given)}: cannot be given beside a configuration. "
+                "Change the configuration instead."
+            )
+        elif isinstance(engine, str) and engine != "auto":
+            raise MotleyError(
+                f"Federation: engine = {engine!r}: the configuration has engine.name = "
+                f"{config.engine.name!r}."
+            )
+        #: The server state after the last round of `run`; None before the first one.
+        self.server: ServerState | None = None
+        self._assemble(config, dataset, partition, memory_folder, builder)
+
+    def _assemble(
+        self,
+        config: Config,
+        dataset: Dataset | None,
+        partition: Any,
+        memory_folder: Path | None,
+        engine: Callable[[Federation], Engine] | None,
+    ) -> None:
+        """Build everything that a configuration names."""
         check_engine(config, external=engine is not None)
         if config.engine.device != "cpu":
             request_hardware_queues()
@@ -112,19 +231,30 @@ class Federation:
                 device_data(self.dataset.train, config.data.transform, device, augment=True)
             )
         shape, classes = copies[0].shape, self.dataset.classes
+        #: The loss and the metrics.
+        self.task = config.task.build(self.dataset.task)
+        check_task(config, self.task, self.dataset.train)
         check_batches_fit(config, copies[0], len(self.dataset.test))
 
         self.split = build_split(config, shape, classes)
         check_weights_fit(self.split, self.split.sizes, self.device)
-        check_outputs(self.split, self.split.sizes, shape, classes)
+        target_dims = self.dataset.train.targets.shape[1:]
+        check_outputs(self.split, self.split.sizes, shape, classes, self.task, target_dims)
         check_recalibration(config, self.split)
         # Before sizes are assigned, because a partition reports too many clients for the data set.
         self._partition, held_out = None, np.zeros(0, dtype=np.int64)
+        #: The test examples of every client: rows of the training set if they are held out
+        #: (evaluation.client_test_fraction), else of the test set. None if clients have none, or if
+        #: they are elsewhere.
+        self.client_tests: Partition | None = None
         if engine is None or config.public.name == "held-out":
             dealt = deal_examples(config, self.dataset, partition)
             held_out = dealt.held_out
             # Clients elsewhere may have other examples, and only they know which.
-            self._partition = dealt.partition if engine is None else None
+            if engine is None:
+                self._partition, self.client_tests = client_tests(
+                    config, self.dataset.train, self.dataset.test, dealt.partition
+                )
         #: The size of every client, by client id. Dynamic sizes differ per round: use `size_of`.
         self.sizes = client_sizes(config, self.split, shape)
         #: (client, round) -> the client's size.
@@ -138,11 +268,12 @@ class Federation:
             classes,
             self.size_of,
             public,
-            TASKS[self.dataset.task],
+            self.task,
         )
 
         self.pipeline = build_pipeline(config, self.split, self.method)
         self.collections = build_collections(config, self.split, self.method, self.size_of)
+        self.score_clients = build_score_clients(config, self.split, self.method, self.size_of)
         self.accountant: Accountant | None = None
         if config.privacy.active:
             self.accountant = Accountant(config.privacy, self.split, self.sizes)
@@ -157,6 +288,7 @@ class Federation:
             config.evaluation,
             kernels=chosen_kernels(config),
             compiled=compiles(config),
+            task=self.task,
         )
         if engine is not None:
             self.engine: Engine = engine(self)
@@ -168,6 +300,7 @@ class Federation:
                 self.partition,
                 memory_folder,
                 test_set=lambda: self.evaluator.batches,
+                tests=self._build_client_tests(copies[0]),
             )
             self.engine = build_engine(config, clients)
 
@@ -181,6 +314,20 @@ class Federation:
             )
         return self._partition
 
+    def _build_client_tests(self, train: DeviceData) -> Callable[[], ClientTests] | None:
+        """Return a function that returns the clients' test examples on the device."""
+        if self.client_tests is None:
+            return None
+        evaluation = self.config.evaluation
+        held_out = evaluation.client_test_fraction > 0
+        tests = ClientTests(
+            lambda: train if held_out else self.evaluator.batches.data,
+            self.client_tests,
+            evaluation.batch_size,
+            self.task,
+        )
+        return lambda: tests
+
     def _test_data(self) -> DeviceData:
         """Put the test set on the home device."""
         return device_data(
@@ -188,6 +335,27 @@ class Federation:
         )
 
     # ---- rounds
+
+    def run(self, rounds: int | None = None) -> Iterator[RoundRecord]:
+        """Run rounds while the caller iterates, and yield the record of each.
+
+        By default these are all remaining rounds of `training.rounds`. A later call continues.
+        `list(federation.run(10))` runs ten rounds at once. `server` is the state after the last
+        round whose record was yielded.
+        """
+        server = self._server_or_initial()
+        total = self.config.training.rounds
+        last = total if rounds is None else server.round_number + rounds
+        if last > total and self.method.requirements.uses_total_rounds:
+            raise MotleyError(
+                f"run(rounds={rounds}): {self.config.method.name!r} schedules its training by the "
+                f"total number of rounds, which is {total}. Give it to the federation: "
+                f"training={{'rounds': {last}}}."
+            )
+        while server.round_number < last:
+            server, record = self.run_round(server)
+            self.server = server
+            yield record
 
     def initial_state(self) -> ServerState:
         """Return the server state before the first round."""
@@ -238,6 +406,8 @@ class Federation:
             attempts=config.server.attempts,
             batch_size=config.training.batch_size,
             exchanges_weights=self.method.requirements.exchanges_weights,
+            has_own_models=self.method.has_own_models,
+            score_clients=self.score_clients,
         )
 
     def job(self, server: ServerState, round_number: int, client: int) -> Job:
@@ -251,26 +421,46 @@ class Federation:
 
     # ---- computing with a state
 
-    def evaluate(self, state: State, round_number: int = 0) -> dict[str, Score]:
+    def evaluate(self, state: State | None = None, round_number: int = 0) -> dict[str, Score]:
         """Return every size's score with its part of a global state.
 
+        By default this is the state after the last round of `run`.
         `evaluate(server.model, server.round_number)` gives the scores of a round's record.
         `round_number` matters for a rolling window of channels only: its default, 0, evaluates the
         leading channels and not the window that the round trained.
 
-        A method that exchanges no weights has no global model, so this raises an error. Its
-        clients' models are `client_model`.
+        A method that exchanges no weights has no global model, and neither has a federation with
+        private tensors, so this raises an error. Clients' models are `client_model`.
         """
         refuse_global_model(self.method)
+        if state is None:
+            server = self._server_or_initial()
+            state, round_number = server.model, server.round_number
         with self.numerics():
             return self.evaluator(state, round_number)
+
+    def _server_or_initial(self) -> ServerState:
+        return self.initial_state() if self.server is None else self.server
+
+    def model(self, size: str, server: ServerState | None = None) -> nn.Module:
+        """Return the trained model of a size, as it is evaluated: an ordinary module.
+
+        By default it is trained by all rounds of `run`. It is in evaluation mode, on the
+        federation's device, and shares no memory with `server`.
+        """
+        refuse_global_model(self.method)
+        server = self._server_or_initial() if server is None else server
+        trained = trained_model(self.split, server.model, size, server.round_number)
+        return trained.to(self.device)
 
     def client_model(self, server: ServerState, client: int) -> nn.Module:
         """Return a client's own model after its last accepted update, in evaluation mode.
 
-        Only methods that exchange no weights have such models, and clients of this process.
+        It is the client's part of the evaluated global state with its private tensors, the model
+        that the method trains beside the part, or, if no weights are exchanged, all the client's
+        own. Others have no such models, nor have clients elsewhere.
         """
-        if self.method.requirements.exchanges_weights:
+        if not self.method.has_own_models:
             raise MotleyError(
                 f"method.name = {self.config.method.name!r}: clients have no models of their own; "
                 "they train parts of the global model."
@@ -280,8 +470,10 @@ class Federation:
         trained = server.client_state_rounds.get(client)
         if trained is None:
             raise MotleyError(f"client {client} has no model yet: it has not trained.")
-        model = self.split.build(self.sizes[client]).to(self.device)
-        model.load_state_dict(self.engine.clients.own_model(client, trained))
+        size = self.sizes[client]
+        part = take(server.model, self.split.evaluated(size, server.round_number))
+        model = self.split.build(size).to(self.device)
+        model.load_state_dict(self.engine.clients.own_model(client, size, trained, part))
         return model.eval()
 
     def to_device(self, server: ServerState) -> ServerState:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from motley.assembly import assign_sizes, build_clients, build_method, build_split, size_lookup
 from motley.checks import check_optimizer, check_precision, check_weights_fit
+from motley.client.scoring import ClientTests
 from motley.config import Config
 from motley.core.update import ClientUpdate
 from motley.data.dataset import Examples
@@ -42,17 +43,21 @@ class Client:
         folder: Path,
         secret: bytes | None = None,
         read_test_examples: Callable[[], Examples],
+        read_client_tests: Callable[[], tuple[Examples, Partition]],
         public: PublicData | None = None,
         task: Task = CLASSIFICATION,
     ) -> None:
         """Build the client's model for the examples that `partition` gives to it.
 
-        `read_test_examples` is called if the client is asked to evaluate a model of its own.
+        `read_test_examples` is called if the client is asked to evaluate a model of its own, and
+        `read_client_tests` if it is asked for a score on its own test examples: it returns a set of
+        examples, and which of them are the client's test examples.
         The client state is saved in `folder`. The noise of `privacy` is keyed by `secret`, or by
         the run's seed if there is none. `public` are the public images, for methods whose clients
         use some.
         """
         self.config, self._read_test_examples = config, read_test_examples
+        self._read_client_tests, self._task = read_client_tests, task
         if config.engine.device != "cpu":
             request_hardware_queues()
         (device, *_) = choose_devices(config.engine.device)
@@ -64,7 +69,8 @@ class Client:
             data.check_batch_fits("training.batch_size", config.training.batch_size)
             split = build_split(config, data.shape, classes)
             check_weights_fit(split, [size], device)
-            check_outputs(split, [size], data.shape, classes)
+            target_dims = examples.targets.shape[1:]
+            check_outputs(split, [size], data.shape, classes, task, target_dims)
             sizes = assign_sizes(config)
             size_of = size_lookup(config, sizes)
             method = build_method(config, split, sizes, data.shape, classes, size_of, public, task)
@@ -78,6 +84,7 @@ class Client:
                 secret=secret,
                 lean=lean,
                 test_set=lambda: self._test_batches,
+                tests=lambda: self._client_tests,
             )
             self._engine = LocalEngine(clients, slots=1, stack=config.engine.vmap_clients)
 
@@ -106,6 +113,14 @@ class Client:
         data = device_data(examples, config.data.transform, self._device, augment=False)
         data.check_batch_fits("evaluation.batch_size", config.evaluation.batch_size)
         return TestBatches(data, config.evaluation.batch_size)
+
+    @cached_property
+    def _client_tests(self) -> ClientTests:
+        config = self.config
+        examples, partition = self._read_client_tests()
+        data = device_data(examples, config.data.transform, self._device, augment=False)
+        data.check_batch_fits("evaluation.batch_size", config.evaluation.batch_size)
+        return ClientTests(lambda: data, partition, config.evaluation.batch_size, self._task)
 
     def _numerics(self) -> AbstractContextManager[None]:
         return numerics(self.config.engine.precision, self.config.engine.threads)

@@ -140,14 +140,15 @@ def cost_of(
     state_bytes = parameter_bytes + _bytes(model.buffers())
     model_and_received = 2 * state_bytes
     moments = training.optimizer.moments * parameter_bytes
-    encoded_delta, _ = encoded(model.state_dict(), {}, upload)
+    sent = {name: t for name, t in model.state_dict().items() if name not in split.private[size]}
+    encoded_delta, _ = encoded(sent, {}, upload)
     return Cost(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         flops=counter.get_total_flops(),
         activations=activations,
         step_memory=model_and_received + moments + inputs.nbytes + live.peak,
         exchange_memory=EXCHANGE_COPIES * state_bytes,
-        traffic=state_bytes + _bytes(encoded_delta.values()),
+        traffic=_bytes(sent.values()) + _bytes(encoded_delta.values()),
     )
 
 

@@ -153,6 +153,8 @@ def _type(annotation: Any) -> tuple[str, str]:
         type_name, limits = _type(inner[0])
         words = " or ".join(json.dumps(word) for word in get_args(inner[-1]))
         return type_name, f"{limits}, or {words}"
+    if origin in (Union, types.UnionType) and all(member in _TYPES for member in inner):
+        return ", or ".join(_TYPES[member] for member in inner), ""
     if origin is Annotated:
         type_name, allowed = _type(inner[0])
         limits = ", ".join(part for part in (allowed, _limits(inner[1:])) if part)

@@ -170,6 +170,14 @@ def only(values: Table, keys: tuple[str, ...] | None) -> Table:
     return result
 
 
+@dataclass(frozen=True)
+class Configured:
+    """A user's class with the settings it should have, as an argument of `motley.Federation`."""
+
+    item: type
+    settings: Mapping[str, Any]
+
+
 # ---- tables with a choice
 
 

@@ -39,6 +39,8 @@ NAMES = {
     "variance",
     "wasserstein",
 }
+#: Analyses of runs whose models have early exits.
+WITH_EXITS = {"exits"}
 
 
 #: Settings that make an analysis quick.
@@ -55,7 +57,7 @@ def modification_times(run: Path) -> dict[Path, int]:
 
 
 def test_all_analyses_are_registered() -> None:
-    assert {entry.name for entry in ANALYSES} == NAMES
+    assert {entry.name for entry in ANALYSES} == NAMES | WITH_EXITS
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
@@ -261,3 +263,39 @@ def test_networks_with_exits_are_read_at_their_declared_blocks() -> None:
     assert list(features(model, torch.zeros(2, 1, 32, 32))) == list(spec.blocks)
     with pytest.raises(MotleyError, match=r"layers = 'layer1': .* declares no stages .*: input\."):
         cut(model, "layer1", "layers")
+
+
+# ---- early exits
+
+
+def test_exits_trade_accuracy_for_cost(tmp_path: Path) -> None:
+    path = small_run(
+        tmp_path / "run",
+        "method.name=scalefl",
+        "split.name=grid",
+        "split.cuts=[1,2,4]",
+        "split.rates=[0.5,0.75,1]",
+        "split.head=linear",
+        "model.sizes=['resnet10']",
+        "model.resnet.width=0.0625",
+        "data.transform.resize=8",
+        "training.rounds=1",
+    )
+    rows = ANALYSES["exits"]([path]).rows
+    assert {row[2] for row in rows} == {"resnet10-e2", "resnet10-e3"}, "e1 has a single exit"
+    with open_run(path) as (federation, servers):
+        recorded = federation.evaluate(servers[-1].model)
+    for size in ("resnet10-e2", "resnet10-e3"):
+        mine = [row for row in rows if row[2] == size]
+        assert mine[0][3] == 0 and mine[0][4] == pytest.approx(recorded[size].accuracy)
+        costs, mean_exits = [row[5] for row in mine[1:]], [row[6] for row in mine[1:]]
+        assert costs == sorted(costs) and mean_exits == sorted(mean_exits)
+        for row in mine:
+            assert sum(map(float, row[7].split(";"))) == pytest.approx(1, abs=1e-3)
+
+
+def test_exits_need_early_exits(run: Path) -> None:
+    with pytest.raises(
+        MotleyError, match=r"the analysis exits: the models of .* have no early exits"
+    ):
+        ANALYSES["exits"]([run])

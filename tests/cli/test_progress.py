@@ -77,7 +77,7 @@ def live(clock: Any, monkeypatch: pytest.MonkeyPatch) -> LiveProgress:
 
 
 def test_before_the_run_starts_there_is_something_to_draw() -> None:
-    assert "no accuracy yet" in drawn(LiveProgress(console()))
+    assert "no score yet" in drawn(LiveProgress(console()))
 
 
 def test_the_first_round_shows_the_round_its_clients_and_the_device(
@@ -91,7 +91,7 @@ def test_the_first_round_shows_the_round_its_clients_and_the_device(
     assert head.startswith("round 1/10 ") and "client 1/4" in head
     assert "  ~2:00 left" in head, "ten rounds of four clients that take three seconds each"
     assert "loss" not in head and "s per round" not in head
-    assert below.strip() == "training on cpu, no accuracy yet ..."
+    assert below.strip() == "training on cpu, no score yet ..."
 
 
 def test_a_first_round_that_takes_long_is_announced_with_an_estimate(clock: Any) -> None:
@@ -189,7 +189,7 @@ def test_rounds_that_are_not_evaluated_leave_the_last_accuracy(
 ) -> None:
     start(live)
     play(live, 1, {})
-    assert "no accuracy yet" in drawn(live)
+    assert "no score yet" in drawn(live)
     play(live, 2, {"resnet10": 0.5})
     play(live, 3, {})
     assert drawn(live).splitlines()[-1].split() == ["resnet10", "50.0%", "50.0%", "▅"]

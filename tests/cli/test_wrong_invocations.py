@@ -163,7 +163,7 @@ WRONG = [
     ),
     (
         "run --set evaluation.targets=2",
-        "evaluation.targets.0 = 2: should be less than or equal to 1.",
+        "evaluation.targets = 2: accuracy is a fraction; targets are at most 1.",
     ),
     ("run --set evaluation.every=0", "evaluation.every = 0: should be greater than or equal to 1."),
     (

@@ -115,8 +115,9 @@ def test_slots_agree_with_debug(method: str, model: tuple[str, ...]) -> None:
     assert distance(fast.state, plain.state) < 1e-5
 
 
+@pytest.mark.parametrize("private", ["[]", "head"])
 @pytest.mark.parametrize("method", ["fedprox", "feddyn", "looking"])
-def test_gradients_look_the_same_with_our_own_optimizer(method: str) -> None:
+def test_gradients_look_the_same_with_our_own_optimizer(method: str, private: str) -> None:
     """`looking` halves its gradients after adding a proximal term, which our optimizer would add after that."""
     settings = (
         "training.optimizer.name=sgd",
@@ -124,6 +125,7 @@ def test_gradients_look_the_same_with_our_own_optimizer(method: str) -> None:
         "training.batch_size=16",
         "training.steps=5",
         f"method.name={method}",
+        f"split.private={private if method != 'looking' else '[]'}",
     )
     plain, plain_loss = after(3, "engine.name=debug", *settings)
     fused, fused_loss = after(3, "engine.slots=3", "engine.kernels=['optimizer']", *settings)
@@ -202,8 +204,13 @@ OWN_MODELS: dict[str, tuple[str, ...]] = {
     "FedProto": (),
     "FD": (),
     "FedMD": ("public.name=noise", "public.samples=60", "method.digest_batch_size=16"),
+    "FedPer": (),
+    "LG-FedAvg": (),
+    "FedBN": (),
+    "FedRep": ("method.head_epochs=0.3",),
+    "Ditto": (),
 }
-"""Methods that exchange no weights."""
+"""Methods that exchange no weights, or not all of them, or that train personal models."""
 
 
 def own_models_after(rounds: int, *overrides: str) -> tuple[State, ServerState, RoundRecord]:
@@ -241,7 +248,7 @@ def test_models_of_clients_own_agree_with_debug(case: str, model: tuple[str, ...
         assert score.accuracy == pytest.approx(plain_record.scores[size].accuracy, abs=0.02)
 
 
-@pytest.mark.parametrize("case", ["FedProto", "FedMD"])
+@pytest.mark.parametrize("case", ["FedProto", "FedMD", "FedPer", "Ditto"])
 def test_models_of_clients_own_on_the_gpu_are_what_they_are_on_the_host(case: str) -> None:
     """With room for all of them, for some, and for none."""
     sgd = ("training.optimizer={name='sgd', lr=0.001}", "training.batch_size=16")
@@ -453,7 +460,9 @@ def test_steps_are_captured() -> None:
     assert slots and all(len(slot._captures) == 1 for slot in slots)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "noisy", "every-hook", "alternating", "FedProto"])
+@pytest.mark.parametrize(
+    "method", ["fedavg", "noisy", "every-hook", "alternating", "FedProto", "FedRep"]
+)
 @pytest.mark.parametrize("numbers", [(0, 0), (0, 1)], ids=["one-gpu-twice", "two-gpus"])
 def test_two_devices_agree_with_one(
     method: str, numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
@@ -626,3 +635,69 @@ def test_recalibrated_statistics_are_those_of_the_plain_engine(engine: type[Loca
     found, record = federation.run_round(federation.initial_state())
     assert not record.refused
     assert distance(found.state, expected.state) < 1e-5
+
+
+# ---- scores of clients
+
+SCORED = (
+    "evaluation.per_client=all",
+    "evaluation.client_test_fraction=0.2",
+    "federation.clients_per_round=6",
+    # Adam would turn differences in the last bits of small gradients into whole steps.
+    "training.optimizer.name=sgd",
+    "training.optimizer.lr=0.001",
+)
+
+
+@pytest.mark.parametrize("personalized", [False, True])
+@pytest.mark.parametrize("method", ["fedavg", "scaffold"])
+def test_clients_are_scored_as_by_the_plain_engine(method: str, personalized: bool) -> None:
+    """At most one test example of a client may be classified otherwise."""
+    settings = [*EXACT, *SCORED, f"method.name={method}"]
+    if personalized:
+        settings.append("evaluation.personalize_epochs=2")
+    records = {}
+    for engine in ("debug", "local"):
+        federation = Federation(tiny_config(*settings, f"engine.name={engine}"))
+        server = federation.initial_state()
+        for _ in range(2):
+            server, records[engine] = federation.run_round(server)
+    plain, fast = records["debug"].client_scores, records["local"].client_scores
+    assert plain is not None and fast is not None
+    assert len(plain.scores) == len(fast.scores) == 6
+    for expected, one in zip(plain.scores, fast.scores, strict=True):
+        assert (one.client, one.size, one.examples) == (
+            expected.client,
+            expected.size,
+            expected.examples,
+        )
+        tolerance = 1.01 / one.examples
+        assert one.score == pytest.approx(expected.score, abs=tolerance)
+        if personalized:
+            assert expected.personalized is not None
+            assert one.personalized == pytest.approx(expected.personalized, abs=2 * tolerance)
+
+
+@pytest.mark.parametrize("more", [(), ("evaluation.personalize_epochs=1",)])
+def test_scoring_clients_does_not_change_a_run(more: tuple[str, ...]) -> None:
+    held_out = ("evaluation.client_test_fraction=0.2", *SCORED[2:])
+    before, _ = after(3, *held_out)
+    scored, _ = after(3, *SCORED, *more)
+    assert distance(scored.state, before.state) < 1e-6
+
+
+def test_scoring_clients_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once per client, and not at all once every size has a slot."""
+    start, calls = rounds.start_client_scores, []
+
+    def without_waiting(*args: Any) -> Any:
+        calls.append(args)
+        torch.cuda.set_sync_debug_mode("error" if len(calls) > 1 else "default")
+        try:
+            return start(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(rounds, "start_client_scores", without_waiting)
+    after(3, *SCORED, "training.batch_size=16", "training.steps=2")
+    assert len(calls) >= 3

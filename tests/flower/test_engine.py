@@ -93,12 +93,13 @@ def test_a_node_without_a_test_part_is_told_which_key_to_set(grid: Grid, tmp_pat
 def test_impossible_scores_are_refused(grid: Grid, tmp_path: Path) -> None:
     grid.misdeeds_with = "train.collect"
     ten = torch.full((10,), 10.0, dtype=torch.float64)
-    lie = {"correct": 2 * ten, "seen": ten, "loss": ten[0]}
+    lie = {"correct": 2 * ten, "seen": ten, "loss": ten[:1], "metrics": ten[:2]}
+    lie["examples"] = ten[:1] * 10
     grid.misdeeds[999] = lambda sent, reply: [answered(reply, payload=lie)]
     settings = ("method.name=Local", "training.steps=2", "training.rounds=1")
     serve(grid, three_nodes(*settings), tmp_path / "run")
     (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
-    assert line["refused"] == {"1": "its scores were refused: no test set has these counts."}
+    assert line["refused"] == {"1": "its scores were refused: no test set has these sums."}
 
 
 def test_a_node_scores_no_model_of_its_own_if_weights_are_exchanged(

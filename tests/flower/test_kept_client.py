@@ -165,6 +165,7 @@ def test_building_a_client_changes_nothing_of_torch(tmp_path: Path) -> None:
             10,
             folder=tmp_path,
             read_test_examples=lambda: digits,
+            read_client_tests=lambda: (digits, partition),
         )
         assert torch.get_num_threads() == 1
         assert torch.backends.cudnn.allow_tf32

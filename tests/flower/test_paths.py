@@ -37,6 +37,8 @@ from tests.flower.grid import Grid, three_nodes
 NAMES = {
     "preset",
     "data.name",
+    *(f"data.files.{key}" for key in ("target", "client", "features", "drop", "categories")),
+    *(f"data.files.{key}" for key in ("classes", "delimiter", "missing_marks")),
     "data.partition.name",
     "data.transform.variant",
     "public.name",
@@ -44,11 +46,16 @@ NAMES = {
     "split.name",
     "training.optimizer.name",
     "server.optimizer.name",
+    "server.stages.name",
+    "server.stages.before",
+    "model.factories",
+    "model.options",
     "federation.sizes",
     "method.name",
     "method.cut",
     "method.teacher",
     "engine.device",
+    "run.mlflow",  # may name a database, but is removed like a path (tests/runs/test_loggers.py)
 }
 """Settings of free text that name no file. A new one belongs here, or has the type FilePath if it names a file."""
 

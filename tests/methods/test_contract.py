@@ -153,7 +153,7 @@ def everything(federation: Federation, server: ServerState) -> dict[str, str]:
     """Return hashes of all that a server holds and of what the clients it names remember."""
     memory = federation.engine.clients.memory  # type: ignore[attr-defined]
     needs = federation.method.requirements
-    remembers = needs.client_state or not needs.exchanges_weights
+    remembers = needs.client_state or not needs.exchanges_weights or federation.split.has_private
     hashes = {section: fingerprint(state) for section, state in sections_of(server).items()}
     remembered = {
         str(c): fingerprint(memory.get(c, made))

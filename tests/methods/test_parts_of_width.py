@@ -157,7 +157,7 @@ def test_inco_pairs_kernels_that_both_layers_had_an_owner_of(rule: str) -> None:
         ends.append(federation.run_round(federation.initial_state())[0].state)
     held = covered(federation, [5], 1)
     refined = 0
-    for source, target in federation.split.cross_layers:
+    for source, target, _ in federation.split.cross_layers:
         both = held[source] & held[target]
         assert torch.equal(ends[0][target][~both], ends[1][target][~both])
         refined += int((ends[0][target] != ends[1][target]).sum())

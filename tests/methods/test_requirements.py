@@ -44,6 +44,8 @@ def test_models_without_stages_are_refused_by_methods_that_cut_them(name: str) -
     plain = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
     blueprints = federation.split.blueprints
     blueprints["mlp2"] = replace(blueprints["mlp2"], module=plain)
+    if federation.split.has_private:
+        federation.split.private["mlp2"] = frozenset({"1.bias"})
     method = METHODS[name]
     if method.requirements.stages:
         with pytest.raises(MotleyError, match="declares no chain of stages"):

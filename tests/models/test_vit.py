@@ -209,7 +209,7 @@ def test_cross_layers_name_parameters_of_one_shape() -> None:
     model = on_paper(12)
     pairs = cross_layers(model)
     assert len(pairs) == 12
-    for source, target in pairs:
+    for source, target, _ in pairs:
         assert model.get_parameter(source).shape == model.get_parameter(target).shape == (384,)
 
 

@@ -93,7 +93,7 @@ def test_the_sizes_of_one_run_share_a_figure(runs: list[Path]) -> None:
     from motley.report import page
 
     (panel,) = gather(runs[:1]).panels.values()
-    (figure,) = page._accuracies(panel, list(panel.series))
+    (figure,) = page._scores(panel, list(panel.series))
     assert [trace.name for trace in figure.data] == ["mean over sizes", "mlp1", "mlp2", "mlp3"]
     assert figure.layout.xaxis.dtick == 1  # no ticks between rounds
     assert '<ul class="legend">' in page._figure(figure)
@@ -103,7 +103,7 @@ def test_figures_of_sizes_have_the_same_scale(runs: list[Path]) -> None:
     from motley.report import page
 
     (panel,) = gather(runs).panels.values()
-    drawn = page._accuracies(panel, list(panel.series))
+    drawn = page._scores(panel, list(panel.series))
     assert len(drawn) == 4
     assert len({figure.layout.yaxis.range for figure in drawn}) == 1
 

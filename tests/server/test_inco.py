@@ -500,3 +500,34 @@ def test_a_wrong_setting_names_its_key_and_what_is_allowed(values, parts):
     message = str(error.value)
     assert all(part in message for part in parts), message
     assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_each_gate_of_an_lstm_has_its_own_theta(masked):
+    """Four tensors stacked along the rows are refined as four pairs of their own."""
+    s = IncoSettings(**PLAIN)
+    change = {"shallow": random(12, 5), "deep": random(12, 5, seed=1)}
+    covered = {}
+    if masked:
+        covered = {"deep": torch.ones(12, 5, dtype=torch.bool)}
+        covered["deep"][:, 3:] = False
+    refined, together = inco(change, [CrossLayer("shallow", "deep", 4)], s, covered)
+    rows, thetas = [], []
+    for gate in range(4):
+        part = slice(3 * gate, 3 * gate + 3)
+        own = {name: mask[part] for name, mask in covered.items()}
+        alone, coefficients = inco({n: t[part] for n, t in change.items()}, PAIR, s, own)
+        rows.append(alone["deep"])
+        thetas.append(coefficients["deep"].theta)
+    assert torch.equal(refined["deep"], torch.cat(rows))
+    torch.testing.assert_close(together["deep"].theta, torch.stack(thetas).mean())
+    whole, _ = inco(change, PAIR, s, covered)
+    assert not torch.equal(whole["deep"], refined["deep"])
+
+
+def test_a_kernel_of_a_signal_convolution_has_its_own_theta():
+    s = IncoSettings(**PLAIN)
+    change = {"shallow": random(2, 3, 5), "deep": random(2, 3, 5, seed=1)}
+    refined, _ = inco(change, PAIR, s)
+    flat = {name: tensor.unsqueeze(2) for name, tensor in change.items()}
+    assert torch.equal(refined["deep"], inco(flat, PAIR, s)[0]["deep"].squeeze(2))

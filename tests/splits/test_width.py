@@ -303,7 +303,7 @@ def test_group_norm_is_cut_where_its_groups_allow_it() -> None:
     split = split_of(*group, "model.resnet.width=0.25", "split.rates=[1,0.5]")
     assert split.build("resnet10-w0.5")(images()).shape == (3, 10)
     with pytest.raises(
-        MotleyError, match=r"3 channels do not divide into model\.resnet\.groups = 2"
+        MotleyError, match=r"3 channels do not divide into the 2 groups of a group norm"
     ):
         split_of(*group, "split.rates=[0.75]")
 

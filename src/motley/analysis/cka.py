@@ -96,7 +96,7 @@ def cka(paths: Sequence[Path]) -> Findings:
     for path in paths:
         accuracies = {}
         for line in MetricsLog(path / "metrics.jsonl").read():
-            if "accuracy" in line:
+            if "accuracy" in line:  # not all tasks have one
                 accuracies[line["round"]] = line["accuracy"][OVERALL]
         with open_run(path) as (federation, servers):
             images, _ = probe_images(federation, IMAGES)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from motley.checks import refuse_global_model
 from motley.core.errors import MotleyError
-from motley.core.part import State, take
+from motley.core.part import State
 from motley.core.randomness import generator
 from motley.core.update import ClientUpdate
 from motley.data import Examples
@@ -113,8 +113,7 @@ def model_of(federation: Federation, size: str, state: Mapping[str, Tensor]) -> 
 
 def global_model(federation: Federation, server: ServerState, size: str) -> nn.Module:
     """Return the global model of a size, as it is evaluated."""
-    part = federation.split.evaluated(size, server.round_number)
-    return model_of(federation, size, take(server.model, part))
+    return federation.model(size, server)
 
 
 def probe_images(federation: Federation, count: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Accuracy of every size over rounds (InCo, Figure 10e)."""
+"""The score of every size over rounds; accuracy in InCo, Figure 10e."""
 
 from __future__ import annotations
 
@@ -7,24 +7,31 @@ from pathlib import Path
 from typing import Any
 
 from motley.analysis.findings import Findings, analysis, new_figure
-from motley.runs.metrics import OVERALL, MetricsLog
+from motley.runs.metrics import ACCURACY, OVERALL, MetricsLog, metric_of, scores_of
+from motley.tasks import MetricInfo
 
 
-@analysis("sizes", "accuracy of every size over rounds")
+@analysis("sizes", "score of every size over rounds")
 def sizes(paths: Sequence[Path]) -> Findings:
-    """Read the accuracies from the runs' metrics."""
+    """Read the scores from the runs' metrics."""
     rows: list[tuple[Any, ...]] = []
+    names: set[str] = set()
     figure = new_figure(5 * len(paths), 4)
     axes = figure.subplots(1, len(paths), squeeze=False, sharey=True)[0]
     for axis, path in zip(axes, paths, strict=True):
         curves: dict[str, list[tuple[int, float]]] = {}
+        metric: MetricInfo = ACCURACY
         for line in MetricsLog(path / "metrics.jsonl").read():
-            for size, accuracy in line.get("accuracy", {}).items():
-                rows.append((path.name, line["round"], size, accuracy))
-                curves.setdefault(size, []).append((line["round"], 100 * accuracy))
+            metric = metric_of([line])
+            for size, value in scores_of(line).items():
+                rows.append((path.name, line["round"], size, value))
+                curves.setdefault(size, []).append((line["round"], metric.scaled(value)))
         for size, points in curves.items():
             width = 3 if size == OVERALL else 1.2
             axis.plot(*zip(*points, strict=True), label=size, linewidth=width)
-        axis.set(title=path.name, xlabel="round", ylabel="accuracy, %")
+        axis.set(title=path.name, xlabel="round", ylabel=metric.label)
         axis.legend()
-    return Findings(("run", "round", "size", "accuracy"), rows, figure)
+        names.add(metric.name)
+    # One column for all runs: their metric's name, if they have the same one.
+    column = names.pop() if len(names) == 1 else "score"
+    return Findings(("run", "round", "size", column), rows, figure)

@@ -33,17 +33,17 @@ COMMANDS = (
     ),
     LazyCommand(
         "show",
-        "Show the accuracy per size and overall, the communication and the time of runs.",
+        "Show the score per size and overall, the communication and the time of runs.",
         "motley.cli.show:show",
     ),
     LazyCommand(
         "list",
-        "List methods, models, data sets, partitions, presets, splits, analyses, settings or runs.",
+        "List the names a configuration can use, all settings, or the runs in a folder.",
         "motley.cli.list:list_things",
     ),
     LazyCommand(
         "data",
-        "Download data sets.",
+        "Download data sets, check your own files, and draw which client has which classes.",
         "motley.cli.data:data",
     ),
     LazyCommand(
@@ -75,6 +75,16 @@ COMMANDS = (
         "analyze",
         "Analyse runs: a picture (PNG and SVG) and its numbers (CSV and JSON).",
         "motley.cli.analyze:analyze",
+    ),
+    LazyCommand(
+        "export",
+        "Export the trained model of a size, with a model card, and measure the written file.",
+        "motley.cli.export:export",
+    ),
+    LazyCommand(
+        "predict",
+        "Predict classes or values for images, arrays or rows of a table.",
+        "motley.cli.predict:predict",
     ),
     LazyCommand(
         "watch",

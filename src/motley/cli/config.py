@@ -11,6 +11,7 @@ from typing import Any
 import tomli_w
 import typer
 
+from motley.cli.code import import_beside
 from motley.config import Config, Resolved, load_with_origins
 from motley.reference import Setting, describe, first_paragraph
 from motley.settings import Settings, TableOf, table_of
@@ -34,6 +35,7 @@ def config(
     Takes the same file, preset and overrides as `motley run`, and trains nothing. The output is a
     TOML file itself. `motley list settings` also prints the settings of all other choices.
     """
+    import_beside(file)
     resolved = load_with_origins(file, preset=preset, overrides=set_)
     if plain:
         print(resolved.config.to_toml(), end="")

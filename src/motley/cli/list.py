@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from motley.analysis import ANALYSES
+from motley.cli.code import import_beside
 from motley.config import presets
 from motley.config.paper_names import ABLATIONS, PREFIXES, STEMS, SYSTEMS, VARIANTS
 from motley.core.errors import MotleyError
@@ -25,6 +26,7 @@ from motley.models import MODELS
 from motley.reference import Setting, describe, markdown, sections
 from motley.runs.overview import find_runs
 from motley.splits import SPLITS
+from motley.tasks import LOSSES, METRICS, TASKS
 
 
 class Kind(StrEnum):
@@ -37,6 +39,9 @@ class Kind(StrEnum):
     presets = "presets"
     splits = "splits"
     analyses = "analyses"
+    tasks = "tasks"
+    losses = "losses"
+    metrics = "metrics"
     settings = "settings"
     runs = "runs"
 
@@ -55,7 +60,7 @@ def list_things(
         False, "--markdown", help="With settings: print the page docs/settings.md."
     ),
 ) -> None:
-    """List methods, models, data sets, partitions, presets, splits, analyses, settings or runs."""
+    """List the names a configuration can use, all settings, or the runs in a folder."""
     if which and kind not in (Kind.settings, Kind.runs, Kind.analyses):
         raise MotleyError(f"motley list {kind}: takes no second argument; {which!r} was given.")
     if as_markdown and (which or kind is not Kind.settings):
@@ -69,6 +74,7 @@ def list_things(
     elif kind is Kind.analyses and which:
         _list_analysis_settings(which)
     else:
+        import_beside(None)
         _list_registry(_registry(kind), _dataset_states() if kind is Kind.datasets else {})
         if kind is Kind.methods:
             Console().print(_names())
@@ -82,6 +88,9 @@ def _registry(kind: Kind) -> Registry:
         Kind.partitions: PARTITIONS,
         Kind.splits: SPLITS,
         Kind.analyses: ANALYSES,
+        Kind.tasks: TASKS,
+        Kind.losses: LOSSES,
+        Kind.metrics: METRICS,
     }
     return registries[kind]
 
@@ -112,11 +121,28 @@ def _list_registry(registry: Registry, states: Mapping[str, str]) -> None:
             cells.append(entry.paper)
         table.add_row(entry.name, *(Text(cell) for cell in cells))
     Console().print(table)
+    _list_plugins(registry)
+
+
+def _list_plugins(registry: Registry) -> None:
+    """Print what installed packages add, and what of it cannot be used."""
+    table = _table("plug-in", "path", "description")
+    problems = []
+    for plugin in registry.plugins():
+        if isinstance(plugin, str):
+            problems.append(plugin)
+        else:
+            table.add_row(plugin.name, Text(plugin.path), Text(plugin.summary))
+    if table.row_count:
+        Console().print()
+        Console().print(table)
+    for problem in problems:
+        Console().print(problem, highlight=False, markup=False, soft_wrap=True)
 
 
 def _dataset_states() -> dict[str, str]:
     """Return for each data set where its files are, or how to get them."""
-    states = {"digits": "come with Motley", "npz": "yours: data.path"}
+    states = {"digits": "come with Motley", "npz": "yours: data.path", "files": "yours: data.path"}
     root = data_root()
     for name, source in SOURCES.items():
         folder = source.folder_in(root)

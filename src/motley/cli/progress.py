@@ -25,9 +25,10 @@ from motley.core.errors import MotleyError
 from motley.federation import Federation
 from motley.runs.callbacks import Callback
 from motley.runs.folder import RunFolder
-from motley.runs.metrics import overall
+from motley.runs.metrics import ACCURACY, overall
 from motley.server.record import RoundRecord
 from motley.server.state import ServerState
+from motley.tasks import MetricInfo
 
 BARS = "▁▂▃▄▅▆▇█"
 #: Without a terminal, print an estimate if the first round takes longer than this many seconds.
@@ -35,7 +36,7 @@ PATIENCE = 10.0
 
 
 class Progress(Callback):
-    """The numbers that all displays show: the progress, the speed and the accuracy per size."""
+    """The numbers that all displays show: the progress, the speed and the score per size."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -44,6 +45,7 @@ class Progress(Callback):
         self.began = time.perf_counter()
         self.durations: deque[float] = deque(maxlen=20)
         self.history: dict[str, list[float]] = {}
+        self.metric: MetricInfo = ACCURACY
         self.record: RoundRecord | None = None
         self.output_error: OSError | None = None
 
@@ -84,7 +86,8 @@ class Progress(Callback):
         self.began, self.clients_done = now, 0
         self.record, self.round_number = record, record.round_number
         for size, score in record.scores.items():
-            self.history.setdefault(size, []).append(score.accuracy)
+            self.metric = score.metric
+            self.history.setdefault(size, []).append(score.value)
         for client, reason in record.refused.items():
             self.say(f"round {record.round_number}: client {client} was refused: {reason}")
 
@@ -141,8 +144,11 @@ class PlainProgress(Progress):
     def on_round(self, server: ServerState, record: RoundRecord) -> None:
         super().on_round(server, record)
         parts = [f"round {record.round_number}/{self.rounds}"]
-        parts += [f"{size} {score.accuracy:.1%}" for size, score in record.scores.items()]
-        parts += [f"mean {overall(record):.1%}"] if record.scores else []
+        scores = record.scores
+        if scores and not self.metric.percent:
+            parts.append(self.metric.name)
+        parts += [f"{size} {self.metric.text(score.value, 1)}" for size, score in scores.items()]
+        parts += [f"mean {self.metric.text(overall(record), 1)}"] if scores else []
         parts += [
             f"train loss {record.train_loss:.3f}",
             f"{self.durations[-1]:.2f} s",
@@ -192,19 +198,26 @@ class LiveProgress(Progress):
 
     def _table(self) -> RenderableType:
         if not self.history:
-            return Text(f"training on {self.device}, no accuracy yet ...", style="dim")
-        table = Table("size", "accuracy", "best", "over rounds", box=None)
+            return Text(f"training on {self.device}, no score yet ...", style="dim")
+        metric = self.metric
+        table = Table("size", metric.name, "best", "over rounds", box=None)
         # A copy, because the training thread may add a size meanwhile.
         for size, values in list(self.history.items()):
-            table.add_row(size, f"{values[-1]:.1%}", f"{max(values):.1%}", spark(values))
+            top = 1.0 if metric.percent else max(values)
+            last, best = metric.text(values[-1], 1), metric.text(metric.best(values), 1)
+            table.add_row(size, last, best, spark(values, top=top))
         return table
 
 
-def spark(values: list[float], width: int = 40) -> str:
-    """Draw accuracies from 0 to 1 as at most `width` bars. The last value is always included."""
+def spark(values: list[float], width: int = 40, top: float = 1.0) -> str:
+    """Draw values from 0 to `top` as at most `width` bars. The last value is always included."""
     step = max(1, math.ceil(len(values) / width))
     shown = values[::-1][::step][::-1]
-    return "".join(BARS[min(len(BARS) - 1, int(value * len(BARS)))] for value in shown)
+    bars = []
+    for value in shown:
+        height = value / top if top > 0 and math.isfinite(value) else 0.0
+        bars.append(BARS[max(0, min(len(BARS) - 1, int(height * len(BARS))))])
+    return "".join(bars)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,22 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from motley.cli.code import import_for_runs
 from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.runs.checkpoint import fingerprint, load_checkpoint
 from motley.runs.folder import RunFolder
-from motley.runs.metrics import OVERALL, MetricsLog, Outcome, outcome, stage_metrics
+from motley.runs.metrics import (
+    ACCURACY,
+    OVERALL,
+    MetricsLog,
+    Outcome,
+    metric_of,
+    outcome,
+    scores_of,
+    stage_metrics,
+)
+from motley.tasks import MetricInfo
 
 
 def show(
@@ -31,11 +42,12 @@ def show(
         False, "--json", help="Print a JSON list with one object per run."
     ),
 ) -> None:
-    """Show the accuracy per size and overall, the communication and the time of runs."""
+    """Show the score per size and overall, the communication and the time of runs."""
     if fingerprint_only and as_json:
         raise MotleyError(
             "--fingerprint and --json: give one of them; --json includes the fingerprint."
         )
+    import_for_runs(*paths)
     folders = [RunFolder.open(path) for path in paths]
     if fingerprint_only:
         for folder in folders:
@@ -65,7 +77,9 @@ def print_outcome(console: Console, folder: RunFolder) -> None:
     """Print the results of a run."""
     # Paths and names are printed as they are: no colours, no markup, no line breaks.
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    config = folder.read_config()
+    config, missing_code = folder.read_config_for_display()
+    if missing_code:
+        say(missing_code)
     lines = MetricsLog(folder.metrics).read()
     if not lines:
         say(f"{folder.path} has no finished round yet.")
@@ -75,13 +89,19 @@ def print_outcome(console: Console, folder: RunFolder) -> None:
     about = f" ({preset}split {config.split.name}, seed {config.seed})"
     console.print(Text.assemble((title(config), "bold"), about))
     say(f"round {result.rounds} of {config.training.rounds}")
-    if result.accuracy:
-        console.print(accuracy_table(result))
+    if result.scores:
+        console.print(score_table(result))
+        others = other_metrics(lines)
+        if others:
+            say(f"mean over sizes, last evaluation: {others}")
     else:
         say("no round has been evaluated yet")
+    if result.client_scores is not None:
+        say(client_headline(result.client_scores))
+        console.print(client_table(result))
     for target, number in result.rounds_to.items():
         reached = f"first reached in round {number}" if number is not None else "not reached"
-        say(f"{target:.1%} mean accuracy: {reached}")
+        say(f"{result.metric.text(target, 1)} mean {result.metric.name}: {reached}")
     metrics = stage_metrics(lines[-1])
     if metrics:
         numbers = ", ".join(f"{name} {_written(value)}" for name, value in metrics.items())
@@ -108,34 +128,114 @@ def _epsilon(value: float | None) -> str:
     return "infinite" if value is None else f"{value:.2f}"
 
 
-def accuracy_table(result: Outcome) -> Table:
+def score_table(result: Outcome) -> Table:
     """Return one row per size and one for their mean."""
+    metric = result.metric
     table = Table("size", "last", "best", "best round", f"mean of last {result.averaged}")
+    if metric.name != ACCURACY.name:
+        table.title = f"{metric.name} ({metric.direction})"
     for column in table.columns[1:]:
         column.justify = "right"
-    for name, summary in result.accuracy.items():
+    for name, summary in result.scores.items():
         if name == OVERALL:
             table.add_section()
         table.add_row(
             name,
-            f"{summary.last:.2%}",
-            f"{summary.best:.2%}",
+            metric.text(summary.last),
+            metric.text(summary.best),
             str(summary.best_round),
-            f"{summary.mean_of_last_k:.2%}",
+            metric.text(summary.mean_of_last_k),
             style="bold" if name == OVERALL else "",
         )
     return table
+
+
+def other_metrics(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return the last mean over sizes of every metric that is not the primary one, as text."""
+    primary = metric_of(lines).name
+    evaluated = [line for line in lines if scores_of(line)]
+    metrics = dict(evaluated[-1].get("scores") or {})
+    if "accuracy" in evaluated[-1]:
+        metrics[ACCURACY.name] = evaluated[-1]["accuracy"]
+    texts = []
+    for name, values in metrics.items():
+        if name != primary:
+            texts.append(f"{name} {_written(values.get(OVERALL))}")
+    return ", ".join(texts)
+
+
+# ---- scores of clients
+
+#: Columns of the table of client scores, and the keys of their numbers in the metrics.
+SPREAD_COLUMNS = {
+    "mean": "mean",
+    "weighted": "weighted",
+    "worst tenth": "worst_tenth",
+    "std": "std",
+    "min": "min",
+    "max": "max",
+}
+
+
+def client_headline(scores: Mapping[str, Any]) -> str:
+    """Say how many clients were scored, and when."""
+    unscored = scores["unscored"]
+    without = f", {unscored} without a score" if unscored else ""
+    clients = scores.get("clients", 0)
+    return f"clients on their own test data, round {scores['round']}: {clients} scored{without}"
+
+
+def client_table(result: Outcome) -> Table:
+    """Return one row per size and one for all clients, beside the global score.
+
+    With personalized scores, each has a second row.
+    """
+    table = Table("size", "clients", "global", *SPREAD_COLUMNS)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    scores = result.client_scores or {}
+    personalized = scores.get("personalized") or {}
+    sizes = scores.get("sizes") or {}
+    for size in sizes:
+        after = (personalized.get("sizes") or {}).get(size)
+        _add_spread(table, result, size, sizes[size], after)
+    table.add_section()
+    if scores.get("clients"):
+        _add_spread(table, result, OVERALL, scores, personalized)
+    return table
+
+
+def _add_spread(
+    table: Table,
+    result: Outcome,
+    size: str,
+    spread: Mapping[str, Any],
+    after: Mapping[str, Any] | None,
+) -> None:
+    """Add the row of a size, or of all clients, and one for the scores after local training."""
+    name, style = ("all clients", "bold") if size == OVERALL else (size, "")
+    summary = result.scores.get(size)
+    overall = _score(result.metric, summary.last) if summary else ""
+    row = [_score(result.metric, spread[key]) for key in SPREAD_COLUMNS.values()]
+    table.add_row(name, str(spread["clients"]), overall, *row, style=style)
+    if after:
+        row = [_score(result.metric, after[key]) for key in SPREAD_COLUMNS.values()]
+        table.add_row("  personalized", "", "", *row, style=style)
+
+
+def _score(metric: MetricInfo, value: float | None) -> str:
+    return "" if value is None else metric.text(value)
 
 
 # ---- several runs
 
 
 def side_by_side(folders: Sequence[RunFolder]) -> Table:
-    """Return a table with one column per run: main settings, accuracies, traffic and time."""
+    """Return a table with one column per run: main settings, scores, traffic and time."""
     plain = [as_plain(folder, with_fingerprint=False) for folder in folders]
     sizes: list[str] = []
     for run in plain:
-        sizes += [size for size in run["accuracy"] if size not in sizes and size != OVERALL]
+        sizes += [size for size in run["scores"] if size not in sizes and size != OVERALL]
     table = Table("")
     for folder in folders:
         table.add_column(Text(str(folder.path)), justify="right", overflow="fold")
@@ -146,31 +246,60 @@ def side_by_side(folders: Sequence[RunFolder]) -> Table:
     table.add_row(
         "round", *(f"{run['round']} of {run['rounds']}" for run in plain), end_section=True
     )
-    for key, words in (("last", "last accuracy"), ("best", "best accuracy")):
+    metrics = {run["metric"] for run in plain}
+    # Runs of different tasks can be shown beside each other: each column has its own metric.
+    word = metrics.pop() if len(metrics) == 1 else "score"
+    if word == "score":
+        table.add_row("metric", *(run["metric"] for run in plain))
+    for key in ("last", "best"):
         for size in (*sizes, OVERALL):
-            row = [_percent(run["accuracy"].get(size, {}).get(key)) for run in plain]
-            name = f"{words}, {size}"
+            row = [_score_text(run, size, key) for run in plain]
+            name = f"{key} {word}, {size}"
             table.add_row(
                 name, *row, style="bold" if size == OVERALL else "", end_section=size == OVERALL
             )
+    _add_client_rows(table, plain)
     table.add_row("MB down", *(f"{run['bytes']['down'] / 1e6:,.1f}" for run in plain))
     table.add_row("MB up", *(f"{run['bytes']['up'] / 1e6:,.1f}" for run in plain))
     table.add_row("seconds", *(f"{sum(run['seconds'].values()):,.1f}" for run in plain))
     return table
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.2%}"
+def _add_client_rows(table: Table, runs: Sequence[Mapping[str, Any]]) -> None:
+    """Add the scores of clients, if some run has any."""
+    for words, table_of in (("clients", _client_scores), ("personalized", _personalized)):
+        if not any(table_of(run) for run in runs):
+            continue
+        for column, key in SPREAD_COLUMNS.items():
+            row = [_score(_metric(run), table_of(run).get(key)) for run in runs]
+            table.add_row(f"{words}: {column}", *row, end_section=key == "max")
+
+
+def _client_scores(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    return run["client_scores"] or {}
+
+
+def _personalized(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    return _client_scores(run).get("personalized") or {}
+
+
+def _metric(run: Mapping[str, Any]) -> MetricInfo:
+    return MetricInfo(run["metric"], run["higher_is_better"], run["percent"])
+
+
+def _score_text(run: Mapping[str, Any], size: str, key: str) -> str:
+    value = run["scores"].get(size, {}).get(key)
+    return _score(_metric(run), value)
 
 
 def as_plain(folder: RunFolder, *, with_fingerprint: bool = True) -> dict[str, Any]:
     """Return the results of a run as plain values, for JSON."""
-    config = folder.read_config()
+    config, _ = folder.read_config_for_display()
     lines = MetricsLog(folder.metrics).read()
     result = outcome(lines, config.evaluation.last_k, config.evaluation.targets)
-    accuracy = {}
-    for size, summary in result.accuracy.items():
-        accuracy[size] = {
+    scores = {}
+    for size, summary in result.scores.items():
+        scores[size] = {
             "last": summary.last,
             "best": summary.best,
             "best_round": summary.best_round,
@@ -188,8 +317,13 @@ def as_plain(folder: RunFolder, *, with_fingerprint: bool = True) -> dict[str, A
         "round": result.rounds,
         "rounds": config.training.rounds,
         "finished": result.rounds >= config.training.rounds,
-        "accuracy": accuracy,
+        "metric": result.metric.name,
+        "higher_is_better": result.metric.higher_is_better,
+        "percent": result.metric.percent,
+        "scores": scores,
+        "accuracy": scores if result.metric.name == ACCURACY.name else None,
         "mean_of_last_rounds": result.averaged,
+        "client_scores": result.client_scores,
         "rounds_to": {str(target): number for target, number in result.rounds_to.items()},
         "bytes": {"down": result.bytes_down, "up": result.bytes_up},
         "seconds": result.seconds,

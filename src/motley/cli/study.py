@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from motley.cli.code import import_beside
 from motley.config import parse_overrides
 from motley.core.errors import MotleyError
 from motley.federation import Federation
@@ -55,6 +56,13 @@ def study(
     set_: list[str] = typer.Option(
         [], "--set", metavar="TABLE.KEY=VALUE", help="Override a setting of every run."
     ),
+    score: str = typer.Option(
+        "",
+        metavar="MEASURE",
+        help="Show this measure instead of the study's: last, best, mean-of-last-k, client-mean, "
+        "client-worst, personalized-mean, ... The scores of clients need --set "
+        "evaluation.per_client=all.",
+    ),
     plan_only: bool = typer.Option(
         False, "--plan", help="Print what would run and what is missing, and exit."
     ),
@@ -73,6 +81,7 @@ def study(
             f"\nStart here: motley study {_FIRST}  (two minutes, no data needed)", highlight=False
         )
         return
+    import_beside(Path(name) if name.endswith(".toml") else None)
     chosen = load_study(name)
     scale = scale or chosen.scale
     cells = plan_cells(
@@ -83,6 +92,7 @@ def study(
         methods=method,
         seeds=seeds,
         overrides=parse_overrides(set_),
+        score=score,
     )
     todo = unfinished_runs(cells, out)
     _announce(console, chosen, scale, cells, todo)

@@ -12,18 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from motley.client.encoding import Encoding, encoded, without_residual
-from motley.client.job import Job
+from motley.client.job import CLIENT_SCORES, Job
 from motley.client.learner import Learner
-from motley.client.own_model import model_in, with_model, without_model
+from motley.client.own_model import MODEL, PRIVATE, prefixed, state_of_method, stored_under
+from motley.client.scoring import PERSONALIZED, SCORE, ClientTests
 from motley.client.state_store import ClientStateStore
 from motley.client.training import NO_STEPS, Plan, TrainingSettings, make_plan
+from motley.core.device import on_device
 from motley.core.errors import MotleyError
 from motley.core.part import State
+from motley.core.randomness import key
 from motley.core.tensors import max_norm
 from motley.core.update import ClientUpdate
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
 from motley.methods.base import Collection, Method
+from motley.methods.evaluation import METRICS
 from motley.models.moments import batch_moments
 from motley.privacy.mechanism import DPMechanism
 
@@ -53,8 +57,13 @@ class Clients:
         encoding: Encoding = "fp32",
         lean: bool = False,
         test_set: TestSet | None = None,
+        tests: Callable[[], ClientTests] | None = None,
+        personalize_epochs: float = 0.0,
     ) -> None:
         """`test_set`: where clients' own models are evaluated, if the method exchanges no weights.
+
+        `tests`: returns the test examples of every client, if clients are scored one by one.
+        `personalize_epochs`: epochs of local training before a personalized score.
 
         `lean`: take as little memory as a step needs. Batches are made one by one, and on a CPU
         a job loses its state once its client has a copy, so the caller must not need it again.
@@ -63,9 +72,13 @@ class Clients:
         self.precision, self.seed, self.memory = precision, seed, memory
         self.kernels, self.compiled = kernels, compiled
         self.dp, self.encoding, self.lean = dp, encoding, lean
-        self.test_set = test_set
+        self.test_set, self._tests = test_set, tests
+        #: How a client trains for its personalized score.
+        self._personalizing = training.model_copy(update={"epochs": personalize_epochs, "steps": 0})
+        self._personalizes = personalize_epochs > 0
         #: The examples on each device that clients train on; the home device comes first.
         self.copies = [data, *elsewhere]
+        self._first_private: dict[str, State] = {}
         self._smallest: dict[str, int] = {}
         smallest = max(self.smallest_batch(size) for size in method.info.split.sizes)
         if training.batch_size < smallest:
@@ -87,7 +100,10 @@ class Clients:
     def learner(self, size: str, where: int = 0) -> Learner:
         """Return a fresh learner of a size on one of the devices."""
         epoch = self.training.epoch_lengths(int(self.partition.sizes.max()), 1)
-        longest = self.training.local_steps(len(epoch))
+        longest = self.training.local_steps(len(epoch), self.method.extra_epochs)
+        if self._personalizes:
+            extra = self.method.extra_epochs
+            longest = max(longest, self._personalizing.local_steps(len(epoch), extra))
         model = self.method.info.split.build(size)
         return Learner(
             model,
@@ -119,50 +135,102 @@ class Clients:
     def local_steps(self, job: Job) -> int:
         """Return how many steps a job takes."""
         epoch = self.training.epoch_lengths(self.samples(job.client), self.smallest_batch(job.size))
-        return self.training.local_steps(len(epoch))
+        return self.training.local_steps(len(epoch), self.method.extra_epochs)
 
     def plan(self, job: Job) -> Plan:
         """Draw a job's batches."""
+        personalizes = job.collection == "personalized-score"
         return make_plan(
-            self.training,
+            self._personalizing if personalizes else self.training,
             self.partition.of(job.client),
             smallest=self.smallest_batch(job.size),
             augmented=self.data.random,
-            seed=self.seed,
+            seed=self.seed_of(job),
             round_number=job.round_number,
             client=job.client,
+            extra_epochs=self.method.extra_epochs,
         )
+
+    def seed_of(self, job: Job) -> int:
+        """Return the seed of a job's random numbers.
+
+        Training for a score has other ones than the client's training in the same round.
+        """
+        if job.collection == "personalized-score":
+            return key(self.seed, "personalized score")
+        return self.seed
 
     def resume(self, job: Job) -> tuple[Job, State]:
         """Return a job with the weights that its client starts from, and the client's state.
 
-        The weights are those that the job carries or, if the method exchanges no weights, those of
-        the client's own model. Before its first accepted update a client has no model of its own
-        and starts from the weights in the job. The state is the stored one, or the initial one.
+        The weights are those that the job carries, completed by the client's private tensors. If
+        the method exchanges no weights, they are those of the client's own model; before its first
+        accepted update a client has none and starts from the weights in the job. The state is the
+        stored one, or the initial one.
         """
         needs = self.method.requirements
-        if job.client_state_round is None:
+        private = self.method.info.split.private[job.size]
+        keeps_something = needs.client_state or not needs.exchanges_weights or private
+        if job.client_state_round is None or not keeps_something:
+            if private:
+                job = self._completed(job, self._initial_private(job.size))
             if not needs.client_state:
                 return job, {}
             return job, self.method.client.initial_client_state(job.size, job.state)
-        if needs.exchanges_weights and not needs.client_state:
-            return job, {}
         stored = without_residual(self.memory.recall(job.client, job.client_state_round))
-        if needs.exchanges_weights:
-            return job, stored
-        return replace(job, state=model_in(stored)), without_model(stored)
+        client_state = state_of_method(stored)
+        if not needs.exchanges_weights:
+            job = replace(job, state=stored_under(MODEL, stored))
+        elif private:
+            job = self._completed(job, stored_under(PRIVATE, stored))
+        elif needs.personal_model and job.collection in ("evaluation", *CLIENT_SCORES):
+            job = replace(job, state=self.method.client.personal_model(client_state))
+        return job, client_state
 
-    def own_model(self, client: int, round_number: int) -> State:
-        """Return a client's own model after a round, if the method exchanges no weights."""
-        return model_in(self.memory.get(client, round_number))
+    def _completed(self, job: Job, private: State) -> Job:
+        """Return a job with the client's private tensors beside those that the server sent."""
+        state = {**job.state, **private}
+        if self._drops_received:
+            job.state.clear()
+        return replace(job, state=state)
+
+    def _initial_private(self, size: str) -> State:
+        """Return the private tensors of a client of a size before its first training."""
+        if size not in self._first_private:
+            tensors = self.method.info.split.initial_private(size, self.seed)
+            self._first_private[size] = {n: on_device(t, self.device) for n, t in tensors.items()}
+        return self._first_private[size]
+
+    def own_model(self, client: int, size: str, round_number: int, part: State) -> State:
+        """Return a client's model after a round: `part`, completed by what the client keeps.
+
+        Without private tensors it is all the client's own, and `part` is not used.
+        """
+        stored = self.memory.get(client, round_number)
+        needs = self.method.requirements
+        if not needs.exchanges_weights:
+            return stored_under(MODEL, stored)
+        if needs.personal_model:
+            state = state_of_method(without_residual(stored))
+            return self.method.client.personal_model(state)
+        if self.method.info.split.private[size]:
+            return {**part, **stored_under(PRIVATE, stored)}
+        return part
+
+    @property
+    def _drops_received(self) -> bool:
+        """Whether a job loses its state once its client has a copy.
+
+        A slot on a GPU is loaded twice, before and after its step is captured. The state is in host
+        memory there, and the training is not.
+        """
+        return self.lean and self.device.type == "cpu"
 
     def seat(self, learner: Learner, job: Job, plan: Plan, client_state: State) -> None:
         """Put a client into a learner."""
         learner.rows = self.partition.of(job.client)
-        learner.load(job, client_state, plan, self.seed)
-        # A slot on a GPU is loaded twice, before and after its step is captured. The state is in
-        # host memory there, and the training is not.
-        if self.lean and self.device.type == "cpu":
+        learner.load(job, client_state, plan, self.seed_of(job))
+        if self._drops_received:
             job.state.clear()
 
     def finish(self, learner: Learner) -> ClientUpdate:
@@ -171,7 +239,10 @@ class Clients:
         if self.lean:
             learner.drop_moments()
         needs = self.method.requirements
-        delta = learner.delta() if needs.exchanges_weights else {}
+        private = self.method.info.split.private[learner.job.size]
+        delta: State = {}
+        if needs.exchanges_weights:
+            delta = {n: tensor for n, tensor in learner.delta().items() if n not in private}
         payload, client_state, loss = learner.result()
         if (payload and not needs.payload) or bool(client_state) != needs.client_state:
             raise TypeError(
@@ -179,11 +250,21 @@ class Clients:
                 f"{sorted(payload)} and a client state of {sorted(client_state)}; its method "
                 f"declares {needs}."
             )
-        if not needs.exchanges_weights:
-            client_state = with_model(client_state, learner.state)
+        if private & payload.keys():
+            raise TypeError(
+                f"{type(self.method.client).__name__}.finish returned {sorted(payload)} as its "
+                "payload, which has names of private tensors (split.private)."
+            )
+        kept = learner.state if not needs.exchanges_weights else {}
+        if kept:
+            client_state = {**client_state, **prefixed(MODEL, kept)}
+        elif private:
+            kept = {name: tensor for name, tensor in learner.state.items() if name in private}
+            client_state = {**client_state, **prefixed(PRIVATE, kept)}
+        if kept:
             # The server cannot see that a model is broken. It rejects a loss that is not finite,
             # and the client then continues from the model before this round.
-            broken = ~max_norm(learner.state.values()).isfinite()
+            broken = ~max_norm(kept.values()).isfinite()
             loss = loss.masked_fill(broken, torch.nan)
         return self.update(learner.job, delta, payload, client_state, loss, learner.num_steps)
 
@@ -223,13 +304,22 @@ class Clients:
             loss=loss / num_steps,
         )
 
+    def can_answer(self, job: Job) -> bool:
+        """Tell whether a client has examples for the collection that a job names."""
+        if job.collection in CLIENT_SCORES:
+            return self.tests.count(job.client) > 0
+        return self.samples(job.client) > 0
+
     def collect(self, learner: Learner, job: Job) -> Collection:
         """Ask one client for the collection that the job names, over all of its examples.
 
         In single precision whatever the training precision, because collections serve evaluation.
+        For a personalized score, this is the score before the training.
         """
         if job.collection == "evaluation":
             return self._evaluate(learner, job)
+        if job.collection in CLIENT_SCORES:
+            return self._score(learner, job)
         once = {
             "epochs": 1.0,
             "steps": 0,
@@ -247,6 +337,8 @@ class Clients:
             client=job.client,
         )
         if job.collection == "statistics":
+            if self.method.info.split.private[job.size]:
+                job, _ = self.resume(job)
             learner.receive(job.state)
             with learner.weights.single_precision(), learner.without_compilation():
                 values = batch_moments(learner.model, learner.examples(plan))
@@ -262,19 +354,67 @@ class Clients:
         """Score one client's own model on the test set."""
         if self.test_set is None:
             raise MotleyError("there is no test set here to evaluate clients' own models on.")
+        values = self._evaluate_own_model(learner, job, self.test_set())
+        return Collection(job.client, self.samples(job.client), values, job.size, job.round_number)
+
+    def _evaluate_own_model(
+        self, learner: Learner, job: Job, batches: Iterable[tuple[Tensor, Tensor]]
+    ) -> State:
+        """Return what a client's own model counts on some test examples."""
         job, client_state = self.resume(job)
         self.seat(learner, job, NO_STEPS, client_state)
-        learner.model.eval()
-        try:
-            with (
-                torch.no_grad(),
-                learner.weights.single_precision(),
-                learner.without_compilation(),
-            ):
-                values = self.method.client.evaluate(learner, self.test_set())
-        finally:
-            learner.model.train()
-        return Collection(job.client, self.samples(job.client), values, job.size, job.round_number)
+        with evaluating(learner):
+            return self.method.client.evaluate(learner, batches)
+
+    # ---- scores on clients' own test examples
+
+    @property
+    def tests(self) -> ClientTests:
+        """The test examples of every client."""
+        if self._tests is None:
+            raise MotleyError("there are no test examples here to score clients on.")
+        return self._tests()
+
+    def _score(self, learner: Learner, job: Job) -> Collection:
+        """Score one client: the model that it received, or else its own."""
+        if not self.method.has_own_models:
+            return self.score_together(learner, [job])[0]
+        answer = self._evaluate_own_model(learner, job, self.tests.examples(job.client))
+        info = self.method.info
+        # The sums of all metrics are one vector, which begins with those of the primary one.
+        return self._scored(job, answer[METRICS][: info.task.primary.num_sums(info.classes)])
+
+    def score_together(self, learner: Learner, jobs: Sequence[Job]) -> list[Collection]:
+        """Score clients that received the same weights, in one pass over their test examples."""
+        learner.receive(jobs[0].state)
+        with evaluating(learner):
+            sums = self.tests.sums(learner.model, [job.client for job in jobs])
+        return [self._scored(job, row) for job, row in zip(jobs, sums.unbind(), strict=True)]
+
+    def _scored(self, job: Job, sums: Tensor) -> Collection:
+        count, values = self.tests.count(job.client), {SCORE: sums}
+        return Collection(job.client, count, values, job.size, job.round_number)
+
+    def add_personalized(self, answer: Collection, learner: Learner) -> Collection:
+        """Return a client's answer with the score of the model that it has now trained."""
+        with evaluating(learner):
+            sums = self.tests.sums(learner.model, [answer.client])
+        return replace(answer, values={**answer.values, PERSONALIZED: sums[0]})
+
+    def add_same_score(self, answer: Collection) -> Collection:
+        """Return the answer of a client that has too few examples to train: its score stays."""
+        return replace(answer, values={**answer.values, PERSONALIZED: answer.values[SCORE]})
+
+
+@contextmanager
+def evaluating(learner: Learner) -> Iterator[None]:
+    """Put a learner's model into evaluation mode, in single precision and without gradients."""
+    learner.model.eval()
+    try:
+        with torch.no_grad(), learner.weights.single_precision(), learner.without_compilation():
+            yield
+    finally:
+        learner.model.train()
 
 
 @contextmanager

@@ -7,9 +7,15 @@ from typing import Literal, TypeAlias
 
 from motley.core.part import State
 
-#: A method's own collection, BatchNorm statistics (`motley.server.recalibration`), or the scores of
-#: clients' own models (`motley.server.own_models`).
-CollectionName: TypeAlias = Literal["method", "statistics", "evaluation"]
+#: A method's own collection; BatchNorm statistics (`motley.server.recalibration`); the scores of
+#: clients' own models on the test set (`motley.server.own_models`); scores on clients' own test
+#: examples, and those after local training too (`motley.server.client_scores`).
+CollectionName: TypeAlias = Literal[
+    "method", "statistics", "evaluation", "client-score", "personalized-score"
+]
+
+#: The collections that score a client on its own test examples.
+CLIENT_SCORES = ("client-score", "personalized-score")
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from motley.client.optimizers import Optimizer
 from motley.client.training import Plan, TrainingSettings
 from motley.client.weights import Weights, working_type
 from motley.core.device import on_device, place, use_generator
+from motley.core.errors import MotleyError
 from motley.core.part import State, by_type
 from motley.core.randomness import key
 from motley.core.tensors import add_, difference, norms
@@ -66,6 +67,8 @@ class _Proximal:
     term: Proximal
 
     def strength(self, name: str) -> float:
+        if name not in self.center:
+            return 0.0
         return self.mu[name] if isinstance(self.mu, Mapping) else self.mu
 
 
@@ -112,7 +115,12 @@ class Learner:
         if compiled:
             compile_model(self.model)
         self.algorithm, self.training, self.data, self.device = algorithm, training, data, device
+        #: Whether the model has layers that move the weights that `functional_call` lends them.
+        self._moves_weights = device.type == "cuda" and any(
+            isinstance(module, nn.RNNBase) for module in self.model.modules()
+        )
         self.weights = Weights(self.model, precision)
+        self._working_type = working_type(precision)
         #: The model's own tensors, which are rounded to 16 bits in fp16 and bf16.
         self._computing: State = self.model.state_dict()
         self.params: State = {n: tensor.detach() for n, tensor in self.weights.masters.items()}
@@ -141,6 +149,7 @@ class Learner:
         self.inputs = self.targets = self._no_batch = torch.zeros(0, dtype=self.batches.dtype)
         self._loss = torch.zeros((), device=device)
         self.num_steps = self.total_steps = self.epoch_steps = 0
+        self.phase = 0
         self._seed = 0
         self.job: Job | None = None
         #: The rows of all examples of the client.
@@ -181,7 +190,7 @@ class Learner:
 
     def load(self, job: Job, client_state: State, plan: Plan, seed: int) -> None:
         """Load a client: its part, broadcast, state and plan, with a fresh optimizer."""
-        self.job, self.lengths, self.num_steps = job, plan.lengths, 0
+        self.job, self.lengths, self.num_steps, self.phase = job, plan.lengths, 0, 0
         self.total_steps, self.epoch_steps = len(plan.lengths), plan.epoch_steps
         self._seed = seed
         self.hold(job.broadcast, client_state)
@@ -244,6 +253,14 @@ class Learner:
         """Key torch's own CPU generator for the next step, because learners share it."""
         if self.generator is None:
             torch.random.default_generator.manual_seed(self._key(self.num_steps))
+
+    def phase_of(self, step_number: int) -> int:
+        """Return the phase of a step of the current client; the first step is number 0."""
+        return self.algorithm.phase(self, step_number)
+
+    def enter_phase(self) -> None:
+        """Set the phase of the next step."""
+        self.phase = self.phase_of(self.num_steps)
 
     def _key(self, *step: int) -> int:
         assert self.job is not None
@@ -377,18 +394,23 @@ class Learner:
             _divide_by_lengths(gradients, torch._foreach_norm(squares))
         add_(self.weights.gradients(), gradients, proximal.mu)
 
-    def optimize(self, names: Iterable[str] | None = None) -> None:
+    def optimize(self, names: Iterable[str] | None = None, *, clip: bool = False) -> None:
         """Clip the gradients if the run asks for it, and take the optimizer's step."""
         if names is not None:
+            chosen = tuple(names)
             self._add_proximal()
             self.weights.gather()
-            self._optimizer_of(tuple(names)).step()
+            if clip and self.training.max_grad_norm:
+                masters = [self.weights.masters[name] for name in chosen]
+                nn.utils.clip_grad_norm_(masters, self.training.max_grad_norm)
+            self._optimizer_of(chosen).step()
             self.sync()
             return
         proximal, clipped = self._proximal, self.training.max_grad_norm
         squared = proximal is not None and proximal.term == "squared"
         if proximal is not None and squared and self.fused_optimizer and not clipped:
-            center = [proximal.center[name] for name in self.params]
+            # A name that is not in the center has no term; any tensor of its shape will do there.
+            center = [proximal.center.get(name, self.received[name]) for name in self.params]
             strengths = [proximal.strength(name) for name in self.params]
             self.optimizer.pull(center, strengths)  # type: ignore[union-attr]
             self._proximal = None
@@ -429,6 +451,12 @@ class Learner:
 
     def frozen(self, state: State, inputs: Tensor, forward: Forward | None = None) -> Tensor:
         """Return the output of this architecture with another state, without gradients."""
+        if self._moves_weights:
+            raise MotleyError(
+                f"method.name = {self.algorithm.settings.name!r}: runs the model with the weights "
+                "of another round, and on a GPU torch's recurrent layers (nn.LSTM, nn.GRU, nn.RNN) "
+                "move such weights in memory. Use motley.models.lstm.LSTMLayer, or a CPU."
+            )
         module = _Forward(self.model, forward or _call)
         self.model.eval()
         try:
@@ -462,6 +490,10 @@ class Learner:
     def as_inputs(self, images: Tensor) -> Tensor:
         """Return images in the type in which the model computes."""
         return images.to(self.batches.dtype)
+
+    def as_features(self, features: Tensor) -> Tensor:
+        """Return activations in the type in which the model computes."""
+        return features.to(self._working_type)
 
     def first_inputs(self, count: int) -> Tensor:
         """Return the client's first `count` inputs of this round, as it trained on them."""

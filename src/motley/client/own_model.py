@@ -1,8 +1,10 @@
-"""A client's own model in its stored state, for methods that exchange no weights.
+"""What a client keeps of its model in its stored state, beside the state of its method.
 
-Such a client receives weights once, with its first job. From then on its model (parameters and
-buffers) is kept with its client state, in the same store and under the same round, so that it is
-saved, resumed and rolled back together with it.
+If a method exchanges no weights, this is the client's whole model (`MODEL`): the client receives
+weights once, with its first job. If some tensors are private (`split.private`), it is these
+(`PRIVATE`): the client receives all others with every job. Both are in the same store and under the
+same round as the rest of the client state, so that they are saved, resumed and rolled back
+together with it.
 """
 
 from __future__ import annotations
@@ -13,24 +15,24 @@ from torch import Tensor
 
 from motley.core.part import State
 
-#: Prefix of the model's tensors in a stored client state.
-MODEL = "model/"
+#: Prefixes of the model's tensors in a stored client state.
+MODEL, PRIVATE = "model/", "private/"
 
 
-def with_model(client_state: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> State:
-    """Return a client state with the client's model in it."""
-    return {**client_state, **{MODEL + name: tensor for name, tensor in model.items()}}
+def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> State:
+    """Return tensors under the names that they have in a stored state."""
+    return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
-def model_in(stored: Mapping[str, Tensor]) -> State:
-    """Return the client's model in a stored state."""
-    model = {}
+def stored_under(prefix: str, stored: Mapping[str, Tensor]) -> State:
+    """Return the tensors of a stored state that have a prefix, under their own names."""
+    tensors = {}
     for name, tensor in stored.items():
-        if name.startswith(MODEL):
-            model[name.removeprefix(MODEL)] = tensor
-    return model
+        if name.startswith(prefix):
+            tensors[name.removeprefix(prefix)] = tensor
+    return tensors
 
 
-def without_model(stored: Mapping[str, Tensor]) -> State:
-    """Return a stored state without the client's model."""
-    return {name: tensor for name, tensor in stored.items() if not name.startswith(MODEL)}
+def state_of_method(stored: Mapping[str, Tensor]) -> State:
+    """Return a stored state without what it has of the client's model."""
+    return {n: tensor for n, tensor in stored.items() if not n.startswith((MODEL, PRIVATE))}

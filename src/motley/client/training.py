@@ -214,11 +214,15 @@ class TrainingSettings(Settings):
         keep_rest = rest >= smallest and (full == 0 or not self.drop_last)
         return [self.batch_size] * full + [rest] * (rest > 0 and keep_rest)
 
-    def local_steps(self, epoch_steps: int) -> int:
-        """Return the number of steps in a round, given the number of steps in an epoch."""
+    def local_steps(self, epoch_steps: int, extra_epochs: float = 0.0) -> int:
+        """Return the number of steps in a round, given the number of steps in an epoch.
+
+        `extra_epochs` are those of the method (`Method.extra_epochs`).
+        """
         if not epoch_steps:
             return 0
-        return self.steps or max(1, round(self.epochs * epoch_steps))
+        steps = self.steps or max(1, round(self.epochs * epoch_steps))
+        return steps + round(extra_epochs * epoch_steps)
 
 
 def reset(optimizer: Optimizer, lr: float) -> None:
@@ -261,10 +265,11 @@ def make_plan(
     seed: int,
     round_number: int,
     client: int,
+    extra_epochs: float = 0.0,
 ) -> Plan:
     """Draw a client's batches for a round: a fresh permutation of its examples per epoch."""
     epoch = training.epoch_lengths(len(examples), smallest)
-    steps = training.local_steps(len(epoch))
+    steps = training.local_steps(len(epoch), extra_epochs)
     lengths = [epoch[step % len(epoch)] for step in range(steps)]
     rows = np.zeros((steps, training.batch_size), dtype=np.int64)
     numbers = generator(seed, "batches", round_number, client)

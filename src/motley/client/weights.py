@@ -38,6 +38,10 @@ def lower(model: nn.Module, precision: str) -> dict[str, nn.Parameter]:
     lowered = {name: p for name, p in model.named_parameters() if p not in of_norms}
     for parameter in lowered.values():
         parameter.data = parameter.data.to(TYPES[precision])
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            # cuDNN computes with weights in one block of memory, and would copy them in each call.
+            module.flatten_parameters()
     return lowered
 
 

@@ -137,6 +137,26 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "models of clients' own, without any exchange",
         {"method.name": "local", **_OWN_MODELS},
     ),
+    "FedPer": (
+        "FedAvg with private heads, over whatever split is set",
+        {"method.name": "fedavg", "split.private": "head", "server.inco.variant": "off"},
+    ),
+    "LG-FedAvg": (
+        "FedAvg of heads with private bodies, over whatever split is set",
+        {"method.name": "fedavg", "split.private": "body", "server.inco.variant": "off"},
+    ),
+    "FedBN": (
+        "FedAvg with private normalization layers, over whatever split is set",
+        {"method.name": "fedavg", "split.private": "normalization", "server.inco.variant": "off"},
+    ),
+    "FedRep": (
+        "private heads, trained before the body, over whatever split is set",
+        {"method.name": "fedrep", "split.private": "head", "server.inco.variant": "off"},
+    ),
+    "Ditto": (
+        "a personal model beside the global one, over whatever split is set",
+        {"method.name": "ditto", "server.inco.variant": "off"},
+    ),
     "CCVR": (
         "after FedAvg, over whatever split is set",
         {"method.name": "ccvr", "server.inco.variant": "off"},
@@ -182,12 +202,10 @@ def spelled_out(values: Table, below: Table) -> Table:
     `below` has the values of all lower layers.
     """
     name = _get(values, "method.name")
-    if not isinstance(name, str) or is_dotted(name) or name in METHODS:
-        return values  # a dotted path that leads nowhere is reported by the table's validation
+    if not isinstance(name, str) or is_dotted(name) or name in METHODS.names() or name in METHODS:
+        return values  # a plug-in that cannot be imported is reported by the table's validation
     if name not in NAMES:
-        raise MotleyError(
-            "method.name: " + unknown("method", name, (entry.name for entry in METHODS), also=NAMES)
-        )
+        raise MotleyError("method.name: " + unknown("method", name, METHODS.names(), also=NAMES))
     meaning = dict(NAMES[name])
     under = _get(below, "server.inco.variant")
     if meaning.get("server.inco.variant", "off") != "off" and under not in (None, "off"):

@@ -24,6 +24,7 @@ from motley.client.training import TrainingSettings
 from motley.config.paper_names import spelled_out
 from motley.config.renames import reject_old_names
 from motley.core.errors import MotleyError, unknown
+from motley.core.registry import Registry
 from motley.data.dataset import DATASETS
 from motley.data.public import PUBLIC, PublicDatasetSettings, PublicSettings
 from motley.data.settings import DataSettings
@@ -32,11 +33,15 @@ from motley.evaluate import EvaluationSettings
 from motley.methods import METHODS, MethodSettings
 from motley.models import MODELS, ModelSpec
 from motley.models.cnn import CNNSettings
+from motley.models.cnn1d import CNN1dSettings
 from motley.models.factories import check_options, with_options
 from motley.models.initialization import Initialization
+from motley.models.lstm import LSTMSettings
 from motley.models.mlp import MLPSettings
 from motley.models.preact import PreActSettings
 from motley.models.resnet import ResNetSettings
+from motley.models.table import TableSettings
+from motley.models.transformer import DecoderSettings, EncoderSettings
 from motley.models.vgg import VGGSettings
 from motley.models.vit import ViTSettings
 from motley.privacy.settings import PrivacySettings
@@ -45,8 +50,22 @@ from motley.server.optimizer import SERVER_OPTIMIZERS, ServerOptimizerSettings
 from motley.server.pipeline import STAGE, StageSettings
 from motley.settings import Choice, FilePath, RegistryChoice, Settings, Table, no_effect
 from motley.splits import SPLITS, SplitSettings
+from motley.splits.private import HEAD
+from motley.tasks import LOSSES, METRICS, TASKS, Task
 
-FAMILIES = ("resnet", "vit", "mlp", "cnn", "vgg", "preact")
+FAMILIES = (
+    "resnet",
+    "vit",
+    "mlp",
+    "cnn",
+    "vgg",
+    "preact",
+    "cnn1d",
+    "lstm",
+    "decoder",
+    "encoder",
+    "table",
+)
 #: Chosen by data.name, split.name and method.name.
 DATA = RegistryChoice("digits", DATASETS, lambda reader: DataSettings)
 SPLIT = RegistryChoice("depth", SPLITS, lambda split: split.Settings)
@@ -72,6 +91,11 @@ class ModelSettings(Settings):
     cnn: CNNSettings | None = None
     vgg: VGGSettings | None = None
     preact: PreActSettings | None = None
+    cnn1d: CNN1dSettings | None = None
+    lstm: LSTMSettings | None = None
+    decoder: DecoderSettings | None = None
+    encoder: EncoderSettings | None = None
+    table: TableSettings | None = None
     init: Initialization = "model"
     """Initial weights. model: as each model does it; ResNets and VGG11 as torchvision does,
     convolutions with variance 2 / fan_out. kaiming: that rule for any model. torch: torch's default
@@ -203,6 +227,53 @@ def families_of(sizes: Iterable[Any], factories: Mapping[str, Any]) -> set[str]:
     return families
 
 
+class TaskSettings(Settings):
+    """The task: what models learn, and how they are compared."""
+
+    name: str = ""
+    """The task (`motley list tasks`); empty: the one that the data set names."""
+    loss: str = ""
+    """The loss (`motley list losses`), or a function of your own, "package.module:function": it
+    takes outputs and targets and returns the loss of each row. Empty: the task's.
+    """
+    metrics: tuple[str, ...] = ()
+    """The metrics (`motley list metrics`), or functions of your own; the first one is the primary
+    metric, which tables and reports show. Empty: the task's.
+    """
+
+    @field_validator("name")
+    @classmethod
+    def _known_task(cls, name: str) -> str:
+        return TASKS.entry(name, "task.name").name if name else name
+
+    @field_validator("loss")
+    @classmethod
+    def _known_loss(cls, name: str) -> str:
+        return LOSSES.entry(name, "task.loss").name if name else name
+
+    @field_validator("metrics")
+    @classmethod
+    def _known_metrics(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(METRICS.entry(name, "task.metrics").name for name in names)
+
+    def references(self) -> list[tuple[str, Registry[Any], str]]:
+        """Return the names that are set: the key, its registry, and the name."""
+        references: list[tuple[str, Registry[Any], str]] = []
+        if self.name:
+            references.append(("task.name", TASKS, self.name))
+        if self.loss:
+            references.append(("task.loss", LOSSES, self.loss))
+        for metric in self.metrics:
+            references.append(("task.metrics", METRICS, metric))
+        return references
+
+    def build(self, of_dataset: str) -> Task:
+        """Return the task, given the name of the data set's own."""
+        return TASKS.entry(self.name or of_dataset, "task.name").item.with_choices(
+            self.loss, self.metrics
+        )
+
+
 class FederationSettings(Settings):
     """The clients: how many there are, how they are sampled, and which sizes they have."""
 
@@ -322,20 +393,34 @@ class RunSettings(Settings):
     """Number of checkpoints that are kept."""
     tensorboard: bool = True
     """Write TensorBoard event files, if tensorboard is installed."""
+    mlflow: bool | str = False
+    """Log to MLflow (extra `mlflow`). true: to $MLFLOW_TRACKING_URI or, if that is not set, to the
+    database mlflow.db beside the run's folder. A text: a tracking URI, such as
+    "http://127.0.0.1:5000" or "sqlite:///mlflow.db".
+    """
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Log to Weights & Biases (extra `wandb`). offline: to files in the run's folder, for
+    `wandb sync`. online: to the server.
+    """
 
 
 def with_default_split(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Name the split of a method that exchanges no weights, if none is named.
+    """Complete the split as a method needs it.
 
-    Such a method shares no layers, so its models may be unrelated. "grouped" allows that.
+    A method that exchanges no weights shares no layers, so its models may be unrelated: "grouped"
+    allows that, if no split is named. If a method needs private tensors and none are named, the
+    head is private.
     """
     method, split = values.get("method"), values.get("split", {})
     name = method.get("name") if isinstance(method, Mapping) else None
     if not isinstance(name, str) or name not in METHODS or not isinstance(split, Mapping):
         return values  # an unknown method is reported with the table's other errors
-    if "name" in split or METHODS[name].requirements.exchanges_weights:
-        return values
-    return {**values, "split": {"name": "grouped", **split}}
+    needs = METHODS[name].requirements
+    if not needs.exchanges_weights:
+        split = {"name": "grouped", **split}
+    if needs.needs_private_parts and not split.get("private"):
+        split = {**split, "private": [HEAD]}
+    return {**values, "split": split} if split else values
 
 
 class Config(Settings):
@@ -351,6 +436,7 @@ class Config(Settings):
         default_factory=lambda: DataSettings.model_validate({})
     )
     public: Annotated[SerializeAsAny[PublicSettings], PUBLIC] = PublicSettings()
+    task: TaskSettings = TaskSettings()
     model: ModelSettings = ModelSettings()
     split: Annotated[SerializeAsAny[SplitSettings], SPLIT] = SplitSettings()
     federation: FederationSettings = FederationSettings()
@@ -366,8 +452,17 @@ class Config(Settings):
     @property
     def method_label(self) -> str:
         """The method's name, and InCo's variant if InCo runs on top of it."""
+        label = self.method.name
+        if self.split.private:
+            label += f", private {' and '.join(self.split.private)}"
         inco = self.server.inco
-        return f"{self.method.name} + InCo ({inco.variant})" if inco.active else self.method.name
+        return f"{label} + InCo ({inco.variant})" if inco.active else label
+
+    @property
+    def has_own_models(self) -> bool:
+        """Whether clients' own models are evaluated, and not the global model."""
+        requirements = METHODS[self.method.name].requirements
+        return requirements.has_own_models(bool(self.split.private))
 
     @model_validator(mode="before")
     @classmethod
@@ -434,12 +529,15 @@ class Config(Settings):
 
     def _check_method(self) -> None:
         method = self.method.name
+        self._check_client_scores()
+        if self.evaluation.clients == "all" and not self.has_own_models:
+            raise MotleyError(
+                "evaluation.clients = 'all': is for methods that exchange no weights or train "
+                f"personal models, and for split.private; with {method!r} the global model is "
+                "evaluated. Leave it out."
+            )
         if METHODS[method].requirements.exchanges_weights:
-            if self.evaluation.clients == "all":
-                raise MotleyError(
-                    f"evaluation.clients = 'all': is for methods that exchange no weights; with "
-                    f"{method!r} the global model is evaluated. Leave it out."
-                )
+            self._check_private()
             return
         delta, model = "no delta to work on", "no global model"
         # The setting, its value, the value that changes nothing, and what it would work on.
@@ -455,6 +553,7 @@ class Config(Settings):
             ("uplink.noise", self.uplink.noise, 0.0, delta),
             ("uplink.dtype", self.uplink.dtype, "fp32", delta),
             ("privacy.clip", self.privacy.clip, 0.0, delta),
+            ("split.private", list(self.split.private), [], "nothing that is shared"),
         ]
         problems = []
         for key, value, neutral, missing in without_effect:
@@ -465,6 +564,30 @@ class Config(Settings):
                 )
         if problems:
             raise MotleyError("\n".join(problems))
+
+    def _check_private(self) -> None:
+        name, private = self.method.name, list(self.split.private)
+        if not private or METHODS[name].requirements.private_parts:
+            return
+        able = [repr(entry.name) for entry in METHODS if entry.item.requirements.private_parts]
+        reason = "uses whole models, or features and statistics of them, at the server"
+        if METHODS[name].requirements.personal_model:
+            reason = "keeps a whole personal model at every client already"
+        raise MotleyError(
+            f"split.private = {private}: method.name = {name!r} {reason}. "
+            f"Methods for private tensors are {', '.join(able)}."
+        )
+
+    def _check_client_scores(self) -> None:
+        evaluation = self.evaluation
+        if not evaluation.personalize_epochs:
+            return
+        setting = f"evaluation.personalize_epochs = {evaluation.personalize_epochs:g}"
+        if evaluation.per_client == "off":
+            raise MotleyError(
+                f"{setting}: is for the scores of clients. Set evaluation.per_client to 'round' or "
+                "'all'."
+            )
 
     def _check_public(self) -> None:
         name, public = self.method.name, self.public
@@ -483,7 +606,7 @@ class Config(Settings):
         if not isinstance(public, PublicDatasetSettings) or public.name != self.data.name:
             return
         # Two files of the user's own may differ. On a node neither has a name here.
-        if public.path == self.data.path and (public.path or public.name != "npz"):
+        if public.path == self.data.path and (public.path or public.name not in ("npz", "files")):
             raise MotleyError(
                 f"public.name = {public.name!r}: is the clients' own data set. Use public.name = "
                 "'held-out', which takes training examples that no client gets, or another one."

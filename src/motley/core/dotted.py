@@ -28,6 +28,11 @@ def is_dotted(name: str) -> bool:
     return ":" in name
 
 
+def is_dotted_path(text: str) -> bool:
+    """Tell whether a text has the form package.module:Name. No other text can be imported."""
+    return _PATH.fullmatch(text) is not None
+
+
 def module_of(path: str) -> str:
     """Return the module that a dotted path names, without importing it."""
     return _parts(path)[0]

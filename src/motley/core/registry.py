@@ -84,12 +84,13 @@ class Registry(Generic[T]):
     def keep(self, item: Any, label: str) -> Entry[T]:
         """Give a name to an object that cannot be imported, such as a notebook's class.
 
-        The name is "<label>", and it is known as long as somebody holds the entry.
+        The name is "<label>", and it is known as long as somebody holds the entry. A second object
+        of this label is called "<label>#2".
         """
         name, number = f"<{label}>", 1
         while name in self._in_memory:
             number += 1
-            name = f"<{label} {number}>"
+            name = f"<{label}>#{number}"
         entry = Entry(name, self._accepted(item), summary_of(item))
         self._in_memory[name] = entry
         return entry
@@ -119,8 +120,11 @@ class Registry(Generic[T]):
 
     def _unknown(self, name: Any, setting: str) -> str:
         prefix = f"{setting}: " if setting else ""
-        names = [*self._entries, *self._entry_points()]
-        return prefix + unknown(self.kind, str(name), names)
+        return prefix + unknown(self.kind, str(name), self.names())
+
+    def names(self) -> list[str]:
+        """Return all names that can be written, without loading anything."""
+        return list({**self._entries, **self._entry_points()})
 
     def plugins(self) -> Iterator[Entry[T] | str]:
         """Load the entry points of installed packages, by name.

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from motley.core.part import State
+from motley.core.part import State, by_type
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 #: A number, a tensor with one value (which is not read by the host), or one number per name.
@@ -64,6 +64,17 @@ def copy_(target: Tensors, values: Tensors) -> None:
     names, into, given = _paired(target, values)
     if names:
         torch._foreach_copy_(into, given)
+
+
+def swap_(first: Tensors, second: Tensors) -> None:
+    """Exchange the values of two states with the same names, in place."""
+    _, ones, others = _paired(first, second)
+    for some, more in zip(by_type(ones), by_type(others), strict=True):
+        if some:
+            copies = [torch.empty_like(tensor) for tensor in some]
+            torch._foreach_copy_(copies, some)
+            torch._foreach_copy_(some, more)
+            torch._foreach_copy_(more, copies)
 
 
 def total(first: Tensors, second: Tensors) -> State:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ import numpy as np
 from motley.core.dotted import describe, parameter_names, path_of, required_parameters
 from motley.core.errors import MotleyError
 from motley.core.registry import Registry
+from motley.data.files.settings import FileSettings
 from motley.models.inputs import ImageShape, InputShape, TokenShape, dims_of
 
 
@@ -205,12 +206,17 @@ class DataSource:
     path: Path | None = None
     #: False if the test part is not needed; the reader may then leave it out.
     tested: bool = True
+    #: How the user's own file is read.
+    files: FileSettings = field(default_factory=FileSettings)
+    #: Readers that can save memory by it return at most this many examples of each natural client
+    #: in each part, at equal distances. 0: no limit.
+    max_per_client: int = 0
 
     def refuse_path(self, name: str) -> None:
         """Reject a user's file given to a data set that would not read it."""
         if self.path is not None:
             raise MotleyError(
-                f"data set {name!r} takes no path, but {self.path} was given. Did you mean 'npz'?"
+                f"data set {name!r} takes no path, but {self.path} was given. Did you mean 'files'?"
             )
 
 
@@ -270,14 +276,25 @@ def data_root() -> Path:
 
 
 def load_dataset(
-    name: str, *, root: Path | None = None, path: Path | None = None, tested: bool = True
+    name: str,
+    *,
+    root: Path | None = None,
+    path: Path | None = None,
+    tested: bool = True,
+    files: FileSettings | None = None,
+    max_per_client: int = 0,
 ) -> Dataset:
     """Load a registered data set from `root` (default: `data_root()`) or the user's own `path`.
 
+    `files` says how the data set "files" reads that path.
+
     With `tested=False` the file need not contain a test part, and readers that can save memory by
-    skipping it return an empty one.
+    skipping it return an empty one. The same readers heed `max_per_client`; `DataSettings.load`
+    applies it to any data set.
     """
-    return DATASETS[name](DataSource(data_root() if root is None else root, path, tested))
+    root = data_root() if root is None else root
+    files = files or FileSettings()
+    return DATASETS[name](DataSource(root, path, tested, files, max_per_client))
 
 
 @dataclass(frozen=True)

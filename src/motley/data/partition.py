@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -83,6 +83,8 @@ class PartitionSettings(Settings):
     """The partition of a labelled data set among the clients."""
 
     lasting = ()
+    #: Whether it distributes examples by their class, which only a classification has.
+    by_label: ClassVar[bool] = False
 
     name: str = "dirichlet"
     """How samples are distributed to clients (`motley list partitions`), or the dotted path of your
@@ -109,14 +111,16 @@ class DisjointPartition(PartitionSettings):
     def split(self, labels: np.ndarray, clients: int, seed: int) -> Partition:
         """Distribute all samples, using a generator keyed by the seed and the partition's name."""
         labels = np.asarray(labels)
-        if labels.ndim != 1:
+        if labels.ndim == 0 or (self.by_label and labels.ndim != 1):
             raise MotleyError(f"labels must have shape (N,), not {labels.shape}.")
         if not 1 <= clients <= len(labels):
             raise MotleyError(
                 f"federation.clients = {clients}: should be 1 to {len(labels)}, the number of "
                 f"training samples; partition {self.name!r} gives every client at least one."
             )
-        rng = generator(seed, "partition", self.name)
+        # A number behind "#" tells apart objects that exist in this process at once, such as two
+        # versions of a notebook's class. It must not change results.
+        rng = generator(seed, "partition", self.name.partition("#")[0])
         return Partition.from_owners(self._owners(labels, clients, rng), clients)
 
     @abstractmethod
@@ -160,6 +164,8 @@ class Dirichlet(DisjointPartition):
     the attempt that came closest is kept, and the largest clients give random samples of theirs to
     the clients below the minimum.
     """
+
+    by_label = True
 
     name: Literal["dirichlet"] = "dirichlet"
     alpha: float = Field(0.5, gt=0, allow_inf_nan=False)
@@ -261,6 +267,8 @@ class DirichletEqual(DisjointPartition):
     exhausts a class or is the last.
     """
 
+    by_label = True
+
     name: Literal["dirichlet-equal"] = "dirichlet-equal"
     alpha: float = Field(0.5, gt=0, allow_inf_nan=False)
     """Concentration. Small values give each client few classes (while classes last), large values
@@ -298,6 +306,8 @@ class Shards(DisjointPartition):
 
     Most clients see as many classes as they get shards.
     """
+
+    by_label = True
 
     name: Literal["shards"] = "shards"
     shards_per_client: int = Field(2, ge=1)

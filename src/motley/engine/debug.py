@@ -11,6 +11,8 @@ from typing import ClassVar
 
 from motley.client.clients import Clients, own_randomness
 from motley.client.job import Job
+from motley.client.learner import Learner
+from motley.client.training import Plan
 from motley.core.update import ClientUpdate
 from motley.engine.base import Done
 from motley.methods.base import Collection
@@ -32,27 +34,41 @@ class DebugEngine:
                 plan = self.clients.plan(job)
                 if not plan.lengths:
                     continue
-                learner = self.clients.learner(job.size)
-                job, client_state = self.clients.resume(job)
-                self.clients.seat(learner, job, plan, client_state)
-                learner.use_generator()
-                for length in plan.lengths:
-                    learner.seed_step()
-                    learner.step(length)
-                    learner.num_steps += 1
-                updates.append(self.clients.finish(learner))
+                updates.append(self.clients.finish(self._train(job, plan)))
                 done(job.client)
         return sorted(updates, key=lambda update: update.client)
+
+    def _train(self, job: Job, plan: Plan) -> Learner:
+        """Return a fresh learner after all steps of a plan."""
+        learner = self.clients.learner(job.size)
+        job, client_state = self.clients.resume(job)
+        self.clients.seat(learner, job, plan, client_state)
+        learner.use_generator()
+        for length in plan.lengths:
+            learner.seed_step()
+            learner.enter_phase()
+            learner.step(length)
+            learner.num_steps += 1
+        return learner
 
     def collect(self, jobs: Sequence[Job]) -> list[Collection]:
         """Ask every job's client for a collection."""
         with own_randomness(self.clients.device):
             collections = []
             for job in jobs:
-                if self.clients.samples(job.client):
-                    learner = self.clients.learner(job.size)
-                    collections.append(self.clients.collect(learner, job))
+                if not self.clients.can_answer(job):
+                    continue
+                answer = self.clients.collect(self.clients.learner(job.size), job)
+                if job.collection == "personalized-score":
+                    answer = self._personalize(job, answer)
+                collections.append(answer)
             return collections
+
+    def _personalize(self, job: Job, answer: Collection) -> Collection:
+        plan = self.clients.plan(job)
+        if not plan.lengths:
+            return self.clients.add_same_score(answer)
+        return self.clients.add_personalized(answer, self._train(job, plan))
 
     def save_memory(self, rounds: dict[int, int]) -> None:
         """Write the clients' states."""

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import ClassVar, TypeAlias
 
 from motley.client.clients import Clients, own_randomness
-from motley.client.job import Job
+from motley.client.job import CLIENT_SCORES, Job
 from motley.core.update import ClientUpdate
 from motley.engine.base import Done
 from motley.engine.pool import SlotPool
@@ -96,13 +96,35 @@ class LocalEngine:
 
     def collect(self, jobs: Sequence[Job]) -> list[Collection]:
         """Ask every job's client for a collection."""
+        jobs = [job for job in jobs if self.clients.can_answer(job)]
+        own_models = self.clients.method.has_own_models
         with own_randomness(self.clients.device):
+            if jobs and jobs[0].collection in CLIENT_SCORES and not own_models:
+                return self._client_scores(jobs)
             collections = []
             for job in jobs:
-                if self.clients.samples(job.client):
-                    learner = self.pool.any(job.size).learner
-                    collections.append(self.clients.collect(learner, job))
+                learner = self.pool.any(job.size).learner
+                collections.append(self.clients.collect(learner, job))
             return collections
+
+    def _client_scores(self, jobs: Sequence[Job]) -> list[Collection]:
+        """Score clients on their own test examples: one pass for all that received the same state.
+
+        Personalized scores need the training of one client after the other.
+        """
+        by_state: dict[tuple[str, int], list[Job]] = {}
+        for job in jobs:
+            by_state.setdefault((job.size, id(job.state)), []).append(job)
+        answers = {}
+        for (size, _), same in by_state.items():
+            learner = self.pool.any(size).learner
+            for answer in self.clients.score_together(learner, same):
+                answers[answer.client] = answer
+        for job in jobs:
+            if job.collection == "personalized-score":
+                slot = self.pool.any(job.size)
+                answers[job.client] = slot.personalize(job, answers[job.client])
+        return [answers[job.client] for job in jobs]
 
     def save_memory(self, rounds: dict[int, int]) -> None:
         """Write the clients' states."""
@@ -123,7 +145,7 @@ class LocalEngine:
         work = {}
         for job in jobs:
             # Not `len(job.state)`, which is 0 for a client with a model of its own.
-            tensors = len(split.part(job.size))
+            tensors = len(split.whole_part(job.size))
             work[job.client] = self.clients.local_steps(job) * tensors
         urgent = URGENT * len(jobs) if self.clients.device.type == "cuda" else 0
         queues: Queues = {}

@@ -2,8 +2,9 @@
 
 To train a client, a slot copies the client's state in, zeroes the optimizer, writes the plan and
 replays its graphs. On a CPU the same slot runs its steps eagerly. A captured step is for one shape
-of broadcast and client state; other shapes are captured anew. A batch shorter than the batch size
-runs eagerly on the slot's stream when its length first occurs, and is captured if it occurs again.
+of broadcast and client state and for one phase of the method; others are captured anew. A batch
+shorter than the batch size runs eagerly on the slot's stream when its length first occurs, and is
+captured if it occurs again.
 All graphs of a slot share their memory: no two of them run at once, and none leaves anything in it
 for another one.
 """
@@ -11,6 +12,7 @@ for another one.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeAlias
 
 import torch
 
@@ -21,6 +23,7 @@ from motley.client.training import Plan
 from motley.core.part import State
 from motley.core.update import ClientUpdate
 from motley.engine.timeline import Timeline
+from motley.methods.base import Collection
 
 #: Eager steps before a capture, in which libraries choose their algorithms and the optimizer
 #: creates its state.
@@ -30,6 +33,9 @@ SHORT = 16
 #: Steps of the longer of a slot's two graphs. The host launches less often, and the GPU waits less
 #: between steps.
 CHUNK = 4
+#: Graphs by their number of full steps; those of short batches have the negative length of the
+#: batch as their key.
+Graphs: TypeAlias = dict[int, torch.cuda.CUDAGraph]
 
 
 class Slot:
@@ -42,13 +48,13 @@ class Slot:
         self.stream = (
             torch.cuda.Stream(self.device, -urgent) if self.device.type == "cuda" else None
         )
-        self._captures: dict[object, dict[int, torch.cuda.CUDAGraph]] = {}
-        #: Graphs for the current client's shapes, by their number of full steps; those of short
-        #: batches have the negative length of the batch as their key.
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        #: Shapes -> phase -> graphs.
+        self._captures: dict[object, dict[int, Graphs]] = {}
+        #: Phase -> graphs for the current client's shapes; empty on a CPU.
+        self._graphs: dict[int, Graphs] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.stream is not None else None
-        #: Lengths of short batches that have run eagerly once, as a capture requires.
-        self._met: set[int] = set()
+        #: Phases and lengths of short batches that have run eagerly once, as a capture requires.
+        self._met: set[tuple[int, int]] = set()
         self.busy = False
         #: Records which client trains here and when, if it is set.
         self.timeline: Timeline | None = None
@@ -68,31 +74,38 @@ class Slot:
         """Take the next step, or several of them; return whether the client has finished."""
         learner = self.learner
         learner.seed_step()
+        learner.enter_phase()
+        graphs = self._graphs.get(learner.phase, {})
         steps = self._steps_ahead()
         with self._on_stream():
-            graph = self._graphs.get(steps) or self._short(learner.lengths[learner.num_steps])
+            length = learner.lengths[learner.num_steps]
+            graph = graphs.get(steps) or self._short(graphs, length)
             if graph is not None:
                 graph.replay()
             else:
                 learner.use_generator()
-                learner.step(learner.lengths[learner.num_steps])
+                learner.step(length)
         learner.num_steps += steps or 1
         return learner.finished
 
-    def _short(self, length: int) -> torch.cuda.CUDAGraph | None:
-        """Return the graph for a short batch, captured when its length occurs a second time."""
+    def _short(self, graphs: Graphs, length: int) -> torch.cuda.CUDAGraph | None:
+        """Return the graph for a short batch, captured when its length occurs a second time.
+
+        `graphs` are those of the current phase.
+        """
         if self.stream is None:
             return None
-        graphs = self._graphs
-        if -length not in graphs and length in self._met and sum(key < 0 for key in graphs) < SHORT:
+        occurrence = (self.learner.phase, length)
+        has_room = sum(key < 0 for key in graphs) < SHORT
+        if -length not in graphs and occurrence in self._met and has_room:
             self.learner.use_generator()
             graphs[-length] = self._capture(1, length)
-        self._met.add(length)
+        self._met.add(occurrence)
         return graphs.get(-length)
 
     def _steps_ahead(self) -> int:
         """Return how many steps can be replayed at once: none if the next batch is short, or on a
-        CPU.
+        CPU. They are all of one phase.
         """
         if not self._graphs:
             return 0
@@ -101,7 +114,10 @@ class Slot:
         full = [length == learner.training.batch_size for length in ahead]
         if not full[0]:
             return 0
-        return CHUNK if len(full) == CHUNK and all(full) else 1
+        if len(full) < CHUNK or not all(full):
+            return 1
+        last_phase = learner.phase_of(learner.num_steps + CHUNK - 1)
+        return CHUNK if last_phase == learner.phase else 1
 
     def unload(self) -> ClientUpdate:
         """End the client's training."""
@@ -111,6 +127,24 @@ class Slot:
             if self.timeline is not None:
                 self.timeline.end(self)
         return update
+
+    def personalize(self, job: Job, answer: Collection) -> Collection:
+        """Train a client without sending or storing anything, and add its score to its answer."""
+        plan = self.clients.plan(job)
+        if not plan.lengths:
+            return self.clients.add_same_score(answer)
+        self.follow()
+        self.timeline = None  # it shows the training of rounds, and this is an evaluation
+        self.load(job, plan)
+        try:
+            while not self.learner.finished:
+                self.advance()
+            with self._on_stream():
+                answer = self.clients.add_personalized(answer, self.learner)
+        finally:
+            self.busy = False
+        self.lead()
+        return answer
 
     def follow(self) -> None:
         """Let the slot's stream wait for the server's work so far."""
@@ -125,18 +159,20 @@ class Slot:
     def _on_stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 
-    def _captured(self, job: Job, client_state: State) -> dict[int, torch.cuda.CUDAGraph]:
-        """Return the graphs for a job's shapes. The warm-up's weights are overwritten by the next
-        load.
+    def _captured(self, job: Job, client_state: State) -> dict[int, Graphs]:
+        """Return the graphs of every phase for a job's shapes. The warm-up's weights are
+        overwritten by the next load.
         """
         shapes = shapes_of(job.broadcast, client_state)
         if shapes not in self._captures:
             self.clients.seat(self.learner, job, self.clients.plan(job), client_state)
-            self._warm_up()
             batch_size = self.learner.training.batch_size
-            self._captures[shapes] = {
-                steps: self._capture(steps, batch_size) for steps in (1, CHUNK)
-            }
+            by_phase: dict[int, Graphs] = {}
+            for phase in range(self.learner.algorithm.num_phases):
+                self.learner.phase = phase
+                self._warm_up()
+                by_phase[phase] = {steps: self._capture(steps, batch_size) for steps in (1, CHUNK)}
+            self._captures[shapes] = by_phase
         return self._captures[shapes]
 
     def _warm_up(self) -> None:

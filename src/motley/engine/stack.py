@@ -8,9 +8,9 @@ batches are padded with examples of weight zero.
 
 Sums are taken in another order than for one client, and random numbers in a step (dropout) are
 drawn for all clients at once, so `engine.vmap_clients` changes results. These train in slots
-instead: models with buffers (batch norm), methods with their own local training or with clients
-that keep their own models, clipped gradients, and users' own optimizers; on a CPU also
-convolutions, which are three times slower side by side.
+instead: models with buffers (batch norm) or recurrent layers, methods with their own local training
+or with clients that keep their own models or private tensors, clipped gradients, and users' own
+optimizers; on a CPU also convolutions, which are three times slower side by side.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from motley.core.randomness import key
 from motley.core.update import ClientUpdate
 from motley.data.device import DRAWS
 from motley.models.inputs import dims_of, input_dtype
+from motley.models.lstm import LSTMLayer
 
 #: Eager steps before a capture.
 WARM_UP = 3
@@ -44,6 +45,8 @@ def can_stack(clients: Clients, size: str) -> bool:
     needs = clients.method.requirements
     if needs.own_training or needs.client_state or needs.payload or not needs.exchanges_weights:
         return False
+    if clients.method.info.split.private[size]:
+        return False
     if clients.training.max_grad_norm or clients.precision in TYPES:
         return False
     if not clients.training.optimizer.elementwise:
@@ -51,7 +54,9 @@ def can_stack(clients: Clients, size: str) -> bool:
     module = clients.method.info.split.blueprints[size].module
     if any(True for _ in module.buffers()):
         return False
-    convolutions = any(isinstance(layer, nn.Conv2d) for layer in module.modules())
+    if any(isinstance(layer, nn.RNNBase | LSTMLayer) for layer in module.modules()):
+        return False  # torch has no batching rule for recurrent layers
+    convolutions = any(isinstance(layer, nn.Conv1d | nn.Conv2d) for layer in module.modules())
     return clients.device.type == "cuda" or not convolutions
 
 
@@ -138,13 +143,24 @@ class Stack:
         self._graph.replay()
 
     def _compute(self, inputs: Tensor, targets: Tensor, shares: Tensor) -> None:
-        logits = self._logits(self.weights, inputs)
+        with self._attention():
+            logits = self._logits(self.weights, inputs)
         errors = self.task.example_losses(logits.flatten(0, 1), targets.flatten(0, 1))
         losses = (errors.view_as(shares) * shares).sum(1)
         self.optimizer.zero_grad()
         losses.sum().backward()
         self.optimizer.step()
         self.losses += losses.detach()
+
+    def _attention(self) -> AbstractContextManager[object]:
+        """On a CPU, let attention be computed by its formula: vmap knows no rule for the fused one,
+        and would run it client by client.
+        """
+        if self.clients.device.type != "cpu":
+            return nullcontext()
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        return sdpa_kernel(SDPBackend.MATH)
 
     def _capture(self, batches: Batches) -> None:
         """Capture a step. The changed weights are overwritten by the next load."""

@@ -19,18 +19,23 @@ from pathlib import Path
 from flwr.app import ConfigRecord, ConfigRecordValues, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from motley.client.job import Job
+from motley.client.job import CLIENT_SCORES, Job
 from motley.core.part import State
 from motley.engine.base import EngineSettings
 from motley.engine.device import choose_devices
 from motley.files import write_secret
 from motley.flower.arrays import pack
 from motley.flower.costs import count_costs
-from motley.flower.examples import read_examples, read_public, read_test_examples, stamp_of
+from motley.flower.examples import (
+    read_client_tests,
+    read_examples,
+    read_public,
+    read_test_examples,
+    stamp_of,
+)
 from motley.flower.failures import NodeError, failing_as, keep_text
 from motley.flower.request import Request, read_job, read_request
 from motley.flower.settings import NodeSettings, read_node
-from motley.methods import METHODS
 from motley.node import Client
 from motley.plan import Budget, Cost, largest_fitting
 from motley.settings import validate
@@ -166,7 +171,8 @@ def train(node: NodeSettings, request: Request, clients: ClientCache) -> RecordD
 def collect(node: NodeSettings, request: Request, clients: ClientCache) -> RecordDict:
     """Answer the method's collection, or with BatchNorm statistics if the run recalibrates them.
 
-    If the run exchanges no weights, the client may be asked to score its own model.
+    If the client has a model or private tensors of its own, it may be asked to score its model. If
+    the run scores clients, it may be asked for its score on its own test examples.
 
     A run with [privacy] has no collections: the values that they report, including the number of
     examples, are neither clipped nor noised. A node with privacy therefore refuses them, whatever
@@ -176,8 +182,11 @@ def collect(node: NodeSettings, request: Request, clients: ClientCache) -> Recor
     if request.config.privacy.active:
         reason = "the job asks for a collection, but runs with [privacy] have none."
         raise NodeError("refused-by-node", reason)
-    if job.collection == "evaluation" and exchanges_weights(request):
+    if job.collection == "evaluation" and not request.config.has_own_models:
         reason = "the job asks for the score of the client's own model, and it has none."
+        raise NodeError("refused-by-node", reason)
+    if job.collection in CLIENT_SCORES and request.config.evaluation.per_client == "off":
+        reason = "the job asks for the client's score; the run has evaluation.per_client = 'off'."
         raise NodeError("refused-by-node", reason)
     if job.collection == "statistics" and request.config.server.statistics.name != "recalibrate":
         reason = (
@@ -189,11 +198,6 @@ def collect(node: NodeSettings, request: Request, clients: ClientCache) -> Recor
     if collection is None:
         return answer(job)
     return answer(job, num_examples=collection.samples, payload=collection.values)
-
-
-def exchanges_weights(request: Request) -> bool:
-    """Tell whether the run's method exchanges weights."""
-    return METHODS[request.config.method.name].requirements.exchanges_weights
 
 
 def answer(
@@ -223,7 +227,7 @@ def answer(
 def client_of(node: NodeSettings, request: Request, size: str, clients: ClientCache) -> Client:
     """Return this node's client of a size, with its own examples."""
     # Everything that the client is built from, and the run: a new run gets a new client.
-    sent = (request.run, request.text, request.shape, request.classes, request.task, size)
+    sent = (request.run, request.text, request.shape, request.classes, request.task.name, size)
     key = (sent, node, stamp_of(node))
     return clients.get(key, lambda: build_client(node, request, size))
 
@@ -254,6 +258,7 @@ def build_client(node: NodeSettings, request: Request, size: str) -> Client:
             folder=folder,
             secret=secret,
             read_test_examples=lambda: read_test_examples(node, request),
+            read_client_tests=lambda: read_client_tests(node, request),
             public=public,
             task=request.task,
         )

@@ -39,7 +39,7 @@ Kind = Literal[
 REMEDIES = {
     "no-test-data": (
         " The files that data.path or data.root in its node.toml name should have a test part "
-        "(x_test and y_test in a .npz file), because the run evaluates clients' own models."
+        "(x_test and y_test in a .npz file), because the run evaluates clients on their own data."
     )
 }
 

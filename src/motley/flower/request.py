@@ -12,15 +12,17 @@ from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.flower.arrays import unpack
 from motley.flower.failures import NodeError, failing_as
-from motley.flower.run_config import from_text
+from motley.flower.run_config import from_text, refuse_unknown_code
 from motley.flower.settings import NodeSettings
 from motley.models.inputs import InputShape, shape_from_json
-from motley.tasks import TASKS, Task
+from motley.tasks import Task
 
 COLLECTIONS: dict[str, CollectionName] = {
     "method": "method",
     "statistics": "statistics",
     "evaluation": "evaluation",
+    "client-score": "client-score",
+    "personalized-score": "personalized-score",
 }
 
 
@@ -53,8 +55,11 @@ def read_request(node: NodeSettings, content: RecordDict, run: int) -> Request:
         text = str(values["config"])
         shape = shape_from_json(str(values["inputs"]))
         classes = int(values["classes"])
-        task = TASKS[str(values["task"])]
+        task_name = str(values["task"])
     config = from_text(text, node)
+    refuse_unknown_code(node, "task", task_name)
+    with failing_as("bad-config"):
+        task = config.task.build(task_name)
     if weaker := config.privacy.weaker_than(node.privacy):
         raise NodeError("refused-by-node", f"the run has {weaker}")
     clients = config.federation.clients

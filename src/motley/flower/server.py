@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 from motley.assembly import assign_sizes, build_split
 from motley.config import Config
 from motley.core.errors import MotleyError
-from motley.data import Dataset, load_dataset
+from motley.data import Dataset
 from motley.data.device import device_data
 from motley.federation import Federation
 from motley.flower.engine import FlowerEngine, Nodes
@@ -28,7 +28,7 @@ def serve(
 ) -> tuple[Federation, ServerState]:
     """Start a run on the nodes of a grid. Without a configuration, resume the run in the folder."""
     config = new or RunFolder.open(path).read_config()
-    dataset = load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
+    dataset = config.data.load()
     config = with_budgets(config, dataset)
     nodes = Nodes(grid, config, dataset)
     connected = nodes.find(range(config.federation.clients))

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from motley.core.errors import MotleyError
+from motley.data.files.settings import FileSettings
 from motley.privacy.settings import PrivacySettings
 from motley.settings import Settings, validate
 
@@ -18,7 +19,8 @@ class NodeData(Settings):
 
     name: str = "npz"
     path: str = ""
-    """The node's own file, for the reader `npz`."""
+    """The node's own file or folder, for the readers `npz` and `files`."""
+    files: FileSettings = FileSettings()
     root: str = ""
     """Folder of the named data sets; empty: $MOTLEY_DATA, or the cache folder."""
     dealt: bool = False
@@ -29,7 +31,9 @@ class NodeData(Settings):
     partition: str = ""
     """This node's copy of the index lists, if `dealt` is true and the run's partition is "file"."""
     public: str = ""
-    """This node's copy of the public images, if clients use them and public.name is "npz"."""
+    """This node's copy of the public images, if clients use them and public.name is "npz" or
+    "files".
+    """
 
 
 class NodeBudget(Settings):
@@ -56,6 +60,12 @@ class NodeSettings(Settings):
     """The size to train; empty: the largest one within the budget, or the run's choice."""
     budget: NodeBudget = NodeBudget()
     data: NodeData = NodeData()
+    modules: tuple[str, ...] = ()
+    """Modules and packages of your own that a run may use, such as "my_package". A run that names
+    anything else by a dotted path is refused: a server must not choose which code a node runs.
+    """
+    code: str = ""
+    """Folder from which these modules are imported; empty: they are installed."""
     memory: str = ""
     """Folder for the client's state between rounds."""
     device: str = "cpu"
@@ -103,9 +113,14 @@ def read_node(file: Path) -> NodeSettings:
         raise MotleyError(f"{file}: cannot be read: {error}.") from None
     node = validate(NodeSettings, values)
     here = file.absolute().parent
-    data = {}
+    data: dict[str, Any] = {}
     for key in ("path", "root", "partition", "public"):
         if value := getattr(node.data, key):
             data[key] = str(here / Path(value).expanduser())
-    memory = str(here / (node.memory or f"client-{node.client}"))
-    return node.model_copy(update={"memory": memory, "data": node.data.model_copy(update=data)})
+    if node.data.files.test:
+        test = str(here / Path(node.data.files.test).expanduser())
+        data["files"] = node.data.files.model_copy(update={"test": test})
+    paths = {"memory": str(here / (node.memory or f"client-{node.client}"))}
+    if node.code:
+        paths["code"] = str(here / Path(node.code).expanduser())
+    return node.model_copy(update={**paths, "data": node.data.model_copy(update=data)})

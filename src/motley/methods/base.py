@@ -21,11 +21,11 @@ from motley.core.merge import Aggregate, merge
 from motley.core.part import State
 from motley.core.registry import Registry
 from motley.core.update import ClientUpdate
-from motley.methods.evaluation import TestCounts
+from motley.methods.evaluation import TestSums
 from motley.methods.info import ClientInfo, FederationInfo
 from motley.methods.step import Step
 from motley.models.stages import chain_of
-from motley.settings import Settings
+from motley.settings import Configured, Settings
 
 #: Prefix of values in a payload that are for the round's record and nothing else.
 REPORTED = "reported/"
@@ -46,7 +46,7 @@ class MethodSettings(Settings):
 class Requirements:
     """What a method needs beyond FedAvg, and what it promises.
 
-    The first six are checked against the hooks that the method overrides, when it is built.
+    Those that need hooks are checked against the hooks that the method overrides, when it is built.
     """
 
     #: Clients keep a state between rounds.
@@ -61,6 +61,9 @@ class Requirements:
     collection: bool = False
     #: Models are cut at their stages, so every model must declare them (`motley.models.stages`).
     stages: bool = False
+    #: Targets are class numbers, one per example: the method masks, counts, averages or distills
+    #: per class. It is refused for other tasks (`motley.tasks.Task.has_classes`).
+    classes: bool = False
     #: Training depends on the total number of rounds, so a run that is extended later differs from
     #: one that had all its rounds from the start.
     uses_total_rounds: bool = False
@@ -72,13 +75,30 @@ class Requirements:
     #: own, which it starts from the initial weights of its size, and there is no global model:
     #: nothing is aggregated, and clients' own models are evaluated (`motley.server.own_models`).
     exchanges_weights: bool = True
+    #: Clients train a model of their own beside their part, and keep it in their state (see
+    #: `ClientAlgorithm.personal_model`). These models are evaluated, not the global one.
+    personal_model: bool = False
+    #: The method works if some of a client's tensors are private (`split.private`): neither its
+    #: payload nor its server half is about tensors that clients do not share.
+    private_parts: bool = False
+    #: It makes sense only with private tensors. If a configuration names none, the head is private.
+    needs_private_parts: bool = False
+
+    def has_own_models(self, private: bool) -> bool:
+        """Tell whether clients' own models are evaluated, and not the global model.
+
+        So it is if no weights are exchanged, if clients train a model beside their part, and if
+        some of their tensors are private (`private`).
+        """
+        return not self.exchanges_weights or self.personal_model or private
 
     def combined(self, other: Requirements) -> Requirements:
         """Return what two methods need that run on top of each other."""
         either = {
             one.name: getattr(self, one.name) or getattr(other, one.name) for one in fields(self)
         }
-        either["exchanges_weights"] = self.exchanges_weights and other.exchanges_weights
+        for promise in ("exchanges_weights", "private_parts"):
+            either[promise] = getattr(self, promise) and getattr(other, promise)
         return Requirements(**either)
 
 
@@ -96,22 +116,41 @@ class Collection:
 class ClientAlgorithm:
     """The client half of a method; here, FedAvg's."""
 
+    #: Number of phases that a client's training has (see `phase`).
+    num_phases: ClassVar[int] = 1
+
     def __init__(self, settings: MethodSettings, info: ClientInfo) -> None:
         self.settings = settings
         self.info = info
 
     def initial_client_state(self, size: str, received: State) -> State:
-        """Return the state of a client of this size before its first training, given its part.
+        """Return the state of a client of this size before its first training.
 
-        Which names of the part are parameters: `self.info.split.parameters_of(size)`.
+        `received` is its part, and its private tensors if it has some. The parameters of its part
+        are `self.info.split.parameters_of(size)`.
         """
         return {}
+
+    def shared(self, size: str, tensors: State) -> State:
+        """Return those of a client's tensors that are in its part: all but private ones."""
+        private = self.info.split.private[size]
+        if not private:
+            return tensors
+        return {name: tensor for name, tensor in tensors.items() if name not in private}
 
     def before_training(self, step: Step) -> None:
         """Prepare for the steps of a round; the part, broadcast and client state are in place.
 
         Not called for a collection or an evaluation, which have no steps.
         """
+
+    def phase(self, step: Step, step_number: int) -> int:
+        """Return the phase of a step, from 0 to below `num_phases`; the first step is number 0.
+
+        A step may do something else in every phase (`step.phase`). Each phase is captured as a CUDA
+        graph of its own, so this is the way to let a step depend on its number.
+        """
+        return 0
 
     def loss(self, step: Step) -> Tensor:
         """Return the loss of a batch."""
@@ -140,21 +179,28 @@ class ClientAlgorithm:
         """Return the payload for the server, and the client's state for its next training."""
         return {}, {}
 
+    def personal_model(self, client_state: State) -> State:
+        """Return the client's own model (parameters and buffers) in its state.
+
+        For methods that train one beside the client's part.
+        """
+        return {}
+
     def collect(self, step: Step, batches: Iterable[tuple[Tensor, Tensor]]) -> State:
         """Answer a collection: a pass over the client's data without augmentation."""
         return {}
 
     def evaluate(self, step: Step, batches: Iterable[tuple[Tensor, Tensor]]) -> State:
-        """Score the client's own model on a test set; for methods that exchange no weights.
+        """Score the client's own model on a test set; if it has one, or has private tensors.
 
         The model is in evaluation mode, and no gradients are computed. `step.broadcast` is what
-        `ServerAlgorithm.evaluation_broadcast` returned. Returns the counts of `TestCounts`, and
-        other numbers for the round's record as `reported/NAME`.
+        `ServerAlgorithm.evaluation_broadcast` returned. Returns the sums of `TestSums`, and other
+        numbers for the round's record as `reported/NAME`.
         """
-        counts = TestCounts(self.info.classes, step.round.device)
+        sums = TestSums(self.info.task, self.info.classes, step.round.device)
         for inputs, targets in batches:
-            counts.add(step.model(inputs), targets)
-        return counts.values()
+            sums.add(step.model(inputs), targets)
+        return sums.values()
 
 
 def mean_reported(answers: Iterable[State]) -> dict[str, Tensor]:
@@ -240,6 +286,8 @@ class Method:
     Client: ClassVar[type[ClientAlgorithm]] = ClientAlgorithm
     Server: ClassVar[type[ServerAlgorithm]] = ServerAlgorithm
     requirements: ClassVar[Requirements] = Requirements()
+    #: Local epochs that clients train beyond `training.epochs` or `training.steps`.
+    extra_epochs: float = 0.0
 
     def __init__(self, settings: MethodSettings, info: FederationInfo) -> None:
         self.settings = settings
@@ -251,10 +299,21 @@ class Method:
         self.client = self.Client(settings, info.for_clients())
         self.server = self.Server(settings, info)
 
+    @property
+    def has_own_models(self) -> bool:
+        """Whether clients' own models are evaluated, and not the global model."""
+        return self.requirements.has_own_models(self.info.split.has_private)
+
+    @classmethod
+    def configure(cls, **settings: Any) -> Configured:
+        """Return the method with its settings, for `motley.Federation(method=...)`."""
+        return Configured(cls, settings)
+
 
 #: The hooks behind each requirement. A method declares it if and only if it overrides one of them.
 HOOKS = {
     "client_state": ("initial_client_state",),
+    "personal_model": ("personal_model",),
     "own_training": ("before_training", "loss", "after_backward", "after_step", "train_step"),
     "own_aggregation": ("aggregate", "update", "adjust_aggregate", "post_process"),
     "collection": ("collect", "collection_clients", "apply_collection"),

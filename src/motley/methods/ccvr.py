@@ -277,7 +277,7 @@ class CCVR(Method):
     Settings = CCVRSettings
     Client = CCVRClient
     Server = CCVRServer
-    requirements = Requirements(collection=True, stages=True, uses_total_rounds=True)
+    requirements = Requirements(collection=True, stages=True, classes=True, uses_total_rounds=True)
 
 
 # ---- after other methods

@@ -12,6 +12,8 @@ server rule is over the owners of each layer. The output of a size is the mean o
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -62,4 +64,4 @@ class DepthFL(Method):
     Settings = DepthFLSettings
     Client = DepthFLClient
     Server = FedDynServer
-    requirements = FedDyn.requirements
+    requirements = replace(FedDyn.requirements, classes=True)

@@ -142,5 +142,9 @@ class FD(Method):
     Client = FDClient
     Server = FDServer
     requirements = Requirements(
-        payload=True, own_training=True, own_aggregation=True, exchanges_weights=False
+        payload=True,
+        own_training=True,
+        own_aggregation=True,
+        classes=True,
+        exchanges_weights=False,
     )

@@ -7,7 +7,7 @@ InCoAvg.
 
 from __future__ import annotations
 
-from motley.methods.base import METHODS, Method
+from motley.methods.base import METHODS, Method, Requirements
 
 
 @METHODS.register(
@@ -17,3 +17,5 @@ from motley.methods.base import METHODS, Method
 )
 class FedAvg(Method):
     """Both halves at their defaults."""
+
+    requirements = Requirements(private_parts=True)

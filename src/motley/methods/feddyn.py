@@ -93,4 +93,6 @@ class FedDyn(Method):
     Settings = FedDynSettings
     Client = FedDynClient
     Server = FedDynServer
-    requirements = Requirements(client_state=True, own_training=True, own_aggregation=True)
+    requirements = Requirements(
+        client_state=True, own_training=True, own_aggregation=True, private_parts=True
+    )

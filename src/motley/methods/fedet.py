@@ -265,4 +265,4 @@ class FedET(Method):
 
     Settings = FedETSettings
     Server = FedETServer
-    requirements = Requirements(own_aggregation=True, public_data=True)
+    requirements = Requirements(own_aggregation=True, classes=True, public_data=True)

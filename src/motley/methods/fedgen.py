@@ -327,7 +327,9 @@ class FedGen(Method):
     Settings = FedGenSettings
     Client = FedGenClient
     Server = FedGenServer
-    requirements = Requirements(payload=True, own_training=True, own_aggregation=True, stages=True)
+    requirements = Requirements(
+        payload=True, own_training=True, own_aggregation=True, stages=True, classes=True
+    )
 
     def __init__(self, settings: MethodSettings, info: FederationInfo) -> None:
         super().__init__(settings, info)

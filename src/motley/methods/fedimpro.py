@@ -350,7 +350,9 @@ class FedImpro(Method):
     Settings = FedImproSettings
     Client = FedImproClient
     Server = FedImproServer
-    requirements = Requirements(payload=True, own_training=True, own_aggregation=True, stages=True)
+    requirements = Requirements(
+        payload=True, own_training=True, own_aggregation=True, stages=True, classes=True
+    )
 
 
 def spread_of(deviation: float, settings: FedImproSettings) -> float:

@@ -235,11 +235,7 @@ class FedINClient(ClientAlgorithm):
     def inner_loss(self, step: Step) -> Tensor:
         """Return L_IN (Eq. 7)."""
         between = chain_of(step.model)[1:-1]
-        # Inputs have the type in which the model computes, unless they are token numbers.
-        dtype = step.inputs.dtype
-        if not dtype.is_floating_point:
-            dtype = next(step.model.parameters()).dtype
-        received = self.restored(step, step.broadcast[IN]).to(dtype)
+        received = step.as_features(self.restored(step, step.broadcast[IN]))
         with self._running_statistics(step):
             s_out = run(between, received)
         return self._distance(step, s_out)

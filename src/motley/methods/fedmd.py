@@ -153,6 +153,7 @@ class FedMD(Method):
         payload=True,
         own_training=True,
         own_aggregation=True,
+        classes=True,
         public_data=True,
         client_public_data=True,
         exchanges_weights=False,

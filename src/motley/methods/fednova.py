@@ -101,7 +101,9 @@ class FedNova(Method):
     Settings = FedNovaSettings
     Client = FedNovaClient
     Server = FedNovaServer
-    requirements = Requirements(payload=True, own_training=True, own_aggregation=True)
+    requirements = Requirements(
+        payload=True, own_training=True, own_aggregation=True, private_parts=True
+    )
 
 
 def progress(steps: int, momentum: float, pull: float) -> float:

@@ -51,7 +51,7 @@ from motley.methods.class_means import (
     mean_over_clients,
     start_sums,
 )
-from motley.methods.evaluation import TestCounts
+from motley.methods.evaluation import TestSums
 from motley.methods.info import ClientInfo, FederationInfo
 from motley.methods.step import Step
 from motley.models.projection import representation_and_answer, representation_width
@@ -99,8 +99,8 @@ class FedProtoClient(ClientAlgorithm):
 
     def evaluate(self, step: Step, batches: Iterable[tuple[Tensor, Tensor]]) -> State:
         prototypes, known = step.broadcast["prototypes"], step.broadcast["known"]
-        classifier = TestCounts(self.info.classes, step.round.device)
-        nearest = TestCounts(self.info.classes, step.round.device)
+        classifier = TestSums(self.info.task, self.info.classes, step.round.device)
+        nearest = TestSums(self.info.task, self.info.classes, step.round.device)
         for inputs, targets in batches:
             features, logits = representation_and_answer(step.model, inputs)
             classifier.add(logits, targets)
@@ -156,6 +156,7 @@ class FedProto(Method):
         own_training=True,
         own_aggregation=True,
         stages=True,
+        classes=True,
         exchanges_weights=False,
     )
 

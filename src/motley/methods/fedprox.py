@@ -41,8 +41,9 @@ class FedProxClient(ClientAlgorithm):
     settings: FedProxSettings
 
     def after_backward(self, step: Step) -> None:
-        # grads += mu * (params - received)
-        step.proximal(self.settings.mu, term=self.settings.proximal)
+        # grads += mu * (params - received); a private tensor has no global value to stay near
+        center = self.shared(step.size, step.received)
+        step.proximal(self.settings.mu, center, term=self.settings.proximal)
 
 
 @METHODS.register(
@@ -53,4 +54,4 @@ class FedProx(Method):
 
     Settings = FedProxSettings
     Client = FedProxClient
-    requirements = Requirements(own_training=True)
+    requirements = Requirements(own_training=True, private_parts=True)

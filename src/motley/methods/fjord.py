@@ -63,4 +63,4 @@ class FjORD(Method):
 
     Settings = FjORDSettings
     Client = FjORDClient
-    requirements = Requirements(own_training=True)
+    requirements = Requirements(own_training=True, classes=True)

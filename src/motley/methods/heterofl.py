@@ -88,7 +88,7 @@ class HeteroFLClient(ClientAlgorithm):
         norms = {}
         statistics = {}
         for name, module in step.model.named_modules():
-            if isinstance(module, nn.BatchNorm2d):
+            if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
                 norms[name] = module
                 for key, buffer in module.named_buffers():
                     if buffer.is_floating_point():
@@ -167,5 +167,5 @@ class HeteroFL(Method):
     Client = HeteroFLClient
     Server = HeteroFLServer
     requirements = Requirements(
-        payload=True, own_training=True, own_aggregation=True, collection=True
+        payload=True, own_training=True, own_aggregation=True, collection=True, classes=True
     )

@@ -48,8 +48,9 @@ class MoonClient(ClientAlgorithm):
         z, logits = representation_and_answer(step.model, step.inputs)
         z_global = step.frozen(step.received, step.inputs, _representation)
         z_previous = step.frozen(step.client_state, step.inputs, _representation)
-        near = F.cosine_similarity(z.float(), z_global.float())
-        far = F.cosine_similarity(z.float(), z_previous.float())
+        # A representation has one vector per example, or one per position of a sequence.
+        near = F.cosine_similarity(z.float(), z_global.float(), dim=-1)
+        far = F.cosine_similarity(z.float(), z_previous.float(), dim=-1)
         # -log(e^a / (e^a + e^b)) = softplus(b - a)
         contrast = F.softplus((far - near) / self.settings.temperature).mean()
         return step.task_loss(logits, step.targets) + self.settings.mu * contrast
@@ -68,7 +69,9 @@ class Moon(Method):
 
     Settings = MoonSettings
     Client = MoonClient
-    requirements = Requirements(client_state=True, own_training=True, stages=True)
+    requirements = Requirements(
+        client_state=True, own_training=True, stages=True, private_parts=True
+    )
 
 
 def _representation(model: nn.Module, inputs: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class ScaffoldClient(ClientAlgorithm):
 
     def finish(self, step: Step) -> tuple[State, State]:
         # c_i <- c_i - c + (w - y) / (K lr), computed as ((w - y) / K - lr (c - c_i)) / lr
-        control = difference(step.received, step.params)
+        control = difference(self.shared(step.size, step.received), step.params)
         divide_(control, step.num_steps)
         subtract_(control, step.scratch["drift"])
         divide_(control, step.lr)
@@ -116,7 +116,11 @@ class Scaffold(Method):
     Client = ScaffoldClient
     Server = ScaffoldServer
     requirements = Requirements(
-        client_state=True, payload=True, own_training=True, own_aggregation=True
+        client_state=True,
+        payload=True,
+        own_training=True,
+        own_aggregation=True,
+        private_parts=True,
     )
 
 

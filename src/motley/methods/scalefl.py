@@ -77,7 +77,7 @@ class ScaleFL(Method):
 
     Settings = ScaleFLSettings
     Client = ScaleFLClient
-    requirements = Requirements(own_training=True, uses_total_rounds=True)
+    requirements = Requirements(own_training=True, classes=True, uses_total_rounds=True)
 
 
 def divergence(teacher: Tensor, student: Tensor) -> Tensor:

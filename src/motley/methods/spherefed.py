@@ -188,6 +188,7 @@ class SphereFed(Method):
         own_aggregation=True,
         collection=True,
         stages=True,
+        classes=True,
         uses_total_rounds=True,
     )
 

@@ -66,6 +66,8 @@ class Step(Protocol):
     round: Tensor
     #: Steps taken so far: for use outside of steps.
     num_steps: int
+    #: The phase of the current step (`ClientAlgorithm.phase`), a number that steps may branch on.
+    phase: int
     #: Steps that the client takes in this round, and steps of one epoch over its examples: for use
     #: outside of steps. Both are 0 if it does not train.
     total_steps: int
@@ -112,15 +114,16 @@ class Step(Protocol):
     ) -> None:
         """Add `mu * (params - center)`, the gradient of `mu / 2 |params - center|^2`, to `grads`.
 
-        `center` is `received` by default. `mu` may be one number per name. For the other terms, see
-        `Proximal`.
+        `center` is `received` by default; parameters that are not in it have no term. `mu` may be
+        one number per name. For the other terms, see `Proximal`.
         """
         ...
 
-    def optimize(self, names: Iterable[str] | None = None) -> None:
+    def optimize(self, names: Iterable[str] | None = None, *, clip: bool = False) -> None:
         """Clip the gradients if the run asks for it, and let the optimizer change the parameters.
 
-        With `names`, only these parameters change, by an optimizer of their own, unclipped.
+        With `names`, only these parameters change, by an optimizer of their own. Their gradients
+        are clipped, by their own norm, only with `clip`.
         """
         ...
 
@@ -158,6 +161,10 @@ class Step(Protocol):
 
     def as_inputs(self, images: Tensor) -> Tensor:
         """Return images in the type in which the model computes, such as public images."""
+        ...
+
+    def as_features(self, features: Tensor) -> Tensor:
+        """Return activations in the type in which the model computes, such as received features."""
         ...
 
     def first_inputs(self, count: int) -> Tensor:

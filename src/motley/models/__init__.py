@@ -5,7 +5,19 @@ pair, at which stages a method may cut it (`stages.py`), and which channels belo
 here depends on clients or rounds.
 """
 
-from motley.models import cnn, factories, mlp, preact, resnet, vgg, vit
+from motley.models import (
+    cnn,
+    cnn1d,
+    factories,
+    lstm,
+    mlp,
+    preact,
+    resnet,
+    table,
+    transformer,
+    vgg,
+    vit,
+)
 from motley.models.inputs import (
     ArrayShape,
     ImageShape,
@@ -27,10 +39,14 @@ __all__ = [
     "TableShape",
     "TokenShape",
     "cnn",
+    "cnn1d",
     "factories",
+    "lstm",
     "mlp",
     "preact",
     "resnet",
+    "table",
+    "transformer",
     "vgg",
     "vit",
 ]

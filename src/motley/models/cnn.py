@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from motley.core.errors import MotleyError
 from motley.models.channels import Axis, Channels, of_head
-from motley.models.spec import MODELS, CrossLayer, ImageShape, ModelSpec, Stage
+from motley.models.inputs import ImageShape, expect
+from motley.models.spec import MODELS, CrossLayer, ModelSpec, Stage
 from motley.settings import Settings
 
 #: The smallest image height and width that leave a map after both convolutions and the pooling.
@@ -34,6 +35,7 @@ class CNN(nn.Module):
 
     def __init__(self, settings: CNNSettings, image: ImageShape, classes: int) -> None:
         super().__init__()
+        image = expect(image, ImageShape, "cnn")
         self.conv1 = nn.Conv2d(image.channels, 32, 3)
         self.conv2 = nn.Conv2d(32, 64, 3)
         self.map_dropout = nn.Dropout(settings.map_dropout)

@@ -36,7 +36,7 @@ def initialize_convolutions(model: nn.Module) -> None:
     norm of a residual block also starts with weight 1.
     """
     for module in model.modules():
-        if isinstance(module, nn.Conv2d):
+        if isinstance(module, nn.Conv1d | nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             if module.bias is not None:
                 nn.init.zeros_(module.bias)

@@ -1,12 +1,13 @@
-"""Multilayer perceptrons: one to three hidden layers of ReLU units over the flattened image.
+"""Multilayer perceptrons: one to three hidden layers of ReLU units over the flattened input.
 
-A size is a number of hidden layers, all of the same width. The first hidden layer reads the image,
+A size is a number of hidden layers, all of the same width. The first hidden layer reads the input,
 and all later ones have the same shape, so the tensors of a shallower network are a subset of a
 deeper network's, with the same names and shapes.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from itertools import pairwise
 
@@ -14,8 +15,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from motley.core.errors import MotleyError
 from motley.models.channels import Axis, Channels, of_head
-from motley.models.spec import MODELS, CrossLayer, ImageShape, ModelSpec, Stage
+from motley.models.inputs import InputShape, TokenShape, dims_of
+from motley.models.spec import MODELS, CrossLayer, ModelSpec, Stage
 from motley.settings import Settings
 
 
@@ -27,12 +30,15 @@ class MLPSettings(Settings):
 
 
 class MLP(nn.Module):
-    """Hidden layers over the flattened image, and a head."""
+    """Hidden layers over the flattened input, and a head."""
 
-    def __init__(self, depth: int, settings: MLPSettings, image: ImageShape, classes: int) -> None:
+    def __init__(self, depth: int, settings: MLPSettings, shape: InputShape, classes: int) -> None:
         super().__init__()
-        pixels = image.channels * image.height * image.width
-        widths = (pixels, *(settings.hidden for _ in range(depth)))
+        if isinstance(shape, TokenShape):
+            raise MotleyError(
+                f"model.sizes: 'mlp{depth}' takes numbers, and the data set has token sequences."
+            )
+        widths = (math.prod(dims_of(shape)), *(settings.hidden for _ in range(depth)))
         self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(widths))
         self.head = nn.Linear(settings.hidden, classes)
 

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 from motley.models.channels import Axis, Channels, of_head
 from motley.models.initialization import initialize_convolutions
+from motley.models.inputs import ImageShape, expect
 from motley.models.resnet import stage_widths
-from motley.models.spec import MODELS, CrossLayer, ImageShape, ModelSpec, Stage
+from motley.models.spec import MODELS, CrossLayer, ModelSpec, Stage
 from motley.settings import Settings
 
 
@@ -59,6 +60,7 @@ class PreActResNet(nn.Module):
         classes: int,
     ) -> None:
         super().__init__()
+        image = expect(image, ImageShape, "heterofl-resnet18")
         widths = stage_widths(settings.width)
         self.conv1 = nn.Conv2d(image.channels, widths[0], 3, padding=1, bias=False)
         modules = []

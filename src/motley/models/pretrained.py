@@ -66,6 +66,12 @@ def load_weights(
     return after
 
 
+def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the tensors in a file of weights."""
+    weights = _read(file, f"model.weights = {str(file)!r}")
+    return {name: tuple(tensor.shape) for name, tensor in weights.items()}
+
+
 def _read(file: Path, setting: str) -> dict[str, Tensor]:
     try:
         return load_file(file)

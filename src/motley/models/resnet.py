@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from motley.models.channels import Axis, Channels, of_head
 from motley.models.initialization import initialize_convolutions
-from motley.models.spec import MODELS, CrossLayer, ImageShape, ModelSpec, Stage
+from motley.models.inputs import ImageShape, expect
+from motley.models.spec import MODELS, CrossLayer, ModelSpec, Stage
 from motley.models.taps import crop_taps
 from motley.settings import Settings
 
@@ -306,6 +307,7 @@ SIZES: dict[int, tuple[type[Block], tuple[int, int, int, int], int]] = {
 
 
 def _build(depth: int, settings: ResNetSettings, image: ImageShape, classes: int) -> ResNet:
+    image = expect(image, ImageShape, f"resnet{depth}")
     block, blocks, _ = SIZES[depth]
     return ResNet(block, blocks, settings, image.channels, classes)
 

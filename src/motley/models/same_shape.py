@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from motley.models.facts import blocks_of
+from motley.models.lstm import LSTMLayer
 from motley.models.spec import CrossLayer
 from motley.models.stages import is_within
 
@@ -28,8 +29,16 @@ def same_shape_layers(model: nn.Module) -> list[CrossLayer]:
             continue
         first = first_layers.setdefault((stage, type(layer), tuple(shapes)), name)
         if first != name:
-            pairs += [CrossLayer(f"{first}.{key}", f"{name}.{key}") for key, _ in shapes]
+            chunks = gates_of(layer)
+            pairs += [CrossLayer(f"{first}.{key}", f"{name}.{key}", chunks) for key, _ in shapes]
     return pairs
+
+
+def gates_of(layer: nn.Module) -> int:
+    """Return of how many gates the tensors of a recurrent layer consist; 1 for other layers."""
+    if isinstance(layer, nn.LSTM | LSTMLayer):
+        return 4
+    return 3 if isinstance(layer, nn.GRU) else 1
 
 
 def _stage_of(blocks: tuple[str, ...], name: str) -> str | None:

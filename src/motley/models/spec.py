@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from motley.core.registry import Registry
 from motley.models.channels import Channels
 from motley.models.initialization import Initialization, initialize
-from motley.models.inputs import ImageShape
+from motley.models.inputs import ImageShape as ImageShape
 from motley.settings import Settings
 
 
@@ -28,6 +28,9 @@ class CrossLayer(NamedTuple):
 
     source: str
     target: str
+    #: Both tensors are this many tensors, stacked along the first dimension, and each of them is
+    #: mixed on its own: the gates of an LSTM; query, key and value of an attention.
+    chunks: int = 1
 
 
 class Stage(NamedTuple):

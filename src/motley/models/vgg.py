@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from motley.core.errors import MotleyError
 from motley.models.channels import Axis, Channels, of_head
 from motley.models.initialization import initialize_convolutions
-from motley.models.spec import MODELS, CrossLayer, ImageShape, ModelSpec, Stage
+from motley.models.inputs import ImageShape, expect
+from motley.models.spec import MODELS, CrossLayer, ModelSpec, Stage
 from motley.settings import Fraction, Settings, allowing
 
 #: Number of layers with weights -> the channels of every block's convolutions.
@@ -58,6 +59,7 @@ class VGG(nn.Module):
 
     def __init__(self, depth: int, settings: VGGSettings, image: ImageShape, classes: int) -> None:
         super().__init__()
+        image = expect(image, ImageShape, f"vgg{depth}")
         blocks = BLOCKS[depth]
         self.blocks = nn.ModuleList()
         inputs = image.channels

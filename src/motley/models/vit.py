@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from motley.core.errors import MotleyError
 from motley.models.channels import Axis, Channels, of_head
-from motley.models.spec import MODELS, CrossLayer, ImageShape, ModelSpec, Stage
+from motley.models.inputs import ImageShape, expect
+from motley.models.spec import MODELS, CrossLayer, ModelSpec, Stage
 from motley.settings import Settings
 
 
@@ -108,6 +109,7 @@ class ViT(nn.Module):
 
     def __init__(self, depth: int, settings: ViTSettings, image: ImageShape, classes: int) -> None:
         super().__init__()
+        image = expect(image, ImageShape, f"vit{depth}")
         tokens = 1 + _patches(image, settings.patch)
         self.cls_token = nn.Parameter(torch.empty(1, 1, settings.dim))
         self.pos_embed = nn.Parameter(torch.empty(1, tokens, settings.dim))
@@ -120,7 +122,8 @@ class ViT(nn.Module):
     def embed(self, x: Tensor) -> Tensor:
         """Return the input of block 0: class token and patches, plus position embeddings."""
         patches = self.patch_embed(x)
-        class_tokens = self.cls_token.expand(len(patches), -1, -1)
+        # torch.export takes len() for a constant, so an exported model would have one batch size.
+        class_tokens = self.cls_token.expand(patches.shape[0], -1, -1)
         return torch.cat([class_tokens, patches], dim=1) + self.pos_embed
 
     def class_token(self, x: Tensor) -> Tensor:

@@ -19,11 +19,12 @@ def refuse_leaks(
     *,
     statistics: str,
     dynamic_sizes: bool,
+    per_client: str = "off",
 ) -> None:
     """Raise an error if the accounting of `accounting.py` would not cover all that clients send.
 
-    `statistics` is `server.statistics.name`. `dynamic_sizes` says whether clients are given
-    a new size in every round.
+    `statistics` is `server.statistics.name`, and `per_client` is `evaluation.per_client`.
+    `dynamic_sizes` says whether clients are given a new size in every round.
     """
     if not privacy.active:
         return
@@ -40,6 +41,11 @@ def refuse_leaks(
             f"server.statistics.name = 'recalibrate': {setting} protects deltas, and the sums of "
             "activations that clients would report are neither clipped nor noised. Use "
             "server.statistics.name = 'averaged'."
+        )
+    if per_client != "off":
+        raise MotleyError(
+            f"evaluation.per_client = {per_client!r}: {setting} protects deltas, and the scores "
+            "that clients would report are not noised. Use evaluation.per_client = 'off'."
         )
     buffers = sorted(name for name in split.frame if name not in split.parameters)
     if buffers:

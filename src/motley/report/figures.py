@@ -9,9 +9,10 @@ from typing import Any
 from plotly import graph_objects as go
 
 from motley.assembly import deal_examples
-from motley.data import load_dataset
+from motley.data import PARTITIONS, Partition
 from motley.report.report_data import Panel, Run, Series
-from motley.runs.metrics import layer_metrics, stage_metrics
+from motley.runs.metrics import layer_metrics, scores_of, stage_metrics
+from motley.tasks import MetricInfo
 
 #: Colors that can be distinguished on a light and on a dark page.
 PALETTE = (
@@ -37,8 +38,18 @@ def style(number: int) -> dict[str, Any]:
     return {"color": PALETTE[number % len(PALETTE)], "dash": dash, "width": 2}
 
 
-def accuracy(panel: Panel, size: str, labels: Sequence[str]) -> go.Figure:
-    """Draw accuracy over rounds for one size, or for the mean over sizes.
+def line_of(series: Series, labels: Sequence[str]) -> dict[str, Any]:
+    """Return the line style of a series; `labels` are those of all series, in order."""
+    return reference_style(style(labels.index(series.label)), series.is_reference)
+
+
+def reference_style(line: dict[str, Any], is_reference: bool) -> dict[str, Any]:
+    """Return a line style, dotted if it is for a reference."""
+    return {**line, "dash": "dot"} if is_reference else line
+
+
+def scores(panel: Panel, size: str, labels: Sequence[str]) -> go.Figure:
+    """Draw the primary metric over rounds for one size, or for the mean over sizes.
 
     Lines are means over seeds. With several seeds, a band shows one standard deviation around
     each line.
@@ -46,28 +57,36 @@ def accuracy(panel: Panel, size: str, labels: Sequence[str]) -> go.Figure:
     figure = go.Figure()
     shown = panel.series if size == "mean" else panel.distinct
     for label, series in shown.items():
-        if series.has_accuracy(size):
-            _curve(figure, series, size, style(labels.index(label)), label, group=label)
-    title = _mean_title(panel) if size == "mean" else f"accuracy, {size}"
-    _over_rounds(figure, panel, title, "accuracy, %")
+        if series.has_scores(size):
+            _curve(figure, series, size, line_of(series, labels), label, group=label)
+    metric = panel.metric
+    title = _mean_title(panel) if size == "mean" else f"{metric.name}, {size}"
+    _over_rounds(figure, panel, title, _axis(panel))
     return figure
 
 
 def _mean_title(panel: Panel) -> str:
+    name = panel.metric.name
     if all(series.headline == "mean" for series in panel.series.values()):
-        return "accuracy, mean over sizes"
-    return "accuracy, mean over sizes (or of the one size that a line shows)"
+        return f"{name}, mean over sizes"
+    return f"{name}, mean over sizes (or of the one size that a line shows)"
+
+
+def _axis(panel: Panel) -> str:
+    """Return the title of an axis for the primary metric. Higher is better unless it says so."""
+    metric = panel.metric
+    return metric.label if metric.higher_is_better else f"{metric.label} ({metric.direction})"
 
 
 def sizes(panel: Panel, series: Series) -> go.Figure:
-    """Draw the accuracies of all sizes of one series in one figure, to compare the sizes."""
+    """Draw the scores of all sizes of one series in one figure, to compare the sizes."""
     figure = go.Figure()
     for number, size in enumerate(panel.sizes):
         line = style(number)
         if size == "mean":
             line["width"] = 3
         _curve(figure, series, size, line, "mean over sizes" if size == "mean" else size)
-    _over_rounds(figure, panel, "accuracy per size", "accuracy, %")
+    _over_rounds(figure, panel, f"{panel.metric.name} per size", _axis(panel))
     return figure
 
 
@@ -81,13 +100,15 @@ def _curve(
 ) -> None:
     """Add the mean over seeds and, with several seeds, the band around it."""
     rounds, values = series.curve(size)
-    means = [round(fmean(seeds), 2) for seeds in values]
+    percent = series.runs[0].metric.percent
+    digits = 2 if percent else 6
+    means = [round(fmean(seeds), digits) for seeds in values]
     if values and len(values[0]) > 1:
         upper, lower = [], []
         for mean, seeds in zip(means, values, strict=True):
             std = stdev(seeds)
-            upper.append(round(mean + std, 2))
-            lower.append(round(mean - std, 2))
+            upper.append(round(mean + std, digits))
+            lower.append(round(mean - std, digits))
         figure.add_scatter(
             x=[*rounds, *reversed(rounds)],
             y=[*upper, *reversed(lower)],
@@ -99,9 +120,8 @@ def _curve(
             showlegend=False,
             legendgroup=group,
         )
-    _add_line(
-        figure, rounds, means, line, name, group, hovertemplate=f"%{{y:.1f}} % ({series.count})"
-    )
+    value = "%{y:.1f} %" if percent else "%{y:.4g}"
+    _add_line(figure, rounds, means, line, name, group, hovertemplate=f"{value} ({series.count})")
 
 
 def _add_line(
@@ -128,44 +148,46 @@ def _over_rounds(figure: go.Figure, panel: Panel, title: str, unit: str = "") ->
 
 
 def traffic(panel: Panel, labels: Sequence[str]) -> go.Figure:
-    """Draw accuracy against traffic, for the first run of every series."""
+    """Draw the primary metric against traffic, for the first run of every series."""
 
     def megabytes(line: dict[str, Any]) -> float:
         return (line["bytes"]["down"] + line["bytes"]["up"]) / 1e6
 
-    return _accuracy_against(
-        panel, labels, megabytes, "accuracy against traffic", "MB sent, down and up"
-    )
+    return _against(panel, labels, megabytes, "traffic", "MB sent, down and up")
 
 
 def time(panel: Panel, labels: Sequence[str]) -> go.Figure:
-    """Draw accuracy against computing time, for the first run of every series."""
+    """Draw the primary metric against computing time, for the first run of every series."""
 
     def seconds(line: dict[str, Any]) -> float:
         return sum(line["seconds"].values())
 
-    return _accuracy_against(panel, labels, seconds, "accuracy against time", "seconds")
+    return _against(panel, labels, seconds, "time", "seconds")
 
 
-def _accuracy_against(
+def _against(
     panel: Panel,
     labels: Sequence[str],
     cost: Callable[[dict[str, Any]], float],
-    title: str,
+    name: str,
     unit: str,
 ) -> go.Figure:
-    """Draw accuracy against a cumulative cost; `cost` is that of one line of metrics."""
+    """Draw the primary metric against a cumulative cost; `cost` is that of one line of metrics."""
     figure = go.Figure()
     for label, series in panel.distinct.items():
+        run = series.runs[0]
         total = 0.0
-        costs, accuracies = [], []
-        for line in series.runs[0].lines:
+        costs, values = [], []
+        for line in run.lines:
             total += cost(line)
-            if series.headline in line.get("accuracy", {}):
+            line_scores = scores_of(line)
+            if series.headline in line_scores:
+                value = run.metric.scaled(line_scores[series.headline])
                 costs.append(round(total, 3))
-                accuracies.append(round(100 * line["accuracy"][series.headline], 2))
-        _add_line(figure, costs, accuracies, style(labels.index(label)), label, label)
-    figure.update_layout(title=title, xaxis_title=unit, yaxis_title="accuracy, %")
+                values.append(round(value, 2 if run.metric.percent else 6))
+        _add_line(figure, costs, values, line_of(series, labels), label, label)
+    title = f"{panel.metric.name} against {name}"
+    figure.update_layout(title=title, xaxis_title=unit, yaxis_title=_axis(panel))
     return figure
 
 
@@ -173,7 +195,7 @@ def losses(panel: Panel, labels: Sequence[str]) -> list[go.Figure]:
     """Draw test loss (mean over sizes) and training loss, for the first run of every series."""
     test, train = go.Figure(), go.Figure()
     for label, series in panel.distinct.items():
-        line_style = style(labels.index(label))
+        line_style = line_of(series, labels)
         lines = series.runs[0].lines
         evaluated = [line for line in lines if line.get("loss")]
         rounds = [line["round"] for line in evaluated]
@@ -272,16 +294,97 @@ def method_metrics(panel: Panel, labels: Sequence[str]) -> list[go.Figure]:
     figures: dict[str, go.Figure] = {}
     for label, series in panel.distinct.items():
         curves: dict[str, Curve] = {}
-        for line in series.runs[0].lines:
-            for name, value in stage_metrics(line).items():
-                curves.setdefault(name, Curve()).add(line["round"], value)
+        for metrics in series.runs[0].lines:
+            for name, value in stage_metrics(metrics).items():
+                curves.setdefault(name, Curve()).add(metrics["round"], value)
         for name, curve in curves.items():
             figure = figures.setdefault(name, go.Figure())
-            color = style(labels.index(label))
-            _add_line(figure, curve.rounds, curve.values, color, label, label)
+            line = line_of(series, labels)
+            _add_line(figure, curve.rounds, curve.values, line, label, label)
     for name, figure in figures.items():
         _over_rounds(figure, panel, f"method metric: {name.replace('_', ' ')}")
     return list(figures.values())
+
+
+def client_scores(panel: Panel, labels: Sequence[str]) -> go.Figure | None:
+    """Draw the scores of clients from the worst to the best, for the first run of every series.
+
+    One line per series, and a thin one for the personalized scores. At 10 % on the x axis, a tenth
+    of the clients has this score or a worse one. Returns None if no run has scores of clients.
+    """
+    figure = go.Figure()
+    for label, series in panel.distinct.items():
+        metric, clients = series.runs[0].metric, series.runs[0].client_scores
+        if clients is None:
+            continue
+        line = line_of(series, labels)
+        _sorted_scores(figure, metric, clients.scores(), line, label, label)
+        if series.is_reference:
+            continue  # its clients have models of their own: both scores are the same
+        after = clients.scores(personalized=True)
+        thin = {**line, "width": 1}
+        _sorted_scores(figure, metric, after, thin, f"{label}, personalized", label)
+    if not figure.data:
+        return None
+    personalized = any(trace.line.width == 1 for trace in figure.data)
+    thin_lines = " (thin: after local training)" if personalized else ""
+    figure.update_layout(
+        title=f"{panel.metric.name} of clients on their own test data, sorted{thin_lines}",
+        xaxis_title="clients, %",
+        yaxis_title=_axis(panel),
+    )
+    return figure
+
+
+def _sorted_scores(
+    figure: go.Figure,
+    metric: MetricInfo,
+    values: Sequence[float],
+    line: dict[str, Any],
+    name: str,
+    group: str,
+) -> None:
+    if not values:
+        return
+    worst_first = sorted(values, reverse=not metric.higher_is_better)
+    count = len(values)
+    places = [round(100 * (number + 1) / count, 2) for number in range(count)]
+    shown = [_shown(metric, value) for value in worst_first]
+    hover = f"{name}: %{{x:.0f}} % of clients have %{{y:.4g}} or worse<extra></extra>"
+    _add_line(figure, places, shown, line, name, group, hovertemplate=hover)
+
+
+def _shown(metric: MetricInfo, value: float) -> float:
+    return round(metric.scaled(value), 2 if metric.percent else 6)
+
+
+def client_curves(panel: Panel, labels: Sequence[str], key: str, name: str) -> go.Figure | None:
+    """Draw a number of the clients' scores over rounds, for the first run of every series.
+
+    `key` is that of `motley.runs.metrics.summarize_clients`, and `name` is its name in the title.
+    None if no run has it.
+    """
+    figure = go.Figure()
+    for label, series in panel.distinct.items():
+        curve = Curve()
+        for metrics in series.runs[0].lines:
+            value = (metrics.get("client_scores") or {}).get(key)
+            if value is not None:
+                curve.add(metrics["round"], _shown(series.runs[0].metric, value))
+        if curve.rounds:
+            _add_line(figure, curve.rounds, curve.values, line_of(series, labels), label, label)
+    if not figure.data:
+        return None
+    _over_rounds(figure, panel, f"{panel.metric.name}, {name}", _axis(panel))
+    return figure
+
+
+def _examples_per_client(run: Run, dealt: Partition) -> go.Figure:
+    """Draw the number of examples per client, for a task without classes."""
+    figure = go.Figure(go.Bar(y=dealt.sizes[:MAX_CLIENTS].tolist()))
+    title = f"data partition: examples per client (seed {run.config.seed})"
+    figure.update_layout(title=title, xaxis_title="client", yaxis_title="examples")
+    return figure
 
 
 def partition(run: Run) -> go.Figure:
@@ -290,8 +393,11 @@ def partition(run: Run) -> go.Figure:
     Raises MotleyError if the data set is not on this machine.
     """
     config = run.config
-    dataset = load_dataset(config.data.name, root=config.data.root_path, path=config.data.file_path)
+    PARTITIONS.entry(config.data.partition.name, "data.partition.name")  # a user's may be missing
+    dataset = config.data.load()
     dealt = deal_examples(config, dataset).partition
+    if not config.task.build(dataset.task).has_classes:
+        return _examples_per_client(run, dealt)
     counts = dealt.label_counts(dataset.train.targets, dataset.classes)
     heatmap = go.Heatmap(
         z=counts[:MAX_CLIENTS].T.tolist(),

@@ -15,7 +15,7 @@ from plotly.offline import get_plotlyjs
 from motley.core.errors import MotleyError
 from motley.report import figures
 from motley.report.report_data import Panel, ReportData, Run, Series
-from motley.report.tables import Rows, costs, environments, final
+from motley.report.tables import Rows, clients, costs, environments, final
 from motley.studies.results import COLUMNS
 
 #: The remaining time is estimated from the last rounds, this many.
@@ -70,7 +70,8 @@ def _body(data: ReportData, live: bool) -> Iterator[str]:
     for study in data.studies:
         yield from _study(study)
     if len(data.labels) > 1:
-        yield f'<nav id="series" aria-label="Show or hide">{_checkboxes(data.labels)}</nav>'
+        checkboxes = _checkboxes(data.labels, data.references)
+        yield f'<nav id="series" aria-label="Show or hide">{checkboxes}</nav>'
     if data.differences:
         rows = []
         for name, *values in data.differences:
@@ -115,11 +116,11 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _checkboxes(labels: list[str]) -> str:
+def _checkboxes(labels: list[str], references: set[str]) -> str:
     """Return one checkbox per series, each with a sample of its line."""
     checkboxes = []
     for number, label in enumerate(labels):
-        line = figures.style(number)
+        line = figures.reference_style(figures.style(number), label in references)
         checkbox = f'<input type="checkbox" checked value="{escape(label)}">'
         text = f"{checkbox}{_sample(line)}{escape(label)}"
         checkboxes.append(f'<label style="--color: {line["color"]}">{text}</label>')
@@ -159,7 +160,10 @@ def _panel(panel: Panel, labels: list[str]) -> Iterator[str]:
     if not any(run.evaluated for run in panel.runs()):
         yield "<p>No round has been evaluated yet.</p>"
         return
-    drawn = _accuracies(panel, labels)
+    drawn = _scores(panel, labels)
+    drawn.append(figures.client_scores(panel, labels))
+    drawn.append(figures.client_curves(panel, labels, "mean", "mean over clients"))
+    drawn.append(figures.client_curves(panel, labels, "worst_tenth", "worst tenth of the clients"))
     drawn.append(figures.traffic(panel, labels))
     drawn.append(figures.time(panel, labels))
     drawn.extend(figures.losses(panel, labels))
@@ -175,19 +179,25 @@ def _panel(panel: Panel, labels: list[str]) -> Iterator[str]:
         reason = escape(str(error).splitlines()[0])
         partition_missing = f"<p>The partition cannot be drawn here: {reason}</p>"
     # Tables come before figures, because on a phone the figures fill several screens.
-    yield f"<h3>Accuracy, %</h3>{_table(final(panel))}{_notes(panel.series.values())}"
+    label = panel.metric.label
+    heading = escape(label[0].upper() + label[1:])
+    yield f"<h3>{heading}</h3>{_table(final(panel))}{_notes(panel.series.values())}"
+    client_rows = clients(panel)
+    if len(client_rows) > 1:
+        heading = f"Clients on their own test data, last scoring: {panel.metric.label}"
+        yield f"<h3>{escape(heading)}</h3>{_table(client_rows)}"
     figures_html = [_figure(figure) for figure in drawn if figure is not None]
     yield f'<div class="figures">{"".join(figures_html)}</div>{partition_missing}'
     yield f"<h3>Rounds, traffic and time</h3>{_table(costs(panel))}"
 
 
-def _accuracies(panel: Panel, labels: list[str]) -> list[Any]:
-    """Return the accuracy figures: one for all sizes of a single series, else one per size."""
+def _scores(panel: Panel, labels: list[str]) -> list[Any]:
+    """Return the score figures: one for all sizes of a single series, else one per size."""
     if len(panel.sizes) <= 2:
-        return [figures.accuracy(panel, "mean", labels)]
+        return [figures.scores(panel, "mean", labels)]
     if len(panel.series) == 1:
         return [figures.sizes(panel, next(iter(panel.series.values())))]
-    drawn = [figures.accuracy(panel, size, labels) for size in panel.sizes]
+    drawn = [figures.scores(panel, size, labels) for size in panel.sizes]
     values = [value for figure in drawn for trace in figure.data for value in trace.y]
     if values:
         # The same scale for all sizes, so that the figures can be compared.
@@ -201,7 +211,10 @@ def _accuracies(panel: Panel, labels: list[str]) -> list[Any]:
 def _notes(all_series: Iterable[Series]) -> str:
     paragraphs = []
     for series in all_series:
-        for sentence in series.repeats:
+        sentences = series.repeats
+        if series.is_reference:
+            sentences.append(f"{series.label}: local training alone, the reference (dotted).")
+        for sentence in sentences:
             paragraphs.append(f'<p class="note">{escape(sentence)}</p>')
     return "".join(paragraphs)
 

@@ -12,10 +12,12 @@ from typing import Any
 
 from motley.config import Config
 from motley.core.errors import MotleyError
+from motley.runs.client_log import ClientLine, ClientLog
 from motley.runs.folder import RunFolder
-from motley.runs.metrics import MetricsLog, Outcome, outcome
+from motley.runs.metrics import ACCURACY, MetricsLog, Outcome, metric_of, outcome, scores_of
 from motley.studies.results import read_saved
-from motley.studies.sweep import IMMATERIAL
+from motley.studies.sweep import IMMATERIAL, REFERENCE_METHOD
+from motley.tasks import MetricInfo
 
 #: Series are labelled by the settings in which they differ, if these are at most this many.
 #: Otherwise folder names are easier to read.
@@ -35,22 +37,34 @@ class Run:
     lines: list[dict[str, Any]]
     #: Versions and hardware; empty if the file is missing or damaged.
     environment: dict[str, Any]
+    #: A sentence about users' own code that is not here; empty if nothing is missing.
+    missing_code: str = ""
+    #: The last scores of clients; None if the run has none.
+    client_scores: ClientLine | None = None
 
     @classmethod
     def read(cls, path: Path) -> Run:
         """Read a run's folder."""
         folder = RunFolder.open(path)
+        config, missing_code = folder.read_config_for_display()
         return cls(
             path,
-            config=folder.read_config(),
+            config=config,
             lines=MetricsLog(folder.metrics).read(),
             environment=_read_environment(folder.environment),
+            missing_code=missing_code,
+            client_scores=ClientLog(folder.client_scores).last(),
         )
 
     @property
     def evaluated(self) -> list[dict[str, Any]]:
         """The metrics of the rounds that were evaluated."""
-        return [line for line in self.lines if "accuracy" in line]
+        return [line for line in self.lines if scores_of(line)]
+
+    @property
+    def metric(self) -> MetricInfo:
+        """The primary metric of the run."""
+        return metric_of(self.lines)
 
     @property
     def rounds_done(self) -> int:
@@ -80,8 +94,13 @@ class Series:
 
     label: str
     runs: list[Run] = field(default_factory=list)
-    #: The accuracy that this series shows: "mean" (over sizes), or one size if a study says so.
+    #: The score that this series shows: "mean" (over sizes), or one size if a study says so.
     headline: str = "mean"
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is local training alone, which other series should exceed."""
+        return all(run.config.method.name == REFERENCE_METHOD for run in self.runs)
 
     @property
     def by_seed(self) -> dict[int, list[Run]]:
@@ -110,29 +129,30 @@ class Series:
         return sentences
 
     def key(self, size: str) -> str:
-        """Return a key of the metrics' accuracies. "mean" is replaced by this series' headline."""
+        """Return a key of a line's scores. "mean" is replaced by this series' headline."""
         return self.headline if size == "mean" else size
 
-    def has_accuracy(self, size: str) -> bool:
-        """Return whether any run has an accuracy of this size."""
+    def has_scores(self, size: str) -> bool:
+        """Return whether any run has a score of this size."""
         key = self.key(size)
-        return any(key in line["accuracy"] for run in self.runs for line in run.evaluated)
+        return any(key in scores_of(line) for run in self.runs for line in run.evaluated)
 
     def curve(self, size: str) -> tuple[list[int], list[list[float]]]:
-        """Return the rounds that all runs have evaluated, and their accuracies in percent.
+        """Return the rounds that all runs have evaluated, and their scores; accuracies in percent.
 
-        For each round there is one accuracy per seed, the mean over the runs of that seed.
+        For each round there is one score per seed, the mean over the runs of that seed.
         """
         key = self.key(size)
-        curves_by_seed: list[list[dict[int, float]]] = []  # per seed and run: round -> accuracy
+        curves_by_seed: list[list[dict[int, float]]] = []  # per seed and run: round -> score
         common_rounds: set[int] | None = None
         for runs in self.by_seed.values():
             curves = []
             for run in runs:
                 curve = {}
                 for line in run.evaluated:
-                    if key in line["accuracy"]:
-                        curve[line["round"]] = 100 * line["accuracy"][key]
+                    scores = scores_of(line)
+                    if key in scores:
+                        curve[line["round"]] = run.metric.scaled(scores[key])
                 curves.append(curve)
                 common_rounds = set(curve) if common_rounds is None else common_rounds & set(curve)
             curves_by_seed.append(curves)
@@ -171,14 +191,22 @@ class Panel:
 
     @property
     def sizes(self) -> list[str]:
-        """All keys of accuracies: "mean" first, then every size in the order of evaluation."""
+        """All keys of scores: "mean" first, then every size in the order of evaluation."""
         names = {"mean": None}
         for run in self.runs():
             if run.evaluated:
-                names |= dict.fromkeys(run.evaluated[0]["accuracy"])
+                names |= dict.fromkeys(scores_of(run.evaluated[0]))
             else:
                 names |= dict.fromkeys(run.config.model.sizes)
         return list(names)
+
+    @property
+    def metric(self) -> MetricInfo:
+        """The primary metric: runs of one data set have one, unless `task.metrics` differs."""
+        metrics = {run.metric: None for run in self.runs() if run.evaluated}
+        if len(metrics) <= 1:
+            return next(iter(metrics), ACCURACY)
+        return MetricInfo(" or ".join(metric.name for metric in metrics))
 
     def runs(self) -> Iterator[Run]:
         """Yield every run."""
@@ -202,6 +230,14 @@ class ReportData:
         for panel in self.panels.values():
             labels |= dict.fromkeys(panel.series)
         return list(labels)
+
+    @property
+    def references(self) -> set[str]:
+        """The labels of the series that are drawn as references."""
+        labels: set[str] = set()
+        for panel in self.panels.values():
+            labels.update(series.label for series in panel.series.values() if series.is_reference)
+        return labels
 
     @property
     def runs(self) -> list[Run]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from statistics import fmean
+from typing import Any
 
 from motley.evaluate import Summary
 from motley.report.report_data import Panel, Run, Series
 from motley.studies.statistics import spread
+from motley.tasks import MetricInfo
 
 Rows = list[list[str]]
 
 
 def final(panel: Panel) -> Rows:
-    """Return the final accuracies of every series: mean of last k, last and best over all sizes.
+    """Return the final scores of every series: mean of last k, last and best over all sizes.
 
     The columns per size are means of the last k evaluations.
     """
@@ -43,40 +45,115 @@ def _over_seeds(series: Series, size: str, number: Callable[[Summary], float]) -
     for runs in series.by_seed.values():
         values = []
         for run in runs:
-            accuracy = run.outcome(()).accuracy
-            if size in accuracy:
-                values.append(100 * number(accuracy[size]))
+            outcome = run.outcome(())
+            if size in outcome.scores:
+                values.append(outcome.metric.scaled(number(outcome.scores[size])))
         if values:
             per_seed.append(fmean(values))
-    over_seeds = spread(per_seed)
+    return _spread_text(series.runs[0].metric, per_seed)
+
+
+def _spread_text(metric: MetricInfo, values: Sequence[float]) -> str:
+    """Return mean and standard deviation of values as text; empty if there are none."""
+    over_seeds = spread(values)
     if over_seeds is None:
         return ""
     # A column has the number of seeds, so "(one seed)" is not repeated in every cell.
-    return f"{over_seeds.mean:.1f}" if over_seeds.std is None else str(over_seeds)
+    return over_seeds.text("" if over_seeds.std is None else None, percent=metric.percent)
+
+
+#: Columns of the table of client scores: whether they are the personalized ones, and their keys in
+#: the metrics (`motley.runs.metrics.summarize_clients`).
+CLIENT_COLUMNS = {
+    "mean": (False, "mean"),
+    "weighted": (False, "weighted"),
+    "worst tenth": (False, "worst_tenth"),
+    "std": (False, "std"),
+    "min": (False, "min"),
+    "max": (False, "max"),
+    "personalized mean": (True, "mean"),
+    "personalized worst tenth": (True, "worst_tenth"),
+}
+
+
+def clients(panel: Panel) -> Rows:
+    """Return the last scores of clients of every series, over seeds.
+
+    One row for all clients of a series, and one per size if there are several.
+    """
+    rows = [["", "clients", *CLIENT_COLUMNS]]
+    for series in panel.distinct.values():
+        tables = [run.outcome(()).client_scores for run in series.runs]
+        scored = [table for table in tables if table and table.get("clients")]
+        if not scored:
+            continue
+        metric = series.runs[0].metric
+        rows.append(_client_row(series.label, metric, scored))
+        sizes = list(scored[0]["sizes"])
+        if len(sizes) > 1:
+            for size in sizes:
+                rows.append(_client_row(f"{series.label}, {size}", metric, scored, size))
+    return rows
+
+
+def _client_row(
+    name: str, metric: MetricInfo, scored: Sequence[dict[str, Any]], size: str = ""
+) -> list[str]:
+    counts = {str(_table_of(table, False, size).get("clients", 0)) for table in scored}
+    row = [name, ", ".join(sorted(counts))]
+    for personalized, key in CLIENT_COLUMNS.values():
+        values = [_table_of(table, personalized, size).get(key) for table in scored]
+        row.append(_spread_text(metric, [metric.scaled(v) for v in values if v is not None]))
+    return row
+
+
+def _table_of(scores: dict[str, Any], personalized: bool, size: str) -> dict[str, Any]:
+    """Return one table of the clients' scores; an empty one if there is none."""
+    table: dict[str, Any] = scores
+    if personalized:
+        table = table.get("personalized") or {}
+    if size:
+        table = (table.get("sizes") or {}).get(size) or {}
+    return table
 
 
 def targets(panel: Panel) -> tuple[float, ...]:
     """Return the runs' configured targets, and one that all runs reached.
 
-    The latter is the best accuracy of the weakest run, rounded down to a whole percent.
+    The latter is the best score of the weakest run, rounded to a whole percent, or to two digits,
+    in the direction that is easier to reach.
     """
-    accuracies: set[float] = set()
+    values: set[float] = set()
     best = []
     for run in panel.runs():
-        accuracies.update(run.config.evaluation.targets)
+        values.update(run.config.evaluation.targets)
         if run.evaluated:
-            best.append(run.outcome(()).accuracy["mean"].best)
+            best.append(run.outcome(()).scores["mean"].best)
     if best:
-        common = math.floor(100 * min(best)) / 100
-        if common > 0:
-            accuracies.add(common)
-    return tuple(sorted(accuracies))
+        values.update(_common_target(best, panel.metric))
+    return tuple(sorted(values))
+
+
+def _common_target(best: Sequence[float], metric: MetricInfo) -> list[float]:
+    """Return a rounded value that the weakest of several runs reached, or none."""
+    weakest = min(best) if metric.higher_is_better else max(best)
+    if metric.percent:
+        unit = 0.01
+    elif weakest > 0:
+        unit = 10.0 ** (math.floor(math.log10(weakest)) - 1)
+    else:
+        return []
+    direction = math.floor if metric.higher_is_better else math.ceil
+    common = round(direction(weakest / unit) * unit, 12)
+    return [common] if common > 0 else []
 
 
 def costs(panel: Panel) -> Rows:
     """Return rounds to targets, and traffic and time (means over runs), of every series."""
     all_targets = targets(panel)
-    headings = [f"rounds to {target:.0%}" for target in all_targets]
+    headings = []
+    for target in all_targets:
+        headings.append(f"rounds to {panel.metric.text(target, 0)}")
     rows = [["", *headings, "MB down", "MB up", "seconds", "seconds per round"]]
     for series in panel.distinct.values():
         outcomes = [run.outcome(all_targets) for run in series.runs if run.lines]

@@ -11,8 +11,10 @@ from motley.engine import LocalEngine
 from motley.engine.timeline import Timeline, draw
 from motley.federation import Federation
 from motley.runs.checkpoint import save_checkpoint
+from motley.runs.client_log import ClientLog
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import MetricsLog, overall
+from motley.server.client_scores import ClientScores
 from motley.server.record import RoundRecord
 from motley.server.state import ServerState
 
@@ -28,6 +30,9 @@ class Callback:
 
     def on_round(self, server: ServerState, record: RoundRecord) -> None:
         """Called after each round, with the server after that round."""
+
+    def on_exception(self, error: BaseException) -> None:
+        """Called before `on_stop` if an exception ends the run, or KeyboardInterrupt."""
 
     def on_stop(self, server: ServerState) -> None:
         """Called when the run stops, whether finished, interrupted or failed.
@@ -48,6 +53,20 @@ class WriteMetrics(Callback):
 
     def on_round(self, server: ServerState, record: RoundRecord) -> None:
         self.log.append(record)
+
+
+class WriteClientScores(Callback):
+    """Appends one line per round that scored clients to the log of client scores."""
+
+    def __init__(self, log: ClientLog) -> None:
+        self.log = log
+
+    def on_start(self, federation: Federation, server: ServerState) -> None:
+        self.log.truncate(server.round_number)
+
+    def on_round(self, server: ServerState, record: RoundRecord) -> None:
+        if record.client_scores is not None:
+            self.log.append(record.round_number, record.client_scores)
 
 
 class SaveCheckpoints(Callback):
@@ -111,15 +130,29 @@ class WriteTensorBoard(Callback):
     def on_round(self, server: ServerState, record: RoundRecord) -> None:
         number = record.round_number
         for size, score in record.scores.items():
-            self.writer.add_scalar(f"accuracy/{size}", score.accuracy, number)
+            for name, value in score.metrics.items():
+                self.writer.add_scalar(f"{name}/{size}", value, number)
             self.writer.add_scalar(f"loss/{size}", score.loss, number)
         if record.scores:
-            self.writer.add_scalar("accuracy/mean", overall(record), number)
+            metric = next(iter(record.scores.values())).metric
+            self.writer.add_scalar(f"{metric.name}/mean", overall(record), number)
+        if record.client_scores is not None:
+            self._write_client_scores(record.client_scores, number)
         self.writer.add_scalar("train/loss", record.train_loss, number)
         for name, value in record.metrics.items():
             self.writer.add_scalar(name, value, number)
         self.writer.add_scalar("seconds/round", sum(record.seconds.values()), number)
         self.writer.flush()
+
+    def _write_client_scores(self, scores: ClientScores, number: int) -> None:
+        spreads = {
+            "clients": scores.spread(),
+            "personalized_clients": scores.personalized_spread(),
+        }
+        for tag, spread in spreads.items():
+            if spread is not None:
+                for name in ("mean", "weighted", "worst_tenth", "std"):
+                    self.writer.add_scalar(f"{tag}/{name}", getattr(spread, name), number)
 
     def on_stop(self, server: ServerState) -> None:
         self.writer.close()
@@ -158,6 +191,8 @@ def folder_callbacks(folder: RunFolder, config: Config) -> list[Callback]:
     about them must already be written.
     """
     callbacks: list[Callback] = [WriteMetrics(MetricsLog(folder.metrics))]
+    if config.evaluation.per_client != "off":
+        callbacks.append(WriteClientScores(ClientLog(folder.client_scores)))
     if config.run.tensorboard and tensorboard_installed():
         callbacks.append(WriteTensorBoard(folder.tensorboard))
     callbacks.append(

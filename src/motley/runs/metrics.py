@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from typing_extensions import TypedDict
 
+from motley import tasks
 from motley.core.errors import MotleyError
-from motley.evaluate import Summary, rounds_to, summarize
+from motley.evaluate import Score, Summary, rounds_to, summarize
 from motley.files import write_atomically
+from motley.server.client_scores import ClientScores, Spread
 from motley.server.record import RoundRecord
+from motley.tasks import MetricInfo
 
-#: The key of the mean accuracy over sizes, beside the names of the sizes.
+#: The key of the mean over sizes, beside the names of the sizes.
 OVERALL = "mean"
+#: The metric of lines that name none: all lines of classifications.
+ACCURACY = tasks.ACCURACY
 
 
 def to_line(record: RoundRecord) -> dict[str, Any]:
     """Return a round's record as the JSON object that the log holds. Empty fields are left out."""
     line: dict[str, Any] = {"round": record.round_number}
     if record.scores:
-        scores = record.scores
-        line["accuracy"] = {size: round(score.accuracy, 6) for size, score in scores.items()}
-        line["accuracy"][OVERALL] = round(overall(record), 6)
-        line["loss"] = {size: _number(score.loss) for size, score in scores.items()}
-        line["class_accuracy"] = {
-            size: _rounded(score.class_accuracy) for size, score in scores.items()
-        }
+        line |= _scores_to_line(record.scores)
+    if record.client_scores is not None:
+        line["client_scores"] = summarize_clients(record.client_scores)
     line["train_loss"] = _number(record.train_loss)
     line["clients"] = record.clients
     if record.refused:
@@ -46,6 +48,87 @@ def to_line(record: RoundRecord) -> dict[str, Any]:
     if record.metrics:
         line["metrics"] = _numbers(record.metrics)
     return line
+
+
+def _scores_to_line(scores: Mapping[str, Score]) -> dict[str, Any]:
+    """Return the fields of a line for the scores of every size.
+
+    Accuracy has a field of its own, as in all lines of earlier versions. The other metrics are in
+    `scores`, by name. `metric` describes the primary one, unless it is accuracy.
+    """
+    line: dict[str, Any] = {}
+    first = next(iter(scores.values()))
+    if first.metric.name != ACCURACY.name:
+        line["metric"] = {
+            "name": first.metric.name,
+            "higher_is_better": first.metric.higher_is_better,
+            "percent": first.metric.percent,
+        }
+    others: dict[str, dict[str, float | None]] = {}
+    for name in first.metrics:
+        values = {size: score.metrics[name] for size, score in scores.items()}
+        values[OVERALL] = sum(values.values()) / len(values)
+        if name == ACCURACY.name:
+            line["accuracy"] = {size: round(value, 6) for size, value in values.items()}
+        else:
+            others[name] = _numbers(values)
+    if others:
+        line["scores"] = others
+    line["loss"] = {size: _number(score.loss) for size, score in scores.items()}
+    if first.class_accuracy:
+        line["class_accuracy"] = {
+            size: _rounded(score.class_accuracy) for size, score in scores.items()
+        }
+    return line
+
+
+def metric_of(lines: Iterable[Mapping[str, Any]]) -> MetricInfo:
+    """Return the primary metric of a run's lines: accuracy, unless a line says otherwise."""
+    for line in lines:
+        if line.get("metric"):
+            return MetricInfo(**line["metric"])
+    return ACCURACY
+
+
+def scores_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return a line's values of the primary metric: size, or `OVERALL` -> value.
+
+    Values that are not finite are left out. Empty if the round was not evaluated.
+    """
+    metric = metric_of([line])
+    if metric.name == ACCURACY.name:
+        values: Mapping[str, float | None] = line.get("accuracy") or {}
+    else:
+        values = (line.get("scores") or {}).get(metric.name) or {}
+    return {size: value for size, value in values.items() if value is not None}
+
+
+def summarize_clients(scores: ClientScores) -> dict[str, Any]:
+    """Return the distribution of clients' scores: over all clients, and for each size.
+
+    The scores themselves are in the log of client scores (`runs/client_log.py`).
+    """
+    summary: dict[str, Any] = {
+        "metric": scores.metric.name,
+        "unscored": len(scores.unscored),
+        "bytes": {"down": scores.bytes_down, "up": scores.bytes_up},
+    }
+    if scores.scores:
+        summary |= _spreads(scores.spread, scores.sizes)
+    if scores.personalized_spread() is not None:
+        summary["personalized"] = _spreads(scores.personalized_spread, scores.sizes)
+    return summary
+
+
+def _spreads(spread_of: Callable[[str | None], Spread | None], sizes: list[str]) -> dict[str, Any]:
+    """Return the numbers of all clients, and those of each size in a table `sizes`."""
+    tables = {}
+    for size in (None, *sizes):
+        spread = spread_of(size)
+        assert spread is not None
+        numbers = _numbers({name: value for name, value in asdict(spread).items()})
+        tables[size] = {**numbers, "clients": spread.clients}
+    return {**tables.pop(None), "sizes": tables}
 
 
 def stage_metrics(line: Mapping[str, Any]) -> dict[str, float | None]:
@@ -68,8 +151,8 @@ def layer_metrics(line: Mapping[str, Any], stage: str) -> dict[str, dict[str, fl
 
 
 def overall(record: RoundRecord) -> float:
-    """Return the mean accuracy over sizes."""
-    return sum(score.accuracy for score in record.scores.values()) / len(record.scores)
+    """Return the mean of the primary metric over sizes."""
+    return sum(score.value for score in record.scores.values()) / len(record.scores)
 
 
 def _rounded(accuracies: tuple[float | None, ...]) -> list[float | None]:
@@ -90,6 +173,14 @@ def _string_keys(reasons: Mapping[int, str]) -> dict[str, str]:
     return {str(client): reason for client, reason in reasons.items()}
 
 
+class MetricTable(TypedDict):
+    """The fields of `MetricInfo`."""
+
+    name: str
+    higher_is_better: bool
+    percent: bool
+
+
 class Line(BaseModel):
     """The types of the fields that Motley computes with. Other fields are allowed and kept."""
 
@@ -99,6 +190,9 @@ class Line(BaseModel):
     seconds: dict[str, float]
     bytes: dict[str, int]
     accuracy: dict[str, float] | None = None
+    client_scores: dict[str, Any] | None = None
+    metric: MetricTable | None = None
+    scores: dict[str, dict[str, float | None]] | None = None
     clients: list[int] | None = None
     epsilon: dict[str, float | None] | None = None
     metrics: dict[str, float | None] | None = None
@@ -186,8 +280,10 @@ class Outcome:
 
     #: The number of completed rounds.
     rounds: int
-    #: Size, or `OVERALL` for the mean over sizes -> summary of its accuracies.
-    accuracy: dict[str, Summary]
+    #: The primary metric, which `scores` and `rounds_to` are about.
+    metric: MetricInfo
+    #: Size, or `OVERALL` for the mean over sizes -> summary of its values of the primary metric.
+    scores: dict[str, Summary]
     rounds_to: dict[float, int | None]
     bytes_down: int
     bytes_up: int
@@ -196,31 +292,41 @@ class Outcome:
     epsilon: dict[str, float | None]
     #: The number of evaluations that `mean_of_last_k` is over: at most `last_k`.
     averaged: int
+    #: The last scores of clients (`summarize_clients`), with their round; None if there are none.
+    client_scores: dict[str, Any] | None = None
+
+    @property
+    def accuracy(self) -> dict[str, Summary]:
+        """The scores, if the primary metric is accuracy; else empty."""
+        return self.scores if self.metric.name == ACCURACY.name else {}
 
 
 def outcome(lines: list[dict[str, Any]], last_k: int, targets: tuple[float, ...]) -> Outcome:
-    """Summarize a run: accuracy (last, best, mean of last k), rounds to targets, traffic, time."""
-    evaluated = [line for line in lines if line.get("accuracy")]
-    # Each has the rounds in which it was evaluated: if clients' own models are, a size has an
-    # accuracy only in rounds in which some client of that size was asked. The line with most sizes
+    """Summarize a run: scores (last, best, mean of last k), rounds to targets, traffic, time."""
+    metric = metric_of(lines)
+    evaluated = [line for line in lines if scores_of(line)]
+    # Each has the rounds in which it was evaluated: if clients' own models are, a size has a
+    # score only in rounds in which some client of that size was asked. The line with most sizes
     # has them in the best order.
-    accuracies: list[dict[str, float]] = [line["accuracy"] for line in evaluated]
-    fullest = max(accuracies, key=len, default={})
+    fullest = max((scores_of(line) for line in evaluated), key=len, default={})
     rounds: dict[str, list[int]] = {name: [] for name in fullest}
     series: dict[str, list[float]] = {name: [] for name in fullest}
     for line in evaluated:
-        for name, accuracy in line["accuracy"].items():
+        for name, value in scores_of(line).items():
             rounds.setdefault(name, []).append(line["round"])
-            series.setdefault(name, []).append(accuracy)
+            series.setdefault(name, []).append(value)
     seconds: dict[str, float] = {}
     for line in lines:
         for phase, value in line["seconds"].items():
             seconds[phase] = seconds.get(phase, 0.0) + value
     return Outcome(
         rounds=lines[-1]["round"] if lines else 0,
-        accuracy={name: summarize(rounds[name], values, last_k) for name, values in series.items()},
+        metric=metric,
+        scores={
+            name: summarize(rounds[name], values, last_k, metric) for name, values in series.items()
+        },
         rounds_to={
-            target: rounds_to(target, rounds.get(OVERALL, []), series.get(OVERALL, []))
+            target: rounds_to(target, rounds.get(OVERALL, []), series.get(OVERALL, []), metric)
             for target in targets
         },
         bytes_down=sum(line["bytes"]["down"] for line in lines),
@@ -228,4 +334,13 @@ def outcome(lines: list[dict[str, Any]], last_k: int, targets: tuple[float, ...]
         seconds=seconds,
         epsilon=(lines[-1].get("epsilon") or {}) if lines else {},
         averaged=min(last_k, len(evaluated)),
+        client_scores=last_client_scores(lines),
     )
+
+
+def last_client_scores(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the last summary of clients' scores with its round; None if there is none."""
+    for line in reversed(lines):
+        if line.get("client_scores"):
+            return {"round": line["round"], **line["client_scores"]}
+    return None

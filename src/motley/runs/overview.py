@@ -22,7 +22,7 @@ class RunOverview:
     preset: str = ""
     #: For example "3 of 20".
     round: str = ""
-    #: Mean accuracy over sizes: of the last evaluation, and the best.
+    #: Mean of the primary metric over sizes: of the last evaluation, and the best.
     last: str = ""
     best: str = ""
     #: Local date and time when the run started.
@@ -42,12 +42,14 @@ def find_runs(folder: Path) -> list[RunOverview]:
 
 def _overview(folder: RunFolder) -> RunOverview:
     try:
-        config = folder.read_config()
+        config, _ = folder.read_config_for_display()
         lines = MetricsLog(folder.metrics).read()
     except (MotleyError, OSError) as error:
         return RunOverview(folder.path, state=f"unreadable: {str(error).splitlines()[0]}")
     summary = outcome(lines, config.evaluation.last_k, ())
-    mean = summary.accuracy.get(OVERALL)
+    mean = summary.scores.get(OVERALL)
+    # Accuracy needs no name, and its unit says what it is.
+    name = "" if summary.metric.percent else f" {summary.metric.name}"
     if summary.rounds >= config.training.rounds:
         state = "finished"
     else:
@@ -62,7 +64,7 @@ def _overview(folder: RunFolder) -> RunOverview:
         method=config.method.name + (" + InCo" if config.server.inco.active else ""),
         preset=config.preset,
         round=f"{summary.rounds} of {config.training.rounds}",
-        last=f"{mean.last:.2%}" if mean else "",
-        best=f"{mean.best:.2%}" if mean else "",
+        last=summary.metric.text(mean.last) + name if mean else "",
+        best=summary.metric.text(mean.best) + name if mean else "",
         began=f"{began:%Y-%m-%d %H:%M}",
     )

@@ -15,6 +15,7 @@ from motley.runs.callbacks import Callback, DrawTimeline, folder_callbacks
 from motley.runs.checkpoint import last_round, load_checkpoint
 from motley.runs.folder import RunFolder
 from motley.runs.interrupt import one_interrupt
+from motley.runs.loggers import build_loggers, require_loggers
 from motley.server.record import PendingRecord
 from motley.server.state import ServerState
 
@@ -36,6 +37,7 @@ def start_run(
     RunFolder(path).require_free()
     if profile:
         require("matplotlib", "--profile")
+    require_loggers(config)
     federation = Federation(config, memory_folder=path / "clients", engine=engine)
     if profile and not isinstance(federation.engine, LocalEngine):
         raise MotleyError(
@@ -44,7 +46,7 @@ def start_run(
         )
     server = federation.initial_state()
     folder = RunFolder.create(path, config)
-    callbacks = folder_callbacks(folder, config)
+    callbacks = [*build_loggers(path, config), *folder_callbacks(folder, config)]
     if profile:
         callbacks.append(DrawTimeline(folder.timeline))
     callbacks.extend(watchers)
@@ -71,7 +73,9 @@ def resume_run(
             _require_same_model(folder, federation, checkpoint)
             server = federation.to_device(checkpoint)
         if server.round_number < config.training.rounds:
-            callbacks = [*folder_callbacks(folder, config), *watchers]
+            require_loggers(config)
+            loggers = build_loggers(path, config)
+            callbacks = [*loggers, *folder_callbacks(folder, config), *watchers]
             server = run_rounds(federation, server, callbacks)
     return federation, server
 
@@ -95,14 +99,14 @@ def run_rounds(
             latest, record = federation.queue_round(latest, delivery.client_finished)
             delivery.deliver()
             delivery.add(latest, record)
-    except Exception:
+    except Exception as error:
         # A full disk makes both a round and the final save fail. Report the first failure.
         with suppress(Exception):
-            delivery.finish()
+            delivery.finish(error)
         raise
-    except BaseException:
-        # An interruption. If its checkpoint cannot be saved, that failure must be reported.
-        delivery.finish()
+    except BaseException as interruption:
+        # If its checkpoint cannot be saved, that failure must be reported.
+        delivery.finish(interruption)
         raise
     delivery.finish()
     return delivery.server
@@ -147,15 +151,15 @@ class _Delivery:
             callback.on_round(server, record)
         self.server = server
 
-    def finish(self) -> None:
-        """Deliver the last round and tell all callbacks that the run stops."""
+    def finish(self, error: BaseException | None = None) -> None:
+        """Deliver the last round and tell all callbacks that the run stops, because of `error`."""
         try:
             self.deliver()
         finally:
-            self._stop()
+            self._stop(error)
 
-    def _stop(self) -> None:
-        """Call every `on_stop`, the last callback's first, even if one of them raises.
+    def _stop(self, error: BaseException | None) -> None:
+        """Call every `on_exception` and `on_stop`, the last callback's first, even if one raises.
 
         The progress display of a closed terminal fails, for example, and the checkpoint must be
         saved nevertheless.
@@ -163,6 +167,8 @@ class _Delivery:
         with ExitStack() as stack:
             for callback in self.callbacks:
                 stack.callback(callback.on_stop, self.server)
+                if error is not None:
+                    stack.callback(callback.on_exception, error)
 
 
 def _require_same_model(folder: RunFolder, federation: Federation, checkpoint: ServerState) -> None:

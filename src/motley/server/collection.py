@@ -143,28 +143,65 @@ def run_collections(
         if not jobs:
             continue
         with timer.phase(stage.phase):
-            answers = engine.collect(jobs)
-            collections = [answer for answer in answers if isinstance(answer, Collection)]
-            bytes_down += sum(
-                size_in_bytes(job.state) + size_in_bytes(job.broadcast) for job in jobs
-            )
-            bytes_up += sum(size_in_bytes(collection.values) for collection in collections)
-            for answer in answers:
-                if isinstance(answer, Failure):
-                    rejected[answer.client] = f"its collection failed: {answer.reason}"
-            if not engine.trusted:
-                collections, errors = _check(stage, server, collections, device)
-                rejected.update(errors)
-            if collections:
-                result = stage.apply(server, collections)
+            answers = ask(stage, engine, server, jobs, device)
+            bytes_down += answers.bytes_down
+            bytes_up += answers.bytes_up
+            rejected.update(answers.rejected)
+            if answers.collections:
+                result = stage.apply(server, answers.collections)
                 server = result.server
                 evaluation = result.evaluation or evaluation
                 metrics.update(result.metrics)
     return Collected(server, evaluation, metrics, rejected, bytes_down, bytes_up, timer.seconds)
 
 
+class Asking(Protocol):
+    """The part of a stage that checks answers."""
+
+    def error(self, server: ServerState, collection: Collection) -> str | None:
+        """Say why a client's answer cannot be used; None if it can."""
+        ...
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What clients answered to the jobs of one stage.
+
+    collections: the usable answers.
+    rejected: client -> why there is no usable answer.
+    """
+
+    collections: list[Collection]
+    rejected: dict[int, str]
+    bytes_down: int
+    bytes_up: int
+
+
+def ask(
+    stage: Asking, engine: Engine, server: ServerState, jobs: Sequence[Job], device: torch.device
+) -> Answers:
+    """Have the engine run a stage's jobs, and reject the answers that cannot be used."""
+    answers = engine.collect(jobs)
+    collections = [answer for answer in answers if isinstance(answer, Collection)]
+    down = 0
+    state_bytes: dict[int, int] = {}  # a thousand clients may share one state
+    for job in jobs:
+        if id(job.state) not in state_bytes:
+            state_bytes[id(job.state)] = size_in_bytes(job.state)
+        down += state_bytes[id(job.state)] + size_in_bytes(job.broadcast)
+    up = sum(size_in_bytes(collection.values) for collection in collections)
+    rejected = {}
+    for answer in answers:
+        if isinstance(answer, Failure):
+            rejected[answer.client] = f"its collection failed: {answer.reason}"
+    if not engine.trusted:
+        collections, errors = _check(stage, server, collections, device)
+        rejected.update(errors)
+    return Answers(collections, rejected, down, up)
+
+
 def _check(
-    stage: CollectionStage, server: ServerState, answers: Sequence[Collection], device: torch.device
+    stage: Asking, server: ServerState, answers: Sequence[Collection], device: torch.device
 ) -> tuple[list[Collection], dict[int, str]]:
     """Return the usable answers of nodes on the server's device, and why others are not usable."""
     usable: list[Collection] = []

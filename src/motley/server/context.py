@@ -11,6 +11,7 @@ from motley.engine.base import Engine
 from motley.evaluate import Evaluator
 from motley.methods.base import ServerAlgorithm
 from motley.privacy import Accountant
+from motley.server.client_scores import ScoreClients
 from motley.server.collection import CollectionStage
 from motley.server.pipeline import Stage
 from motley.server.sampling import Sampler
@@ -31,8 +32,11 @@ class RoundContext:
     min_fraction: fraction of a round's clients whose updates must be accepted; with fewer, the
         round is repeated with other clients, up to `attempts` times in all.
     batch_size: the clients' batch size, for error messages.
-    exchanges_weights: whether there is a global model, whose parts travel. If not, clients train
-        and evaluate models of their own.
+    exchanges_weights: whether there is a global state, whose parts travel. If not, clients train
+        models of their own.
+    has_own_models: whether clients' own models are evaluated, by a collection, and not the
+        global model.
+    score_clients: asks clients for scores on their own test examples; None if the run has none.
     """
 
     engine: Engine
@@ -51,3 +55,5 @@ class RoundContext:
     attempts: int
     batch_size: int
     exchanges_weights: bool = True
+    has_own_models: bool = False
+    score_clients: ScoreClients | None = None

@@ -69,12 +69,14 @@ class IncoSettings(IncoOff):
     layers: Literal["released", "same-shape"] = "released"
     """The layers that are refined. released: those of the authors' code; in a ResNet the
     convolutions of a stage's later blocks, by conv2 of its first block, and in a ViT the weight of
-    each norm2, by norm1. same-shape: all layers of one shape in a stage, by the first of them, as
-    Section 3.2 has it; biases and norms too.
+    each norm2, by norm1. In an LSTM or a transformer for text, which they do not have, the weights
+    of later layers, by the first layer of that shape. same-shape: all layers of one shape in a
+    stage, by the first of them, as Section 3.2 has it; biases and norms too.
     """
     granularity: Literal["kernel", "tensor"] = "kernel"
-    """kernel: one theta per (out, in) kernel of a 4-D weight, and one per tensor of any other
-    weight. tensor: one per tensor throughout.
+    """kernel: one theta per (out, in) kernel of a convolution (a 3-D or 4-D weight), and one per
+    tensor of any other weight. tensor: one per tensor throughout. The gates of an LSTM, and query,
+    key and value of an attention, count as tensors.
     """
     sign: Literal["plus", "minus", "theorem"] = "plus"
     """plus: +|theta| (released code). minus: -theta (Algorithm 1). theorem: -theta only where
@@ -166,7 +168,9 @@ def inco(
         deep = torch.stack([delta[pair.target] for pair, _ in group])
         shallow = torch.stack([delta[pair.source] for pair, _ in group])
         masks = [mask for _, mask in group if mask is not None]
-        mixed, values = _refine(deep, shallow, torch.stack(masks) if masks else None, settings)
+        mask = torch.stack(masks) if masks else None
+        chunks = group[0][0].chunks
+        mixed, values = _refine_chunks(deep, shallow, mask, chunks, settings)
         for (pair, _), tensor, *row in zip(group, mixed, *values, strict=True):
             refined[pair.target] = tensor
             coefficients[pair.target] = Coefficients(*row)
@@ -181,7 +185,8 @@ def _groups_of_one_shape(
 ) -> list[list[PairAndMask]]:
     """Return the pairs of which both layers were held, each with its mask of coordinates.
 
-    A group holds the pairs of one shape, and either all of them have a mask or none has.
+    A group holds the pairs of one shape and number of chunks, and either all of them have a mask
+    or none has.
     """
     groups: dict[object, list[PairAndMask]] = {}
     for pair in pairs:
@@ -192,8 +197,30 @@ def _groups_of_one_shape(
             mask: Tensor | None = source & target
         else:
             mask = target if source is None else source
-        groups.setdefault((delta[pair.target].shape, mask is None), []).append((pair, mask))
+        group = delta[pair.target].shape, pair.chunks, mask is None
+        groups.setdefault(group, []).append((pair, mask))
     return list(groups.values())
+
+
+def _refine_chunks(
+    deep: Tensor, shallow: Tensor, mask: Tensor | None, chunks: int, settings: IncoSettings
+) -> tuple[Tensor, Coefficients]:
+    """Refine a stack of pairs of tensors, each of which consists of several along its rows.
+
+    The coefficients are means over the chunks of a pair.
+    """
+    if chunks == 1:
+        return _refine(deep, shallow, mask, settings)
+    pairs = len(deep)
+    apart = (pairs * chunks, deep.shape[1] // chunks, *deep.shape[2:])
+    mixed, values = _refine(
+        deep.reshape(apart),
+        shallow.reshape(apart),
+        None if mask is None else mask.reshape(apart),
+        settings,
+    )
+    means = Coefficients(*(value.view(pairs, chunks).mean(1) for value in values))
+    return mixed.reshape(deep.shape), means
 
 
 def _refine(
@@ -205,8 +232,9 @@ def _refine(
     -+ theta g_0. In double precision no finite float32 input overflows, so nothing here can become
     NaN.
     """
-    per_kernel = settings.granularity == "kernel" and deep.dim() == 5
-    shape, dims = deep.shape, (-2, -1) if per_kernel else (-1,)
+    # The weights of convolutions, in a stack: (pairs, out, in, kernel...).
+    per_kernel = settings.granularity == "kernel" and deep.dim() in (4, 5)
+    shape, dims = deep.shape, tuple(range(3, deep.dim())) if per_kernel else (-1,)
     if not per_kernel:
         deep, shallow = deep.reshape(len(deep), -1), shallow.reshape(len(deep), -1)
     if mask is not None:

@@ -63,7 +63,7 @@ from motley.core.registry import Registry
 from motley.core.update import ClientUpdate
 from motley.server.metrics import Metrics
 from motley.server.state import ServerState
-from motley.settings import RegistryChoice, Settings
+from motley.settings import Configured, RegistryChoice, Settings
 from motley.splits import Split
 
 
@@ -147,6 +147,11 @@ class ServerStage(ABC):
         """Keep the stage's settings and the split, whose `parameters` tells them from buffers."""
         self.settings, self.split = settings, split
         self.name = self.name or type(self).__name__.lower()
+
+    @classmethod
+    def configure(cls, **settings: Any) -> Configured:
+        """Return the stage with its settings, for `motley.Federation(server=[...])`."""
+        return Configured(cls, settings)
 
     @abstractmethod
     def __call__(

@@ -67,7 +67,15 @@ class Recalibrate:
         for client in clients:
             size = self.size_of(client, number)
             state = take(server.model, self.split.evaluated(size, number))
-            jobs.append(Job(number, client, size, state, collection="statistics"))
+            job = Job(
+                round_number=number,
+                client=client,
+                size=size,
+                state=state,
+                client_state_round=server.client_state_rounds.get(client),
+                collection="statistics",
+            )
+            jobs.append(job)
         return jobs
 
     def error(self, server: ServerState, collection: Collection) -> str | None:

@@ -6,8 +6,10 @@
     finish_round    Reject invalid updates (`validation.py`). End the round with the others.
     end_round       Run the stages of the aggregation (`pipeline.py`). Ask clients for collections,
                     such as BatchNorm statistics (`collection.py`). Start to evaluate every size.
-                    If no weights are exchanged, nothing is aggregated, and clients are asked for
-                    the scores of their own models instead (`own_models.py`).
+                    If clients have models of their own, they are asked for the scores of these
+                    instead (`own_models.py`). If no weights are exchanged, nothing is aggregated.
+                    If the run asks for it, score clients on their own test examples
+                    (`client_scores.py`).
 
 Every function takes a server state and returns what it computes; nothing is changed in place. If a
 round is interrupted, the state before it is still whole and can be saved.
@@ -26,6 +28,7 @@ from motley.core.update import ClientUpdate
 from motley.engine.base import Done
 from motley.evaluate import PendingScores
 from motley.limits import allocating
+from motley.server.client_scores import PendingClientScores, start_client_scores
 from motley.server.collection import run_collections
 from motley.server.context import RoundContext
 from motley.server.exchange import bytes_down, bytes_up, make_job, receive, start_check
@@ -72,6 +75,7 @@ class Ending:
     server: ServerState
     evaluation: PendingScores | None
     metrics: PendingMetrics
+    client_scores: PendingClientScores | None
     rejected: dict[int, str]
     bytes_down: int
     bytes_up: int
@@ -171,14 +175,22 @@ def end_round(
     )
     server, evaluation = collected.server, collected.evaluation
     is_evaluated = context.algorithm.info.is_evaluated(server.round_number)
-    if context.exchanges_weights and is_evaluated:
+    if is_evaluated and not context.has_own_models:
         with timer.phase("evaluate"):
             evaluation = context.evaluator.start(server.model, server.round_number)
+    client_scores, rejected = None, collected.rejected
+    if context.score_clients is not None:
+        with timer.phase("evaluate"):
+            client_scores, unusable = start_client_scores(
+                context.score_clients, context.engine, server, clients, context.device
+            )
+        rejected = {**rejected, **unusable}
     return Ending(
         server=server,
         evaluation=evaluation,
         metrics=PendingMetrics({**metrics, **collected.metrics}),
-        rejected=collected.rejected,
+        client_scores=client_scores,
+        rejected=rejected,
         bytes_down=collected.bytes_down,
         bytes_up=collected.bytes_up,
         seconds=add_up([timer.seconds, collected.seconds]),
@@ -216,4 +228,5 @@ def conclude(
         bytes_down=ending.bytes_down + sum(one.bytes_down for one in attempts),
         bytes_up=ending.bytes_up + sum(one.bytes_up for one in attempts),
     )
-    return server, PendingRecord(record, ending.evaluation, ending.metrics)
+    pending = PendingRecord(record, ending.evaluation, ending.metrics, ending.client_scores)
+    return server, pending

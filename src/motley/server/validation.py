@@ -9,7 +9,7 @@ An update is checked in this order:
    of this process run the server's version of the method.
 
 A collection, which a client sends without training, is checked by `collection_error`,
-`moments_error` or `counts_error`.
+`moments_error`, `sums_error` or `client_sums_error`.
 
 Whether an update is finite is computed on the update's device. A GPU does that after the training
 that is queued before it, so `UpdateCheck` starts the computation and its verdict is read later.
@@ -30,10 +30,11 @@ from motley.core.part import Part, State, select
 from motley.core.tensors import max_norm
 from motley.core.update import ClientUpdate
 from motley.methods.base import REPORTED, Collection, ServerAlgorithm
-from motley.methods.evaluation import CORRECT, LOSS, SEEN
+from motley.methods.evaluation import CORRECT, EXAMPLES, SEEN, widths_of
 from motley.models.moments import MOMENTS, layers_in
 from motley.server.state import ServerState
 from motley.server.timing import Timer
+from motley.tasks import Metric, Task
 
 NOT_FINITE = "it holds a number that is not finite."
 
@@ -173,28 +174,60 @@ def _error_of_trying(what: str, use: Callable[[], None]) -> str | None:
     return None
 
 
-def counts_error(classes: int, counts: State) -> str | None:
-    """Say why an answer is not the counts of a model on a test set; None if it is."""
-    problem = _counts_problem(classes, counts)
+def sums_error(task: Task, classes: int, sums: State) -> str | None:
+    """Say why an answer is not the sums of a model over a test set; None if it is."""
+    problem = _sums_problem(task, classes, sums)
     return f"its scores were refused: {problem}." if problem else None
 
 
-def _counts_problem(classes: int, counts: State) -> str | None:
-    shapes = {CORRECT: (classes,), SEEN: (classes,), LOSS: ()}
-    for name in (*shapes, *counts):
-        if name not in counts:
+def _sums_problem(task: Task, classes: int, sums: State) -> str | None:
+    shapes = {name: (width,) for name, width in widths_of(task, classes).items() if width}
+    for name in (*shapes, *sums):
+        if name not in sums:
             return f"{name!r} is missing"
         if name not in shapes and not name.startswith(REPORTED):
             return f"{name!r} was not asked for"
         shape = shapes.get(name, ())
-        if tuple(counts[name].shape) != shape:
-            return f"{name!r} has shape {tuple(counts[name].shape)}, not {shape}"
-        if not counts[name].isfinite().all():
+        if tuple(sums[name].shape) != shape:
+            return f"{name!r} has shape {tuple(sums[name].shape)}, not {shape}"
+        if not sums[name].isfinite().all():
             return f"{name!r} holds a number that is not finite"
-    correct, seen = counts[CORRECT], counts[SEEN]
-    if (correct < 0).any() or (correct > seen).any() or not seen.sum() > 0:
-        return "no test set has these counts"
+    if not sums[EXAMPLES] > 0:
+        return "no test set has these sums"
+    if task.has_classes:
+        correct, seen = sums[CORRECT], sums[SEEN]
+        if (correct < 0).any() or (correct > seen).any() or seen.sum() != sums[EXAMPLES]:
+            return "no test set has these sums"
     return None
+
+
+def client_sums_error(
+    names: Sequence[str], metric: Metric, outputs: int, sums: Mapping[str, Tensor]
+) -> str | None:
+    """Say why an answer is not a metric's sums over a client's own test examples; None if it is."""
+    for name in sums.keys() ^ set(names):
+        return f"its scores were refused: {name!r} is missing or was not asked for."
+    for name in names:
+        shape, expected = tuple(sums[name].shape), (metric.num_sums(outputs),)
+        if shape != expected:
+            return f"its scores were refused: {name!r} has shape {shape}, not {expected}."
+        numbers = sums[name].tolist()
+        if not _is_possible(metric, numbers):
+            text = ", ".join(f"{number:g}" for number in numbers)
+            return f"its scores were refused: no test set has the sums {text} of {metric.name}."
+    return None
+
+
+def _is_possible(metric: Metric, sums: Sequence[float]) -> bool:
+    """Tell whether a metric can have these sums. They are a node's, so nothing is certain."""
+    if not all(math.isfinite(number) for number in sums):
+        return False
+    try:
+        value = metric.value(sums)
+    except (ArithmeticError, ValueError):  # no rows, or the root of a negative number
+        return False
+    # The sums of many rows are rounded, hence the tolerance.
+    return not metric.percent or -1e-6 <= value <= 1 + 1e-6
 
 
 def moments_error(model: State, part: Part, moments: State) -> str | None:

@@ -25,6 +25,7 @@ from motley.models.facts import cross_layers_of
 from motley.models.same_shape import same_shape_layers
 from motley.models.spec import spec_of
 from motley.settings import Settings
+from motley.splits.private import private_names
 
 #: Module prefix of Motley's own models, including those that a split derives from them.
 OWN_MODELS = "motley."
@@ -34,7 +35,7 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 class SplitSettings(Settings):
     """How the sizes share the global state."""
 
-    lasting = ("normalization_statistics",)
+    lasting = ("normalization_statistics", "private")
 
     name: str = "depth"
     """How sizes share the global state (`motley list splits`), or your own by its dotted path."""
@@ -43,6 +44,11 @@ class SplitSettings(Settings):
     are shared and running statistics are not. batch: there are none, and test batches are
     normalized by their own statistics (FedRolex, ScaleFL), so that accuracy depends on
     evaluation.batch_size.
+    """
+    private: tuple[str, ...] = ()
+    """What every client keeps for itself and never sends: head (FedPer), body (LG-FedAvg),
+    normalization (FedBN), or names of tensors or modules, in which * and ? match any characters.
+    The rest is shared. There is no global model then, and clients' models are evaluated.
     """
 
     def sizes(self, architectures: tuple[str, ...]) -> tuple[str, ...]:
@@ -131,6 +137,10 @@ class Split(ABC):
             builds = {name: partial(_without_statistics, build) for name, build in builds.items()}
         self.blueprints = self.draw_up(builds)
         self.sizes = tuple(self.blueprints)
+        modules = {size: blueprint.module for size, blueprint in self.blueprints.items()}
+        #: Size -> the names of its tensors that are no part of the global state: each client has
+        #: its own.
+        self.private = private_names(settings.private, modules)
         self.check()
 
     def draw_up(self, builds: Mapping[str, Callable[[], nn.Module]]) -> dict[str, Blueprint]:
@@ -146,6 +156,8 @@ class Split(ABC):
         shapes: dict[str, tuple[str, torch.Size]] = {}
         for size, blueprint in self.blueprints.items():
             for name, tensor in blueprint.module.state_dict().items():
+                if name in self.private[size]:
+                    continue
                 other, shape = shapes.setdefault(self.global_name(size, name), (size, tensor.shape))
                 if shape != tensor.shape:
                     raise MotleyError(
@@ -180,8 +192,21 @@ class Split(ABC):
         """Whether a client's part changes from round to round."""
         return False
 
+    @property
+    def has_private(self) -> bool:
+        """Whether clients keep tensors for themselves."""
+        return any(self.private.values())
+
     def part(self, size: str, round_number: int = 0, client: int = 0) -> Part:
-        """Return a client's part in a round. By default it depends only on the size."""
+        """Return a client's part in a round, without its private tensors."""
+        whole = self.whole_part(size, round_number, client)
+        private = self.private[size]
+        if not private:
+            return whole
+        return {name: piece for name, piece in whole.items() if name not in private}
+
+    def whole_part(self, size: str, round_number: int = 0, client: int = 0) -> Part:
+        """Return a client's part if nothing were private. By default it depends on the size."""
         return self._parts[size]
 
     def evaluated(self, size: str, round_number: int) -> Part:
@@ -202,20 +227,47 @@ class Split(ABC):
         return self.global_name(size, name)
 
     def initial(self, seed: int) -> State:
-        """Return the global state before the first round.
+        """Return the global state before the first round."""
+        return self._without_private(self.whole_initial(seed))
+
+    @cached_property
+    def frame(self) -> State:
+        """All tensors of the global state, on torch's meta device: names, shapes and dtypes."""
+        return self._without_private(self.whole_frame)
+
+    def _without_private(self, state: State) -> State:
+        """Return the tensors of a state that some size shares."""
+        if not self.has_private:
+            return state
+        shared = {piece.name for size in self.sizes for piece in self.part(size).values()}
+        return {name: tensor for name, tensor in state.items() if name in shared}
+
+    def initial_private(self, size: str, seed: int) -> State:
+        """Return the private tensors that a client of a size starts with.
+
+        They are those of the size's own initial model, so that a client can compute them from the
+        seed, and neither the server nor a message ever has them.
+        """
+        if not self.private[size]:
+            return {}
+        tensors = self._initialized(size, seed).state_dict()
+        return {name: tensors[name].clone() for name in tensors if name in self.private[size]}
+
+    def whole_initial(self, seed: int) -> State:
+        """Return the global state before the first round if nothing were private.
 
         It is the largest size's model, plus the tensors that only smaller sizes have.
         """
         state: State = {}
         for size in self._largest_first:
             tensors = self._initialized(size, seed).state_dict()
-            for name, piece in self.part(size).items():
+            for name, piece in self.whole_part(size).items():
                 state.setdefault(piece.name, tensors[name].clone())
         return state
 
     @cached_property
-    def frame(self) -> State:
-        """All tensors of the global state, on torch's meta device: names, shapes and dtypes."""
+    def whole_frame(self) -> State:
+        """All tensors of the global state if nothing were private, without values."""
         return {
             self._placed(size, name): tensor
             for size in reversed(self._largest_first)
@@ -231,8 +283,9 @@ class Split(ABC):
         return zeros
 
     def parameters_of(self, size: str) -> frozenset[str]:
-        """Return the names of a size's parameters; its other tensors are buffers."""
-        return frozenset(name for name, _ in self.blueprints[size].module.named_parameters())
+        """Return the names of the parameters in a size's part; its other tensors are buffers."""
+        names = frozenset(name for name, _ in self.blueprints[size].module.named_parameters())
+        return names - self.private[size]
 
     @cached_property
     def parameters(self) -> frozenset[str]:
@@ -261,8 +314,10 @@ class Split(ABC):
         pairs: dict[CrossLayer, None] = {}  # used as an ordered set
         for size in self._largest_first:
             for pair in pairs_of(self.blueprints[size]):
+                if self.private[size] & {pair.source, pair.target}:
+                    continue
                 source, target = self._placed(size, pair.source), self._placed(size, pair.target)
-                pairs[CrossLayer(source, target)] = None
+                pairs[CrossLayer(source, target, pair.chunks)] = None
         return tuple(pairs)
 
     @property
@@ -300,7 +355,7 @@ def _without_statistics(build: Callable[[], nn.Module]) -> nn.Module:
     """Build a model whose batch norms keep no statistics and always normalize with their batch."""
     model = build()
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
             module.track_running_stats = False
             module.running_mean = module.running_var = module.num_batches_tracked = None
     return model

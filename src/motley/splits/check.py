@@ -1,34 +1,49 @@
-"""Check, before training starts, that users' models return logits."""
+"""Check, before training starts, that models return what their task needs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from motley.core.errors import MotleyError
-from motley.models.inputs import InputShape, example_inputs
+from motley.models.inputs import ImageShape, InputShape, example_inputs
 from motley.splits.base import OWN_MODELS, Split
+from motley.tasks import CLASSIFICATION, Task
 
 
-def check_outputs(split: Split, sizes: Iterable[str], shape: InputShape, classes: int) -> None:
+def check_outputs(
+    split: Split,
+    sizes: Iterable[str],
+    shape: InputShape,
+    classes: int,
+    task: Task = CLASSIFICATION,
+    target_dims: Sequence[int] = (),
+) -> None:
     """Run each model on two empty examples, in training and evaluation mode, and check its output.
 
-    Motley's own models are skipped: they are tested, and a forward pass of each size would double
-    the time until a small run starts.
+    `target_dims` are the dimensions of one example's targets. Motley's own image models are
+    skipped: they are tested, and a forward pass of each size would double the time until a small
+    run starts. Its models for sequences are run without values, because their outputs depend on a
+    setting.
     """
     for size in sizes:
-        if type(split.blueprints[size].module).__module__.startswith(OWN_MODELS):
+        blueprint = split.blueprints[size].module
+        own = type(blueprint).__module__.startswith(OWN_MODELS)
+        if own and isinstance(shape, ImageShape) and task.has_classes:
+            continue
+        if own:
+            _check(_outputs(blueprint, size, shape, "meta"), size, classes, task, target_dims)
             continue
         model = split.build(size)
         for training in (True, False):
             outputs = _outputs(model.train(training), size, shape)
-            _check(outputs, size, classes)
+            _check(outputs, size, classes, task, target_dims)
 
 
-def _outputs(model: nn.Module, size: str, shape: InputShape) -> object:
-    inputs = example_inputs(shape, 2)
+def _outputs(model: nn.Module, size: str, shape: InputShape, device: str = "cpu") -> object:
+    inputs = example_inputs(shape, 2, device)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             outputs: object = model(inputs)
@@ -42,14 +57,30 @@ def _outputs(model: nn.Module, size: str, shape: InputShape) -> object:
     return outputs
 
 
-def _check(outputs: object, size: str, classes: int) -> None:
-    expected = f"one row of {classes} logits per image"
+def _check(
+    outputs: object, size: str, classes: int, task: Task, target_dims: Sequence[int]
+) -> None:
+    expected = task.expected_outputs(target_dims, classes)
     if not isinstance(outputs, torch.Tensor):
         actual = f"a {type(outputs).__name__}"
-    elif outputs.shape != (2, classes):
-        actual = f"shape {tuple(outputs.shape)} for 2 images, not (2, {classes})"
+    elif len(outputs) != 2 or not task.fits(outputs.shape[1:], target_dims, classes):
+        actual = f"shape {tuple(outputs.shape)} for 2 examples"
     elif not outputs.is_floating_point():
         actual = f"{outputs.dtype}"
     else:
         return
-    raise MotleyError(f"model.sizes: {size!r} returns {actual}; a model returns {expected}.")
+    raise MotleyError(
+        f"model.sizes: {size!r} returns {actual}; a model returns {expected}."
+        f"{_hint(outputs, target_dims)}"
+    )
+
+
+def _hint(outputs: object, target_dims: Sequence[int]) -> str:
+    """Say which setting of the built-in sequence models changes the number of outputs."""
+    if not isinstance(outputs, torch.Tensor):
+        return ""
+    if target_dims and outputs.dim() == 2:
+        return " Models for sequences have a setting for it: output = 'every'."
+    if not target_dims and outputs.dim() == 3:
+        return " Models for sequences have a setting for it: output = 'last'."
+    return ""

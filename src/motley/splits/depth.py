@@ -69,7 +69,8 @@ class Depth(Split):
                 "Use split.name = 'grouped' for unrelated architectures."
             )
         super().check()
-        if len(self.sizes) > 1:
+        own = any(is_own_model(blueprint.module) for blueprint in self.blueprints.values())
+        if len(self.sizes) > 1 and not own:
             self._check_sharing()
 
 

@@ -8,7 +8,7 @@ exit of the whole network is its ordinary head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,22 +72,34 @@ class WithExits(nn.Module):
         for name, child in network.named_children():
             self.add_module(name, child)
 
-    def hidden(self, x: Any) -> Iterator[Tensor]:
-        """Yield the output of each block."""
+    def enter(self, x: Any) -> Tensor:
+        """Return the input of the first block."""
         raise NotImplementedError
+
+    def block_chain(self) -> list[nn.Module]:
+        """Return the blocks, in order."""
+        return [parent[number] for parent, number, _ in _blocks(self)]
 
     def own_head(self, x: Tensor) -> Tensor:
         """Return the logits of the ordinary head."""
         raise NotImplementedError
 
+    def logits_at(self, number: int, x: Tensor) -> Tensor:
+        """Return the logits of an exit, counted from 0, for the output of the block before it."""
+        # The whole network has one cut more than exit heads: its last exit is the ordinary head.
+        if number < len(self.exits):
+            logits: Tensor = self.exits[number](x)
+            return logits
+        return self.own_head(x)
+
     def answers(self, x: Tensor) -> list[Tensor]:
         """Return the logits of all exits, the deepest last."""
-        # The whole network has one cut more than exit heads: its last exit is the ordinary head.
-        heads = dict(zip(self.cuts, self.exits, strict=False))
         logits = []
-        for number, output in enumerate(self.hidden(x), 1):
+        x = self.enter(x)
+        for number, block in enumerate(self.block_chain(), 1):
+            x = block(x)
             if number in self.cuts:
-                logits.append(heads[number](output) if number in heads else self.own_head(output))
+                logits.append(self.logits_at(self.cuts.index(number), x))
         return logits
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,12 +113,8 @@ class WithExits(nn.Module):
 class ResNetWithExits(WithExits, ResNet):
     """A residual network with exits after blocks."""
 
-    def hidden(self, x: Tensor) -> Iterator[Tensor]:
-        x = self.stem(x)
-        for stage in self.stages:
-            for block in stage:
-                x = block(x)
-                yield x
+    def enter(self, x: Tensor) -> Tensor:
+        return self.stem(x)
 
     def own_head(self, x: Tensor) -> Tensor:
         return self.fc(self.pool(x))
@@ -115,11 +123,8 @@ class ResNetWithExits(WithExits, ResNet):
 class ViTWithExits(WithExits, ViT):
     """A vision transformer with exits after blocks."""
 
-    def hidden(self, x: Tensor) -> Iterator[Tensor]:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-            yield x
+    def enter(self, x: Tensor) -> Tensor:
+        return self.embed(x)
 
     def own_head(self, x: Tensor) -> Tensor:
         return self.head(self.class_token(x))

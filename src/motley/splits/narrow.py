@@ -19,12 +19,13 @@ def narrow(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
     cut: dict[Tensor, Tensor] = {}
     for prefix, module in model.named_modules():
         for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
+            for name, tensor in list(tensors.items()):
                 shape = shapes.get(f"{prefix}.{name}" if prefix else name)
                 if tensor is not None and shape is not None and tuple(tensor.shape) != shape:
                     if tensor not in cut:
                         cut[tensor] = _leading(tensor, shape)
-                    tensors[name] = cut[tensor]
+                    # By assignment: torch's recurrent layers keep a list of their weights.
+                    setattr(module, name, cut[tensor])
         _resize(module)
 
 
@@ -50,10 +51,7 @@ def _resize(module: Any) -> None:
     elif isinstance(module, nn.Embedding):
         module.num_embeddings, module.embedding_dim = module.weight.shape
     elif isinstance(module, nn.RNNBase):
-        weights = dict(module.named_parameters(recurse=False))
-        module.input_size = weights["weight_ih_l0"].shape[1]
-        module.hidden_size = weights["weight_hh_l0"].shape[1]
-        module._init_flat_weights()  # torch keeps a second list of the weights
+        _resize_recurrent(module)
     elif isinstance(module, nn.MultiheadAttention):
         module.embed_dim = module.out_proj.weight.shape[0]
         module.head_dim = module.embed_dim // module.num_heads
@@ -69,7 +67,17 @@ def _resize(module: Any) -> None:
         module.num_channels = len(module.weight)
         if module.num_channels % module.num_groups:
             raise MotleyError(
-                f"split.rates: {module.num_channels} channels do not divide into "
-                f"model.resnet.groups = {module.num_groups}. Choose rates whose channels do, or "
-                "model.resnet.norm = 'batch'."
+                f"split.rates: {module.num_channels} channels do not divide into the "
+                f"{module.num_groups} groups of a group norm (groups = {module.num_groups} in the "
+                "model's table). Choose rates whose channels do, or norm = 'batch'."
             )
+
+
+def _resize_recurrent(module: nn.RNNBase) -> None:
+    """Update the sizes of a recurrent layer of torch (LSTM, GRU or RNN)."""
+    if module.proj_size:
+        raise MotleyError(
+            f"split.name: a {type(module).__name__} with a projection cannot be made narrower."
+        )
+    module.input_size = module.get_parameter("weight_ih_l0").shape[1]
+    module.hidden_size = module.get_parameter("weight_hh_l0").shape[1]

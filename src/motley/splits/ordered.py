@@ -101,7 +101,7 @@ class Ordered(Width):
         return Piece(name, (slice(0, rows), *(piece.index or (slice(None),))))
 
     @cached_property
-    def frame(self) -> State:
+    def whole_frame(self) -> State:
         """All tensors of the global state, without values. Statistics have one row per width."""
         whole = self.whole.module.state_dict()
         return {
@@ -112,10 +112,10 @@ class Ordered(Width):
     def _rows(self, like: Tensor) -> Tensor:
         return torch.empty((len(self.rates), *like.shape), dtype=like.dtype, device="meta")
 
-    def initial(self, seed: int) -> State:
+    def whole_initial(self, seed: int) -> State:
         """Return the initial weights of the whole model, and initial statistics."""
         whole = self._drawn(self.whole.build, seed).state_dict()
         return {
             name: fresh(name, tensor) if name.endswith(ROWS) else whole[name]
-            for name, tensor in self.frame.items()
+            for name, tensor in self.whole_frame.items()
         }

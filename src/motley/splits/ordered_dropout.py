@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motley.core.errors import MotleyError
+from motley.models.lstm import LSTMLayer
 
 
 class OrderedBatchNorm(nn.BatchNorm2d):
@@ -28,7 +29,7 @@ class OrderedBatchNorm(nn.BatchNorm2d):
     running_var: Tensor | None
 
     @classmethod
-    def of(cls, norm: nn.BatchNorm2d, widths: int) -> OrderedBatchNorm:
+    def of(cls, norm: nn.BatchNorm1d | nn.BatchNorm2d, widths: int) -> OrderedBatchNorm:
         """Make one from an ordinary norm, with its parameters and `widths` rows of statistics."""
         ordered = cls(
             norm.num_features, norm.eps, norm.momentum, track_running_stats=norm.track_running_stats
@@ -42,7 +43,8 @@ class OrderedBatchNorm(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         x = self._normalized(x)
         if self.choice is not None:
-            x = x * self.masks.index_select(0, self.choice).view(1, -1, 1, 1).to(x.dtype)
+            mask = self.masks.index_select(0, self.choice)
+            x = x * mask.view(1, -1, *(1,) * (x.dim() - 2)).to(x.dtype)
         return x
 
     def _normalized(self, x: Tensor) -> Tensor:
@@ -88,9 +90,14 @@ def order(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
                 "wider network does not contain a narrower one. Use networks with batch norms, or "
                 "without norms."
             )
+        if isinstance(module, nn.RNNBase | LSTMLayer):
+            raise MotleyError(
+                f"split.name = 'ordered': {type(module).__name__} passes its units from position "
+                "to position, where they are not masked. Use split.name = 'width'."
+            )
         if name not in masks or getattr(module, "bias", None) is None:
             continue
-        if isinstance(module, nn.BatchNorm2d):
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
             parent, _, attribute = name.rpartition(".")
             module = OrderedBatchNorm.of(module, len(masks[name]))
             setattr(model.get_submodule(parent), attribute, module)

@@ -33,6 +33,7 @@ from motley.models.channels import CLASSES, Axis, Channels, axes, positions
 from motley.models.facts import InferenceError, channels_of, width_attributes_of
 from motley.models.inference import inference_of
 from motley.models.inference.cut import check_cut, resize_attributes
+from motley.models.lstm import LSTMLayer
 from motley.models.spec import declare, spec_of
 from motley.splits.base import SPLITS, STATISTICS, Blueprint, Split, SplitSettings
 from motley.splits.narrow import narrow
@@ -146,9 +147,14 @@ class Width(Split):
         model, rate = self._cut(level), self.settings.rates[level]
         if self.settings.scaler and rate < 1:
             for name, module in model.named_modules():
+                if isinstance(module, nn.RNNBase | LSTMLayer):
+                    raise MotleyError(
+                        "split.scaler = true: is not defined for recurrent layers, whose outputs "
+                        f"are also their inputs ({name!r}). Use split.scaler = false."
+                    )
                 written = self.axes.get(f"{name}.weight", (None,))[0]
                 if (
-                    isinstance(module, nn.Conv2d | nn.Linear)
+                    isinstance(module, nn.Conv1d | nn.Conv2d | nn.Linear)
                     and written is not None
                     and written.stream != CLASSES
                 ):
@@ -181,7 +187,7 @@ class Width(Split):
     def moves(self) -> bool:
         return self.settings.channels != "leading"
 
-    def part(self, size: str, round_number: int = 0, client: int = 0) -> Part:
+    def whole_part(self, size: str, round_number: int = 0, client: int = 0) -> Part:
         rule = self.settings.channels
         if rule == "leading" or round_number == 0 or self.rates[size] == 1:
             return self._part(size, 0, 0)
@@ -231,25 +237,25 @@ class Width(Split):
         return Piece(name, tuple(index))
 
     @cached_property
-    def frame(self) -> State:
+    def whole_frame(self) -> State:
         """All tensors of the global state, without values, including per-size statistics."""
         per_size = self.settings.normalization_statistics == "per-size"
         frame: State = {}
         for size in self.sizes:
             tensors = self.blueprints[size].module.state_dict()
-            for name, piece in self.part(size).items():
+            for name, piece in self.whole_part(size).items():
                 frame[piece.name] = tensors[name]
         for name, tensor in self.whole.module.state_dict().items():
             if not (per_size and name.endswith(STATISTICS)):
                 frame[name] = tensor
         return frame
 
-    def initial(self, seed: int) -> State:
+    def whole_initial(self, seed: int) -> State:
         """Return the initial weights of the whole model, and initial per-size statistics."""
         whole = self._drawn(self.whole.build, seed).state_dict()
         return {
             name: whole[name] if name in whole else fresh(name, tensor)
-            for name, tensor in self.frame.items()
+            for name, tensor in self.whole_frame.items()
         }
 
 

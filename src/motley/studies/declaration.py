@@ -33,8 +33,8 @@ def _check_tables(layer: dict[str, Any]) -> dict[str, Any]:
 
 #: Settings as nested tables, as in the configuration file of a run.
 Layer: TypeAlias = Annotated[dict[str, Any], AfterValidator(_check_tables)]
-#: The reader of users' data files, the only reader that takes a path.
-FILE_READER = "npz"
+#: The readers of users' data files, which take a path. A .npz file is read by the first.
+FILE_READERS = ("npz", "files")
 
 
 class PaperNumber(Settings):
@@ -106,7 +106,8 @@ class DataColumn(Settings):
         if "name" in table:
             return str(table["name"])
         if self.name not in DATASETS and (self.path or "path" in table):
-            return FILE_READER
+            path = self.path or str(table["path"])
+            return FILE_READERS[0] if path.endswith(".npz") else FILE_READERS[1]
         return self.name
 
     @property

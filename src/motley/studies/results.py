@@ -13,12 +13,13 @@ from typing import Any
 
 from motley.core.errors import MotleyError
 from motley.files import write_atomically
-from motley.runs.metrics import OVERALL, MetricsLog
+from motley.runs.metrics import ACCURACY, OVERALL, MetricsLog, metric_of
 from motley.studies.declaration import Study
-from motley.studies.measures import whole_model
+from motley.studies.measures import CLIENTS, SCORES, whole_model
 from motley.studies.runner import finished, run_path
 from motley.studies.statistics import Difference, Spread, against_paper, paired, spread
 from motley.studies.sweep import SCALES, Cell
+from motley.tasks import MetricInfo
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,12 @@ class Result:
     values: dict[int, float]
     #: Seed -> folder, for finished runs.
     runs: dict[int, str]
-    #: The number of finished runs that never reached the target.
+    #: The number of finished runs without a value: those that never reached the target.
     unreached: int = 0
     #: The paired difference to the line that this line is compared with.
     comparison: Difference | None = None
+    #: The primary metric of the runs.
+    metric: MetricInfo = ACCURACY
 
     @property
     def ours(self) -> Spread | None:
@@ -54,9 +57,14 @@ class Result:
         if self.cell.missing:
             return "missing"
         if self.ours is None:
-            return "not reached" if self.unreached else "not run"
-        suffix = f", {self.unreached} not reached" if self.unreached else ""
-        return f"{self.ours}{suffix}"
+            return self.cell.measure.no_value if self.unreached else "not run"
+        suffix = f", {self.unreached} {self.cell.measure.no_value}" if self.unreached else ""
+        return f"{self.ours.text(percent=self.in_percent)}{suffix}"
+
+    @property
+    def in_percent(self) -> bool:
+        """Whether numbers have one decimal: percent and rounds have, other metrics do not."""
+        return self.metric.percent or self.cell.measure not in (*SCORES, *CLIENTS)
 
     @property
     def verdict(self) -> str:
@@ -80,17 +88,19 @@ def _read(cell: Cell, out: Path) -> Result:
     values = {}
     runs = {}
     unreached = 0
+    metric: MetricInfo = ACCURACY
     for run in cell.runs:
         if not finished(out, run):
             continue
         metrics = MetricsLog(run_path(out, run) / "metrics.jsonl").read()
+        metric = metric_of(metrics)
         value = cell.measure.of(metrics, run.config, cell.target, cell.whole, cell.size)
         runs[run.seed] = f"../runs/{run.key}"
         if value is None:
             unreached += 1
         else:
             values[run.seed] = value
-    return Result(cell, values, runs, unreached)
+    return Result(cell, values, runs, unreached, metric=metric)
 
 
 def _paired_difference(result: Result, other: Result) -> Difference | None:
@@ -109,14 +119,14 @@ def table_row(result: Result) -> tuple[str, ...]:
     cell = result.cell
     compared = ""
     if result.comparison:
-        compared = f"{cell.against}: {result.comparison}"
+        compared = f"{cell.against}: {result.comparison.text(percent=result.in_percent)}"
         if result.comparison.verdict:
             compared += f" ({result.comparison.verdict})"
     return (
-        cell.method + cell.which_model,
+        cell.method + cell.which_model + (" (reference)" if cell.is_reference else ""),
         result.shown,
         str(cell.paper or ""),
-        str(result.difference or ""),
+        result.difference.text(percent=result.in_percent) if result.difference else "",
         result.verdict,
         compared,
     )
@@ -132,8 +142,12 @@ def columns(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
     for _, group in groupby(results, key=lambda result: result.cell.column):
         members = list(group)
         cell = members[0].cell
-        target = f" to {cell.target:g} %" if cell.target is not None else ""
-        yield f"{cell.column or 'all'} ({cell.measure}{target}, {cell.measure.unit})", members
+        metric = next((one.metric for one in members if one.runs), ACCURACY)
+        target = ""
+        if cell.target is not None:
+            target = f" to {cell.target:g} {'%' if metric.percent else metric.name}"
+        unit = cell.measure.unit_of(metric)
+        yield f"{cell.column or 'all'} ({cell.measure}{target}, {unit})", members
 
 
 def missing(cells: Sequence[Cell]) -> dict[str, list[str]]:
@@ -175,7 +189,7 @@ def _to_json(
                 "method": result.cell.method,
                 "column": title,
                 "runs": result.runs,
-                "shows": _accuracy_key(result.cell),
+                "shows": _score_key(result.cell),
                 "line": table_row(result),
                 "missing": [entry.reason for entry in result.cell.missing],
             }
@@ -193,8 +207,8 @@ def _to_json(
     }
 
 
-def _accuracy_key(cell: Cell) -> str:
-    """Return the key of the accuracy in a run's metrics that a cell shows."""
+def _score_key(cell: Cell) -> str:
+    """Return the key of the score in a run's metrics that a cell shows."""
     if cell.whole and cell.runs:
         return whole_model(cell.runs[0].config) or OVERALL
     return cell.size or OVERALL

@@ -29,8 +29,17 @@ class Spread:
     count: int
 
     def __str__(self) -> str:
-        std = f" ± {self.std:.1f}" if self.std is not None else " (one seed)"
-        return f"{self.mean:.1f}{std}"
+        return self.text()
+
+    def text(self, one_seed: str | None = None, *, percent: bool = True) -> str:
+        """Return mean and deviation as text: with one decimal for percent, else with four digits.
+
+        `one_seed` replaces the remark "(one seed)".
+        """
+        shape = ".1f" if percent else ".4g"
+        if self.std is not None:
+            return f"{self.mean:{shape}} ± {self.std:{shape if percent else '.2g'}}"
+        return f"{self.mean:{shape}}{' (one seed)' if one_seed is None else one_seed}"
 
 
 def spread(values: Sequence[float]) -> Spread | None:
@@ -62,8 +71,15 @@ class Difference:
         return "within the noise" if self.inside_noise else "beyond the noise"
 
     def __str__(self) -> str:
-        width = f" ± {self.half_width:.1f}" if self.half_width is not None else " (one seed)"
-        return f"{self.mean:+.1f}{width}"
+        return self.text()
+
+    def text(self, *, percent: bool = True) -> str:
+        """Return the difference and its interval as text, rounded like `Spread.text`."""
+        shape, width_shape = (".1f", ".1f") if percent else (".4g", ".2g")
+        width = " (one seed)"
+        if self.half_width is not None:
+            width = f" ± {self.half_width:{width_shape}}"
+        return f"{self.mean:+{shape}}{width}"
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> Difference | None:

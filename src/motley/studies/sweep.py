@@ -5,20 +5,30 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from motley.config import Config, resolve
 from motley.config.paper_names import NAMES
+from motley.core.dotted import is_dotted
 from motley.core.errors import MotleyError, unknown
 from motley.data import DATASETS, load_dataset
 from motley.data.dataset import data_root
+from motley.data.files.settings import FileSettings
 from motley.data.settings import DataSettings
 from motley.methods import METHODS
-from motley.settings import Table
-from motley.studies.declaration import FILE_READER, Case, DataColumn, MethodRow, PaperNumber, Study
+from motley.runs.folder import as_file_name
+from motley.settings import Table, validate
+from motley.studies.declaration import (
+    FILE_READERS,
+    Case,
+    DataColumn,
+    MethodRow,
+    PaperNumber,
+    Study,
+)
 from motley.studies.measures import Measure, whole_model
 
 
@@ -38,6 +48,8 @@ SCALES = {
     "half": Scale(0.5, 0, "half of the rounds, all seeds"),
     "full": Scale(1.0, 0, "all rounds, all seeds"),
 }
+#: Clients train alone: a federation is of use to them only if it does better.
+REFERENCE_METHOD = "local"
 #: A shortened run has at least this many rounds.
 MIN_ROUNDS = 3
 #: Replaces a data set that has no reader, to find out whether everything else could run.
@@ -69,7 +81,8 @@ class PlannedRun:
         values = self.config.model_dump(mode="json", exclude=IMMATERIAL)
         digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:10]
         inco = "-inco" if self.config.server.inco.active else ""
-        return f"{self.config.data.name}-{self.config.method.name}{inco}-seed{self.seed}-{digest}"
+        name = as_file_name(f"{self.config.data.name}-{self.config.method.name}")
+        return f"{name}{inco}-seed{self.seed}-{digest}"
 
 
 class Missing(NamedTuple):
@@ -99,6 +112,11 @@ class Cell:
     missing: tuple[Missing, ...] = ()
 
     @property
+    def is_reference(self) -> bool:
+        """Whether the cell is local training alone, the line that others should exceed."""
+        return bool(self.runs) and self.runs[0].config.method.name == REFERENCE_METHOD
+
+    @property
     def which_model(self) -> str:
         """A suffix to the method's name if the numbers are not means over all sizes."""
         if self.whole:
@@ -120,12 +138,13 @@ def plan_cells(
     methods: Iterable[str] = (),
     seeds: int = 0,
     overrides: Table | None = None,
+    score: str = "",
 ) -> list[Cell]:
     """Return the cells of a study, column by column.
 
     `data`, `cases` and `methods` select by name; without them, everything is selected except data
     sets that run only if they are named. `seeds` is the maximum number of seeds; 0 leaves it to
-    the scale.
+    the scale. `score` is a measure that replaces the study's.
     """
     if scale not in SCALES:
         raise MotleyError(f"--scale: {unknown('scale', scale, SCALES)}")
@@ -138,9 +157,32 @@ def plan_cells(
     planned = []
     for column in columns:
         for case in selected_cases:
-            for row in rows:
-                planned.append(planner.cell(row, column, case))
+            cells = [planner.cell(row, column, case) for row in rows]
+            planned.extend(_against_reference(cells))
+    if score:
+        planned = [replace(cell, measure=_measure(score)) for cell in planned]
+    for cell in planned:
+        if cell.runs:
+            cell.measure.check_config(cell.runs[0].config, "--score" if score else "measure")
     return planned
+
+
+def _measure(score: str) -> Measure:
+    try:
+        return Measure.checked(score)
+    except ValueError as error:
+        raise MotleyError(f"--score: {error}") from None
+
+
+def _against_reference(cells: list[Cell]) -> list[Cell]:
+    """Compare the lines of a column with local training alone, unless they name another line."""
+    reference = next((cell.method for cell in cells if cell.is_reference), "")
+    compared = []
+    for cell in cells:
+        if reference and not cell.against and cell.method != reference:
+            cell = replace(cell, against=reference)
+        compared.append(cell)
+    return compared
 
 
 def _select(
@@ -212,9 +254,9 @@ class _Planner:
 def _data_layers(study: Study, column: DataColumn) -> list[Table]:
     """Return the settings of the study and of a data set, each overriding those before it.
 
-    A path that the study gives for all of its data sets is meant for those that are read from a
-    file. It is moved into their layers, because a layer that names another data set drops the
-    `data.path` of the layers below it.
+    A path that the study gives for all of its data sets, and how to read it (`data.files`), are
+    meant for those that are read from a file. They are moved into their layers, because a layer
+    that names another data set drops them from the layers below it.
     """
     layer = column.layer
     if column.reader not in DATASETS:
@@ -222,9 +264,12 @@ def _data_layers(study: Study, column: DataColumn) -> list[Table]:
     if column.preset:
         return [layer]
     shared_data = dict(study.set.get("data", {}))
-    path = shared_data.pop("path", "")
-    if path and column.reader == FILE_READER:
-        layer = {**layer, "data": {"path": path, **layer["data"]}}
+    of_files = {}
+    for key in ("path", "files"):
+        if key in shared_data:
+            of_files[key] = shared_data.pop(key)
+    if of_files and column.reader in FILE_READERS:
+        layer = {**layer, "data": {**of_files, **layer["data"]}}
     return [{**study.set, "data": shared_data}, layer]
 
 
@@ -233,6 +278,11 @@ def _missing_method(row: MethodRow) -> Iterator[Missing]:
     name = row.layer["method"]["name"]
     if row.missing:
         yield Missing(row.name, row.missing)
+    elif is_dotted(name):
+        try:
+            METHODS.entry(name, "method.name")
+        except MotleyError as error:
+            yield Missing(row.name, str(error))
     elif name not in METHODS and name not in NAMES:
         yield Missing(row.name, f"there is no method {name!r} (motley list methods).")
 
@@ -270,27 +320,35 @@ def _missing_data(
         return
     # Only the files matter here. The whole configuration cannot be resolved without a method.
     files: dict[str, Any] = {"root": "", "path": ""}
+    how: dict[str, Any] = {}
     for layer in (*_data_layers(study, column), case.set, overrides):
         data_table = layer.get("data", {})
         for key in files:
             if key in data_table:
                 files[key] = data_table[key]
+        how.update(data_table.get("files", {}))
     data = DataSettings.model_construct(**files)
-    reason = _why_unreadable(column.reader, data.root_path or data_root(), data.file_path)
+    root = data.root_path or data_root()
+    try:
+        reading = validate(FileSettings, how, "data.files")
+    except MotleyError as error:
+        yield Missing(column.name, str(error))
+        return
+    reason = _why_unreadable(column.reader, root, data.file_path, reading)
     if reason:
         yield Missing(column.name, reason)
 
 
 @cache
-def _why_unreadable(name: str, root: Path, path: Path | None) -> str:
+def _why_unreadable(name: str, root: Path, path: Path | None, files: FileSettings) -> str:
     """Return why a data set cannot be loaded, or an empty string.
 
     Cached, because many cells use the same data.
     """
     try:
-        load_dataset(name, root=root, path=path)
+        load_dataset(name, root=root, path=path, files=files)
     except MotleyError as error:
-        if path is None and name == FILE_READER:
+        if path is None and name in FILE_READERS:
             return f'{str(error).splitlines()[0]} Name it in the study: [[data]] path = "...".'
         # A later line of the reader's message says so if the files are not in the data folder.
         not_found = "MOTLEY_DATA" in str(error)

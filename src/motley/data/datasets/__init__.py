@@ -7,8 +7,13 @@ from motley.data.datasets import (
     digits,
     fashion_mnist,
     femnist,
+    files,
+    har,
+    heart,
     mnist,
+    mnist_writers,
     npz,
+    shakespeare,
     svhn,
 )
 
@@ -19,7 +24,12 @@ __all__ = [
     "digits",
     "fashion_mnist",
     "femnist",
+    "files",
+    "har",
+    "heart",
     "mnist",
+    "mnist_writers",
     "npz",
+    "shakespeare",
     "svhn",
 ]

@@ -1,5 +1,7 @@
 """The user's own images: one .npz file with x_train, y_train, x_test and y_test.
 
+Arrays of other kinds are read by data.name = "files", which also holds out a test part.
+
 A node does not evaluate: only x_train and y_train are read from its file, and the other two may be
 missing.
 """
@@ -7,7 +9,6 @@ missing.
 from __future__ import annotations
 
 import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,10 +16,12 @@ import numpy as np
 
 from motley.core.errors import MotleyError
 from motley.data.dataset import DATASETS, Dataset, DataSource, Examples
+from motley.data.files.archive import DAMAGED, check_archive
 
 TRAINING_KEYS = ("x_train", "y_train")
 KEYS = (*TRAINING_KEYS, "x_test", "y_test")
 REMEDY = "Save four arrays with np.savez: x_train, y_train, x_test and y_test."
+OTHER_KINDS = 'Arrays that are not images are read with data.name = "files".'
 _NPY_MAGIC = b"\x93NUMPY"
 
 
@@ -45,8 +48,13 @@ def _examples(arrays: Mapping[str, np.ndarray], part: str, path: Path) -> Exampl
     return Examples(images, as_labels(arrays[f"y_{part}"], f"{path}: y_{part}"))
 
 
-def read_arrays(path: Path, keys: Sequence[str] = KEYS) -> dict[str, np.ndarray]:
-    """Return the arrays named `keys`. Arrays of Python objects are rejected, being pickles."""
+def read_arrays(
+    path: Path, keys: Sequence[str] = KEYS, optional: Sequence[str] = ()
+) -> dict[str, np.ndarray]:
+    """Return the arrays named `keys`, and those named `optional` that are there.
+
+    Declared sizes are checked first. Arrays of Python objects are rejected, being pickles.
+    """
     if path.is_dir():
         raise MotleyError(f"{path} is a folder; data set 'npz' reads one file. {REMEDY}")
     if not path.exists():
@@ -62,6 +70,7 @@ def read_arrays(path: Path, keys: Sequence[str] = KEYS) -> dict[str, np.ndarray]
             raise MotleyError(
                 f"{path} is not a .npz file, or is truncated: it starts with {start!r}. {REMEDY}"
             )
+        check_archive(path)
         with np.load(path, allow_pickle=False) as archive:
             missing = [key for key in keys if key not in archive]
             if missing:
@@ -69,9 +78,9 @@ def read_arrays(path: Path, keys: Sequence[str] = KEYS) -> dict[str, np.ndarray]
                 raise MotleyError(
                     f"{path} lacks {', '.join(missing)}. It holds: {present}. {REMEDY}"
                 )
-            return {key: _read_array(archive, key, path) for key in keys}
-    except (ValueError, EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        # zipfile raises RuntimeError for encrypted members and unknown compression methods.
+            wanted = [*keys, *(key for key in optional if key in archive)]
+            return {key: _read_array(archive, key, path) for key in wanted}
+    except DAMAGED as error:
         raise MotleyError(f"{path} is truncated or damaged: {error}") from error
 
 
@@ -103,7 +112,8 @@ def as_images(array: np.ndarray, where: str) -> np.ndarray:
     """
     if array.ndim not in (3, 4):
         raise MotleyError(
-            f"{where} must be (N, H, W), (N, H, W, C) or (N, C, H, W), not {array.shape}."
+            f"{where} must be (N, H, W), (N, H, W, C) or (N, C, H, W), not {array.shape}. "
+            f"{OTHER_KINDS}"
         )
     if array.ndim == 3:
         array = array[..., np.newaxis]
@@ -121,7 +131,7 @@ def _as_bytes(array: np.ndarray, where: str) -> np.ndarray:
     if array.size and not (array.min() >= 0 and array.max() <= 1):
         raise MotleyError(
             f"{where} has floats from {array.min():g} to {array.max():g}; "
-            "floats must be in [0, 1]. Save other values as uint8."
+            f"floats must be in [0, 1]. Save other values as uint8. {OTHER_KINDS}"
         )
     return np.rint(array * 255).astype(np.uint8)
 

@@ -210,6 +210,7 @@ def _matrices(block: nn.Module) -> dict[str, tuple[int, ...]]:
 def _recurrent_pairs(path: str, module: nn.RNNBase) -> list[CrossLayer]:
     prefix = f"{path}." if path else ""
     firsts: dict[tuple[str, tuple[int, ...]], str] = {}
+    gates = {"LSTM": 4, "GRU": 3}.get(module.mode, 1)
     pairs = []
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.dim() < 2:
@@ -219,7 +220,7 @@ def _recurrent_pairs(path: str, module: nn.RNNBase) -> list[CrossLayer]:
         key = (role + direction, tuple(parameter.shape))
         first = firsts.setdefault(key, name)
         if first != name:
-            pairs.append(CrossLayer(f"{prefix}{first}", f"{prefix}{name}"))
+            pairs.append(CrossLayer(f"{prefix}{first}", f"{prefix}{name}", gates))
     return pairs
 
 

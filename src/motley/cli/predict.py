@@ -1,0 +1,114 @@
+"""`motley predict`: predictions of a trained model for files."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from motley.cli.code import import_for_runs
+from motley.cli.export import only_size
+from motley.core.errors import MotleyError, unknown
+from motley.export.files import read_inputs
+from motley.export.loading import load
+from motley.export.predict import Prediction, Predictor
+from motley.splits.early_exit import exit_costs, exits_of
+
+
+def predict(
+    path: Path = typer.Argument(..., metavar="RUN", help="A run, or a folder of motley export."),
+    files: list[Path] = typer.Argument(
+        ..., metavar="FILE...", help="Images, .npy, .npz, .csv or .txt files."
+    ),
+    size: str = typer.Option("", "--size", help="A size of the run; default: its only one."),
+    top: int = typer.Option(1, "--top", min=1, help="Number of most probable classes to print."),
+    checkpoint: int | None = typer.Option(
+        None, "--checkpoint", help="The round of a checkpoint; default: the newest."
+    ),
+    resize: bool = typer.Option(
+        False, "--resize", help="Scale image files to the size of the data set's images."
+    ),
+    exit_threshold: float | None = typer.Option(
+        None,
+        "--exit-threshold",
+        min=0,
+        max=1,
+        help="Stop each example at the first exit whose confidence reaches this.",
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print a JSON list, one object per input."),
+) -> None:
+    """Predict classes or values for images, arrays or rows of a table."""
+    import_for_runs(path)
+    loaded = load(path, checkpoint)
+    size = size or only_size(loaded.sizes)
+    if size not in loaded.sizes:
+        raise MotleyError(f"--size: {unknown('size', size, loaded.sizes)}")
+    predictor = loaded.predictor(size)
+    names: list[str] = []
+    predictions: list[Prediction] = []
+    # All files are read before anything is computed, so that a wrong one is reported at once.
+    arrays = []
+    for file in files:
+        arrays.append(read_inputs(file, predictor.inputs, predictor.rows, resize=resize))
+    for file, array in zip(files, arrays, strict=True):
+        for row in range(len(array)):
+            names.append(str(file) if len(array) == 1 else f"{file}[{row}]")
+        predictions += predictor.predict_stored(array, top, exit_threshold)
+    if as_json:
+        print(json.dumps(_as_plain(names, predictions), indent=1))
+        return
+    Console().print(_table(names, predictions))
+    if exit_threshold is not None:
+        _print_cost(predictor, predictions)
+
+
+def _as_plain(names: list[str], predictions: list[Prediction]) -> list[dict[str, Any]]:
+    rows = []
+    for name, prediction in zip(names, predictions, strict=True):
+        row: dict[str, Any] = {"input": name}
+        if prediction.classes:
+            row["classes"] = [
+                {"class": label, "probability": probability}
+                for label, probability in prediction.classes
+            ]
+        else:
+            row["values"] = list(prediction.outputs)
+        if prediction.exit is not None:
+            row["exit"] = prediction.exit
+        rows.append(row)
+    return rows
+
+
+def _table(names: list[str], predictions: list[Prediction]) -> Table:
+    table = Table("file")
+    has_classes = bool(predictions and predictions[0].classes)
+    has_exits = bool(predictions and predictions[0].exit is not None)
+    for column in ("class", "probability") if has_classes else ("value",):
+        table.add_column(column, justify="right" if column != "class" else "left")
+    if has_exits:
+        table.add_column("exit", justify="right")
+    for name, prediction in zip(names, predictions, strict=True):
+        ending = [str(prediction.exit)] if has_exits else []
+        if not has_classes:
+            table.add_row(name, ", ".join(f"{value:.6g}" for value in prediction.outputs), *ending)
+        for number, (label, probability) in enumerate(prediction.classes):
+            table.add_row(name if number == 0 else "", label, f"{probability:.2%}", *ending)
+            ending = [""] if has_exits else []
+    return table
+
+
+def _print_cost(predictor: Predictor, predictions: list[Prediction]) -> None:
+    say = partial(Console().print, highlight=False, markup=False, soft_wrap=True)
+    assert isinstance(predictor.run, torch.nn.Module)
+    model = exits_of(predictor.run, "--exit-threshold")
+    exits = torch.tensor([prediction.exit for prediction in predictions]) - 1
+    costs = exit_costs(model, predictor.inputs.prepare(predictor.inputs.blank(1)))
+    counts = torch.bincount(exits, minlength=len(model.cuts)).tolist()
+    used = ", ".join(f"exit {number}: {count}" for number, count in enumerate(counts, 1))
+    say(f"{used}; mean cost {costs.mean_fraction(exits):.1%} of the full network")

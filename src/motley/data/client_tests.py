@@ -1,0 +1,116 @@
+"""Test examples for every client: its own part of the test set, or some of its training examples.
+
+If the data set records whose examples its test examples are, a client is tested on its own
+(`natural_tests`). Otherwise a fraction of each client's training examples can be held out
+(`hold_out`); the client then trains on the others only.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from motley.core.errors import MotleyError
+from motley.core.randomness import generator
+from motley.data.partition import Partition
+
+#: What users can do if clients have no test examples of their own.
+ADVICE = "Use evaluation.client_test_fraction to hold out some of every client's training examples."
+
+
+def hold_out(
+    partition: Partition, targets: np.ndarray, fraction: float, seed: int
+) -> tuple[Partition, Partition]:
+    """Return the examples that clients train on, and those that they are tested on.
+
+    Of its n examples, a client holds out `fraction * n`, rounded, but at least one, and it keeps at
+    least one for training. A client with a single example holds out none. The choice depends only
+    on the seed, the client's number and its own targets, so that a node can make it alone.
+    """
+    if len(np.unique(partition.indices)) < len(partition.indices):
+        raise MotleyError(
+            f"evaluation.client_test_fraction = {fraction:g}: some clients share examples "
+            "(data.partition.allow_shared), so that one client would train on the test examples "
+            "of another. Use a partition without shared examples."
+        )
+    trained: list[np.ndarray] = []
+    tested: list[np.ndarray] = []
+    for client in range(len(partition)):
+        rows = partition.of(client)
+        chosen = held_out_positions(targets[rows], fraction, seed, client)
+        is_tested = np.zeros(len(rows), dtype=bool)
+        is_tested[chosen] = True
+        trained.append(rows[~is_tested])
+        tested.append(rows[is_tested])
+    return joined(trained), joined(tested)
+
+
+def held_out_positions(targets: np.ndarray, fraction: float, seed: int, client: int) -> np.ndarray:
+    """Return which of a client's examples are held out, as positions among its examples.
+
+    They are a systematic sample: the examples are shuffled and sorted by their targets, and every
+    (n / k)-th is taken, from a random start. So each class has its share of the k test examples,
+    rounded up or down, and numbers of a regression are covered evenly. Targets with several numbers
+    per example, such as the tokens of a sequence, are not sorted.
+    """
+    samples = len(targets)
+    count = min(max(1, round(fraction * samples)), samples - 1)
+    if count < 1:
+        return np.zeros(0, dtype=np.int64)
+    numbers = generator(seed, "client tests", client)
+    order = numbers.permutation(samples)
+    if targets.ndim == 1:
+        order = order[np.argsort(targets[order], kind="stable")]
+    places = (np.arange(count) + numbers.random()) * (samples / count)
+    # Rounding may put the last place at the end itself.
+    return order[np.minimum(places.astype(np.int64), samples - 1)]
+
+
+def natural_tests(
+    partition: Partition, train_clients: np.ndarray | None, test_clients: np.ndarray | None
+) -> Partition:
+    """Return the test examples that belong to each client.
+
+    `train_clients` and `test_clients` name the natural client of every training and test example;
+    `partition` says which training examples a client of the federation has. Test examples of
+    natural clients that are not in the federation belong to nobody.
+    """
+    if train_clients is None or test_clients is None:
+        raise MotleyError(
+            "evaluation.per_client: the data set does not record which client a test example "
+            f"belongs to. {ADVICE}"
+        )
+    owners = np.repeat(np.arange(len(partition)), partition.sizes)
+    names = train_clients[partition.indices]
+    # One pair (natural client, client of the federation) for each that occurs.
+    pairs = np.unique(np.stack([names, owners], axis=1), axis=0)
+    names, owners = pairs[:, 0], pairs[:, 1]
+    if len(np.unique(names)) < len(names) or len(np.unique(owners)) < len(owners):
+        raise MotleyError(
+            "evaluation.per_client: a client's test examples are those of one natural client, and "
+            "the partition mixes or divides the natural clients of the data set. "
+            f"Use data.partition.name = 'natural'. Or: {ADVICE}"
+        )
+    rows = np.flatnonzero(np.isin(test_clients, names))
+    if not len(rows):
+        raise MotleyError(
+            "evaluation.per_client: no client of the federation has a test example; the clients of "
+            f"the test set do not occur in training. {ADVICE}"
+        )
+    clients = owners[np.searchsorted(names, test_clients[rows])]
+    by_client = np.argsort(clients, kind="stable")
+    sizes = np.bincount(clients, minlength=len(partition))
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    return Partition(rows[by_client].astype(np.int64), offsets)
+
+
+def all_of_one(client: int, clients: int, examples: int) -> Partition:
+    """Return a partition in which one client has all examples, as on a node with its own data."""
+    offsets = np.zeros(clients + 1, dtype=np.int64)
+    offsets[client + 1 :] = examples
+    return Partition(np.arange(examples, dtype=np.int64), offsets)
+
+
+def joined(lists: list[np.ndarray]) -> Partition:
+    """Return a partition of these samples per client."""
+    offsets = np.concatenate([[0], np.cumsum([len(rows) for rows in lists])]).astype(np.int64)
+    return Partition(np.concatenate(lists).astype(np.int64), offsets)

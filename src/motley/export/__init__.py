@@ -1,0 +1,1 @@
+"""Trained models outside a run: loading them, predicting with them, and exporting them to files."""
