@@ -170,6 +170,8 @@ def test_an_early_exit_can_be_exported(exits_run: Path, tmp_path: Path) -> None:
     exported = export_model(loaded, size, "torch", tmp_path / "2", exit_number=2, test_examples=40)
     assert exported.card.exit == 2 and exported.card.recorded_score is None
     assert exported.card.test_examples == 40
+    whole = sum(parameter.numel() for parameter in loaded.model(size).parameters())
+    assert 0 < exported.card.parameters < whole
     outputs = motley.load(tmp_path / "2").predictor().outputs(images)
     torch.testing.assert_close(outputs, answers[1].detach())
     with pytest.raises(MotleyError, match=r"--exit 4: size 'resnet10-e3' has 3 exits"):

@@ -34,7 +34,12 @@ class ExitSettings(Settings):
     """Confidences at which examples leave: the largest class probability of an exit."""
 
 
-@analysis("exits", "accuracy and cost of early exits over confidence thresholds", ExitSettings)
+@analysis(
+    "exits",
+    "accuracy and cost of early exits over confidence thresholds",
+    ExitSettings,
+    classes=True,
+)
 def exits(paths: Sequence[Path], settings: ExitSettings | None = None) -> Findings:
     """Evaluate the last checkpoint of each run, every size that has early exits.
 

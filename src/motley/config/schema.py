@@ -606,7 +606,7 @@ class Config(Settings):
         if not isinstance(public, PublicDatasetSettings) or public.name != self.data.name:
             return
         # Two files of the user's own may differ. On a node neither has a name here.
-        if public.path == self.data.path and (public.path or public.name != "npz"):
+        if public.path == self.data.path and (public.path or public.name not in ("npz", "files")):
             raise MotleyError(
                 f"public.name = {public.name!r}: is the clients' own data set. Use public.name = "
                 "'held-out', which takes training examples that no client gets, or another one."

@@ -32,6 +32,7 @@ from motley.data.dataset import DATASETS, Examples, load_dataset
 from motley.data.device import DeviceData, device_data
 from motley.data.partition import FromFile, Partition, PartitionSettings
 from motley.data.transforms import TransformSettings
+from motley.models.inputs import ImageShape
 from motley.settings import Choice, FilePath, Settings, Table
 
 #: Images that are fitted to another size at once, which bounds the memory for it.
@@ -82,7 +83,7 @@ class PublicDatasetSettings(PublicSettings):
     samples: int = Field(default=0, ge=0)
     """Number of public images, drawn at random; 0: all training images of the data set."""
     path: FilePath = ""
-    """Your own file, for public.name = "npz"."""
+    """Your own file, for public.name = "npz", or a folder of images, for "files"."""
 
     @property
     def file_path(self) -> Path | None:
@@ -245,12 +246,22 @@ def public_images(
     shape = train.inputs.shape[1:]
     if isinstance(settings, HeldOutSettings):
         return train.inputs[held_out]
+    if not isinstance(train.shape, ImageShape):
+        raise MotleyError(
+            f"public.name = {settings.name!r}: the clients' examples are no images. "
+            "Use public.name = 'held-out'."
+        )
     if isinstance(settings, NoiseSettings):
         pixels = generator(seed, "public", "noise")
         return pixels.integers(0, 256, (settings.samples, *shape), dtype=np.uint8)
     assert isinstance(settings, PublicDatasetSettings)
     dataset = load_dataset(settings.name, root=root, path=settings.file_path, tested=False)
     images = dataset.train.inputs
+    if images.dtype != np.uint8 or images.ndim != 4:
+        raise MotleyError(
+            f"public.name = {settings.name!r}: public examples must be images of bytes, not "
+            f"{dataset.shape} of the type {images.dtype}."
+        )
     if settings.samples:
         images = images[draw_rows(np.arange(len(images)), settings.samples, seed)]
     return fit_images(images, shape, f"public.name = {settings.name!r}")

@@ -40,7 +40,7 @@ def from_text(text: str, node: NodeSettings) -> Config:
             refuse_unknown_code(node, key, value)
         if table_in(values, "data", "partition").get("name") == "file":
             values["data"]["partition"].update(own_partition(node))
-        if table_in(values, "public").get("name") == "npz":
+        if table_in(values, "public").get("name") in ("npz", "files"):
             values["public"]["path"] = node.data.public
         federation = table_in(values, "federation")
         if federation.get("size_assignment") == "budget":

@@ -31,7 +31,9 @@ class NodeData(Settings):
     partition: str = ""
     """This node's copy of the index lists, if `dealt` is true and the run's partition is "file"."""
     public: str = ""
-    """This node's copy of the public images, if clients use them and public.name is "npz"."""
+    """This node's copy of the public images, if clients use them and public.name is "npz" or
+    "files".
+    """
 
 
 class NodeBudget(Settings):

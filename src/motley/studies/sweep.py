@@ -254,9 +254,9 @@ class _Planner:
 def _data_layers(study: Study, column: DataColumn) -> list[Table]:
     """Return the settings of the study and of a data set, each overriding those before it.
 
-    A path that the study gives for all of its data sets is meant for those that are read from a
-    file. It is moved into their layers, because a layer that names another data set drops the
-    `data.path` of the layers below it.
+    A path that the study gives for all of its data sets, and how to read it (`data.files`), are
+    meant for those that are read from a file. They are moved into their layers, because a layer
+    that names another data set drops them from the layers below it.
     """
     layer = column.layer
     if column.reader not in DATASETS:
@@ -264,9 +264,12 @@ def _data_layers(study: Study, column: DataColumn) -> list[Table]:
     if column.preset:
         return [layer]
     shared_data = dict(study.set.get("data", {}))
-    path = shared_data.pop("path", "")
-    if path and column.reader in FILE_READERS:
-        layer = {**layer, "data": {"path": path, **layer["data"]}}
+    of_files = {}
+    for key in ("path", "files"):
+        if key in shared_data:
+            of_files[key] = shared_data.pop(key)
+    if of_files and column.reader in FILE_READERS:
+        layer = {**layer, "data": {**of_files, **layer["data"]}}
     return [{**study.set, "data": shared_data}, layer]
 
 
