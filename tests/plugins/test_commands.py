@@ -156,6 +156,15 @@ def test_config_prints_users_settings(project: Path, tmp_path: Path) -> None:
     )
 
 
+def test_the_working_folder_has_modules_too(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    answer = call("model", "check", "mine:small", "--size", "mine:large", "--shape", "1,8,8")
+    assert answer.code == 0, answer.err
+    assert "mine:large" in answer.out
+    answer = call("config", "--plain", "--set", "method.name=mine:Pull")
+    assert answer.code == 0 and 'name = "mine:Pull"\nstrength = 0.1' in answer.out
+
+
 # ---- entry points
 
 
