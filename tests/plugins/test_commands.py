@@ -148,6 +148,8 @@ def test_config_prints_users_settings(project: Path, tmp_path: Path) -> None:
     assert answer.code == 0, answer.err
     assert "# How hard clients are pulled back." in answer.out
     assert "strength = 0.5  # --set" in answer.out
+    options = call("config", project / "run.toml", "--set", "model.options.hidden=3").out
+    assert "options = { hidden = 3 }  # --set" in options
     again = tmp_path / "again.toml"
     again.write_text(answer.out)
     assert (
