@@ -167,7 +167,8 @@ def plot_command(
         if dataset.task == "classification":
             classes = [class_name(dataset, number) for number in range(dataset.classes)]
         draw_clients(counts, classes, client_names, title, file)
-    _say(Console(), f"{out}: {len(partition)} clients, {counts.shape[1]} classes")
+    classes_note = f", {dataset.classes} classes" if len(classes) > 1 else ""
+    _say(Console(), f"{out}: {len(partition)} clients{classes_note}")
 
 
 def _load(config: Config) -> tuple[Dataset, tuple[str, ...]]:
