@@ -103,7 +103,7 @@ def test_public_images_must_be_images(tmp_path: Path) -> None:
     images, signals = load_dataset("digits").train, load_dataset("har", root=tmp_path).train
     nothing = np.zeros(0, dtype=np.int64)
     har = PublicDatasetSettings(name="har")
-    with pytest.raises(MotleyError, match=r"public.name = 'har': this data set has no images"):
+    with pytest.raises(MotleyError, match=r"public.name = 'har': public examples must be images"):
         public_images(har, images, nothing, 0, tmp_path)
     with pytest.raises(MotleyError, match="the clients' examples are no images"):
         public_images(NoiseSettings(), signals, nothing, 0, tmp_path)

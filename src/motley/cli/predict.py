@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from motley.cli.code import import_for_runs
 from motley.cli.export import only_size
 from motley.core.errors import MotleyError, unknown
 from motley.export.files import read_inputs
@@ -43,6 +44,7 @@ def predict(
     as_json: bool = typer.Option(False, "--json", help="Print a JSON list, one object per input."),
 ) -> None:
     """Predict classes or values for images, arrays or rows of a table."""
+    import_for_runs(path)
     loaded = load(path, checkpoint)
     size = size or only_size(loaded.sizes)
     if size not in loaded.sizes:

@@ -75,7 +75,7 @@ class Card:
     def text(self, score: float | None) -> str:
         """Return a value of the primary metric as text."""
         if score is None:
-            return "unknown"
+            return "nothing"
         return MetricInfo(self.metric, percent=self.percent).text(score)
 
     @property
