@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install quickstart test test-slow lint format types clean
+.PHONY: install quickstart test test-slow lint format types docs clean
 
 install: .venv/installed
 
@@ -32,6 +32,10 @@ format: install
 
 types: install
 	$(BIN)/mypy
+
+# The documentation as a site, in build/site. A broken link or reference is an error.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf .venv build dist src/*.egg-info

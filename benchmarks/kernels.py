@@ -1,6 +1,6 @@
 """What Motley's own kernels and torch.compile are worth: milliseconds per round, variant by variant, in one process.
 
-The setting is that of `benchmarks/RESULTS.md`: 100 clients of five ResNets, 10 per round, 5 epochs of batch 64, InCo,
+The setting is that of `docs/benchmarks.md`: 100 clients of five ResNets, 10 per round, 5 epochs of batch 64, InCo,
 evaluation of all sizes in every round, random images of CIFAR-10's shape. All variants sample the same clients with the
 same data in the same rounds, so their rounds can be compared one by one.
 

@@ -1,6 +1,6 @@
 """What methods cost: milliseconds per round of each method, in one process.
 
-The setting is that of `benchmarks/RESULTS.md`: 100 clients of five ResNets, 10 per round, 5 epochs of batch 64,
+The setting is that of `docs/benchmarks.md`: 100 clients of five ResNets, 10 per round, 5 epochs of batch 64,
 evaluation of all sizes in every round, random images of CIFAR-10's shape. All methods sample the same clients with the
 same data in the same rounds. FedAvg is measured first and again at the end: the control of the machine's own drift.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from motley.methods import METHODS
 from motley.methods.evaluation import TestSums, as_vector
 from motley.models.inputs import InputShape, SignalShape, TableShape, TokenShape
 from motley.runs.checkpoint import fingerprint, load_checkpoint, save_checkpoint
-from motley.runs.metrics import metric_of, outcome, scores_of, to_line
+from motley.runs.metrics import MetricsLog, metric_of, outcome, scores_of, to_line
 from motley.server.record import RoundRecord
 from motley.server.state import ServerState
 from motley.tasks import CLASSIFICATION, LOSSES, METRICS, TASKS, Metric, Task
@@ -109,7 +110,9 @@ def test_the_mean_of_scores_is_that_of_every_metric() -> None:
     assert mean_score([one, two]) == Score(2.0, 3.0, (), REGRESSION.primary, {"mae": 1.5})
 
 
-def test_a_line_of_a_regression_names_its_metric_and_the_summary_its_direction() -> None:
+def test_a_line_of_a_regression_names_its_metric_and_the_summary_its_direction(
+    tmp_path: Path,
+) -> None:
     lines = []
     for number, value in enumerate((3.0, 1.0, 2.0), 1):
         scores = {
@@ -121,6 +124,12 @@ def test_a_line_of_a_regression_names_its_metric_and_the_summary_its_direction()
     assert lines[0]["scores"]["rmse"] == {"a": 3.0, "b": 4.0, "mean": 3.5}
     assert "accuracy" not in lines[0] and "class_accuracy" not in lines[0]
     assert scores_of(lines[1]) == {"a": 1.0, "b": 2.0, "mean": 1.5}
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert MetricsLog(file).read() == lines
+    file.write_text(json.dumps({**lines[0], "metric": "rmse"}) + "\n" + json.dumps(lines[1]))
+    with pytest.raises(MotleyError, match="metric: input should be a valid dictionary"):
+        MetricsLog(file).read()
     result = outcome(lines, 2, (1.6, 0.5))
     assert result.metric == metric_of(lines) and result.metric.name == "rmse"
     mean = result.scores["mean"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -43,12 +44,12 @@ def test_check_prints_what_a_run_would_see(motley: Command, tmp_path: Path) -> N
     out = answer.out
     assert "patients.csv: a table (CSV)" in out
     assert "96 for training, 24 for testing (20% of every client are held out)" in out
-    assert "rows of a table, 2 numbers and 1 categories" in out
+    assert "rows of a table, 2 numbers and 1 category" in out
     assert "4, with 24 to 24 training examples (median 24)" in out
     for words in (("sex", "category", "2 different"), ("hospital", "client"), ("ill",)):
         assert any(all(word in line for word in words) for line in out.splitlines())
     assert "data.files.client=hospital --set data.partition.name=natural" in out
-    assert "--set federation.clients=4" in out
+    assert "--set federation.clients=4 --set model.sizes=table1,table2,table3" in out
 
 
 def test_check_notes_and_refusals(motley: Command, tmp_path: Path) -> None:
@@ -62,8 +63,8 @@ def test_check_notes_and_refusals(motley: Command, tmp_path: Path) -> None:
         *("--set", "missing=mean", "--set", "features=[age,sex]"),
     )
     assert good.code == 0
-    assert "1 clients have one training example: h9" in good.out
-    assert "1 clients have no test examples: h9" in good.out
+    assert "clients with one training example: h9" in good.out
+    assert "clients without test examples: h9" in good.out
     wrong = motley("data", "check", path, "--set", "mising=mean")
     assert wrong.code == 2 and "Did you mean 'missing'?" in wrong.err
     assert motley("data", "check", tmp_path / "absent.csv").code == 1
@@ -94,13 +95,12 @@ def test_plot_draws_clients_and_classes(motley: Command, tmp_path: Path) -> None
     assert motley("data", "plot", "-o", "absent/x.png").code == 2
 
 
-def run(motley: Command, *settings: str) -> list[dict[str, float]]:
+def run(motley: Command, *settings: str) -> list[dict[str, Any]]:
+    """Run a small federation and return its rounds."""
     arguments = []
     for setting in (
         "data.name=files",
         "data.partition.name=natural",
-        "model.sizes=[mlp1,mlp2]",
-        "model.mlp.hidden=16",
         "federation.clients_per_round=2",
         "training.rounds=6",
         "training.epochs=3",
@@ -112,7 +112,7 @@ def run(motley: Command, *settings: str) -> list[dict[str, float]]:
         arguments += ["--set", setting]
     answer = motley("run", *arguments, "--out", "mine")
     assert answer.code == 0, answer.err
-    lines = (Path("mine") / "metrics.jsonl").read_text().splitlines()
+    lines = Path("mine/metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
@@ -124,14 +124,16 @@ def test_a_run_on_a_csv_with_a_client_column(motley: Command, tmp_path: Path) ->
         "data.files.target=outcome",
         "data.files.client=hospital",
         "federation.clients=4",
+        "model.sizes=[table1,table2]",
     )
-    assert rounds[-1]["accuracy"]["mean"] > 0.7  # type: ignore[index]
+    assert rounds[-1]["accuracy"]["mean"] > 0.7
 
 
 def test_a_run_on_a_folder_of_images(motley: Command, tmp_path: Path) -> None:
     write_images(tmp_path / "photos")
-    rounds = run(motley, "data.path=photos", "federation.clients=3")
-    assert rounds[-1]["accuracy"]["mean"] > 0.9  # type: ignore[index]
+    sizes = ("model.sizes=[mlp1,mlp2]", "model.mlp.hidden=16")
+    rounds = run(motley, "data.path=photos", "federation.clients=3", *sizes)
+    assert rounds[-1]["accuracy"]["mean"] > 0.9
     # The run can be read again: its settings are in its folder.
     assert motley("show", "mine").code == 0
     assert motley("resume", "mine", "--rounds", "7").code == 0

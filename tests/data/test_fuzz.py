@@ -205,6 +205,19 @@ def test_damaged_files_raise_nothing_but_motley_errors(
     check()
 
 
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        ("parquet", 1035),  # statistics of a column; reading them ended the process
+        ("stream", 159),  # a huge body is declared; it was allocated
+        ("stream", 597),  # offsets point outside of the data; the process ended
+        ("stream", 4355),  # a column's name is not UTF-8
+    ],
+)
+def test_damages_that_once_did_harm(name: str, seed: int, tmp_path: Path) -> None:
+    assert str(tmp_path) in read_damaged(name, seed, tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_a_minute_of_damaged_files(name: str, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_one_folder_per_class(tmp_path: Path) -> None:
     assert (len(data.train), len(data.test)) == (16, 4)
     assert np.bincount(data.test.targets).tolist() == [2, 2]
     assert (data.train.inputs[:, 0, 0, 0] // 100 == data.train.targets).all()
-    assert reading.notes == ("1 files are not images and are ignored",)
+    assert reading.notes == ("files that are not images are ignored: 1",)
 
 
 def test_train_and_test_folders_with_mixed_formats_and_colours(tmp_path: Path) -> None:

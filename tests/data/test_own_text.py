@@ -52,7 +52,7 @@ def test_one_text_per_client(tmp_path: Path) -> None:
     assert reading.dataset.shape == TokenShape(10, 4)
     assert "sequence_length = 500" in refused(tmp_path, sequence_length=500)
     few = read(tmp_path, sequence_length=30)
-    assert few.notes == ("1 texts are too short for an example: guard",)
+    assert few.notes == ("texts that are too short for an example (1): guard",)
 
 
 def test_train_and_test_texts(tmp_path: Path) -> None:

@@ -11,16 +11,21 @@ import pytest
 import torch
 
 import motley
+from motley.config import load_config
 from motley.core.errors import MotleyError
 from motley.data.device import device_data
+from motley.data.files.delimited import read_delimited
+from motley.data.files.settings import FileSettings
 from motley.data.transforms import TransformSettings
 from motley.export.files import read_inputs
 from motley.export.inputs import InputFormat
 from motley.export.loading import LoadedRun
 from motley.export.predict import Predictor
+from motley.export.rows import RowReader
 from motley.models.inputs import ImageShape, SignalShape, TableShape, TokenShape
+from motley.runs.run import start_run
 from tests.cli.conftest import call
-from tests.export.conftest import Export
+from tests.export.conftest import FAST, Export
 
 PLAIN = TransformSettings()
 GREY = InputFormat(ImageShape(1, 8, 8), "uint8", PLAIN)
@@ -139,6 +144,15 @@ def test_wrong_predictions_are_refused(
 # ---- files
 
 
+def test_declared_sizes_are_checked_before_memory_is_taken(tmp_path: Path) -> None:
+    file = tmp_path / "huge.npy"
+    np.save(file, np.zeros((8, 8), np.uint8))
+    content = file.read_bytes().replace(b"'shape': (8, 8), ", b"'shape': (8" + b"0" * 5 + b",),  ")
+    assert len(content) >= 128
+    file.write_bytes(content)
+    assert "cannot be read" in said(file)
+
+
 def said(path: Path, inputs: InputFormat = GREY) -> str:
     with pytest.raises(MotleyError) as raised:
         read_inputs(path, inputs)
@@ -212,6 +226,67 @@ def test_rows_of_a_table_are_read_from_csv(tmp_path: Path) -> None:
     for text, words in wrong.items():
         file.write_text(text)
         assert words in said(file, table)
+
+
+@pytest.fixture(scope="module")
+def table_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run on the user's own table, with numbers that are standardized and categories."""
+    folder = tmp_path_factory.mktemp("table")
+    generator = np.random.default_rng(0)
+    lines = ["age,colour,weight,label"]
+    for number in range(120):
+        age, weight = generator.normal(50, 10), generator.normal(70, 5)
+        colour = ("red", "green", "blue")[number % 3]
+        lines.append(f"{age:.2f},{colour},{weight:.2f},{'yes' if age > 50 else 'no'}")
+    (folder / "table.csv").write_text("\n".join(lines))
+    settings = (
+        "data.name=files",
+        f"data.path={folder / 'table.csv'}",
+        "model.sizes=['table1']",
+        "training.rounds=1",
+        "data.partition.name=iid",
+    )
+    start_run(load_config(preset="digits-small", overrides=(*FAST, *settings)), folder / "run")
+    return folder / "run"
+
+
+def test_rows_of_the_users_own_table_are_encoded_as_in_training(
+    table_run: Path, tmp_path: Path
+) -> None:
+    """The order of the columns does not matter, the target may be missing, and colours are words."""
+    loaded = LoadedRun(table_run)
+    file = tmp_path / "new.csv"
+    file.write_text("weight,age,colour\n70,61.5,green\n66,40,violet\n")
+    table = read_delimited(table_run.parent / "table.csv")
+    age, weight = table.columns["age"].values, table.columns["weight"].values
+    rows = read_inputs(file, loaded.inputs, loaded.rows)
+    assert rows.shape == (2, 3)
+    assert rows[0, 0] == pytest.approx((61.5 - age.mean()) / age.std(), abs=0.2)
+    assert rows[0, 1] == pytest.approx((70 - weight.mean()) / weight.std(), abs=0.2)
+    assert rows[:, 2].tolist() == [2, 0]  # blue, green, red; an unknown category is 0
+    assert call("export", table_run, "-o", tmp_path / "out").code == 0
+    here = call("predict", table_run, file, "--json")
+    there = call("predict", tmp_path / "out", file, "--json")
+    assert here.code == 0 and here.out == there.out
+    assert {row["classes"][0]["class"] for row in json.loads(here.out)} <= {"yes", "no"}
+    file.write_text("weight,colour\n70,green\n")
+    answer = call("predict", tmp_path / "out", file)
+    assert answer.code == 2 and "new.csv: lacks the column 'age'" in answer.err
+    file.write_text("weight,age,colour\n70,,green\n")
+    answer = call("predict", tmp_path / "out", file)
+    assert answer.code == 2 and "new.csv, line 2, column 'age': has no value" in answer.err
+
+
+def test_the_end_of_a_text_is_read_as_numbers(tmp_path: Path) -> None:
+    file = tmp_path / "play.txt"
+    file.write_text("xabba!")
+    written = RowReader(FileSettings(), vocabulary=("a", "b")).to_json()
+    rows = RowReader.from_json(json.loads(json.dumps(written)), FileSettings())
+    tokens = InputFormat(TokenShape(4, 3), "int64", PLAIN)
+    assert read_inputs(file, tokens, rows).tolist() == [[2, 2, 1, 0]]
+    tokens = InputFormat(TokenShape(7, 3), "int64", PLAIN)
+    with pytest.raises(MotleyError, match=r"has 6 characters, and the model reads sequences of 7"):
+        read_inputs(file, tokens, rows)
 
 
 def test_tokens_and_signals_are_checked() -> None:

@@ -22,9 +22,11 @@ from motley.core.part import State, size_in_bytes, take
 from motley.core.tensors import swap_
 from motley.core.update import ClientUpdate
 from motley.engine.base import Done, Engine
+from motley.export.loading import load
 from motley.federation import Federation
 from motley.methods import Step
 from motley.runs.checkpoint import load_checkpoint, save_checkpoint
+from motley.runs.run import start_run
 from motley.server.record import RoundRecord
 from motley.server.state import ServerState
 from motley.splits import SplitSettings
@@ -653,3 +655,37 @@ def test_the_names_of_a_list_may_be_modules_tensors_and_patterns() -> None:
     assert {"conv1.weight", "bn1.weight", "bn1.running_mean", "fc.bias"} < private
     assert "layer2.0.downsample.0.weight" in private
     assert "fc.weight" not in private and "layer1.0.bn1.weight" not in private
+
+
+# ---- the scores of clients on their own test examples
+
+
+@pytest.mark.parametrize("case", ["FedPer", "Ditto"])
+def test_clients_score_their_own_models_on_their_own_examples(case: str) -> None:
+    own = ("evaluation.per_client=all", "evaluation.client_test_fraction=0.3")
+    personalize = "evaluation.personalize_epochs=1"
+    ends = []
+    for engine in ("debug", "local"):
+        federation = federation_of(*CASES[case], *own, personalize, f"engine.name={engine}")
+        server, (*_, record) = played(federation, 2)
+        assert record.client_scores is not None
+        ends.append(record.client_scores.scores)
+        for one in record.client_scores.scores:
+            model = federation.client_model(server, one.client)
+            tests = federation.engine.clients.tests  # type: ignore[attr-defined]
+            correct, count = 0, 0
+            for inputs, targets in tests.examples(one.client):
+                correct += int((model(inputs).argmax(1) == targets).sum())
+                count += len(targets)
+            assert one.score == pytest.approx(correct / count) and one.examples == count
+            assert one.personalized == one.score, "a personal model is not trained once more"
+        scored = [one.client for one in record.client_scores.scores]
+        assert scored == sorted(server.client_state_rounds)
+    assert ends[0] == ends[1]
+
+
+def test_runs_with_private_tensors_have_no_model_to_export(tmp_path: Path) -> None:
+    config = tiny_config(*QUICK, *CASES["FedPer"], "training.rounds=1", "run.tensorboard=false")
+    start_run(config, tmp_path / "run")
+    with pytest.raises(MotleyError, match=r"split.private = \['head'\], so there is no global"):
+        load(tmp_path / "run")

@@ -147,6 +147,22 @@ def test_a_study_can_name_a_data_file(sweep: Path, top: str, data: str) -> None:
     assert planned[0].runs
 
 
+def test_a_study_can_name_a_table(sweep: Path) -> None:
+    rows = "".join(f"{i},{'ab'[i % 2]},{i % 4}\n" for i in range(40))
+    (sweep.parent / "mine.csv").write_text("x,outcome,person\n" + rows)
+    data = (
+        '[[data]]\nname = "my table"\npath = "mine.csv"\n'
+        'set.data.files = {target = "outcome", client = "person"}\n'
+        'set.model.sizes = ["table1"]\n'
+    )
+    planned = cells(with_data(sweep, data), methods=["HeteroAvg"])
+    data_settings = planned[0].runs[0].config.data
+    assert (data_settings.name, Path(data_settings.path).name) == ("files", "mine.csv")
+    assert data_settings.files is not None and data_settings.files.client == "person"
+    sweep.write_text(sweep.read_text().replace('target = "outcome"', 'target = "outcom"'))
+    assert "Did you mean 'outcome'?" in str(cells(sweep, methods=["HeteroAvg"])[0].missing)
+
+
 def test_several_files_and_named_data_sets_in_one_study(sweep: Path) -> None:
     tables = ('name = "A"\npath = "a.npz"\n', 'name = "B"\npath = "b.npz"\n', 'name = "digits"\n')
     data = "".join(f"[[data]]\n{table}" for table in tables)

@@ -37,6 +37,7 @@ from motley.data.files.summary import (
     class_name,
     client_counts,
     describe_shape,
+    fitting_models,
     training_clients,
     warnings_about,
 )
@@ -122,6 +123,7 @@ def check_command(
         overrides.append("data.partition.name=natural")
         clients = len(training_clients(reading.dataset))
         overrides.append(f"federation.clients={clients}")
+    overrides += fitting_models(reading.dataset)
     for override in overrides:
         words += ["--set", override]
     _say(console, f"\nuse it: {shlex.join(words)}")

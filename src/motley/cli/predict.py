@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from motley.cli.code import import_for_runs
 from motley.cli.export import only_size
 from motley.core.errors import MotleyError, unknown
 from motley.export.files import read_inputs
@@ -23,7 +24,7 @@ from motley.splits.early_exit import exit_costs, exits_of
 def predict(
     path: Path = typer.Argument(..., metavar="RUN", help="A run, or a folder of motley export."),
     files: list[Path] = typer.Argument(
-        ..., metavar="FILE...", help="Images, .npy, .npz or .csv files."
+        ..., metavar="FILE...", help="Images, .npy, .npz, .csv or .txt files."
     ),
     size: str = typer.Option("", "--size", help="A size of the run; default: its only one."),
     top: int = typer.Option(1, "--top", min=1, help="Number of most probable classes to print."),
@@ -43,6 +44,7 @@ def predict(
     as_json: bool = typer.Option(False, "--json", help="Print a JSON list, one object per input."),
 ) -> None:
     """Predict classes or values for images, arrays or rows of a table."""
+    import_for_runs(path)
     loaded = load(path, checkpoint)
     size = size or only_size(loaded.sizes)
     if size not in loaded.sizes:
@@ -51,7 +53,9 @@ def predict(
     names: list[str] = []
     predictions: list[Prediction] = []
     # All files are read before anything is computed, so that a wrong one is reported at once.
-    arrays = [read_inputs(file, predictor.inputs, resize=resize) for file in files]
+    arrays = []
+    for file in files:
+        arrays.append(read_inputs(file, predictor.inputs, predictor.rows, resize=resize))
     for file, array in zip(files, arrays, strict=True):
         for row in range(len(array)):
             names.append(str(file) if len(array) == 1 else f"{file}[{row}]")

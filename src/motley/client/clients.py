@@ -102,7 +102,8 @@ class Clients:
         epoch = self.training.epoch_lengths(int(self.partition.sizes.max()), 1)
         longest = self.training.local_steps(len(epoch), self.method.extra_epochs)
         if self._personalizes:
-            longest = max(longest, self._personalizing.local_steps(len(epoch)))
+            extra = self.method.extra_epochs
+            longest = max(longest, self._personalizing.local_steps(len(epoch), extra))
         model = self.method.info.split.build(size)
         return Learner(
             model,
@@ -368,13 +369,6 @@ class Clients:
     # ---- scores on clients' own test examples
 
     @property
-    def have_own_models(self) -> bool:
-        """Whether each client is scored with a model of its own, or one with private tensors."""
-        needs = self.method.requirements
-        has_private = self.method.info.split.has_private
-        return not needs.exchanges_weights or needs.personal_model or has_private
-
-    @property
     def tests(self) -> ClientTests:
         """The test examples of every client."""
         if self._tests is None:
@@ -383,7 +377,7 @@ class Clients:
 
     def _score(self, learner: Learner, job: Job) -> Collection:
         """Score one client: the model that it received, or else its own."""
-        if not self.have_own_models:
+        if not self.method.has_own_models:
             return self.score_together(learner, [job])[0]
         answer = self._evaluate_own_model(learner, job, self.tests.examples(job.client))
         info = self.method.info

@@ -71,7 +71,8 @@ def swap_(first: Tensors, second: Tensors) -> None:
     _, ones, others = _paired(first, second)
     for some, more in zip(by_type(ones), by_type(others), strict=True):
         if some:
-            copies = [tensor.clone() for tensor in some]
+            copies = [torch.empty_like(tensor) for tensor in some]
+            torch._foreach_copy_(copies, some)
             torch._foreach_copy_(some, more)
             torch._foreach_copy_(more, copies)
 

@@ -11,9 +11,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from motley.core.dotted import describe, parameter_names, path_of, required_parameters
 from motley.core.errors import MotleyError
 from motley.core.registry import Registry
 from motley.data.files.settings import FileSettings
@@ -215,7 +217,52 @@ class DataSource:
             )
 
 
-DATASETS: Registry[Callable[[DataSource], Dataset]] = Registry("data set")
+Reader: TypeAlias = Callable[[DataSource], Dataset]
+
+
+def own_reader(item: Any) -> Reader:
+    """Return the reader of a user's own data set: a `Dataset`, or a function that returns one.
+
+    The function may have parameters named `root`, `path` and `tested`, as in `DataSource`, or
+    `source`, the whole of it.
+    """
+    if isinstance(item, Dataset):
+        return lambda source: item
+    if not callable(item) or isinstance(item, type):
+        raise MotleyError(
+            f"is {describe(item)}; a function that returns a motley.data.Dataset is expected."
+        )
+    names = parameter_names(item)
+
+    def read(source: DataSource) -> Dataset:
+        offered = {
+            "source": source,
+            "root": source.root,
+            "path": source.path,
+            "tested": source.tested,
+        }
+        arguments = {name: value for name, value in offered.items() if name in names}
+        dataset = item(**arguments)
+        if not isinstance(dataset, Dataset):
+            raise MotleyError(
+                f"data set {path_of(item) or item!r}: returned {describe(dataset)}; "
+                "a motley.data.Dataset is expected."
+            )
+        return dataset
+
+    unknown_names = [name for name in required_parameters(item) if name not in OFFERED]
+    if unknown_names:
+        raise MotleyError(
+            f"has a parameter {unknown_names[0]!r} without a default. A data set's function may "
+            f"ask for {', '.join(OFFERED)}."
+        )
+    return read
+
+
+#: The arguments that a user's own reader may ask for by name.
+OFFERED = ("source", "root", "path", "tested")
+
+DATASETS: Registry[Reader] = Registry("data set", group="motley.datasets", accept=own_reader)
 
 
 def data_root() -> Path:

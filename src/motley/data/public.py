@@ -32,7 +32,7 @@ from motley.data.dataset import DATASETS, Examples, load_dataset
 from motley.data.device import DeviceData, device_data
 from motley.data.partition import FromFile, Partition, PartitionSettings
 from motley.data.transforms import TransformSettings
-from motley.settings import Choice, FilePath, Settings
+from motley.settings import Choice, FilePath, Settings, Table
 
 #: Images that are fitted to another size at once, which bounds the memory for it.
 RESIZE_BATCH = 1000
@@ -82,7 +82,7 @@ class PublicDatasetSettings(PublicSettings):
     samples: int = Field(default=0, ge=0)
     """Number of public images, drawn at random; 0: all training images of the data set."""
     path: FilePath = ""
-    """Your own file, for public.name = "npz"."""
+    """Your own file, for public.name = "npz", or a folder of images, for "files"."""
 
     @property
     def file_path(self) -> Path | None:
@@ -107,6 +107,13 @@ class PublicChoice(Choice):
         for entry in DATASETS:
             sources[entry.name] = PublicDatasetSettings
         return sources
+
+    def class_of(self, values: Table) -> type[Settings] | None:
+        """Return the class of a table's values; a user's own data set is one, too."""
+        name = values.get(self.key, self.default)
+        if isinstance(name, str) and name not in self.classes and name in DATASETS:
+            return PublicDatasetSettings
+        return super().class_of(values)
 
     def own_name(self, name: Any) -> Any:
         """Return the name of a data set that an alias stands for."""
@@ -244,6 +251,11 @@ def public_images(
     assert isinstance(settings, PublicDatasetSettings)
     dataset = load_dataset(settings.name, root=root, path=settings.file_path, tested=False)
     images = dataset.train.inputs
+    if images.dtype != np.uint8 or images.ndim != 4:
+        raise MotleyError(
+            f"public.name = {settings.name!r}: public examples must be images of bytes, not "
+            f"{dataset.shape} of the type {images.dtype}."
+        )
     if settings.samples:
         images = images[draw_rows(np.arange(len(images)), settings.samples, seed)]
     return fit_images(images, shape, f"public.name = {settings.name!r}")

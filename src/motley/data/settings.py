@@ -32,7 +32,7 @@ class DataSettings(Settings):
     lasting = ("root", "partition", "transform.variant")
 
     name: str = "digits"
-    """The data set (`motley list datasets`)."""
+    """The data set (`motley list datasets`), or the dotted path of a function that returns one."""
     path: FilePath = ""
     """Your own file or folder, for data.name = "files" or "npz". In a TOML file, a relative path
     starts from that file's folder.
@@ -49,7 +49,7 @@ class DataSettings(Settings):
         """Give the transform the values that its variant has for this data set."""
         if not isinstance(values, dict):
             return values
-        name = DATASETS.entry(str(values.get("name", "digits")), "data.name").name
+        name = DATASETS.entry(values.get("name", "digits"), "data.name").name
         filled = {"partition": {}, **values, "name": name}
         transform = values.get("transform", {})
         if isinstance(transform, dict):

@@ -97,9 +97,9 @@ class LocalEngine:
     def collect(self, jobs: Sequence[Job]) -> list[Collection]:
         """Ask every job's client for a collection."""
         jobs = [job for job in jobs if self.clients.can_answer(job)]
+        own_models = self.clients.method.has_own_models
         with own_randomness(self.clients.device):
-            scores_clients = bool(jobs) and jobs[0].collection in CLIENT_SCORES
-            if scores_clients and not self.clients.have_own_models:
+            if jobs and jobs[0].collection in CLIENT_SCORES and not own_models:
                 return self._client_scores(jobs)
             collections = []
             for job in jobs:

@@ -15,6 +15,7 @@ from motley.config import Config, from_saved
 from motley.core.errors import MotleyError
 from motley.export.formats import FILES, FORMATS, Format
 from motley.export.inputs import InputFormat
+from motley.export.rows import RowReader
 from motley.files import write_atomically
 from motley.models.inputs import (
     KINDS,
@@ -44,6 +45,8 @@ class Card:
     #: Inputs as the data set stores them: kind and shape as JSON, and the type of the numbers.
     input_shape: str
     input_dtype: str
+    #: How rows of the user's own tables and texts become inputs (`RowReader.to_json`), if known.
+    rows: dict[str, Any] | None
     #: Whether the file takes stored images and normalizes them itself.
     with_normalization: bool
     #: The exit at which the model ends, counted from 1; 0: its ordinary output.
@@ -72,7 +75,7 @@ class Card:
     def text(self, score: float | None) -> str:
         """Return a value of the primary metric as text."""
         if score is None:
-            return "unknown"
+            return "nothing"
         return MetricInfo(self.metric, percent=self.percent).text(score)
 
     @property
@@ -88,6 +91,13 @@ class Card:
         """Return the format of the inputs."""
         transform = self.read_config().data.transform
         return InputFormat(shape_from_json(self.input_shape), self.input_dtype, transform)
+
+    def row_reader(self) -> RowReader | None:
+        """Return a reader of the user's own tables and texts, if the run's data came from some."""
+        files = self.read_config().data.files
+        if self.rows is None or files is None:
+            return None
+        return RowReader.from_json(self.rows, files)
 
 
 def stored_shape(inputs: InputFormat) -> str:
@@ -110,7 +120,8 @@ def read_card(folder: Path) -> Card:
         if card.format not in FORMATS:
             raise ValueError(f"format = {card.format!r}: should be one of {', '.join(FORMATS)}")
         card.inputs()
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        card.row_reader()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise MotleyError(f"{file} cannot be read: {type(error).__name__}: {error}.") from None
     return card
 

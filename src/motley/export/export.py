@@ -153,6 +153,7 @@ def _card(
         class_names=run.class_names,
         input_shape=stored_shape(run.inputs),
         input_dtype=run.inputs.dtype,
+        rows=None if run.rows is None else run.rows.to_json(),
         with_normalization=with_normalization,
         exit=exit_number,
         metric=run.task.metric,
@@ -160,7 +161,7 @@ def _card(
         scores={},
         test_examples=0,
         recorded_score=None if exit_number else run.recorded(size),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=_count_parameters(model, run.inputs),
         file_bytes=(folder / FILES[name]).stat().st_size,
         data=run.dataset.name,
         method=run.config.method_label,
@@ -169,6 +170,17 @@ def _card(
         # A tracking URI may contain a password.
         config=run.config.model_dump(mode="json", exclude={"run": {"mlflow"}}),
     )
+
+
+def _count_parameters(model: nn.Module, inputs: InputFormat) -> int:
+    """Return the number of parameters. Those behind the exit of `AtExit` do not count."""
+    parameters = list(model.parameters())
+    if isinstance(model, AtExit):
+        outputs = model(inputs.prepare(inputs.blank(2))).sum()
+        gradients = torch.autograd.grad(outputs, parameters, allow_unused=True)
+        used = zip(parameters, gradients, strict=True)
+        parameters = [parameter for parameter, gradient in used if gradient is not None]
+    return sum(parameter.numel() for parameter in parameters)
 
 
 # ---- checking the file

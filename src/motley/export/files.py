@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import csv
-import zipfile
 from pathlib import Path
 
 import numpy as np
 
 from motley.core.errors import MotleyError
+from motley.data.files.archive import DAMAGED, check_archive
 from motley.export.inputs import InputFormat
+from motley.export.rows import RowReader
 from motley.extras import require
 from motley.models.inputs import KINDS, ImageShape
 
 #: Endings of image files.
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
+#: Endings of tables.
+TABLES = (".csv", ".tsv", ".tab")
 #: Names that an .npz file may give to its inputs, in order of preference.
 NAMES = ("inputs", "x", "x_test")
 #: An image file may declare at most this many pixels. Pillow would decode much larger ones.
 MAX_PIXELS = 2**26
 
 
-def read_inputs(path: Path, inputs: InputFormat, *, resize: bool = False) -> np.ndarray:
+def read_inputs(
+    path: Path, inputs: InputFormat, rows: RowReader | None = None, *, resize: bool = False
+) -> np.ndarray:
     """Return the inputs in a file, in the format of the data set: (N, ...).
 
-    With `resize`, an image file of another size is scaled to that of the data set's images.
+    `rows` reads tables and texts if the run's data set was the user's own. With `resize`, an image
+    file of another size is scaled to that of the data set's images.
     """
     if not path.exists():
         raise MotleyError(f"{path}: there is no such file.")
@@ -35,11 +41,15 @@ def read_inputs(path: Path, inputs: InputFormat, *, resize: bool = False) -> np.
         return read_image(path, inputs, resize=resize)
     if ending in (".npy", ".npz"):
         return inputs.read_array(_read_numpy(path), str(path))
-    if ending == ".csv":
-        return inputs.read_array(_read_csv(path), str(path))
+    if ending in TABLES:
+        has_encoder = rows is not None and rows.encoder is not None
+        array = rows.read_table(path) if rows is not None and has_encoder else _read_csv(path)
+        return inputs.read_array(array, str(path))
+    if ending == ".txt" and rows is not None and rows.vocabulary:
+        return inputs.read_array(rows.read_text(path, inputs.dims[0]), str(path))
     raise MotleyError(
-        f"{path}: has an unknown ending. Allowed: .npy, .npz, .csv and images "
-        f"({', '.join(IMAGES)})."
+        f"{path}: has an unknown ending. Allowed: .npy, .npz, {', '.join(TABLES)}, images "
+        f"({', '.join(IMAGES)}), and .txt for models of text."
     )
 
 
@@ -83,12 +93,13 @@ def read_image(path: Path, inputs: InputFormat, *, resize: bool) -> np.ndarray:
 
 def _read_numpy(path: Path) -> np.ndarray:
     try:
-        content = np.load(path, allow_pickle=False)
-        if isinstance(content, np.ndarray):
-            return content
-        with content as archive:
-            return archive[_array_name(path, archive.files)]
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        if path.suffix.lower() == ".npz":
+            name = _array_name(path, list(check_archive(path)))
+            with np.load(path, allow_pickle=False) as archive:
+                return np.asarray(archive[name])
+        # Mapped into memory: a header that declares more than the file has allocates nothing.
+        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    except DAMAGED as error:
         raise MotleyError(f"{path}: cannot be read: {error}") from None
 
 

@@ -23,10 +23,13 @@ from motley.assembly import build_split, load_dataset_of
 from motley.config import Config
 from motley.core.errors import MotleyError, unknown
 from motley.data import Dataset
+from motley.data.files.reading import Reading, read_files
+from motley.data.settings import FILES
 from motley.export.card import CARD, Card, read_card
 from motley.export.formats import open_program, open_runner
 from motley.export.inputs import InputFormat
 from motley.export.predict import Prediction, Predictor
+from motley.export.rows import RowReader
 from motley.methods import METHODS
 from motley.runs.checkpoint import checkpoints, read_checkpoint
 from motley.runs.folder import RunFolder
@@ -63,6 +66,11 @@ class LoadedRun:
                 f"{path}: method.name = {method!r} exchanges no weights, so there is no global "
                 "model. `Federation.client_model` returns the models of clients."
             )
+        if self.config.split.private:
+            raise MotleyError(
+                f"{path}: split.private = {list(self.config.split.private)}, so there is no global "
+                "model. `Federation.client_model` returns the models of clients."
+            )
         self.server: ServerState = read_checkpoint(self._checkpoint(checkpoint))
 
     def _checkpoint(self, wanted: int | None) -> Path:
@@ -85,9 +93,25 @@ class LoadedRun:
         return self.config.split.sizes(self.config.model.sizes)
 
     @cached_property
+    def _reading(self) -> Reading | None:
+        """The user's own files, if the data set came from such files."""
+        data = self.config.data
+        if data.name != FILES or data.file_path is None or data.files is None:
+            return None
+        return read_files(data.file_path, data.files)
+
+    @cached_property
     def dataset(self) -> Dataset:
         """The run's data set. The shapes of the models depend on it."""
-        return load_dataset_of(self.config)
+        return load_dataset_of(self.config) if self._reading is None else self._reading.dataset
+
+    @cached_property
+    def rows(self) -> RowReader | None:
+        """Reads further rows of the user's own tables and texts."""
+        files = self.config.data.files
+        if self._reading is None or files is None:
+            return None
+        return RowReader.of(self._reading, files)
 
     @cached_property
     def task(self) -> Task:
@@ -107,6 +131,8 @@ class LoadedRun:
     @property
     def class_names(self) -> list[str]:
         """The names of the classes; their numbers if the data set has no names."""
+        if self.rows is not None and self.rows.vocabulary:
+            return ["unknown", *map(repr, self.rows.vocabulary)]
         return list(self.dataset.class_names or map(str, range(self.dataset.classes)))
 
     def model(self, size: str) -> nn.Module:
@@ -124,7 +150,8 @@ class LoadedRun:
     @lru_cache(maxsize=8)  # noqa: B019  (a loaded run lives as long as its models)
     def predictor(self, size: str) -> Predictor:
         """Return an object that predicts with the model of a size."""
-        return Predictor(self.model(size), self.inputs, self.task.name, self.class_names)
+        model = self.model(size)
+        return Predictor(model, self.inputs, self.task.name, self.class_names, rows=self.rows)
 
     def predict(
         self, array: np.ndarray, size: str, top: int = 1, exit_threshold: float | None = None
@@ -190,7 +217,14 @@ class LoadedExport:
         card = self.card
         is_weights = card.format == "safetensors"
         run = self.model() if is_weights else open_runner(card.format, self.file)
-        return Predictor(run, card.inputs(), card.task, card.class_names, card.with_normalization)
+        return Predictor(
+            run,
+            card.inputs(),
+            card.task,
+            card.class_names,
+            card.with_normalization,
+            card.row_reader(),
+        )
 
     def predict(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from motley.core.errors import MotleyError
 from motley.export.formats import Runner
 from motley.export.inputs import InputFormat
+from motley.export.rows import RowReader
 from motley.splits.early_exit import ExitOutputs, exits_of, stop_early
 
 #: Inputs are computed in batches of at most this many.
@@ -44,6 +45,8 @@ class Predictor:
     task: str
     class_names: Sequence[str]
     takes_stored: bool = False
+    #: Reads the user's own tables and texts, if the run's data set came from such files.
+    rows: RowReader | None = None
 
     @torch.no_grad()
     def outputs(self, stored: np.ndarray, batch_size: int = BATCH) -> Tensor:

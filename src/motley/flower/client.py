@@ -182,7 +182,7 @@ def collect(node: NodeSettings, request: Request, clients: ClientCache) -> Recor
     if request.config.privacy.active:
         reason = "the job asks for a collection, but runs with [privacy] have none."
         raise NodeError("refused-by-node", reason)
-    if job.collection == "evaluation" and not request.config.evaluates_own_models:
+    if job.collection == "evaluation" and not request.config.has_own_models:
         reason = "the job asks for the score of the client's own model, and it has none."
         raise NodeError("refused-by-node", reason)
     if job.collection in CLIENT_SCORES and request.config.evaluation.per_client == "off":

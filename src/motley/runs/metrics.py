@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from typing_extensions import TypedDict
 
 from motley import tasks
 from motley.core.errors import MotleyError
@@ -172,6 +173,14 @@ def _string_keys(reasons: Mapping[int, str]) -> dict[str, str]:
     return {str(client): reason for client, reason in reasons.items()}
 
 
+class MetricTable(TypedDict):
+    """The fields of `MetricInfo`."""
+
+    name: str
+    higher_is_better: bool
+    percent: bool
+
+
 class Line(BaseModel):
     """The types of the fields that Motley computes with. Other fields are allowed and kept."""
 
@@ -182,7 +191,7 @@ class Line(BaseModel):
     bytes: dict[str, int]
     accuracy: dict[str, float] | None = None
     client_scores: dict[str, Any] | None = None
-    metric: MetricInfo | None = None
+    metric: MetricTable | None = None
     scores: dict[str, dict[str, float | None]] | None = None
     clients: list[int] | None = None
     epsilon: dict[str, float | None] | None = None

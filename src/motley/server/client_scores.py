@@ -3,8 +3,8 @@
 A client is scored where its test examples are, with its size's part of the evaluated global model,
 and answers with sums and counts. If the run asks for it, the client then trains that part on its
 training examples and is scored again: the personalized score. Nothing of this training is sent or
-stored, so a run ends in the same state with and without client scores (tested). If clients have
-models of their own (`server/own_models.py`), they score these.
+stored, so a run ends in the same state with and without client scores (tested). Clients that have
+models of their own, or complete their parts by private tensors, score these.
 
 Clients of this process that have the same size are scored in one pass (`LocalEngine.collect`).
 """
@@ -132,8 +132,8 @@ class ScoreClients:
     num_clients: the number of all clients, who are asked; None: only the clients of the round are.
     personalize: also ask for the score after local training. Clients' own models are personal
         already, and have the same score twice.
-    own_models: whether clients score models of their own, which they have once they have trained.
-    sends_parts: whether clients need their parts of the global state.
+    own_models: clients score models of their own, or with private tensors.
+    sends_parts: clients need their parts of the global state for that.
     """
 
     algorithm: ServerAlgorithm

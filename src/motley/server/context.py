@@ -34,7 +34,7 @@ class RoundContext:
     batch_size: the clients' batch size, for error messages.
     exchanges_weights: whether there is a global state, whose parts travel. If not, clients train
         models of their own.
-    evaluates_own_models: whether clients' own models are evaluated, by a collection, and not the
+    has_own_models: whether clients' own models are evaluated, by a collection, and not the
         global model.
     score_clients: asks clients for scores on their own test examples; None if the run has none.
     """
@@ -55,5 +55,5 @@ class RoundContext:
     attempts: int
     batch_size: int
     exchanges_weights: bool = True
-    evaluates_own_models: bool = False
+    has_own_models: bool = False
     score_clients: ScoreClients | None = None

@@ -175,7 +175,7 @@ def end_round(
     )
     server, evaluation = collected.server, collected.evaluation
     is_evaluated = context.algorithm.info.is_evaluated(server.round_number)
-    if is_evaluated and not context.evaluates_own_models:
+    if is_evaluated and not context.has_own_models:
         with timer.phase("evaluate"):
             evaluation = context.evaluator.start(server.model, server.round_number)
     client_scores, rejected = None, collected.rejected

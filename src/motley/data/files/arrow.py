@@ -29,6 +29,19 @@ BATCH_ROWS = 8_192
 BOMB_BYTES = 1_000_000_000
 BOMB_RATIO = 200
 
+#: What pyarrow raises for damaged files, besides its own exceptions. MemoryError is for an absurd
+#: size that the file declares.
+DAMAGED = (
+    OSError,
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    OverflowError,
+    MemoryError,
+    NotImplementedError,
+)
+
 
 def read_parquet(
     path: Path,
@@ -62,8 +75,7 @@ def read_parquet(
         texts = [name for name in wanted if pa.types.is_string(schema.field(name).type)]
         with pq.ParquetFile(path, read_dictionary=texts, **options) as file:
             table = _read_batches(file, wanted, path)
-        table.validate(full=True)
-    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+    except (pa.ArrowException, *DAMAGED) as error:
         raise MotleyError(
             f"{path} is truncated or damaged, or not Parquet: {first_line(error)}."
         ) from None
@@ -85,6 +97,7 @@ def _read_batches(file: Any, columns: list[str], path: Path) -> pa.Table:
     batches = []
     rows = size = 0
     for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
+        batch.validate(full=True)
         rows += batch.num_rows
         size += batch.nbytes
         if rows > file.metadata.num_rows:
@@ -160,7 +173,7 @@ def from_arrow(
                 columns[name] = _named_classes(name, values, names_of[name], path)
             else:
                 columns[name] = _column(name, values, where, marks, name in text_columns, resize)
-    except (pa.ArrowException, ValueError, TypeError, OverflowError, UnicodeError) as error:
+    except (pa.ArrowException, *DAMAGED) as error:
         raise MotleyError(f"{path} is damaged: {first_line(error)}.") from None
     lines = np.arange(1, table.num_rows + 1, dtype=np.int64)
     declared = tuple((name, names) for name, names in names_of.items() if name in columns)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from motley.core.errors import MotleyError
-from motley.data.files.arrow import first_line, from_arrow, names_in_features
+from motley.data.files.arrow import DAMAGED, first_line, from_arrow, names_in_features
 from motley.data.files.delimited import MISSING_MARKS
 from motley.data.files.opening import MAX_COLUMNS, MAX_ROWS, check_file, check_memory
 from motley.data.files.table import Table, check_names, is_read
@@ -61,19 +61,14 @@ def read_saved_dataset(
     if not folder.is_dir():
         raise MotleyError(f"there is no folder {folder}.")
     files = _data_files(folder)
-    tables = []
-    expanded = 0
-    for file in files:
-        table = _read_stream(file)
-        expanded += table.nbytes
-        check_memory(f"{folder}: its tables", expanded)
-        tables.append(table)
+    check_memory(f"{folder}: its tables", sum(file.stat().st_size for file in files))
+    tables = [_read_stream(file) for file in files]
     try:
         whole = pa.concat_tables(tables)
         check_names(whole.column_names, folder)
         names = tuple(whole.column_names)
         whole = whole.select([name for name in names if is_read(name, drop, only)])
-    except (pa.ArrowException, ValueError, KeyError) as error:
+    except (pa.ArrowException, *DAMAGED) as error:
         raise MotleyError(
             f"{folder}: its files do not fit together: {first_line(error)}."
         ) from None
@@ -108,29 +103,30 @@ def _data_files(folder: Path) -> list[Path]:
         name = entry.get("filename") if isinstance(entry, dict) else None
         if not isinstance(name, str) or name != Path(name).name or name in ("", ".", ".."):
             raise MotleyError(f"{folder / STATE_FILE}: {name!r} is not the name of a file.")
+        check_file(folder / name)
         files.append(folder / name)
     return files
 
 
 def _read_stream(path: Path) -> Any:
-    """Read one Arrow file as a stream, without mapping it into memory."""
+    """Read one Arrow file. Its arrays are views of the bytes that were read."""
     import pyarrow as pa
 
-    check_file(path)
     try:
-        size = path.stat().st_size
-        check_memory(str(path), size)
         batches = []
         expanded = 0
-        with path.open("rb") as file, pa.ipc.open_stream(file) as reader:
+        # From a buffer: a message that declares a larger body than there is raises an error. Read
+        # from a file, its declared size would be allocated first.
+        content = pa.py_buffer(path.read_bytes())
+        with pa.ipc.open_stream(content) as reader:
             for batch in reader:
-                # Buffers may be compressed. A stream of `datasets` is not.
+                # Before anything else looks at it: offsets may point anywhere.
+                batch.validate(full=True)
                 expanded += batch.nbytes
                 check_memory(f"{path}: its table", expanded)
                 batches.append(batch)
             table = pa.Table.from_batches(batches, reader.schema)
-        table.validate(full=True)
-    except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, OverflowError) as error:
+    except (pa.ArrowException, *DAMAGED) as error:
         raise MotleyError(f"{path} is truncated or damaged: {first_line(error)}.") from None
     return table
 

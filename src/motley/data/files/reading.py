@@ -14,6 +14,7 @@ from motley.data.assemble import Assembled, Records, assemble, split_records
 from motley.data.dataset import Dataset
 from motley.data.files.arrow import read_parquet
 from motley.data.files.columns import (
+    Encoder,
     Roles,
     check_same_columns,
     choose_roles,
@@ -84,6 +85,10 @@ class Reading:
     held_out: bool
     notes: tuple[str, ...] = ()
     columns: tuple[ColumnSummary, ...] = ()
+    #: How rows of a table become inputs; None for other formats.
+    encoder: Encoder | None = None
+    #: The characters of plain text; character i has the number i + 1.
+    vocabulary: tuple[str, ...] = ()
 
 
 def read_files(
@@ -190,7 +195,7 @@ def _read_images(
         test_seed=settings.test_seed,
         tested=tested,
     )
-    notes = [f"{listing.ignored} files are not images and are ignored"] if listing.ignored else []
+    notes = [f"files that are not images are ignored: {listing.ignored}"] if listing.ignored else []
     return _reading(assembled, "images", notes)
 
 
@@ -316,7 +321,7 @@ def _read_text(
         name, train, test, shape, task="next-token", outputs=shape.vocabulary, tested=tested
     )
     reading = _reading(assembled, "text", notes)
-    return replace(reading, held_out=tested and test_path is None)
+    return replace(reading, held_out=tested and test_path is None, vocabulary=vocabulary)
 
 
 def _cut_text(file: TextFile, fraction: float) -> tuple[TextFile, TextFile]:
@@ -346,7 +351,7 @@ def _text_records(
         clients += [file.client] * len(windows)
     if too_short:
         listed = ", ".join(too_short[:5]) + (", ..." if len(too_short) > 5 else "")
-        notes.append(f"{len(too_short)} texts are too short for an example: {listed}")
+        notes.append(f"texts that are too short for an example ({len(too_short)}): {listed}")
     empty = np.zeros((0, length), dtype=np.int64)
     all_inputs = np.concatenate([*inputs, empty])
     all_targets = np.concatenate([*targets, empty])
@@ -454,6 +459,7 @@ def _read_table_files(
         tested and test_path is None,
         tuple(notes),
         summaries,
+        encoder,
     )
 
 

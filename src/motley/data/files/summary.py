@@ -26,13 +26,30 @@ def describe_shape(shape: InputShape) -> str:
     if isinstance(shape, SignalShape):
         return f"signals, {shape.channels} channels of length {shape.length}"
     if isinstance(shape, TableShape):
-        text = f"rows of a table, {shape.numbers} numbers"
-        if shape.categories:
-            text += f" and {len(shape.categories)} categories"
+        categories = len(shape.categories)
+        text = f"rows of a table, {shape.numbers} number{'s' * (shape.numbers != 1)}"
+        if categories:
+            text += f" and {categories} {'category' if categories == 1 else 'categories'}"
         return text
     if isinstance(shape, ArrayShape):
         return f"arrays of shape {shape.dims}"
     return f"token sequences of length {shape.length}, vocabulary {shape.vocabulary}"
+
+
+def fitting_models(dataset: Dataset) -> list[str]:
+    """Return settings that choose built-in models for such inputs; none if the defaults fit."""
+    shape = dataset.shape
+    if isinstance(shape, SignalShape):
+        return ["model.sizes=cnn1d-1,cnn1d-2,cnn1d-4"]
+    if isinstance(shape, TableShape):
+        return ["model.sizes=table1,table2,table3"]
+    if isinstance(shape, ArrayShape):
+        return ["model.sizes=mlp1,mlp2,mlp3"]
+    if isinstance(shape, ImageShape):
+        return []
+    if dataset.task == "next-token":
+        return ["model.sizes=lstm1,lstm2,lstm3", "model.lstm.output=every"]
+    return ["model.sizes=encoder1,encoder2,encoder3"]
 
 
 def class_counts(dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
@@ -97,15 +114,16 @@ def _client_warnings(counts: tuple[np.ndarray, np.ndarray], names: tuple[str, ..
     train, test = counts
     single = [names[number] for number in np.flatnonzero(train == 1)]
     if single:
-        remarks.append(f"{len(single)} clients have one training example: {_some(single)}")
+        remarks.append(f"clients with one training example: {_some(single)}")
     untested = [names[number] for number in np.flatnonzero((test == 0) & (train > 0))]
     if untested:
-        remarks.append(f"{len(untested)} clients have no test examples: {_some(untested)}")
+        remarks.append(f"clients without test examples: {_some(untested)}")
     unseen = [names[number] for number in np.flatnonzero(train == 0)]
     if unseen:
-        remarks.append(f"{len(unseen)} clients have test examples only: {_some(unseen)}")
+        remarks.append(f"clients with test examples only: {_some(unseen)}")
     return remarks
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+    more = f" and {len(names) - 10:,} more" if len(names) > 10 else ""
+    return ", ".join(names[:10]) + more
