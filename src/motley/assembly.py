@@ -42,7 +42,7 @@ from motley.data.public import (
 from motley.engine import Clients, DebugEngine, LocalEngine
 from motley.limits import allocating
 from motley.methods import METHODS, FederationInfo, Method
-from motley.models import MODELS, InputShape
+from motley.models import InputShape
 from motley.models.pretrained import first_layer, load_weights
 from motley.models.projection import with_projection
 from motley.plan import assigned, costs_of, read_budgets
@@ -55,7 +55,7 @@ from motley.server.inco import InCo, IncoSettings
 from motley.server.method_stages import AggregateUpdates, MethodCorrection, PostProcess
 from motley.server.optimizer import ServerOptimizer
 from motley.server.own_models import EvaluateOwnModels
-from motley.server.pipeline import Stage
+from motley.server.pipeline import Stage, insert_stages
 from motley.server.recalibration import Recalibrate
 from motley.server.scale import Scale
 from motley.splits import SPLITS, Split
@@ -168,9 +168,8 @@ def build_split(config: Config, shape: InputShape, classes: int) -> Split:
     """
 
     def build(size: str) -> Any:
-        spec = MODELS[size]
-        family_settings = getattr(config.model, spec.family)
-        model = spec.make(family_settings, shape, classes, init=config.model.init)
+        spec, settings = config.model.declaration(size)
+        model = spec.make(settings, shape, classes, init=config.model.init)
         return with_projection(model, config.model.projection)
 
     builds = {size: partial(build, size) for size in config.model.sizes}
@@ -256,7 +255,7 @@ def build_pipeline(config: Config, split: Split, method: Method) -> list[Stage]:
     pipeline.append(PostProcess(method.server))
     if server.ema_decay:
         pipeline.append(EMA(server.ema_decay))
-    return pipeline
+    return insert_stages(pipeline, server.stages, split)
 
 
 def build_collections(
@@ -355,7 +354,10 @@ def build_engine(config: Config, clients: Clients) -> DebugEngine | LocalEngine:
 
 def chosen_kernels(config: Config) -> frozenset[str]:
     """Return the names of Motley's kernels that a run uses on a GPU: none in the debug engine."""
-    return frozenset() if config.engine.name == "debug" else config.engine.kernel_names
+    if config.engine.name == "debug":
+        return frozenset()
+    without = frozenset() if config.training.optimizer.has_kernel else frozenset({"optimizer"})
+    return config.engine.kernel_names - without
 
 
 def compiles(config: Config) -> bool:

@@ -45,6 +45,24 @@ def check_precision(precision: str, device: torch.device) -> None:
         )
 
 
+def check_optimizer(config: Config, device: torch.device) -> None:
+    """Refuse a user's own optimizer if the engine cannot run it."""
+    optimizer = config.training.optimizer
+    if optimizer.has_kernel:
+        return
+    setting = f"training.optimizer.name = {optimizer.name!r}"
+    if config.engine.precision == "fp16":
+        raise MotleyError(
+            f"{setting}: cannot skip steps whose gradients overflow, as engine.precision = 'fp16' "
+            "needs it. Use engine.precision = 'bf16', 'tf32' or 'fp32'."
+        )
+    if device.type == "cuda" and config.engine.name != "debug" and not optimizer.captures:
+        raise MotleyError(
+            f"{setting}: its step cannot be captured in a CUDA graph. Use engine.name = 'debug', "
+            "engine.device = 'cpu', or one of torch.optim's RMSprop, RAdam, Adamax and Adadelta."
+        )
+
+
 def check_dataset(dataset: Any) -> Dataset:
     """Return the caller's data set; refuse those of other libraries, with a conversion hint."""
     if isinstance(dataset, Dataset):

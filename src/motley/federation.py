@@ -5,10 +5,11 @@ The steps of a round are in `server/rounds.py`. Read that file first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -35,6 +36,7 @@ from motley.checks import (
     check_batches_fit,
     check_dataset,
     check_engine,
+    check_optimizer,
     check_precision,
     check_recalibration,
     check_task,
@@ -46,12 +48,15 @@ from motley.config import Config
 from motley.core.device import on_device
 from motley.core.errors import MotleyError
 from motley.core.part import State, take
+from motley.core.registry import Entry
 from motley.data import Dataset
 from motley.data.device import DeviceData, device_data
-from motley.data.partition import Partition
+from motley.data.partition import Partition, PartitionSettings
 from motley.engine import DebugEngine, Engine, Job, LocalEngine
 from motley.engine.device import choose_devices, numerics, request_hardware_queues
 from motley.evaluate import Evaluator, Score
+from motley.methods import Method
+from motley.objects import describe_federation
 from motley.privacy import Accountant
 from motley.server import rounds, speculation
 from motley.server.context import RoundContext
@@ -60,12 +65,28 @@ from motley.server.record import PendingRecord, RoundRecord
 from motley.server.sampling import ClientSampler, Sampler
 from motley.server.state import ServerState
 from motley.server.uplink import Uplink
+from motley.settings import Configured
+from motley.splits import Split
 from motley.splits.check import check_outputs
 from motley.splits.trained import trained_model
 
 
 class Federation:
-    """Runs the rounds of a configuration.
+    """Runs the rounds of a federation.
+
+        federation = motley.Federation(
+            models={"small": make_small, "large": make_large},
+            data=motley.data.from_datasets(train, test),
+            partition=motley.Dirichlet(alpha=0.5),
+            clients=100,
+            method="fedprox",
+        )
+        for record in federation.run(rounds=100):
+            print(record.round, record.accuracy)
+        model = federation.model("small")
+
+    Instead of objects it takes a configuration: `Federation(config)`. `run` keeps the server state
+    in `server`. The functions below it, such as `run_round`, take a state and return another:
 
         server = federation.initial_state()
         for _ in range(config.training.rounds):
@@ -82,19 +103,114 @@ class Federation:
 
     def __init__(
         self,
-        config: Config,
+        config: Config | None = None,
         *,
+        models: Mapping[str, Any] | Sequence[str] | None = None,
+        data: Dataset | str | Mapping[str, Any] | Callable[[], Dataset] | None = None,
+        partition: Partition | PartitionSettings | str | Mapping[str, Any] | None = None,
+        clients: int | None = None,
+        clients_per_round: int | None = None,
+        split: str | Mapping[str, Any] | type[Split] | None = None,
+        method: str | Mapping[str, Any] | type[Method] | Configured | None = None,
+        server: Sequence[Any] = (),
+        training: Mapping[str, Any] | None = None,
+        engine: str | Callable[[Federation], Engine] | None = "auto",
+        seed: int | None = None,
+        settings: Mapping[str, Any] | None = None,
         dataset: Dataset | None = None,
-        partition: Partition | None = None,
         memory_folder: Path | None = None,
-        engine: Callable[[Federation], Engine] | None = None,
     ) -> None:
-        """By default, `dataset` and `partition` are those that the configuration names.
+        """Put a federation together, from a configuration or from objects.
 
-        Client states are saved in `memory_folder`; those that do not fit into memory are kept
-        there, too. `engine` builds an engine whose clients are not in this process, for example on
-        Flower nodes; the federation then does not know which examples each client has.
+        Names, tables (as in a TOML file) and objects are all accepted. With a configuration, only
+        `dataset`, `partition`, `engine` and `memory_folder` may be given.
+
+        Args:
+            config: A whole configuration, instead of the arguments that describe one.
+            models: Size -> a function or class that builds its `nn.Module` (with `input_shape` and
+                `num_classes`, if it names them), a `ModelSpec`, or a registered name. Smallest
+                first.
+            data: A data set, the name of one, or a function that returns one.
+            partition: How its examples are dealt to clients: `motley.Dirichlet(alpha=0.5)`, a name,
+                or a finished `Partition`. By default natural clients, if the data set has them.
+            clients: The number of clients. By default all natural ones, or 20.
+            clients_per_round: How many of them train in each round; by default 5.
+            split: How sizes share the global state; by default "depth".
+            method: A name, a subclass of `motley.Method`, or `MyMethod.configure(mu=0.1)`; by
+                default "fedavg".
+            server: What else the server does: `motley.InCo("paper")`, `motley.EMA(0.95)`,
+                `motley.ServerOptimizer("adam")`, stages of your own.
+            training: Keys of `[training]`, such as {"epochs": 2, "optimizer": torch.optim.RMSprop}.
+            engine: "auto", "local" or "debug". Or a function that builds an engine whose clients
+                are not in this process, for example on Flower nodes; the federation then does not
+                know which examples each client has.
+            seed: The seed of every random choice; by default 1.
+            settings: Tables of a configuration, above everything else, such as
+                {"evaluation": {"every": 5}}.
+            dataset: The data set, instead of the one that the configuration names.
+            memory_folder: Client states are saved there; those that do not fit into memory are
+                kept there, too.
         """
+        described = {
+            "models": models,
+            "data": data,
+            "clients": clients,
+            "clients_per_round": clients_per_round,
+            "split": split,
+            "method": method,
+            "server": server or None,
+            "training": training,
+            "seed": seed,
+            "settings": settings,
+        }
+        given = [name for name, value in described.items() if value is not None]
+        engine = "auto" if engine is None else engine
+        builder = None if isinstance(engine, str) else engine
+        #: Names of objects that only this process knows last as long as this list.
+        self._in_memory: list[Entry[Any]] = []
+        if config is None:
+            missing = [name for name in ("models", "data") if described[name] is None]
+            if missing:
+                raise MotleyError(f"Federation: {' and '.join(missing)}: should be given.")
+            description = describe_federation(
+                models=models,
+                data=data,
+                partition=partition,
+                clients=clients,
+                clients_per_round=clients_per_round,
+                split=split,
+                method=method,
+                server=server,
+                training=training,
+                engine=engine if isinstance(engine, str) else "auto",
+                seed=1 if seed is None else seed,
+                settings=settings,
+            )
+            config, dataset = description.config, description.dataset
+            self._in_memory, partition = description.in_memory, None
+        elif given:
+            raise MotleyError(
+                f"Federation: {', '.join(given)}: cannot be given beside a configuration. "
+                "Change the configuration instead."
+            )
+        elif isinstance(engine, str) and engine != "auto":
+            raise MotleyError(
+                f"Federation: engine = {engine!r}: the configuration has engine.name = "
+                f"{config.engine.name!r}."
+            )
+        #: The server state after the last round of `run`; None before the first one.
+        self.server: ServerState | None = None
+        self._assemble(config, dataset, partition, memory_folder, builder)
+
+    def _assemble(
+        self,
+        config: Config,
+        dataset: Dataset | None,
+        partition: Any,
+        memory_folder: Path | None,
+        engine: Callable[[Federation], Engine] | None,
+    ) -> None:
+        """Build everything that a configuration names."""
         check_engine(config, external=engine is not None)
         if config.engine.device != "cpu":
             request_hardware_queues()
@@ -105,6 +221,7 @@ class Federation:
         self.devices = devices if config.engine.name != "debug" else devices[:1]
         self.device = devices[0]
         check_precision(config.engine.precision, self.device)
+        check_optimizer(config, self.device)
 
         self.dataset = load_dataset_of(config) if dataset is None else check_dataset(dataset)
         self.dataset.check_inferred_classes()
@@ -219,6 +336,27 @@ class Federation:
 
     # ---- rounds
 
+    def run(self, rounds: int | None = None) -> Iterator[RoundRecord]:
+        """Run rounds while the caller iterates, and yield the record of each.
+
+        By default these are all remaining rounds of `training.rounds`. A later call continues.
+        `list(federation.run(10))` runs ten rounds at once. `server` is the state after the last
+        round whose record was yielded.
+        """
+        server = self._server_or_initial()
+        total = self.config.training.rounds
+        last = total if rounds is None else server.round_number + rounds
+        if last > total and self.method.requirements.uses_total_rounds:
+            raise MotleyError(
+                f"run(rounds={rounds}): {self.config.method.name!r} schedules its training by the "
+                f"total number of rounds, which is {total}. Give it to the federation: "
+                f"training={{'rounds': {last}}}."
+            )
+        while server.round_number < last:
+            server, record = self.run_round(server)
+            self.server = server
+            yield record
+
     def initial_state(self) -> ServerState:
         """Return the server state before the first round."""
         with self.numerics():
@@ -283,9 +421,10 @@ class Federation:
 
     # ---- computing with a state
 
-    def evaluate(self, state: State, round_number: int = 0) -> dict[str, Score]:
+    def evaluate(self, state: State | None = None, round_number: int = 0) -> dict[str, Score]:
         """Return every size's score with its part of a global state.
 
+        By default this is the state after the last round of `run`.
         `evaluate(server.model, server.round_number)` gives the scores of a round's record.
         `round_number` matters for a rolling window of channels only: its default, 0, evaluates the
         leading channels and not the window that the round trained.
@@ -294,15 +433,23 @@ class Federation:
         private tensors, so this raises an error. Clients' models are `client_model`.
         """
         refuse_global_model(self.method)
+        if state is None:
+            server = self._server_or_initial()
+            state, round_number = server.model, server.round_number
         with self.numerics():
             return self.evaluator(state, round_number)
 
-    def model(self, server: ServerState, size: str) -> nn.Module:
+    def _server_or_initial(self) -> ServerState:
+        return self.initial_state() if self.server is None else self.server
+
+    def model(self, size: str, server: ServerState | None = None) -> nn.Module:
         """Return the trained model of a size, as it is evaluated: an ordinary module.
 
-        It is in evaluation mode, on the federation's device, and shares no memory with `server`.
+        By default it is trained by all rounds of `run`. It is in evaluation mode, on the
+        federation's device, and shares no memory with `server`.
         """
         refuse_global_model(self.method)
+        server = self._server_or_initial() if server is None else server
         trained = trained_model(self.split, server.model, size, server.round_number)
         return trained.to(self.device)
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from motley.assembly import assign_sizes, build_clients, build_method, build_split, size_lookup
-from motley.checks import check_precision, check_weights_fit
+from motley.checks import check_optimizer, check_precision, check_weights_fit
 from motley.client.scoring import ClientTests
 from motley.config import Config
 from motley.core.update import ClientUpdate
@@ -63,6 +63,7 @@ class Client:
         (device, *_) = choose_devices(config.engine.device)
         self._device = device
         check_precision(config.engine.precision, device)
+        check_optimizer(config, device)
         with self._numerics():
             data = device_data(examples, config.data.transform, device, augment=True)
             data.check_batch_fits("training.batch_size", config.training.batch_size)

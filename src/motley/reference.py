@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from motley.config import Config
-from motley.settings import Choice, RegistryChoice, TableOf, table_of
+from motley.settings import Choice, TableOf, table_of
 
 #: Python types and pydantic's bounds -> words for users.
 _TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "text"}
@@ -133,7 +133,7 @@ def _differs(base: FieldInfo | None, field: FieldInfo) -> bool:
 def describe(prefix: str, name: str, field: FieldInfo, choice: Choice | None = None) -> Setting:
     """Describe a key; `choice` is the choice that its table has, if any."""
     type_name, allowed = _type(field.annotation)
-    if choice is not None and name == choice.key and not isinstance(choice, RegistryChoice):
+    if choice is not None and name == choice.key and choice.listed:
         allowed = ", ".join(json.dumps(option) for option in choice.classes)
     limits = _limits(field.metadata)
     return Setting(
@@ -161,10 +161,21 @@ def _type(annotation: Any) -> tuple[str, str]:
         return type_name, limits
     if origin is Literal:
         return "text", ", ".join(json.dumps(value) for value in inner)
+    if origin is dict:
+        return "table", ""
+    if origin is tuple and _is_table(inner[0]):
+        return "list of tables", ""
     if origin is tuple:
         type_name, allowed = _type(inner[0])
         return f"list of {_plural(type_name)}", f"each {allowed}" if allowed else ""
     return _TYPES.get(annotation, str(annotation)), ""
+
+
+def _is_table(annotation: Any) -> bool:
+    inner = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+    if get_origin(inner) is Annotated:
+        inner = get_args(inner)[0]
+    return isinstance(inner, type) and issubclass(inner, BaseModel)
 
 
 def _plural(type_name: str) -> str:
@@ -188,7 +199,7 @@ def _limits(metadata: Iterable[Any]) -> str:
 def _default(field: FieldInfo) -> str:
     value = field.default
     if value is PydanticUndefined:
-        return ""
+        return "{}" if field.default_factory is dict else ""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):

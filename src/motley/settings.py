@@ -170,6 +170,14 @@ def only(values: Table, keys: tuple[str, ...] | None) -> Table:
     return result
 
 
+@dataclass(frozen=True)
+class Configured:
+    """A user's class with the settings it should have, as an argument of `motley.Federation`."""
+
+    item: type
+    settings: Mapping[str, Any]
+
+
 # ---- tables with a choice
 
 
@@ -185,6 +193,9 @@ class Choice:
     classes may come from a registry that grows, and the error about a key of another choice says
     which names it is for.
     """
+
+    #: Whether the reference of all settings lists the names.
+    listed: bool = True
 
     def __init__(
         self, default: str, classes: Mapping[str, type[Settings]], key: str = "name"
@@ -257,28 +268,48 @@ class Choice:
 
 
 class RegistryChoice(Choice):
-    """A choice among the entries of a registry. Entries can be added at any time."""
+    """A choice among the entries of a registry, or a user's own by its dotted path."""
 
     def __init__(
-        self, default: str, registry: Registry[Any], settings_of: Callable[[Any], type[Settings]]
+        self,
+        default: str,
+        registry: Registry[Any],
+        settings_of: Callable[[Any], type[Settings]],
+        *,
+        listed: bool = False,
     ) -> None:
+        """Choose among the entries of `registry`, whose settings class `settings_of` returns.
+
+        listed: the reference of all settings lists the names, because `motley list` does not.
+        """
         super().__init__(default, {})
-        self._registry, self._settings_of = registry, settings_of
+        self.registry, self._settings_of, self.listed = registry, settings_of, listed
 
     @property
     def classes(self) -> Mapping[str, type[Settings]]:
         """The settings class of each registered name."""
-        return {entry.name: self._settings_of(entry.item) for entry in self._registry}
+        return {entry.name: self._settings_of(entry.item) for entry in self.registry}
 
     def own_name(self, name: Any) -> Any:
         """Return the name that an alias stands for."""
-        if isinstance(name, str) and name in self._registry:
-            return self._registry.entry(name).name
+        if isinstance(name, str) and name in self.registry:
+            return self.registry.entry(name).name
         return name
 
+    def class_of(self, values: Table) -> type[Settings] | None:
+        """Return the class of a table's values, or None if they choose nothing that exists."""
+        name = values.get(self.key, self.default)
+        if not isinstance(name, str) or name not in self.registry:
+            return None
+        return self._settings_of(self.registry[name])
+
     def unknown_name(self, label: str, name: Any) -> str:
-        """Return the message about a name that is not registered."""
-        return f"{label}.{self.key}: {unknown(self._registry.kind, str(name), self.classes)}"
+        """Return why a name cannot be resolved."""
+        try:
+            self.registry.entry(name, f"{label}.{self.key}")
+        except MotleyError as error:
+            return str(error)
+        return f"{label}.{self.key} = {name!r}: cannot be chosen."
 
 
 @dataclass(frozen=True)

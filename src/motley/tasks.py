@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from motley.core.dotted import describe
 from motley.core.errors import MotleyError
 from motley.core.registry import Registry
 
@@ -168,7 +169,7 @@ class R2(Metric):
 
 
 #: A metric, or a function that returns one value per row, whose mean is the metric.
-METRICS: Registry[Any] = Registry("metric")
+METRICS: Registry[Any] = Registry("metric", group="motley.metrics")
 ACCURACY = Metric("accuracy", True, True, _is_right, "classes")
 METRICS.register("accuracy", "fraction of rows whose largest output is the target's")(ACCURACY)
 METRICS.register("top5", "fraction of rows whose target is among the five largest outputs")(
@@ -221,7 +222,7 @@ class Loss:
 
 
 #: A loss, or a function that returns the loss of each row.
-LOSSES: Registry[Any] = Registry("loss")
+LOSSES: Registry[Any] = Registry("loss", group="motley.losses")
 CROSS_ENTROPY = Loss.of_torch(F.cross_entropy, "classes")
 LOSSES.register("cross-entropy", "cross-entropy of logits")(CROSS_ENTROPY)
 MSE = Loss.of_torch(F.mse_loss, "numbers")
@@ -344,7 +345,15 @@ class Task:
         raise NotImplementedError
 
 
-TASKS: Registry[Task] = Registry("task")
+def _accept_task(item: Any) -> Task:
+    if isinstance(item, Task):
+        return item
+    raise MotleyError(f"is {describe(item)}; an object of a subclass of motley.Task is expected.")
+
+
+TASKS: Registry[Task] = Registry("task", group="motley.tasks", accept=_accept_task)
+METRICS.accept_with(as_metric)
+LOSSES.accept_with(as_loss)
 
 
 class Classification(Task):

@@ -20,6 +20,7 @@ from motley.models import MODELS
 from motley.reference import sections
 from motley.settings import flat
 from motley.splits import SPLITS
+from motley.tasks import LOSSES, METRICS, TASKS
 from tests.cli.conftest import Command, TinyRun
 
 REGISTRIES: dict[str, Registry[Any]] = {
@@ -29,6 +30,9 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "partitions": PARTITIONS,
     "splits": SPLITS,
     "analyses": ANALYSES,
+    "tasks": TASKS,
+    "losses": LOSSES,
+    "metrics": METRICS,
 }
 
 

@@ -48,7 +48,7 @@ def test_a_federations_model_is_the_one_that_is_evaluated(overrides: tuple[str, 
     data = device_data(federation.dataset.test, transform, torch.device("cpu"), augment=False)
     inputs, labels = data.batch(torch.arange(len(data)))
     for size, score in record.scores.items():
-        model = federation.model(server, size)
+        model = federation.model(size, server)
         assert not model.training
         assert not any(isinstance(module, OrderedBatchNorm) for module in model.modules())
         with torch.no_grad():
@@ -59,21 +59,21 @@ def test_a_federations_model_is_the_one_that_is_evaluated(overrides: tuple[str, 
 def test_a_model_is_a_copy() -> None:
     federation = Federation(tiny_config(*FAST, "model.sizes=['mlp1']"))
     server = federation.initial_state()
-    model = federation.model(server, "mlp1")
+    model = federation.model("mlp1", server)
     before = {name: tensor.clone() for name, tensor in server.model.items()}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     assert all(torch.equal(before[name], tensor) for name, tensor in server.model.items())
     with pytest.raises(MotleyError, match=r"unknown size 'mlp'\. Did you mean 'mlp1'\?"):
-        federation.model(server, "mlp")
+        federation.model("mlp", server)
 
 
 def test_a_run_is_loaded_with_its_moving_average(run: Path) -> None:
     loaded = motley.load(run)
     assert isinstance(loaded, LoadedRun) and loaded.sizes == ("mlp1", "mlp2")
     federation = Federation(loaded.config)
-    expected = federation.model(loaded.server, "mlp2").state_dict()
+    expected = federation.model("mlp2", loaded.server).state_dict()
     found = loaded.model("mlp2").state_dict()
     assert loaded.server.ema is not None
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

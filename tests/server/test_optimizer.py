@@ -183,7 +183,7 @@ def test_a_saved_choice_gives_way_to_a_new_one(tmp_path: Path) -> None:
     [
         (
             "name=adan",
-            "server.optimizer.name = 'adan': should be 'none', 'momentum', 'adam', 'yogi' or 'adagrad'.",
+            "unknown server optimizer 'adan'. Did you mean 'adam'? Allowed: adagrad, adam, momentum, none, yogi.",
         ),
         (
             "nesterov=true",

@@ -70,7 +70,7 @@ class EmbeddingSettings(Settings):
         return self
 
 
-@analysis("embedding", "t-SNE of features by class and client", EmbeddingSettings)
+@analysis("embedding", "t-SNE of features by class and client", EmbeddingSettings, classes=True)
 def embedding(paths: Sequence[Path], settings: EmbeddingSettings) -> Findings:
     """Draw features of a few clients of different sizes.
 

@@ -34,7 +34,12 @@ class ExitSettings(Settings):
     """Confidences at which examples leave: the largest class probability of an exit."""
 
 
-@analysis("exits", "accuracy and cost of early exits over confidence thresholds", ExitSettings)
+@analysis(
+    "exits",
+    "accuracy and cost of early exits over confidence thresholds",
+    ExitSettings,
+    classes=True,
+)
 def exits(paths: Sequence[Path], settings: ExitSettings | None = None) -> Findings:
     """Evaluate the last checkpoint of each run, every size that has early exits.
 
@@ -47,7 +52,7 @@ def exits(paths: Sequence[Path], settings: ExitSettings | None = None) -> Findin
     for axes, path in zip(all_axes, paths, strict=True):
         with open_run(path) as (federation, servers):
             for size in federation.split.sizes:
-                model = federation.model(servers[-1], size)
+                model = federation.model(size, servers[-1])
                 if not isinstance(model, WithExits) or len(model.cuts) < 2:
                     continue
                 log.info("evaluating the exits of %s", size)

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from motley.core.errors import MotleyError
 from motley.core.registry import Registry
 from motley.extras import require
 from motley.files import output_file, write_atomically
+from motley.runs.metrics import MetricsLog
 from motley.settings import Settings
 
 if TYPE_CHECKING:
@@ -42,27 +44,42 @@ class Analysis:
     name: str
     function: Callable[..., Findings]
     settings_class: type[Settings] = NoSettings
+    #: Whether it is defined for classifications only.
+    needs_classes: bool = False
 
     def __call__(self, paths: Sequence[Path], settings: Settings | None = None) -> Findings:
         """Analyze runs. Without `settings`, those with all defaults are used."""
+        if self.needs_classes:
+            for path in paths:
+                self._refuse_other_tasks(path)
         if self.settings_class is NoSettings:
             return self.function(paths)
         return self.function(paths, settings or self.settings_class())
+
+    def _refuse_other_tasks(self, path: Path) -> None:
+        """Refuse a run whose log shows that its task has no classes."""
+        for line in MetricsLog(path / "metrics.jsonl").read():
+            if line.get("scores") and not line.get("class_accuracy"):
+                raise MotleyError(
+                    f"motley analyze {self.name}: is for classifications, and {path} has the "
+                    f"metrics {', '.join(line['scores'])} and no accuracy per class."
+                )
 
 
 ANALYSES: Registry[Analysis] = Registry("analysis")
 
 
 def analysis(
-    name: str, summary: str, settings: type[Settings] = NoSettings
+    name: str, summary: str, settings: type[Settings] = NoSettings, *, classes: bool = False
 ) -> Callable[[Callable[..., Findings]], Analysis]:
     """Return a decorator that registers a function as an analysis.
 
     The function takes the folders of runs and, if `settings` is given, an object of that class.
+    With `classes`, runs of other tasks than classification are refused.
     """
 
     def add(function: Callable[..., Findings]) -> Analysis:
-        return ANALYSES.register(name, summary)(Analysis(name, function, settings))
+        return ANALYSES.register(name, summary)(Analysis(name, function, settings, classes))
 
     return add
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from motley.analysis.divergence import (
@@ -116,13 +115,12 @@ def client_gradient(federation: Federation, job: Job) -> State:
     model = federation.split.build(job.size).to(federation.device)
     model.load_state_dict(job.state)
     model.train()
-    images, labels = client_examples(federation, job.client)
-    passes = -(-len(images) // BATCH)
-    image_batches = images.tensor_split(passes)
-    label_batches = labels.tensor_split(passes)
-    for image_batch, label_batch in zip(image_batches, label_batches, strict=True):
-        loss = F.cross_entropy(model(image_batch), label_batch, reduction="sum") / len(images)
-        loss.backward()
+    inputs, targets = client_examples(federation, job.client)
+    passes = -(-len(inputs) // BATCH)
+    batches = zip(inputs.tensor_split(passes), targets.tensor_split(passes), strict=True)
+    for input_batch, target_batch in batches:
+        losses = federation.task.example_losses(model(input_batch), target_batch)
+        (losses.sum() / len(inputs)).backward()
     gradient = {}
     for name, parameter in model.named_parameters():
         # A parameter that the loss does not depend on has no gradient.

@@ -234,6 +234,7 @@ def in_batches(function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
     "margin",
     "worst-case margin of every size over rounds: the distance to misclassified points",
     GlobalMarginSettings,
+    classes=True,
 )
 def margin(paths: Sequence[Path], settings: GlobalMarginSettings) -> Findings:
     """Compute the margin of the global model of every size at every checkpoint."""

@@ -276,6 +276,7 @@ def run_attack(
     "privacy",
     "images reconstructed from features: over noise levels, from means, from a noise start",
     PrivacySettings,
+    classes=True,
 )
 def privacy(paths: Sequence[Path], settings: PrivacySettings) -> Findings:
     """Attack the extractor of one size at the newest checkpoint."""

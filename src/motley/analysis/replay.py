@@ -113,7 +113,7 @@ def model_of(federation: Federation, size: str, state: Mapping[str, Tensor]) -> 
 
 def global_model(federation: Federation, server: ServerState, size: str) -> nn.Module:
     """Return the global model of a size, as it is evaluated."""
-    return federation.model(server, size)
+    return federation.model(size, server)
 
 
 def probe_images(federation: Federation, count: int) -> tuple[Tensor, Tensor]:

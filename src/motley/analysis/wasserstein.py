@@ -94,7 +94,9 @@ def _wasserstein(one: Tensor, other: Tensor) -> Tensor:
 
 
 @analysis(
-    "wasserstein", "distance of clients' features of the same class, per stage and over rounds"
+    "wasserstein",
+    "distance of clients' features of the same class, per stage and over rounds",
+    classes=True,
 )
 def wasserstein(paths: Sequence[Path]) -> Findings:
     """Train the round after every checkpoint, and compare its clients' features in pairs."""

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from motley.analysis import ANALYSES, save
+from motley.cli.code import import_for_runs
 from motley.config import parse_overrides
 from motley.extras import require
 from motley.files import output_folder
@@ -35,6 +36,7 @@ def analyze(
     settings = validate(entry.item.settings_class, parse_overrides(set_), entry.name)
     # Checked first: an analysis may compute for minutes before it needs matplotlib.
     require("matplotlib", "motley analyze")
+    import_for_runs(*paths)
     for path in paths:
         RunFolder.open(path)
     with output_folder(out or paths[0] / "analysis") as folder:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from motley.bench import Timing, load, measure, synthetic_dataset, to_json
+from motley.cli.code import import_beside
 from motley.config import load_config
 from motley.files import is_stream, output_file
 
@@ -36,6 +37,7 @@ def bench(
             raise typer.BadParameter("give two files: --compare OLD --compare NEW")
         console.print(comparison(load(compare[0]), load(compare[1])))
         return
+    import_beside(file)
     config = load_config(file, preset=preset, overrides=set_)
     setting = " ".join([config.preset or str(file), *set_])
     dataset = synthetic_dataset(config.data.name) if synthetic else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import tomli_w
 import typer
 
+from motley.cli.code import import_beside
 from motley.config import Config, Resolved, load_with_origins
 from motley.reference import Setting, describe, first_paragraph
 from motley.settings import Settings, TableOf, table_of
@@ -33,6 +35,7 @@ def config(
     Takes the same file, preset and overrides as `motley run`, and trains nothing. The output is a
     TOML file itself. `motley list settings` also prints the settings of all other choices.
     """
+    import_beside(file)
     resolved = load_with_origins(file, preset=preset, overrides=set_)
     if plain:
         print(resolved.config.to_toml(), end="")
@@ -56,7 +59,7 @@ def _table(table: TableOf, settings: Settings, prefix: str, resolved: Resolved) 
         yield f"# {first_paragraph(table.cls)}"
         yield f"[{prefix[:-1]}]"
     for name, field in fields.items():
-        if table_of(field) is not None:
+        if table_of(field) is not None or name not in values:
             continue
         # The key of a choice is documented by the class that all choices have in common.
         is_choice = table.choice is not None and name == table.choice.key
@@ -83,7 +86,14 @@ def _one_line(setting: Setting) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(_toml(item) for item in value)}]"
+    if isinstance(value, dict):
+        items = (f"{_key(key)} = {_toml(item)}" for key, item in value.items())
+        return f"{{ {', '.join(items)} }}"
     return tomli_w.dumps({"value": value}).removeprefix("value = ").strip()
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
 
 
 def _origin(settings: Settings, prefix: str, name: str, resolved: Resolved) -> str:

@@ -54,10 +54,12 @@ def init(
 ) -> None:
     """Write a folder with the run's configuration, certificates, keys, and one folder per node."""
     require("flwr", "motley deploy")
+    from motley.cli.code import import_beside
     from motley.config import load_config
     from motley.deploy.folder import DeploySettings, create
     from motley.settings import validate
 
+    import_beside(file)
     settings = validate(DeploySettings, {"host": host, "port": port, "insecure": insecure})
     # Nodes may be away. A round with fewer than half of its updates is repeated, unless --set says
     # otherwise.
@@ -94,8 +96,13 @@ def node(
 ) -> None:
     """Start a node (Flower's SuperNode) with the folder's key and data. Ctrl-C stops it."""
     require("flwr", "motley deploy")
+    from motley.cli.code import import_from
     from motley.deploy.node import be_node
+    from motley.flower.settings import read_node
 
+    code = read_node(path / "node.toml").code
+    if code:
+        import_from(Path(code))
     with _stopped_by_signals():
         be_node(path / "node.toml", patience)
 
@@ -114,9 +121,11 @@ def _stopped_by_signals() -> Iterator[None]:
 def run(path: Path = FOLDER) -> None:
     """Start the federation's run, or resume it after an interruption."""
     require("flwr", "motley deploy")
+    from motley.cli.code import import_for_runs
     from motley.deploy.commands import play
     from motley.deploy.folder import DeployFolder
 
+    import_for_runs(path)
     play(DeployFolder.open(path))
 
 
@@ -126,10 +135,12 @@ def status(path: Path = FOLDER) -> None:
     require("flwr", "motley deploy")
     from rich.console import Console
 
+    from motley.cli.code import import_for_runs
     from motley.deploy.control import Control
     from motley.deploy.folder import DeployFolder
     from motley.deploy.status import node_table, run_lines
 
+    import_for_runs(path)
     folder = DeployFolder.open(path)
     control = Control(folder)
     nodes, runs = control.nodes(), control.runs()

@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from motley.cli.code import import_for_runs
 from motley.core.errors import MotleyError, unknown
 from motley.export.export import Exported, default_folder, export_model
 from motley.export.formats import FORMATS, Format
@@ -46,6 +47,7 @@ def export(
 ) -> None:
     """Export the trained model of a size, with a model card, and measure the written file."""
     name = format_of(format_)
+    import_for_runs(path)
     run = LoadedRun(path, checkpoint)
     size = chosen_size(run.sizes, size, client)
     exported = export_model(

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from motley.analysis import ANALYSES
+from motley.cli.code import import_beside
 from motley.config import presets
 from motley.config.paper_names import ABLATIONS, PREFIXES, STEMS, SYSTEMS, VARIANTS
 from motley.core.errors import MotleyError
@@ -73,6 +74,7 @@ def list_things(
     elif kind is Kind.analyses and which:
         _list_analysis_settings(which)
     else:
+        import_beside(None)
         _list_registry(_registry(kind), _dataset_states() if kind is Kind.datasets else {})
         if kind is Kind.methods:
             Console().print(_names())
@@ -119,6 +121,23 @@ def _list_registry(registry: Registry, states: Mapping[str, str]) -> None:
             cells.append(entry.paper)
         table.add_row(entry.name, *(Text(cell) for cell in cells))
     Console().print(table)
+    _list_plugins(registry)
+
+
+def _list_plugins(registry: Registry) -> None:
+    """Print what installed packages add, and what of it cannot be used."""
+    table = _table("plug-in", "path", "description")
+    problems = []
+    for plugin in registry.plugins():
+        if isinstance(plugin, str):
+            problems.append(plugin)
+        else:
+            table.add_row(plugin.name, Text(plugin.path), Text(plugin.summary))
+    if table.row_count:
+        Console().print()
+        Console().print(table)
+    for problem in problems:
+        Console().print(problem, highlight=False, markup=False, soft_wrap=True)
 
 
 def _dataset_states() -> dict[str, str]:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from motley.assembly import build_split, load_dataset_of
 from motley.bench import SHAPES, synthetic_dataset
+from motley.cli.code import import_beside
 from motley.config import Config, load_config
 from motley.core.errors import MotleyError
 from motley.data import Dataset
@@ -37,6 +38,7 @@ def plan(
     ),
 ) -> None:
     """Print the cost of every size, or with --budgets the largest size for every client."""
+    import_beside(file)
     config = load_config(file, preset=preset, overrides=set_)
     costs = costs_in(config, synthetic)
     console = Console()

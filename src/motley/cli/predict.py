@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from motley.cli.code import import_for_runs
 from motley.cli.export import chosen_size
 from motley.core.errors import MotleyError
 from motley.export.files import read_inputs
@@ -46,6 +47,7 @@ def predict(
     as_json: bool = typer.Option(False, "--json", help="Print a JSON list, one object per input."),
 ) -> None:
     """Predict classes or values for images, arrays or rows of a table."""
+    import_for_runs(path)
     loaded = load(path, checkpoint)
     size = chosen_size(loaded.sizes, size, client)
     if isinstance(loaded, LoadedRun):

@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from motley.cli.code import import_for_runs
 from motley.extras import require
 from motley.files import is_stream, output_file
 from motley.report.report_data import gather
@@ -26,6 +27,7 @@ def report(
     require("plotly", "motley report")
     from motley.report.page import render
 
+    import_for_runs(*paths)
     with output_file(out) as file:
         page = render(gather(paths), title or ", ".join(path.resolve().name for path in paths))
         file.write(page.encode())

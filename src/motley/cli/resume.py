@@ -7,12 +7,14 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from motley.cli.code import import_for_runs
 from motley.cli.deploy import simulation
 from motley.cli.progress import watch
 from motley.config import Config
 from motley.methods import METHODS
 from motley.runs.checkpoint import changed_settings, last_round
 from motley.runs.folder import RunFolder
+from motley.runs.plugins import changed_plugins
 from motley.runs.run import resume_run, set_rounds
 
 
@@ -25,6 +27,7 @@ def resume(
     ),
 ) -> None:
     """Continue a run after a crash, Ctrl-C or kill -9, or extend it with --rounds."""
+    import_for_runs(path)
     folder = RunFolder.open(path)
     before = folder.read_config()
     config = set_rounds(path, rounds) if rounds is not None else before
@@ -51,6 +54,8 @@ def _warnings(folder: RunFolder, before: Config, config: Config) -> list[str]:
             f"{folder.config} was changed after round {rounds_done}: {changes}. The run continues "
             "with the new values; its result will match neither configuration."
         )
+    for sentence in changed_plugins(folder.path, config):
+        warnings.append(f"{sentence} The run continues with the code as it is now.")
     rounds_changed = config.training.rounds != before.training.rounds or "training.rounds" in edited
     if (
         rounds_done

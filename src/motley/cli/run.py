@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from motley.cli.code import import_beside
 from motley.cli.deploy import simulation
 from motley.cli.progress import watch
 from motley.config import load_config
@@ -34,6 +35,7 @@ def run(
     `motley config` with the same file, preset and overrides prints all settings that the run would
     have, with their documentation. `motley list settings` prints all settings that exist.
     """
+    import_beside(file)
     overrides = [*set_, f"engine.name={engine}"] if engine else set_
     config = load_config(file, preset=preset, overrides=overrides)
     name = config.preset or f"{config.data.name}-{config.method.name}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from motley.cli.code import import_for_runs
 from motley.cli.progress import watch
 from motley.config import Config
 from motley.core.errors import MotleyError
@@ -23,6 +24,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the federation that the app's settings `config` describe, in the folder `out`."""
     path = Path(str(context.run_config["out"]))
+    import_for_runs(path.parent, path)
     begun = RunFolder(path).config.exists()
     try:
         config = None

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from motley.cli.code import import_for_runs
 from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.runs.checkpoint import fingerprint, load_checkpoint
@@ -46,6 +47,7 @@ def show(
         raise MotleyError(
             "--fingerprint and --json: give one of them; --json includes the fingerprint."
         )
+    import_for_runs(*paths)
     folders = [RunFolder.open(path) for path in paths]
     if fingerprint_only:
         for folder in folders:
@@ -75,7 +77,9 @@ def print_outcome(console: Console, folder: RunFolder) -> None:
     """Print the results of a run."""
     # Paths and names are printed as they are: no colours, no markup, no line breaks.
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    config = folder.read_config()
+    config, missing_code = folder.read_config_for_display()
+    if missing_code:
+        say(missing_code)
     lines = MetricsLog(folder.metrics).read()
     if not lines:
         say(f"{folder.path} has no finished round yet.")
@@ -290,7 +294,7 @@ def _score_text(run: Mapping[str, Any], size: str, key: str) -> str:
 
 def as_plain(folder: RunFolder, *, with_fingerprint: bool = True) -> dict[str, Any]:
     """Return the results of a run as plain values, for JSON."""
-    config = folder.read_config()
+    config, _ = folder.read_config_for_display()
     lines = MetricsLog(folder.metrics).read()
     result = outcome(lines, config.evaluation.last_k, config.evaluation.targets)
     scores = {}

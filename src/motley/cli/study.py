@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from motley.cli.code import import_beside
 from motley.config import parse_overrides
 from motley.core.errors import MotleyError
 from motley.federation import Federation
@@ -80,6 +81,7 @@ def study(
             f"\nStart here: motley study {_FIRST}  (two minutes, no data needed)", highlight=False
         )
         return
+    import_beside(Path(name) if name.endswith(".toml") else None)
     chosen = load_study(name)
     scale = scale or chosen.scale
     cells = plan_cells(

@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from motley.cli.code import import_for_runs
 from motley.core.errors import MotleyError
 from motley.extras import require
 from motley.report.report_data import gather
@@ -22,6 +23,7 @@ def watch(
     require("plotly", "motley watch")
     from motley.report.server import LOOPBACK, serve
 
+    import_for_runs(path)
     gather([path])  # raises if the folder is neither a run nor a study
     try:
         server = serve(path, port)

@@ -22,7 +22,7 @@ from motley.client.compilation import compilation, compile_model, no_compilation
 from motley.client.fused import apply_kernels
 from motley.client.job import Job
 from motley.client.optimizers import Optimizer
-from motley.client.training import Plan, TrainingSettings, reset
+from motley.client.training import Plan, TrainingSettings
 from motley.client.weights import Weights, working_type
 from motley.core.device import on_device, place, use_generator
 from motley.core.errors import MotleyError
@@ -199,7 +199,7 @@ class Learner:
         self._copy_in(self.broadcast, job.broadcast)
         self._copy_in(self.client_state, client_state)
         for optimizer in (self.optimizer, *self._optimizers.values()):
-            reset(optimizer, self.training.lr(job.round_number))
+            self.training.optimizer.reset(optimizer, self.training.lr(job.round_number))
         self.lr = self.optimizer.param_groups[0]["lr"]
         if self.weights.scale is not None:
             self.weights.scale.reset()
@@ -427,7 +427,8 @@ class Learner:
         if names not in self._optimizers:
             chosen = [self.weights.masters[name] for name in names]
             self._optimizers[names] = self._make_optimizer(chosen)
-            reset(self._optimizers[names], self.training.lr(self.round_number))
+            lr = self.training.lr(self.round_number)
+            self.training.optimizer.reset(self._optimizers[names], lr)
         return self._optimizers[names]
 
     def sync(self) -> None:

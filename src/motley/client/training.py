@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -14,8 +14,9 @@ from motley.client.optimizers import CpuAdam, CpuSGD, Optimizer
 from motley.client.weights import LossScale, Weights
 from motley.core.part import by_type
 from motley.core.randomness import generator
+from motley.core.registry import Registry
 from motley.data.device import DRAWS
-from motley.settings import Choice, Settings
+from motley.settings import RegistryChoice, Settings
 
 Momentum: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
@@ -25,8 +26,15 @@ class OptimizerSettings(Settings):
 
     lasting = ()
 
+    #: Whether there is one of Motley's kernels for it on a GPU.
+    has_kernel: ClassVar[bool] = True
+    #: Whether every coordinate is optimized without a look at the others.
+    elementwise: ClassVar[bool] = True
+
     name: str = "adam"
-    """The clients' optimizer."""
+    """The clients' optimizer. Also the dotted path of a class of torch optimizers, such as
+    "torch.optim:RMSprop".
+    """
     lr: float = Field(default=1e-3, gt=0)
     """Learning rate of the clients in round 1; see training.lr_decay and training.lr_milestones."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -68,6 +76,15 @@ class OptimizerSettings(Settings):
         if scale is not None:
             scale.guard(optimizer)
         return optimizer
+
+    @property
+    def captures(self) -> bool:
+        """Whether a CUDA graph can contain its step."""
+        return True
+
+    def reset(self, optimizer: Optimizer, lr: float) -> None:
+        """Let an optimizer start anew, with the learning rate of a round."""
+        reset(optimizer, lr)
 
     def _build_of_torch(
         self, parameters: list[Tensor], lr: Any, cuda: bool
@@ -153,7 +170,14 @@ class AdamSettings(OptimizerSettings):
         )
 
 
-OPTIMIZERS = Choice("adam", {"adam": AdamSettings, "adamw": AdamSettings, "sgd": SGDSettings})
+OPTIMIZER_CLASSES: Registry[type[OptimizerSettings]] = Registry(
+    "optimizer", group="motley.optimizers"
+)
+OPTIMIZER_CLASSES.register("adam", "Adam")(AdamSettings)
+OPTIMIZER_CLASSES.register("adamw", "Adam with decoupled weight decay")(AdamSettings)
+OPTIMIZER_CLASSES.register("sgd", "SGD, with or without momentum")(SGDSettings)
+#: Chosen by training.optimizer.name.
+OPTIMIZERS = RegistryChoice("adam", OPTIMIZER_CLASSES, lambda settings: settings, listed=True)
 
 
 class TrainingSettings(Settings):

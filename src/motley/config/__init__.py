@@ -1,11 +1,13 @@
 """One TOML file is one run. The whole configuration is checked before anything starts.
 
 schema.py       all tables of a configuration, and combinations that cannot work
+display.py      saved configurations, for readers without the user's own code
 layers.py       presets, files and overrides, and the rule by which they are merged
 paper_names.py  the papers' names (HeteroProx, InCoNova, ...) and the settings they stand for
 renames.py      settings that had other names in earlier versions
 """
 
+from motley.config.display import for_display, missing_plugins
 from motley.config.layers import (
     Resolved,
     absolute_paths,
@@ -25,6 +27,7 @@ from motley.config.schema import (
     ModelSettings,
     RecalibrationSettings,
     ServerSettings,
+    TaskSettings,
 )
 
 __all__ = [
@@ -34,10 +37,13 @@ __all__ = [
     "RecalibrationSettings",
     "Resolved",
     "ServerSettings",
+    "TaskSettings",
     "absolute_paths",
+    "for_display",
     "from_saved",
     "load_config",
     "load_with_origins",
+    "missing_plugins",
     "parse_overrides",
     "path_settings",
     "presets",

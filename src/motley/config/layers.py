@@ -19,9 +19,8 @@ from typing import Any
 
 from motley.config.paper_names import spelled_out
 from motley.config.renames import reject_old_names, with_new_names
-from motley.config.schema import FAMILIES, Config
+from motley.config.schema import FAMILIES, Config, ModelSettings, families_of
 from motley.core.errors import MotleyError, unknown
-from motley.models import MODELS
 from motley.settings import NamesFile, Settings, Table, TableOf, flat, table_of, validate
 
 DEFAULT_PRESET = "quickstart"
@@ -217,9 +216,8 @@ def _without_ineffective(table: TableOf, values: Table) -> dict[str, Any]:
         for key in values:
             if key not in cls.model_fields and table.choice.names_with(key):
                 del result[key]
-    sizes = values.get("sizes", ())
-    if set(FAMILIES) <= cls.model_fields.keys() and all(size in MODELS for size in sizes):
-        used = {MODELS[size].family for size in sizes}
+    if cls is ModelSettings and "sizes" in values:
+        used = families_of(values["sizes"], values.get("factories", {}))
         for family in set(FAMILIES) - used:
             result.pop(family, None)
     for key, value in result.items():

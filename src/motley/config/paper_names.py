@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from motley.core.dotted import is_dotted
 from motley.core.errors import MotleyError, unknown
 from motley.methods import METHODS
 from motley.splits import SPLITS
@@ -201,12 +202,10 @@ def spelled_out(values: Table, below: Table) -> Table:
     `below` has the values of all lower layers.
     """
     name = _get(values, "method.name")
-    if not isinstance(name, str) or name in METHODS:
-        return values
+    if not isinstance(name, str) or is_dotted(name) or name in METHODS.names() or name in METHODS:
+        return values  # a plug-in that cannot be imported is reported by the table's validation
     if name not in NAMES:
-        raise MotleyError(
-            "method.name: " + unknown("method", name, (entry.name for entry in METHODS), also=NAMES)
-        )
+        raise MotleyError("method.name: " + unknown("method", name, METHODS.names(), also=NAMES))
     meaning = dict(NAMES[name])
     under = _get(below, "server.inco.variant")
     if meaning.get("server.inco.variant", "off") != "off" and under not in (None, "off"):

@@ -5,7 +5,7 @@ Each settings class is defined beside the code it configures. This module puts t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 import tomli_w
@@ -24,15 +24,17 @@ from motley.client.training import TrainingSettings
 from motley.config.paper_names import spelled_out
 from motley.config.renames import reject_old_names
 from motley.core.errors import MotleyError, unknown
+from motley.core.registry import Registry
 from motley.data.dataset import DATASETS
 from motley.data.public import PUBLIC, PublicDatasetSettings, PublicSettings
 from motley.data.settings import DataSettings
 from motley.engine.base import EngineSettings
 from motley.evaluate import EvaluationSettings
 from motley.methods import METHODS, MethodSettings
-from motley.models import MODELS
+from motley.models import MODELS, ModelSpec
 from motley.models.cnn import CNNSettings
 from motley.models.cnn1d import CNN1dSettings
+from motley.models.factories import check_options, with_options
 from motley.models.initialization import Initialization
 from motley.models.lstm import LSTMSettings
 from motley.models.mlp import MLPSettings
@@ -45,6 +47,7 @@ from motley.models.vit import ViTSettings
 from motley.privacy.settings import PrivacySettings
 from motley.server.inco import INCO, IncoOff
 from motley.server.optimizer import SERVER_OPTIMIZERS, ServerOptimizerSettings
+from motley.server.pipeline import STAGE, StageSettings
 from motley.settings import Choice, FilePath, RegistryChoice, Settings, Table, no_effect
 from motley.splits import SPLITS, SplitSettings
 from motley.splits.private import HEAD
@@ -72,8 +75,16 @@ METHOD = RegistryChoice("fedavg", METHODS, lambda method: method.Settings)
 class ModelSettings(Settings):
     """The models of the federation, and the settings of the families that they belong to."""
 
+    factories: dict[str, str] = Field(default_factory=dict)
+    """Short names for models of your own, for `sizes`: small = "my_package.nets:make_small"."""
     sizes: tuple[str, ...] = ("resnet10", "resnet14", "resnet18", "resnet22", "resnet26")
-    """The models of the federation, smallest first (`motley list models`)."""
+    """The models of the federation, smallest first: names (`motley list models`), names of
+    `factories`, or dotted paths of your own models, "my_package.nets:make_small".
+    """
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of your own models by keyword, for those that name them. A table with the name of a
+    size holds arguments of that size only.
+    """
     resnet: ResNetSettings | None = None
     vit: ViTSettings | None = None
     mlp: MLPSettings | None = None
@@ -102,26 +113,62 @@ class ModelSettings(Settings):
     allow_new_first_layer: bool = False
     """Accept a file of weights that does not fit the first layer, which then starts at random."""
 
+    @field_validator("factories")
+    @classmethod
+    def _resolvable(cls, factories: dict[str, str]) -> dict[str, str]:
+        registered = [entry.name for entry in MODELS]
+        for name, path in factories.items():
+            if name in registered:
+                raise ValueError(f"{name!r} is the name of one of Motley's own models")
+            _require_model(path)
+        return factories
+
     @field_validator("sizes")
     @classmethod
-    def _known(cls, sizes: tuple[str, ...]) -> tuple[str, ...]:
+    def _known(cls, sizes: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         if not sizes:
             raise ValueError("at least one size is needed")
         if len(set(sizes)) != len(sizes):
             raise ValueError("a size is named twice")
+        factories = info.data.get("factories")
         for size in sizes:
-            if size not in MODELS:
-                raise ValueError(unknown("model", size, (entry.name for entry in MODELS)))
+            # If the factories are wrong themselves, they are reported.
+            if factories is not None and size not in factories:
+                _require_model(size)
         return sizes
+
+    @field_validator("options")
+    @classmethod
+    def _taken(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        sizes, factories = info.data.get("sizes"), info.data.get("factories")
+        if not options or sizes is None or factories is None:
+            return options
+        specs = {}
+        for size in sizes:
+            spec = MODELS[factories.get(size, size)]
+            if spec.family not in FAMILIES:
+                specs[size] = spec
+        if not specs:
+            raise no_effect(options, f"model.sizes = {list(sizes)}; it is for models of your own")
+        shared = {key: value for key, value in options.items() if key not in specs}
+        check_options(shared, specs)
+        for size, spec in specs.items():
+            own = options.get(size, {})
+            if not isinstance(own, dict):
+                raise ValueError(f"{size} should be a table of options")
+            check_options(own, {size: spec})
+            with_options(spec, {**shared, **own})
+        return options
 
     @field_validator(*FAMILIES, mode="before")
     @classmethod
     def _only_of_used_families(cls, value: Any, info: ValidationInfo) -> Any:
         """Give every used family its table, and reject settings of the others."""
         sizes, family = info.data.get("sizes"), str(info.field_name)
-        if sizes is None:  # they are wrong themselves, and are reported
+        factories = info.data.get("factories")
+        if sizes is None or factories is None:  # they are wrong themselves, and are reported
             return value
-        if family in {MODELS[size].family for size in sizes}:
+        if family in families_of(sizes, factories):
             return {} if value is None else value
         if value:
             names = ", ".join(entry.name for entry in MODELS if entry.item.family == family)
@@ -131,18 +178,53 @@ class ModelSettings(Settings):
     @model_serializer(mode="wrap")
     def _without_unused_families(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = handler(self)
+        for key in ("factories", "options"):
+            if not values.get(key):
+                values.pop(key, None)
         return {key: value for key, value in values.items() if value is not None}
+
+    def declaration(self, size: str) -> tuple[ModelSpec, Any]:
+        """Return the declaration of a size, and the settings that its `build` takes."""
+        spec = MODELS[self.factories.get(size, size)]
+        if spec.family in FAMILIES:
+            return spec, getattr(self, spec.family)
+        shared = {key: value for key, value in self.options.items() if key not in self.sizes}
+        return with_options(spec, {**shared, **self.options.get(size, {})})
 
     @classmethod
     def kept_below(cls, below: Table, above: Table) -> Table:
-        """Drop the tables of model families that the `sizes` of the higher layer do not use."""
+        """Drop the tables of models that the `sizes` of the higher layer do not use."""
         sizes = above.get("sizes")
         if isinstance(sizes, str):
             sizes = [size.strip() for size in sizes.split(",")]
-        if not isinstance(sizes, list | tuple) or not all(size in MODELS for size in sizes):
+        if not isinstance(sizes, list | tuple):
             return below
-        used = {MODELS[size].family for size in sizes}
-        return {key: value for key, value in below.items() if key not in FAMILIES or key in used}
+        factories = {}
+        for layer in (below, above):
+            if isinstance(layer.get("factories"), Mapping):
+                factories.update(layer["factories"])
+        used = families_of(sizes, factories)
+        dropped = {*FAMILIES} - used
+        if used <= {*FAMILIES}:
+            dropped |= {"factories", "options"}
+        return {key: value for key, value in below.items() if key not in dropped}
+
+
+def _require_model(name: str) -> None:
+    try:
+        MODELS.entry(name)
+    except MotleyError as error:
+        raise ValueError(str(error)) from None
+
+
+def families_of(sizes: Iterable[Any], factories: Mapping[str, Any]) -> set[str]:
+    """Return the families of models. Names that stand for no model have none."""
+    families = set()
+    for size in sizes:
+        name = factories.get(size, size)
+        if name in MODELS:
+            families.add(MODELS[name].family)
+    return families
 
 
 class TaskSettings(Settings):
@@ -173,6 +255,17 @@ class TaskSettings(Settings):
     @classmethod
     def _known_metrics(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(METRICS.entry(name, "task.metrics").name for name in names)
+
+    def references(self) -> list[tuple[str, Registry[Any], str]]:
+        """Return the names that are set: the key, its registry, and the name."""
+        references: list[tuple[str, Registry[Any], str]] = []
+        if self.name:
+            references.append(("task.name", TASKS, self.name))
+        if self.loss:
+            references.append(("task.loss", LOSSES, self.loss))
+        for metric in self.metrics:
+            references.append(("task.metrics", METRICS, metric))
+        return references
 
     def build(self, of_dataset: str) -> Task:
         """Return the task, given the name of the data set's own."""
@@ -254,6 +347,10 @@ class ServerSettings(Settings):
         ServerOptimizerSettings()
     )
     inco: Annotated[SerializeAsAny[IncoOff], INCO] = IncoOff()
+    stages: tuple[Annotated[SerializeAsAny[StageSettings], STAGE], ...] = ()
+    """Stages of your own in the aggregation, each a table: [[server.stages]] with the dotted path
+    of its class as `name`, the stage that it runs `before` (default: "apply"), and its settings.
+    """
     ema_decay: float = Field(default=0.0, ge=0, lt=1)
     """Decay of an exponential moving average (EMA) of the global model over rounds. The average is
     evaluated; clients still train from the global model itself. 0: off.
@@ -265,6 +362,13 @@ class ServerSettings(Settings):
     """
     attempts: int = Field(default=3, ge=1)
     """Number of attempts at a round (see `min_fraction`) before the run stops with an error."""
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        if not values.get("stages"):
+            values.pop("stages", None)
+        return values
 
 
 class UplinkSettings(Settings):
@@ -310,7 +414,7 @@ def with_default_split(values: Mapping[str, Any]) -> Mapping[str, Any]:
     method, split = values.get("method"), values.get("split", {})
     name = method.get("name") if isinstance(method, Mapping) else None
     if not isinstance(name, str) or name not in METHODS or not isinstance(split, Mapping):
-        return values
+        return values  # an unknown method is reported with the table's other errors
     needs = METHODS[name].requirements
     if not needs.exchanges_weights:
         split = {"name": "grouped", **split}
@@ -440,6 +544,7 @@ class Config(Settings):
         without_effect: list[tuple[str, object, object, str]] = [
             ("server.inco.variant", self.server.inco.variant, "off", delta),
             ("server.optimizer.name", self.server.optimizer.name, "none", delta),
+            ("server.stages", self.server.stages, (), delta),
             ("server.lr", self.server.lr, 1.0, delta),
             ("server.delta_scale", self.server.delta_scale, 1.0, delta),
             ("server.weighting", self.server.weighting, "uniform", delta),

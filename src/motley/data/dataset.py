@@ -11,9 +11,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from motley.core.dotted import describe, parameter_names, path_of, required_parameters
 from motley.core.errors import MotleyError
 from motley.core.registry import Registry
 from motley.data.files.settings import FileSettings
@@ -206,6 +208,9 @@ class DataSource:
     tested: bool = True
     #: How the user's own file is read.
     files: FileSettings = field(default_factory=FileSettings)
+    #: Readers that can save memory by it return at most this many examples of each natural client
+    #: in each part, at equal distances. 0: no limit.
+    max_per_client: int = 0
 
     def refuse_path(self, name: str) -> None:
         """Reject a user's file given to a data set that would not read it."""
@@ -215,7 +220,52 @@ class DataSource:
             )
 
 
-DATASETS: Registry[Callable[[DataSource], Dataset]] = Registry("data set")
+Reader: TypeAlias = Callable[[DataSource], Dataset]
+
+
+def own_reader(item: Any) -> Reader:
+    """Return the reader of a user's own data set: a `Dataset`, or a function that returns one.
+
+    The function may have parameters named `root`, `path` and `tested`, as in `DataSource`, or
+    `source`, the whole of it.
+    """
+    if isinstance(item, Dataset):
+        return lambda source: item
+    if not callable(item) or isinstance(item, type):
+        raise MotleyError(
+            f"is {describe(item)}; a function that returns a motley.data.Dataset is expected."
+        )
+    names = parameter_names(item)
+
+    def read(source: DataSource) -> Dataset:
+        offered = {
+            "source": source,
+            "root": source.root,
+            "path": source.path,
+            "tested": source.tested,
+        }
+        arguments = {name: value for name, value in offered.items() if name in names}
+        dataset = item(**arguments)
+        if not isinstance(dataset, Dataset):
+            raise MotleyError(
+                f"data set {path_of(item) or item!r}: returned {describe(dataset)}; "
+                "a motley.data.Dataset is expected."
+            )
+        return dataset
+
+    unknown_names = [name for name in required_parameters(item) if name not in OFFERED]
+    if unknown_names:
+        raise MotleyError(
+            f"has a parameter {unknown_names[0]!r} without a default. A data set's function may "
+            f"ask for {', '.join(OFFERED)}."
+        )
+    return read
+
+
+#: The arguments that a user's own reader may ask for by name.
+OFFERED = ("source", "root", "path", "tested")
+
+DATASETS: Registry[Reader] = Registry("data set", group="motley.datasets", accept=own_reader)
 
 
 def data_root() -> Path:
@@ -232,16 +282,19 @@ def load_dataset(
     path: Path | None = None,
     tested: bool = True,
     files: FileSettings | None = None,
+    max_per_client: int = 0,
 ) -> Dataset:
     """Load a registered data set from `root` (default: `data_root()`) or the user's own `path`.
 
     `files` says how the data set "files" reads that path.
 
     With `tested=False` the file need not contain a test part, and readers that can save memory by
-    skipping it return an empty one.
+    skipping it return an empty one. The same readers heed `max_per_client`; `DataSettings.load`
+    applies it to any data set.
     """
     root = data_root() if root is None else root
-    return DATASETS[name](DataSource(root, path, tested, files or FileSettings()))
+    files = files or FileSettings()
+    return DATASETS[name](DataSource(root, path, tested, files, max_per_client))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from motley.core.dotted import subclass_of
 from motley.core.errors import MotleyError
 from motley.core.randomness import generator
 from motley.core.registry import Registry
@@ -86,7 +87,9 @@ class PartitionSettings(Settings):
     by_label: ClassVar[bool] = False
 
     name: str = "dirichlet"
-    """How samples are distributed to clients (`motley list partitions`)."""
+    """How samples are distributed to clients (`motley list partitions`), or the dotted path of your
+    own partition.
+    """
 
     @abstractmethod
     def split(self, labels: np.ndarray, clients: int, seed: int) -> Partition:
@@ -115,7 +118,9 @@ class DisjointPartition(PartitionSettings):
                 f"federation.clients = {clients}: should be 1 to {len(labels)}, the number of "
                 f"training samples; partition {self.name!r} gives every client at least one."
             )
-        rng = generator(seed, "partition", self.name)
+        # A number behind "#" tells apart objects that exist in this process at once, such as two
+        # versions of a notebook's class. It must not change results.
+        rng = generator(seed, "partition", self.name.partition("#")[0])
         return Partition.from_owners(self._owners(labels, clients, rng), clients)
 
     @abstractmethod
@@ -123,7 +128,11 @@ class DisjointPartition(PartitionSettings):
         """Return the client that owns each sample."""
 
 
-PARTITIONS: Registry[type[PartitionSettings]] = Registry("partition")
+PARTITIONS: Registry[type[PartitionSettings]] = Registry(
+    "partition",
+    group="motley.partitions",
+    accept=subclass_of(PartitionSettings, "motley.PartitionSettings"),
+)
 
 
 @PARTITIONS.register("iid", "a random permutation in equal chunks")

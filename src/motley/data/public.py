@@ -32,7 +32,8 @@ from motley.data.dataset import DATASETS, Examples, load_dataset
 from motley.data.device import DeviceData, device_data
 from motley.data.partition import FromFile, Partition, PartitionSettings
 from motley.data.transforms import TransformSettings
-from motley.settings import Choice, FilePath, Settings
+from motley.models.inputs import ImageShape
+from motley.settings import Choice, FilePath, Settings, Table
 
 #: Images that are fitted to another size at once, which bounds the memory for it.
 RESIZE_BATCH = 1000
@@ -107,6 +108,13 @@ class PublicChoice(Choice):
         for entry in DATASETS:
             sources[entry.name] = PublicDatasetSettings
         return sources
+
+    def class_of(self, values: Table) -> type[Settings] | None:
+        """Return the class of a table's values; a user's own data set is one, too."""
+        name = values.get(self.key, self.default)
+        if isinstance(name, str) and name not in self.classes and name in DATASETS:
+            return PublicDatasetSettings
+        return super().class_of(values)
 
     def own_name(self, name: Any) -> Any:
         """Return the name of a data set that an alias stands for."""
@@ -238,6 +246,11 @@ def public_images(
     shape = train.inputs.shape[1:]
     if isinstance(settings, HeldOutSettings):
         return train.inputs[held_out]
+    if not isinstance(train.shape, ImageShape):
+        raise MotleyError(
+            f"public.name = {settings.name!r}: the clients' examples are no images. "
+            "Use public.name = 'held-out'."
+        )
     if isinstance(settings, NoiseSettings):
         pixels = generator(seed, "public", "noise")
         return pixels.integers(0, 256, (settings.samples, *shape), dtype=np.uint8)

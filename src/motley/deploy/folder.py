@@ -5,6 +5,7 @@ deploy.toml              the server's address
 app/pyproject.toml       the app that Flower runs
 certificates/            the federation's certificate authority and the server's certificate;
                          stays on the server
+plugins.json             where users' own modules were imported from, if the run uses any
 nodes/node-0/ ...        the files of each node: node.toml, its key, the authority's certificate
 flower/                  Flower's state, and the secrets of the running server; readable only
                          by the server's user
@@ -27,12 +28,14 @@ from pydantic import Field, field_validator, model_validator
 
 from motley.assembly import assign_sizes
 from motley.config import Config, read_resolved
+from motley.core.dotted import module_of
 from motley.core.errors import MotleyError
 from motley.data.partition import FromFile
 from motley.data.public import PublicDatasetSettings
 from motley.deploy.keys import write_certificates, write_node_key
 from motley.files import write_secret
 from motley.flower.settings import NodeSettings
+from motley.runs.plugins import plugins_of, require_importable, write_plugins
 from motley.settings import Settings, validate
 
 #: One label of a host name (RFC 1123).
@@ -197,6 +200,7 @@ class DeployFolder:
 def create(path: Path, config: Config, settings: DeploySettings) -> DeployFolder:
     """Write the folder of a federation, with one node per client, each with its assigned size."""
     sizes = assign_sizes(config)
+    require_importable(config)
     try:
         if path.exists() and not path.is_dir():
             raise MotleyError(f"{path} is a file; a deployment needs a folder of its own.")
@@ -222,6 +226,7 @@ def _write_server(folder: DeployFolder, config: Config, settings: DeploySettings
     folder.config.write_text(config.to_toml(), encoding="utf-8")
     folder.settings.write_text(tomli_w.dumps(settings.model_dump()), encoding="utf-8")
     (folder.app / "pyproject.toml").write_text(APP, encoding="utf-8")
+    write_plugins(folder.path, config)
     folder.flower.mkdir(mode=0o700)
     if not settings.insecure:
         write_certificates(folder.certificates, settings.host)
@@ -244,12 +249,17 @@ def _write_node(
         data["partition"] = str(config.data.partition.path)
     if isinstance(config.public, PublicDatasetSettings):
         data["public"] = config.public.path
-    node = {
+    node: dict[str, Any] = {
         "client": client,
         "size": size,
         "superlink": settings.address,
         "insecure": settings.insecure,
     }
+    plugins = plugins_of(config)
+    if plugins:
+        node["modules"] = sorted({module_of(plugin.path) for plugin in plugins})
+        folders = {plugin.folder for plugin in plugins if plugin.folder}
+        node["code"] = folders.pop() if len(folders) == 1 else ""
     about = {**node, "memory": "memory", "data": data, "privacy": config.privacy.model_dump()}
     values = validate(NodeSettings, about).model_dump(exclude_none=True)
     (place / "node.toml").write_text(tomli_w.dumps(values), encoding="utf-8")

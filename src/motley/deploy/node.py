@@ -7,6 +7,7 @@ by its output, because its exit status is always the same.
 
 from __future__ import annotations
 
+import os
 import re
 import ssl
 import subprocess
@@ -118,6 +119,8 @@ def check(node: NodeSettings, file: Path) -> None:
 
 def check_size(node: NodeSettings, file: Path) -> None:
     """Reject sizes that no run can have. A size is a model or a part of one (resnet18-w0.5)."""
+    if node.modules:
+        return  # a run may have models of the user's own
     models = [entry.name for entry in MODELS]
     parts = tuple(f"{model}-" for model in models)
     if node.size and node.size not in models and not node.size.startswith(parts):
@@ -191,6 +194,9 @@ def worker_environment(node: NodeSettings, file: Path) -> dict[str, str]:
     variables = environment(home_of(file))
     if node.budget.memory_mb is not None:
         variables = {**GIVE_BACK, **variables}
+    if node.code:
+        inherited = variables.get("PYTHONPATH", "")
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [node.code, inherited]))
     return variables
 
 

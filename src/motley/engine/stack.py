@@ -9,8 +9,8 @@ batches are padded with examples of weight zero.
 Sums are taken in another order than for one client, and random numbers in a step (dropout) are
 drawn for all clients at once, so `engine.vmap_clients` changes results. These train in slots
 instead: models with buffers (batch norm) or recurrent layers, methods with their own local training
-or with clients that keep their own models or private tensors, and clipped gradients; on a CPU also
-convolutions, which are three times slower side by side.
+or with clients that keep their own models or private tensors, clipped gradients, and users' own
+optimizers; on a CPU also convolutions, which are three times slower side by side.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.func import functional_call, vmap
 
 from motley.client.clients import Clients
 from motley.client.job import Job
-from motley.client.training import Plan, reset
+from motley.client.training import Plan
 from motley.client.weights import TYPES
 from motley.core.device import use_generator
 from motley.core.part import State
@@ -48,6 +48,8 @@ def can_stack(clients: Clients, size: str) -> bool:
     if clients.method.info.split.private[size]:
         return False
     if clients.training.max_grad_norm or clients.precision in TYPES:
+        return False
+    if not clients.training.optimizer.elementwise:
         return False
     module = clients.method.info.split.blueprints[size].module
     if any(True for _ in module.buffers()):
@@ -127,7 +129,8 @@ class Stack:
         for name, start in self.start.items():
             torch.stack([job.state[name] for job in jobs], out=start)
             self.weights[name].copy_(start)
-        reset(self.optimizer, self.clients.training.lr(jobs[0].round_number))
+        training = self.clients.training
+        training.optimizer.reset(self.optimizer, training.lr(jobs[0].round_number))
         self.losses.zero_()
 
     def _step(self, inputs: Tensor, targets: Tensor, shares: Tensor) -> None:

@@ -12,7 +12,7 @@ from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.flower.arrays import unpack
 from motley.flower.failures import NodeError, failing_as
-from motley.flower.run_config import from_text
+from motley.flower.run_config import from_text, refuse_unknown_code
 from motley.flower.settings import NodeSettings
 from motley.models.inputs import InputShape, shape_from_json
 from motley.tasks import Task
@@ -57,6 +57,7 @@ def read_request(node: NodeSettings, content: RecordDict, run: int) -> Request:
         classes = int(values["classes"])
         task_name = str(values["task"])
     config = from_text(text, node)
+    refuse_unknown_code(node, "task", task_name)
     with failing_as("bad-config"):
         task = config.task.build(task_name)
     if weaker := config.privacy.weaker_than(node.privacy):

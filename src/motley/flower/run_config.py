@@ -3,7 +3,8 @@
 A path on the server's machine means nothing on a node, and a malicious server could name one of
 the node's files to learn something about it. So the server removes all paths from the
 configuration, and the node, which does not trust the server, removes them again before it does
-anything else. The node's own node.toml names the files that it needs.
+anything else. The node's own node.toml names the files that it needs. Likewise it lists the modules
+that dotted paths may lead into: importing one runs its code.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import tomli_w
 
 from motley.config import Config, path_settings
+from motley.core.dotted import is_dotted_path, module_of
 from motley.flower.failures import NodeError, failing_as
 from motley.flower.settings import NodeSettings
 from motley.settings import validate
@@ -35,6 +37,7 @@ def from_text(text: str, node: NodeSettings) -> Config:
         for key, value in strings_in(values):
             if "/" in value or "\\" in value:
                 raise NodeError("bad-config", f"{key} = {value!r}: a server may not name paths.")
+            refuse_unknown_code(node, key, value)
         if table_in(values, "data", "partition").get("name") == "file":
             values["data"]["partition"].update(own_partition(node))
         if table_in(values, "public").get("name") in ("npz", "files"):
@@ -48,6 +51,19 @@ def from_text(text: str, node: NodeSettings) -> Config:
                 )
             federation["size_assignment"] = "blocks"
         return validate(Config, values)
+
+
+def refuse_unknown_code(node: NodeSettings, key: str, value: str) -> None:
+    """Refuse a dotted path into a module that node.toml does not list, before it is imported."""
+    if not is_dotted_path(value):
+        return
+    module = module_of(value)
+    if not any(module == name or module.startswith(f"{name}.") for name in node.modules):
+        raise NodeError(
+            "refused-by-node",
+            f"{key} = {value!r}: node.toml does not allow this module; "
+            f"modules = {list(node.modules)}.",
+        )
 
 
 def own_partition(node: NodeSettings) -> Values:

@@ -60,6 +60,12 @@ class NodeSettings(Settings):
     """The size to train; empty: the largest one within the budget, or the run's choice."""
     budget: NodeBudget = NodeBudget()
     data: NodeData = NodeData()
+    modules: tuple[str, ...] = ()
+    """Modules and packages of your own that a run may use, such as "my_package". A run that names
+    anything else by a dotted path is refused: a server must not choose which code a node runs.
+    """
+    code: str = ""
+    """Folder from which these modules are imported; empty: they are installed."""
     memory: str = ""
     """Folder for the client's state between rounds."""
     device: str = "cpu"
@@ -114,5 +120,7 @@ def read_node(file: Path) -> NodeSettings:
     if node.data.files.test:
         test = str(here / Path(node.data.files.test).expanduser())
         data["files"] = node.data.files.model_copy(update={"test": test})
-    memory = str(here / (node.memory or f"client-{node.client}"))
-    return node.model_copy(update={"memory": memory, "data": node.data.model_copy(update=data)})
+    paths = {"memory": str(here / (node.memory or f"client-{node.client}"))}
+    if node.code:
+        paths["code"] = str(here / Path(node.code).expanduser())
+    return node.model_copy(update={**paths, "data": node.data.model_copy(update=data)})

@@ -13,6 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
 from motley.config import Config
+from motley.core.dotted import module_of
 from motley.data.files.settings import FileSettings
 from motley.data.partition import FromFile
 from motley.federation import Federation
@@ -21,6 +22,7 @@ from motley.flower.server import serve
 from motley.flower.settings import NodeData, NodeSettings
 from motley.runs.callbacks import Callback
 from motley.runs.folder import RunFolder
+from motley.runs.plugins import plugins_of
 from motley.server.state import ServerState
 
 QUIET = {
@@ -62,8 +64,17 @@ def simulate(
         partition=lists,
         public=getattr(config.public, "path", ""),
     )
+    plugins = plugins_of(config)
     every = NodeSettings(
-        client=0, data=data, memory=str((path / "clients").absolute()), repeatable=True
+        client=0,
+        data=data,
+        memory=str((path / "clients").absolute()),
+        repeatable=True,
+        modules=tuple(module_of(plugin.path) for plugin in plugins),
     )
+    # Ray's workers are processes of their own, with this one's environment.
+    folders = dict.fromkeys(plugin.folder for plugin in plugins if plugin.folder)
+    inherited = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*folders, inherited]))
     run_simulation(app, build(every), config.federation.clients, backend_config=backend)
     return played[0]

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from motley.core.dotted import describe, subclass_of
+from motley.core.errors import MotleyError
 from motley.core.merge import Aggregate, merge
 from motley.core.part import State
 from motley.core.registry import Registry
@@ -23,7 +25,7 @@ from motley.methods.evaluation import TestSums
 from motley.methods.info import ClientInfo, FederationInfo
 from motley.methods.step import Step
 from motley.models.stages import chain_of
-from motley.settings import Settings
+from motley.settings import Configured, Settings
 
 #: Prefix of values in a payload that are for the round's record and nothing else.
 REPORTED = "reported/"
@@ -35,7 +37,9 @@ class MethodSettings(Settings):
     lasting = ()
 
     name: str = "fedavg"
-    """The method (`motley list methods`). The papers' names, such as InCoProx, are accepted too."""
+    """The method (`motley list methods`), or the dotted path of your own. The papers' names, such
+    as InCoProx, are accepted too.
+    """
 
 
 @dataclass(frozen=True)
@@ -300,8 +304,11 @@ class Method:
         """Whether clients' own models are evaluated, and not the global model."""
         return self.requirements.has_own_models(self.info.split.has_private)
 
+    @classmethod
+    def configure(cls, **settings: Any) -> Configured:
+        """Return the method with its settings, for `motley.Federation(method=...)`."""
+        return Configured(cls, settings)
 
-METHODS: Registry[type[Method]] = Registry("method")
 
 #: The hooks behind each requirement. A method declares it if and only if it overrides one of them.
 HOOKS = {
@@ -338,6 +345,24 @@ def check_requirements(method: type[Method]) -> None:
             f"declares payload = {needs.payload} and client_state = {needs.client_state}. "
             "Change its `requirements`."
         )
+
+
+def _accept(item: Any) -> type[Method]:
+    """Check a user's own method."""
+    method: type[Method] = subclass_of(Method, "motley.Method")(item)
+    if not issubclass(method.Settings, MethodSettings):
+        raise MotleyError(
+            f"its Settings are {describe(method.Settings)}; "
+            "a subclass of motley.MethodSettings is expected."
+        )
+    try:
+        check_requirements(method)
+    except TypeError as error:
+        raise MotleyError(str(error)) from None
+    return method
+
+
+METHODS: Registry[type[Method]] = Registry("method", group="motley.methods", accept=_accept)
 
 
 def _overrides(method: type[Method], hook: str) -> bool:

@@ -8,6 +8,7 @@ here depends on clients or rounds.
 from motley.models import (
     cnn,
     cnn1d,
+    factories,
     lstm,
     mlp,
     preact,
@@ -39,6 +40,7 @@ __all__ = [
     "TokenShape",
     "cnn",
     "cnn1d",
+    "factories",
     "lstm",
     "mlp",
     "preact",

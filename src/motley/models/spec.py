@@ -16,6 +16,7 @@ from motley.core.registry import Registry
 from motley.models.channels import Channels
 from motley.models.initialization import Initialization, initialize
 from motley.models.inputs import ImageShape as ImageShape
+from motley.settings import Settings
 
 
 class CrossLayer(NamedTuple):
@@ -48,7 +49,8 @@ class ModelSpec:
     """One size: how to build it, and what splits and methods may do with it."""
 
     #: (the family's settings, input shape, classes) -> a new module, initialized with torch's
-    #: global random generator.
+    #: global random generator. For a model that is not Motley's own, the first argument is an
+    #: object of `options_class`, or the table `[model.options]` if there is no such class.
     build: Callable[..., nn.Module]
     #: Sizes of one family have the same settings table, and layers that share a name can be shared.
     family: str = ""
@@ -67,6 +69,8 @@ class ModelSpec:
     #: Called with the initialized model and the arguments of `build`, to change it in place. What
     #: changes the shapes of weights belongs here, since initial values depend on shapes.
     after_init: Callable[..., None] | None = None
+    #: The settings class of `[model.options]`, for a model that is not Motley's own.
+    options_class: type[Settings] | None = None
 
     def make(self, *arguments: Any, init: Initialization = "model") -> nn.Module:
         """Build and initialize a model, and attach this declaration to it, for `spec_of`."""
@@ -119,4 +123,4 @@ __all__ = [
     "spec_of",
 ]
 
-MODELS: Registry[ModelSpec] = Registry("model")
+MODELS: Registry[ModelSpec] = Registry("model", group="motley.models")

@@ -9,7 +9,7 @@ from typing import Any
 from plotly import graph_objects as go
 
 from motley.assembly import deal_examples
-from motley.data import Partition
+from motley.data import PARTITIONS, Partition
 from motley.report.report_data import Panel, Run, Series
 from motley.runs.metrics import layer_metrics, scores_of, stage_metrics
 from motley.tasks import MetricInfo
@@ -393,6 +393,7 @@ def partition(run: Run) -> go.Figure:
     Raises MotleyError if the data set is not on this machine.
     """
     config = run.config
+    PARTITIONS.entry(config.data.partition.name, "data.partition.name")  # a user's may be missing
     dataset = config.data.load()
     dealt = deal_examples(config, dataset).partition
     if not config.task.build(dataset.task).has_classes:

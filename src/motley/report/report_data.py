@@ -37,6 +37,8 @@ class Run:
     lines: list[dict[str, Any]]
     #: Versions and hardware; empty if the file is missing or damaged.
     environment: dict[str, Any]
+    #: A sentence about users' own code that is not here; empty if nothing is missing.
+    missing_code: str = ""
     #: The last scores of clients; None if the run has none.
     client_scores: ClientLine | None = None
 
@@ -44,11 +46,13 @@ class Run:
     def read(cls, path: Path) -> Run:
         """Read a run's folder."""
         folder = RunFolder.open(path)
+        config, missing_code = folder.read_config_for_display()
         return cls(
             path,
-            config=folder.read_config(),
+            config=config,
             lines=MetricsLog(folder.metrics).read(),
             environment=_read_environment(folder.environment),
+            missing_code=missing_code,
             client_scores=ClientLog(folder.client_scores).last(),
         )
 

@@ -2,6 +2,7 @@
 
 config.toml          the resolved configuration, with every default written out
 environment.json     versions and hardware that the run started on
+plugins.json         where users' own modules were imported from, if the run uses any
 metrics.jsonl        one line per round
 client_scores.jsonl  the score of every client, one line per round that scored clients
 checkpoints/         round-000010/ and so on, each complete or absent
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -23,9 +25,10 @@ from pathlib import Path
 
 import torch
 
-from motley.config import Config, read_resolved
+from motley.config import Config, for_display, missing_plugins, read_resolved, read_toml
 from motley.core.errors import MotleyError
 from motley.files import check_new_folder, write_atomically
+from motley.runs.plugins import require_importable, write_plugins
 from motley.version import __version__
 
 try:
@@ -54,6 +57,7 @@ class RunFolder:
         """Create the folder of a new run. A folder that is not empty is rejected and left alone."""
         folder = cls(path)
         folder.require_free()
+        require_importable(config)
         try:
             path.mkdir(parents=True, exist_ok=True)
             folder.lock.touch(exist_ok=False)
@@ -66,6 +70,7 @@ class RunFolder:
             write_atomically(folder.config, config.to_toml().encode())
             environment = json.dumps(describe_environment(), indent=2)
             write_atomically(folder.environment, environment.encode())
+            write_plugins(path, config)
         except BaseException:
             # Leave nothing behind, for example on a full disk: the same command must work later.
             shutil.rmtree(path, ignore_errors=True)
@@ -103,6 +108,21 @@ class RunFolder:
         """Return the run's resolved configuration."""
         return read_resolved(self.config)
 
+    def read_config_for_display(self) -> tuple[Config, str]:
+        """Return the run's configuration, also if users' own modules in it are not here.
+
+        The second value is a sentence about the first module that is missing; empty: none is. Only
+        numbers can be shown then: nothing of the run can be built.
+        """
+        try:
+            return self.read_config(), ""
+        except MotleyError as error:
+            values = read_toml(self.config)
+            if not missing_plugins(values):
+                raise
+            reason = str(error).splitlines()[0]
+            return for_display(values), f"Shown without the run's own code: {reason}"
+
     def write_config(self, config: Config) -> None:
         """Replace the run's configuration."""
         write_atomically(self.config, config.to_toml().encode())
@@ -134,8 +154,14 @@ class RunFolder:
             yield
 
 
+def as_file_name(text: str) -> str:
+    """Return a name of a method or data set as part of a file's name: mine.Pull for mine:Pull."""
+    return re.sub(r"[^\w.+-]", ".", text)
+
+
 def next_free(parent: Path, stem: str) -> Path:
     """Return parent/stem-N with the lowest N that does not exist yet."""
+    stem = as_file_name(stem)
     number = 1
     while (parent / f"{stem}-{number}").exists():
         number += 1

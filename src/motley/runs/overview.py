@@ -42,7 +42,7 @@ def find_runs(folder: Path) -> list[RunOverview]:
 
 def _overview(folder: RunFolder) -> RunOverview:
     try:
-        config = folder.read_config()
+        config, _ = folder.read_config_for_display()
         lines = MetricsLog(folder.metrics).read()
     except (MotleyError, OSError) as error:
         return RunOverview(folder.path, state=f"unreadable: {str(error).splitlines()[0]}")

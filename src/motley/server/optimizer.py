@@ -24,12 +24,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from motley.core.dotted import subclass_of
 from motley.core.merge import Aggregate
 from motley.core.part import State
+from motley.core.registry import Registry
 from motley.core.update import ClientUpdate
 from motley.server.pipeline import StageResult
 from motley.server.state import ServerState
-from motley.settings import Choice, Settings
+from motley.settings import RegistryChoice, Settings
 
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
@@ -38,14 +40,31 @@ Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
 class ServerOptimizerSettings(Settings):
     """The server's optimizer, which takes the averaged delta as its gradient. Without one, the
     delta is the step.
+
+    To write your own, derive a class from this one, give it its settings as fields, and implement
+    `step`. `server.optimizer.name` is then its dotted path.
     """
 
     lasting = ()
 
     name: str = "none"
     """The server's optimizer. momentum is FedAvgM; adam, yogi and adagrad are FedAdam, FedYogi and
-    FedAdagrad.
+    FedAdagrad. Also the dotted path of your own.
     """
+
+    def initial_moments(self) -> dict[str, float]:
+        """Return the kinds of tensors that are kept per parameter, with their initial values."""
+        return {}
+
+    def step(
+        self, gradients: list[Tensor], moments: dict[str, Tensors]
+    ) -> tuple[Tensors, dict[str, Tensors]]:
+        """Return the step of every parameter, and the moments after it.
+
+        `gradients` are the averaged deltas, so a step goes in their direction. `moments` has one
+        list of tensors per kind. Nothing is changed in place, and no value is read from a device.
+        """
+        raise NotImplementedError
 
 
 class MomentumSettings(ServerOptimizerSettings):
@@ -58,6 +77,18 @@ class MomentumSettings(ServerOptimizerSettings):
     """Momentum."""
     nesterov: bool = False
     """Nesterov momentum, as in Hsu et al."""
+
+    def initial_moments(self) -> dict[str, float]:
+        """The momentum starts at zero."""
+        return {"first": 0.0}
+
+    def step(
+        self, gradients: list[Tensor], moments: dict[str, Tensors]
+    ) -> tuple[Tensors, dict[str, Tensors]]:
+        """Return the step, and the momentum after it."""
+        first = torch._foreach_add(torch._foreach_mul(moments["first"], self.beta1), gradients)
+        ahead = torch._foreach_add(gradients, first, alpha=self.beta1) if self.nesterov else first
+        return torch._foreach_mul(ahead, self.lr), {"first": first}
 
 
 class AdaptiveSettings(ServerOptimizerSettings):
@@ -74,6 +105,27 @@ class AdaptiveSettings(ServerOptimizerSettings):
     implementations.
     """
 
+    def initial_moments(self) -> dict[str, float]:
+        """The second moment may start above zero."""
+        return {"first": 0.0, "second": self.tau**2 if self.initial == "tau-squared" else 0.0}
+
+    def step(
+        self, gradients: list[Tensor], moments: dict[str, Tensors]
+    ) -> tuple[Tensors, dict[str, Tensors]]:
+        """Return the step, and both moments after it."""
+        first = torch._foreach_mul(moments["first"], self.beta1)
+        torch._foreach_add_(first, gradients, alpha=1 - self.beta1)
+        second = self.second_moment(moments["second"], torch._foreach_mul(gradients, gradients))
+        scales = torch._foreach_sqrt(second)
+        torch._foreach_add_(scales, self.tau)
+        steps = torch._foreach_div(first, scales)
+        torch._foreach_mul_(steps, self.lr)
+        return steps, {"first": first, "second": second}
+
+    def second_moment(self, second: Tensors, squares: Tensors) -> Tensors:
+        """Return the second moment after a round, given the squared gradients."""
+        raise NotImplementedError
+
 
 class AdagradSettings(AdaptiveSettings):
     """FedAdagrad."""
@@ -86,6 +138,10 @@ class AdagradSettings(AdaptiveSettings):
     tau: float = Field(default=0.01, gt=0)
     """Added to the square root of the second moment."""
 
+    def second_moment(self, second: Tensors, squares: Tensors) -> Tensors:
+        """Return the sum of all squared gradients so far."""
+        return torch._foreach_add(second, squares)
+
 
 class AdamSettings(AdaptiveSettings):
     """FedAdam, and FedYogi, which has the same settings."""
@@ -94,17 +150,32 @@ class AdamSettings(AdaptiveSettings):
     beta2: Decay = 0.99
     """Decay of the second moment."""
 
+    def second_moment(self, second: Tensors, squares: Tensors) -> Tensors:
+        """Return Adam's moving average of squared gradients, or Yogi's."""
+        if self.name == "yogi":
+            signs = torch._foreach_sign(torch._foreach_sub(second, squares))
+            return torch._foreach_sub(
+                second, torch._foreach_mul(signs, squares), alpha=1 - self.beta2
+            )
+        return torch._foreach_add(
+            torch._foreach_mul(second, self.beta2), squares, alpha=1 - self.beta2
+        )
 
+
+SERVER_OPTIMIZER_CLASSES: Registry[type[ServerOptimizerSettings]] = Registry(
+    "server optimizer",
+    group="motley.server_optimizers",
+    accept=subclass_of(ServerOptimizerSettings, "motley.ServerOptimizerSettings"),
+)
+_register = SERVER_OPTIMIZER_CLASSES.register
+_register("none", "the averaged delta is the step")(ServerOptimizerSettings)
+_register("momentum", "FedAvgM", paper="Hsu et al., 2019")(MomentumSettings)
+_register("adam", "FedAdam", paper="Reddi et al., ICLR 2021")(AdamSettings)
+_register("yogi", "FedYogi", paper="Reddi et al., ICLR 2021")(AdamSettings)
+_register("adagrad", "FedAdagrad", paper="Reddi et al., ICLR 2021")(AdagradSettings)
 #: Chosen by server.optimizer.name.
-SERVER_OPTIMIZERS = Choice(
-    "none",
-    {
-        "none": ServerOptimizerSettings,
-        "momentum": MomentumSettings,
-        "adam": AdamSettings,
-        "yogi": AdamSettings,
-        "adagrad": AdagradSettings,
-    },
+SERVER_OPTIMIZERS = RegistryChoice(
+    "none", SERVER_OPTIMIZER_CLASSES, lambda settings: settings, listed=True
 )
 
 
@@ -139,13 +210,10 @@ def optimize(
         return moments, aggregate
     names = [name for name in aggregate.delta if name in parameters]
     gradients = [aggregate.delta[name] for name in names]
-    orders = ("first",) if settings.name == "momentum" else ("first", "second")
-    before = {order: _moments(moments, order, names, gradients, settings) for order in orders}
-    if isinstance(settings, MomentumSettings):
-        steps, after = _momentum(gradients, before, settings)
-    else:
-        assert isinstance(settings, AdaptiveSettings)
-        steps, after = _adaptive(gradients, before, settings)
+    before: dict[str, Tensors] = {}
+    for order, initial in settings.initial_moments().items():
+        before[order] = _moments(moments, order, names, gradients, initial)
+    steps, after = settings.step(gradients, before)
     new_moments = dict(moments)
     for order, tensors in after.items():
         for name, new, old in zip(names, tensors, before[order], strict=True):
@@ -158,55 +226,11 @@ def optimize(
 
 
 def _moments(
-    moments: State,
-    order: str,
-    names: list[str],
-    like: list[Tensor],
-    settings: ServerOptimizerSettings,
+    moments: State, order: str, names: list[str], like: list[Tensor], initial: float
 ) -> list[Tensor]:
     """Return the moments of names. Names that nobody has held so far get initial ones."""
-    initial = 0.0
-    if order == "second" and isinstance(settings, AdaptiveSettings):
-        initial = settings.tau**2 if settings.initial == "tau-squared" else 0.0
     tensors = []
     for name, tensor in zip(names, like, strict=True):
         moment = moments.get(f"{order}/{name}")
         tensors.append(torch.full_like(tensor, initial) if moment is None else moment)
     return tensors
-
-
-def _momentum(
-    gradients: list[Tensor], moments: dict[str, list[Tensor]], settings: MomentumSettings
-) -> tuple[Tensors, dict[str, Tensors]]:
-    first = torch._foreach_add(torch._foreach_mul(moments["first"], settings.beta1), gradients)
-    ahead = (
-        torch._foreach_add(gradients, first, alpha=settings.beta1) if settings.nesterov else first
-    )
-    return torch._foreach_mul(ahead, settings.lr), {"first": first}
-
-
-def _adaptive(
-    gradients: list[Tensor], moments: dict[str, list[Tensor]], settings: AdaptiveSettings
-) -> tuple[Tensors, dict[str, Tensors]]:
-    first = torch._foreach_mul(moments["first"], settings.beta1)
-    torch._foreach_add_(first, gradients, alpha=1 - settings.beta1)
-    second = _second(moments["second"], torch._foreach_mul(gradients, gradients), settings)
-    scales = torch._foreach_sqrt(second)
-    torch._foreach_add_(scales, settings.tau)
-    steps = torch._foreach_div(first, scales)
-    torch._foreach_mul_(steps, settings.lr)
-    return steps, {"first": first, "second": second}
-
-
-def _second(second: list[Tensor], squares: Tensors, settings: AdaptiveSettings) -> Tensors:
-    """Return the second moment after a round."""
-    if not isinstance(settings, AdamSettings):
-        return torch._foreach_add(second, squares)
-    if settings.name == "yogi":
-        signs = torch._foreach_sign(torch._foreach_sub(second, squares))
-        return torch._foreach_sub(
-            second, torch._foreach_mul(signs, squares), alpha=1 - settings.beta2
-        )
-    return torch._foreach_add(
-        torch._foreach_mul(second, settings.beta2), squares, alpha=1 - settings.beta2
-    )

@@ -7,27 +7,34 @@ The order of the stages is the order of the list, which `assembly.build_pipeline
 
 A stage is called with the server state, the aggregated delta so far and the accepted updates, and
 returns what it changes. It never modifies its arguments. To add one of your own, write a class like
-this, and insert an instance into `federation.pipeline`:
+this:
 
     import torch
-    from motley.server.pipeline import StageResult
+    from motley import ServerStage, StageResult, StageSettings
 
-    class ClipAggregate:
+    class ClipSettings(StageSettings):
+        max_norm: float = 1.0
+
+    class ClipAggregate(ServerStage):
+        Settings = ClipSettings
         name = "clip"
-
-        def __init__(self, parameters):
-            self.parameters = parameters  # not buffers: running statistics are never corrected
 
         def __call__(self, server, aggregate, updates):
             delta = dict(aggregate.delta)
-            clipped = [name for name in delta if name in self.parameters]
+            # Not buffers: running statistics are never corrected.
+            clipped = [name for name in delta if name in self.split.parameters]
             norm = torch.nn.utils.get_total_norm([delta[name] for name in clipped])
             for name in clipped:
-                delta[name] = delta[name] * (1.0 / norm).clamp(max=1.0)
+                delta[name] = delta[name] * (self.settings.max_norm / norm).clamp(max=1.0)
             return StageResult(server, aggregate.with_delta(delta), {"norm": norm})
 
-    names = [stage.name for stage in federation.pipeline]
-    federation.pipeline.insert(names.index("apply"), ClipAggregate(federation.split.parameters))
+and name it in the configuration:
+
+    [[server.stages]]
+    name = "my_module:ClipAggregate"
+    max_norm = 0.5
+
+`federation.pipeline` is the list itself, to which any object with a `name` can be added.
 
 The place matters: `Apply` adds the delta to the global state, so a stage after it that changes the
 delta is an error. Before "optimizer", if there is one, a stage
@@ -42,17 +49,22 @@ read later.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from motley.core.errors import MotleyError
+from motley.core.dotted import describe, subclass_of
+from motley.core.errors import MotleyError, unknown
 from motley.core.merge import Aggregate
+from motley.core.registry import Registry
 from motley.core.update import ClientUpdate
 from motley.server.metrics import Metrics
 from motley.server.state import ServerState
+from motley.settings import Configured, RegistryChoice, Settings
+from motley.splits import Split
 
 
 @dataclass(frozen=True)
@@ -108,3 +120,80 @@ def run_stages(
         for metric, value in result.metrics.items():
             metrics[f"{stage.name}/{metric}"] = value
     return server, metrics
+
+
+# ---- stages of users' own
+
+
+class StageSettings(Settings):
+    """A stage of your own. Its class may add keys."""
+
+    name: str
+    """The dotted path of the stage's class."""
+    before: str = "apply"
+    """The stage before which it runs: scale, inco, method-correction, optimizer, apply,
+    post-process, ema, or another one of yours. "end": after all others.
+    """
+
+
+class ServerStage(ABC):
+    """The base class of users' stages."""
+
+    Settings: ClassVar[type[StageSettings]] = StageSettings
+    #: Prefixes the stage's metrics. No other stage of the pipeline has it.
+    name: str = ""
+
+    def __init__(self, settings: Any, split: Split) -> None:
+        """Keep the stage's settings and the split, whose `parameters` tells them from buffers."""
+        self.settings, self.split = settings, split
+        self.name = self.name or type(self).__name__.lower()
+
+    @classmethod
+    def configure(cls, **settings: Any) -> Configured:
+        """Return the stage with its settings, for `motley.Federation(server=[...])`."""
+        return Configured(cls, settings)
+
+    @abstractmethod
+    def __call__(
+        self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]
+    ) -> StageResult:
+        """Run the stage; see `Stage`."""
+
+
+def _accept(item: Any) -> type[ServerStage]:
+    stage: type[ServerStage] = subclass_of(ServerStage, "motley.ServerStage")(item)
+    if not issubclass(stage.Settings, StageSettings):
+        raise MotleyError(
+            f"its Settings are {describe(stage.Settings)}; "
+            "a subclass of motley.StageSettings is expected."
+        )
+    return stage
+
+
+STAGES: Registry[type[ServerStage]] = Registry(
+    "server stage", group="motley.stages", accept=_accept
+)
+#: Chosen by the name of an entry of server.stages.
+STAGE = RegistryChoice("", STAGES, lambda stage: stage.Settings)
+
+
+def insert_stages(
+    pipeline: list[Stage], chosen: Sequence[StageSettings], split: Split
+) -> list[Stage]:
+    """Return a pipeline with users' stages in their places."""
+    result = list(pipeline)
+    for number, settings in enumerate(chosen):
+        stage = STAGES[settings.name](settings, split)
+        names = [other.name for other in result]
+        where = f"server.stages.{number}"
+        if stage.name in names:
+            raise MotleyError(f"{where}: there is already a stage {stage.name!r} in the pipeline.")
+        if settings.before == "end":
+            result.append(stage)
+        elif settings.before in names:
+            result.insert(names.index(settings.before), stage)
+        else:
+            raise MotleyError(
+                f"{where}.before: {unknown('stage', settings.before, [*names, 'end'])}"
+            )
+    return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from motley.evaluate import PendingScores, Score
 from motley.server.client_scores import ClientScores, PendingClientScores
@@ -49,6 +50,23 @@ class RoundRecord:
     seconds: dict[str, float] = field(default_factory=dict)
     bytes_down: int = 0
     bytes_up: int = 0
+
+    @property
+    def round(self) -> int:
+        """The number of the round, from 1 on."""
+        return self.round_number
+
+    @property
+    def score(self) -> float | None:
+        """The mean over sizes of the task's primary metric; None if nothing was evaluated."""
+        values = [score.value for score in self.scores.values()]
+        return fmean(values) if values else None
+
+    @property
+    def accuracy(self) -> float | None:
+        """The mean accuracy over sizes; None if nothing was evaluated, or the task has none."""
+        values = [score.accuracy for score in self.scores.values() if score.accuracy is not None]
+        return fmean(values) if values else None
 
 
 class PendingRecord:

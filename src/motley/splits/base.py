@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from motley.core.dotted import subclass_of
 from motley.core.errors import MotleyError
 from motley.core.meta import on_meta
 from motley.core.part import Part, Piece, State
@@ -36,7 +37,7 @@ class SplitSettings(Settings):
     lasting = ("normalization_statistics", "private")
 
     name: str = "depth"
-    """How sizes share the global state (`motley list splits`)."""
+    """How sizes share the global state (`motley list splits`), or your own by its dotted path."""
     normalization_statistics: Literal["shared", "per-size", "batch"] = "shared"
     """shared: running statistics are averaged over all sizes, as in the papers. per-size: weights
     are shared and running statistics are not. batch: there are none, and test batches are
@@ -324,13 +325,18 @@ class Split(ABC):
         return tuple(sorted(self.sizes, key=weight, reverse=True))
 
 
+def is_own_model(model: nn.Module) -> bool:
+    """Tell whether a model is one of Motley's own."""
+    return type(model).__module__.startswith(OWN_MODELS)
+
+
 def is_described_by_its_state(blueprint: nn.Module) -> bool:
     """Tell whether a model's state contains all of its tensors, so that a copy needs nothing else.
 
     Copying such a blueprint takes milliseconds, while initializing the weights of a ResNet takes a
     quarter of a second. Users' models are never copied: they may keep tensors anywhere.
     """
-    if not type(blueprint).__module__.startswith(OWN_MODELS):
+    if not is_own_model(blueprint):
         return False
     return all(name in blueprint.state_dict() for name, _ in blueprint.named_buffers())
 
@@ -345,4 +351,6 @@ def _without_statistics(build: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-SPLITS: Registry[type[Split]] = Registry("split")
+SPLITS: Registry[type[Split]] = Registry(
+    "split", group="motley.splits", accept=subclass_of(Split, "motley.Split")
+)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import cached_property
+
+import torch
+
 from motley.core.errors import MotleyError
-from motley.splits.base import SPLITS, Split
+from motley.splits.base import SPLITS, Split, is_own_model
 
 
 @SPLITS.register(
@@ -13,10 +18,48 @@ from motley.splits.base import SPLITS, Split
     aliases=("stage", "layer", "layer-wise"),
 )
 class Depth(Split):
-    """Sizes share every layer whose name they have in common."""
+    """Sizes share every tensor whose name they have in common.
+
+    Motley's own models that disagree on a shape are refused: they were not meant to be combined.
+    Users' models have no such plan behind them. They share the tensors that have the same name and
+    shape. If sizes disagree on the shape of a name, each shape is a tensor of its own in the global
+    state, shared by the sizes that have this shape. Its global name begins with the first of them.
+    """
 
     def global_name(self, size: str, name: str) -> str:
-        return name
+        return self._disputed.get((size, name), name)
+
+    @cached_property
+    def _disputed(self) -> dict[tuple[str, str], str]:
+        """The global names of users' tensors whose shape is not the same in all sizes."""
+        if any(is_own_model(blueprint.module) for blueprint in self.blueprints.values()):
+            return {}
+        sizes_by_shape: dict[str, dict[torch.Size, list[str]]] = {}
+        for size, blueprint in self.blueprints.items():
+            for name, tensor in blueprint.module.state_dict().items():
+                sizes_by_shape.setdefault(name, {}).setdefault(tensor.shape, []).append(size)
+        global_names = {}
+        for name, by_shape in sizes_by_shape.items():
+            if len(by_shape) == 1:
+                continue
+            for sizes in by_shape.values():
+                for size in sizes:
+                    global_names[size, name] = f"{sizes[0]}/{name}"
+        return global_names
+
+    def _check_sharing(self) -> None:
+        """Reject users' sizes that have nothing in common with any other size."""
+        owners = Counter(
+            self.global_name(size, name) for size in self.sizes for name in self.parameters_of(size)
+        )
+        for size in self.sizes:
+            names = [self.global_name(size, name) for name in self.parameters_of(size)]
+            if names and all(owners[name] == 1 for name in names):
+                raise MotleyError(
+                    f"model.sizes: {size!r} has no parameter with the same name and shape as one "
+                    f"of another size, so split.name = {self.settings.name!r} would share nothing. "
+                    "Use split.name = 'grouped' if that is intended."
+                )
 
     def check(self) -> None:
         families = {blueprint.family for blueprint in self.blueprints.values()}
@@ -26,6 +69,9 @@ class Depth(Split):
                 "Use split.name = 'grouped' for unrelated architectures."
             )
         super().check()
+        own = any(is_own_model(blueprint.module) for blueprint in self.blueprints.values())
+        if len(self.sizes) > 1 and not own:
+            self._check_sharing()
 
 
 @SPLITS.register("homogeneous", "one size for all clients: plain FedAvg")

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 from motley.config import Config, resolve
 from motley.config.paper_names import NAMES
+from motley.core.dotted import is_dotted
 from motley.core.errors import MotleyError, unknown
 from motley.data import DATASETS, load_dataset
 from motley.data.dataset import data_root
 from motley.data.files.settings import FileSettings
 from motley.data.settings import DataSettings
 from motley.methods import METHODS
+from motley.runs.folder import as_file_name
 from motley.settings import Table, validate
 from motley.studies.declaration import (
     FILE_READERS,
@@ -79,7 +81,8 @@ class PlannedRun:
         values = self.config.model_dump(mode="json", exclude=IMMATERIAL)
         digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:10]
         inco = "-inco" if self.config.server.inco.active else ""
-        return f"{self.config.data.name}-{self.config.method.name}{inco}-seed{self.seed}-{digest}"
+        name = as_file_name(f"{self.config.data.name}-{self.config.method.name}")
+        return f"{name}{inco}-seed{self.seed}-{digest}"
 
 
 class Missing(NamedTuple):
@@ -251,9 +254,9 @@ class _Planner:
 def _data_layers(study: Study, column: DataColumn) -> list[Table]:
     """Return the settings of the study and of a data set, each overriding those before it.
 
-    A path that the study gives for all of its data sets is meant for those that are read from a
-    file. It is moved into their layers, because a layer that names another data set drops the
-    `data.path` of the layers below it.
+    A path that the study gives for all of its data sets, and how to read it (`data.files`), are
+    meant for those that are read from a file. They are moved into their layers, because a layer
+    that names another data set drops them from the layers below it.
     """
     layer = column.layer
     if column.reader not in DATASETS:
@@ -261,9 +264,12 @@ def _data_layers(study: Study, column: DataColumn) -> list[Table]:
     if column.preset:
         return [layer]
     shared_data = dict(study.set.get("data", {}))
-    path = shared_data.pop("path", "")
-    if path and column.reader in FILE_READERS:
-        layer = {**layer, "data": {"path": path, **layer["data"]}}
+    of_files = {}
+    for key in ("path", "files"):
+        if key in shared_data:
+            of_files[key] = shared_data.pop(key)
+    if of_files and column.reader in FILE_READERS:
+        layer = {**layer, "data": {**of_files, **layer["data"]}}
     return [{**study.set, "data": shared_data}, layer]
 
 
@@ -272,6 +278,11 @@ def _missing_method(row: MethodRow) -> Iterator[Missing]:
     name = row.layer["method"]["name"]
     if row.missing:
         yield Missing(row.name, row.missing)
+    elif is_dotted(name):
+        try:
+            METHODS.entry(name, "method.name")
+        except MotleyError as error:
+            yield Missing(row.name, str(error))
     elif name not in METHODS and name not in NAMES:
         yield Missing(row.name, f"there is no method {name!r} (motley list methods).")
 

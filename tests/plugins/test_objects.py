@@ -1,0 +1,248 @@
+"""`motley.Federation` from Python objects."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import motley
+from motley.config import load_config
+from motley.core.errors import MotleyError
+from motley.core.part import take
+from motley.data import Dataset, Examples, Partition, load_dataset
+from motley.federation import Federation
+from motley.runs.checkpoint import fingerprint
+from motley.runs.run import start_run
+
+
+@pytest.fixture
+def mine(importable: Path) -> Any:
+    """Return the user's module."""
+    return importlib.import_module("mine")
+
+
+@pytest.fixture(scope="module")
+def digits() -> Dataset:
+    whole = load_dataset("digits")
+    return Dataset("few", whole.train.rows(slice(300)), whole.test.rows(slice(100)), 10)
+
+
+def small_net(hidden: int = 8) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
+
+
+def large_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10), nn.ReLU(), nn.Linear(10, 10)
+    )
+
+
+QUICK = {"batch_size": 32}
+
+
+def test_objects_give_the_bits_of_the_same_configuration(mine: Any, importable: Path) -> None:
+    config = load_config(importable / "run.toml")
+    federation = motley.Federation(
+        models={"mine:small": mine.small, "mine:large": mine.large},
+        data=mine.few_digits,
+        partition=mine.Stripes(),
+        clients=4,
+        clients_per_round=2,
+        method=mine.Pull.configure(strength=0.2),
+        server=[
+            mine.Clip.configure(before="optimizer", max_norm=0.5),
+            motley.ServerOptimizer(mine.SignStep),
+        ],
+        training={"rounds": 3, "batch_size": 16, "optimizer": mine.Plain},
+        seed=3,
+        settings={"run": {"checkpoint_every": 1, "tensorboard": False}},
+    )
+    values = federation.config.model_dump(mode="json")
+    assert values["model"].pop("factories") == {name: name for name in ("mine:small", "mine:large")}
+    assert values == config.model_dump(mode="json")
+
+    plain = Federation(config)
+    server = plain.initial_state()
+    for record in federation.run():
+        server, expected = plain.run_round(server)
+        assert record.scores == expected.scores and record.round == expected.round_number
+        assert record.accuracy == pytest.approx(
+            np.mean([score.value for score in expected.scores.values()])
+        )
+    assert record.round == 3
+    assert federation.server is not None
+    assert fingerprint(federation.server.state) == fingerprint(server.state)
+    assert federation.evaluate() == record.scores
+
+
+def test_a_notebooks_things_train_and_leave(digits: Dataset) -> None:
+    class MySettings(motley.MethodSettings):
+        strength: float = 0.5
+
+    class MyClient(motley.ClientAlgorithm):
+        def after_backward(self, step: motley.Step) -> None:
+            step.proximal(self.settings.strength)
+
+    class Mine(motley.Method):
+        Settings = MySettings
+        Client = MyClient
+        requirements = motley.Requirements(own_training=True)
+
+    federation = motley.Federation(
+        models={"small": small_net, "large": lambda: large_net()},
+        data=digits,
+        partition=motley.Dirichlet(alpha=1.0),
+        clients=4,
+        method=Mine.configure(strength=0.1),
+        server=[motley.EMA(0.5)],
+        training=QUICK,
+    )
+    config = federation.config
+    assert config.method.name.startswith("<Mine>") and config.method.strength == 0.1
+    assert config.data.name.startswith("<few>") and config.data.partition.alpha == 1.0
+    assert config.model.factories["small"] == f"{__name__}:small_net"
+    assert config.model.factories["large"].startswith("<lambda>")
+    first = list(federation.run(rounds=2))
+    second = list(federation.run(rounds=1))
+    assert [record.round for record in (*first, *second)] == [1, 2, 3]
+
+    model = federation.model("small")
+    assert isinstance(model, nn.Sequential) and not model.training
+    assert federation.server is not None
+    state = take(federation.server.model, federation.split.part("small"))
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    assert federation.evaluate()["small"] == second[0].scores["small"]
+
+    # The shared layers are one tensor, and the head of another shape is each size's own.
+    names = set(federation.split.frame)
+    assert {"1.weight", "3.weight", "5.weight"} <= names
+
+
+def test_a_run_folder_needs_things_that_can_be_imported(digits: Dataset, tmp_path: Path) -> None:
+    gc.collect()  # federations have circular references, and those of other tests keep names
+    federation = motley.Federation(models={"small": lambda: small_net()}, data=digits, clients=4)
+    with pytest.raises(MotleyError) as raised:
+        start_run(federation.config, tmp_path / "run")
+    assert "data.name = <few>, model.sizes = <lambda>: cannot be imported by other" in str(
+        raised.value
+    )
+    assert not (tmp_path / "run").exists()
+    name = federation.config.data.name
+    del federation
+    gc.collect()
+    with pytest.raises(MotleyError, match="unknown data set"):
+        load_dataset(name)
+
+
+def test_a_cell_that_is_run_again_gives_the_same_partition(digits: Dataset) -> None:
+    from motley.data.partition import DisjointPartition
+
+    def again() -> Federation:
+        class Random(DisjointPartition):
+            def _owners(
+                self, labels: np.ndarray, clients: int, rng: np.random.Generator
+            ) -> np.ndarray:
+                return rng.integers(clients, size=len(labels))
+
+        return motley.Federation(models=["mlp1"], data=digits, partition=Random, clients=3)
+
+    first, second = again(), again()
+    assert first.config.data.partition.name != second.config.data.partition.name
+    assert np.array_equal(first.partition.indices, second.partition.indices)
+
+
+def test_natural_clients_and_finished_partitions(digits: Dataset) -> None:
+    people = np.arange(len(digits.train)) % 3
+    train = Examples(digits.train.inputs, digits.train.targets, people.astype(np.int64))
+    natural = Dataset("people", train, digits.test, 10)
+    federation = motley.Federation(models={"one": small_net}, data=natural, training=QUICK)
+    assert federation.config.data.partition.name == "natural"
+    assert federation.config.federation.clients == 3
+    assert federation.config.federation.clients_per_round == 3
+
+    partition = Partition.from_owners(people.astype(np.int64), 3)
+    given = motley.Federation(
+        models={"one": small_net}, data=digits, partition=partition, training=QUICK
+    )
+    assert given.config.data.partition.name.startswith("<partition>")
+    assert [given.partition.of(client).tolist() for client in range(3)] == [
+        federation.partition.of(client).tolist() for client in range(3)
+    ]
+    assert next(given.run()).scores == next(federation.run()).scores
+
+
+def test_names_tables_and_settings_objects(digits: Dataset) -> None:
+    from motley.methods.fedprox import FedProx, FedProxSettings
+
+    common: dict[str, Any] = {"models": ["mlp1", "mlp2"], "data": "digits", "clients": 4}
+    expected = motley.Federation(method={"name": "fedprox", "mu": 0.3}, **common).config
+    assert motley.Federation(method=FedProxSettings(mu=0.3), **common).config == expected
+    assert motley.Federation(method=FedProx.configure(mu=0.3), **common).config == expected
+    config = motley.Federation(
+        server=[motley.InCo("paper"), motley.EMA(0.9), motley.ServerOptimizer("adam", lr=0.1)],
+        split="grouped",
+        engine="debug",
+        training={"optimizer": torch.optim.RMSprop, "epochs": 2},
+        settings={"evaluation": {"every": 2}},
+        **{**common, "models": {"little": "resnet10", "resnet14": "resnet14"}},
+    ).config
+    assert config.server.inco.variant == "paper" and config.server.ema_decay == 0.9
+    assert config.server.optimizer.name == "adam" and config.server.optimizer.lr == 0.1
+    assert config.training.optimizer.name == "torch.optim.rmsprop:RMSprop"
+    assert config.engine.name == "debug" and config.evaluation.every == 2
+    assert config.model.factories == {"little": "resnet10"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"models": None}, "Federation: models: should be given."),
+        ({"models": 3}, "models: is an int; a mapping from names to functions"),
+        ({"models": {"one": small_net()}}, "models['one']: is a Sequential, one module; every"),
+        ({"models": {"one": partial(small_net, hide=3)}}, "has incorrect arguments"),
+        ({"data": 3}, "data: is an int; a function that returns a motley.data.Dataset"),
+        ({"data": np.zeros(3)}, "data: is a ndarray; a function that returns"),
+        ({"method": small_net}, "is a function; a subclass of motley.Method is expected."),
+        ({"method": "fedprx"}, "method.name: unknown method 'fedprx'. Did you mean 'fedprox'?"),
+        ({"server": ["inco"]}, "server: a str is not a part of the server. Allowed are "),
+        ({"server": [motley.InCo("papr")]}, "server.inco.variant = 'papr'"),
+        ({"training": {"epoch": 1}}, "training.epoch = 1: unknown key 'epoch'. Did you mean"),
+        ({"clients": 0}, "federation.clients = 0"),
+        ({"engine": "fast"}, "engine.name = 'fast': should be"),
+    ],
+)
+def test_wrong_arguments_are_named(digits: Dataset, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(MotleyError) as raised:
+        motley.Federation(**{"models": {"one": small_net}, "data": digits, **arguments})
+    assert said in str(raised.value)
+
+
+def test_a_configuration_and_objects_exclude_each_other(digits: Dataset) -> None:
+    config = load_config(preset="digits-small")
+    with pytest.raises(MotleyError, match="Federation: method, seed: cannot be given beside a"):
+        motley.Federation(config, method="fedprox", seed=0)
+    with pytest.raises(MotleyError, match=r"engine = 'debug': the configuration has engine.name"):
+        motley.Federation(config, engine="debug")
+
+
+def test_methods_that_need_the_total_number_of_rounds(digits: Dataset) -> None:
+    federation = motley.Federation(
+        models=["mlp1"], data=digits, clients=4, method="ccvr", training={"rounds": 2, **QUICK}
+    )
+    with pytest.raises(MotleyError, match=r"training=\{'rounds': 3\}"):
+        next(federation.run(rounds=3))
+    assert len(list(federation.run(rounds=1))) == 1 and len(list(federation.run())) == 1
+
+
+def test_public_names_can_all_be_imported() -> None:
+    for name in motley.__all__:
+        assert getattr(motley, name) is not None
+    assert motley.data.load_dataset is load_dataset
