@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from motley.cli.code import import_beside
 from motley.cli.commands import Command, Group
 from motley.config.schema import ModelSettings
 from motley.core.errors import MotleyError
@@ -61,6 +62,7 @@ def check(
     classes: int = typer.Option(10, min=1, help="Number of classes."),
 ) -> None:
     """Print what Motley infers about a model, and which methods and splits it can be used with."""
+    import_beside(None)
     names = (name, *size)
     settings = validate(ModelSettings, {"sizes": names}, "model")
     inputs = parse_shape(shape, vocabulary)

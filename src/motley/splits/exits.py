@@ -77,7 +77,10 @@ class WithExits(nn.Module):
         raise NotImplementedError
 
     def block_chain(self) -> Sequence[Callable[[Tensor], Tensor]]:
-        """Return the blocks, in order."""
+        """Return the blocks in order, as functions of the output of the block before.
+
+        Cuts count these functions. A layer between two blocks belongs to one of them.
+        """
         return [parent[number] for parent, number, _ in _blocks(self)]
 
     def own_head(self, x: Tensor) -> Tensor:
