@@ -54,7 +54,6 @@ __all__ = [
     "StageResult",
     "StageSettings",
     "Step",
-    "data",
     "load",
     "load_config",
     "resume_run",
@@ -97,7 +96,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "data":
+    if name == "data":  # `import motley` is enough to use motley.data.from_datasets
         return import_module("motley.data")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -105,4 +104,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "data"})
