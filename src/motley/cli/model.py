@@ -212,7 +212,8 @@ def _require_classifier(name: str, blueprint: Blueprint) -> None:
 
 def _try_split(split: str, name: str, blueprint: Blueprint) -> None:
     cls = SPLITS[split]
-    cls({name: blueprint.build}, cls.Settings(name=split, rates=(1.0, RATE)))
+    settings = validate(cls.Settings, {"name": split, "rates": [1.0, RATE]})
+    cls({name: blueprint.build}, settings)
 
 
 def _try_depth(blueprints: dict[str, Blueprint]) -> None:

@@ -8,7 +8,7 @@ exit of the whole network is its ordinary head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,8 +76,11 @@ class WithExits(nn.Module):
         """Return the input of the first block."""
         raise NotImplementedError
 
-    def block_chain(self) -> list[nn.Module]:
-        """Return the blocks, in order."""
+    def block_chain(self) -> Sequence[Callable[[Tensor], Tensor]]:
+        """Return the blocks in order, as functions of the output of the block before.
+
+        Cuts count these functions. A layer between two blocks belongs to the second one.
+        """
         return [parent[number] for parent, number, _ in _blocks(self)]
 
     def own_head(self, x: Tensor) -> Tensor:
