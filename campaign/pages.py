@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,11 +177,139 @@ def beyond() -> str:
     return _table(["recipe", "accuracy", "seeds", "best evaluation", "sizes 10/14/18/22/26"], rows)
 
 
+#: Evaluations in a reported mean of the natural data sets, whose runs have 10 to 20 of them.
+NATURAL_WINDOW = 3
+
+
+def natural_mean(run: Mapping[str, Any], size: str = "mean") -> float:
+    """Return the mean accuracy in percent over the last evaluations of a run."""
+    chosen = run["accuracy"][size][-NATURAL_WINDOW:]
+    return 100 * sum(chosen) / len(chosen)
+
+
+def natural_runs(study: str, data: str = "", case: str = "") -> dict[str, Runs]:
+    """Return a study's runs by line and seed, of one data set or case if they are given."""
+    runs: dict[str, dict[int, dict[str, Any]]] = {}
+    for file in sorted((RESULTS / study).rglob("seed-*.json")):
+        run = json.loads(file.read_text(encoding="utf-8"))
+        if data in ("", run["data"]) and case in ("", run["case"]):
+            runs.setdefault(run["method"], {})[run["seed"]] = run
+    return dict(runs)
+
+
+def natural(study_name: str, data: str = "", case: str = "") -> str:
+    """Return a natural data set's table: all test examples, and the spread over clients."""
+    study = load_study(str(ROOT / "campaign" / f"{study_name}.toml"))
+    runs = natural_runs(study_name, data, case)
+    with_paper = any(data in line.paper for line in study.methods)
+    rows = []
+    for line in study.methods:
+        if line.name not in runs:
+            continue
+        own = list(runs[line.name].values())
+        sizes = [size for size in own[0]["accuracy"] if size != "mean"]
+        per_size = []
+        for size in sizes:
+            values = [natural_mean(run, size) for run in own]
+            per_size.append(f"{sum(values) / len(values):.1f}")
+        row = [line.name, str(spread([natural_mean(run) for run in own])), str(len(own))]
+        row.append(" / ".join(per_size) if len(sizes) > 1 else "")
+        for key in ("mean", "std", "worst_tenth"):
+            row.append(_client_mean(own, key))
+        row.append(_natural_difference(runs, line.name, line.against))
+        if with_paper:
+            paper = line.paper.get(data, ())
+            row.append(str(paper[0]) if paper and paper[0] is not None else "")
+        rows.append(row)
+    header = [
+        "line",
+        "accuracy",
+        "seeds",
+        "per size",
+        "clients: mean",
+        "spread",
+        "worst tenth",
+        "paired difference (95 %)",
+    ]
+    return _table([*header, "FLamby"] if with_paper else header, rows)
+
+
+def _client_mean(runs: Sequence[Mapping[str, Any]], key: str) -> str:
+    """Return a number about clients' own scores in percent, as the mean over runs that have it."""
+    values = []
+    for run in runs:
+        value = run.get("client_scores", {}).get(key)
+        if value is not None:
+            values.append(100 * value)
+    return f"{sum(values) / len(values):.1f}" if values else ""
+
+
+def _natural_difference(runs: Mapping[str, Runs], line: str, baseline: str) -> str:
+    if baseline not in runs:
+        return ""
+    seeds = [seed for seed in runs[line] if seed in runs[baseline]]
+    ours = [natural_mean(runs[line][seed]) for seed in seeds]
+    theirs = [natural_mean(runs[baseline][seed]) for seed in seeds]
+    difference = paired(ours, theirs)
+    return "" if difference is None else f"{difference} vs {baseline}"
+
+
+def natural_curves(study_name: str, data: str = "", case: str = "") -> str:
+    """Return the accuracy of a study's lines at a few rounds, as means over seeds."""
+    runs = natural_runs(study_name, data, case)
+    study = load_study(str(ROOT / "campaign" / f"{study_name}.toml"))
+    rows = []
+    milestones: list[int] = []
+    for line in study.methods:
+        if line.name not in runs:
+            continue
+        own = list(runs[line.name].values())
+        rounds = own[0]["rounds"]
+        if not milestones:
+            # About six rounds, the last one included.
+            step = max(1, len(rounds) // 6)
+            milestones = rounds[::-1][::step][::-1]
+        means = []
+        for milestone in milestones:
+            # A line may have other rounds: training alone, for example.
+            if milestone not in rounds:
+                means.append("")
+                continue
+            values = [100 * run["accuracy"]["mean"][rounds.index(milestone)] for run in own]
+            means.append(f"{sum(values) / len(values):.1f}")
+        rows.append([line.name, *means])
+    return _table(["round", *(str(milestone) for milestone in milestones)], rows)
+
+
 DRAWN: dict[str, tuple[str, Callable[[], str]]] = {
     "inco-table2": ("inco-table2.md", inco_table2),
     "inco-table2-curves": ("inco-table2.md", inco_table2_curves),
     "new-methods": ("new-methods.md", new_methods),
     "beyond": ("beyond.md", beyond),
+    "natural-har": ("natural.md", partial(natural, "natural-har")),
+    "natural-har-curves": ("natural.md", partial(natural_curves, "natural-har")),
+    "natural-writers": ("natural.md", partial(natural, "natural-writers")),
+    "natural-writers-curves": ("natural.md", partial(natural_curves, "natural-writers")),
+    "natural-heart-own": ("natural.md", partial(natural, "natural-heart-flamby", "heart")),
+    "natural-heart-pooled": (
+        "natural.md",
+        partial(natural, "natural-heart-flamby", "heart-pooled"),
+    ),
+    "natural-heart": ("natural.md", partial(natural, "natural-heart")),
+    "natural-heart-curves": ("natural.md", partial(natural_curves, "natural-heart")),
+    "natural-lstm": ("natural.md", partial(natural, "natural-shakespeare", case="LSTM")),
+    "natural-lstm-curves": (
+        "natural.md",
+        partial(natural_curves, "natural-shakespeare", case="LSTM"),
+    ),
+    "natural-transformer": (
+        "natural.md",
+        partial(natural, "natural-shakespeare", case="Transformer"),
+    ),
+    "natural-transformer-curves": (
+        "natural.md",
+        partial(natural_curves, "natural-shakespeare", case="Transformer"),
+    ),
     "evaluation-precision": ("evaluation-precision.md", precision),
 }
 

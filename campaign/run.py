@@ -28,6 +28,7 @@ from typing import Any
 from motley.config import parse_overrides
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import layer_metrics
+from motley.runs.run import start_run
 from motley.studies.declaration import load_study
 from motley.studies.sweep import PlannedRun, plan_cells
 
@@ -118,6 +119,12 @@ def compact(task: Task, folder: RunFolder, seconds: float) -> dict[str, Any]:
         "bytes": {way: sum(line["bytes"][way] for line in lines) for way in ("down", "up")},
         "refused": sum(len(line.get("refused", {})) for line in lines),
     }
+    scored = [line for line in lines if "client_scores" in line]
+    if scored:
+        # Rounds are the curve's; the spread over clients is that of the last scored round.
+        result["client_rounds"] = [line["round"] for line in scored]
+        result["client_mean"] = [_four_digits(line["client_scores"].get("mean")) for line in scored]
+        result["client_scores"] = scored[-1]["client_scores"]
     coefficients = {}
     for line in lines:
         by_layer = layer_metrics(line, "inco")
@@ -128,13 +135,17 @@ def compact(task: Task, folder: RunFolder, seconds: float) -> dict[str, Any]:
     return result
 
 
+def _four_digits(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
 def _rounded(table: dict[str, dict[str, float | None]]) -> dict[str, dict[str, float | None]]:
     """Round InCo's coefficients to four digits, which is more than a figure shows."""
     rounded: dict[str, dict[str, float | None]] = {}
     for layer, row in table.items():
         rounded[layer] = {}
         for name, value in row.items():
-            rounded[layer][name] = None if value is None else float(f"{value:.4g}")
+            rounded[layer][name] = _four_digits(value)
     return rounded
 
 
@@ -173,18 +184,36 @@ class Process:
                 flush=True,
             )
             return None
-        self.task.result.parent.mkdir(parents=True, exist_ok=True)
-        result = compact(self.task, self.folder, seconds)
-        self.task.result.write_text(
-            json.dumps(result, separators=(",", ":")) + "\n", encoding="utf-8"
-        )
-        tail = result["accuracy"]["mean"][-20:]
-        mean = 100 * sum(tail) / len(tail)
-        print(
-            f"{self.folder.path.name}: {mean:.1f} % (mean of the last {len(tail)}), {seconds:.0f} s",
-            flush=True,
-        )
+        keep(self.task, self.folder, seconds)
         return seconds
+
+
+def keep(task: Task, folder: RunFolder, seconds: float) -> None:
+    """Write the compact result of a finished run, and say its accuracy."""
+    result = compact(task, folder, seconds)
+    task.result.parent.mkdir(parents=True, exist_ok=True)
+    task.result.write_text(json.dumps(result, separators=(",", ":")) + "\n", encoding="utf-8")
+    tail = result["accuracy"]["mean"][-20:]
+    mean = 100 * sum(tail) / len(tail)
+    print(
+        f"{folder.path.name}: {mean:.1f} % (mean of the last {len(tail)}), {seconds:.0f} s",
+        flush=True,
+    )
+
+
+def run_here(tasks: list[Task], work: Path, seconds: float) -> None:
+    """Run tasks one after another in this process, which saves starting Python for short runs."""
+    deadline = time.monotonic() + seconds
+    for task in tasks:
+        if task.result.exists():
+            continue
+        if time.monotonic() > deadline:
+            print("out of time", flush=True)
+            return
+        folder = RunFolder(work / f"{task.name}-seed{task.run.seed}")
+        began = time.monotonic()
+        start_run(task.run.config, folder.path)
+        keep(task, folder, time.monotonic() - began)
 
 
 def run_queue(tasks: list[Task], work: Path, jobs: int, seconds: float, expected: float) -> None:
@@ -235,12 +264,18 @@ def main() -> None:
         default=180.0,
         help="how long a run takes, before one has finished",
     )
+    parser.add_argument(
+        "--here", action="store_true", help="one after another in this process: for short runs"
+    )
     parser.add_argument("--list", action="store_true", help="say what would run, and leave")
     arguments = parser.parse_args()
     tasks = list(read_queue(arguments.queue, arguments.results))
     if arguments.list:
         for task in tasks:
             print("done" if task.result.exists() else "    ", task.result)
+        return
+    if arguments.here:
+        run_here(tasks, arguments.work, arguments.seconds)
         return
     run_queue(tasks, arguments.work, arguments.jobs, arguments.seconds, arguments.expected)
 

@@ -132,15 +132,20 @@ def test_every_packaged_file_is_a_preset_with_a_line_about_it() -> None:
         "fedin-cifar10",
         "fedrolex-cifar10",
         "fjord-cifar10",
+        "har",
+        "heart",
         "heterofl-cifar10",
         "inco-cifar10",
         "inco-fashion-mnist",
         "inco-heterofl-cifar10",
         "inco-scalefl-cifar10",
         "inco-vit-cifar10",
+        "mnist-writers",
         "motley-cifar10",
         "pfl-cifar10",
         "quickstart",
+        "shakespeare-lstm",
+        "shakespeare-transformer",
     }
     assert all(len(line) > 20 and not line.startswith(("#", "[")) for line in presets().values())
 

@@ -635,3 +635,69 @@ def test_recalibrated_statistics_are_those_of_the_plain_engine(engine: type[Loca
     found, record = federation.run_round(federation.initial_state())
     assert not record.refused
     assert distance(found.state, expected.state) < 1e-5
+
+
+# ---- scores of clients
+
+SCORED = (
+    "evaluation.per_client=all",
+    "evaluation.client_test_fraction=0.2",
+    "federation.clients_per_round=6",
+    # Adam would turn differences in the last bits of small gradients into whole steps.
+    "training.optimizer.name=sgd",
+    "training.optimizer.lr=0.001",
+)
+
+
+@pytest.mark.parametrize("personalized", [False, True])
+@pytest.mark.parametrize("method", ["fedavg", "scaffold"])
+def test_clients_are_scored_as_by_the_plain_engine(method: str, personalized: bool) -> None:
+    """At most one test example of a client may be classified otherwise."""
+    settings = [*EXACT, *SCORED, f"method.name={method}"]
+    if personalized:
+        settings.append("evaluation.personalize_epochs=2")
+    records = {}
+    for engine in ("debug", "local"):
+        federation = Federation(tiny_config(*settings, f"engine.name={engine}"))
+        server = federation.initial_state()
+        for _ in range(2):
+            server, records[engine] = federation.run_round(server)
+    plain, fast = records["debug"].client_scores, records["local"].client_scores
+    assert plain is not None and fast is not None
+    assert len(plain.scores) == len(fast.scores) == 6
+    for expected, one in zip(plain.scores, fast.scores, strict=True):
+        assert (one.client, one.size, one.examples) == (
+            expected.client,
+            expected.size,
+            expected.examples,
+        )
+        tolerance = 1.01 / one.examples
+        assert one.score == pytest.approx(expected.score, abs=tolerance)
+        if personalized:
+            assert expected.personalized is not None
+            assert one.personalized == pytest.approx(expected.personalized, abs=2 * tolerance)
+
+
+@pytest.mark.parametrize("more", [(), ("evaluation.personalize_epochs=1",)])
+def test_scoring_clients_does_not_change_a_run(more: tuple[str, ...]) -> None:
+    held_out = ("evaluation.client_test_fraction=0.2", *SCORED[2:])
+    before, _ = after(3, *held_out)
+    scored, _ = after(3, *SCORED, *more)
+    assert distance(scored.state, before.state) < 1e-6
+
+
+def test_scoring_clients_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once per client, and not at all once every size has a slot."""
+    start, calls = rounds.start_client_scores, []
+
+    def without_waiting(*args: Any) -> Any:
+        calls.append(args)
+        torch.cuda.set_sync_debug_mode("error" if len(calls) > 1 else "default")
+        try:
+            return start(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(rounds, "start_client_scores", without_waiting)
+    after(3, *SCORED, "training.batch_size=16", "training.steps=2")
+    assert len(calls) >= 3

@@ -40,7 +40,7 @@ class ClientTests:
 
     def count(self, client: int) -> int:
         """Return how many test examples a client has."""
-        return int(self.partition.sizes[client])
+        return len(self.partition.of(client))
 
     def batches(self, clients: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield the test examples of some clients: inputs, targets, and whose each example is.

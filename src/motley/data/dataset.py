@@ -208,6 +208,9 @@ class DataSource:
     tested: bool = True
     #: How the user's own file is read.
     files: FileSettings = field(default_factory=FileSettings)
+    #: Readers that can save memory by it return at most this many examples of each natural client
+    #: in each part, at equal distances. 0: no limit.
+    max_per_client: int = 0
 
     def refuse_path(self, name: str) -> None:
         """Reject a user's file given to a data set that would not read it."""
@@ -279,16 +282,19 @@ def load_dataset(
     path: Path | None = None,
     tested: bool = True,
     files: FileSettings | None = None,
+    max_per_client: int = 0,
 ) -> Dataset:
     """Load a registered data set from `root` (default: `data_root()`) or the user's own `path`.
 
     `files` says how the data set "files" reads that path.
 
     With `tested=False` the file need not contain a test part, and readers that can save memory by
-    skipping it return an empty one.
+    skipping it return an empty one. The same readers heed `max_per_client`; `DataSettings.load`
+    applies it to any data set.
     """
     root = data_root() if root is None else root
-    return DATASETS[name](DataSource(root, path, tested, files or FileSettings()))
+    files = files or FileSettings()
+    return DATASETS[name](DataSource(root, path, tested, files, max_per_client))
 
 
 @dataclass(frozen=True)

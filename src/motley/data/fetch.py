@@ -60,6 +60,8 @@ def fetch(name: str, root: Path, report: Report = lambda *_: None) -> Path:
             if file.unpack is None and (folder / file.name).is_file():
                 _verify(folder / file.name, file.checksum)
         return folder
+    if source.by_hand:
+        raise MotleyError(f"data set {name!r} cannot be downloaded.\n" + instructions(name, root))
     with _disk_errors(root):
         for file in source.files:
             place = source.place_of(file, root)
@@ -89,6 +91,8 @@ def fetch(name: str, root: Path, report: Report = lambda *_: None) -> Path:
 def instructions(name: str, root: Path) -> str:
     """Say which files to put where, for machines without a network."""
     source = SOURCES[name]
+    if source.by_hand:
+        return f"Put its files below {root}. {source.by_hand}"
     lines = ["On a machine without a network, copy these files from elsewhere:"]
     for file in source.files:
         algorithm, _, checksum = file.checksum.partition(":")

@@ -32,6 +32,7 @@ from motley.data.dataset import DATASETS, Examples, load_dataset
 from motley.data.device import DeviceData, device_data
 from motley.data.partition import FromFile, Partition, PartitionSettings
 from motley.data.transforms import TransformSettings
+from motley.models.inputs import ImageShape
 from motley.settings import Choice, FilePath, Settings, Table
 
 #: Images that are fitted to another size at once, which bounds the memory for it.
@@ -245,6 +246,11 @@ def public_images(
     shape = train.inputs.shape[1:]
     if isinstance(settings, HeldOutSettings):
         return train.inputs[held_out]
+    if not isinstance(train.shape, ImageShape):
+        raise MotleyError(
+            f"public.name = {settings.name!r}: the clients' examples are no images. "
+            "Use public.name = 'held-out'."
+        )
     if isinstance(settings, NoiseSettings):
         pixels = generator(seed, "public", "noise")
         return pixels.integers(0, 256, (settings.samples, *shape), dtype=np.uint8)

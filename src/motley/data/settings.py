@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import (
+    Field,
     SerializeAsAny,
     SerializerFunctionWrapHandler,
     ValidationInfo,
@@ -16,6 +17,7 @@ from pydantic import (
 
 from motley.data.dataset import DATASETS, Dataset, load_dataset
 from motley.data.files.settings import FileSettings
+from motley.data.natural import limit_clients
 from motley.data.partition import PARTITIONS, PartitionSettings
 from motley.data.transforms import TransformSettings, variants_for
 from motley.settings import FilePath, RegistryChoice, Settings, no_effect, with_variant
@@ -40,6 +42,14 @@ class DataSettings(Settings):
     files: FileSettings | None = None
     root: FilePath = ""
     """Folder with the named data sets; empty: $MOTLEY_DATA if it is set, else ~/.cache/motley."""
+    max_clients: int = Field(default=0, ge=0)
+    """Keep at most this many of the data set's natural clients, in the training and in the test
+    part; 0: all.
+    """
+    max_per_client: int = Field(default=0, ge=0)
+    """Keep at most this many training examples, and as many test examples, of each natural client,
+    taken at equal distances; 0: all.
+    """
     transform: TransformSettings = TransformSettings()
     partition: Annotated[SerializeAsAny[PartitionSettings], PARTITION]
 
@@ -85,5 +95,12 @@ class DataSettings(Settings):
         return Path(self.path).expanduser() if self.path else None
 
     def load(self) -> Dataset:
-        """Read the data set."""
-        return load_dataset(self.name, root=self.root_path, path=self.file_path, files=self.files)
+        """Read the data set, within the limits on clients and examples."""
+        dataset = load_dataset(
+            self.name,
+            root=self.root_path,
+            path=self.file_path,
+            files=self.files,
+            max_per_client=self.max_per_client,
+        )
+        return limit_clients(dataset, self.max_clients, self.max_per_client)

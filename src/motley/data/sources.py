@@ -1,8 +1,9 @@
 """Where the named data sets are published: addresses, checksums and the files of archives.
 
 The checksums are those that the data sets' pages or well-known libraries publish: torchvision for
-CIFAR, MNIST, Fashion-MNIST and SVHN, TensorFlow Federated for FEMNIST, and the archive's repository
-for CINIC-10.
+CIFAR, MNIST, Fashion-MNIST, QMNIST and SVHN, TensorFlow Federated for FEMNIST, FLamby for heart
+disease, and the archive's repository for CINIC-10. Data sets without a published checksum, or whose
+files have to be made with a script, have instructions instead of addresses.
 """
 
 from __future__ import annotations
@@ -11,7 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from motley.data.dataset import FileLayout
-from motley.data.datasets import cifar10, cifar100, cinic10, fashion_mnist, femnist, mnist, svhn
+from motley.data.datasets import (
+    cifar10,
+    cifar100,
+    cinic10,
+    fashion_mnist,
+    femnist,
+    har,
+    heart,
+    mnist,
+    mnist_writers,
+    shakespeare,
+    svhn,
+)
 
 MNIST_URLS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -29,6 +42,8 @@ CINIC10_URLS = (
     "https://datashare.is.ed.ac.uk/bitstream/handle/10283/3192/",
 )
 FEMNIST_URLS = ("https://storage.googleapis.com/tff-datasets-public/",)
+QMNIST_URLS = ("https://raw.githubusercontent.com/facebookresearch/qmnist/master/",)
+HEART_URLS = ("https://archive.ics.uci.edu/ml/machine-learning-databases/heart-disease/",)
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,8 @@ class Source:
     #: The folder below the data root that the files, or the archive's files, are written to.
     folder: str
     files: tuple[RemoteFile, ...]
+    #: How to get files that cannot be downloaded from here; `files` is then empty.
+    by_hand: str = ""
 
     def folder_in(self, root: Path) -> Path | None:
         """Return the folder that holds the data set, in any form, if there is one."""
@@ -81,6 +98,13 @@ def _idx_files(urls: tuple[str, ...], checksums: tuple[str, ...]) -> tuple[Remot
         files.append(RemoteFile(f"{name}.gz", urls, f"md5:{checksum}"))
     return tuple(files)
 
+
+HEART_FILES = (
+    RemoteFile("processed.cleveland.data", HEART_URLS, "md5:2d91a8ff69cfd9616aa47b59d6f843db"),
+    RemoteFile("processed.hungarian.data", HEART_URLS, "md5:22e96bee155b5973568101c93b3705f6"),
+    RemoteFile("processed.switzerland.data", HEART_URLS, "md5:9a87f7577310b3917730d06ba9349e20"),
+    RemoteFile("processed.va.data", HEART_URLS, "md5:4249d03ca7711e84f4444768c9426170"),
+)
 
 #: Name of a data set -> its source. Data sets that need no files of their own are not in it.
 SOURCES = {
@@ -145,6 +169,20 @@ SOURCES = {
             ),
         ),
     ),
+    "har": Source(
+        (har.LAYOUT, har.ARRAY_LAYOUT),
+        "UCI HAR Dataset",
+        (),
+        by_hand="Download 'UCI HAR Dataset.zip' from https://archive.ics.uci.edu/dataset/240 and "
+        "unpack it there, so that there is a folder 'UCI HAR Dataset' with the folders 'train' "
+        "and 'test'.",
+    ),
+    "heart": Source(
+        (heart.LAYOUT,),
+        "heart-disease",
+        HEART_FILES,
+    ),
+    "heart-pooled": Source((heart.POOLED_LAYOUT,), "heart-disease", HEART_FILES),
     "mnist": Source(
         (mnist.LAYOUT,),
         "mnist",
@@ -157,6 +195,41 @@ SOURCES = {
                 "ec29112dd5afa0611ce80d1b7f02629c",
             ),
         ),
+    ),
+    "mnist-writers": Source(
+        (mnist_writers.LAYOUT, mnist_writers.ARRAY_LAYOUT),
+        "qmnist",
+        (
+            RemoteFile(
+                "qmnist-train-images-idx3-ubyte.gz",
+                QMNIST_URLS,
+                "md5:ed72d4157d28c017586c42bc6afe6370",
+            ),
+            RemoteFile(
+                "qmnist-train-labels-idx2-int.gz",
+                QMNIST_URLS,
+                "md5:0058f8dd561b90ffdd0f734c6a30e5e4",
+            ),
+            RemoteFile(
+                "qmnist-test-images-idx3-ubyte.gz",
+                QMNIST_URLS,
+                "md5:1394631089c404de565df7b7aeaf9412",
+            ),
+            RemoteFile(
+                "qmnist-test-labels-idx2-int.gz",
+                QMNIST_URLS,
+                "md5:5b5b05890a5e13444e108efe57b788aa",
+            ),
+        ),
+    ),
+    "shakespeare": Source(
+        (shakespeare.LEAF_LAYOUT, shakespeare.WHOLE_LEAF_LAYOUT, shakespeare.TEXT_LAYOUT),
+        "shakespeare",
+        (),
+        by_hand="LEAF makes the files from Shakespeare's collected works: clone "
+        "https://github.com/TalwalkarLab/leaf, run `./preprocess.sh -s niid --sf 1.0 -k 0 "
+        "-t sample -tf 0.8` in its folder data/shakespeare, and copy the folders data/train and "
+        "data/test to 'shakespeare/train' and 'shakespeare/test' there.",
     ),
     "svhn": Source(
         (svhn.LAYOUT,),

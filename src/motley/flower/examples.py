@@ -11,6 +11,7 @@ from motley.core.errors import MotleyError
 from motley.data import Dataset, Examples, Partition, load_dataset
 from motley.data.client_tests import all_of_one, hold_out, natural_tests
 from motley.data.files.settings import FileSettings
+from motley.data.natural import limit_clients
 from motley.data.public import (
     HeldOutSettings,
     PublicData,
@@ -67,7 +68,7 @@ def _held_out(
 def _read_share(node: NodeSettings, request: Request) -> tuple[Examples, Partition]:
     """Return a node's training examples and the client's share, if they fit the run."""
     with failing_as("data"):
-        train = read_data(node, tested=False).train
+        train = _read_for(node, request, tested=False).train
         check_examples(node, request, "train", train)
         clients, seed = request.config.federation.clients, request.config.seed
         if node.data.dealt:
@@ -82,7 +83,7 @@ def _read_share(node: NodeSettings, request: Request) -> tuple[Examples, Partiti
 def read_test_examples(node: NodeSettings, request: Request) -> Examples:
     """Return a node's test examples, on which it evaluates a model of its own."""
     with failing_as("no-test-data"):
-        test = read_data(node, tested=True).test
+        test = _read_for(node, request, tested=True).test
         check_examples(node, request, "test", test)
         return test
 
@@ -114,7 +115,7 @@ def read_public(node: NodeSettings, request: Request) -> PublicData | None:
         return None
     with failing_as("data"):
         public = config.public
-        train = read_data(node, tested=False).train
+        train = _read_for(node, request, tested=False).train
         held_out = np.zeros(0, dtype=np.int64)
         if isinstance(public, HeldOutSettings):
             if not node.data.dealt:
@@ -129,6 +130,15 @@ def read_public(node: NodeSettings, request: Request) -> PublicData | None:
         if isinstance(public, PublicDatasetSettings):
             refuse_clients_images(images, train.inputs, f"public.name = {public.name!r}")
         return PublicData(images, config.data.transform)
+
+
+def _read_for(node: NodeSettings, request: Request, *, tested: bool) -> Dataset:
+    """Read a node's data set. If it is the server's, it is limited as there."""
+    dataset = read_data(node, tested=tested)
+    if not node.data.dealt:
+        return dataset
+    data = request.config.data
+    return limit_clients(dataset, data.max_clients, data.max_per_client)
 
 
 def read_data(node: NodeSettings, *, tested: bool) -> Dataset:

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from motley.core.errors import MotleyError
+from motley.models.inputs import InputShape, dims_of
 from motley.models.spec import ModelSpec
 
 #: The arguments that a factory may name.
@@ -46,13 +47,13 @@ def spec_of_factory(factory: Any, family: str = "") -> ModelSpec:
     return ModelSpec(partial(_build, factory), family)
 
 
-def build_user_model(factory: Callable[..., Any], shape: Any, classes: int) -> Any:
+def build_user_model(factory: Callable[..., Any], shape: InputShape, classes: int) -> Any:
     """Call a user's factory, with `input_shape` and `num_classes` if it names them.
 
     `input_shape` is a plain tuple of integers, without the batch dimension. The result is checked
     where it is used: a factory may return anything.
     """
-    values = {"input_shape": _dims(shape), "num_classes": classes}
+    values = {"input_shape": dims_of(shape), "num_classes": classes}
     model = factory(**{name: values[name] for name in _accepted_arguments(factory)})
     if isinstance(model, nn.Module) and _is_from_transformers(model):
         model.register_forward_hook(_logits_only)
@@ -66,7 +67,7 @@ def factory_name(factory: Any) -> str:
     return str(getattr(factory, "__qualname__", type(factory).__name__))
 
 
-def _build(factory: Callable[..., Any], settings: Any, shape: Any, classes: int) -> Any:
+def _build(factory: Callable[..., Any], settings: Any, shape: InputShape, classes: int) -> Any:
     """Build the model as a `ModelSpec` does it. There are no settings of the family."""
     return build_user_model(factory, shape, classes)
 
@@ -91,10 +92,6 @@ def _accepted_arguments(factory: Callable[..., Any]) -> list[str]:
                 f"Give {parameter.name!r} a default, or wrap the factory in a function."
             )
     return accepted
-
-
-def _dims(shape: Any) -> tuple[int, ...]:
-    return tuple(shape)
 
 
 def _is_from_transformers(model: nn.Module) -> bool:

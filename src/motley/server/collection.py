@@ -183,7 +183,12 @@ def ask(
     """Have the engine run a stage's jobs, and reject the answers that cannot be used."""
     answers = engine.collect(jobs)
     collections = [answer for answer in answers if isinstance(answer, Collection)]
-    down = sum(size_in_bytes(job.state) + size_in_bytes(job.broadcast) for job in jobs)
+    down = 0
+    state_bytes: dict[int, int] = {}  # a thousand clients may share one state
+    for job in jobs:
+        if id(job.state) not in state_bytes:
+            state_bytes[id(job.state)] = size_in_bytes(job.state)
+        down += state_bytes[id(job.state)] + size_in_bytes(job.broadcast)
     up = sum(size_in_bytes(collection.values) for collection in collections)
     rejected = {}
     for answer in answers:

@@ -8,8 +8,12 @@ from motley.data.datasets import (
     fashion_mnist,
     femnist,
     files,
+    har,
+    heart,
     mnist,
+    mnist_writers,
     npz,
+    shakespeare,
     svhn,
 )
 
@@ -21,7 +25,11 @@ __all__ = [
     "fashion_mnist",
     "femnist",
     "files",
+    "har",
+    "heart",
     "mnist",
+    "mnist_writers",
     "npz",
+    "shakespeare",
     "svhn",
 ]

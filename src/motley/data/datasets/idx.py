@@ -1,7 +1,7 @@
 """The IDX files of MNIST and Fashion-MNIST, compressed with gzip or not.
 
-An IDX file consists of two zero bytes, a type byte (8 = unsigned bytes), the number of dimensions,
-each dimension as a big-endian 32-bit number, and the values.
+An IDX file consists of two zero bytes, a type byte (8 = unsigned bytes, 12 = 32-bit integers), the
+number of dimensions, each dimension as a big-endian 32-bit number, and the values.
 """
 
 from __future__ import annotations
@@ -55,24 +55,35 @@ def _examples(image_file: Path, label_file: Path) -> Examples:
 
 def read_idx(path: Path, dims: int) -> np.ndarray:
     """Return the unsigned bytes of an IDX file that must have `dims` dimensions."""
+    return _read_values(path, dims, 8, np.dtype(np.uint8), "unsigned bytes")
+
+
+def read_idx_ints(path: Path, dims: int) -> np.ndarray:
+    """Return the 32-bit integers of an IDX file that must have `dims` dimensions."""
+    return _read_values(path, dims, 12, np.dtype(">i4"), "32-bit integers")
+
+
+def _read_values(path: Path, dims: int, code: int, dtype: np.dtype, values: str) -> np.ndarray:
     raw = _read_decompressed(path)
     header = 4 + 4 * dims
-    magic = bytes([0, 0, 8, dims])
+    magic = bytes([0, 0, code, dims])
     if raw[:4] != magic:
         raise MotleyError(
-            f"{path} is not an IDX file of unsigned bytes with {dims} dimensions: "
+            f"{path} is not an IDX file of {values} with {dims} dimensions: "
             f"it starts with {raw[:4].hex(' ') or 'nothing'}, not {magic.hex(' ')}."
         )
     if len(raw) < header:
         raise MotleyError(f"{path} is truncated: it ends inside its header.")
     shape = struct.unpack(f">{dims}I", raw[4:header])
-    expected, actual = math.prod(shape), len(raw) - header
+    expected, actual = math.prod(shape) * dtype.itemsize, len(raw) - header
     if actual != expected:
         problem = "is truncated" if actual < expected else "has extra bytes"
         raise MotleyError(
-            f"{path} {problem}: shape {shape} needs {expected} values and it holds {actual}."
+            f"{path} {problem}: shape {shape} needs {expected} bytes and it holds {actual}."
         )
-    return np.frombuffer(raw, np.uint8, offset=header).reshape(shape).copy()
+    array = np.frombuffer(raw, dtype, offset=header).reshape(shape)
+    # A copy in the machine's byte order, which can be written to.
+    return array.astype(dtype.newbyteorder("="))
 
 
 def _read_decompressed(path: Path) -> bytes:
