@@ -517,6 +517,11 @@ def test_targets_of_a_regression_may_be_any_number() -> None:
     assert federation.config.evaluation.targets == (25.0,)
 
 
+def test_an_lstm_is_not_compiled() -> None:
+    with pytest.raises(MotleyError, match=r"engine\.compile = true: .*unrolls LSTM layers"):
+        played(federation_of("lstm", "engine.compile=true"))
+
+
 # ---- studies and reports
 
 
