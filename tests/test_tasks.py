@@ -502,6 +502,13 @@ def test_what_does_not_fit_is_refused(case: str, overrides: list[str], message: 
         Federation(config, dataset=data_of(shape, task, classes, per_position))
 
 
+def test_a_regression_with_another_number_of_outputs_is_refused() -> None:
+    right = data_of(TABLE, "regression", 2)
+    wrong = Dataset("toy", right.train, right.test, 3, task="regression")
+    with pytest.raises(MotleyError, match=r"targets have shape \(60, 2\), and Dataset\.classes"):
+        Federation(config_of("regression"), dataset=wrong)
+
+
 def test_perceptrons_take_signals_and_tables() -> None:
     for case in ("cnn1d", "regression"):
         _, _, shape, task, classes, _ = CASES[case]
