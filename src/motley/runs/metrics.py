@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from typing_extensions import TypedDict
 
 from motley import tasks
 from motley.core.errors import MotleyError
@@ -173,8 +172,10 @@ def _string_keys(reasons: Mapping[int, str]) -> dict[str, str]:
     return {str(client): reason for client, reason in reasons.items()}
 
 
-class MetricTable(TypedDict):
+class MetricTable(BaseModel):
     """The fields of `MetricInfo`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str
     higher_is_better: bool
