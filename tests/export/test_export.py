@@ -219,11 +219,36 @@ def test_other_peoples_folders_are_left_alone(run: Path, tmp_path: Path) -> None
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_method_without_a_global_model_is_refused(tmp_path: Path) -> None:
-    settings = ("method.name=local", "server.ema_decay=0", "model.sizes=['mlp1']")
-    start_run(tiny_config(*FAST, *settings, "training.rounds=1"), tmp_path / "run")
-    answer = call("export", tmp_path / "run")
-    assert answer.code == 2 and "method.name = 'local' exchanges no weights" in answer.err
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("method.name=local", "method.name = 'local' exchanges no weights, so there is no global"),
+        ("split.private=head", "split.private = ['head']: clients keep a part of their models"),
+    ],
+)
+def test_clients_own_models_are_exported_by_client(
+    tmp_path: Path, setting: str, words: str
+) -> None:
+    path = tmp_path / "run"
+    settings = (setting, "server.ema_decay=0", "model.sizes=['mlp1','mlp2']", "training.rounds=1")
+    federation, server = start_run(tiny_config(*FAST, *settings), path)
+    answer = call("export", path, "--size", "mlp1")
+    assert answer.code == 2 and words in answer.err and "--client" in answer.err
+    client = min(server.client_state_rounds)
+    assert call("export", path, "--client", client, "-o", tmp_path / "out").code == 0
+    expected = federation.client_model(server, client).state_dict()
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+    card = read_card(tmp_path / "out")
+    assert card.client == client and card.size == federation.sizes[client]
+    images = federation.dataset.test.inputs[:3]
+    mine = motley.load(tmp_path / "out").predict(images)
+    assert mine == LoadedRun(path).predict(images, client=client)
+    asleep = next(number for number in range(6) if number not in server.client_state_rounds)
+    answer = call("export", path, "--client", asleep, "-o", tmp_path / "none")
+    assert answer.code == 2 and f"client {asleep} has no model yet" in answer.err
+    answer = call("export", path, "--client", 6, "-o", tmp_path / "none")
+    assert answer.code == 2 and "--client 6: the clients have the numbers 0 to 5." in answer.err
 
 
 def test_damaged_cards_are_refused(run: Path, tmp_path: Path) -> None:

@@ -184,6 +184,9 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
             assert "cannot be read" in said(file)
     np.save(tmp_path / "x.npy", np.array([print], dtype=object), allow_pickle=True)
     assert "cannot be read" in said(tmp_path / "x.npy")
+    header = b"{'descr': (" + b" " * 20
+    (tmp_path / "x.npy").write_bytes(b"\x93NUMPY\x01\x00" + bytes([len(header), 0]) + header)
+    assert "cannot be read" in said(tmp_path / "x.npy")
     np.savez(tmp_path / "x.npz", a=np.zeros(3), b=np.zeros(3))
     assert "has the arrays a, b; call the inputs 'inputs'" in said(tmp_path / "x.npz")
 

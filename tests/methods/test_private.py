@@ -684,8 +684,9 @@ def test_clients_score_their_own_models_on_their_own_examples(case: str) -> None
     assert ends[0] == ends[1]
 
 
-def test_runs_with_private_tensors_have_no_model_to_export(tmp_path: Path) -> None:
+def test_runs_with_private_tensors_have_no_global_model_to_export(tmp_path: Path) -> None:
     config = tiny_config(*QUICK, *CASES["FedPer"], "training.rounds=1", "run.tensorboard=false")
     start_run(config, tmp_path / "run")
-    with pytest.raises(MotleyError, match=r"split.private = \['head'\], so there is no global"):
-        load(tmp_path / "run")
+    run = load(tmp_path / "run")
+    with pytest.raises(MotleyError, match=r"split.private = \['head'\]: .*, so there is no global"):
+        run.model(run.sizes[0])

@@ -68,6 +68,7 @@ def test_blocks_behind_an_exit_see_only_the_examples_that_stayed() -> None:
     threshold = middle_thresholds(model, inputs)[1]
     seen: list[int] = []
     for block in model.block_chain():
+        assert isinstance(block, nn.Module)
         block.register_forward_hook(lambda module, given, output: seen.append(len(output)))
     early = stop_early(model, inputs, threshold)
     left = torch.bincount(early.exits, minlength=3).tolist()

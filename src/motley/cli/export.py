@@ -18,6 +18,9 @@ from motley.export.loading import LoadedRun
 def export(
     path: Path = typer.Argument(..., metavar="RUN", help="The folder of a run."),
     size: str = typer.Option("", "--size", help="A size of the run; default: its only one."),
+    client: int | None = typer.Option(
+        None, "--client", help="A client's own model, if the method gives clients such models."
+    ),
     format_: str = typer.Option(
         "safetensors", "--format", help="safetensors (weights), torch (.pt2 program) or onnx."
     ),
@@ -46,17 +49,16 @@ def export(
     name = format_of(format_)
     import_for_runs(path)
     run = LoadedRun(path, checkpoint)
-    size = size or only_size(run.sizes)
-    if size not in run.sizes:
-        raise MotleyError(f"--size: {unknown('size', size, run.sizes)}")
+    size = chosen_size(run.sizes, size, client)
     exported = export_model(
         run,
         size,
         name,
-        out or default_folder(path, size, name, exit_number),
+        out or default_folder(path, size, name, exit_number, client),
         with_normalization=with_normalization,
         exit_number=exit_number,
         test_examples=test_examples,
+        client=client,
     )
     print_export(Console(), exported)
 
@@ -69,11 +71,17 @@ def format_of(name: str) -> Format:
     raise MotleyError(f"--format: {unknown('format', name, FORMATS)}")
 
 
-def only_size(sizes: tuple[str, ...]) -> str:
-    """Return the size if there is only one, and raise if not."""
-    if len(sizes) > 1:
+def chosen_size(sizes: tuple[str, ...], size: str, client: int | None) -> str:
+    """Return the chosen size: by default the only one. A client's own model has its own size."""
+    if client is not None:
+        if size:
+            raise MotleyError("--size and --client: give one of them; a client has one size.")
+        return ""
+    if not size and len(sizes) > 1:
         raise MotleyError(f"--size: is needed; the run has {', '.join(sizes)}.")
-    return sizes[0]
+    if size and size not in sizes:
+        raise MotleyError(f"--size: {unknown('size', size, sizes)}")
+    return size or sizes[0]
 
 
 def print_export(console: Console, exported: Exported) -> None:

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from motley.cli.code import import_for_runs
-from motley.cli.export import only_size
-from motley.core.errors import MotleyError, unknown
+from motley.cli.export import chosen_size
+from motley.core.errors import MotleyError
 from motley.export.files import read_inputs
-from motley.export.loading import load
+from motley.export.loading import LoadedRun, load
 from motley.export.predict import Prediction, Predictor
 from motley.splits.early_exit import exit_costs, exits_of
 
@@ -27,6 +27,9 @@ def predict(
         ..., metavar="FILE...", help="Images, .npy, .npz, .csv or .txt files."
     ),
     size: str = typer.Option("", "--size", help="A size of the run; default: its only one."),
+    client: int | None = typer.Option(
+        None, "--client", help="A client's own model, if the method gives clients such models."
+    ),
     top: int = typer.Option(1, "--top", min=1, help="Number of most probable classes to print."),
     checkpoint: int | None = typer.Option(
         None, "--checkpoint", help="The round of a checkpoint; default: the newest."
@@ -46,10 +49,13 @@ def predict(
     """Predict classes or values for images, arrays or rows of a table."""
     import_for_runs(path)
     loaded = load(path, checkpoint)
-    size = size or only_size(loaded.sizes)
-    if size not in loaded.sizes:
-        raise MotleyError(f"--size: {unknown('size', size, loaded.sizes)}")
-    predictor = loaded.predictor(size)
+    size = chosen_size(loaded.sizes, size, client)
+    if isinstance(loaded, LoadedRun):
+        predictor = loaded.predictor(size, client)
+    elif client is None:
+        predictor = loaded.predictor(size)
+    else:
+        raise MotleyError(f"--client {client}: {path} is an exported model.")
     names: list[str] = []
     predictions: list[Prediction] = []
     # All files are read before anything is computed, so that a wrong one is reported at once.

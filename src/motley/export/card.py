@@ -38,6 +38,8 @@ class Card:
 
     format: Format
     size: str
+    #: The client whose own model it is; None: the global model.
+    client: int | None
     round: int
     task: str
     outputs: int
@@ -137,6 +139,7 @@ def read_me(card: Card) -> str:
         ("data", card.data),
         ("method", config.method_label),
         ("size", card.size + (f", ends at exit {card.exit}" if card.exit else "")),
+        ("client", "none: the global model" if card.client is None else str(card.client)),
         ("round", f"{card.round} of {config.training.rounds}"),
         ("parameters", f"{card.parameters:,}"),
         ("file", f"`{card.file}`, {card.file_bytes / 1e6:.2f} MB"),

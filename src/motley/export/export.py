@@ -38,11 +38,13 @@ class Exported:
     difference: float
 
 
-def default_folder(run: Path, size: str, name: Format, exit_number: int = 0) -> Path:
+def default_folder(
+    run: Path, size: str, name: Format, exit_number: int = 0, client: int | None = None
+) -> Path:
     """Return the folder of an export inside the run's folder."""
     exit_name = f"-exit{exit_number}" if exit_number else ""
-    safe_size = re.sub(r"[^\w.-]+", "-", size)
-    return run / "export" / f"{safe_size}{exit_name}-{name}"
+    model = re.sub(r"[^\w.-]+", "-", size) if client is None else f"client{client}"
+    return run / "export" / f"{model}{exit_name}-{name}"
 
 
 def export_model(
@@ -54,15 +56,21 @@ def export_model(
     with_normalization: bool = False,
     exit_number: int = 0,
     test_examples: int | None = None,
+    client: int | None = None,
 ) -> Exported:
     """Write the trained model of a size to a folder, with a card, and check the written file.
+
+    With `client`, it is that client's own model, and `size` is not used.
 
     `exit_number` is the exit at which the model ends, counted from 1; 0: the ordinary output. The
     file's score is measured on all test examples, or on the first `test_examples`; 0: not at all.
     """
     require_format(name)
     check_folder(folder)
-    model = run.model(size)
+    if client is None:
+        model = run.model(size)
+    else:
+        size, model = run.client_model(client)
     if exit_number:
         model = _at_exit(model, exit_number, size, name)
     with output_folder(folder):
@@ -70,7 +78,7 @@ def export_model(
         program = _with_inputs(model, run.inputs, name, with_normalization)
         example = _example(run.inputs, with_normalization)
         write_model(name, program, example, folder / FILES[name])
-        card = _card(run, size, name, model, folder, with_normalization, exit_number)
+        card = _card(run, size, name, model, folder, with_normalization, exit_number, client)
         write_card(card, folder)
         predictor = _reopened(folder, card)
         test = _first(run.dataset.test, test_examples)
@@ -142,11 +150,15 @@ def _card(
     folder: Path,
     with_normalization: bool,
     exit_number: int,
+    client: int | None,
 ) -> Card:
     environment = run.environment()
+    # The recorded score is that of the size's global model.
+    is_recorded = client is None and not exit_number
     return Card(
         format=name,
         size=size,
+        client=client,
         round=run.server.round_number,
         task=run.task.name,
         outputs=run.dataset.classes,
@@ -160,7 +172,7 @@ def _card(
         percent=run.task.primary.percent,
         scores={},
         test_examples=0,
-        recorded_score=None if exit_number else run.recorded(size),
+        recorded_score=run.recorded(size) if is_recorded else None,
         parameters=_count_parameters(model, run.inputs),
         file_bytes=(folder / FILES[name]).stat().st_size,
         data=run.dataset.name,

@@ -10,6 +10,8 @@ motley.load("runs/mine/export/small-onnx").predict(images)
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from motley.export.formats import open_program, open_runner
 from motley.export.inputs import InputFormat
 from motley.export.predict import Prediction, Predictor
 from motley.export.rows import RowReader
+from motley.federation import Federation
 from motley.methods import METHODS
 from motley.runs.checkpoint import checkpoints, read_checkpoint
 from motley.runs.folder import RunFolder
@@ -60,17 +63,6 @@ class LoadedRun:
         self.path = path
         self.folder = RunFolder.open(path)
         self.config: Config = self.folder.read_config()
-        method = self.config.method.name
-        if not METHODS[method].requirements.exchanges_weights:
-            raise MotleyError(
-                f"{path}: method.name = {method!r} exchanges no weights, so there is no global "
-                "model. `Federation.client_model` returns the models of clients."
-            )
-        if self.config.split.private:
-            raise MotleyError(
-                f"{path}: split.private = {list(self.config.split.private)}, so there is no global "
-                "model. `Federation.client_model` returns the models of clients."
-            )
         self.server: ServerState = read_checkpoint(self._checkpoint(checkpoint))
 
     def _checkpoint(self, wanted: int | None) -> Path:
@@ -139,6 +131,7 @@ class LoadedRun:
         """Return the trained model of a size, as it is evaluated: an ordinary module on the CPU."""
         if size not in self.sizes:
             raise MotleyError(unknown("size", size, self.sizes))
+        self._refuse_clients_models()
         try:
             return trained_model(self.split, self.server.model, size, self.server.round_number)
         except (KeyError, RuntimeError) as error:
@@ -147,17 +140,56 @@ class LoadedRun:
                 f"checkpoint of round {self.server.round_number}: {error}"
             ) from None
 
+    def _refuse_clients_models(self) -> None:
+        """Raise if there is no global model."""
+        method, private = self.config.method.name, self.config.split.private
+        reason = ""
+        if not METHODS[method].requirements.exchanges_weights:
+            reason = f"method.name = {method!r} exchanges no weights"
+        elif private:
+            reason = f"split.private = {list(private)}: clients keep a part of their models"
+        if reason:
+            raise MotleyError(
+                f"{self.path}: {reason}, so there is no global model. Choose the model of a "
+                "client, with --client or client_model."
+            )
+
+    def client_model(self, client: int) -> tuple[str, nn.Module]:
+        """Return a client's own model and its size, if the method gives clients such models.
+
+        The federation is built for it, with a copy of the clients' states.
+        """
+        count = self.config.federation.clients
+        if not 0 <= client < count:
+            raise MotleyError(f"--client {client}: the clients have the numbers 0 to {count - 1}.")
+        with tempfile.TemporaryDirectory() as temporary:
+            states = Path(temporary) / "clients"
+            if self.folder.clients.exists():
+                shutil.copytree(self.folder.clients, states)
+            federation = Federation(self.config, dataset=self.dataset, memory_folder=states)
+            model = federation.client_model(federation.to_device(self.server), client)
+            size = federation.size_of(client, self.server.round_number)
+        return size, ordinary(model).to("cpu")
+
     @lru_cache(maxsize=8)  # noqa: B019  (a loaded run lives as long as its models)
-    def predictor(self, size: str) -> Predictor:
-        """Return an object that predicts with the model of a size."""
-        model = self.model(size)
+    def predictor(self, size: str = "", client: int | None = None) -> Predictor:
+        """Return an object that predicts with the model of a size, or with a client's own."""
+        model = self.model(size) if client is None else self.client_model(client)[1]
         return Predictor(model, self.inputs, self.task.name, self.class_names, rows=self.rows)
 
     def predict(
-        self, array: np.ndarray, size: str, top: int = 1, exit_threshold: float | None = None
+        self,
+        array: np.ndarray,
+        size: str = "",
+        top: int = 1,
+        exit_threshold: float | None = None,
+        client: int | None = None,
     ) -> list[Prediction]:
-        """Return a prediction for each input of an array, as the data set stores inputs."""
-        return self.predictor(size).predict(array, top, exit_threshold)
+        """Return a prediction for each input of an array, as the data set stores inputs.
+
+        The model is that of a size, or a client's own.
+        """
+        return self.predictor(size, client).predict(array, top, exit_threshold)
 
     def recorded(self, size: str) -> float | None:
         """Return the score of a size that the run recorded in the checkpoint's round, if any."""

@@ -8,7 +8,7 @@ exit of the whole network is its ordinary head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from motley.core.errors import MotleyError
 from motley.models.channels import CLASSES, Axis, Channels
+from motley.models.facts import blocks_of
 from motley.models.resnet import ResNet
 from motley.models.spec import declare, spec_of
 from motley.models.vit import ViT
@@ -75,8 +76,11 @@ class WithExits(nn.Module):
         """Return the input of the first block."""
         raise NotImplementedError
 
-    def block_chain(self) -> list[nn.Module]:
-        """Return the blocks, in order."""
+    def block_chain(self) -> Sequence[Callable[[Tensor], Tensor]]:
+        """Return the blocks in order, as functions of the output of the block before.
+
+        Cuts count these functions. A layer between two blocks belongs to the second one.
+        """
         return [parent[number] for parent, number, _ in _blocks(self)]
 
     def own_head(self, x: Tensor) -> Tensor:
@@ -134,11 +138,6 @@ def answers_of(model: nn.Module, images: Tensor) -> list[Tensor]:
     return model.answers(images) if isinstance(model, WithExits) else [model(images)]
 
 
-def count_blocks(model: nn.Module) -> int:
-    """Return how many blocks a network has."""
-    return len(_blocks(model))
-
-
 def _blocks(model: nn.Module) -> list[tuple[nn.Sequential, int, str]]:
     """Return every block as (its parent module, its index there, the stream it writes)."""
     if isinstance(model, ResNet):
@@ -148,9 +147,7 @@ def _blocks(model: nn.Module) -> list[tuple[nn.Sequential, int, str]]:
         return blocks
     if isinstance(model, ViT):
         return [(model.blocks, number, "token") for number in range(len(model.blocks))]
-    raise MotleyError(
-        f"split.name = 'grid': {type(model).__name__} has no exits. Allowed are ResNets and ViTs."
-    )
+    raise TypeError(f"{type(model).__name__} is neither a ResNet nor a ViT")
 
 
 def add_exits(
@@ -190,7 +187,7 @@ def add_exits(
     branched = replace(
         spec,
         stages=None,
-        blocks=spec.blocks[: cuts[level]],
+        blocks=blocks_of(network)[: cuts[level]],
         head=spec.head if is_whole else None,
         classifiers=tuple(classifiers),
     )

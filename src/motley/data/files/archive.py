@@ -6,6 +6,7 @@ compressed file can expand a thousandfold.
 
 from __future__ import annotations
 
+import tokenize
 import zipfile
 import zlib
 from pathlib import Path
@@ -67,7 +68,8 @@ def check_archive(path: Path) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
 
 
 #: What NumPy and zipfile raise for damaged files. zipfile raises RuntimeError for encrypted members
-#: and NotImplementedError for unknown methods of compression.
+#: and NotImplementedError for unknown methods of compression. NumPy passes the header of an array
+#: through Python's tokenizer.
 DAMAGED = (
     ValueError,
     EOFError,
@@ -78,6 +80,7 @@ DAMAGED = (
     IndexError,
     OverflowError,
     SyntaxError,
+    tokenize.TokenError,
     zipfile.BadZipFile,
     zlib.error,
 )
