@@ -340,8 +340,11 @@ def outcome(lines: list[dict[str, Any]], last_k: int, targets: tuple[float, ...]
 
 
 def last_client_scores(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the last summary of clients' scores with its round; None if there is none."""
+    """Return the last summary of clients' scores; None if there is none.
+
+    It has the round, and as `global` the scores of every size on the test set in that round.
+    """
     for line in reversed(lines):
         if line.get("client_scores"):
-            return {"round": line["round"], **line["client_scores"]}
+            return {"round": line["round"], "global": scores_of(line), **line["client_scores"]}
     return None
