@@ -11,8 +11,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from motley.config import Config, from_saved
 from motley.core.errors import MotleyError
+from motley.data.files.settings import FileSettings
+from motley.data.transforms import TransformSettings
 from motley.export.formats import FILES, FORMATS, Format
 from motley.export.inputs import InputFormat
 from motley.export.rows import RowReader
@@ -26,6 +30,7 @@ from motley.models.inputs import (
     shape_from_json,
     shape_to_json,
 )
+from motley.settings import validate
 from motley.tasks import MetricInfo
 
 CARD = "card.json"
@@ -86,20 +91,23 @@ class Card:
         return FILES[self.format]
 
     def read_config(self) -> Config:
-        """Return the configuration of the run."""
+        """Return the configuration of the run. The user's own modules that it names are imported.
+
+        A program runs without them, so everything else reads `config` only.
+        """
         return from_saved(self.config)
 
     def inputs(self) -> InputFormat:
         """Return the format of the inputs."""
-        transform = self.read_config().data.transform
+        transform = validate(TransformSettings, self.config["data"]["transform"])
         return InputFormat(shape_from_json(self.input_shape), self.input_dtype, transform)
 
     def row_reader(self) -> RowReader | None:
         """Return a reader of the user's own tables and texts, if the run's data came from some."""
-        files = self.read_config().data.files
+        files = self.config["data"].get("files")
         if self.rows is None or files is None:
             return None
-        return RowReader.from_json(self.rows, files)
+        return RowReader.from_json(self.rows, validate(FileSettings, files))
 
 
 def stored_shape(inputs: InputFormat) -> str:
@@ -133,14 +141,13 @@ def read_card(folder: Path) -> Card:
 
 def read_me(card: Card) -> str:
     """Return the card as Markdown."""
-    config = card.read_config()
     rows = [
         ("task", card.task),
         ("data", card.data),
-        ("method", config.method_label),
+        ("method", card.method),
         ("size", card.size + (f", ends at exit {card.exit}" if card.exit else "")),
         ("client", "none: the global model" if card.client is None else str(card.client)),
-        ("round", f"{card.round} of {config.training.rounds}"),
+        ("round", f"{card.round} of {card.config['training']['rounds']}"),
         ("parameters", f"{card.parameters:,}"),
         ("file", f"`{card.file}`, {card.file_bytes / 1e6:.2f} MB"),
         (card.metric, _scores(card)),
@@ -156,7 +163,7 @@ def read_me(card: Card) -> str:
                 f"## Load it\n\n```python\n{snippet(card)}\n```",
                 f"## Input\n\n{_input_text(card)}",
                 f"## Output\n\n{_output_text(card)}",
-                f"## Configuration\n\n```toml\n{config.to_toml().strip()}\n```",
+                f"## Configuration\n\n```toml\n{tomli_w.dumps(card.config).strip()}\n```",
             ]
         )
         + "\n"
