@@ -35,7 +35,7 @@ types: install
 
 # The documentation as a site, in build/site. A broken link or reference is an error.
 docs: install
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv build dist src/*.egg-info

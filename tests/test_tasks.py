@@ -171,6 +171,63 @@ def test_a_loss_and_metrics_of_ones_own(own_functions: None) -> None:
         CLASSIFICATION.with_choices("scalar", ()).example_losses(logits, targets)
 
 
+OWN = """
+import motley
+import torch.nn.functional as F
+
+def focal(outputs, targets):
+    errors = F.cross_entropy(outputs, targets, reduction="none")
+    return (1 - (-errors).exp()) ** 2 * errors
+
+def top2(outputs, targets):
+    return (outputs.topk(2).indices == targets[:, None]).any(1)
+
+doubt = motley.Metric("doubt", False, True, lambda outputs, targets: 1 - outputs.softmax(1)[:, 0])
+"""
+
+
+def test_a_run_with_functions_by_dotted_path_is_recorded_and_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_scores.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    chosen = (
+        "task.loss=own_scores:focal",
+        "task.metrics=own_scores:doubt,own_scores:top2,accuracy",
+    )
+    config = config_of("encoder", *chosen, *SHORT)
+    assert config.task.loss == "own_scores:focal"
+    federation = Federation(config, dataset=data_of(TOKENS, "classification", 2))
+    _, record = played(federation)
+    line = to_line(record)
+    assert line["metric"] == {"name": "doubt", "higher_is_better": False, "percent": True}
+    assert list(line["scores"]) == ["doubt", "top2"] and "accuracy" in line
+    assert line["scores"]["top2"]["mean"] == 1.0
+    with pytest.raises(MotleyError, match=r"task\.loss = 'own_scores:nothing'"):
+        load_config(overrides=["task.loss=own_scores:nothing"])
+
+
+def test_a_federation_of_objects_takes_functions() -> None:
+    def surprise(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).abs().log1p()
+
+    federation = Federation(
+        models=["table1", "table2"],
+        data=data_of(TABLE, "regression", 2),
+        clients=3,
+        training={"rounds": 1},
+        task={"loss": absolute_errors, "metrics": ["mae", surprise]},
+    )
+    _, record = played(federation)
+    assert list(record.scores["table1"].metrics) == ["mae", "surprise"]
+    assert federation.config.task.loss == "tests.test_tasks:absolute_errors"
+    assert federation.config.data.partition.name == "natural"
+
+
+def absolute_errors(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).abs()
+
+
 @pytest.mark.parametrize(
     ("task", "loss", "metrics", "message"),
     [

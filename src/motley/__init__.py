@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from motley.server.pipeline import ServerStage, StageResult, StageSettings
     from motley.settings import Settings
     from motley.splits import Split, SplitSettings
+    from motley.tasks import Metric, Task
 
 __all__ = [
     "EMA",
@@ -38,6 +39,7 @@ __all__ = [
     "InCo",
     "Method",
     "MethodSettings",
+    "Metric",
     "ModelSpec",
     "MotleyError",
     "Natural",
@@ -54,6 +56,7 @@ __all__ = [
     "StageResult",
     "StageSettings",
     "Step",
+    "Task",
     "data",
     "load",
     "load_config",
@@ -73,6 +76,7 @@ _MODULES = {
     "InCo": "motley.objects",
     "Method": "motley.methods",
     "MethodSettings": "motley.methods",
+    "Metric": "motley.tasks",
     "ModelSpec": "motley.models",
     "MotleyError": "motley.core.errors",
     "Natural": "motley.data.partition",
@@ -89,6 +93,7 @@ _MODULES = {
     "StageResult": "motley.server.pipeline",
     "StageSettings": "motley.server.pipeline",
     "Step": "motley.methods",
+    "Task": "motley.tasks",
     "load": "motley.export.loading",
     "load_config": "motley.config",
     "resume_run": "motley.runs.run",

@@ -74,11 +74,12 @@ def deal_examples(config: Config, dataset: Dataset, partition: Partition | None 
 
     This is the configuration's partition, or the caller's if one is given and it fits.
     """
-    clients = config.federation.clients
+    clients, examples = config.federation.clients, len(dataset.train)
     if partition is None:
         refuse_partition_by_label(config.data.partition, config.task.build(dataset.task))
-        return deal(dataset.train, clients, config.seed, config.data.partition, config.public)
-    examples = len(dataset.train)
+        dealt = deal(dataset.train, clients, config.seed, config.data.partition, config.public)
+        check_partition(dealt.partition, clients, examples)  # it may be a user's own
+        return dealt
     check_partition(partition, clients, examples)
     return Dealt(partition, held_out_of(partition, examples, config.public, config.seed))
 

@@ -114,6 +114,7 @@ class Federation:
         method: str | Mapping[str, Any] | type[Method] | Configured | None = None,
         server: Sequence[Any] = (),
         training: Mapping[str, Any] | None = None,
+        task: str | Mapping[str, Any] | None = None,
         engine: str | Callable[[Federation], Engine] | None = "auto",
         seed: int | None = None,
         settings: Mapping[str, Any] | None = None,
@@ -141,6 +142,8 @@ class Federation:
             server: What else the server does: `motley.InCo("paper")`, `motley.EMA(0.95)`,
                 `motley.ServerOptimizer("adam")`, stages of your own.
             training: Keys of `[training]`, such as {"epochs": 2, "optimizer": torch.optim.RMSprop}.
+            task: The task's name, or keys of `[task]`, such as {"loss": my_loss, "metrics":
+                ["accuracy", my_metric]} (docs/tasks.md); by default the data set's own.
             engine: "auto", "local" or "debug". Or a function that builds an engine whose clients
                 are not in this process, for example on Flower nodes; the federation then does not
                 know which examples each client has.
@@ -160,6 +163,7 @@ class Federation:
             "method": method,
             "server": server or None,
             "training": training,
+            "task": task,
             "seed": seed,
             "settings": settings,
         }
@@ -182,6 +186,7 @@ class Federation:
                 method=method,
                 server=server,
                 training=training,
+                task=task,
                 engine=engine if isinstance(engine, str) else "auto",
                 seed=1 if seed is None else seed,
                 settings=settings,

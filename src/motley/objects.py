@@ -26,6 +26,7 @@ from motley.server.optimizer import SERVER_OPTIMIZER_CLASSES
 from motley.server.pipeline import STAGES, ServerStage
 from motley.settings import Configured, Settings
 from motley.splits import SPLITS
+from motley.tasks import LOSSES, METRICS
 
 # ---- the server's parts
 
@@ -77,6 +78,7 @@ def describe_federation(
     method: Any,
     server: Sequence[Any],
     training: Mapping[str, Any] | None,
+    task: str | Mapping[str, Any] | None,
     engine: str,
     seed: int,
     settings: Mapping[str, Any] | None,
@@ -86,8 +88,13 @@ def describe_federation(
     dataset = data if isinstance(data, Dataset) else None
     table: dict[str, Any] = {"seed": seed, "model": writer.models(models)}
     table["data"] = writer.named(DATASETS, data, "data")
-    if partition is None and dataset is not None and dataset.train.clients is not None:
-        partition = "natural"
+    if task is not None:
+        table["task"] = writer.task(task)
+    if partition is None and dataset is not None:
+        if dataset.train.clients is not None:
+            partition = "natural"
+        elif dataset.task != "classification":
+            partition = "iid"  # the default needs classes
     if partition is not None:
         table["data"]["partition"] = writer.partition(partition)
     federation = _federation(dataset, partition, clients, clients_per_round)
@@ -170,6 +177,23 @@ class _Writer:
             if settings is type(value) and entry.name == named:
                 return entry.name
         return self.name_of(registry, type(value), label)
+
+    def task(self, task: str | Mapping[str, Any]) -> dict[str, Any]:
+        """Return the table of the task. Its loss and its metrics may be functions."""
+        if isinstance(task, str):
+            return {"name": task}
+        table = dict(task)
+        loss, metrics = table.get("loss", ""), table.get("metrics", ())
+        if not isinstance(loss, str):
+            table["loss"] = self.name_of(LOSSES, loss, "task.loss")
+        if isinstance(metrics, str) or not isinstance(metrics, Sequence):
+            metrics = [metrics]
+        names = []
+        for metric in metrics:
+            is_name = isinstance(metric, str)
+            names.append(metric if is_name else self.name_of(METRICS, metric, "task.metrics"))
+        table["metrics"] = names
+        return table
 
     def models(self, models: Any) -> dict[str, Any]:
         """Return the table of the models: a mapping of names, or a list of registered names."""

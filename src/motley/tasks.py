@@ -348,7 +348,9 @@ class Task:
 def _accept_task(item: Any) -> Task:
     if isinstance(item, Task):
         return item
-    raise MotleyError(f"is {describe(item)}; an object of a subclass of motley.Task is expected.")
+    raise MotleyError(
+        f"is {describe(item)}; an object of a subclass of motley.tasks.Task is expected."
+    )
 
 
 TASKS: Registry[Task] = Registry("task", group="motley.tasks", accept=_accept_task)

@@ -34,4 +34,4 @@ def test_the_page_runs_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert [line.split() for line in printed.splitlines()][: len(shown)] == shown
     assert (tmp_path / "patients.png").is_file()
     assert (tmp_path / "runs" / "roles" / "metrics.jsonl").is_file()
-    assert names["record"].clients
+    assert names["record"].round_number == 2

@@ -197,7 +197,7 @@ def test_damaged_files_raise_nothing_but_motley_errors(
 ) -> None:
     folder = tmp_path_factory.mktemp(name)
 
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.integers(0, 2**32 - 1))
     def check(seed: int) -> None:
         read_damaged(name, seed, folder)

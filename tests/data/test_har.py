@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -142,6 +144,18 @@ def test_a_truncated_archive_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "uci_har.npz"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(MotleyError, match="truncated or damaged"):
+        load_dataset("har", root=tmp_path)
+
+
+def test_an_array_that_declares_more_than_the_file_has_is_refused(tmp_path: Path) -> None:
+    write_har_arrays(tmp_path)
+    header = io.BytesIO()
+    shape = {"descr": "<f4", "fortran_order": False, "shape": (10**9, 9, 128)}
+    np.lib.format.write_array_header_1_0(header, shape)
+    with zipfile.ZipFile(tmp_path / "uci_har.npz", "w") as archive:
+        for name in ("x", "y", "subject", "chain"):
+            archive.writestr(f"{name}.npy", header.getvalue())
+    with pytest.raises(MotleyError, match=r"uci_har.npz"):
         load_dataset("har", root=tmp_path)
 
 

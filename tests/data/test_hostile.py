@@ -20,6 +20,7 @@ import pytest
 
 from motley.core.errors import MotleyError
 from motley.data.files import opening
+from motley.data.files.arrow_messages import is_compressed
 from motley.data.files.reading import read_files
 from motley.data.files.settings import FileSettings
 
@@ -135,6 +136,17 @@ def many_rows(folder: Path) -> tuple[Path, str]:
     return path, "declares 600,000,000 rows"
 
 
+def compressed_stream(folder: Path) -> tuple[Path, str]:
+    """An Arrow file of a few kilobytes that expands to 800 MB."""
+    table = pa.table({"x": np.zeros(10**8), "target": np.zeros(10**8, np.int8)})
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    path = folder / "data.arrow"
+    with path.open("wb") as file, pa.ipc.new_stream(file, table.schema, options=options) as out:
+        out.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": path.name}]}))
+    return folder, "compressed Arrow files are not read"
+
+
 def repeated_text(folder: Path) -> tuple[Path, str]:
     """A Parquet file of 1 MB in which one text of 1 MB is repeated 20,000 times."""
     path = folder / "mine.parquet"
@@ -157,7 +169,7 @@ HOSTILE: list[Callable[[Path], tuple[Path, str]]] = [
     many_keys,
     repeated_text,
 ]
-SLOW: list[Callable[[Path], tuple[Path, str]]] = [zip_bomb, many_rows]
+SLOW: list[Callable[[Path], tuple[Path, str]]] = [zip_bomb, many_rows, compressed_stream]
 
 
 def refused_in_little_memory(make: Callable[[Path], tuple[Path, str]], folder: Path) -> None:
@@ -179,6 +191,21 @@ def test_hostile_files_are_refused_in_little_memory(
     make: Callable[[Path], tuple[Path, str]], tmp_path: Path
 ) -> None:
     refused_in_little_memory(make, tmp_path)
+
+
+@pytest.mark.parametrize("compression", [None, "zstd", "lz4"])
+def test_compressed_messages_are_recognised(compression: str | None) -> None:
+    table = pa.table({"x": np.zeros(100), "s": pa.array(["a", "b"] * 50).dictionary_encode()})
+    content = io.BytesIO()
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.ipc.new_stream(content, table.schema, options=options) as out:
+        out.write_table(table)
+    messages = list(pa.ipc.MessageReader.open_stream(pa.py_buffer(content.getvalue())))
+    assert [message.type for message in messages] == ["schema", "dictionary", "record batch"]
+    for message in messages[1:]:
+        is_dictionary = message.type == "dictionary"
+        metadata = message.metadata.to_pybytes()
+        assert is_compressed(metadata, is_dictionary=is_dictionary) == (compression is not None)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from motley.core.errors import MotleyError
+from motley.data import from_datasets
 from motley.data.files.reading import Reading, read_files
 from motley.data.files.settings import FileSettings
 from motley.models.inputs import ImageShape, SignalShape, TableShape, TokenShape
@@ -420,6 +421,9 @@ def test_folders_of_hugging_face(tmp_path: Path) -> None:
     assert reading.dataset.class_names == ("no", "yes", "never")
     assert reading.client_names == ("a", "b", "c", "d")
     assert reading.dataset.train.inputs[7].tolist() == np.full((4, 5, 3), 7).tolist()
+    # The library's own objects are map-style data sets.
+    direct = from_datasets(data, clients="user", classes=["no", "yes", "never"])
+    assert direct.shape == ImageShape(3, 4, 5) and len(direct.test) == 4
     data.save_to_disk(tmp_path / "one", num_shards=3)
     one = read(tmp_path / "one", target="label", drop=("user",))
     assert one.held_out and len(one.dataset.test) == 4

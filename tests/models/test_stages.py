@@ -12,8 +12,9 @@ import torch
 from motley.config import ModelSettings
 from motley.core.errors import MotleyError
 from motley.models import MODELS, ImageShape, ModelSpec
+from motley.models.facts import classifiers_of
 from motley.models.projection import with_projection
-from motley.models.spec import Stage, classifiers_of, spec_of
+from motley.models.spec import Stage, spec_of
 from motley.models.stages import chain_of, features, owned, run, shape_behind
 
 IMAGE = ImageShape(3, 32, 32)
@@ -119,7 +120,7 @@ def test_any_module_becomes_a_chain_by_declaring_its_stages() -> None:
     assert owned(model, chain_of(model)[:1]) == ["0.1.weight", "0.1.bias"]
     with_projection(model, 4)
     assert features(model, images).shape == (3, 5) and model(images).shape == (3, 2)
-    assert classifiers_of(spec_of(model)) == ("1.classify",) and classifiers_of(spec) == ("1",)
+    assert classifiers_of(model) == ("1.classify",)
 
 
 @pytest.mark.parametrize("size", CHAINS)

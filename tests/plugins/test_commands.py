@@ -148,12 +148,23 @@ def test_config_prints_users_settings(project: Path, tmp_path: Path) -> None:
     assert answer.code == 0, answer.err
     assert "# How hard clients are pulled back." in answer.out
     assert "strength = 0.5  # --set" in answer.out
+    options = call("config", project / "run.toml", "--set", "model.options.hidden=3").out
+    assert "options = { hidden = 3 }  # --set" in options
     again = tmp_path / "again.toml"
     again.write_text(answer.out)
     assert (
         call("config", "--plain", again).out
         == call("config", "--plain", project / "run.toml", "--set", "method.strength=0.5").out
     )
+
+
+def test_the_working_folder_has_modules_too(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    answer = call("model", "check", "mine:small", "--size", "mine:large", "--shape", "1,8,8")
+    assert answer.code == 0, answer.err
+    assert "mine:large" in answer.out
+    answer = call("config", "--plain", "--set", "method.name=mine:Pull")
+    assert answer.code == 0 and 'name = "mine:Pull"\nstrength = 0.1' in answer.out
 
 
 # ---- entry points

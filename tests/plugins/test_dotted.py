@@ -131,6 +131,22 @@ def test_a_stage_must_have_a_place(importable: Path) -> None:
     )
 
 
+def test_a_users_partition_is_checked(importable: Path) -> None:
+    (importable / "loose.py").write_text(
+        "import numpy as np, motley\nfrom motley.data import Partition\n"
+        "class Beyond(motley.PartitionSettings):\n"
+        "    def split(self, labels, clients, seed):\n"
+        "        return Partition.from_owners(np.arange(len(labels) + 9) % clients, clients)\n"
+        "class Lists(motley.PartitionSettings):\n"
+        "    def split(self, labels, clients, seed):\n"
+        "        return [[0], [1], [2], [3]]\n"
+    )
+    with pytest.raises(MotleyError, match=r"names samples that are not in 0\.\.299"):
+        Federation(config_of(importable, "data.partition.name=loose:Beyond"))
+    with pytest.raises(MotleyError, match=r"motley\.data\.Partition is expected, not a list"):
+        Federation(config_of(importable, "data.partition.name=loose:Lists"))
+
+
 def test_a_missing_module_is_named_with_the_folders_that_were_searched(importable: Path) -> None:
     with pytest.raises(MotleyError) as raised:
         config_of(importable, "method.name=yours:Pull")

@@ -10,15 +10,18 @@ import pytest
 pytest.importorskip("flwr")
 
 import tomli_w
+from flwr.app import ConfigRecord, RecordDict
 
 from motley.config import Config, load_config
 from motley.core.errors import MotleyError
 from motley.deploy.folder import DeploySettings, create
 from motley.deploy.node import check_size, worker_environment
 from motley.flower.failures import NodeError
+from motley.flower.request import read_request
 from motley.flower.run_config import from_text, to_text
 from motley.flower.server import serve
 from motley.flower.settings import NodeSettings, read_node
+from motley.models.inputs import ImageShape, shape_to_json
 from motley.runs.checkpoint import fingerprint
 from motley.runs.plugins import recorded_folders
 from motley.runs.run import start_run
@@ -77,6 +80,10 @@ def test_a_node_refuses_code_that_its_owner_did_not_list(importable: Path, tmp_p
     sizes = text.replace('"mine:small"', '"wicked:small"')
     with pytest.raises(NodeError, match=r"model\.sizes = 'wicked:small'"):
         from_text(sizes, NodeSettings(client=0, modules=("mine",)))
+    job = {"config": text, "inputs": shape_to_json(ImageShape(1, 8, 8)), "classes": 10}
+    message = RecordDict({"job": ConfigRecord({**job, "task": "wicked:task"})})
+    with pytest.raises(NodeError, match=r"task = 'wicked:task': node\.toml does not allow"):
+        read_request(NodeSettings(client=0, modules=("mine",)), message, 1)
     assert "wicked" not in sys.modules
 
 

@@ -207,7 +207,7 @@ def test_names_tables_and_settings_objects(digits: Dataset) -> None:
         ({"models": None}, "Federation: models: should be given."),
         ({"models": 3}, "models: is an int; a mapping from names to functions"),
         ({"models": {"one": small_net()}}, "models['one']: is a Sequential, one module; every"),
-        ({"models": {"one": partial(small_net, hide=3)}}, "has incorrect arguments"),
+        ({"models": {"one": partial(small_net, hide=3)}}, "hide"),
         ({"data": 3}, "data: is an int; a function that returns a motley.data.Dataset"),
         ({"data": np.zeros(3)}, "data: is a ndarray; a function that returns"),
         ({"method": small_net}, "is a function; a subclass of motley.Method is expected."),

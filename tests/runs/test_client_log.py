@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -229,3 +232,12 @@ def test_measures_of_clients(name: str, size: str, number: float | None) -> None
         lines += [{"client_scores": scores}, {"round": 1}]
     value = Measure(name).of(lines, tiny_config("evaluation.last_k=2"), None, size=size)
     assert value == (None if number is None else pytest.approx(number))
+
+
+def test_the_documented_program_prints_what_the_page_says() -> None:
+    page = Path(__file__).parents[2] / "docs" / "evaluation.md"
+    _, program, printed = re.split(r"```python\n|```\n\n```\n", page.read_text(), maxsplit=2)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(program, str(page), "exec"), {})
+    assert out.getvalue() == printed.split("```")[0]

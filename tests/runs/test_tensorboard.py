@@ -122,3 +122,24 @@ def test_a_run_works_without_tensorboard(tmp_path: Path, monkeypatch: pytest.Mon
     start_run(tiny_config(*FAST, "training.rounds=1"), tmp_path / "run")
     assert not (tmp_path / "run" / "tensorboard").exists()
     assert len(MetricsLog(tmp_path / "run" / "metrics.jsonl").read()) == 1
+
+
+def test_scores_of_clients_are_shown(tmp_path: Path) -> None:
+    settings = (
+        "evaluation.per_client=all",
+        "evaluation.client_test_fraction=0.2",
+        "evaluation.personalize_epochs=1",
+        "model.sizes=['mlp1']",
+        "training.rounds=2",
+    )
+    start_run(tiny_config(*settings), tmp_path / "run")
+    series = shown(tmp_path / "run")
+    lines = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
+    for tag, table in (("clients", ""), ("personalized_clients", "personalized")):
+        for name in ("mean", "weighted", "worst_tenth", "std"):
+            expected = []
+            for line in lines:
+                scores = line["client_scores"]
+                numbers = scores[table] if table else scores
+                expected.append((line["round"], pytest.approx(numbers[name], abs=1e-5)))
+            assert series[f"{tag}/{name}"] == expected

@@ -20,6 +20,7 @@ from motley.data.device import device_data
 from motley.data.transforms import TransformSettings
 from motley.engine.base import Job
 from motley.federation import Federation
+from motley.methods import METHODS
 from motley.methods.base import Collection
 from motley.models.inputs import ArrayShape, TokenShape
 from motley.runs.checkpoint import fingerprint
@@ -361,3 +362,16 @@ def test_settings_that_do_not_go_together(settings: tuple[str, ...], message: st
 def test_held_out_examples_do_not_conflict_with_privacy(tmp_path: Path) -> None:
     private = ("privacy.clip=1", "privacy.noise=1", "split.normalization_statistics=batch")
     assert Federation(quick(*HELD_OUT, *private)).client_tests is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [entry.name for entry in METHODS])
+def test_every_methods_clients_are_scored_alike_by_both_engines(method: str) -> None:
+    settings = (*PERSONALIZED, *chosen(method), "training.steps=2", "training.rounds=2")
+    records = {}
+    for engine in ("debug", "local"):
+        federation = Federation(tiny_config(*settings, f"engine.name={engine}"))
+        records[engine] = played(federation)[1][-1]
+    assert records["debug"].client_scores == records["local"].client_scores
+    assert records["local"].client_scores is not None
+    assert not records["local"].refused

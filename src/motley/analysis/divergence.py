@@ -24,7 +24,7 @@ from motley.analysis.replay import all_checkpoints, train_next_round
 from motley.core.errors import MotleyError, unknown
 from motley.core.part import State, add_at
 from motley.federation import Federation
-from motley.models.spec import spec_of
+from motley.models.facts import has_stages
 from motley.models.stages import chain_of, owned
 from motley.settings import Settings
 
@@ -152,7 +152,7 @@ def stages_of_parameters(federation: Federation) -> dict[str, str]:
     split = federation.split
     chains = {}
     for size, blueprint in split.blueprints.items():
-        if spec_of(blueprint.module).stages is None:
+        if not has_stages(blueprint.module):
             raise MotleyError(
                 f"divergence.per = 'stage': model {size!r} declares no stages "
                 "(motley.models.spec). Allowed: 'layer'."

@@ -24,7 +24,7 @@ from motley.analysis.replay import (
 from motley.core.errors import MotleyError, unknown
 from motley.extras import require
 from motley.federation import Federation
-from motley.models.spec import spec_of
+from motley.models.facts import has_stages
 from motley.server.state import ServerState
 from motley.settings import Settings
 
@@ -162,7 +162,7 @@ def _check_stage(
         size = federation.size_of(client, server.round_number + 1)
         module = federation.split.blueprints[size].module
         # The stages of a model that declares none are known when it runs.
-        if spec_of(module).stages is not None:
+        if has_stages(module):
             cut(module, stage, "embedding.stage", size)
 
 

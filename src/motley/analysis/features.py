@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from motley.core.errors import MotleyError, unknown
-from motley.models.spec import spec_of
+from motley.models.facts import blocks_of, has_stages
 from motley.models.stages import chain_of, run
 
 #: Name of the point before the first stage: the images themselves.
@@ -30,7 +30,7 @@ def features(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
 
     Stages without parameters, such as a pooling, are left out.
     """
-    if spec_of(model).stages is None:
+    if not has_stages(model):
         outputs = _hooked(model, images, _modules(model))
         return {name: output.flatten(1) for name, output in outputs.items()}
     outputs = {}
@@ -52,10 +52,10 @@ def features_at(model: nn.Module, images: Tensor, stage: str, key: str) -> Tenso
         outputs = features(model, images)
         if stage in outputs:
             return outputs[stage]
-        if spec_of(model).stages is None:
+        if not has_stages(model):
             raise MotleyError(f"{key} = {stage!r}: {unknown('stage', stage, [S_OUT, *outputs])}")
         return cut(model, stage, key).low(images).flatten(1)
-    if spec_of(model).stages is None:
+    if not has_stages(model):
         return list(features(model, images).values())[-1]
     return run(chain_of(model)[:-1], images).flatten(1)
 
@@ -76,7 +76,7 @@ def cut(model: nn.Module, stage: str, key: str, size: str = "") -> CutModel:
     if stage == INPUT:
         # Models that are not a chain of stages can be cut here, too.
         return CutModel(lambda images: images, model)
-    if spec_of(model).stages is None:
+    if not has_stages(model):
         raise MotleyError(
             f"{key} = {stage!r}: model {size or type(model).__name__!r} declares no stages "
             f"(motley.models.spec), so it cannot be cut. Allowed: {INPUT}."
@@ -96,7 +96,7 @@ def cut(model: nn.Module, stage: str, key: str, size: str = "") -> CutModel:
 
 def extractor(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return a function that computes the features FedIN shares: the first stage's output."""
-    if spec_of(model).stages is not None:
+    if has_stages(model):
         return chain_of(model)[0].run
     name, first = next(iter(_modules(model).items()))
 
@@ -108,7 +108,7 @@ def extractor(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that stand for the stages of a model that declares no chain of stages."""
-    blocks = spec_of(model).blocks
+    blocks = blocks_of(model)
     if blocks:
         return {path: model.get_submodule(path) for path in blocks}
     children = {}

@@ -47,6 +47,11 @@ COMMANDS = (
         "motley.cli.data:data",
     ),
     LazyCommand(
+        "model",
+        "Check models: your own, or Motley's.",
+        "motley.cli.model:model",
+    ),
+    LazyCommand(
         "bench",
         "Measure milliseconds per round and per client step, memory, and where the time goes.",
         "motley.cli.bench:bench",

@@ -101,9 +101,14 @@ def _origin(settings: Settings, prefix: str, name: str, resolved: Resolved) -> s
 
     Values that no layer gave are defaults, or belong to the table's variant.
     """
-    origin = resolved.origins.get(f"{prefix}{name}")
+    key = f"{prefix}{name}"
+    origin = resolved.origins.get(key)
     if origin is not None:
         return origin
+    # A table of free keys, such as model.options, has one origin per key.
+    inside = [text for other, text in resolved.origins.items() if other.startswith(f"{key}.")]
+    if inside:
+        return ", ".join(dict.fromkeys(inside))
     variant = getattr(settings, "variant", "")
     if variant and getattr(settings, name) != type(settings).model_fields[name].default:
         return f"variant {variant}"

@@ -41,6 +41,7 @@ from motley.data.files.summary import (
     training_clients,
     warnings_about,
 )
+from motley.data.natural import limit_clients
 from motley.data.plot import draw_clients
 from motley.data.sources import SOURCES
 from motley.extras import require
@@ -167,7 +168,8 @@ def plot_command(
         if dataset.task == "classification":
             classes = [class_name(dataset, number) for number in range(dataset.classes)]
         draw_clients(counts, classes, client_names, title, file)
-    _say(Console(), f"{out}: {len(partition)} clients, {counts.shape[1]} classes")
+    classes_note = f", {dataset.classes} classes" if len(classes) > 1 else ""
+    _say(Console(), f"{out}: {len(partition)} clients{classes_note}")
 
 
 def _load(config: Config) -> tuple[Dataset, tuple[str, ...]]:
@@ -175,8 +177,9 @@ def _load(config: Config) -> tuple[Dataset, tuple[str, ...]]:
     if config.data.files is None or config.data.file_path is None:
         return config.data.load(), ()
     reading = read_files(config.data.file_path, config.data.files)
-    numbers = training_clients(reading.dataset)
-    return reading.dataset, tuple(reading.client_names[number] for number in numbers)
+    dataset = limit_clients(reading.dataset, config.data.max_clients, config.data.max_per_client)
+    numbers = training_clients(dataset)
+    return dataset, tuple(reading.client_names[number] for number in numbers)
 
 
 def _with_natural_clients(config: Config, dataset: Dataset, chosen: dict[str, Any]) -> Config:

@@ -109,14 +109,19 @@ def required_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 def takes_any_keyword(function: Callable[..., Any]) -> bool:
     """Tell whether a function has a parameter **kwargs."""
-    parameters = signature(function).parameters.values()
-    return any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
+    return any(parameter.kind is Parameter.VAR_KEYWORD for parameter in _signature(function))
 
 
 def _parameters(function: Callable[..., Any]) -> list[Parameter]:
     by_keyword = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    parameters = signature(function).parameters.values()
-    return [parameter for parameter in parameters if parameter.kind in by_keyword]
+    return [parameter for parameter in _signature(function) if parameter.kind in by_keyword]
+
+
+def _signature(function: Callable[..., Any]) -> list[Parameter]:
+    try:
+        return list(signature(function).parameters.values())
+    except (TypeError, ValueError):  # some callables of C code have no signature
+        return []
 
 
 def _parts(path: str) -> tuple[str, str]:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 MAX_CLIENTS = 120
 #: More names than this on the axis of classes would overlap.
 MAX_NAMES = 40
+#: The height of the bars above the discs.
+BARS_INCHES = 1.3
 INK = "#1b4965"
 LIGHT = "#b8c4cc"
 
@@ -24,7 +26,7 @@ def draw_clients(
     title: str,
     file: IO[bytes],
 ) -> None:
-    """Draw a partition as a PNG: one column per client, one row per class.
+    """Draw a partition as a PNG: one column per client, one row per class if there are several.
 
     `counts` has the shape (clients, classes). The area of a disc is proportional to the number of
     examples, so that classes and clients can be compared across the whole picture. The bars above
@@ -37,17 +39,25 @@ def draw_clients(
     clients, classes = counts.shape
     width = min(15.0, max(6.0, 2.6 + 0.16 * clients))
     height = min(11.0, max(3.8, 2.6 + 0.26 * classes))
+    if classes == 1:
+        height = BARS_INCHES + 1.4
     figure = Figure(figsize=(width, height), layout="constrained")
-    bars, grid = figure.subplots(
-        2, 1, sharex=True, gridspec_kw={"height_ratios": [1, max(1.2, 0.28 * classes)]}
-    )
     if len(shown) < len(client_names):
-        title += f" ({len(shown)} of {len(client_names)} clients shown, evenly by size)"
+        title += f" ({len(shown)} of {len(client_names):,} clients shown, evenly by size)"
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
-    _draw_totals(bars, counts.sum(axis=1))
-    _draw_discs(grid, counts, width, height)
-    _name_classes(grid, class_names)
-    _name_clients(grid, [client_names[number] for number in shown], shown)
+    names = [client_names[number] for number in shown]
+    if classes == 1:
+        bars = figure.subplots()
+        _draw_totals(bars, counts.sum(axis=1))
+        _name_clients(bars, names, shown)
+    else:
+        heights = [BARS_INCHES, height - BARS_INCHES - 0.8]
+        bars, grid = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": heights})
+        _draw_totals(bars, counts.sum(axis=1))
+        bars.tick_params(axis="x", length=0, labelbottom=False)
+        _draw_discs(grid, counts, width, height)
+        _name_classes(grid, class_names)
+        _name_clients(grid, names, shown)
     figure.savefig(file, format="png", dpi=130)
 
 
@@ -64,7 +74,6 @@ def _draw_totals(axes: Axes, totals: np.ndarray) -> None:
     axes.bar(np.arange(len(totals)), totals, width=0.75, color=INK)
     axes.set_ylabel("examples")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(axis="x", length=0, labelbottom=False)
 
 
 def _draw_discs(axes: Axes, counts: np.ndarray, width: float, height: float) -> None:
@@ -73,11 +82,11 @@ def _draw_discs(axes: Axes, counts: np.ndarray, width: float, height: float) -> 
     # In points (1/72 inch). The largest disc may reach over its column, because its neighbours
     # are rarely as large, but not over its row.
     column = 72 * (width - 1.6) / len(counts)
-    row = 72 * 0.7 * (height - 1.0) / counts.shape[1]
+    row = 72 * (height - BARS_INCHES - 1.4) / counts.shape[1]
     largest = min(1.7 * column, 0.95 * row, 40.0) ** 2
     areas = np.maximum(values / max(1, values.max(initial=1)) * largest, 0.6)
     axes.scatter(clients, classes, s=areas, color=INK, alpha=0.85, linewidths=0)
-    axes.set_xlim(-0.7, len(counts) - 0.3)
+    axes.set_xlim(-1, len(counts))
     axes.set_ylim(-0.7, counts.shape[1] - 0.3)
     axes.set_axisbelow(True)
     axes.grid(color=LIGHT, linewidth=0.3)

@@ -182,7 +182,7 @@ SOURCES = {
         "heart-disease",
         HEART_FILES,
     ),
-    "heart-pooled": Source((heart.LAYOUT,), "heart-disease", HEART_FILES),
+    "heart-pooled": Source((heart.POOLED_LAYOUT,), "heart-disease", HEART_FILES),
     "mnist": Source(
         (mnist.LAYOUT,),
         "mnist",

@@ -54,7 +54,7 @@ from motley.methods.distillation import (
     kl_divergence,
 )
 from motley.methods.info import FederationInfo
-from motley.models.spec import classifiers_of
+from motley.models.facts import InferenceError, classifiers_of, head_of
 from motley.settings import Limit
 from motley.splits.base import Split
 
@@ -131,20 +131,21 @@ def shared_head(split: Split) -> dict[str, list[str]]:
     tensors_of: dict[str, dict[str, Tensor]] = {}
     classifiers: set[str] = set()
     for size, blueprint in split.blueprints.items():
-        spec = blueprint.spec
-        if spec.head is None:
+        try:
+            prefix = f"{head_of(blueprint.module)}."
+        except InferenceError as error:
             raise MotleyError(
                 f"method.name = 'fedet': {size!r} declares no head, which Fed-ET exchanges between "
-                "sizes. Declare ModelSpec.head, or use split.name = 'grouped' or 'depth'."
-            )
-        prefix = f"{spec.head}."
+                "sizes. Declare ModelSpec.head, or use split.name = 'grouped' or 'depth'. "
+                f"It cannot be inferred: {error}"
+            ) from error
         tensors = blueprint.module.state_dict()
         tensors_of[size] = {
             name.removeprefix(prefix): tensor
             for name, tensor in tensors.items()
             if name.startswith(prefix)
         }
-        for classifier in classifiers_of(spec):
+        for classifier in classifiers_of(blueprint.module):
             classifiers.add(f"{classifier}.weight".removeprefix(prefix))
     first, *others = tensors_of.values()
     exchanged = []
@@ -158,7 +159,7 @@ def shared_head(split: Split) -> dict[str, list[str]]:
             "all sizes a last layer of one width."
         )
     return {
-        size: [f"{blueprint.spec.head}.{name}" for name in exchanged]
+        size: [f"{head_of(blueprint.module)}.{name}" for name in exchanged]
         for size, blueprint in split.blueprints.items()
     }
 

@@ -40,7 +40,7 @@ from motley.methods.base import (
     ServerAlgorithm,
 )
 from motley.methods.step import Step
-from motley.models.spec import classifiers_of
+from motley.models.facts import classifiers_of
 
 
 class HeteroFLSettings(MethodSettings):
@@ -131,7 +131,7 @@ class HeteroFLServer(ServerAlgorithm):
     def _classifier(self, size: str) -> list[str]:
         """Return the parameters of the layers that output one number per class."""
         split = self.info.split
-        layers = classifiers_of(split.blueprints[size].spec)
+        layers = classifiers_of(split.blueprints[size].module)
         return [name for name in split.parameters_of(size) if name.rpartition(".")[0] in layers]
 
     def collection_clients(self, round_number: int) -> Sequence[int]:

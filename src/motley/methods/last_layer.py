@@ -12,8 +12,8 @@ from motley.core.errors import MotleyError
 from motley.methods.base import Collection
 from motley.methods.info import FederationInfo
 from motley.methods.step import Step
+from motley.models.facts import classifiers_of
 from motley.models.projection import representation_and_answer
-from motley.models.spec import classifiers_of
 from motley.splits.base import Split
 
 
@@ -34,7 +34,7 @@ def last_layers(split: Split, method: str) -> dict[str, LastLayer]:
     """
     layers = {}
     for size, blueprint in split.blueprints.items():
-        paths = classifiers_of(blueprint.spec)
+        paths = classifiers_of(blueprint.module)
         module = blueprint.module.get_submodule(paths[0]) if len(paths) == 1 else None
         if not isinstance(module, nn.Linear):
             raise MotleyError(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from motley.core.errors import MotleyError
+from motley.models.facts import InferenceError, head_of
 from motley.models.heads import ProjectionHead
 from motley.models.inputs import InputShape, example_inputs
 from motley.models.spec import declare, spec_of
@@ -25,17 +26,21 @@ def with_projection(model: nn.Module, width: int) -> nn.Module:
     """
     if not width:
         return model
-    spec = spec_of(model)
-    last = model.get_submodule(spec.head) if spec.head else None
-    if spec.head is None or not isinstance(last, nn.Linear):
+    try:
+        path = head_of(model)
+        last = model.get_submodule(path)
+        reason = f"{path!r} is a {type(last).__name__}"
+    except InferenceError as error:
+        last, reason = None, str(error).rstrip(".")
+    if not isinstance(last, nn.Linear):
         raise MotleyError(
             f"model.projection = {width}: a projection is inserted before a linear head, and "
-            f"{type(model).__name__} declares none (motley.models.spec). Use 0."
+            f"{type(model).__name__} has none: {reason}. Use 0."
         )
-    parent, _, name = spec.head.rpartition(".")
+    parent, _, name = path.rpartition(".")
     head = ProjectionHead(last.in_features, width, last.out_features)
     setattr(model.get_submodule(parent), name, head)
-    return declare(model, replace(spec, classifiers=(f"{spec.head}.classify",)))
+    return declare(model, replace(spec_of(model), head=path, classifiers=(f"{path}.classify",)))
 
 
 def representation_width(blueprint: nn.Module, shape: InputShape) -> int:

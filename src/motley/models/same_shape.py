@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from motley.models.facts import blocks_of
 from motley.models.lstm import LSTMLayer
-from motley.models.spec import CrossLayer, spec_of
+from motley.models.spec import CrossLayer
 from motley.models.stages import is_within
 
 
@@ -18,10 +19,11 @@ def same_shape_layers(model: nn.Module) -> list[CrossLayer]:
     each of their parameters: convolutions, linear layers and norms. The blocks of a stage are those
     with one parent: `layer3.0` and `layer3.1` of a ResNet, all blocks of a ViT.
     """
+    blocks = blocks_of(model)
     first_layers: dict[object, str] = {}
     pairs = []
     for name, layer in model.named_modules():
-        stage = _stage_of(model, name)
+        stage = _stage_of(blocks, name)
         shapes = [(key, value.shape) for key, value in layer.named_parameters(recurse=False)]
         if stage is None or not shapes:
             continue
@@ -39,9 +41,9 @@ def gates_of(layer: nn.Module) -> int:
     return 3 if isinstance(layer, nn.GRU) else 1
 
 
-def _stage_of(model: nn.Module, name: str) -> str | None:
+def _stage_of(blocks: tuple[str, ...], name: str) -> str | None:
     """Return the parent of the block that a module is in, or None if it is in no block."""
-    for block in spec_of(model).blocks:
+    for block in blocks:
         if is_within(name, block):
             return block.rpartition(".")[0]
     return None

@@ -1,13 +1,14 @@
 """Declarations about models: one `ModelSpec` per size, and the registry of all sizes.
 
 A model is any `nn.Module`. Only `build` is required. The other fields say what splits and methods
-may do with the model. A split or method that needs a missing declaration raises an error.
+may do with the model. A field that is None is inferred from the model when it is needed
+(`motley.models.facts`, `motley.models.inference`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -44,6 +45,14 @@ class Stage(NamedTuple):
     members: tuple[str, ...] | None = None
 
 
+class BuiltWith(NamedTuple):
+    """The arguments of `ModelSpec.build`."""
+
+    settings: Any
+    shape: Any
+    classes: int
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """One size: how to build it, and what splits and methods may do with it."""
@@ -57,11 +66,11 @@ class ModelSpec:
     #: Where methods may cut the model (FedIN, FedImpro, MOON); the last stage is the head.
     stages: tuple[Stage, ...] | None = None
     #: The repeated blocks in order, by their paths. InclusiveFL does not share a size's last block.
-    blocks: tuple[str, ...] = ()
-    #: Model -> which of its channels belong together. None if it cannot be split in width.
+    blocks: tuple[str, ...] | None = None
+    #: Model -> which of its channels belong together.
     channels: Callable[[Any], Channels] | None = None
     #: Model -> the pairs of parameters that InCo mixes.
-    cross_layers: Callable[[Any], Sequence[CrossLayer]] = lambda model: ()
+    cross_layers: Callable[[Any], Sequence[CrossLayer]] | None = None
     #: The last layer, by its path.
     head: str | None = None
     #: Layers that output one value per class, by their paths. If it is empty, this is the head.
@@ -69,6 +78,9 @@ class ModelSpec:
     #: Called with the initialized model and the arguments of `build`, to change it in place. What
     #: changes the shapes of weights belongs here, since initial values depend on shapes.
     after_init: Callable[..., None] | None = None
+    #: What the model was built with, from which the missing fields are inferred. `make` sets it.
+    #: Nothing is inferred if it is None.
+    built_with: BuiltWith | None = None
     #: The settings class of `[model.options]`, for a model that is not Motley's own.
     options_class: type[Settings] | None = None
 
@@ -81,7 +93,15 @@ class ModelSpec:
         initialize(model, init)
         if self.after_init is not None:
             self.after_init(model, *arguments)
-        return declare(model, self)
+        if self.is_complete or len(arguments) != len(BuiltWith._fields):
+            return declare(model, self)
+        return declare(model, replace(self, built_with=BuiltWith(*arguments)))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is nothing to infer."""
+        facts = (self.stages, self.blocks, self.channels, self.cross_layers, self.head)
+        return all(fact is not None for fact in facts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelSpec:
         """Return itself, because it never changes: a copy of a model has the same declaration."""
@@ -105,20 +125,13 @@ def spec_of(model: nn.Module) -> ModelSpec:
     return spec if isinstance(spec, ModelSpec) else ModelSpec(type(model))
 
 
-def classifiers_of(spec: ModelSpec) -> tuple[str, ...]:
-    """Return the paths of the layers that output one value per class."""
-    if spec.classifiers:
-        return spec.classifiers
-    return () if spec.head is None else (spec.head,)
-
-
 __all__ = [
     "MODELS",
+    "BuiltWith",
     "CrossLayer",
     "ImageShape",
     "ModelSpec",
     "Stage",
-    "classifiers_of",
     "declare",
     "spec_of",
 ]

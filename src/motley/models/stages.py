@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from motley.core.errors import MotleyError
+from motley.models.facts import InferenceError, stages_of
 from motley.models.inputs import InputShape, example_inputs
-from motley.models.spec import Stage, spec_of
+from motley.models.spec import Stage
 
 
 class BoundStage(NamedTuple):
@@ -36,17 +37,18 @@ def chain_of(model: nn.Module) -> Chain:
 
     Modules are looked up again on every call, because a head may have been replaced.
     """
-    declared = spec_of(model).stages
-    if declared is None:
+    try:
+        stages = stages_of(model)
+    except InferenceError as error:
         raise MotleyError(
-            f"model.sizes: {type(model).__name__} declares no chain of stages "
-            "(motley.models.spec), which method.name needs to cut the model. Choose another model "
-            "or split, or a method that does not cut models."
-        )
-    return tuple(_bound(model, stage) for stage in declared)
+            f"model.sizes: {error} A method that cuts models (method.name) needs a chain of "
+            "stages. Choose another model or split, or a method that does not cut models."
+        ) from error
+    return tuple(bind(model, stage) for stage in stages)
 
 
-def _bound(model: nn.Module, stage: Stage) -> BoundStage:
+def bind(model: nn.Module, stage: Stage) -> BoundStage:
+    """Return a stage of a given model."""
     if not isinstance(stage.run, str):
         return BoundStage(stage.name, partial(stage.run, model), stage.members or ())
     path = stage.run or stage.name

@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import ClassVar, Literal
 
 import torch
@@ -21,6 +21,7 @@ from motley.core.randomness import torch_seed
 from motley.core.registry import Registry
 from motley.limits import allocating
 from motley.models import CrossLayer, ModelSpec
+from motley.models.facts import cross_layers_of
 from motley.models.same_shape import same_shape_layers
 from motley.models.spec import spec_of
 from motley.settings import Settings
@@ -65,13 +66,20 @@ class Blueprint:
 
     build: Callable[[], nn.Module]
     module: nn.Module
-    cross_layers: tuple[CrossLayer, ...]
+    #: Returns the pairs that InCo mixes. It is called when they are needed: inferring them takes
+    #: time.
+    find_cross_layers: Callable[[], Sequence[CrossLayer]]
 
     @classmethod
     def of(cls, name: str, build: Callable[[], nn.Module]) -> Blueprint:
         """Draw up the blueprint of an architecture."""
         module = build_on_meta(name, build)
-        return cls(build, module, tuple(spec_of(module).cross_layers(module)))
+        return cls(build, module, cache(partial(cross_layers_of, module)))
+
+    @property
+    def cross_layers(self) -> tuple[CrossLayer, ...]:
+        """The pairs of parameters that InCo mixes."""
+        return tuple(self.find_cross_layers())
 
     @property
     def spec(self) -> ModelSpec:
@@ -326,8 +334,10 @@ class Split(ABC):
 
 
 def is_own_model(model: nn.Module) -> bool:
-    """Tell whether a model is one of Motley's own."""
-    return type(model).__module__.startswith(OWN_MODELS)
+    """Tell whether a model is one of Motley's own, without modules of a user in it."""
+    if not type(model).__module__.startswith(OWN_MODELS):
+        return False
+    return all(type(m).__module__.startswith((OWN_MODELS, "torch.nn.")) for m in model.modules())
 
 
 def is_described_by_its_state(blueprint: nn.Module) -> bool:

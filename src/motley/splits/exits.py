@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from motley.core.errors import MotleyError
 from motley.models.channels import CLASSES, Axis, Channels
+from motley.models.facts import blocks_of
 from motley.models.resnet import ResNet
 from motley.models.spec import declare, spec_of
 from motley.models.vit import ViT
@@ -137,11 +138,6 @@ def answers_of(model: nn.Module, images: Tensor) -> list[Tensor]:
     return model.answers(images) if isinstance(model, WithExits) else [model(images)]
 
 
-def count_blocks(model: nn.Module) -> int:
-    """Return how many blocks a network has."""
-    return len(_blocks(model))
-
-
 def _blocks(model: nn.Module) -> list[tuple[nn.Sequential, int, str]]:
     """Return every block as (its parent module, its index there, the stream it writes)."""
     if isinstance(model, ResNet):
@@ -151,9 +147,7 @@ def _blocks(model: nn.Module) -> list[tuple[nn.Sequential, int, str]]:
         return blocks
     if isinstance(model, ViT):
         return [(model.blocks, number, "token") for number in range(len(model.blocks))]
-    raise MotleyError(
-        f"split.name = 'grid': {type(model).__name__} has no exits. Allowed are ResNets and ViTs."
-    )
+    raise TypeError(f"{type(model).__name__} is neither a ResNet nor a ViT")
 
 
 def add_exits(
@@ -193,7 +187,7 @@ def add_exits(
     branched = replace(
         spec,
         stages=None,
-        blocks=spec.blocks[: cuts[level]],
+        blocks=blocks_of(network)[: cuts[level]],
         head=spec.head if is_whole else None,
         classifiers=tuple(classifiers),
     )

@@ -15,8 +15,12 @@ from torch import nn
 
 from motley.core.errors import MotleyError
 from motley.models.channels import Channels
+from motley.models.facts import blocks_of
+from motley.models.resnet import ResNet
+from motley.models.vit import ViT
 from motley.splits.base import SPLITS
-from motley.splits.exits import add_exits, count_blocks, exit_channels
+from motley.splits.chain_exits import add_chain_exits, check_exits
+from motley.splits.exits import add_exits, exit_channels
 from motley.splits.width import Rate, Width, WidthSettings
 
 
@@ -83,13 +87,17 @@ class Grid(Width):
     def uncut(self, level: int) -> nn.Module:
         """Return the model of a level at full width."""
         model, settings = self.base(), self.settings
-        if settings.cuts[-1] != count_blocks(model):
+        has_own_class = isinstance(model, ResNet | ViT)
+        blocks = blocks_of(model) if has_own_class else check_exits(model)
+        if settings.cuts[-1] != len(blocks):
             raise MotleyError(
                 f"split.cuts = {list(settings.cuts)}: the last level is the whole network, and "
-                f"{self.architecture!r} has {count_blocks(model)} blocks."
+                f"{self.architecture!r} has {len(blocks)} blocks."
             )
-        return add_exits(model, settings.cuts, level, settings.head, settings.output == "mean")
+        add = add_exits if has_own_class else add_chain_exits
+        return add(model, settings.cuts, level, settings.head, settings.output == "mean")
 
     def more_channels(self, whole: nn.Module) -> Channels:
         """Return the channels of the exits."""
-        return exit_channels(whole)
+        # Those of other models are inferred with the rest of them.
+        return exit_channels(whole) if isinstance(whole, ResNet | ViT) else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from motley.core.errors import MotleyError
+from motley.models.facts import blocks_of
 from motley.models.stages import chain_of, is_within
 from motley.splits.base import SPLITS, Blueprint
 from motley.splits.depth import Depth
@@ -34,7 +35,7 @@ class Inclusive(Depth):
 
 def last_blocks(size: str, blueprint: Blueprint) -> tuple[str, ...]:
     """Return the last group of a size's blocks: all of a ViT's, those of a ResNet's stage 4."""
-    blocks = blueprint.spec.blocks
+    blocks = blocks_of(blueprint.module)
     if not blocks:
         raise MotleyError(
             f"model.sizes: {size!r} has no blocks; InclusiveFL (split.name = 'inclusive', "

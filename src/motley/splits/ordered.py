@@ -12,10 +12,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from motley.core.part import Piece, State
+from motley.core.errors import MotleyError
+from motley.core.part import Piece, State, take
 from motley.models.channels import CLASSES
+from motley.models.inference.check import close, random_state
+from motley.models.inference.facts import random_inputs
 from motley.splits.base import SPLITS
-from motley.splits.ordered_dropout import mask_rows, order
+from motley.splits.ordered_dropout import mask_rows, narrowed, order
 from motley.splits.width import Width, WidthSettings, fresh, kept
 
 ROWS = ("running_mean", "running_var")
@@ -55,6 +58,33 @@ class Ordered(Width):
                 masks[name.removesuffix(".bias")] = rows
         order(model, masks)
         return model
+
+    def check(self) -> None:
+        """Check models whose channels were inferred: a wide model must contain the narrowest.
+
+        Masks are set after layers with a bias, on the second dimension of their outputs. Not every
+        network can be written like that.
+        """
+        super().check()
+        spec = self.whole.spec
+        if spec.channels is not None or spec.built_with is None:
+            return
+        widest = max(self.sizes, key=lambda size: self.rates[size])
+        narrowest = min(self.sizes, key=lambda size: self.rates[size])
+        state = random_state(self.initial(0))
+        inputs = random_inputs(spec.built_with.shape, 2)
+        results = []
+        for size in (widest, narrowest):
+            model = self._initialized(size, seed=0).eval()
+            model.load_state_dict(take(state, self.part(size)))
+            with torch.no_grad(), narrowed(model, torch.tensor([0])):
+                results.append(model(inputs))
+        if not close(*results):
+            raise MotleyError(
+                f"split.name = 'ordered': {self.architecture!r} does not compute the same at its "
+                "smallest width as a network of this width. It is for convolutions and linear "
+                "layers with the channels in the second dimension. Use split.name = 'width'."
+            )
 
     def _inside(self, rate: float) -> list[float]:
         """Return the rates at which a size of this rate can run. Its own is the last."""

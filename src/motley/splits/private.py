@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from motley.core.errors import MotleyError
-from motley.models.spec import classifiers_of, spec_of
+from motley.models.facts import classifiers_of
 from motley.models.stages import is_within
 
 HEAD, BODY, NORMALIZATION = "head", "body", "normalization"
@@ -70,7 +70,7 @@ def _matching(choice: str, size: str, model: nn.Module) -> set[str]:
 
 def _head(choice: str, size: str, model: nn.Module) -> Sequence[str]:
     """Return the layers that output one value per class."""
-    layers = classifiers_of(spec_of(model))
+    layers = classifiers_of(model)
     if not layers:
         raise MotleyError(
             f"split.private = {choice!r}: {size!r} declares no head (motley.models.spec). Name the "

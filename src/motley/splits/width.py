@@ -29,9 +29,12 @@ from motley.core.errors import MotleyError
 from motley.core.meta import on_meta
 from motley.core.part import Part, Piece, State
 from motley.core.randomness import generator
-from motley.models import MODELS
 from motley.models.channels import CLASSES, Axis, Channels, axes, positions
+from motley.models.facts import InferenceError, channels_of, width_attributes_of
+from motley.models.inference import inference_of
+from motley.models.inference.cut import check_cut, resize_attributes
 from motley.models.lstm import LSTMLayer
+from motley.models.spec import declare, spec_of
 from motley.splits.base import SPLITS, STATISTICS, Blueprint, Split, SplitSettings
 from motley.splits.narrow import narrow
 
@@ -108,12 +111,25 @@ class Width(Split):
     def _blueprint(self, level: int) -> Blueprint:
         build = partial(self._build_narrow, level)
         with on_meta():
+            self._check_inferred(level)
             return replace(self.whole, build=build, module=build())
 
-    def _build_narrow(self, level: int) -> nn.Module:
+    def _check_inferred(self, level: int) -> None:
+        """Check that a narrow model whose channels were inferred runs as they say."""
+        spec = self.whole.spec
+        if spec.channels is None and spec.built_with is not None:
+            rate = self.settings.rates[level]
+            try:
+                whole = inference_of(self.uncut(level))
+                check_cut(whole, self._cut(level), lambda axis: kept(axis, rate))
+            except InferenceError as error:
+                raise MotleyError(f"split.rates = {rate:g}: {error}") from error
+
+    def _cut(self, level: int) -> nn.Module:
+        """Return a new model of a size, with fewer channels."""
         model, rate = self.uncut(level), self.settings.rates[level]
         shapes = {}
-        for name, tensor in model.state_dict().items():
+        for name, tensor in _tensors(model).items():
             lengths = []
             for axis, length in zip(self.axes[name], tensor.shape, strict=True):
                 if axis is None:
@@ -122,6 +138,13 @@ class Width(Split):
                     lengths.append(kept(axis, rate) * axis.repeats * axis.inner)
             shapes[name] = tuple(lengths)
         narrow(model, shapes)
+        attributes = width_attributes_of(self.whole.module)
+        resize_attributes(model, attributes, lambda axis: kept(axis, rate))
+        # A new object: what was inferred about the whole model is not true of this one.
+        return declare(model, replace(spec_of(model)))
+
+    def _build_narrow(self, level: int) -> nn.Module:
+        model, rate = self._cut(level), self.settings.rates[level]
         if self.settings.scaler and rate < 1:
             for name, module in model.named_modules():
                 if isinstance(module, nn.RNNBase | LSTMLayer):
@@ -141,15 +164,14 @@ class Width(Split):
     @cached_property
     def axes(self) -> dict[str, tuple[Axis | None, ...]]:
         """The channel stream of every dimension of every tensor; None for those never sliced."""
-        declared = self.whole.spec.channels
-        if declared is None:
-            able = sorted({entry.item.family for entry in MODELS if entry.item.channels})
-            raise MotleyError(
-                f"model.sizes = {[self.architecture]!r}: family {self.whole.family!r} cannot be "
-                f"split in width. Allowed are {', '.join(able)}."
-            )
         whole = self.whole.module
-        return axes({**declared(whole), **self.more_channels(whole)}, whole.state_dict())
+        try:
+            channels = channels_of(whole)
+        except InferenceError as error:
+            raise MotleyError(
+                f"model.sizes = {[self.architecture]!r}: cannot be split in width: {error}"
+            ) from error
+        return axes({**channels, **self.more_channels(whole)}, _tensors(whole))
 
     def more_channels(self, whole: nn.Module) -> Channels:
         """Return the channels of layers that a subclass adds to the architecture."""
@@ -235,6 +257,11 @@ class Width(Split):
             name: whole[name] if name in whole else fresh(name, tensor)
             for name, tensor in self.whole_frame.items()
         }
+
+
+def _tensors(model: nn.Module) -> State:
+    """Return a model's parameters and buffers, including buffers that are not in its state."""
+    return {**dict(model.named_buffers()), **model.state_dict()}
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ which turns a rare value in the test part into a billion.
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,7 @@ LAYOUT = FileLayout(
     tuple(f"processed.{hospital}.data" for hospital in HOSPITALS),
     folders=("heart-disease", "heart_disease", "heart_disease_dataset"),
 )
+POOLED_LAYOUT = replace(LAYOUT, name="heart-pooled")
 COLUMNS = (
     "age",
     "sex",
@@ -73,7 +75,7 @@ MAX_BYTES = 10_000_000
 def load(source: DataSource) -> Dataset:
     """Read the four files; every hospital standardizes by its own training part."""
     source.refuse_path("heart")
-    return _load("heart", source, pooled=False)
+    return _load(LAYOUT, source, pooled=False)
 
 
 @DATASETS.register(
@@ -84,11 +86,11 @@ def load(source: DataSource) -> Dataset:
 def load_pooled(source: DataSource) -> Dataset:
     """Like `load`, with one mean and deviation per column for all hospitals."""
     source.refuse_path("heart-pooled")
-    return _load("heart-pooled", source, pooled=True)
+    return _load(POOLED_LAYOUT, source, pooled=True)
 
 
-def _load(name: str, source: DataSource, *, pooled: bool) -> Dataset:
-    patients, labels, hospitals, in_train = _read_hospitals(source)
+def _load(layout: FileLayout, source: DataSource, *, pooled: bool) -> Dataset:
+    patients, labels, hospitals, in_train = _read_hospitals(layout.find(source.root))
     standardized = np.empty_like(patients)
     for hospital in np.unique(hospitals):
         rows = hospitals == hospital
@@ -98,7 +100,7 @@ def _load(name: str, source: DataSource, *, pooled: bool) -> Dataset:
     shape = TableShape(patients.shape[1])
     examples = Examples(standardized.astype(np.float32), labels, hospitals, shape)
     return Dataset(
-        name,
+        layout.name,
         train=examples.rows(in_train),
         test=examples.rows(~in_train),
         classes=len(CLASS_NAMES),
@@ -107,11 +109,11 @@ def _load(name: str, source: DataSource, *, pooled: bool) -> Dataset:
 
 
 def _read_hospitals(
-    source: DataSource,
+    files: list[Path],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return all patients, their labels and hospitals, and whether they are for training."""
     patients, labels, hospitals, in_train = [], [], [], []
-    for hospital, path in enumerate(LAYOUT.find(source.root)):
+    for hospital, path in enumerate(files):
         rows, row_labels = read_hospital(path)
         train_rows, _ = stratified_split(row_labels)
         patients.append(rows)

@@ -7,12 +7,14 @@ is downloaded, no script is run and nothing is unpickled.
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from motley.core.errors import MotleyError
 from motley.data.files.arrow import DAMAGED, first_line, from_arrow, names_in_features
+from motley.data.files.arrow_messages import is_compressed
 from motley.data.files.delimited import MISSING_MARKS
 from motley.data.files.opening import MAX_COLUMNS, MAX_ROWS, check_file, check_memory
 from motley.data.files.table import Table, check_names, is_read
@@ -118,6 +120,14 @@ def _read_stream(path: Path) -> Any:
         # From a buffer: a message that declares a larger body than there is raises an error. Read
         # from a file, its declared size would be allocated first.
         content = pa.py_buffer(path.read_bytes())
+        for message in pa.ipc.MessageReader.open_stream(content):
+            if message.type not in ("record batch", "dictionary"):
+                continue
+            metadata = message.metadata.to_pybytes()
+            if is_compressed(metadata, is_dictionary=message.type == "dictionary"):
+                raise MotleyError(
+                    f"{path}: compressed Arrow files are not read; `save_to_disk` writes none."
+                )
         with pa.ipc.open_stream(content) as reader:
             for batch in reader:
                 # Before anything else looks at it: offsets may point anywhere.
@@ -126,7 +136,7 @@ def _read_stream(path: Path) -> Any:
                 check_memory(f"{path}: its table", expanded)
                 batches.append(batch)
             table = pa.Table.from_batches(batches, reader.schema)
-    except (pa.ArrowException, *DAMAGED) as error:
+    except (pa.ArrowException, struct.error, *DAMAGED) as error:
         raise MotleyError(f"{path} is truncated or damaged: {first_line(error)}.") from None
     return table
 

@@ -1,0 +1,136 @@
+"""Networks that are not Motley's: what is inferred about each, and what can be trained with it.
+
+The table is the issue's: six kinds of networks, and for each depth, width, InCo, FedIN and FedImpro,
+or the reason why not.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from motley.core.errors import MotleyError
+from motley.core.part import take
+from motley.data.dataset import Dataset, Examples
+from motley.federation import Federation
+from motley.models.inputs import TokenShape
+from motley.splits.exits import answers_of
+from tests.conftest import tiny_config
+from tests.models import foreign
+
+PATH = "tests.models.foreign"
+TOKENS = TokenShape(6, 20)
+SMALL_RUN = (
+    "federation.clients=2",
+    "federation.clients_per_round=2",
+    "training.rounds=2",
+    "training.steps=1",
+    "evaluation.every=2",
+)
+
+
+def token_dataset() -> Dataset:
+    numbers = np.random.default_rng(0)
+
+    def examples(count: int) -> Examples:
+        tokens = numbers.integers(0, TOKENS.vocabulary, (count, TOKENS.length))
+        return Examples(tokens, tokens[:, 0] % 10, input_shape=TOKENS)
+
+    return Dataset("tokens", examples(60), examples(20), 10)
+
+
+def federation(network: str, *settings: str, small: bool = False) -> Federation:
+    sizes = [f"{PATH}:{network}_small"] * small + [f"{PATH}:{network}"]
+    overrides = [f"model.sizes={sizes}", *SMALL_RUN, *settings]
+    if network in ("bert", "lstm"):
+        config = tiny_config(*overrides, "data.transform.resize=0")
+        return Federation(config, dataset=token_dataset())
+    return Federation(tiny_config(*overrides))
+
+
+def train(trained: Federation) -> None:
+    server = trained.initial_state()
+    for _ in range(2):
+        server, record = trained.run_round(server)
+        assert not record.refused
+        assert math.isfinite(record.train_loss)
+
+
+#: What each network is trained with: settings, and whether there is a smaller size.
+FEATURES = {
+    "depth": (("split.name=depth",), True),
+    "width": (("split.name=width", "split.rates=[1,0.5]", "method.name=heterofl"), False),
+    "inco": (("split.name=depth", "server.inco.variant=paper"), True),
+    "fedin": (("split.name=homogeneous", "method.name=fedin"), False),
+    "fedimpro": (("split.name=homogeneous", "method.name=fedimpro"), False),
+}
+NETWORKS = ("resnet", "mobilenet", "vit", "bert", "lstm", "unet", "two_heads", "tutorial")
+NO_PAIRS = "no layers of one shape behind each other"
+TUPLE = "returns a tuple"
+#: Why a network cannot be trained with a feature. All others can.
+REASONS = {
+    ("unet", "inco"): NO_PAIRS,
+    ("tutorial", "inco"): NO_PAIRS,
+    **{("two_heads", feature): TUPLE for feature in FEATURES},
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_foreign_networks_train_or_say_why_not(network: str, feature: str) -> None:
+    settings, two_sizes = FEATURES[feature]
+    has_small = network not in ("unet", "two_heads")
+    reason = REASONS.get((network, feature))
+    if reason is not None:
+        with pytest.raises(MotleyError, match=reason):
+            federation(network, *settings, small=two_sizes and has_small)
+        return
+    trained = federation(network, *settings, small=two_sizes and has_small)
+    if feature == "width":
+        sizes = [trained.split.blueprints[size].module for size in trained.split.sizes]
+        whole, narrow = (sum(p.numel() for p in module.parameters()) for module in sizes)
+        assert narrow < 0.4 * whole
+    if feature == "inco":
+        assert trained.split.cross_layers
+    train(trained)
+
+
+@pytest.mark.parametrize("network", ["resnet", "vit"])
+def test_exits_of_foreign_networks_are_nested_and_end_with_their_own_head(network: str) -> None:
+    blocks = {"resnet": 4, "vit": 2}[network]
+    trained = federation(
+        network,
+        "split.name=grid",
+        f"split.cuts=[1,{blocks}]",
+        "split.rates=[1,1]",
+        "split.normalization_statistics=shared",
+    )
+    split = trained.split
+    state = split.initial(1)
+    images = torch.randn(3, 1, 8, 8)
+    models = []
+    for size in split.sizes:
+        model = split.build(size).eval()
+        model.load_state_dict(take(state, split.part(size)))
+        models.append(model)
+    small, large = (answers_of(model, images) for model in models)
+    assert len(small) == 1 and len(large) == 2 and torch.equal(small[0], large[0])
+    plain = getattr(foreign, network)((1, 8, 8), 10).eval()
+    plain.load_state_dict({name: state[name] for name in plain.state_dict()})
+    assert torch.equal(plain(images), large[1])
+    assert not any(name.startswith(("fc", "head")) for name in split.part(split.sizes[0]))
+
+
+def test_foreign_networks_with_exits_train_in_depth_and_width() -> None:
+    settings = ("split.name=grid", "split.cuts=[2,4]", "split.rates=[0.5,1]", "method.name=scalefl")
+    train(federation("mobilenet", *settings))
+
+
+def test_ordered_dropout_is_checked_on_inferred_channels() -> None:
+    settings = ("split.name=ordered", "split.rates=[1,0.5]", "method.name=fjord")
+    train(federation("tutorial", *settings))
+    with pytest.raises(MotleyError, match="does not compute the same at its smallest width"):
+        federation("lstm", *settings)
