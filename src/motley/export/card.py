@@ -7,6 +7,7 @@ README.md says the same to people.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from motley.settings import validate
 from motley.tasks import MetricInfo
 
 CARD = "card.json"
+#: README.md lists at most this many classes.
+LISTED = 200
 README = "README.md"
 
 
@@ -226,10 +229,11 @@ def _input_text(card: Card) -> str:
     kind = KINDS[type(inputs.shape)]
     text = f"A batch of {kind}: {input_type(card)}, (N, {dims})."
     if isinstance(inputs.shape, TableShape):
-        return (
-            f"{text} The first {inputs.shape.numbers} columns are numbers, then come the numbers "
-            f"of categories; there are {list(inputs.shape.categories)} of them."
+        text += (
+            f" The first {inputs.shape.numbers} columns are numbers, then come the numbers of "
+            f"categories; there are {list(inputs.shape.categories)} of them."
         )
+        return text if card.rows is None else f"{text}\n\n{_columns_text(card.rows)}"
     if not isinstance(inputs.shape, ImageShape):
         return text
     stored = inputs.shape
@@ -254,8 +258,31 @@ def _input_text(card: Card) -> str:
     )
 
 
+def _columns_text(rows: Mapping[str, Any]) -> str:
+    """Return how the columns of the user's own table become inputs (`RowReader.to_json`)."""
+    lines = ["| column | input |", "|---|---|"]
+    for name, mean, scale in zip(
+        rows.get("numbers", ()), rows.get("means", ()), rows.get("scales", ()), strict=True
+    ):
+        formula = f"(value - {mean:.6g}) / {scale:.6g}" if scale else "the value"
+        lines.append(f"| {name} | {formula} |")
+    for name, categories in rows.get("categories", {}).items():
+        lines.append(f"| {name} | 0 for others; {_numbered(categories, 1)} |")
+    return "\n".join(lines)
+
+
 def _output_text(card: Card) -> str:
-    if card.task != "classification":
-        return f"{card.outputs} outputs of the task `{card.task}`."
-    names = ", ".join(f"{number}: {name}" for number, name in enumerate(card.class_names))
-    return f"Logits of {card.outputs} classes (softmax gives probabilities). {names}"
+    if card.task == "regression":
+        return f"{card.outputs} predicted number{'s' * (card.outputs > 1)}."
+    kind = "classes" if card.task == "classification" else "tokens"
+    return (
+        f"Logits of {card.outputs} {kind} (softmax gives probabilities). "
+        f"{_numbered(card.class_names, 0)}"
+    )
+
+
+def _numbered(names: Sequence[str], first: int) -> str:
+    """Return names with their numbers. Of very many, only some are listed."""
+    listed = [f"{number}: {name}" for number, name in enumerate(names[:LISTED], first)]
+    more = [f"... ({len(names)} in all, see {CARD})"] if len(names) > LISTED else []
+    return ", ".join([*listed, *more])
