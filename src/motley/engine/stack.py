@@ -153,13 +153,11 @@ class Stack:
         self.losses += losses.detach()
 
     def _attention(self) -> AbstractContextManager[object]:
-        """On a CPU, let attention be computed by its formula: vmap knows no rule for the fused one,
-        and would run it client by client.
-        """
-        if self.clients.device.type != "cpu":
-            return nullcontext()
-        from torch.nn.attention import SDPBackend, sdpa_kernel
+        """Let attention be computed by its formula.
 
+        On a CPU, vmap knows no rule for the fused one and would run it client by client. On a GPU
+        its backward pass fails with the additional dimension ("LSE is not correctly aligned").
+        """
         return sdpa_kernel(SDPBackend.MATH)
 
     def _capture(self, batches: Batches) -> None:

@@ -8,7 +8,9 @@ has the first layers of the next one.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Literal
 
@@ -78,9 +80,13 @@ class LSTMLayer(nn.Module):
         )
         if x.is_cuda:
             weights = in_one_block(weights)
-        # Biases, one layer, no dropout, training mode (cuDNN's backward pass needs it), one
-        # direction, and the batch first.
-        outputs, _, _ = torch.lstm(x, (zeros, zeros), weights, True, 1, 0.0, True, False, True)
+        with warnings.catch_warnings() if x.is_cuda else nullcontext():
+            if x.is_cuda:
+                # torch advises to move the weights to one block of memory, see above.
+                warnings.filterwarnings("ignore", "RNN module weights are not part of single")
+            # Biases, one layer, no dropout, training mode (cuDNN's backward pass needs it), one
+            # direction, and the batch first.
+            outputs, _, _ = torch.lstm(x, (zeros, zeros), weights, True, 1, 0.0, True, False, True)
         return outputs
 
 
