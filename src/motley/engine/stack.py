@@ -158,6 +158,9 @@ class Stack:
         On a CPU, vmap knows no rule for the fused one and would run it client by client. On a GPU
         its backward pass fails with the additional dimension ("LSE is not correctly aligned").
         """
+        # Imported here, because it takes a node that never stacks clients tens of megabytes.
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
         return sdpa_kernel(SDPBackend.MATH)
 
     def _capture(self, batches: Batches) -> None:
