@@ -372,3 +372,22 @@ def test_tied_weights_stay_tied_when_they_are_cut() -> None:
     assert isinstance(narrow, TiedTokens) and narrow.head.weight is narrow.embed.weight
     assert narrow.head.weight.shape == (CLASS_COUNT, 4)
     assert head_of(made(TiedTokens, TokenShape(4, CLASS_COUNT))) == "head"
+
+
+class LinearOverTokens(nn.Module):
+    """Linear layers whose channels are in the last of three dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 6)
+        self.head = nn.Linear(6, CLASS_COUNT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.b(F.relu(self.a(x)))).mean(1))
+
+
+def test_ordered_dropout_is_refused_if_a_wide_model_does_not_contain_a_narrow_one() -> None:
+    build = partial(spec_of_factory(LinearOverTokens).make, None, ArrayShape((6, 4)), CLASS_COUNT)
+    ordered = SPLITS["ordered"]
+    with pytest.raises(MotleyError, match="does not compute the same at its smallest width"):
+        ordered({"net": build}, ordered.Settings(rates=(1.0, 0.5)))

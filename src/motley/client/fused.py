@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from motley.kernels import ALL, AVAILABLE
 from motley.models import preact, resnet
 from motley.models.spec import declare, spec_of
+from motley.splits.base import OWN_MODELS
 
 if AVAILABLE:
     from motley.kernels.layers import (
@@ -36,6 +37,10 @@ def apply_kernels(model: nn.Module, kernels: Collection[str] = ALL) -> nn.Module
     """
     if not AVAILABLE:
         return model
+    if not type(model).__module__.startswith(OWN_MODELS):
+        # A user's model may change the output of a layer in place, as torchvision's do with
+        # nn.ReLU(inplace=True). These kernels keep their output for the backward pass.
+        kernels = frozenset(kernels) - {"norm", "pool"}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             replacement = _layer(child, kernels)
