@@ -363,8 +363,6 @@ def test_heads_of_different_widths_do_not_keep_bodies_apart() -> None:
         return nn.Sequential(OrderedDict(layers))
 
     builds = {"two": partial(build, 2), "five": partial(build, 5)}
-    with pytest.raises(MotleyError, match=r"cannot share 'out.weight': \(2, 3\) against \(5, 3\)"):
-        Depth(builds, SplitSettings())
     split = Depth(builds, SplitSettings(private=("out",)))
     assert split.frame.keys() == {"body.weight", "body.bias"}
     assert split.initial_private("five", 1)["out.weight"].shape == (5, 3)
@@ -690,3 +688,40 @@ def test_runs_with_private_tensors_have_no_global_model_to_export(tmp_path: Path
     run = load(tmp_path / "run")
     with pytest.raises(MotleyError, match=r"split.private = \['head'\]: .*, so there is no global"):
         run.model(run.sizes[0])
+
+
+# ---- a later run, or a server that changes its mind
+
+
+def test_a_tensor_that_is_not_private_any_more_does_not_leave_the_client(tmp_path: Path) -> None:
+    """A server may send a node another configuration with every message."""
+    first = federation_of(*CASES["FedPer"], *EVERYBODY, folder=tmp_path)
+    server, _ = played(first, 1)
+    first.engine.save_memory(server.client_state_rounds)
+    other = federation_of(*MLP, *EVERYBODY, "split.private=layers.0", folder=tmp_path)
+    start = other.initial_state()
+    changed = ServerState(1, start.state, client_state_rounds=server.client_state_rounds)
+    with pytest.raises(MotleyError, match=r"are not those that split\.private = "):
+        other.run_round(changed)
+
+
+def test_another_method_does_not_see_a_personal_model(tmp_path: Path) -> None:
+    """SCAFFOLD sends the change of its client state, which must not be Ditto's."""
+    first = federation_of(*CASES["Ditto"], *EVERYBODY, folder=tmp_path)
+    server, _ = played(first, 1)
+    first.engine.save_memory(server.client_state_rounds)
+    other = federation_of(*MLP, *EVERYBODY, "method.name=scaffold", folder=tmp_path)
+    start = other.initial_state()
+    changed = ServerState(
+        1, start.state, None, start.method_state, client_state_rounds=server.client_state_rounds
+    )
+    _, client_state = other.engine.clients.resume(other.jobs(changed)[0])  # type: ignore[attr-defined]
+    assert client_state == {}
+
+
+def test_clients_with_private_tensors_are_not_stacked() -> None:
+    ends = []
+    for together in (1, 4):
+        federation = federation_of(*CASES["FedPer"], f"engine.vmap_clients={together}")
+        ends.append(played(federation, 2)[0].state)
+    assert same_bits(*ends)

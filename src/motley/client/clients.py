@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from motley.client.encoding import Encoding, encoded, without_residual
 from motley.client.job import CLIENT_SCORES, Job
 from motley.client.learner import Learner
-from motley.client.own_model import MODEL, PRIVATE, prefixed, state_of_method, stored_under
+from motley.client.own_model import (
+    MODEL,
+    PERSONAL,
+    PRIVATE,
+    prefixed,
+    state_of_method,
+    stored_under,
+)
 from motley.client.scoring import PERSONALIZED, SCORE, ClientTests
 from motley.client.state_store import ClientStateStore
 from motley.client.training import NO_STEPS, Plan, TrainingSettings, make_plan
@@ -183,12 +190,24 @@ class Clients:
             job = replace(job, state=stored_under(MODEL, stored))
         elif private:
             job = self._completed(job, stored_under(PRIVATE, stored))
-        elif needs.personal_model and job.collection in ("evaluation", *CLIENT_SCORES):
-            job = replace(job, state=self.method.client.personal_model(client_state))
+        elif needs.personal_model:
+            client_state = stored_under(PERSONAL, stored)
+            if job.collection in ("evaluation", *CLIENT_SCORES):
+                job = replace(job, state=self.method.client.personal_model(client_state))
         return job, client_state
 
     def _completed(self, job: Job, private: State) -> Job:
-        """Return a job with the client's private tensors beside those that the server sent."""
+        """Return a job with the client's private tensors beside those that the server sent.
+
+        They must be all that are private now and no others: a tensor that is not private any more
+        would leave the client with its next delta.
+        """
+        if private.keys() != self.method.info.split.private[job.size]:
+            raise MotleyError(
+                f"the private tensors of client {job.client} after round {job.client_state_round} "
+                f"are not those that split.private = "
+                f"{list(self.method.info.split.settings.private)} names."
+            )
         state = {**job.state, **private}
         if self._drops_received:
             job.state.clear()
@@ -211,8 +230,7 @@ class Clients:
         if not needs.exchanges_weights:
             return stored_under(MODEL, stored)
         if needs.personal_model:
-            state = state_of_method(without_residual(stored))
-            return self.method.client.personal_model(state)
+            return self.method.client.personal_model(stored_under(PERSONAL, stored))
         if self.method.info.split.private[size]:
             return {**part, **stored_under(PRIVATE, stored)}
         return part
@@ -250,6 +268,8 @@ class Clients:
                 f"{sorted(payload)} and a client state of {sorted(client_state)}; its method "
                 f"declares {needs}."
             )
+        if needs.personal_model:
+            client_state = prefixed(PERSONAL, client_state)
         if private & payload.keys():
             raise TypeError(
                 f"{type(self.method.client).__name__}.finish returned {sorted(payload)} as its "

@@ -227,20 +227,26 @@ class Split(ABC):
         return self.global_name(size, name)
 
     def initial(self, seed: int) -> State:
-        """Return the global state before the first round."""
-        return self._without_private(self.whole_initial(seed))
+        """Return the global state before the first round.
+
+        It is the largest size's model, plus the tensors that only smaller sizes have.
+        """
+        state: State = {}
+        for size in self._largest_first:
+            tensors = self._initialized(size, seed).state_dict()
+            for name, piece in self.part(size).items():
+                state.setdefault(piece.name, tensors[name].clone())
+        return state
 
     @cached_property
     def frame(self) -> State:
         """All tensors of the global state, on torch's meta device: names, shapes and dtypes."""
-        return self._without_private(self.whole_frame)
-
-    def _without_private(self, state: State) -> State:
-        """Return the tensors of a state that some size shares."""
-        if not self.has_private:
-            return state
-        shared = {piece.name for size in self.sizes for piece in self.part(size).values()}
-        return {name: tensor for name, tensor in state.items() if name in shared}
+        frame: State = {}
+        for size in reversed(self._largest_first):
+            for name, tensor in self.blueprints[size].module.state_dict().items():
+                if name not in self.private[size]:
+                    frame[self._placed(size, name)] = tensor
+        return frame
 
     def initial_private(self, size: str, seed: int) -> State:
         """Return the private tensors that a client of a size starts with.
@@ -252,27 +258,6 @@ class Split(ABC):
             return {}
         tensors = self._initialized(size, seed).state_dict()
         return {name: tensors[name].clone() for name in tensors if name in self.private[size]}
-
-    def whole_initial(self, seed: int) -> State:
-        """Return the global state before the first round if nothing were private.
-
-        It is the largest size's model, plus the tensors that only smaller sizes have.
-        """
-        state: State = {}
-        for size in self._largest_first:
-            tensors = self._initialized(size, seed).state_dict()
-            for name, piece in self.whole_part(size).items():
-                state.setdefault(piece.name, tensors[name].clone())
-        return state
-
-    @cached_property
-    def whole_frame(self) -> State:
-        """All tensors of the global state if nothing were private, without values."""
-        return {
-            self._placed(size, name): tensor
-            for size in reversed(self._largest_first)
-            for name, tensor in self.blueprints[size].module.state_dict().items()
-        }
 
     def zeros(self) -> State:
         """Return zeros for all global parameters, as control variates and dual variables start."""

@@ -104,9 +104,9 @@ class Ordered(Width):
         return Piece(name, (slice(0, rows), *(piece.index or (slice(None),))))
 
     @cached_property
-    def whole_frame(self) -> State:
+    def frame(self) -> State:
         """All tensors of the global state, without values. Statistics have one row per width."""
-        whole = self.whole.module.state_dict()
+        whole = self.without_private(self.whole.module.state_dict())
         return {
             name: self._rows(tensor) if name.endswith(ROWS) else tensor
             for name, tensor in whole.items()
@@ -115,10 +115,10 @@ class Ordered(Width):
     def _rows(self, like: Tensor) -> Tensor:
         return torch.empty((len(self.rates), *like.shape), dtype=like.dtype, device="meta")
 
-    def whole_initial(self, seed: int) -> State:
+    def initial(self, seed: int) -> State:
         """Return the initial weights of the whole model, and initial statistics."""
         whole = self._drawn(self.whole.build, seed).state_dict()
         return {
             name: fresh(name, tensor) if name.endswith(ROWS) else whole[name]
-            for name, tensor in self.whole_frame.items()
+            for name, tensor in self.frame.items()
         }

@@ -237,8 +237,13 @@ class Width(Split):
         return Piece(name, tuple(index))
 
     @cached_property
-    def whole_frame(self) -> State:
+    def frame(self) -> State:
         """All tensors of the global state, without values, including per-size statistics."""
+        return self.without_private(self._whole_frame)
+
+    @cached_property
+    def _whole_frame(self) -> State:
+        """The frame if nothing were private."""
         per_size = self.settings.normalization_statistics == "per-size"
         frame: State = {}
         for size in self.sizes:
@@ -250,13 +255,20 @@ class Width(Split):
                 frame[name] = tensor
         return frame
 
-    def whole_initial(self, seed: int) -> State:
+    def initial(self, seed: int) -> State:
         """Return the initial weights of the whole model, and initial per-size statistics."""
         whole = self._drawn(self.whole.build, seed).state_dict()
         return {
             name: whole[name] if name in whole else fresh(name, tensor)
-            for name, tensor in self.whole_frame.items()
+            for name, tensor in self.frame.items()
         }
+
+    def without_private(self, frame: State) -> State:
+        """Return the tensors of the whole model that some size shares."""
+        if not self.has_private:
+            return frame
+        shared = {piece.name for size in self.sizes for piece in self.part(size).values()}
+        return {name: tensor for name, tensor in frame.items() if name in shared}
 
 
 def _tensors(model: nn.Module) -> State:
