@@ -259,16 +259,17 @@ def natural_curves(study_name: str, data: str = "", case: str = "") -> str:
     runs = natural_runs(study_name, data, case)
     study = load_study(str(ROOT / "campaign" / f"{study_name}.toml"))
     rows = []
-    milestones: list[int] = []
+    # About six rounds of the line with the most evaluations, the last one included.
+    evaluated: list[int] = []
+    for own_runs in runs.values():
+        for run in own_runs.values():
+            evaluated = max(evaluated, run["rounds"], key=len)
+    milestones = evaluated[::-1][:: max(1, len(evaluated) // 6)][::-1]
     for line in study.methods:
         if line.name not in runs:
             continue
         own = list(runs[line.name].values())
         rounds = own[0]["rounds"]
-        if not milestones:
-            # About six rounds, the last one included.
-            step = max(1, len(rounds) // 6)
-            milestones = rounds[::-1][::step][::-1]
         means = []
         for milestone in milestones:
             # A line may have other rounds: training alone, for example.

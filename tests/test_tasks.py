@@ -26,6 +26,8 @@ from motley.runs.checkpoint import fingerprint, load_checkpoint, save_checkpoint
 from motley.runs.metrics import MetricsLog, metric_of, outcome, scores_of, to_line
 from motley.server.record import RoundRecord
 from motley.server.state import ServerState
+from motley.studies.measures import Measure
+from motley.studies.statistics import spread
 from motley.tasks import CLASSIFICATION, LOSSES, METRICS, TASKS, Metric, Task
 
 CPU = torch.device("cpu")
@@ -500,6 +502,13 @@ def test_what_does_not_fit_is_refused(case: str, overrides: list[str], message: 
         Federation(config, dataset=data_of(shape, task, classes, per_position))
 
 
+def test_a_regression_with_another_number_of_outputs_is_refused() -> None:
+    right = data_of(TABLE, "regression", 2)
+    wrong = Dataset("toy", right.train, right.test, 3, task="regression")
+    with pytest.raises(MotleyError, match=r"targets have shape \(60, 2\), and Dataset\.classes"):
+        Federation(config_of("regression"), dataset=wrong)
+
+
 def test_perceptrons_take_signals_and_tables() -> None:
     for case in ("cnn1d", "regression"):
         _, _, shape, task, classes, _ = CASES[case]
@@ -513,3 +522,53 @@ def test_perceptrons_take_signals_and_tables() -> None:
 def test_targets_of_a_regression_may_be_any_number() -> None:
     federation = federation_of("regression", "evaluation.targets=[25.0]")
     assert federation.config.evaluation.targets == (25.0,)
+
+
+def test_an_lstm_is_not_compiled() -> None:
+    with pytest.raises(MotleyError, match=r"engine\.compile = true: .*unrolls LSTM layers"):
+        played(federation_of("lstm", "engine.compile=true"))
+
+
+# ---- studies and reports
+
+
+def regression_lines() -> list[dict[str, Any]]:
+    """Return the lines of three rounds of a regression."""
+    lines = []
+    for number, value in enumerate((0.31, 0.12, 0.24), 1):
+        scores = {"table1": Score(value, 1.0, (), REGRESSION.primary, {"mae": 0.1})}
+        seconds = {"train": 1.0}
+        lines.append(to_line(RoundRecord(number, scores=scores, seconds=seconds)))
+    return lines
+
+
+def test_measures_of_a_study_follow_the_metric() -> None:
+    lines, config = regression_lines(), config_of("regression", "evaluation.last_k=2")
+    assert Measure("best").of(lines, config, None) == 0.12
+    assert Measure("last").of(lines, config, None) == 0.24
+    assert Measure("mean-of-last-k").of(lines, config, None) == pytest.approx(0.18)
+    assert Measure("rounds-to").of(lines, config, 0.2) == 2
+    assert Measure("rounds-to").of(lines, config, 0.05) is None
+    assert Measure("best").unit_of(metric_of(lines)) == "rmse, lower is better"
+    assert Measure("best").unit_of(metric_of([])) == "%"
+    found = spread([0.1234567, 0.2345678])
+    assert found is not None and found.text(percent=False) == "0.179 ± 0.079"
+
+
+def test_tables_and_figures_of_a_report_follow_the_metric() -> None:
+    pytest.importorskip("plotly")
+    from motley.report import figures, tables
+    from motley.report.report_data import Panel, Run
+
+    config = config_of("regression", "evaluation.targets=[0.2]")
+    panel = Panel("houses")
+    panel.add("fedavg", Run(Path("run"), config, regression_lines(), {}))
+    head, row = tables.final(panel)
+    assert head[2:5] == ["mean of last k", "last", "best"]
+    assert row[2:5] == ["0.2233", "0.24", "0.12"]
+    head, row = tables.costs(panel)
+    assert head[1:3] == ["rounds to 0.12", "rounds to 0.2"] and row[1:3] == ["2", "2"]
+    figure = figures.scores(panel, "mean", ["fedavg"])
+    assert list(figure.data[0].y) == [0.31, 0.12, 0.24]
+    assert figure.layout.yaxis.title.text == "rmse (lower is better)"
+    assert figures.classes(panel) is None

@@ -57,7 +57,6 @@ __all__ = [
     "StageSettings",
     "Step",
     "Task",
-    "data",
     "load",
     "load_config",
     "resume_run",
@@ -102,7 +101,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "data":
+    if name == "data":  # `import motley` is enough to use motley.data.from_datasets
         return import_module("motley.data")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -110,4 +109,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "data"})

@@ -6,6 +6,7 @@ the models or the method. One more, `privacy.refuse_leaks`, is in the package `p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def _type_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
-def check_task(config: Config, task: Task, train: Examples) -> None:
+def check_task(config: Config, task: Task, train: Examples, outputs: int) -> None:
     """Refuse settings that need classes, or another kind of targets, if the task has none."""
     numbers = train.targets.dtype.kind == "f"
     if numbers != (task.targets == "numbers"):
@@ -105,6 +106,11 @@ def check_task(config: Config, task: Task, train: Examples) -> None:
         raise MotleyError(
             f"task.name = {task.name!r}: its targets are {task.targets}, and those of the data set "
             f"are {actual} ({train.targets.dtype})."
+        )
+    if numbers and math.prod(train.targets.shape[1:]) != outputs:
+        raise MotleyError(
+            f"task.name = {task.name!r}: the targets have shape {train.targets.shape}, and "
+            f"Dataset.classes, the number of a model's outputs, is {outputs}."
         )
     if task.has_classes and train.targets.ndim != 1:
         raise MotleyError(

@@ -52,8 +52,8 @@ class EvaluationSettings(Settings):
     """
     per_client: Literal["off", "round", "all"] = "off"
     """Score clients on test examples of their own, beside the global score (docs/evaluation.md).
-    round: the clients of the round. all: all clients; those without models of their own only once
-    they have trained. The test examples are those of the test set that belong to the client, or
+    round: the clients of the round. all: all clients; if they have models of their own, those
+    that have trained. The test examples are those of the test set that belong to the client, or
     held-out ones (client_test_fraction).
     """
     per_client_every: int = Field(default=1, ge=1)

@@ -238,7 +238,7 @@ class Federation:
         shape, classes = copies[0].shape, self.dataset.classes
         #: The loss and the metrics.
         self.task = config.task.build(self.dataset.task)
-        check_task(config, self.task, self.dataset.train)
+        check_task(config, self.task, self.dataset.train, classes)
         check_batches_fit(config, copies[0], len(self.dataset.test))
 
         self.split = build_split(config, shape, classes)

@@ -41,6 +41,8 @@ NAMES = {
 }
 #: Analyses of runs whose models have early exits.
 WITH_EXITS = {"exits"}
+#: They need a data set that records whose test examples they are (test_clients.py).
+OF_NATURAL_CLIENTS = {"test-clients"}
 
 
 #: Settings that make an analysis quick.
@@ -57,7 +59,7 @@ def modification_times(run: Path) -> dict[Path, int]:
 
 
 def test_all_analyses_are_registered() -> None:
-    assert {entry.name for entry in ANALYSES} == NAMES | WITH_EXITS
+    assert {entry.name for entry in ANALYSES} == NAMES | WITH_EXITS | OF_NATURAL_CLIENTS
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))

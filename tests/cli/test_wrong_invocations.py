@@ -138,7 +138,7 @@ WRONG = [
         "run --set training.optimizer.lr=nan",
         "training.optimizer.lr = nan: should be a finite number.",
     ),
-    ("run --set training.optimizer.name=adan", "should be 'adam', 'adamw' or 'sgd'."),
+    ("run --set training.optimizer.name=adan", "Did you mean 'adam'? Allowed: adam, adamw, sgd."),
     ("run --set seed=-1", "seed = -1: should be greater than or equal to 0."),
     ("run --set seed=abc", "seed = 'abc': should be a valid integer"),
     (
@@ -213,7 +213,7 @@ WRONG = [
     ),
     (
         "run --set server.optimizer.name=adamw",
-        "should be 'none', 'momentum', 'adam', 'yogi' or 'adagrad'.",
+        "Did you mean 'adam'? Allowed: adagrad, adam, momentum, none, yogi.",
     ),
     ("run --set uplink.dtype=int8", "uplink.dtype = 'int8': should be 'fp32', 'fp16' or 'bf16'."),
     ("run --set engine.name=turbo", "engine.name = 'turbo': should be 'local', 'debug', 'flower'"),

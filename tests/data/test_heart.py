@@ -20,12 +20,12 @@ def test_columns_and_labels(tmp_path: Path) -> None:
     file = tmp_path / "processed.va.data"
     incomplete = ROW.format(1).replace("145.0", "?")
     without_left_out_columns = ROW.format(3).replace("3.0,0.0,6.0", "?,?,?")
-    file.write_text(ROW.format(0) + incomplete + without_left_out_columns)
+    file.write_text(2 * ROW.format(0) + incomplete + 2 * without_left_out_columns)
     patients, labels = read_hospital(file)
     # Chest pain 1 has no indicator; ECG result 2 is the last column.
     expected = [63, 1, 145, 233, 1, 150, 0, 2.3, 0, 0, 0, 0, 1]
-    assert patients.tolist() == [expected, expected]
-    assert labels.tolist() == [0, 1]
+    assert patients.tolist() == [expected] * 4
+    assert labels.tolist() == [0, 0, 1, 1]
 
 
 def test_hospitals_are_clients_with_both_parts(tmp_path: Path) -> None:
@@ -96,10 +96,10 @@ def test_the_split_is_scikit_learns() -> None:
     [
         (ROW.format(0) + ROW.format(1)[:20] + "\n", "row 2 has 5 values; it must have 14"),
         (ROW.format(0) + ROW.format("sick"), "row 2: could not convert"),
-        (ROW.format(0) + ROW.format(5), "the diagnosis, must be in 0..4"),
+        (3 * ROW.format(0) + ROW.format(5), "the diagnosis, must be in 0..4"),
         (ROW.format(0) + ROW.format(0).replace("63.0", "inf"), "row 2 has a value that is not"),
-        (ROW.format(0) + ROW.format(0).replace("0,1.0,1.0", "0,1.0,9.0"), "column cp holds 9"),
-        (ROW.format(0), "1 complete rows; at least 2"),
+        (3 * ROW.format(0) + ROW.format(0).replace("0,1.0,1.0", "0,1.0,9.0"), "column cp holds 9"),
+        (3 * ROW.format(0), "3 complete rows; at least 4"),
         ("", "0 complete rows"),
         ("\xff" * 10, "is damaged"),
     ],

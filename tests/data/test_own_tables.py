@@ -200,7 +200,10 @@ REFUSED: dict[str, tuple[str, str]] = {
         "line 62, column 'age': 'inf' is not a finite number",
     ),
     "overflow": (csv_text([*ROWS, ("1e400", "m", "h0", "ill")]), "is not a finite number"),
-    "large": (csv_text([*ROWS, ("1e300", "m", "h0", "ill")]), "too large to compute with"),
+    "large": (
+        csv_text([*ROWS, ("1e300", "m", "h0", "ill")]),
+        "too large (to compute with|for single precision)",
+    ),
     "null": ("a,outcome\n\0,1\n", "is not a text file: it has a null byte at position 10"),
     "one class": (csv_text([row for row in ROWS if row[3] == "ill"]), r"only one class \('ill'\)"),
     "quote": ('a,outcome\n1,"2\n3,4\n', "line 3: unexpected end of data"),
@@ -272,6 +275,15 @@ def test_one_client_with_one_row_keeps_it_for_training(tmp_path: Path) -> None:
     reading = read(write(tmp_path, csv_text([*ROWS, (3, "m", "h7", "ill")])), client="hospital")
     clients = reading.dataset.train.clients
     assert clients is not None and np.bincount(clients)[3] == 1
+
+
+def test_each_client_holds_out_its_share_of_every_class(tmp_path: Path) -> None:
+    rows = [(i, "m", f"h{i % 2}", "abc"[i // 2 % 3]) for i in range(120)]
+    for seed in range(5):
+        data = read(write(tmp_path, csv_text(rows)), client="hospital", test_seed=seed).dataset
+        assert data.test.clients is not None
+        cells = np.bincount(3 * data.test.clients + data.test.targets)
+        assert cells.tolist() == [4] * 6
 
 
 def test_a_rare_class_stays_in_the_training_part(tmp_path: Path) -> None:

@@ -14,12 +14,15 @@ from motley.engine import LocalEngine
 from motley.federation import Federation
 from motley.models import MODELS, ModelSpec
 from motley.models.inputs import TokenShape
+from motley.models.lstm import LSTMLayer
 from motley.models.spec import Stage
 from motley.server.state import ServerState
 from tests.test_tasks import CASES, config_of, data_of, score
 
 pytestmark = [
     pytest.mark.gpu,
+    # A user's nn.LSTM in 16 bits; Motley's own layer must not cause it (tested below).
+    pytest.mark.filterwarnings("ignore:RNN module weights"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 EXACT = ("engine.device=cuda", "engine.precision=fp32", "training.steps=5")
@@ -96,6 +99,20 @@ def test_captured_evaluation_is_the_task_on_the_whole_test_set(case: str) -> Non
             outputs = model.eval()(inputs)
         expected = score(federation.task, federation.dataset.classes, (outputs, targets))
         assert found.metrics == pytest.approx(expected.metrics, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.filterwarnings("error:RNN module weights")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_cudnn_takes_the_weights_as_they_are(dtype: torch.dtype) -> None:
+    """CuDNN warns if it has to copy weights into one block of memory."""
+    layer = LSTMLayer(5, 8).to("cuda", dtype)
+    x = torch.randn(4, 7, 5, device="cuda", dtype=dtype, requires_grad=True)
+    expected = nn.LSTM(5, 8, batch_first=True).to("cuda", dtype)
+    expected.load_state_dict(layer.state_dict())
+    outputs = layer(x)
+    torch.testing.assert_close(outputs, expected(x)[0], rtol=1e-2, atol=1e-2)
+    outputs.float().square().sum().backward()
+    assert all(parameter.grad is not None for parameter in layer.parameters())
 
 
 def test_weights_of_an_lstm_stay_where_they_are() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -135,6 +136,7 @@ def test_a_file_can_normalize_its_images(run: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(outputs, expected)
 
 
+@pytest.mark.slow
 def test_the_readmes_lines_work_without_motley(exports: dict[str, Export]) -> None:
     lines = ["import sys, os", "sys.modules['motley'] = None"]
     for folder, _ in exports.values():
@@ -176,6 +178,19 @@ def test_an_early_exit_can_be_exported(exits_run: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(outputs, answers[1].detach())
     with pytest.raises(MotleyError, match=r"--exit 4: size 'resnet10-e3' has 3 exits"):
         export_model(loaded, size, "torch", tmp_path / "x", exit_number=4)
+
+
+def test_a_program_needs_nothing_of_the_users_code(
+    exports: dict[str, Export], tmp_path: Path
+) -> None:
+    """The configuration may name modules that are not installed where the program is used."""
+    for name in ("torch", "onnx"):
+        folder = tmp_path / name
+        shutil.copytree(exports[name].folder, folder)
+        content = json.loads((folder / "card.json").read_text())
+        content["config"]["model"]["sizes"] = ["nobody_has_this:small"]
+        (folder / "card.json").write_text(json.dumps(content))
+        assert len(motley.load(folder).predict(np.zeros((8, 8, 1), np.uint8))) == 1
 
 
 def test_passwords_of_a_tracking_server_stay_at_home(run: Path, tmp_path: Path) -> None:

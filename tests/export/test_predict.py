@@ -268,6 +268,9 @@ def test_rows_of_the_users_own_table_are_encoded_as_in_training(
     assert rows[0, 1] == pytest.approx((70 - weight.mean()) / weight.std(), abs=0.2)
     assert rows[:, 2].tolist() == [2, 0]  # blue, green, red; an unknown category is 0
     assert call("export", table_run, "-o", tmp_path / "out").code == 0
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "| colour | 0 for others; 1: blue, 2: green, 3: red |" in text
+    assert "| age | (value - " in text
     here = call("predict", table_run, file, "--json")
     there = call("predict", tmp_path / "out", file, "--json")
     assert here.code == 0 and here.out == there.out

@@ -204,6 +204,54 @@ def test_models_with_several_outputs_are_refused() -> None:
             fact(model)
 
 
+class ConvNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x)))
+
+
+class ResidualOfLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(ConvNorm(), ConvNorm())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x)
+
+
+class StageOfBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(ResidualOfLayers(), ResidualOfLayers())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 4, 1)
+        self.stages = nn.ModuleList(StageOfBlocks() for _ in range(2))
+        self.head = nn.Linear(4, CLASS_COUNT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for stage in self.stages:
+            x = stage(x)
+        return self.head(x.mean((2, 3)))
+
+
+def test_blocks_are_neither_stages_nor_single_layers() -> None:
+    model = made(Nested)
+    blocks = tuple(f"stages.{stage}.blocks.{block}" for stage in (0, 1) for block in (0, 1))
+    assert blocks_of(model) == blocks
+    assert [stage.name for stage in chain_of(model)] == ["stem", *blocks, "tail", "head"]
+
+
 # ---- declarations
 
 
@@ -372,3 +420,22 @@ def test_tied_weights_stay_tied_when_they_are_cut() -> None:
     assert isinstance(narrow, TiedTokens) and narrow.head.weight is narrow.embed.weight
     assert narrow.head.weight.shape == (CLASS_COUNT, 4)
     assert head_of(made(TiedTokens, TokenShape(4, CLASS_COUNT))) == "head"
+
+
+class LinearOverTokens(nn.Module):
+    """Linear layers whose channels are in the last of three dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 6)
+        self.head = nn.Linear(6, CLASS_COUNT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.b(F.relu(self.a(x)))).mean(1))
+
+
+def test_ordered_dropout_is_refused_if_a_wide_model_does_not_contain_a_narrow_one() -> None:
+    build = partial(spec_of_factory(LinearOverTokens).make, None, ArrayShape((6, 4)), CLASS_COUNT)
+    ordered = SPLITS["ordered"]
+    with pytest.raises(MotleyError, match="does not compute the same at its smallest width"):
+        ordered({"net": build}, ordered.Settings(rates=(1.0, 0.5)))

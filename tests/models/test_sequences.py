@@ -19,7 +19,7 @@ from motley.core.part import State, select, take
 from motley.models import MODELS, CrossLayer
 from motley.models.channels import CLASSES, positions
 from motley.models.inputs import InputShape, SignalShape, TableShape, TokenShape
-from motley.models.lstm import LSTM, LSTMLayer
+from motley.models.lstm import LSTM, LSTMLayer, in_one_block
 from motley.models.same_shape import same_shape_layers
 from motley.models.stages import chain_of, features, owned, run
 from motley.settings import validate
@@ -294,8 +294,8 @@ def test_torchs_own_recurrent_layers_can_be_made_narrower() -> None:
     shapes["weight_ih_l0"] = (6, 3)
     narrow(model, shapes)
     assert model(torch.randn(2, 5, 3))[0].shape == (2, 5, 2)
-    with pytest.raises(MotleyError, match="a GRU with several layers"):
-        narrow(nn.GRU(6, 4, num_layers=2), {})
+    with pytest.raises(MotleyError, match="LSTM with a projection"):
+        narrow(nn.LSTM(6, 4, proj_size=2), {})
 
 
 # ---- against torch's own layers and formulas
@@ -306,6 +306,23 @@ def test_an_lstm_layer_is_torchs() -> None:
     torchs.load_state_dict(ours.state_dict())
     x = torch.randn(2, 6, 5)
     assert torch.equal(ours(x), torchs(x)[0])
+
+
+def test_weights_in_one_block_give_the_same_outputs_and_gradients() -> None:
+    layer, x = LSTMLayer(5, 4), torch.randn(2, 6, 5)
+    weights = list(layer.parameters())
+    block = in_one_block(weights)
+    begin = block[0].data_ptr()
+    for copied, weight in zip(block, weights, strict=True):
+        assert torch.equal(copied, weight) and copied.data_ptr() == begin
+        begin += copied.nbytes
+    zeros = torch.zeros(1, 2, 4)
+    outputs = torch.lstm(x, (zeros, zeros), block, True, 1, 0.0, True, False, True)[0]
+    plain = layer(x)
+    assert torch.equal(outputs, plain)
+    expected = torch.autograd.grad(plain.square().sum(), weights)
+    found = torch.autograd.grad(outputs.square().sum(), weights)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_other_weights_can_be_lent_to_an_lstm() -> None:

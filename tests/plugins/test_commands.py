@@ -93,6 +93,7 @@ def test_numbers_are_shown_without_the_code(finished: Path, tmp_path: Path) -> N
     answer = call("report", finished, "-o", tmp_path / "report.html")
     assert answer.code == 0, answer.err
     page = (tmp_path / "report.html").read_text()
+    assert "own code: data.name = &#x27;mine:few_digits&#x27;: there is no module" in page
     assert "mine:Pull" in page and "strength = 0.2" in page and "max_norm = 0.5" in page
 
 

@@ -22,10 +22,11 @@ from motley.flower.run_config import from_text, to_text
 from motley.flower.server import serve
 from motley.flower.settings import NodeSettings, read_node
 from motley.models.inputs import ImageShape, shape_to_json
-from motley.runs.checkpoint import fingerprint
+from motley.runs.checkpoint import fingerprint, load_checkpoint
 from motley.runs.plugins import recorded_folders
 from motley.runs.run import start_run
 from tests.flower.grid import Grid
+from tests.flower.processes import Deployment
 
 
 def config_of(project: Path, *overrides: str) -> Config:
@@ -98,3 +99,17 @@ def test_a_deployment_lists_the_modules_of_its_nodes(importable: Path, tmp_path:
     assert recorded_folders(folder.path) == [importable.resolve()]
     with pytest.raises(MotleyError, match="unknown model 'mine:small'"):
         check_size(node.model_copy(update={"modules": ()}), file)
+
+
+@pytest.mark.slow
+def test_real_nodes_import_from_their_folder(importable: Path, tmp_path: Path) -> None:
+    three = ("federation.clients=3", "federation.clients_per_round=3", "training.rounds=2")
+    slow = ("engine.flower.wait_s=300", "engine.flower.timeout_s=300", "engine.name=flower")
+    config = load_config(importable / "run.toml", overrides=[*three, *slow])
+    with Deployment(tmp_path / "fed", config, insecure=True) as deployment:
+        deployment.run()
+        server = load_checkpoint(deployment.folder.run / "checkpoints")
+    local = load_config(importable / "run.toml", overrides=three)
+    _, here = start_run(local, tmp_path / "local-run")
+    assert server is not None
+    assert fingerprint(server.state) == fingerprint(here.state)

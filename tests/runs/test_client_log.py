@@ -128,16 +128,18 @@ def test_a_resumed_run_has_the_same_scores(run: Path, tmp_path: Path) -> None:
 
 
 def test_show_has_a_table_of_clients(run: Path) -> None:
-    scores = MetricsLog(run / "metrics.jsonl").read()[-1]["client_scores"]
+    line = MetricsLog(run / "metrics.jsonl").read()[-1]
+    scores = line["client_scores"]
     answer = call("show", run)
     assert "clients on their own test data, round 2: 6 scored" in answer.out
     rows = [line for line in answer.out.splitlines() if line.startswith("│")]
     (everyone,) = [row for row in rows if "all clients" in row]
+    assert f"{line['accuracy']['mean']:.2%}" in everyone
     for key in ("mean", "weighted", "worst_tenth", "std", "min", "max"):
         assert f"{scores[key]:.2%}" in everyone
     assert f"{scores['personalized']['mean']:.2%}" in rows[-1]
     (shown,) = json.loads(call("show", "--json", run).out)
-    assert shown["client_scores"] == {"round": 2, **scores}
+    assert shown["client_scores"] == {"round": 2, "global": line["accuracy"], **scores}
     both = call("show", run, run)
     assert "clients: worst tenth" in both.out and "personalized: mean" in both.out
 

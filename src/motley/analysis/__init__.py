@@ -5,6 +5,7 @@
 
 from motley.analysis import (
     cka,
+    clients,
     coefficients,
     contribution,
     divergence,
@@ -26,6 +27,7 @@ __all__ = [
     "Findings",
     "analysis",
     "cka",
+    "clients",
     "coefficients",
     "contribution",
     "divergence",

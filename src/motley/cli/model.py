@@ -212,7 +212,7 @@ def _require_classifier(name: str, blueprint: Blueprint) -> None:
 
 def _try_split(split: str, name: str, blueprint: Blueprint) -> None:
     cls = SPLITS[split]
-    settings = validate(cls.Settings, {"name": split, "rates": [1.0, RATE]})
+    settings = validate(cls.Settings, {"name": split, "rates": (1.0, RATE)}, "split")
     cls({name: blueprint.build}, settings)
 
 

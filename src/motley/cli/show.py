@@ -214,8 +214,8 @@ def _add_spread(
 ) -> None:
     """Add the row of a size, or of all clients, and one for the scores after local training."""
     name, style = ("all clients", "bold") if size == OVERALL else (size, "")
-    summary = result.scores.get(size)
-    overall = _score(result.metric, summary.last) if summary else ""
+    of_round = (result.client_scores or {}).get("global") or {}
+    overall = _score(result.metric, of_round.get(size))
     row = [_score(result.metric, spread[key]) for key in SPREAD_COLUMNS.values()]
     table.add_row(name, str(spread["clients"]), overall, *row, style=style)
     if after:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from motley.core.errors import MotleyError
+from motley.models.lstm import LSTMLayer
 
 #: Compiled variants of the same Python function. torch's own limit is eight, counted over all
 #: models of the process, and beyond it models would silently run uncompiled.
@@ -25,6 +26,11 @@ def compile_model(model: nn.Module) -> None:
     """Compile a model in place, when it is first called inside `compilation()`, for the shapes it
     is called with.
     """
+    if any(isinstance(module, LSTMLayer) for module in model.modules()):
+        raise MotleyError(
+            "engine.compile = true: torch's compiler unrolls LSTM layers position by position, "
+            "which takes minutes and is slower than cuDNN. Set engine.compile = false."
+        )
     try:
         model.compile(dynamic=False)
     except RuntimeError as error:  # torch.compile lags behind new versions of Python

@@ -110,7 +110,7 @@ def hold_out(
     fraction: float,
     seed: int,
 ) -> np.ndarray:
-    """Return a mask of the test examples: a fraction of each group.
+    """Return a mask of the test examples: a fraction of each group, and of each class in it.
 
     `groups` are the clients' numbers, or those of the classes, or None for one group. Each group
     keeps at least one training example. Examples of a class that would have no training example
@@ -124,8 +124,14 @@ def hold_out(
         if not len(rows):
             continue
         held_out = min(round(fraction * len(rows)), len(rows) - 1)
-        shuffled = generator(seed, "test", group).permutation(rows)
-        mask[shuffled[:held_out]] = True
+        rng = generator(seed, "test", group)
+        shuffled = rng.permutation(rows)
+        if classes is not None:
+            shuffled = shuffled[np.argsort(classes[shuffled], kind="stable")]
+        if held_out:
+            # At equal distances, so that each class gives its share.
+            places = (np.arange(held_out) + rng.random()) * (len(rows) / held_out)
+            mask[shuffled[np.minimum(places.astype(np.int64), len(rows) - 1)]] = True
     if classes is not None and count:
         in_training = np.bincount(classes[~mask], minlength=int(classes.max()) + 1)
         mask &= in_training[classes] > 0

@@ -153,11 +153,12 @@ class Stack:
         self.losses += losses.detach()
 
     def _attention(self) -> AbstractContextManager[object]:
-        """On a CPU, let attention be computed by its formula: vmap knows no rule for the fused one,
-        and would run it client by client.
+        """Let attention be computed by its formula.
+
+        On a CPU, vmap knows no rule for the fused one and would run it client by client. On a GPU
+        its backward pass fails with the additional dimension ("LSE is not correctly aligned").
         """
-        if self.clients.device.type != "cpu":
-            return nullcontext()
+        # Imported here, because it takes a node that never stacks clients tens of megabytes.
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         return sdpa_kernel(SDPBackend.MATH)

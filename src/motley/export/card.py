@@ -7,12 +7,17 @@ README.md says the same to people.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from motley.config import Config, from_saved
 from motley.core.errors import MotleyError
+from motley.data.files.settings import FileSettings
+from motley.data.transforms import TransformSettings
 from motley.export.formats import FILES, FORMATS, Format
 from motley.export.inputs import InputFormat
 from motley.export.rows import RowReader
@@ -26,9 +31,12 @@ from motley.models.inputs import (
     shape_from_json,
     shape_to_json,
 )
+from motley.settings import validate
 from motley.tasks import MetricInfo
 
 CARD = "card.json"
+#: README.md lists at most this many classes.
+LISTED = 200
 README = "README.md"
 
 
@@ -86,20 +94,23 @@ class Card:
         return FILES[self.format]
 
     def read_config(self) -> Config:
-        """Return the configuration of the run."""
+        """Return the configuration of the run. The user's own modules that it names are imported.
+
+        A program runs without them, so everything else reads `config` only.
+        """
         return from_saved(self.config)
 
     def inputs(self) -> InputFormat:
         """Return the format of the inputs."""
-        transform = self.read_config().data.transform
+        transform = validate(TransformSettings, self.config["data"]["transform"])
         return InputFormat(shape_from_json(self.input_shape), self.input_dtype, transform)
 
     def row_reader(self) -> RowReader | None:
         """Return a reader of the user's own tables and texts, if the run's data came from some."""
-        files = self.read_config().data.files
+        files = self.config["data"].get("files")
         if self.rows is None or files is None:
             return None
-        return RowReader.from_json(self.rows, files)
+        return RowReader.from_json(self.rows, validate(FileSettings, files))
 
 
 def stored_shape(inputs: InputFormat) -> str:
@@ -133,14 +144,13 @@ def read_card(folder: Path) -> Card:
 
 def read_me(card: Card) -> str:
     """Return the card as Markdown."""
-    config = card.read_config()
     rows = [
         ("task", card.task),
         ("data", card.data),
-        ("method", config.method_label),
+        ("method", card.method),
         ("size", card.size + (f", ends at exit {card.exit}" if card.exit else "")),
         ("client", "none: the global model" if card.client is None else str(card.client)),
-        ("round", f"{card.round} of {config.training.rounds}"),
+        ("round", f"{card.round} of {card.config['training']['rounds']}"),
         ("parameters", f"{card.parameters:,}"),
         ("file", f"`{card.file}`, {card.file_bytes / 1e6:.2f} MB"),
         (card.metric, _scores(card)),
@@ -156,7 +166,7 @@ def read_me(card: Card) -> str:
                 f"## Load it\n\n```python\n{snippet(card)}\n```",
                 f"## Input\n\n{_input_text(card)}",
                 f"## Output\n\n{_output_text(card)}",
-                f"## Configuration\n\n```toml\n{config.to_toml().strip()}\n```",
+                f"## Configuration\n\n```toml\n{tomli_w.dumps(card.config).strip()}\n```",
             ]
         )
         + "\n"
@@ -219,10 +229,11 @@ def _input_text(card: Card) -> str:
     kind = KINDS[type(inputs.shape)]
     text = f"A batch of {kind}: {input_type(card)}, (N, {dims})."
     if isinstance(inputs.shape, TableShape):
-        return (
-            f"{text} The first {inputs.shape.numbers} columns are numbers, then come the numbers "
-            f"of categories; there are {list(inputs.shape.categories)} of them."
+        text += (
+            f" The first {inputs.shape.numbers} columns are numbers, then come the numbers of "
+            f"categories; there are {list(inputs.shape.categories)} of them."
         )
+        return text if card.rows is None else f"{text}\n\n{_columns_text(card.rows)}"
     if not isinstance(inputs.shape, ImageShape):
         return text
     stored = inputs.shape
@@ -247,8 +258,31 @@ def _input_text(card: Card) -> str:
     )
 
 
+def _columns_text(rows: Mapping[str, Any]) -> str:
+    """Return how the columns of the user's own table become inputs (`RowReader.to_json`)."""
+    lines = ["| column | input |", "|---|---|"]
+    for name, mean, scale in zip(
+        rows.get("numbers", ()), rows.get("means", ()), rows.get("scales", ()), strict=True
+    ):
+        formula = f"(value - {mean:.6g}) / {scale:.6g}" if scale else "the value"
+        lines.append(f"| {name} | {formula} |")
+    for name, categories in rows.get("categories", {}).items():
+        lines.append(f"| {name} | 0 for others; {_numbered(categories, 1)} |")
+    return "\n".join(lines)
+
+
 def _output_text(card: Card) -> str:
-    if card.task != "classification":
-        return f"{card.outputs} outputs of the task `{card.task}`."
-    names = ", ".join(f"{number}: {name}" for number, name in enumerate(card.class_names))
-    return f"Logits of {card.outputs} classes (softmax gives probabilities). {names}"
+    if card.task == "regression":
+        return f"{card.outputs} predicted number{'s' * (card.outputs > 1)}."
+    kind = "classes" if card.task == "classification" else "tokens"
+    return (
+        f"Logits of {card.outputs} {kind} (softmax gives probabilities). "
+        f"{_numbered(card.class_names, 0)}"
+    )
+
+
+def _numbered(names: Sequence[str], first: int) -> str:
+    """Return names with their numbers. Of very many, only some are listed."""
+    listed = [f"{number}: {name}" for number, name in enumerate(names[:LISTED], first)]
+    more = [f"... ({len(names)} in all, see {CARD})"] if len(names) > LISTED else []
+    return ", ".join([*listed, *more])

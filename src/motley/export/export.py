@@ -73,6 +73,7 @@ def export_model(
         size, model = run.client_model(client)
     if exit_number:
         model = _at_exit(model, exit_number, size, name)
+        drop_unused(model, run.inputs.prepare(run.inputs.blank(2)))
     with output_folder(folder):
         (folder / CARD).unlink(missing_ok=True)
         program = _with_inputs(model, run.inputs, name, with_normalization)
@@ -112,6 +113,31 @@ def _at_exit(model: nn.Module, number: int, size: str, name: Format) -> nn.Modul
             "onnx."
         )
     return AtExit(model, number - 1).eval()
+
+
+def drop_unused(model: nn.Module, inputs: Tensor) -> None:
+    """Replace the submodules of a model that its output does not depend on, in place.
+
+    A program would otherwise contain the weights of all blocks and heads behind its exit.
+    """
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(model(inputs).sum(), parameters, allow_unused=True)
+    used = set()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None:
+            used.add(id(parameter))
+    _replace_unused(model, used)
+
+
+def _replace_unused(module: nn.Module, used: set[int]) -> None:
+    for name, child in list(module.named_children()):
+        own = list(child.parameters())
+        is_unused = bool(own) and not any(id(parameter) in used for parameter in own)
+        # A list of blocks keeps its length, by which blocks and exits are counted.
+        if is_unused and not isinstance(child, nn.Sequential | nn.ModuleList):
+            setattr(module, name, nn.Identity())
+        else:
+            _replace_unused(child, used)
 
 
 def _with_inputs(
@@ -173,7 +199,7 @@ def _card(
         scores={},
         test_examples=0,
         recorded_score=run.recorded(size) if is_recorded else None,
-        parameters=_count_parameters(model, run.inputs),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
         file_bytes=(folder / FILES[name]).stat().st_size,
         data=run.dataset.name,
         method=run.config.method_label,
@@ -182,17 +208,6 @@ def _card(
         # A tracking URI may contain a password.
         config=run.config.model_dump(mode="json", exclude={"run": {"mlflow"}}),
     )
-
-
-def _count_parameters(model: nn.Module, inputs: InputFormat) -> int:
-    """Return the number of parameters. Those behind the exit of `AtExit` do not count."""
-    parameters = list(model.parameters())
-    if isinstance(model, AtExit):
-        outputs = model(inputs.prepare(inputs.blank(2))).sum()
-        gradients = torch.autograd.grad(outputs, parameters, allow_unused=True)
-        used = zip(parameters, gradients, strict=True)
-        parameters = [parameter for parameter, gradient in used if gradient is not None]
-    return sum(parameter.numel() for parameter in parameters)
 
 
 # ---- checking the file

@@ -8,6 +8,9 @@ has the first layers of the next one.
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Literal
 
@@ -43,7 +46,7 @@ class LSTMLayer(nn.Module):
 
     `nn.LSTM` moves its weights to one block of memory whenever it meets other tensors, also those
     that `functional_call` lends it. Captured steps and optimizers keep the addresses of weights, so
-    this layer leaves them where they are. On a GPU, cuDNN copies them in each call.
+    this layer leaves them where they are, and on a GPU copies them to one block in each call.
     """
 
     def __init__(self, inputs: int, hidden: int) -> None:
@@ -69,11 +72,32 @@ class LSTMLayer(nn.Module):
         """(sequences, positions, inputs) -> (sequences, positions, units)."""
         # Not len(x): torch.export would take it for a constant.
         zeros = x.new_zeros(1, x.shape[0], self.hidden)
-        weights = (self.weight_ih_l0, self.weight_hh_l0, self.bias_ih_l0, self.bias_hh_l0)
-        # Biases, one layer, no dropout, training mode (cuDNN's backward pass needs it), one
-        # direction, and the batch first.
-        outputs, _, _ = torch.lstm(x, (zeros, zeros), weights, True, 1, 0.0, True, False, True)
+        weights: tuple[Tensor, ...] = (
+            self.weight_ih_l0,
+            self.weight_hh_l0,
+            self.bias_ih_l0,
+            self.bias_hh_l0,
+        )
+        if x.is_cuda:
+            weights = in_one_block(weights)
+        with warnings.catch_warnings() if x.is_cuda else nullcontext():
+            if x.is_cuda:
+                # torch advises to move the weights to one block of memory, see above.
+                warnings.filterwarnings("ignore", "RNN module weights are not part of single")
+            # Biases, one layer, no dropout, training mode (cuDNN's backward pass needs it), one
+            # direction, and the batch first.
+            outputs, _, _ = torch.lstm(x, (zeros, zeros), weights, True, 1, 0.0, True, False, True)
         return outputs
+
+
+def in_one_block(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return copies of tensors that lie one after the other in memory.
+
+    That is how cuDNN wants the weights of a layer. Otherwise it copies them itself, with a warning.
+    """
+    block = torch.cat([tensor.flatten() for tensor in tensors])
+    pieces = block.split([tensor.numel() for tensor in tensors])
+    return tuple(piece.view_as(like) for piece, like in zip(pieces, tensors, strict=True))
 
 
 class LSTM(nn.Module):

@@ -319,9 +319,9 @@ def client_scores(panel: Panel, labels: Sequence[str]) -> go.Figure | None:
             continue
         line = line_of(series, labels)
         _sorted_scores(figure, metric, clients.scores(), line, label, label)
-        if series.is_reference:
-            continue  # its clients have models of their own: both scores are the same
         after = clients.scores(personalized=True)
+        if after == clients.scores():
+            continue  # clients have models of their own, which are personal already
         thin = {**line, "width": 1}
         _sorted_scores(figure, metric, after, thin, f"{label}, personalized", label)
     if not figure.data:

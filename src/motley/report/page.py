@@ -262,6 +262,8 @@ def _configurations(data: ReportData) -> Iterator[str]:
     yield _table(environments(all_series))
     for run in data.runs:
         config = escape(run.config.to_toml())
+        if run.missing_code:
+            yield f"<p>{escape(run.path.name)}: {escape(run.missing_code)}</p>"
         yield f"<details><summary>{escape(run.path.name)}</summary><pre>{config}</pre></details>"
     yield "</section>"
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from motley.evaluate import Summary
 from motley.report.report_data import Panel, Run, Series
+from motley.runs.metrics import OVERALL
 from motley.studies.statistics import spread
 from motley.tasks import MetricInfo
 
@@ -81,7 +82,7 @@ def clients(panel: Panel) -> Rows:
 
     One row for all clients of a series, and one per size if there are several.
     """
-    rows = [["", "clients", *CLIENT_COLUMNS]]
+    rows = [["", "clients", "global", *CLIENT_COLUMNS]]
     for series in panel.distinct.values():
         tables = [run.outcome(()).client_scores for run in series.runs]
         scored = [table for table in tables if table and table.get("clients")]
@@ -101,6 +102,8 @@ def _client_row(
 ) -> list[str]:
     counts = {str(_table_of(table, False, size).get("clients", 0)) for table in scored}
     row = [name, ", ".join(sorted(counts))]
+    global_scores = [table["global"].get(size or OVERALL) for table in scored]
+    row.append(_spread_text(metric, [metric.scaled(v) for v in global_scores if v is not None]))
     for personalized, key in CLIENT_COLUMNS.values():
         values = [_table_of(table, personalized, size).get(key) for table in scored]
         row.append(_spread_text(metric, [metric.scaled(v) for v in values if v is not None]))

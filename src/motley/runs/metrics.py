@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from typing_extensions import TypedDict
 
 from motley import tasks
 from motley.core.errors import MotleyError
@@ -173,8 +172,10 @@ def _string_keys(reasons: Mapping[int, str]) -> dict[str, str]:
     return {str(client): reason for client, reason in reasons.items()}
 
 
-class MetricTable(TypedDict):
+class MetricTable(BaseModel):
     """The fields of `MetricInfo`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str
     higher_is_better: bool
@@ -339,8 +340,11 @@ def outcome(lines: list[dict[str, Any]], last_k: int, targets: tuple[float, ...]
 
 
 def last_client_scores(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the last summary of clients' scores with its round; None if there is none."""
+    """Return the last summary of clients' scores; None if there is none.
+
+    It has the round, and as `global` the scores of every size on the test set in that round.
+    """
     for line in reversed(lines):
         if line.get("client_scores"):
-            return {"round": line["round"], **line["client_scores"]}
+            return {"round": line["round"], "global": scores_of(line), **line["client_scores"]}
     return None

@@ -6,7 +6,7 @@ in `exits.py`, whose ResNets and ViTs have their own classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -46,16 +46,23 @@ class ChainWithExits(WithExits):
     #: Names of the stages that end with a block.
     block_stages: tuple[str, ...]
 
-    def hidden(self, x: Tensor) -> Iterator[Tensor]:
+    def enter(self, x: Tensor) -> Tensor:
+        return run([bind(self, stage) for stage in self.stages[: self._first_block]], x)
+
+    def block_chain(self) -> list[Callable[[Tensor], Tensor]]:
+        blocks = []
         for stage in self.stages:
-            x = bind(self, stage).run(x)
             if stage.name in self.block_stages:
-                yield x
+                blocks.append(bind(self, stage).run)
+        return blocks
 
     def own_head(self, x: Tensor) -> Tensor:
-        names = [stage.name for stage in self.stages]
-        after = names.index(self.block_stages[-1]) + 1
+        after = self._first_block + len(self.block_stages)
         return run([bind(self, stage) for stage in self.stages[after:]], x)
+
+    @property
+    def _first_block(self) -> int:
+        return [stage.name for stage in self.stages].index(self.block_stages[0])
 
 
 def check_exits(network: nn.Module) -> tuple[str, ...]:

@@ -79,7 +79,7 @@ class WithExits(nn.Module):
     def block_chain(self) -> Sequence[Callable[[Tensor], Tensor]]:
         """Return the blocks in order, as functions of the output of the block before.
 
-        Cuts count these functions. A layer between two blocks belongs to the second one.
+        Cuts count these functions. A layer between two blocks belongs to one of them.
         """
         return [parent[number] for parent, number, _ in _blocks(self)]
 

@@ -64,6 +64,8 @@ TRAIN_FRACTION = 0.66
 #: The seed of FLamby's division into train and test.
 SPLIT_SEED = 43
 MAX_BYTES = 10_000_000
+#: Two for training, whose deviation is needed, and two for testing.
+MIN_ROWS = 4
 
 
 @DATASETS.register(
@@ -183,8 +185,8 @@ def _complete_rows(path: Path) -> list[list[float]]:
         if not np.isfinite(numbers).all():
             raise MotleyError(f"{path}: row {number} has a value that is not finite.")
         rows.append(numbers)
-    if len(rows) < 2:
-        raise MotleyError(f"{path} has {len(rows)} complete rows; at least 2 are needed.")
+    if len(rows) < MIN_ROWS:
+        raise MotleyError(f"{path} has {len(rows)} complete rows; at least {MIN_ROWS} are needed.")
     return rows
 
 

@@ -16,6 +16,8 @@ from motley.models.inputs import (
 
 #: A class that is this many times larger than another is worth a remark.
 IMBALANCE = 20
+#: Networks learn targets of this size only slowly.
+LARGE_TARGETS = 10
 
 
 def describe_shape(shape: InputShape) -> str:
@@ -85,6 +87,13 @@ def warnings_about(reading: Reading) -> list[str]:
     dataset = reading.dataset
     if dataset.task == "classification":
         remarks += _class_warnings(dataset)
+    if dataset.task == "regression":
+        targets = dataset.train.targets.astype(np.float64)
+        if max(abs(targets.mean()), targets.std()) > LARGE_TARGETS:
+            remarks.append(
+                f"the targets have mean {targets.mean():.4g} and deviation {targets.std():.4g}; "
+                "training is easier with targets around 0 with deviation 1"
+            )
     counts = client_counts(dataset)
     if counts is not None:
         remarks += _client_warnings(counts, reading.client_names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -246,7 +246,10 @@ def _identity(value: Any) -> Any:
     if isinstance(value, partial):
         keywords = tuple((key, _identity(value.keywords[key])) for key in sorted(value.keywords))
         return _identity(value.func), tuple(map(_identity, value.args)), keywords
-    return value if callable(value) else repr(value)
+    if not callable(value):
+        return repr(value)
+    # The inference holds the build, so that its id is not used again.
+    return value if isinstance(value, Hashable) else id(value)
 
 
 #: Inferences by model and declaration, and by what the model was built with: all copies of a model
