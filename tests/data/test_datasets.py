@@ -199,7 +199,7 @@ def test_a_folder_that_lacks_one_file_is_told_apart(tmp_path: Path) -> None:
         (idx(images(2, 3, 3))[:10], "ends inside its header"),
         (
             idx(images(2, 3, 3))[:-1],
-            r"truncated: shape \(2, 3, 3\) needs 18 values and it holds 17",
+            r"truncated: shape \(2, 3, 3\) needs 18 bytes and it holds 17",
         ),
         (idx(images(2, 3, 3)) + b"x", "extra bytes"),
     ],
