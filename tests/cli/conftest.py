@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -35,6 +36,7 @@ def call(*arguments: object) -> Answer:
     out, err = StringIO(), StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr("sys.argv", ["motley", *map(str, arguments)])
+        patch.setattr("sys.path", list(sys.path))  # commands add folders of users' modules
         patch.setenv("COLUMNS", "300")
         for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "NO_COLOR"):
             patch.delenv(name, raising=False)

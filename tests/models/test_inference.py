@@ -204,6 +204,54 @@ def test_models_with_several_outputs_are_refused() -> None:
             fact(model)
 
 
+class ConvNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x)))
+
+
+class ResidualOfLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(ConvNorm(), ConvNorm())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x)
+
+
+class StageOfBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(ResidualOfLayers(), ResidualOfLayers())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 4, 1)
+        self.stages = nn.ModuleList(StageOfBlocks() for _ in range(2))
+        self.head = nn.Linear(4, CLASS_COUNT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for stage in self.stages:
+            x = stage(x)
+        return self.head(x.mean((2, 3)))
+
+
+def test_blocks_are_neither_stages_nor_single_layers() -> None:
+    model = made(Nested)
+    blocks = tuple(f"stages.{stage}.blocks.{block}" for stage in (0, 1) for block in (0, 1))
+    assert blocks_of(model) == blocks
+    assert [stage.name for stage in chain_of(model)] == ["stem", *blocks, "tail", "head"]
+
+
 # ---- declarations
 
 

@@ -15,7 +15,7 @@ from motley.flower.failures import NodeError, failing_as
 from motley.flower.run_config import from_text, refuse_unknown_code
 from motley.flower.settings import NodeSettings
 from motley.models.inputs import InputShape, shape_from_json
-from motley.tasks import Task
+from motley.tasks import TASKS, Task
 
 COLLECTIONS: dict[str, CollectionName] = {
     "method": "method",
@@ -58,6 +58,8 @@ def read_request(node: NodeSettings, content: RecordDict, run: int) -> Request:
         task_name = str(values["task"])
     config = from_text(text, node)
     refuse_unknown_code(node, "task", task_name)
+    with failing_as("bad-message"):
+        TASKS.entry(task_name, "task")
     with failing_as("bad-config"):
         task = config.task.build(task_name)
     if weaker := config.privacy.weaker_than(node.privacy):

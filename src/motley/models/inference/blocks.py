@@ -116,6 +116,9 @@ def _innermost(model: nn.Module, blocks: list[str], others: list[list[str]]) -> 
 
     for paths in others:
         inside = [path for path in paths if any(path.startswith(f"{b}.") for b in blocks)]
+        # A convolution with its norm is a layer of a block, not a block.
+        if any(len(_matrices(model.get_submodule(path))) < 2 for path in inside):
+            continue
         if len(inside) > len(blocks) and size(inside) >= MOST_OF_A_STAGE * size(blocks):
             return _innermost(model, inside, others)
     return blocks
