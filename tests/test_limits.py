@@ -143,8 +143,8 @@ class Mine(nn.Module):
     def __init__(self, image: ImageShape, classes: int, wrong: str) -> None:
         super().__init__()
         pixels = image.channels * image.height * image.width
-        if wrong == "item":
-            torch.ones(3).sum().item()
+        if wrong == "unbuildable":
+            raise ValueError("no such width")
         self.wrong = wrong
         self.layer = (
             nn.LazyLinear(classes)
@@ -189,7 +189,7 @@ def registered(build: Callable[[Any, ImageShape, int], nn.Module]) -> Iterator[s
             r"'mine' cannot be fed a batch of shape \(2, 1, 8, 8\): KeyError: 'no such thing'",
         ),
         ("lazy", r"'mine' has a lazy layer, whose 'layer\.weight' has no shape yet\."),
-        ("item", r"'mine' cannot be built on torch's meta device.*\.item\(\)"),
+        ("unbuildable", r"'mine' cannot be built: ValueError: no such width"),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_refused_by_its_name(wrong: str, said: str) -> None:
@@ -198,6 +198,26 @@ def test_a_model_that_cannot_be_trained_is_refused_by_its_name(wrong: str, said:
         pytest.raises(MotleyError, match=rf"^model\.sizes: {said}"),
     ):
         Federation(tiny_config(f"model.sizes=['{name}']"))
+
+
+def with_computed_width(settings: Any, image: ImageShape, classes: int) -> nn.Module:
+    """Build a model that computes a width with tensors, as the RegNets of torchvision do."""
+    width = int(torch.full((), 4.0).mul(2).item())
+    pixels = image.channels * image.height * image.width
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(pixels, width), nn.ReLU(), nn.Linear(width, classes)
+    )
+
+
+@pytest.mark.parametrize("split", ["depth", "width"])
+def test_a_model_may_compute_its_widths_with_tensors(split: str) -> None:
+    """There are no values on torch's meta device, so it is built in memory first."""
+    settings = (f"split.name={split}", "federation.clients=5", "federation.clients_per_round=1")
+    with registered(with_computed_width) as name:
+        config = tiny_config(f"model.sizes=['{name}']", *settings)
+        federation = Federation(config)
+        federation.run_round(federation.initial_state())
+        assert costs_in(config)
 
 
 @pytest.mark.parametrize(

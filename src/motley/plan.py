@@ -34,6 +34,7 @@ from motley.core.meta import on_meta
 from motley.limits import allocating, is_out_of_memory
 from motley.models.inputs import InputShape, example_inputs
 from motley.splits import Split
+from motley.splits.base import build_on_meta
 
 #: Bytes that a node's process needs beside `Cost.memory` and beside what `import torch` takes:
 #: Flower's and Motley's modules (64 MB), and the code and tables of torch's libraries that are
@@ -129,7 +130,7 @@ def cost_of(
     """Return the cost of a size. `upload` is the encoding of its deltas (uplink.dtype)."""
     described = f"{size!r} with training.batch_size = {training.batch_size}"
     with on_meta(), allocating(described):
-        model = split.blueprints[size].build().train()
+        model = build_on_meta(size, split.blueprints[size].build).train()
         inputs = example_inputs(shape, training.batch_size)
         existing = [*model.parameters(), *model.buffers()]
         with LiveBytes(existing) as live, FlopCounterMode(display=False) as counter:

@@ -98,16 +98,14 @@ def build_on_meta(name: str, build: Callable[[], nn.Module]) -> nn.Module:
     Users' models can raise anything, so errors are raised again with the model's name.
     """
     try:
-        with on_meta(), allocating(f"model.sizes: {name!r}"):
-            module = build()
+        with allocating(f"model.sizes: {name!r}"):
+            module = _built_without_values(build)
     except MotleyError:
         raise
     except Exception as error:
         reason, _, _ = str(error).partition("\n")  # torch adds the frames of its C++ code
         raise MotleyError(
-            f"model.sizes: {name!r} cannot be built on torch's meta device, where tensors have "
-            "shapes but no values (so no .item() or .tolist() while it is built): "
-            f"{type(error).__name__}: {reason}"
+            f"model.sizes: {name!r} cannot be built: {type(error).__name__}: {reason}"
         ) from error
     if not isinstance(module, nn.Module):
         actual = type(module).__name__
@@ -122,6 +120,20 @@ def build_on_meta(name: str, build: Callable[[], nn.Module]) -> nn.Module:
                 "shapes must be known beforehand."
             )
     return module
+
+
+def _built_without_values(build: Callable[[], nn.Module]) -> nn.Module:
+    try:
+        with on_meta():
+            return build()
+    except MotleyError:
+        raise
+    except Exception:
+        # Some models compute their widths with tensors while they are built, as torchvision's
+        # RegNets do, and the meta device has no values. Such a model is built in memory first.
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            module = build()
+        return module.to("meta") if isinstance(module, nn.Module) else module
 
 
 class Split(ABC):

@@ -35,7 +35,14 @@ from motley.models.inference import inference_of
 from motley.models.inference.cut import check_cut, resize_attributes
 from motley.models.lstm import LSTMLayer
 from motley.models.spec import declare, spec_of
-from motley.splits.base import SPLITS, STATISTICS, Blueprint, Split, SplitSettings
+from motley.splits.base import (
+    SPLITS,
+    STATISTICS,
+    Blueprint,
+    Split,
+    SplitSettings,
+    build_on_meta,
+)
 from motley.splits.narrow import narrow
 
 Rate = Annotated[float, Field(gt=0, le=1)]
@@ -112,7 +119,8 @@ class Width(Split):
         build = partial(self._build_narrow, level)
         with on_meta():
             self._check_inferred(level)
-            return replace(self.whole, build=build, module=build())
+            module = build_on_meta(self.architecture, build)
+        return replace(self.whole, build=build, module=module)
 
     def _check_inferred(self, level: int) -> None:
         """Check that a narrow model whose channels were inferred runs as they say."""
@@ -120,8 +128,9 @@ class Width(Split):
         if spec.channels is None and spec.built_with is not None:
             rate = self.settings.rates[level]
             try:
-                whole = inference_of(self.uncut(level))
-                check_cut(whole, self._cut(level), lambda axis: kept(axis, rate))
+                whole = build_on_meta(self.architecture, partial(self.uncut, level))
+                cut = build_on_meta(self.architecture, partial(self._cut, level))
+                check_cut(inference_of(whole), cut, lambda axis: kept(axis, rate))
             except InferenceError as error:
                 raise MotleyError(f"split.rates = {rate:g}: {error}") from error
 
