@@ -34,7 +34,10 @@ def tiny_config(*overrides: str) -> Config:
     return resolve("quickstart", [parse_overrides(TINY), parse_overrides(overrides)])
 
 
-SHORT = {name: ("method.steps=2", "method.batch_size=16") for name in ("feddf", "fedet")}
+SHORT = {
+    **{name: ("method.steps=2", "method.batch_size=16") for name in ("feddf", "fedet")},
+    "fedrep": ("method.head_epochs=0.25",),
+}
 """Settings of methods whose defaults take too long for a test."""
 
 
