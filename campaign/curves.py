@@ -19,8 +19,8 @@ PANELS = {
     "MNIST by writer (unseen writers)": ("natural-writers", "", ""),
     "Heart disease, three sizes": ("natural-heart", "", ""),
     "Heart disease, logistic regression": ("natural-heart-flamby", "heart-pooled", ""),
-    "Shakespeare, LSTMs": ("natural-shakespeare", "", "LSTM"),
-    "Shakespeare, Transformers": ("natural-shakespeare", "", "Transformer"),
+    "Shakespeare, LSTMs": ("natural-shakespeare-cpu", "", "LSTM"),
+    "Shakespeare, Transformers": ("natural-shakespeare-cpu", "", "Transformer"),
 }
 #: A line with fewer evaluations is drawn as a level: training alone, measured at its end.
 FEWEST_POINTS = 3

@@ -134,6 +134,25 @@ def precision() -> str:
     return _table(["state", "evaluated in", *sizes], rows)
 
 
+def robust(study: str, prefix: str = "") -> str:
+    """Return the accuracy of every defence against every attack, for cases that begin with `prefix`."""
+    kept = json.loads((RESULTS / "robust.json").read_text(encoding="utf-8"))[study]
+    cases = [case for case in kept if case.startswith(prefix)]
+    rows = []
+    for line in kept[cases[0]]:
+        cells = []
+        for case in cases:
+            runs = list(kept[case].get(line, {}).values())
+            ended = [number for number in runs if number is not None]
+            cell = str(spread(ended)) if ended else ""
+            if len(ended) < len(runs):
+                cell += f" ({len(runs) - len(ended)} of {len(runs)} stop)"
+            cells.append(cell.strip())
+        if any(cells):
+            rows.append([line, *cells])
+    return _table(["defence", *(case.removeprefix(prefix) for case in cases)], rows)
+
+
 #: The studies whose short runs are on the page of the new methods.
 SHORT_STUDIES = ("fedimpro-table10", "fedin-table1", "unrelated")
 
@@ -278,8 +297,17 @@ def natural_curves(study_name: str, data: str = "", case: str = "") -> str:
                 continue
             values = [100 * run["accuracy"]["mean"][rounds.index(milestone)] for run in own]
             means.append(f"{sum(values) / len(values):.1f}")
-        rows.append([line.name, *means])
+        if any(means):
+            rows.append([line.name, *means])
     return _table(["round", *(str(milestone) for milestone in milestones)], rows)
+
+
+def shakespeare_baselines() -> str:
+    """Return the accuracy of tables of counts (campaign/baselines.py)."""
+    file = RESULTS / "natural-shakespeare-cpu" / "baselines.json"
+    accuracies = json.loads(file.read_text(encoding="utf-8"))["accuracy"]
+    rows = [[name, f"{100 * accuracy:.1f}"] for name, accuracy in accuracies.items()]
+    return _table(["prediction without a network", "accuracy"], rows)
 
 
 DRAWN: dict[str, tuple[str, Callable[[], str]]] = {
@@ -298,19 +326,23 @@ DRAWN: dict[str, tuple[str, Callable[[], str]]] = {
     ),
     "natural-heart": ("natural.md", partial(natural, "natural-heart")),
     "natural-heart-curves": ("natural.md", partial(natural_curves, "natural-heart")),
-    "natural-lstm": ("natural.md", partial(natural, "natural-shakespeare", case="LSTM")),
+    "natural-shakespeare-baselines": ("natural.md", shakespeare_baselines),
+    "natural-lstm": ("natural.md", partial(natural, "natural-shakespeare-cpu", case="LSTM")),
     "natural-lstm-curves": (
         "natural.md",
-        partial(natural_curves, "natural-shakespeare", case="LSTM"),
+        partial(natural_curves, "natural-shakespeare-cpu", case="LSTM"),
     ),
     "natural-transformer": (
         "natural.md",
-        partial(natural, "natural-shakespeare", case="Transformer"),
+        partial(natural, "natural-shakespeare-cpu", case="Transformer"),
     ),
     "natural-transformer-curves": (
         "natural.md",
-        partial(natural_curves, "natural-shakespeare", case="Transformer"),
+        partial(natural_curves, "natural-shakespeare-cpu", case="Transformer"),
     ),
+    "robust-equal": ("robust.md", partial(robust, "robust-equal")),
+    "robust-depth": ("robust.md", partial(robust, "robust-parts", "depth, ")),
+    "robust-width": ("robust.md", partial(robust, "robust-parts", "width, ")),
     "evaluation-precision": ("evaluation-precision.md", precision),
 }
 

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from motley.config import parse_overrides, resolve
 from motley.core.errors import MotleyError
 from motley.data.dataset import Dataset, load_dataset
 from motley.data.datasets.shakespeare import CHARACTERS, VOCABULARY, encode
+from motley.federation import Federation
 from motley.models.inputs import TokenShape
 from tests.data.natural_files import leaf_file, leaf_samples, texts, write_leaf, write_texts
 
@@ -57,6 +59,44 @@ def test_no_character_is_read_in_training_and_predicted_in_the_test(tmp_path: Pa
     train = int((data.train.clients == 0).sum())
     test = int((data.test.clients == 0).sum())
     assert (train, test) == (int(0.8 * count), count - int(0.8 * count) - 79)
+
+
+def test_a_target_at_every_position_is_the_character_after_it(tmp_path: Path) -> None:
+    roles = write_texts(tmp_path)
+    last_only = load_dataset("shakespeare", root=tmp_path)
+    every = load_dataset("shakespeare-every", root=tmp_path)
+    hamlet = roles["HAMLET_HAMLET"]
+    assert every.train.targets.shape == (len(every.train), 80)
+    assert decode(every.train.inputs[3]) == hamlet[3:83]
+    assert decode(every.train.targets[3]) == hamlet[4:84]
+    # The test part is the same, so accuracies of both data sets can be compared.
+    assert np.array_equal(every.test.inputs, last_only.test.inputs)
+    assert np.array_equal(every.test.targets, last_only.test.targets)
+
+
+def test_models_with_outputs_at_every_position_learn_from_all_of_them(tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    overrides = [
+        f"data.root={tmp_path}",
+        "data.name=shakespeare-every",
+        "data.max_per_client=20",
+        "model.sizes=['lstm1','lstm2']",
+        "model.lstm.hidden=8",
+        "model.lstm.output=every",
+        "federation.clients=3",
+        "federation.clients_per_round=2",
+        "training.rounds=2",
+        "training.epochs=1",
+        "evaluation.every=1",
+        "evaluation.per_client=all",
+    ]
+    federation = Federation(resolve("shakespeare-lstm", [parse_overrides(overrides)]))
+    _, record = federation.run_round(federation.initial_state())
+    assert record.scores["lstm2"].accuracy is not None
+    assert not record.refused
+    overrides[5] = "model.lstm.output=last"
+    with pytest.raises(MotleyError, match="80 rows of 80 logits per sequence"):
+        Federation(resolve("shakespeare-lstm", [parse_overrides(overrides)]))
 
 
 def test_a_limit_takes_windows_at_equal_distances(tmp_path: Path) -> None:
