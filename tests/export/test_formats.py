@@ -149,6 +149,18 @@ class Stranger(nn.Module):
         return x.flatten(1).sum(1, keepdim=True).expand(len(x), CLASSES).reshape(len(x), -1)
 
 
+def test_an_exit_of_a_network_that_is_not_ours_can_be_traced() -> None:
+    """Its stages are inferred: numbers that depend on the batch must not become constants."""
+    grid = ("split.name=grid", "split.cuts=[1,2]", "split.rates=[1,1]")
+    config = tiny_config("model.sizes=['tests.models.foreign:vit']", *grid)
+    split = build_split(config, SHAPES[0], CLASSES)
+    model = trained_model(split, lively(split), split.sizes[0])
+    assert isinstance(model, WithExits)
+    at_exit = AtExit(model, 0).eval()
+    program = trace(at_exit, random_inputs(SHAPES[0], 2)).module()
+    assert_same_outputs(at_exit, program, SHAPES[0])
+
+
 def test_a_model_that_cannot_be_traced_is_named() -> None:
     with pytest.raises(MotleyError, match=r"^Stranger cannot be exported as a program: .*len\(x\)"):
         trace(Stranger(), torch.zeros(2, 3))
@@ -252,3 +264,25 @@ def test_onnx_outputs_equal_torchs_for_other_kinds_of_parts(tmp_path: Path, spli
     parts = tiny_split("resnet10", SHAPES[0], *overrides)
     model = trained_model(parts, lively(parts), parts.sizes[0], 3)
     assert_same_outputs(model, with_onnx(model, SHAPES[0], tmp_path), SHAPES[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("network", "blocks"),
+    [("resnet", 4), ("mobilenet", 4), ("regnet", 4), ("resnext", 4), ("vit", 2)],
+)
+def test_onnx_outputs_equal_torchs_for_networks_that_are_not_ours(
+    tmp_path: Path, network: str, blocks: int
+) -> None:
+    """Half as wide up to the first exit, and whole."""
+    grid = ("split.name=grid", f"split.cuts=[1,{blocks}]", "split.rates=[0.5,1]")
+    config = tiny_config(f"model.sizes=['tests.models.foreign:{network}']", *grid)
+    split = build_split(config, SHAPES[0], CLASSES)
+    state = lively(split)
+    for size in split.sizes:
+        model = trained_model(split, state, size)
+        assert isinstance(model, WithExits)
+        at_exit = AtExit(model, len(model.cuts) - 1)
+        folder = tmp_path / str(len(model.cuts))
+        folder.mkdir()
+        assert_same_outputs(at_exit, with_onnx(at_exit, SHAPES[0], folder), SHAPES[0])

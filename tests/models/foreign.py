@@ -6,6 +6,8 @@ are written here from their published structure; `foreign_gpu.py` runs the real 
 
 from __future__ import annotations
 
+import math
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -136,6 +138,206 @@ def mobilenet(input_shape: tuple[int, ...], num_classes: int, repeats: int = 3) 
 
 def mobilenet_small(input_shape: tuple[int, ...], num_classes: int) -> Any:
     return mobilenet(input_shape, num_classes, 2)
+
+
+# ---- torchvision's RegNet: grouped convolutions of one group width, and squeeze-and-excitation
+
+
+class SqueezeExcitation(nn.Module):
+    def __init__(self, channels: int, squeezed: int) -> None:
+        super().__init__()
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc1 = nn.Conv2d(channels, squeezed, 1)
+        self.fc2 = nn.Conv2d(squeezed, channels, 1)
+        self.activation, self.scale_activation = nn.ReLU(), nn.Sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.activation(self.fc1(self.avgpool(x)))
+        return self.scale_activation(self.fc2(scale)) * x
+
+
+def conv_norm(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> Any:
+    convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(outputs))
+
+
+class BottleneckTransform(nn.Sequential):
+    def __init__(
+        self, width_in: int, width_out: int, stride: int, group_width: int, se_ratio: float
+    ) -> None:
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        groups = width_out // group_width
+        layers["a"] = conv_norm(width_in, width_out, 1).append(nn.ReLU(inplace=True))
+        layers["b"] = conv_norm(width_out, width_out, 3, stride, groups).append(
+            nn.ReLU(inplace=True)
+        )
+        if se_ratio:
+            layers["se"] = SqueezeExcitation(width_out, round(se_ratio * width_in))
+        layers["c"] = conv_norm(width_out, width_out, 1)
+        super().__init__(layers)
+
+
+class RegNetBlock(nn.Module):
+    def __init__(
+        self, width_in: int, width_out: int, stride: int, group_width: int, se_ratio: float
+    ) -> None:
+        super().__init__()
+        self.proj = None
+        if width_in != width_out or stride != 1:
+            self.proj = conv_norm(width_in, width_out, 1, stride)
+        self.f = BottleneckTransform(width_in, width_out, stride, group_width, se_ratio)
+        self.activation = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.f(x) + (x if self.proj is None else self.proj(x))
+        return self.activation(x)
+
+
+def regnet_widths(
+    depth: int, w_0: int, w_a: float, w_m: float, group_width: int
+) -> list[tuple[int, int]]:
+    """Return the width and depth of every stage: equations 2 to 4 of Radosavovic et al., CVPR 2020.
+
+    torchvision computes them with tensors, for which torch's meta device has no values.
+    """
+    linear = w_0 + torch.arange(depth) * w_a
+    exponents = torch.round(torch.log(linear / w_0) / math.log(w_m))
+    quantized = torch.round(w_0 * torch.pow(w_m, exponents) / 8) * 8
+    widths = [
+        max(group_width, width // group_width * group_width) for width in quantized.int().tolist()
+    ]
+    return [(width, widths.count(width)) for width in sorted(set(widths))]
+
+
+class RegNet(nn.Module):
+    def __init__(
+        self, channels: int, num_classes: int, depth: int, group_width: int, se_ratio: float
+    ) -> None:
+        super().__init__()
+        self.stem = conv_norm(channels, 8, 3, 2).append(nn.ReLU(inplace=True))
+        width_in = 8
+        stages = []
+        for number, (width, count) in enumerate(
+            regnet_widths(depth, 24, 20.0, 2.2, group_width), 1
+        ):
+            blocks = OrderedDict()
+            for at in range(count):
+                stride = 2 if at == 0 else 1
+                blocks[f"block{number}-{at}"] = RegNetBlock(
+                    width_in, width, stride, group_width, se_ratio
+                )
+                width_in = width
+            stages.append((f"block{number}", nn.Sequential(blocks)))
+        self.trunk_output = nn.Sequential(OrderedDict(stages))
+        self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
+        self.fc = nn.Linear(width_in, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.trunk_output(self.stem(x))
+        return self.fc(self.avgpool(x).flatten(start_dim=1))
+
+
+def regnet(input_shape: tuple[int, ...], num_classes: int, depth: int = 4) -> Any:
+    return RegNet(input_shape[0], num_classes, depth, 8, 0.25)
+
+
+def regnet_small(input_shape: tuple[int, ...], num_classes: int) -> Any:
+    return regnet(input_shape, num_classes, 3)
+
+
+# ---- timm's ResNeXt: bottlenecks whose second convolution has groups of a few channels
+
+
+class TimmBottleneck(nn.Module):
+    expansion = 4
+
+    def __init__(
+        self, inplanes: int, planes: int, stride: int, cardinality: int, base_width: int
+    ) -> None:
+        super().__init__()
+        width = int(planes * (base_width / 16)) * cardinality
+        outplanes = planes * self.expansion
+        self.conv1 = nn.Conv2d(inplanes, width, 1, bias=False)
+        self.bn1, self.act1 = nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, groups=cardinality, bias=False)
+        self.bn2, self.drop_block, self.act2 = (
+            nn.BatchNorm2d(width),
+            nn.Identity(),
+            nn.ReLU(inplace=True),
+        )
+        self.aa = nn.Identity()
+        self.conv3 = nn.Conv2d(width, outplanes, 1, bias=False)
+        self.bn3, self.se, self.act3 = nn.BatchNorm2d(outplanes), None, nn.ReLU(inplace=True)
+        self.downsample = None
+        if stride != 1 or inplanes != outplanes:
+            self.downsample = conv_norm(inplanes, outplanes, 1, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x
+        x = self.act1(self.bn1(self.conv1(x)))
+        x = self.aa(self.act2(self.drop_block(self.bn2(self.conv2(x)))))
+        x = self.bn3(self.conv3(x))
+        if self.se is not None:
+            x = self.se(x)
+        if self.downsample is not None:
+            shortcut = self.downsample(shortcut)
+        x += shortcut
+        return self.act3(x)
+
+
+class ResNeXt(nn.Module):
+    def __init__(self, channels: int, num_classes: int, layers: tuple[int, ...]) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, 8, 3, 1, 1, bias=False)
+        self.bn1, self.act1 = nn.BatchNorm2d(8), nn.ReLU(inplace=True)
+        inplanes = 8
+        for number, (planes, count) in enumerate(zip((4, 8), layers, strict=True), 1):
+            blocks = []
+            for at in range(count):
+                stride = 2 if number > 1 and at == 0 else 1
+                blocks.append(TimmBottleneck(inplanes, planes, stride, 4, 8))
+                inplanes = planes * 4
+            setattr(self, f"layer{number}", nn.Sequential(*blocks))
+        self.fc = nn.Linear(inplanes, num_classes)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        x = self.act1(self.bn1(self.conv1(x)))
+        return self.layer2(self.layer1(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.forward_features(x).mean((2, 3)))
+
+
+def resnext(
+    input_shape: tuple[int, ...], num_classes: int, layers: tuple[int, ...] = (2, 2)
+) -> Any:
+    return ResNeXt(input_shape[0], num_classes, layers)
+
+
+def resnext_small(input_shape: tuple[int, ...], num_classes: int) -> Any:
+    return resnext(input_shape, num_classes, (1, 1))
+
+
+# ---- convolutions on one stream whose groups do not fit each other
+
+
+class UnlikeGroups(nn.Module):
+    def __init__(self, channels: int, num_classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(channels, 12, 3, padding=1)
+        self.three = nn.Conv2d(12, 12, 3, padding=1, groups=3)
+        self.four = nn.Conv2d(12, 12, 3, padding=1, groups=4)
+        self.fc = nn.Linear(12, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        x = x + F.relu(self.three(x))
+        x = x + F.relu(self.four(x))
+        return self.fc(x.mean((2, 3)))
+
+
+def unlike_groups(input_shape: tuple[int, ...], num_classes: int) -> Any:
+    return UnlikeGroups(input_shape[0], num_classes)
 
 
 # ---- timm's vision transformer

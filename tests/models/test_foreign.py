@@ -1,6 +1,6 @@
 """Networks that are not Motley's: what is inferred about each, and what can be trained with it.
 
-The table is the issue's: six kinds of networks, and for each depth, width, InCo, FedIN and FedImpro,
+The kinds of networks in the table of docs/models.md, and for each depth, width, InCo, FedIN, FedImpro and MOON,
 or the reason why not.
 """
 
@@ -11,6 +11,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from motley.core.errors import MotleyError
 from motley.core.part import take
@@ -66,8 +67,12 @@ FEATURES = {
     "inco": (("split.name=depth", "server.inco.variant=paper"), True),
     "fedin": (("split.name=homogeneous", "method.name=fedin"), False),
     "fedimpro": (("split.name=homogeneous", "method.name=fedimpro"), False),
+    "moon": (("split.name=homogeneous", "method.name=moon"), False),
 }
-NETWORKS = ("resnet", "mobilenet", "vit", "bert", "lstm", "unet", "two_heads", "tutorial")
+NETWORKS = (
+    *("resnet", "mobilenet", "regnet", "resnext", "vit", "bert", "lstm"),
+    *("unet", "two_heads", "tutorial"),
+)
 NO_PAIRS = "no layers of one shape behind each other"
 TUPLE = "returns a tuple"
 #: Why a network cannot be trained with a feature. All others can.
@@ -98,6 +103,36 @@ def test_foreign_networks_train_or_say_why_not(network: str, feature: str) -> No
     train(trained)
 
 
+@pytest.mark.parametrize(
+    ("network", "layer"),
+    [("regnet", "trunk_output.block2.block2-1.f.b.0"), ("resnext", "layer2.1.conv2")],
+)
+def test_narrow_grouped_convolutions_keep_all_groups(network: str, layer: str) -> None:
+    """Half a width is half of each group, so that no channel changes its group."""
+    split = federation(network, *FEATURES["width"][0]).split
+    whole, narrow = (split.build(size).get_submodule(layer) for size in split.sizes)
+    assert isinstance(whole, nn.Conv2d) and isinstance(narrow, nn.Conv2d)
+    assert whole.groups > 1 and narrow.groups == whole.groups
+    for dim in (0, 1):
+        assert 2 * narrow.weight.shape[dim] == whole.weight.shape[dim]
+    # A client gets the first half of each group's channels.
+    state = split.initial(1)
+    part = take(state, split.part(split.sizes[1]))
+    inside = whole.weight.shape[1]
+    groups = state[f"{layer}.weight"].unflatten(0, (whole.groups, inside))
+    expected = groups[:, : inside // 2, : inside // 2].flatten(0, 1)
+    assert torch.equal(part[f"{layer}.weight"], expected)
+
+
+def test_groups_that_divide_the_same_channels_differently_are_named() -> None:
+    with pytest.raises(
+        MotleyError,
+        match="3 groups of conv2d in layer 'three' and 4 groups of conv2d in layer 'four' divide "
+        r"the same channels.*Declare ModelSpec\.channels",
+    ):
+        federation("unlike_groups", *FEATURES["width"][0])
+
+
 @pytest.mark.parametrize("network", ["resnet", "vit"])
 def test_exits_of_foreign_networks_are_nested_and_end_with_their_own_head(network: str) -> None:
     blocks = {"resnet": 4, "vit": 2}[network]
@@ -124,9 +159,10 @@ def test_exits_of_foreign_networks_are_nested_and_end_with_their_own_head(networ
     assert not any(name.startswith(("fc", "head")) for name in split.part(split.sizes[0]))
 
 
-def test_foreign_networks_with_exits_train_in_depth_and_width() -> None:
+@pytest.mark.parametrize("network", ["mobilenet", "regnet"])
+def test_foreign_networks_with_exits_train_in_depth_and_width(network: str) -> None:
     settings = ("split.name=grid", "split.cuts=[2,4]", "split.rates=[0.5,1]", "method.name=scalefl")
-    train(federation("mobilenet", *settings))
+    train(federation(network, *settings))
 
 
 def test_ordered_dropout_is_checked_on_inferred_channels() -> None:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from motley.core.errors import MotleyError
+from motley.data.files.archive import check_members
 from motley.extras import require
 
 Format = Literal["safetensors", "torch", "onnx"]
@@ -105,6 +106,7 @@ def refuse_pickles(file: Path) -> None:
     inputs are read with `weights_only`, but torch falls back to unpickling if that fails.
     """
     try:
+        check_members(file)
         with zipfile.ZipFile(file) as archive:
             for name in archive.namelist():
                 if name.endswith("_config.json"):

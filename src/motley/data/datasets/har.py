@@ -16,6 +16,7 @@ on would measure memory. The last quarter of a person's chains of each activity 
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -133,9 +134,10 @@ def _read_arrays(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.nda
     check_array(windows, "f", (None, CHANNELS, LENGTH), f"{path}: x")
     for key in ("y", "subject", "chain"):
         check_array(arrays[key], "iu", (len(windows),), f"{path}: {key}")
+    windows = _single_precision(windows)
     _check_values(windows, activities, lowest=0, where=f"{path}: ")
     return (
-        np.ascontiguousarray(windows, dtype=np.float32),
+        windows,
         activities.astype(np.int64),
         arrays["subject"].astype(np.int64),
         arrays["chain"].astype(np.int64),
@@ -163,7 +165,7 @@ def _read_release(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
                     f"{people_file.name} has rows; it has {values.shape[0]} rows of "
                     f"{values.shape[1]}."
                 )
-            signals.append(values.astype(np.float32))
+            signals.append(_single_precision(values))
         if len(part_activities) != len(part_people):
             raise MotleyError(
                 f"{activity_file} has {len(part_activities)} rows, but {people_file.name} has "
@@ -188,12 +190,23 @@ def _read_text(path: Path) -> np.ndarray:
             )
         if not size:
             raise MotleyError(f"{path} is empty.")
-        return np.loadtxt(path, dtype=np.float64, ndmin=2, encoding="ascii", comments=None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about a file of blank lines, which is refused below
+            values = np.loadtxt(path, dtype=np.float64, ndmin=2, encoding="ascii", comments=None)
     except OSError as error:
         raise MotleyError(f"{path} cannot be read: {error}.") from None
     except ValueError as error:
         # Some of NumPy's messages end in a full stop.
         raise MotleyError(f"{path} is truncated or damaged: {str(error).rstrip('.')}.") from None
+    if not values.size:
+        raise MotleyError(f"{path} has no numbers in it.")
+    return values
+
+
+def _single_precision(values: np.ndarray) -> np.ndarray:
+    """Return numbers as float32. Those that are too large become infinite, and are refused."""
+    with np.errstate(over="ignore"):
+        return np.ascontiguousarray(values, dtype=np.float32)
 
 
 def _read_whole_numbers(path: Path) -> np.ndarray:

@@ -113,9 +113,14 @@ def _match(a: Sequence[Factor], b: Sequence[Factor], same: bool) -> bool:
         elif y.size % x.size == 0:
             split(y, (x.size, y.size // x.size))
         else:
+            conflict = f"{_described(x)} and {_described(y)} divide the same channels"
             for factor in (*left[at:], *right[at:]):
-                factor.fix(f"{x.size} and {y.size} channels are used as one dimension")
+                factor.fix(conflict)
             return False
+
+
+def _described(factor: Factor) -> str:
+    return f"{factor.size} {factor.fixed or 'channels'}"
 
 
 def _join(x: Factor, y: Factor, same: bool) -> None:

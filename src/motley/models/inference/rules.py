@@ -252,7 +252,9 @@ def _any_convolution(run: Propagation, operation: Operation, groups: int, transp
         read_in_group = channels // groups
         # One dimension of the weight counts (group, channel), the other the channels of a group.
         whole, inside = (x[1], resolve(second)) if transposed else (resolve(first), x[1])
-        shared = "groups of a convolution" if read_in_group > 1 else ""
+        # All groups are kept, and some channels inside of each. A depthwise convolution has one
+        # channel per group, so there the groups themselves are the channels.
+        shared = f"groups of {run.recording.describe(operation)}" if read_in_group > 1 else ""
         group = new_dim(groups, shared)
         if transposed:
             run.unify(operation, x[1], first)

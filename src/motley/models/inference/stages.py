@@ -73,7 +73,8 @@ class Replay:
             if isinstance(leaf, Ref):
                 return values[leaf.value]
             if isinstance(leaf, OfBatch):
-                return x.device if leaf.device else leaf.factor * len(x)
+                # Not len(x): torch.export would take it for a constant.
+                return x.device if leaf.device else leaf.factor * x.shape[0]
             return leaf
 
         for step in program.steps:

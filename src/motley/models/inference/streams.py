@@ -122,10 +122,12 @@ class Streams:
         for name, dims in self._tensors.items():
             if not dims or _layer(name) in self.classifiers or name in self.channels:
                 continue
-            reasons = [factor.fixed for factor in resolve(dims[0]) if factor.fixed]
+            factors = resolve(dims[0])
+            reasons = [factor.fixed for factor in factors if factor.fixed]
             if reasons:
-                width = math.prod(factor.size for factor in resolve(dims[0]))
-                fixed.append(FixedChannels(name, width, reasons[0]))
+                # The innermost factor could have been cut: the groups or heads around it are kept.
+                width = math.prod(factor.size for factor in factors)
+                fixed.append(FixedChannels(name, width, reasons[-1]))
         return fixed
 
     def lengths_of(self, value: int) -> tuple[Length, ...]:
