@@ -231,8 +231,8 @@ def test_a_file_that_unpacks_to_too_much_is_refused(
     path = tmp_path / f"some-images{ending}"
     path.write_bytes(gzip.compress(content) if ending else content)
     assert read_idx(path, 3).shape == (100, 20, 20)
-    monkeypatch.setattr(idx_files, "MAX_BYTES", 40_000)
-    with pytest.raises(MotleyError, match="holds more than 40,000 bytes"):
+    monkeypatch.setattr(idx_files, "MAX_BYTES", 39_999)
+    with pytest.raises(MotleyError, match=r"declares the shape .* more than the 39,999 bytes"):
         read_idx(path, 3)
 
 
@@ -474,9 +474,9 @@ def test_floats_are_rounded_to_8_bits(tmp_path: Path) -> None:
         ),
         (
             labels(9, 3) * 500_000,
-            r"labels 0\.\.1000000 make 1,000,001 classes, and 999,998 of them have no example\.",
+            r"mine\.npz: the largest label 1000000 makes 1,000,001 classes, more than the 13 examples",
         ),
-        (labels(9, 2) * 10**15, r"labels 0\.\.1000000000000000 make"),
+        (labels(9, 3) * 300, r"'npz': labels 0\.\.600 make 601 classes, and 598 of them have no"),
     ],
 )
 def test_labels_that_are_no_class_numbers_are_refused(
@@ -487,7 +487,7 @@ def test_labels_that_are_no_class_numbers_are_refused(
         Federation(tiny_config("data.name=npz", f"data.path={path}"))
     with pytest.raises(MotleyError, match=message):
         costs_in(tiny_config("data.name=npz", f"data.path={path}"))
-    load_dataset("npz", path=path)  # a node may hold only some of the classes
+    load_dataset("npz", path=path, tested=False)  # a node may hold only some of the classes
 
 
 def test_a_gap_between_labels_is_allowed(tmp_path: Path) -> None:
@@ -524,7 +524,8 @@ def test_a_gap_between_labels_is_allowed(tmp_path: Path) -> None:
         ),
         ({"y_train": labels(9) / 2}, "y_train must be whole numbers"),
         ({"y_train": labels(8)}, "9 inputs but 8 targets"),
-        ({"y_train": labels(9) - 1}, "from -1"),
+        ({"y_train": labels(9) - 1}, r"y_train, row 0: the label -1 is outside 0\.\."),
+        ({"y_test": labels(4) + 10**15}, r"y_test, row 0: the label 10{15} is outside 0\.\."),
     ],
 )
 def test_npz_explains_what_is_wrong(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def zip_bomb(folder: Path) -> tuple[Path, str]:
             for _ in range(3 * 64):
                 member.write(bytes(2**24))
         archive.writestr("y_train.npy", npy((3,), "<i8", bytes(24)))
-    return path, "taken for an attack"
+    return path, "the limit is|taken for an attack"
 
 
 def png(folder: Path, side: int) -> Path:
@@ -92,12 +92,12 @@ def large_png(folder: Path) -> tuple[Path, str]:
 
 
 def long_line(folder: Path) -> tuple[Path, str]:
-    """One line of a gigabyte. The file is sparse, but reading it gives that many bytes."""
+    """One line of 200 MB. The file is sparse, but reading it gives that many bytes."""
     path = folder / "mine.csv"
     with path.open("wb") as file:
         file.write(b"a,target\n")
         file.write(b"1" * 20_000_000)
-        file.truncate(1_000_000_000)
+        file.truncate(200_000_000)
     return path, "more than 16,000,000 characters"
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -25,6 +24,7 @@ from rich.text import Text
 
 from motley.assembly import deal_examples
 from motley.cli.commands import Command, Group
+from motley.cli.terminal import Console
 from motley.config import Config, load_config, parse_overrides
 from motley.core.errors import MotleyError
 from motley.data import PARTITIONS, Dataset, Partition
@@ -273,7 +273,7 @@ def _print_classes(console: Console, dataset: Dataset) -> None:
     table.add_column("testing", justify="right")
     for number in range(min(dataset.classes, MAX_LINES)):
         name = class_name(dataset, number)
-        table.add_row(Text(name), f"{train[number]:,}", f"{test[number]:,}")
+        table.add_row(name, f"{train[number]:,}", f"{test[number]:,}")
     console.print()
     console.print(table)
     if dataset.classes > MAX_LINES:
@@ -300,7 +300,7 @@ def _progress(console: Console) -> Iterator[Report]:
         yield say_once
         return
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),

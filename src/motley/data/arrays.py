@@ -21,6 +21,8 @@ from motley.models.inputs import (
 CHANNELS = (1, 3, 4)
 #: A vocabulary or a number of classes above this is taken for a mistake.
 MAX_VOCABULARY = 10_000_000
+#: Up to this many numbered classes are plausible, however few examples there are.
+PLAUSIBLE_CLASSES = 1_000
 CHOICES = "image, signal, tokens, table or array"
 
 
@@ -131,6 +133,20 @@ def class_targets(array: np.ndarray, where: Callable[[int], str]) -> np.ndarray:
             "Labels are class numbers from 0 on, or texts."
         )
     return array.astype(np.int64)
+
+
+def check_class_numbers(classes: int, examples: int, where: str, *, tested: bool = True) -> None:
+    """Refuse a number of classes that comes from one stray label.
+
+    Every class has a row in the classifier and in many tables, so a label of 2^31 in a file of a
+    kilobyte would take gigabytes. On a node (`tested` is false) a few examples may have any class
+    of a large federation, whose own number of classes limits them.
+    """
+    if tested and classes > max(PLAUSIBLE_CLASSES, examples):
+        raise MotleyError(
+            f"{where}: the largest label {classes - 1} makes {classes:,} classes, more than the "
+            f"{examples:,} examples. Number the classes 0, 1, 2, ... without gaps."
+        )
 
 
 def to_numpy(value: Any) -> np.ndarray:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from motley.core.errors import MotleyError
-from motley.data.arrays import class_targets
+from motley.data.arrays import check_class_numbers, class_targets
 from motley.data.dataset import Dataset, Examples
 from motley.data.labels import (
     check_class_count,
@@ -70,6 +70,12 @@ def split_records(
     if task == "classification":
         if isinstance(records.targets, np.ndarray):
             labels = class_targets(records.targets, records.where)
+            if labels.ndim != 1:
+                raise MotleyError(
+                    f"{records.where(0)}: a classification has one label per example, not the "
+                    f"shape {labels.shape}. For sequences of tokens set data.files.task = "
+                    "'next-token'."
+                )
             classes = np.unique(labels, return_inverse=True)[1]
         else:
             names = sorted_names(records.targets)
@@ -132,6 +138,9 @@ def assemble(
             outputs = outputs or shape.vocabulary
         inferred = not outputs and not names and task == "classification"
         largest = max(int(train_targets.max()), int(test_targets.max(initial=0)))
+        if inferred:
+            count = len(train) + len(test)
+            check_class_numbers(largest + 1, count, train.where(0), tested=tested)
         outputs = outputs or len(names) or largest + 1
     else:
         names = names or sorted_names(train.targets)

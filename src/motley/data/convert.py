@@ -16,7 +16,7 @@ from motley.data.arrays import shaped_inputs, to_numpy
 from motley.data.assemble import Records, assemble
 from motley.data.dataset import Dataset
 from motley.data.files.columns import common_shape
-from motley.data.files.opening import check_memory
+from motley.limits import check_fits
 from motley.models.inputs import InputShape, TokenShape
 
 INPUT_KEYS = ("inputs", "input", "image", "img", "x", "features", "pixel_values", "input_ids")
@@ -207,7 +207,8 @@ def _items(source: Any, part: str, keys: tuple[str, str], clients: Clients, resi
         inputs.append(_resized(array, resize, where) if resize else array)
         targets.append(target)
         if row == 0:
-            check_memory(f"{part}: {count} examples of shape {array.shape}", count * array.nbytes)
+            what = f"{part}: {count} examples of shape {array.shape}"
+            check_fits(what, count * array.nbytes, torch.device("cpu"))
         if isinstance(clients, str):
             names.append(str(_value(item, clients, where, "clients")))
         elif callable(clients):
@@ -354,7 +355,7 @@ def _padded(part: _Part, shape: tuple[int, ...]) -> np.ndarray:
     dtype = np.result_type(*{array.dtype for array in part.inputs})
     count = len(part.inputs)
     needed = count * int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    check_memory(f"{part.name}: {count} examples padded to {shape}", needed)
+    check_fits(f"{part.name}: {count} examples padded to {shape}", needed, torch.device("cpu"))
     result = np.zeros((count, *shape), dtype=dtype)
     for row, array in enumerate(part.inputs):
         place = tuple(slice(length) for length in array.shape)

@@ -9,8 +9,6 @@ state. The work is vectorised over clients, because federations of 100,000 clien
 from __future__ import annotations
 
 import json
-import zipfile
-import zlib
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +22,8 @@ from motley.core.dotted import subclass_of
 from motley.core.errors import MotleyError
 from motley.core.randomness import generator
 from motley.core.registry import Registry
+from motley.data.files.archive import DAMAGED, check_archive
+from motley.limits import bounded, check_data
 from motley.settings import NamesFile, Settings
 
 #: How often a Dirichlet partition is drawn again when a client has too few samples.
@@ -74,9 +74,11 @@ class Partition:
 
     def label_counts(self, labels: np.ndarray, classes: int) -> np.ndarray:
         """Return the number of samples per client and class, with shape (clients, classes)."""
+        cell_count = len(self) * classes
+        check_data(f"a table of {len(self):,} clients and {classes:,} classes", 8 * cell_count)
         owners = np.repeat(np.arange(len(self)), self.sizes)
         cells = owners * classes + labels[self.indices]
-        return np.bincount(cells, minlength=len(self) * classes).reshape(len(self), classes)
+        return np.bincount(cells, minlength=cell_count).reshape(len(self), classes)
 
 
 class PartitionSettings(Settings):
@@ -539,19 +541,6 @@ def _raise_to_minimum(
     return new_owners
 
 
-#: Everything json, NumPy and zipfile raise for damaged files. RuntimeError is zipfile's, for
-#: encrypted members and unknown compression methods.
-_READ_ERRORS = (
-    ValueError,
-    TypeError,
-    EOFError,
-    OSError,
-    RuntimeError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
-
-
 def _read_lists(path: Path) -> list[Any]:
     if not path.is_file():
         raise MotleyError(f"there is no partition file {path}.")
@@ -559,12 +548,15 @@ def _read_lists(path: Path) -> list[Any]:
         raise MotleyError(f"partition file {path} must end in .json or .npz.")
     try:
         if path.suffix == ".json":
-            content = json.loads(path.read_text(encoding="utf-8"))
+            # Empty lists take 20 times as much memory as text.
+            with bounded(f"partition file {path}: its content"):
+                content = json.loads(path.read_text(encoding="utf-8"))
         else:
+            check_archive(path)
             with np.load(path, allow_pickle=False) as archive:
                 # np.savez calls unnamed arrays arr_0, arr_1, ...
                 content = {name.removeprefix("arr_"): archive[name] for name in archive.files}
-    except _READ_ERRORS as error:
+    except DAMAGED as error:
         raise MotleyError(f"partition file {path} cannot be read: {error}") from error
     if isinstance(content, Mapping):
         content = _ordered_by_client(content, path)

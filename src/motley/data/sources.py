@@ -106,6 +106,17 @@ HEART_FILES = (
     RemoteFile("processed.va.data", HEART_URLS, "md5:4249d03ca7711e84f4444768c9426170"),
 )
 
+#: Of `shakespeare` and `shakespeare-every`, which are made from the same files.
+SHAKESPEARE = Source(
+    (shakespeare.LEAF_LAYOUT, shakespeare.WHOLE_LEAF_LAYOUT, shakespeare.TEXT_LAYOUT),
+    "shakespeare",
+    (),
+    by_hand="LEAF makes the files from Shakespeare's collected works: clone "
+    "https://github.com/TalwalkarLab/leaf, run `./preprocess.sh -s niid --sf 1.0 -k 0 "
+    "-t sample -tf 0.8` in its folder data/shakespeare, and copy the folders data/train and "
+    "data/test to 'shakespeare/train' and 'shakespeare/test' there.",
+)
+
 #: Name of a data set -> its source. Data sets that need no files of their own are not in it.
 SOURCES = {
     "cifar10": Source(
@@ -222,15 +233,8 @@ SOURCES = {
             ),
         ),
     ),
-    "shakespeare": Source(
-        (shakespeare.LEAF_LAYOUT, shakespeare.WHOLE_LEAF_LAYOUT, shakespeare.TEXT_LAYOUT),
-        "shakespeare",
-        (),
-        by_hand="LEAF makes the files from Shakespeare's collected works: clone "
-        "https://github.com/TalwalkarLab/leaf, run `./preprocess.sh -s niid --sf 1.0 -k 0 "
-        "-t sample -tf 0.8` in its folder data/shakespeare, and copy the folders data/train and "
-        "data/test to 'shakespeare/train' and 'shakespeare/test' there.",
-    ),
+    "shakespeare": SHAKESPEARE,
+    "shakespeare-every": SHAKESPEARE,
     "svhn": Source(
         (svhn.LAYOUT,),
         "svhn",

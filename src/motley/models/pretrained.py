@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from motley.core.errors import MotleyError
 from motley.core.part import State
+from motley.limits import check_data
 
 #: A message lists at most this many names of each kind.
 MAX_NAMES = 6
@@ -74,6 +75,8 @@ def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
 
 def _read(file: Path, setting: str) -> dict[str, Tensor]:
     try:
+        # Safetensors compares its header with the size of the file, and nothing in it expands.
+        check_data(f"{setting}: its tensors", file.stat().st_size)
         return load_file(file)
     except SafetensorError as error:
         raise MotleyError(f"{setting}: is not a safetensors file: {error}.") from None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from motley.core.errors import MotleyError
-from motley.data.files.archive import check_archive
+from motley.data.files.archive import DAMAGED, check_archive
 
 
 def read_named_arrays(path: Path, keys: Sequence[str], max_bytes: int) -> dict[str, np.ndarray]:
@@ -35,8 +34,7 @@ def read_named_arrays(path: Path, keys: Sequence[str], max_bytes: int) -> dict[s
                 present = ", ".join(archive.files) or "nothing"
                 raise MotleyError(f"{path} lacks {', '.join(missing)}. It holds: {present}.")
             return {key: np.asarray(archive[key]) for key in keys}
-    except (ValueError, EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        # zipfile raises RuntimeError for encrypted members and unknown compression methods.
+    except DAMAGED as error:
         raise MotleyError(f"{path} is truncated or damaged: {error}.") from None
 
 

@@ -10,6 +10,7 @@ import gzip
 import math
 import struct
 import zlib
+from io import BufferedIOBase
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,8 @@ import numpy as np
 from motley.core.errors import MotleyError
 from motley.data.dataset import Dataset, Examples, FileLayout, make_examples
 
-#: Limit on the decompressed size, because a small gzip file can expand to many gigabytes of zeros.
-#: The largest real file has 47 MB.
+#: Limit on the declared size. A small gzip file can expand to many gigabytes of zeros, so no more
+#: is decompressed than the header declares. The largest real file has 47 MB.
 MAX_BYTES = 200_000_000
 SIDE = 28
 CLASSES = 10
@@ -64,38 +65,42 @@ def read_idx_ints(path: Path, dims: int) -> np.ndarray:
 
 
 def _read_values(path: Path, dims: int, code: int, dtype: np.dtype, values: str) -> np.ndarray:
-    raw = _read_decompressed(path)
-    header = 4 + 4 * dims
     magic = bytes([0, 0, code, dims])
-    if raw[:4] != magic:
-        raise MotleyError(
-            f"{path} is not an IDX file of {values} with {dims} dimensions: "
-            f"it starts with {raw[:4].hex(' ') or 'nothing'}, not {magic.hex(' ')}."
-        )
-    if len(raw) < header:
-        raise MotleyError(f"{path} is truncated: it ends inside its header.")
-    shape = struct.unpack(f">{dims}I", raw[4:header])
-    expected, actual = math.prod(shape) * dtype.itemsize, len(raw) - header
-    if actual != expected:
-        problem = "is truncated" if actual < expected else "has extra bytes"
-        raise MotleyError(
-            f"{path} {problem}: shape {shape} needs {expected} bytes and it holds {actual}."
-        )
-    array = np.frombuffer(raw, dtype, offset=header).reshape(shape)
-    # A copy in the machine's byte order, which can be written to.
-    return array.astype(dtype.newbyteorder("="))
-
-
-def _read_decompressed(path: Path) -> bytes:
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
+            shape = _read_shape(file, magic, values, path)
+            expected = math.prod(shape) * dtype.itemsize
+            if expected > MAX_BYTES:
+                raise MotleyError(
+                    f"{path} is truncated or damaged: it declares the shape {shape}, more than the "
+                    f"{MAX_BYTES:,} bytes that a file of this data set can have."
+                )
+            # One byte more shows that there are too many; the rest of them is not decompressed.
+            raw = file.read(expected + 1)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise MotleyError(f"{path} is truncated or damaged: {error}.") from error
     except OSError as error:
         raise MotleyError(f"{path} cannot be read: {error}.") from None
-    if len(raw) > MAX_BYTES:
+    if len(raw) < expected:
         raise MotleyError(
-            f"{path} holds more than {MAX_BYTES:,} bytes, which no file of this data set does."
+            f"{path} is truncated: shape {shape} needs {expected} bytes and it holds {len(raw)}."
         )
-    return raw
+    if len(raw) > expected:
+        raise MotleyError(f"{path} has extra bytes: shape {shape} needs {expected} bytes.")
+    array = np.frombuffer(raw, dtype).reshape(shape)
+    # A copy in the machine's byte order, which can be written to.
+    return array.astype(dtype.newbyteorder("="))
+
+
+def _read_shape(file: BufferedIOBase, magic: bytes, values: str, path: Path) -> tuple[int, ...]:
+    dims = magic[3]
+    start = file.read(len(magic))
+    if start != magic:
+        raise MotleyError(
+            f"{path} is not an IDX file of {values} with {dims} dimensions: "
+            f"it starts with {start.hex(' ') or 'nothing'}, not {magic.hex(' ')}."
+        )
+    lengths = file.read(4 * dims)
+    if len(lengths) < 4 * dims:
+        raise MotleyError(f"{path} is truncated: it ends inside its header.")
+    return struct.unpack(f">{dims}I", lengths)

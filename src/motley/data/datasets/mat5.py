@@ -34,6 +34,9 @@ VALUE_TYPES[13] = "u8"
 #: Classes of arrays: 6 double, 7 single, 8 to 15 whole numbers. Others are text, cells, objects.
 NUMERIC_CLASSES = range(6, 16)
 COMPLEX_FLAG = 0x08
+#: A compressed array that is larger than this may expand by at most this factor.
+MIN_EXPANDED_BYTES = 1_000_000
+MAX_RATIO = 100
 
 
 class _DamagedError(Exception):
@@ -102,10 +105,12 @@ def _byte_order(raw: bytes) -> str:
 
 def _decompress(content: memoryview, max_bytes: int) -> bytes:
     decompressor = zlib.decompressobj()
+    # Images shrink by a factor of 3, and labels by 10.
+    max_bytes = min(max_bytes, max(MIN_EXPANDED_BYTES, MAX_RATIO * len(content)))
     # One byte more than allowed is enough to see that there is too much.
     decompressed = decompressor.decompress(content, max_bytes + 1)
     if len(decompressed) > max_bytes:
-        raise _DamagedError("it expands to more bytes than any file of this data set has")
+        raise _DamagedError(f"an array expands to more than {max_bytes:,} bytes")
     if not decompressor.eof:
         raise _DamagedError("a compressed array ends too early")
     return decompressed

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from motley.core.errors import MotleyError
+from motley.data.arrays import check_class_numbers, class_targets
 from motley.data.dataset import DATASETS, Dataset, DataSource, Examples
 from motley.data.files.archive import DAMAGED, check_archive
 
@@ -40,6 +41,8 @@ def load(source: DataSource) -> Dataset:
         test = Examples(train.inputs[:0], train.targets[:0])
     # `initial` because the test part may be empty.
     classes = 1 + max(int(part.targets.max(initial=0)) for part in (train, test))
+    count = len(train) + len(test)
+    check_class_numbers(classes, count, str(source.path), tested=source.tested)
     return Dataset("npz", train, test, classes, classes_inferred=True, tested=source.tested)
 
 
@@ -143,4 +146,4 @@ def as_labels(array: np.ndarray, where: str) -> np.ndarray:
             f"{where} must be whole numbers of shape (N,), "
             f"not {array.dtype} of shape {array.shape}."
         )
-    return array.astype(np.int64)
+    return class_targets(array, lambda row: f"{where}, row {row}")

@@ -14,9 +14,10 @@ import numpy as np
 from motley.core.errors import MotleyError
 from motley.data.files.delimited import MISSING_MARKS
 from motley.data.files.images import decode_images
-from motley.data.files.opening import MAX_COLUMNS, MAX_ROWS, check_file, check_memory
+from motley.data.files.opening import MAX_COLUMNS, MAX_ROWS, check_file
 from motley.data.files.table import Column, Table, check_names, is_read, shown
 from motley.extras import require
+from motley.limits import bounded, check_expansion
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
 MAX_METADATA = 100_000_000
 #: Rows that are decompressed at once.
 BATCH_ROWS = 8_192
-#: Data that expands to more than this, and by more than this factor, is taken for a bomb.
-BOMB_BYTES = 1_000_000_000
-BOMB_RATIO = 200
-
 #: What pyarrow raises for damaged files, besides its own exceptions. MemoryError is for an absurd
 #: size that the file declares.
 DAMAGED = (
@@ -73,7 +70,11 @@ def read_parquet(
         wanted = [name for name in names if is_read(name, drop, only)]
         # One long text in a dictionary can be repeated for millions of rows, so texts stay encoded.
         texts = [name for name in wanted if pa.types.is_string(schema.field(name).type)]
-        with pq.ParquetFile(path, read_dictionary=texts, **options) as file:
+        # The length of lists is not declared anywhere that is safe to look at.
+        with (
+            bounded(f"{path}: its table", path.stat().st_size),
+            pq.ParquetFile(path, read_dictionary=texts, **options) as file,
+        ):
             table = _read_batches(file, wanted, path)
     except (pa.ArrowException, *DAMAGED) as error:
         raise MotleyError(
@@ -93,7 +94,7 @@ def _read_batches(file: Any, columns: list[str], path: Path) -> pa.Table:
     """Read some columns, and stop when they become larger than their file can be expected to be."""
     import pyarrow as pa
 
-    limit = max(BOMB_BYTES, BOMB_RATIO * path.stat().st_size)
+    stored = path.stat().st_size
     batches = []
     rows = size = 0
     for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
@@ -102,12 +103,7 @@ def _read_batches(file: Any, columns: list[str], path: Path) -> pa.Table:
         size += batch.nbytes
         if rows > file.metadata.num_rows:
             raise MotleyError(f"{path} is damaged: it has more rows than it declares.")
-        if size > limit:
-            raise MotleyError(
-                f"{path} has {path.stat().st_size:,} bytes and expands to more than {limit:,}, "
-                "which is taken for an attack. Save it with less compression."
-            )
-        check_memory(f"{path}: its table", size)
+        check_expansion(f"{path}: its table", stored, size)
         batches.append(batch)
     if not batches:
         raise MotleyError(f"{path} has no rows.")
@@ -133,14 +129,9 @@ def _check_metadata(metadata: Any, path: Path) -> None:
         expanded += group.total_byte_size
     if in_groups != rows:
         raise MotleyError(f"{path} is damaged: it declares {rows} rows and holds {in_groups}.")
-    # Run-length encoding makes the numbers larger again than the declared size.
-    check_memory(f"{path}: its table", max(expanded, rows * columns))
-    size_on_disk = path.stat().st_size
-    if max(expanded, rows * columns) > max(BOMB_BYTES, BOMB_RATIO * size_on_disk):
-        raise MotleyError(
-            f"{path} has {size_on_disk:,} bytes and expands to {max(expanded, rows * columns):,}, "
-            "which is taken for an attack. Save it with less compression."
-        )
+    # Run-length encoding makes columns larger again than the declared size: a number or a
+    # reference to a text takes 8 bytes per row.
+    check_expansion(f"{path}: its table", path.stat().st_size, max(expanded, 8 * rows * columns))
 
 
 def from_arrow(

@@ -10,11 +10,11 @@ import numpy as np
 
 from motley.core.errors import MotleyError
 from motley.data.arrays import shaped_inputs
-from motley.data.files.opening import check_memory
 from motley.data.files.settings import FileSettings
 from motley.data.files.table import Column, Table, parse_number, shown
 from motley.data.files.text import cut_or_pad, token_numbers, vocabulary_of
 from motley.data.labels import sorted_names, whole_number
+from motley.limits import check_data
 from motley.models.inputs import InputShape, TableShape, TokenShape
 
 TARGET_NAMES = ("target", "label", "labels", "class", "y")
@@ -221,7 +221,7 @@ class Encoder:
     def inputs(self, table: Table) -> np.ndarray:
         """Return float32 rows: numbers, then categories."""
         columns = len(self.numbers) + len(self.categories)
-        check_memory(f"{table.path}: its {len(table)} rows of {columns}", len(table) * columns * 4)
+        check_data(f"{table.path}: its {len(table)} rows of {columns}", len(table) * columns * 4)
         rows = np.empty((len(table), columns), dtype=np.float32)
         for position, name in enumerate(self.numbers):
             values = table.columns[name].values
@@ -366,9 +366,7 @@ def _text_inputs(
         )
     texts = [text or "" for text in train.columns[name].values]
     vocabulary = vocabulary_of(texts)
-    check_memory(
-        f"{train.path}: {len(texts)} texts of {length} characters", len(texts) * length * 8
-    )
+    check_data(f"{train.path}: {len(texts)} texts of {length} characters", len(texts) * length * 8)
 
     def encoded(part: Table) -> np.ndarray:
         rows = [

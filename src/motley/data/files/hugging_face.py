@@ -16,9 +16,10 @@ from motley.core.errors import MotleyError
 from motley.data.files.arrow import DAMAGED, first_line, from_arrow, names_in_features
 from motley.data.files.arrow_messages import is_compressed
 from motley.data.files.delimited import MISSING_MARKS
-from motley.data.files.opening import MAX_COLUMNS, MAX_ROWS, check_file, check_memory
+from motley.data.files.opening import MAX_COLUMNS, MAX_ROWS, check_file
 from motley.data.files.table import Table, check_names, is_read
 from motley.extras import require
+from motley.limits import check_data
 
 DICT_FILE = "dataset_dict.json"
 STATE_FILE = "state.json"
@@ -63,7 +64,7 @@ def read_saved_dataset(
     if not folder.is_dir():
         raise MotleyError(f"there is no folder {folder}.")
     files = _data_files(folder)
-    check_memory(f"{folder}: its tables", sum(file.stat().st_size for file in files))
+    check_data(f"{folder}: its tables", sum(file.stat().st_size for file in files))
     tables = [_read_stream(file) for file in files]
     try:
         whole = pa.concat_tables(tables)
@@ -133,7 +134,7 @@ def _read_stream(path: Path) -> Any:
                 # Before anything else looks at it: offsets may point anywhere.
                 batch.validate(full=True)
                 expanded += batch.nbytes
-                check_memory(f"{path}: its table", expanded)
+                check_data(f"{path}: its table", expanded)
                 batches.append(batch)
             table = pa.Table.from_batches(batches, reader.schema)
     except (pa.ArrowException, struct.error, *DAMAGED) as error:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from motley.core.errors import MotleyError
-from motley.data.files.opening import MAX_ROWS, check_memory
+from motley.data.files.opening import MAX_ROWS
 from motley.extras import require
+from motley.limits import check_expansion
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -172,7 +173,9 @@ def decode_images(
     require("PIL", "reading images")
     first_size = (0, 0)
     is_grey = True
+    stored = 0
     for index in range(count):
+        stored += _stored_bytes(source(index), where(index))
         size, mode = _header(source(index), where(index))
         if not first_size[0]:
             first_size = size
@@ -186,7 +189,8 @@ def decode_images(
     channels = 1 if is_grey else 3
     width, height = (resize, resize) if resize else first_size
     shape = (count, height, width, channels)
-    check_memory(f"{where(0)} and the other images, of shape {shape}", int(np.prod(shape)))
+    needed = count * height * width * channels
+    check_expansion(f"{where(0)} and the other images, of shape {shape},", stored, needed)
     pixels = np.empty(shape, dtype=np.uint8)
     for index in range(count):
         image = _decode(source(index), where(index), "L" if is_grey else "RGB", (width, height))
@@ -194,14 +198,22 @@ def decode_images(
     return pixels
 
 
-def _open(source: Path | bytes, where: str) -> Image.Image:
-    from PIL import Image
-
-    size = len(source) if isinstance(source, bytes) else source.stat().st_size
+def _stored_bytes(source: Path | bytes, where: str) -> int:
+    """Return the size of an image file, after checking it."""
+    try:
+        size = len(source) if isinstance(source, bytes) else source.stat().st_size
+    except OSError as error:
+        raise MotleyError(f"{where} cannot be read: {error}.") from None
     if not size:
         raise MotleyError(f"{where} is empty.")
     if size > MAX_FILE_BYTES:
         raise MotleyError(f"{where} has {size:,} bytes; images have at most {MAX_FILE_BYTES:,}.")
+    return size
+
+
+def _open(source: Path | bytes) -> Image.Image:
+    from PIL import Image
+
     return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
 
 
@@ -242,7 +254,7 @@ def _with_image(source: Path | bytes, where: str, read: Callable[[Image.Image], 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about metadata; the pixels are checked
-            with _open(source, where) as image:
+            with _open(source) as image:
                 return read(image)
     except (
         OSError,

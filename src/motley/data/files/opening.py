@@ -12,10 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-import torch
-
 from motley.core.errors import MotleyError
-from motley.limits import check_fits
+from motley.limits import check_data
 
 #: A line of a text file: a CSV row of 100,000 columns has about 1 MB.
 MAX_LINE = 16_000_000
@@ -39,11 +37,6 @@ def check_file(path: Path) -> None:
             raise MotleyError(f"{path} is empty.")
     except (OSError, ValueError) as error:
         raise MotleyError(f"{path} cannot be read: {error}.") from None
-
-
-def check_memory(what: str, needed: int) -> None:
-    """Raise if an array of `needed` bytes is larger than the memory of this machine."""
-    check_fits(what, needed, torch.device("cpu"))
 
 
 def encoding_of(path: Path, setting: str = "auto") -> str:
@@ -74,6 +67,7 @@ def open_text(path: Path, setting: str = "auto") -> Iterator[TextIO]:
                 f"{path} has {size:,} bytes; text files of up to {MAX_TEXT_BYTES:,} are read. "
                 "Save the data as Parquet or .npz."
             )
+        check_data(f"{path}: its text", size)
         # newline="": the csv module wants line ends as they are. A lone CR also ends a line.
         with path.open(encoding=encoding_of(path, setting), newline="") as file:
             yield file

@@ -32,7 +32,7 @@ from motley.data.files.delimited import read_delimited
 from motley.data.files.hugging_face import is_saved_dataset, read_saved_dataset, split_folders
 from motley.data.files.images import ImageFile, has_images, list_images, read_image_files
 from motley.data.files.json_lines import read_json_lines
-from motley.data.files.opening import check_file, check_memory
+from motley.data.files.opening import check_file
 from motley.data.files.settings import FileSettings
 from motley.data.files.table import Column, Table
 from motley.data.files.text import (
@@ -44,6 +44,7 @@ from motley.data.files.text import (
     windows_of,
 )
 from motley.data.labels import clean_labels
+from motley.limits import check_data
 from motley.models.inputs import TokenShape
 
 ENDINGS = {
@@ -337,7 +338,7 @@ def _text_records(
     notes: list[str],
 ) -> Records:
     characters = sum(len(file.text) for file in files)
-    check_memory(f"{characters:,} characters as tokens", 16 * characters)
+    check_data(f"{characters:,} characters as tokens", 16 * characters)
     inputs: list[np.ndarray] = []
     targets: list[np.ndarray] = []
     clients: list[str] = []
