@@ -189,7 +189,7 @@ def test_a_client_whose_update_was_rejected_continues_from_its_model_before() ->
 def test_a_model_that_is_not_finite_is_rejected_although_nobody_sees_it() -> None:
     """The loss of its only step is finite, and the weights after that step are not."""
     sgd = "training.optimizer={name='sgd', lr=1e38, weight_decay=1e3}"
-    settings = ("training.steps=1", "method.name=local", sgd)
+    settings = ("training.steps=1", "method.name=local", sgd, "server.min_fraction=0")
     federation = Federation(tiny_config(*MLP, *QUICK, *settings))
     server, (record,) = played(federation, 1)
     assert set(record.refused.values()) == {"its loss is not finite."}

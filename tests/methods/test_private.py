@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
@@ -261,7 +262,8 @@ def test_a_rejected_update_rolls_the_clients_own_tensors_back(case: str) -> None
 
 def test_private_tensors_that_are_not_finite_are_rejected_although_nobody_sees_them() -> None:
     """The loss of the only step is finite, and the private bias after it is not."""
-    federation = federation_of(*ONE_MLP, "split.private=head.bias", "training.steps=1", *SGD)
+    refused = ("training.steps=1", "server.min_fraction=0", *SGD)
+    federation = federation_of(*ONE_MLP, "split.private=head.bias", *refused)
     clients = federation.engine.clients  # type: ignore[attr-defined]
     first = clients._initial_private("mlp2")
     first["head.bias"][:] = torch.tensor([3e38] * 10)
@@ -301,6 +303,45 @@ def test_the_first_body_of_fedper_is_fedavgs_bit_for_bit() -> None:
     assert same_bits(body, {name: whole[name] for name in body})
     for client, delta in body_deltas.items():
         assert same_bits(delta, {name: whole_deltas[client][name] for name in delta})
+
+
+class FixedHead(nn.Module):
+    """A body that learns, and a head that does not: the heads of all clients stay the same."""
+
+    def __init__(self, pixels: int, classes: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Flatten(), nn.Linear(pixels, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU()
+        )
+        self.head = nn.Linear(8, classes).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.body(x))
+        return logits
+
+
+def fixed_head(input_shape: tuple[int, ...], num_classes: int) -> FixedHead:
+    return FixedHead(math.prod(input_shape), num_classes)
+
+
+def test_fedper_on_a_shared_body_is_fedavg_on_that_body_bit_for_bit() -> None:
+    """Over several rounds, with all clients: nothing but the place of the heads differs."""
+    ends = []
+    for private in ("[]", "head"):
+        federation = federation_of(
+            f"model.sizes=['{__name__}:fixed_head']",
+            "split.name=homogeneous",
+            f"split.private={private}",
+            *EVERYBODY,
+            *SGD,
+        )
+        server, _ = played(federation, 3)
+        ends.append(server.state)
+    whole, body = ends
+    assert body.keys() == whole.keys() - {"head.weight", "head.bias"}
+    assert same_bits(body, {name: whole[name] for name in body})
+    first = federation.initial_state().state
+    assert not any(torch.equal(body[name], first[name]) for name in body), "nothing was learned"
 
 
 def test_later_bodies_are_the_mean_of_the_clients_bodies() -> None:

@@ -13,7 +13,7 @@ Four rules, each of which some public implementation gets wrong:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -28,10 +28,12 @@ class Aggregate:
     """The mean delta, by global names.
 
     `covered[name]` is a mask of the coordinates that had an owner, or None if all had one.
+    `metrics` are numbers for the round's record; tensors have one element.
     """
 
     delta: State
     covered: dict[str, Tensor | None]
+    metrics: Mapping[str, Tensor | float] = field(default_factory=dict)
 
     def with_delta(self, delta: State) -> Aggregate:
         """Return the same coverage with another delta."""

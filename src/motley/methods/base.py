@@ -17,7 +17,7 @@ from torch import Tensor
 
 from motley.core.dotted import describe, subclass_of
 from motley.core.errors import MotleyError
-from motley.core.merge import Aggregate, merge
+from motley.core.merge import Aggregate
 from motley.core.part import State
 from motley.core.registry import Registry
 from motley.core.update import ClientUpdate
@@ -81,6 +81,9 @@ class Requirements:
     #: The method works if some of a client's tensors are private (`split.private`): neither its
     #: payload nor its server half is about tensors that clients do not share.
     private_parts: bool = False
+    #: For methods with an aggregation of their own: deltas and everything else that the server
+    #: averages over clients go through `info.merge`, so that `server.merge` may be a robust rule.
+    robust_merge: bool = False
     #: It makes sense only with private tensors. If a configuration names none, the head is private.
     needs_private_parts: bool = False
 
@@ -97,7 +100,7 @@ class Requirements:
         either = {
             one.name: getattr(self, one.name) or getattr(other, one.name) for one in fields(self)
         }
-        for promise in ("exchanges_weights", "private_parts"):
+        for promise in ("exchanges_weights", "private_parts", "robust_merge"):
             either[promise] = getattr(self, promise) and getattr(other, promise)
         return Requirements(**either)
 
@@ -239,7 +242,7 @@ class ServerAlgorithm:
 
     def aggregate(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> Aggregate:
         """Return the mean delta, before other stages of the pipeline."""
-        return merge(state, updates)
+        return self.info.merge(state, updates)
 
     def update(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
         """Return the method's own state after a round. `state` is the one that clients started

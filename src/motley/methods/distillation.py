@@ -42,6 +42,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from motley.core.async_copy import to_device
 from motley.core.device import place
+from motley.core.graphs import capture
 from motley.core.part import Part, State, take
 from motley.core.randomness import generator
 from motley.core.tensors import add_, copy_, norm, scale_, total
@@ -349,7 +350,7 @@ class _CapturedStep:
         for tensor, value in zip(changed, before, strict=True):
             tensor.copy_(value)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=stream):
+        with capture(self._graph, stream):
             self._results = function(self._images, self._targets)
 
     def __call__(self, images: Tensor, targets: State) -> tuple[Tensor, State]:

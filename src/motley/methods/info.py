@@ -5,7 +5,7 @@ half.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from motley.core.async_copy import to_device
+from motley.core.merge import Aggregate, merge
 from motley.core.part import State, add_at
+from motley.core.robust import MergeRule
+from motley.core.update import ClientUpdate
 from motley.data.public import PublicData
 from motley.models import InputShape
 from motley.splits.base import Split
@@ -97,6 +100,13 @@ class FederationInfo:
     #: Public images (`[public]`), if the method uses them. A node has them only if its clients do.
     public: PublicData | None = None
     task: Task = CLASSIFICATION
+    #: The rule that takes the place of the mean over owners (`server.merge`); None: the mean.
+    robust_merge: MergeRule | None = None
+
+    def merge(self, state: State, updates: Sequence[ClientUpdate]) -> Aggregate:
+        """Combine the clients' deltas by the run's rule: by default, the mean over owners."""
+        rule: MergeRule = merge if self.robust_merge is None else self.robust_merge
+        return rule(state, updates)
 
     @property
     def rounds(self) -> int:

@@ -23,7 +23,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from motley.core.merge import add_shares, merge
+import torch
+from torch import Tensor
+
+from motley.core.merge import Aggregate, add_shares
 from motley.core.part import Part, State, take
 from motley.core.randomness import key
 from motley.core.tensors import difference, divide_, scale_, subtract_
@@ -100,10 +103,29 @@ class ScaffoldServer(ServerAlgorithm):
 
     def update(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
         # c <- c + (sum of the clients' changes of c_i) / N
-        if self.settings.divide_by == "all":
+        divides_by_all = self.settings.divide_by == "all"
+        if divides_by_all and self.info.robust_merge is None:
             return add_shares(own, updates, lambda update: update.payload, self.info.owners)
-        change = _mean_payload(own, updates)
+        change = self._merged_payload(own, updates)
+        if divides_by_all:
+            # The sum over the round's clients is their number times the (robust) mean.
+            nothing = {name: torch.zeros_like(c) for name, c in own.items()}
+            sampled = add_shares(nothing, updates, _ones, self.info.owners)
+            change = {name: sampled[name] * tensor for name, tensor in change.items()}
         return {name: c + change[name] if name in change else c for name, c in own.items()}
+
+    def _merged_payload(self, own: State, updates: Sequence[ClientUpdate]) -> State:
+        """Return the mean of the changes over the clients that took part and hold a coordinate, or
+        what `server.merge` takes for it.
+        """
+        changes = []
+        for update in updates:
+            part = {name: update.part[name] for name in update.payload}
+            changes.append(
+                replace(update, delta=update.payload, part=part, weight=1.0, row_weights={})
+            )
+        merged = self.info.merge(own, changes)
+        return {name: _covered(merged, name) for name in merged.delta}
 
 
 @METHODS.register(
@@ -121,6 +143,7 @@ class Scaffold(Method):
         own_training=True,
         own_aggregation=True,
         private_parts=True,
+        robust_merge=True,
     )
 
 
@@ -132,13 +155,14 @@ def initial_control(split: Split, settings: ScaffoldSettings, seed: int) -> Stat
     return {name: tensor for name, tensor in weights.items() if name in split.parameters}
 
 
-def _mean_payload(own: State, updates: Sequence[ClientUpdate]) -> State:
-    """Return the mean of the changes over the clients that took part and hold a coordinate."""
-    changes = []
-    for update in updates:
-        part = {name: update.part[name] for name in update.payload}
-        changes.append(replace(update, delta=update.payload, part=part, weight=1.0, row_weights={}))
-    return merge(own, changes).delta
+def _covered(merged: Aggregate, name: str) -> Tensor:
+    """Return the change of one name, with 0 for coordinates that nobody changed."""
+    mask = merged.covered[name]
+    return merged.delta[name] if mask is None else torch.where(mask, merged.delta[name], 0)
+
+
+def _ones(update: ClientUpdate) -> State:
+    return {name: torch.ones_like(tensor) for name, tensor in update.payload.items()}
 
 
 def control_of(control: State, part: Part) -> State:

@@ -20,6 +20,7 @@ from motley.evaluate import PendingScores
 from motley.methods.base import Collection, ServerAlgorithm
 from motley.server.metrics import Metrics
 from motley.server.state import ServerState
+from motley.server.state_check import StateCheck
 from motley.server.timing import Timer
 from motley.server.validation import collection_error
 from motley.splits.base import Split
@@ -148,11 +149,42 @@ def run_collections(
             bytes_up += answers.bytes_up
             rejected.update(answers.rejected)
             if answers.collections:
-                result = stage.apply(server, answers.collections)
+                result, left_out = _apply(stage, engine, server, answers.collections)
+                rejected.update(left_out)
                 server = result.server
                 evaluation = result.evaluation or evaluation
                 metrics.update(result.metrics)
     return Collected(server, evaluation, metrics, rejected, bytes_down, bytes_up, timer.seconds)
+
+
+def _apply(
+    stage: CollectionStage, engine: Engine, server: ServerState, collections: Sequence[Collection]
+) -> tuple[CollectionResult, dict[int, str]]:
+    """Apply the answers of a stage; leave those of nodes out that would spoil the server state.
+
+    An answer may be valid and still hold 1e30. If the state is not usable, every answer is tried on
+    its own to find the responsible ones.
+    """
+    result = stage.apply(server, collections)
+    if engine.trusted or result.server is server:
+        return result, {}
+    problem = StateCheck(server, result.server, (), 0.0).problem
+    if problem is None:
+        return result, {}
+    rest: list[Collection] = []
+    left_out: dict[int, str] = {}
+    for collection in collections:
+        alone = stage.apply(server, [collection]).server
+        if StateCheck(server, alone, (), 0.0).problem is None:
+            rest.append(collection)
+        else:
+            left_out[collection.client] = f"its collection was left out: with it, {problem}."
+    if rest and left_out:
+        result = stage.apply(server, rest)
+        if StateCheck(server, result.server, (), 0.0).problem is None:
+            return result, left_out
+    reason = f"the collection was undone: {problem}."
+    return CollectionResult(server), {one.client: reason for one in collections}
 
 
 class Asking(Protocol):

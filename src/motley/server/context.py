@@ -4,19 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from motley.engine.base import Engine
 from motley.evaluate import Evaluator
 from motley.methods.base import ServerAlgorithm
-from motley.privacy import Accountant
+from motley.privacy import Accountant, PrivacyLedger
+from motley.server.bounds import UpdateBounds
 from motley.server.client_scores import ScoreClients
 from motley.server.collection import CollectionStage
 from motley.server.pipeline import Stage
 from motley.server.sampling import Sampler
 from motley.server.uplink import Uplink
 from motley.splits.base import Split
+
+
+class ReleaseLog(Protocol):
+    """Keeps a record of what clients send, which outlives the process (`runs/privacy_ledger.py`).
+
+    Both methods return only once the record is on disk.
+    """
+
+    def asked(self, round_number: int, attempt: int, clients: Sequence[int], /) -> None:
+        """Note that clients are about to be asked for updates."""
+        ...
+
+    def merged(
+        self,
+        round_number: int,
+        attempt: int,
+        sampled: Sequence[int],
+        accepted: Sequence[int],
+        alone: bool = False,
+        /,
+    ) -> PrivacyLedger:
+        """Note a mean of accepted updates; return the ledger of all releases so far.
+
+        `alone`: they were chosen by their effect on the state (`motley.privacy.releases`).
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -28,6 +56,9 @@ class RoundContext:
         count equally.
     accountant: computes the privacy spent; None if the run is not private. Private clients do not
         report their loss.
+    release_log: is told what clients are asked for, before they are; None if the run is not private
+        or has no folder.
+    why_no_scores: why evaluated rounds have no scores; empty if they have.
     device: the server's device.
     min_fraction: fraction of a round's clients whose updates must be accepted; with fewer, the
         round is repeated with other clients, up to `attempts` times in all.
@@ -37,6 +68,12 @@ class RoundContext:
     has_own_models: whether clients' own models are evaluated, by a collection, and not the
         global model.
     score_clients: asks clients for scores on their own test examples; None if the run has none.
+    bounds: limits the norms of updates; None if they are not limited.
+    max_step_factor: the global state's step is at most this many times as long as it usually is; 0:
+        any step.
+    max_loss: largest absolute loss that a node elsewhere may report; None: any.
+    max_examples: largest number of examples that a node elsewhere may report; None: any.
+    max_steps: number of examples -> the most local steps that a job allows; None: any.
     """
 
     engine: Engine
@@ -57,3 +94,10 @@ class RoundContext:
     exchanges_weights: bool = True
     has_own_models: bool = False
     score_clients: ScoreClients | None = None
+    release_log: ReleaseLog | None = None
+    why_no_scores: str = ""
+    bounds: UpdateBounds | None = None
+    max_step_factor: float = 0.0
+    max_loss: float | None = None
+    max_examples: int | None = None
+    max_steps: Callable[[int], int] | None = None

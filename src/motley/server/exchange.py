@@ -11,7 +11,7 @@ from motley.engine.base import Failure, Job
 from motley.server.context import RoundContext
 from motley.server.state import ServerState
 from motley.server.uplink import on_servers_device
-from motley.server.validation import UpdateCheck, payload_error, shape_error
+from motley.server.validation import UpdateCheck, payload_error, report_error, shape_error
 
 
 def make_job(context: RoundContext, server: ServerState, round_number: int, client: int) -> Job:
@@ -50,6 +50,13 @@ def receive(
             update = on_servers_device(update, context.device)
         expected = job.state if context.exchanges_weights else {}
         error = shape_error(expected, update.delta)
+        if error is None and not context.engine.trusted:
+            error = report_error(
+                update,
+                private=context.accountant is not None,
+                max_examples=context.max_examples,
+                max_steps=context.max_steps,
+            )
         if error:
             rejected[update.client] = error
         else:
@@ -92,6 +99,8 @@ def start_check(
         updates,
         losses_are_reported=context.accountant is None,
         payload_error=None if context.engine.trusted else error,
+        bounds=None if context.bounds is None else context.bounds.measure(server, updates),
+        max_loss=None if context.engine.trusted else context.max_loss,
     )
 
 

@@ -28,7 +28,7 @@ class AggregateUpdates:
         """Ignore the aggregate so far: there is none yet."""
         aggregate = self.algorithm.aggregate(server.method_state, server.state, updates)
         method_state = self.algorithm.update(server.method_state, server.state, updates)
-        metrics = self.algorithm.metrics(method_state, updates)
+        metrics = {**self.algorithm.metrics(method_state, updates), **aggregate.metrics}
         return StageResult(replace(server, method_state=method_state), aggregate, metrics)
 
 

@@ -7,6 +7,8 @@ client with private tensors is sent its part of the global state for that. They 
 (`motley.methods.evaluation`), as in a collection. A size's score is the mean over the clients of
 that size that were asked. A size of which no client was asked has no score in that round. Clients
 that have never trained are left out: their private tensors are random.
+
+With [privacy], clients are not asked, because no noise protects a score (`privacy.reveal_scores`).
 """
 
 from __future__ import annotations

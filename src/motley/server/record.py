@@ -27,6 +27,7 @@ class RoundRecord:
     num_steps: local steps of the accepted updates together.
     scores: size -> score on the test set; empty if the round was not evaluated. If the method
         exchanges no weights, the mean over clients' own models.
+    why_no_scores: why an evaluated round has no scores; empty if it has.
     client_scores: the scores of clients on test examples of their own; None if clients were not
         scored after this round.
     metrics: numbers of stages and of the method, such as `inco/LAYER/theta` or `method/pool`; empty
@@ -47,6 +48,7 @@ class RoundRecord:
     client_scores: ClientScores | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     epsilon: dict[str, float] = field(default_factory=dict)
+    why_no_scores: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
     bytes_down: int = 0
     bytes_up: int = 0

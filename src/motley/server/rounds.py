@@ -3,9 +3,12 @@
     run_round       train_clients, then finish_round, then the round's record
     train_clients   Sample clients. Send each its part of the global state and the method's
                     broadcast. The engine trains them. Receive their updates (`exchange.py`).
-    finish_round    Reject invalid updates (`validation.py`). End the round with the others.
-    end_round       Run the stages of the aggregation (`pipeline.py`). Ask clients for collections,
-                    such as BatchNorm statistics (`collection.py`). Start to evaluate every size.
+    finish_round    Reject invalid updates (`validation.py`). Merge the others, and check the state
+                    that results (`state_check.py`): if it is not usable, find the responsible
+                    updates (`aggregation.py`) and merge again without them. Then end the round.
+    merge_updates   Run the stages of the aggregation (`pipeline.py`).
+    end_round       Ask clients for collections, such as BatchNorm statistics (`collection.py`).
+                    Start to evaluate every size.
                     If clients have models of their own, they are asked for the scores of these
                     instead (`own_models.py`). If no weights are exchanged, nothing is aggregated.
                     If the run asks for it, score clients on their own test examples
@@ -20,20 +23,23 @@ same results; nothing here depends on it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from motley.core.errors import MotleyError
 from motley.core.update import ClientUpdate
 from motley.engine.base import Done
 from motley.evaluate import PendingScores
 from motley.limits import allocating
+from motley.privacy import Accountant
+from motley.privacy.releases import ReleaseCounter
+from motley.server.aggregation import Merged, find_responsible, merge_updates
 from motley.server.client_scores import PendingClientScores, start_client_scores
 from motley.server.collection import run_collections
-from motley.server.context import RoundContext
+from motley.server.context import ReleaseLog, RoundContext
 from motley.server.exchange import bytes_down, bytes_up, make_job, receive, start_check
-from motley.server.metrics import Metrics, PendingMetrics
-from motley.server.pipeline import run_stages
+from motley.server.metrics import PendingMetrics
 from motley.server.record import PendingRecord, RoundRecord
 from motley.server.state import ServerState
 from motley.server.timing import Timer, add_up
@@ -48,16 +54,18 @@ class Attempt:
     check: tells which of them are valid, once the device has computed them.
     failures: client -> why there is no update of it, or not one of the right shapes.
     idle: clients that had no batch to train on.
+    was_merged: the updates were merged, but the state that they gave was not usable.
     """
 
     clients: list[int]
-    updates: list[ClientUpdate]
+    updates: Sequence[ClientUpdate]
     check: UpdateCheck
     failures: dict[int, str]
     idle: list[int]
     bytes_down: int
     bytes_up: int
     seconds: dict[str, float]
+    was_merged: bool = False
 
     @property
     def rejected(self) -> dict[int, str]:
@@ -70,6 +78,7 @@ class Ending:
     """The rest of a round. The device may still be computing the evaluation and the metrics.
 
     rejected: client -> why its answer in a collection was rejected.
+    excluded: client -> why its update, which seemed valid, was left out of the merge.
     """
 
     server: ServerState
@@ -80,10 +89,23 @@ class Ending:
     bytes_down: int
     bytes_up: int
     seconds: dict[str, float]
+    excluded: dict[int, str] = field(default_factory=dict)
 
 
-#: Rejects an attempt's invalid updates and ends the round; None if too few are left.
-FinishRound = Callable[[RoundContext, ServerState, Attempt], Ending | None]
+@dataclass(frozen=True)
+class Undone:
+    """An attempt that did not end the round.
+
+    rejected: client -> why its update does not count.
+    problem: what was wrong with the state after the merge; None if too few updates were accepted.
+    """
+
+    rejected: dict[int, str]
+    problem: str | None = None
+
+
+#: Rejects an attempt's invalid updates and ends the round, if enough are left.
+FinishRound = Callable[[RoundContext, ServerState, Attempt], Ending | Undone]
 
 
 def run_round(
@@ -91,21 +113,35 @@ def run_round(
 ) -> tuple[ServerState, PendingRecord]:
     """Run the round after `server`; return the server state after it, and the round's record.
 
-    While too few updates are valid, the round is repeated with other clients. `done` is called with
-    the id of every client that has finished. `finish` takes the place of `finish_round`.
+    While too few updates are valid, or the state after the merge is not usable, the round is
+    repeated with other clients. `done` is called with the id of every client that has finished.
+    `finish` takes the place of `finish_round`.
     """
     finish = finish or finish_round
     failed: list[Attempt] = []
+    problem: str | None = None
     while len(failed) < context.attempts:
         attempt = train_clients(context, server, len(failed), done)
         ending = finish(context, server, attempt)
-        if ending is not None:
+        if isinstance(ending, Ending):
             return conclude(context, failed, attempt, ending)
-        failed.append(attempt)
+        problem = ending.problem
+        undone = replace(attempt, failures=ending.rejected, was_merged=problem is not None)
+        if undone.was_merged and context.release_log is not None:
+            note_merge(context.release_log, server.round_number + 1, len(failed), undone)
+        failed.append(undone)
+    played = (
+        f"round {server.round_number + 1} was played {context.attempts} times (server.attempts)"
+    )
+    if problem is not None:
+        raise MotleyError(
+            f"{played} and never ended with a usable state. The last time, {problem}, and that was "
+            "not due to a few clients. The state before the round is kept. If training diverges, "
+            "lower the learning rate; server.max_norm and server.merge limit what clients can do."
+        )
     reasons = [f"client {client}: {reason}" for client, reason in failed[-1].rejected.items()]
     raise MotleyError(
-        f"round {server.round_number + 1} was played {context.attempts} times (server.attempts) "
-        f"and never had {context.min_fraction:.0%} of its uploads (server.min_fraction). "
+        f"{played} and never had {context.min_fraction:.0%} of its uploads (server.min_fraction). "
         f"The last time: {' '.join(reasons)}"
     )
 
@@ -122,6 +158,9 @@ def train_clients(
         round_number = server.round_number + 1
         clients = context.sample(round_number, attempt_number)
         jobs = [make_job(context, server, round_number, client) for client in clients]
+        if context.release_log is not None:
+            # Before anything can be sent: if the process is killed now, the requests count.
+            context.release_log.asked(round_number, attempt_number, clients)
         with allocating(f"round {round_number}: training with batches of {context.batch_size}"):
             answers = context.engine.train(jobs, done)
         updates, failures = receive(context, jobs, answers)
@@ -129,7 +168,7 @@ def train_clients(
     answered = {answer.client for answer in answers}
     return Attempt(
         clients=clients,
-        updates=updates,
+        updates=check.updates,
         check=check,
         failures=failures,
         idle=[client for client in clients if client not in answered],
@@ -139,39 +178,51 @@ def train_clients(
     )
 
 
-def finish_round(context: RoundContext, server: ServerState, attempt: Attempt) -> Ending | None:
-    """Check the updates, and end the round with the valid ones; None if they are too few."""
+def finish_round(context: RoundContext, server: ServerState, attempt: Attempt) -> Ending | Undone:
+    """Check the updates, merge the valid ones, check the result, and end the round.
+
+    If the state after the merge is not usable, the round ends without the responsible updates.
+    """
     if not enough_updates(context, attempt):
-        return None
-    return end_round(context, server, attempt.clients, attempt.check.verdict.accepted)
+        return Undone(attempt.rejected)
+    accepted, metrics = attempt.check.verdict.accepted, attempt.check.metrics
+    merged = merge_updates(context, server, accepted, metrics)
+    excluded: dict[int, str] | None = {}
+    # Clients are not asked for collections before the state has passed.
+    if merged.problem is not None:
+        most = num_dispensable(context, attempt)
+        excluded = find_responsible(context, server, accepted, merged.problem, most)
+        if excluded is None:
+            reason = f"the round was undone: {merged.problem}."
+            undone = {update.client: reason for update in accepted}
+            return Undone({**undone, **attempt.rejected}, merged.problem)
+        rest = [update for update in accepted if update.client not in excluded]
+        merged = merge_updates(context, server, rest, metrics)
+    return end_round(context, merged, attempt.clients, excluded)
 
 
 def enough_updates(context: RoundContext, attempt: Attempt) -> bool:
     """Tell whether a round can end. Clients without examples count as if they had sent updates."""
+    return num_dispensable(context, attempt) >= 0
+
+
+def num_dispensable(context: RoundContext, attempt: Attempt) -> int:
+    """Return how many more updates may be left out before the round has too few."""
     sampled = len(attempt.clients)
-    return sampled - len(attempt.rejected) >= context.min_fraction * sampled
+    needed = math.ceil(context.min_fraction * sampled - 1e-9)
+    return sampled - len(attempt.rejected) - needed
 
 
 def end_round(
     context: RoundContext,
-    server: ServerState,
+    merged: Merged,
     clients: Sequence[int],
-    updates: Sequence[ClientUpdate],
+    excluded: dict[int, str] | None = None,
 ) -> Ending:
-    """Aggregate the updates, collect, and start to evaluate.
-
-    `clients` are all that were sampled.
-    """
+    """Collect from clients, and start to evaluate. `clients` are all that were sampled."""
     timer = Timer()
-    metrics: Metrics = {}
-    server = replace(server, round_number=server.round_number + 1)
-    with timer.phase("merge"):
-        if updates:
-            server, metrics = run_stages(context.pipeline, server, updates)
-            accepted = {update.client: server.round_number for update in updates}
-            server = replace(server, client_state_rounds={**server.client_state_rounds, **accepted})
     collected = run_collections(
-        context.collections, context.engine, server, clients, context.device
+        context.collections, context.engine, merged.server, clients, context.device
     )
     server, evaluation = collected.server, collected.evaluation
     is_evaluated = context.algorithm.info.is_evaluated(server.round_number)
@@ -188,13 +239,35 @@ def end_round(
     return Ending(
         server=server,
         evaluation=evaluation,
-        metrics=PendingMetrics({**metrics, **collected.metrics}),
+        metrics=PendingMetrics({**merged.metrics, **collected.metrics}),
         client_scores=client_scores,
         rejected=rejected,
         bytes_down=collected.bytes_down,
         bytes_up=collected.bytes_up,
-        seconds=add_up([timer.seconds, collected.seconds]),
+        seconds=add_up([merged.seconds, timer.seconds, collected.seconds]),
+        excluded=excluded or {},
     )
+
+
+def note_merge(log: ReleaseLog, round_number: int, number: int, attempt: Attempt) -> None:
+    """Account for an attempt that was merged and undone.
+
+    That it was undone is known from now on, and depends on each of its updates.
+    """
+    accepted = [update.client for update in attempt.check.verdict.accepted]
+    log.merged(round_number, number, attempt.clients, accepted, True)
+
+
+def count_requests(
+    accountant: Accountant, server: ServerState, attempts: Sequence[Attempt]
+) -> ReleaseCounter:
+    """Count what clients were asked for in a round, if nobody has noted it (no `release_log`)."""
+    counter = ReleaseCounter(accountant, server.ledger)
+    for number, attempt in enumerate(attempts):
+        counter.asked(server.round_number, number, attempt.clients)
+        if attempt.was_merged:
+            note_merge(counter, server.round_number, number, attempt)
+    return counter
 
 
 def conclude(
@@ -205,25 +278,33 @@ def conclude(
     `failed` are the attempts at the round before the one that has ended. They cost privacy, time
     and traffic too.
     """
-    server, verdict = ending.server, attempt.check.verdict
+    server, verdict = ending.server, attempt.check.verdict.without(ending.excluded)
     epsilon: dict[str, float] = {}
     if context.accountant is not None:
         accepted = [update.client for update in verdict.accepted]
-        asked_before = [client for earlier in failed for client in earlier.clients]
-        ledger = context.accountant.after(server.ledger, attempt.clients, accepted, asked_before)
+        log: ReleaseLog
+        if context.release_log is not None:
+            log = context.release_log
+        else:
+            log = count_requests(context.accountant, server, [*failed, attempt])
+        ledger = log.merged(
+            server.round_number, len(failed), attempt.clients, accepted, bool(ending.excluded)
+        )
         server = replace(server, ledger=ledger)
         epsilon = context.accountant.epsilon(ledger)
+    is_evaluated = context.algorithm.info.is_evaluated(server.round_number)
     attempts = [*failed, attempt]
     seconds = [one.seconds for one in attempts] + [one.check.verdict.seconds for one in attempts]
     record = RoundRecord(
         round_number=server.round_number,
         clients=attempt.clients,
-        refused={**ending.rejected, **attempt.rejected},
+        refused={**ending.rejected, **attempt.failures, **verdict.rejected},
         repeated=[earlier.rejected for earlier in failed],
         idle=attempt.idle,
         train_loss=verdict.train_loss,
         num_steps=sum(update.num_steps for update in verdict.accepted),
         epsilon=epsilon,
+        why_no_scores=context.why_no_scores if is_evaluated else "",
         seconds=add_up([*seconds, ending.seconds]),
         bytes_down=ending.bytes_down + sum(one.bytes_down for one in attempts),
         bytes_up=ending.bytes_up + sum(one.bytes_up for one in attempts),

@@ -2,10 +2,12 @@
 
 An update is checked in this order:
 
-1. `shape_error`: the delta has the names, shapes and types of the part that was sent out.
+1. `shape_error`: the delta has the names, shapes and types of the part that was sent out. If it
+   comes from a node elsewhere, `report_error`: the numbers that it reports are plausible.
 2. The delta and the payload hold no NaN and no infinity (`UpdateCheck`).
-3. The training loss is finite, if clients report one (`UpdateCheck`).
-4. `payload_error`: the method can use the payload. This is tried for nodes elsewhere only. Clients
+3. Norms are within their bounds, if there are any (`bounds.py`).
+4. The training loss is finite and plausible, if clients report one (`UpdateCheck`).
+5. `payload_error`: the method can use the payload. This is tried for nodes elsewhere only. Clients
    of this process run the server's version of the method.
 
 A collection, which a client sends without training, is checked by `collection_error`,
@@ -32,6 +34,8 @@ from motley.core.update import ClientUpdate
 from motley.methods.base import REPORTED, Collection, ServerAlgorithm
 from motley.methods.evaluation import CORRECT, EXAMPLES, SEEN, widths_of
 from motley.models.moments import MOMENTS, layers_in
+from motley.server.bounds import BoundedUpdates
+from motley.server.metrics import Metrics
 from motley.server.state import ServerState
 from motley.server.timing import Timer
 from motley.tasks import Metric, Task
@@ -55,6 +59,31 @@ def shape_error(expected: Mapping[str, Tensor], delta: Mapping[str, Tensor]) -> 
     return None
 
 
+def report_error(
+    update: ClientUpdate,
+    *,
+    private: bool,
+    max_examples: int | None,
+    max_steps: Callable[[int], int] | None,
+) -> str | None:
+    """Say why the numbers that a node reports are implausible; None if they are not.
+
+    `private` clients report 1 for both numbers. `max_steps` returns the most local steps that a
+    client with so many examples takes.
+    """
+    examples, steps = update.num_examples, update.num_steps
+    if private:
+        if (examples, steps) != (1, 1):
+            return f"it reports {examples} examples and {steps} steps; with privacy both are 1."
+        return None
+    if max_examples is not None and examples > max_examples:
+        return f"it reports {examples} examples; server.max_examples = {max_examples}."
+    if max_steps is not None and steps > max_steps(examples):
+        allowed = max_steps(examples)
+        return f"it reports {steps} steps; with {examples} examples they are at most {allowed}."
+    return None
+
+
 def has_nonfinite(tensors: Iterable[Tensor]) -> Tensor:
     """Return whether any value is NaN or infinite, on the tensors' device."""
     return ~max_norm(tensors).isfinite()
@@ -66,6 +95,7 @@ class Verdict:
 
     rejected: client -> reason.
     train_loss: the mean loss of the accepted updates; NaN if there is none.
+    losses: the loss of each accepted update.
     seconds: how long the check took, most of which is waiting for the training to end.
     """
 
@@ -73,13 +103,28 @@ class Verdict:
     rejected: Mapping[int, str]
     train_loss: float
     seconds: Mapping[str, float]
+    losses: Sequence[float] = ()
+
+    def without(self, excluded: Mapping[int, str]) -> Verdict:
+        """Return the verdict with more clients rejected, each for a reason."""
+        if not excluded:
+            return self
+        accepted: list[ClientUpdate] = []
+        losses: list[float] = []
+        for update, loss in zip(self.accepted, self.losses, strict=True):
+            if update.client not in excluded:
+                accepted.append(update)
+                losses.append(loss)
+        rejected = {**self.rejected, **excluded}
+        return Verdict(accepted, rejected, _mean_loss(losses), self.seconds, losses)
 
 
 class UpdateCheck:
     """Checks updates whose shapes are right. This is where an update with a NaN is rejected.
 
     `payload_error` says why the method cannot use an update's payload; None if payloads are
-    trusted.
+    trusted. `bounds` compares norms with their limits; `updates` are then those that it has
+    clipped. A loss beyond `max_loss` is rejected; None: any finite loss is plausible.
     """
 
     def __init__(
@@ -88,8 +133,14 @@ class UpdateCheck:
         *,
         losses_are_reported: bool = True,
         payload_error: Callable[[ClientUpdate], str | None] | None = None,
+        bounds: BoundedUpdates | None = None,
+        max_loss: float | None = None,
     ) -> None:
-        self.updates = updates
+        self._bounds, self._max_loss = bounds, max_loss
+        # What was sent is checked, not what clipping makes of it: infinity times 0 is not finite.
+        self.updates = updates if bounds is None else bounds.updates
+        #: Numbers for the round's record.
+        self.metrics: Metrics = {} if bounds is None else bounds.metrics
         self._losses_are_reported, self._payload_error = losses_are_reported, payload_error
         norms = [max_norm([*update.delta.values(), *update.payload.values()]) for update in updates]
         self._losses = AsyncCopy(_vector([update.loss for update in updates]))
@@ -98,7 +149,8 @@ class UpdateCheck:
     @property
     def ready(self) -> bool:
         """Whether `verdict` would return without waiting for the device."""
-        return self._norms.ready and self._losses.ready
+        bounds_ready = self._bounds is None or self._bounds.ready
+        return self._norms.ready and self._losses.ready and bounds_ready
 
     @cached_property
     def verdict(self) -> Verdict:
@@ -109,24 +161,34 @@ class UpdateCheck:
         timer = Timer()
         with timer.phase("train"):
             numbers = zip(self.updates, self._losses.read(), self._norms.read(), strict=True)
+            out_of_bounds = {} if self._bounds is None else self._bounds.reasons()
             for update, loss, norm in numbers:
-                reason = self._reason(update, loss, norm)
+                reason = self._reason(update, loss, norm, out_of_bounds)
                 if reason is None:
                     accepted.append(update)
                     losses.append(loss)
                 else:
                     rejected[update.client] = reason
-        train_loss = sum(losses) / len(losses) if losses else math.nan
-        return Verdict(accepted, rejected, train_loss, timer.seconds)
+        return Verdict(accepted, rejected, _mean_loss(losses), timer.seconds, losses)
 
-    def _reason(self, update: ClientUpdate, loss: float, norm: float) -> str | None:
+    def _reason(
+        self, update: ClientUpdate, loss: float, norm: float, out_of_bounds: Mapping[int, str]
+    ) -> str | None:
         if not math.isfinite(norm):
             return NOT_FINITE
+        if update.client in out_of_bounds:
+            return out_of_bounds[update.client]
         if self._losses_are_reported and not math.isfinite(loss):
             return "its loss is not finite."
+        if self._losses_are_reported and self._max_loss is not None and abs(loss) > self._max_loss:
+            return f"its loss is {loss:.3g}; server.max_loss = {self._max_loss:g}."
         if self._payload_error is not None:
             return self._payload_error(update)
         return None
+
+
+def _mean_loss(losses: Sequence[float]) -> float:
+    return sum(losses) / len(losses) if losses else math.nan
 
 
 def _vector(scalars: Sequence[Tensor]) -> Tensor:
