@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from motley.core.errors import MotleyError
+
+#: Characters that Markdown or HTML give a meaning to, and what is written instead.
+_MARKDOWN = str.maketrans(
+    {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "\\|", "`": "\\`", "[": "\\[", "]": "\\]"}
+)
+
+
+def markdown_text(text: str) -> str:
+    """Return a name so that Markdown shows it as it is, in one line.
+
+    Names may come from files of others. A page that shows the Markdown would take tags in them for
+    its own. Control characters become spaces.
+    """
+    shown = "".join(character if character.isprintable() else " " for character in text)
+    return shown.translate(_MARKDOWN)
 
 
 @contextmanager
@@ -144,6 +161,15 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. An unreadable or damaged file counts as empty."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def write_secret(path: Path, content: bytes) -> None:

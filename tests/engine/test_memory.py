@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 import sqlite3
 import time
@@ -39,11 +40,11 @@ def value(found: dict[str, Tensor]) -> float:
 
 def filed(folder: Path) -> set[tuple[int, int]]:
     """Return which memories (client, round) are durable, as another process sees them."""
-    path = folder / "memories.sqlite"
+    path = folder / "client_states.sqlite"
     if not path.exists():
         return set()
     with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as database:
-        return set(database.execute("SELECT client, round FROM memories"))
+        return set(database.execute("SELECT client, round FROM client_states"))
 
 
 def test_a_memory_is_found_by_client_and_round(tmp_path: Path) -> None:
@@ -94,9 +95,9 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"garbage", b"\xff" * 10_000])
 def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "memories.sqlite").write_bytes(content)
+    (tmp_path / "client_states.sqlite").write_bytes(content)
     with pytest.raises(
-        MotleyError, match=r"memories\.sqlite cannot be opened: file is not a database"
+        MotleyError, match=r"client_states\.sqlite cannot be opened: file is not a database"
     ):
         ClientStateStore(tmp_path).get(3, 2)
 
@@ -105,10 +106,91 @@ def test_a_broken_memory_is_named(tmp_path: Path) -> None:
     store = ClientStateStore(tmp_path)
     store.put(3, 2, memory(1))
     store.save({3: 2})
-    with sqlite3.connect(tmp_path / "memories.sqlite") as database:
-        database.execute("UPDATE memories SET content = ?", (b"garbage",))
-    with pytest.raises(MotleyError, match=r"memories\.sqlite cannot be read"):
+    with sqlite3.connect(tmp_path / "client_states.sqlite") as database:
+        database.execute("UPDATE client_states SET content = ?", (b"garbage",))
+    with pytest.raises(MotleyError, match="client 3 after round 2 is damaged"):
         ClientStateStore(tmp_path).get(3, 2)
+
+
+def _saved(folder: Path) -> ClientStateStore:
+    store = ClientStateStore(folder)
+    for client in (3, 4):
+        store.put(client, 2, memory(client))
+    store.save({3: 2, 4: 2})
+    return store
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        # The last byte belongs to the last tensor, and changes its value.
+        "UPDATE client_states SET content = substr(content, 1, length(content) - 1) || x'7f'",
+        "UPDATE client_states SET client = 7 - client",
+        "UPDATE client_states SET round = 1",
+        "UPDATE client_states SET sha256 = x'00'",
+        "UPDATE client_states SET content = x''",
+        "UPDATE client_states SET content = 3",
+        "DELETE FROM client_states",
+    ],
+)
+def test_a_state_that_was_changed_or_moved_in_the_file_is_noticed(
+    tmp_path: Path, statement: str
+) -> None:
+    _saved(tmp_path)
+    ClientStateStore(tmp_path).check({3: 2, 4: 2})
+    with sqlite3.connect(tmp_path / "client_states.sqlite") as database:
+        # Two clients are exchanged in two steps, because their keys must differ.
+        for step in (statement.replace("7 - client", "client + 10"), statement):
+            database.execute(step.replace("7 - client", "17 - client"))
+    for read in (lambda store: store.get(3, 2), lambda store: store.check({3: 2})):
+        with pytest.raises(MotleyError, match=r"client 3 after round 2 is (damaged|missing)"):
+            read(ClientStateStore(tmp_path))
+
+
+def test_the_file_of_an_earlier_version_is_upgraded(tmp_path: Path) -> None:
+    """It has other names and no checksums."""
+    _saved(tmp_path)
+    old = tmp_path / "memories.sqlite"
+    (tmp_path / "client_states.sqlite").rename(old)
+    with sqlite3.connect(old) as database:
+        database.execute("ALTER TABLE client_states DROP COLUMN sha256")
+        database.execute("ALTER TABLE client_states RENAME TO memories")
+    old.chmod(0o644)
+    store = ClientStateStore(tmp_path)
+    store.check({3: 2, 4: 2})
+    assert value(store.get(4, 2)) == 4
+    store.put(3, 5, memory(35))
+    store.save({3: 5})
+    assert [path.name for path in tmp_path.iterdir()] == ["client_states.sqlite"]
+    assert (tmp_path / "client_states.sqlite").stat().st_mode & 0o777 == 0o600
+    later = ClientStateStore(tmp_path)
+    assert [value(later.get(3, 5)), value(later.get(3, 2))] == [35, 3]
+    with sqlite3.connect(tmp_path / "client_states.sqlite") as database:
+        rows = database.execute("SELECT round, sha256 IS NULL FROM client_states WHERE client = 3")
+        assert dict(rows.fetchall()) == {2: 1, 5: 0}
+
+
+def test_a_kill_while_an_old_file_is_upgraded_loses_nothing(tmp_path: Path) -> None:
+    """The table has its new name by then, and the file its old one."""
+    _saved(tmp_path)
+    (tmp_path / "client_states.sqlite").rename(tmp_path / "memories.sqlite")
+    assert value(ClientStateStore(tmp_path).get(4, 2)) == 4
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
+def test_only_the_owner_may_read_client_states(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        folder = tmp_path / "run" / "clients"
+        store = ClientStateStore(folder, most=0)
+        store.put(0, 1, memory(1))  # written at once, in a transaction with a journal
+        modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+        assert modes == dict.fromkeys(
+            ("client_states.sqlite", "client_states.sqlite-journal"), 0o600
+        )
+        assert folder.stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(before)
 
 
 def test_an_empty_memory_takes_no_room(tmp_path: Path) -> None:
@@ -220,7 +302,7 @@ def test_deleted_room_is_used_again(tmp_path: Path) -> None:
             store.put(client, number, {"values": torch.randn(10_000)})
         store.save(dict.fromkeys(range(20), number))
         store.forget_older(dict.fromkeys(range(20), number))
-        sizes.append((tmp_path / "memories.sqlite").stat().st_size)
+        sizes.append((tmp_path / "client_states.sqlite").stat().st_size)
     assert sizes[-1] == sizes[2] < 3 * 20 * 40_000
 
 
@@ -269,9 +351,9 @@ def test_only_the_named_round_is_written_and_once(tmp_path: Path) -> None:
     store.put(1, 3, memory(13))
     store.save({0: 2})
     assert filed(tmp_path) == {(0, 2)}
-    written = (tmp_path / "memories.sqlite").stat().st_mtime_ns
+    written = (tmp_path / "client_states.sqlite").stat().st_mtime_ns
     store.save({0: 2})
-    assert (tmp_path / "memories.sqlite").stat().st_mtime_ns == written
+    assert (tmp_path / "client_states.sqlite").stat().st_mtime_ns == written
     store.save({0: 3, 1: 3})
     assert filed(tmp_path) == {(0, 2), (0, 3), (1, 3)}
 
@@ -376,12 +458,10 @@ def test_what_a_full_disk_took_back_is_never_named_by_a_checkpoint(tmp_path: Pat
     with failing(store, 2, sqlite3.OperationalError("database or disk is full")):
         store._file._database.execute("ROLLBACK")  # type: ignore[union-attr]
         with pytest.raises(
-            MotleyError, match=r"memories\.sqlite cannot be written: database or disk is full"
+            MotleyError, match=r"client_states\.sqlite cannot be written: database or disk is full"
         ):
             store.put(1, 2, memory(12))
-    with pytest.raises(
-        MotleyError, match="what clients remembered since the last checkpoint is lost"
-    ):
+    with pytest.raises(MotleyError, match="the client states since the last checkpoint are lost"):
         store.save({0: 2})
     assert value(ClientStateStore(tmp_path).get(0, 1)) == 1
 

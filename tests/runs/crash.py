@@ -78,7 +78,8 @@ _parent = multiprocessing.get_context("forkserver")
 def start(work: Callable[..., None], *arguments: object) -> ForkServerProcess:
     """Call a function of a module in a new process."""
     _parent.set_forkserver_preload(_IMPORTED)
-    process = _parent.Process(target=work, args=arguments, daemon=True)
+    # Not a daemon, which may have no children: a run may train its clients in worker processes.
+    process = _parent.Process(target=work, args=arguments)
     process.start()
     return process
 

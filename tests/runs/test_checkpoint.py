@@ -22,7 +22,13 @@ from torch import Tensor
 import motley.runs
 from motley.core.errors import MotleyError
 from motley.runs import checkpoint
-from motley.runs.checkpoint import checkpoints, fingerprint, load_checkpoint, save_checkpoint
+from motley.runs.checkpoint import (
+    checkpoints,
+    fingerprint,
+    load_checkpoint,
+    put_aside,
+    save_checkpoint,
+)
 from motley.server.state import ServerState
 from tests.runs import crash
 
@@ -93,14 +99,28 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path, changes: dict[str, An
     assert everything(load_checkpoint(tmp_path)) == everything(server)
 
 
+def _finite(server: ServerState) -> ServerState:
+    return server.map_tensors(
+        lambda tensor: tensor.nan_to_num() if tensor.is_floating_point() else tensor
+    )
+
+
+def _without_checksums(path: Path) -> dict[str, Any]:
+    """Return the content of server.json as earlier versions wrote it."""
+    numbers = json.loads((path / "server.json").read_text())
+    for name in ("sha256", "section_sha256", "facts"):
+        del numbers[name]
+    return numbers
+
+
 def test_checkpoints_of_earlier_versions_can_be_read(tmp_path: Path) -> None:
-    """They have other names for the same tensors and numbers."""
-    server = make_server(3)
+    """They have other names for the same tensors and numbers, and no checksums."""
+    server = _finite(make_server(3))
     path = save_checkpoint(tmp_path, server, keep=1)
     old_names = {"ema": "averaged", "method_state": "method", "stage-optimizer": "optimizer"}
     for new, old in old_names.items():
         (path / f"{new}.safetensors").rename(path / f"{old}.safetensors")
-    numbers = json.loads((path / "server.json").read_text())
+    numbers = _without_checksums(path)
     numbers["sections"] = [old_names.get(name, name) for name in numbers["sections"]]
     numbers["remembered"] = numbers.pop("client_state_rounds")
     numbers["spent"] = numbers.pop("ledger")
@@ -320,9 +340,45 @@ def test_a_damaged_file_is_named(tmp_path: Path, file: str, how: str) -> None:
     _break(tmp_path / "round-000004" / file, how)
     with pytest.raises(MotleyError, match=f"round-000004/{file} cannot be read") as caught:
         load_checkpoint(tmp_path)
-    assert f"Remove {tmp_path / 'round-000004'} to continue" in str(caught.value)
-    shutil.rmtree(tmp_path / "round-000004")
+    assert "continues from the one before it, round-000002." in str(caught.value)
+    put_aside(tmp_path / "round-000004")
     assert everything(load_checkpoint(tmp_path)) == everything(older)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        *(f"{name}.safetensors" for name in ("state", "ema", "method_state", "stage-optimizer")),
+        "server.json",
+    ],
+)
+def test_every_flipped_bit_is_noticed(tmp_path: Path, file: str) -> None:
+    path = save_checkpoint(tmp_path, make_server(4), keep=1) / file
+    content = path.read_bytes()
+    for place in range(0, len(content), max(1, len(content) // 40)):
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        with pytest.raises(MotleyError, match=f"round-000004/{file} cannot be read"):
+            load_checkpoint(tmp_path)
+    path.write_bytes(content)
+    assert everything(load_checkpoint(tmp_path)) == everything(make_server(4))
+
+
+def test_values_that_are_not_finite_are_noticed_where_no_checksum_vouches_for_them(
+    tmp_path: Path,
+) -> None:
+    path = save_checkpoint(tmp_path, make_server(4), keep=1)
+    assert load_checkpoint(tmp_path) is not None, "the run itself wrote them"
+    (path / "server.json").write_text(json.dumps(_without_checksums(path)))
+    with pytest.raises(MotleyError, match="'odd' has values that are not finite"):
+        load_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_under_another_number_is_not_used(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, make_server(4), keep=1).rename(tmp_path / "round-000009")
+    with pytest.raises(MotleyError, match="it is about round 4"):
+        load_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -146,8 +146,9 @@ def test_wandb_logs_offline_and_resuming_continues_the_same_run(
     assert wandb_rounds(tmp_path / "run") == [1, 2, 3]
     accuracy = expected_series(tmp_path / "run")["accuracy/mlp1"]
     assert wandb_series(tmp_path / "run", "accuracy/mlp1") == accuracy
+    # offline-run-TIME-ID, and "-1" after it if two were started within one second.
     folders = list((tmp_path / "run" / "wandb").glob("offline-run-*"))
-    assert len({folder.name.rpartition("-")[2] for folder in folders}) == 1
+    assert len({folder.name.split("-")[3] for folder in folders}) == 1
 
 
 def wandb_records(file: Path) -> Iterator[bytes]:

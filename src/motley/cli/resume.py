@@ -5,17 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
 from motley.cli.code import import_for_runs
 from motley.cli.deploy import simulation
 from motley.cli.progress import watch
+from motley.cli.warnings import warn
 from motley.config import Config
+from motley.core.errors import MotleyError
 from motley.methods import METHODS
-from motley.runs.checkpoint import changed_settings, last_round
+from motley.runs.checkpoint import last_round
 from motley.runs.folder import RunFolder
+from motley.runs.integrity import changed_settings, newest_metadata
 from motley.runs.plugins import changed_plugins
-from motley.runs.run import resume_run, set_rounds
+from motley.runs.run import ACCEPTABLE, change_settings, resume_run
 
 
 def resume(
@@ -25,18 +27,35 @@ def resume(
         min=1,
         help="First change the run's number of rounds, for example to extend a finished run.",
     ),
+    set_: list[str] = typer.Option(
+        [],
+        "--set",
+        metavar="TABLE.KEY=VALUE",
+        help="First change a setting that does not affect the training, such as "
+        "run.checkpoint_every, evaluation.every, engine.device or data.path; repeatable.",
+    ),
+    accept: list[str] = typer.Option(
+        [],
+        "--accept",
+        metavar="CHANGE",
+        help="Continue although something was changed behind the run's back: metrics or data.",
+    ),
 ) -> None:
     """Continue a run after a crash, Ctrl-C or kill -9, or extend it with --rounds."""
+    for word in accept:
+        if word not in ACCEPTABLE:
+            raise MotleyError(f"--accept {word}: should be {' or '.join(ACCEPTABLE)}.")
     import_for_runs(path)
     folder = RunFolder.open(path)
     before = folder.read_config()
-    config = set_rounds(path, rounds) if rounds is not None else before
-    _warn(_warnings(folder, before, config))
+    config = change_settings(path, set_, rounds) if set_ or rounds is not None else before
+    for warning in _warnings(folder, before, config):
+        warn(warning)
     with watch(path) as progress:
         if config.engine.name == "flower-simulation":
             simulation()(None, path, [progress])
         else:
-            resume_run(path, [progress])
+            resume_run(path, [progress], accept=accept, warn=warn)
         if not progress.rounds:
             progress.say("This run is already finished.")
 
@@ -45,15 +64,8 @@ def _warnings(folder: RunFolder, before: Config, config: Config) -> list[str]:
     """Return warnings about settings that changed since the run began."""
     warnings = []
     rounds_done = last_round(folder.checkpoints)
-    edited = changed_settings(folder.checkpoints, before)
-    if edited:
-        changes = ", ".join(
-            f"{name} = {new!r} (it was {old!r})" for name, (old, new) in edited.items()
-        )
-        warnings.append(
-            f"{folder.config} was changed after round {rounds_done}: {changes}. The run continues "
-            "with the new values; its result will match neither configuration."
-        )
+    metadata = newest_metadata(folder)
+    edited = changed_settings(folder, metadata, config) if metadata is not None else {}
     for sentence in changed_plugins(folder.path, config):
         warnings.append(f"{sentence} The run continues with the code as it is now.")
     rounds_changed = config.training.rounds != before.training.rounds or "training.rounds" in edited
@@ -68,9 +80,3 @@ def _warnings(folder: RunFolder, before: Config, config: Config) -> list[str]:
             "run which had it from the start."
         )
     return warnings
-
-
-def _warn(warnings: list[str]) -> None:
-    for warning in warnings:
-        text = f"motley: warning: {warning}"
-        Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from motley.cli.code import import_for_runs
+from motley.cli.terminal import Console, visible
+from motley.cli.warnings import warn_about
 from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.runs.checkpoint import fingerprint, load_checkpoint
@@ -28,6 +29,7 @@ from motley.runs.metrics import (
     scores_of,
     stage_metrics,
 )
+from motley.runs.privacy_ledger import spent_epsilon
 from motley.tasks import MetricInfo
 
 
@@ -49,18 +51,21 @@ def show(
         )
     import_for_runs(*paths)
     folders = [RunFolder.open(path) for path in paths]
+    warn_about(*paths, model=as_json or fingerprint_only)
+    # Names in a run's files may look like rich's markup. They are printed as they are.
+    console = Console(markup=False, emoji=False)
     if fingerprint_only:
         for folder in folders:
             digest = _fingerprint(folder)
             if digest is None:
                 raise MotleyError(f"{folder.path} has no checkpoint yet.")
-            print(digest if len(folders) == 1 else f"{digest}  {folder.path}")
+            print(digest if len(folders) == 1 else f"{digest}  {visible(str(folder.path))}")
     elif as_json:
         print(json.dumps([as_plain(folder) for folder in folders], indent=2))
     elif len(folders) == 1:
-        print_outcome(Console(), folders[0])
+        print_outcome(console, folders[0])
     else:
-        Console().print(side_by_side(folders))
+        console.print(side_by_side(folders))
 
 
 def _fingerprint(folder: RunFolder) -> str | None:
@@ -95,7 +100,8 @@ def print_outcome(console: Console, folder: RunFolder) -> None:
         if others:
             say(f"mean over sizes, last evaluation: {others}")
     else:
-        say("no round has been evaluated yet")
+        reasons = [line["why_no_scores"] for line in lines if line.get("why_no_scores")]
+        say(f"no scores: {reasons[-1]}" if reasons else "no round has been evaluated yet")
     if result.client_scores is not None:
         say(client_headline(result.client_scores))
         console.print(client_table(result))
@@ -108,13 +114,16 @@ def print_outcome(console: Console, folder: RunFolder) -> None:
         say(f"{config.method.name}, last round: {numbers}")
     down, up = result.bytes_down / 1e6, result.bytes_up / 1e6
     say(f"communication: {down:,.1f} MB down, {up:,.1f} MB up")
-    if result.epsilon:
-        model = _epsilon(result.epsilon.get("model"))
-        upload = _epsilon(result.epsilon.get("upload"))
+    epsilon = spent_epsilon(folder) or result.epsilon
+    if epsilon:
+        model = _epsilon(epsilon.get("model"))
+        upload = _epsilon(epsilon.get("upload"))
         say(
             f"client-level epsilon: {model} (adversary sees the global models), "
             f"{upload} (adversary sees individual updates), delta {config.privacy.delta:g}"
         )
+        if config.reveals_scores:
+            say("epsilon does not cover the scores that clients report (privacy.reveal_scores)")
     phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in result.seconds.items())
     total = sum(result.seconds.values())
     say(f"time: {total:.1f} s, {total / result.rounds:.2f} s per round ({phases})")
@@ -238,7 +247,7 @@ def side_by_side(folders: Sequence[RunFolder]) -> Table:
         sizes += [size for size in run["scores"] if size not in sizes and size != OVERALL]
     table = Table("")
     for folder in folders:
-        table.add_column(Text(str(folder.path)), justify="right", overflow="fold")
+        table.add_column(str(folder.path), justify="right", overflow="fold")
     for name in ("data", "method", "inco", "split", "preset", "seed"):
         values = [str(run[name] or "") for run in plain]
         if any(values):
@@ -327,7 +336,7 @@ def as_plain(folder: RunFolder, *, with_fingerprint: bool = True) -> dict[str, A
         "rounds_to": {str(target): number for target, number in result.rounds_to.items()},
         "bytes": {"down": result.bytes_down, "up": result.bytes_up},
         "seconds": result.seconds,
-        "epsilon": result.epsilon or None,
+        "epsilon": spent_epsilon(folder) or result.epsilon or None,
     }
     if with_fingerprint:
         plain["fingerprint"] = _fingerprint(folder)

@@ -10,14 +10,19 @@ The others are in one SQLite file. All that is stored between two checkpoints is
 `save` ends it, and a crash rolls it back. It is one file, because a thousand small ones take a
 second to reach the disk and this takes hundredths of one. It is SQLite, because it reuses the space
 of deleted states, for which a log would have to be rewritten.
+
+Every state in the file has a checksum over its client, its round and its content, which is verified
+when it is read. States are derived from the clients' data, so only the file's owner may read them.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import sqlite3
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -32,6 +37,12 @@ from motley.core.part import State, by_type
 HELD = 2**30
 #: Bytes of a state in one row: SQLite's rows are limited to 10^9 bytes.
 PIECE = 2**26
+#: `ClientStateStore.check` reads at most this many bytes. Other states are verified when they are
+#: needed.
+MAX_CHECKED = 2**32
+#: The file's name, and its name in earlier versions, whose states have no checksums.
+FILE = "client_states.sqlite"
+OLD_FILE = "memories.sqlite"
 
 
 class ClientStateStore:
@@ -48,11 +59,13 @@ class ClientStateStore:
         near: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        self.path = folder / "memories.sqlite" if folder else None
+        self.path = folder / FILE if folder else None
         self.most, self.near, self.device = most, near, device
         self.held_bytes = self.near_bytes = 0
         #: States on the device by client and round, oldest first.
         self._near: dict[tuple[int, int], State] = {}
+        #: When the states on a GPU are complete there, by client and round.
+        self._made: dict[tuple[int, int], torch.cuda.Event] = {}
         #: States in host memory by client and round, oldest first.
         self._held: dict[tuple[int, int], State] = {}
         #: The states in memory that are not in the file.
@@ -81,11 +94,23 @@ class ClientStateStore:
             return
         self._near[key] = _copied(state)
         self.near_bytes += _bytes(state)
+        if self.device is not None and self.device.type == "cuda":
+            self._made[key] = torch.cuda.current_stream(self.device).record_event()
         while self.near_bytes > self.near:
-            oldest = next(iter(self._near))
-            state = self._near.pop(oldest)
-            self.near_bytes -= _bytes(state)
-            self._hold(oldest, state)
+            self._move_to_host(next(iter(self._near)))
+
+    def _move_to_host(self, key: tuple[int, int]) -> None:
+        """Move a state from the device to host memory.
+
+        Slots have streams of their own. The slot that made this state may still be training its
+        client when another slot needs the room, so the copy must wait for that slot's stream.
+        """
+        made = self._made.pop(key, None)
+        if made is not None:
+            torch.cuda.current_stream(self.device).wait_event(made)
+        state = self._near.pop(key)
+        self.near_bytes -= _bytes(state)
+        self._hold(key, state)
 
     def _hold(self, key: tuple[int, int], state: Mapping[str, Tensor]) -> None:
         self._held[key] = _on_host(state)
@@ -132,11 +157,32 @@ class ClientStateStore:
         file = self._open(make=False)
         state = file.read(client, round_number) if file else None
         if state is None:
-            raise MotleyError(
-                f"the memory of client {client} after round {round_number} is missing "
-                f"({self.path})."
-            )
+            raise self._missing(client, round_number)
         return state
+
+    def check(self, rounds: Mapping[int, int]) -> None:
+        """Raise if one of the named states (client -> round) is missing or damaged.
+
+        Called before a run continues: it can still go back to an older checkpoint then.
+        """
+        file = self._open(make=False)
+        unread = MAX_CHECKED
+        for client, round_number in rounds.items():
+            key = client, round_number
+            if key in self._near or key in self._held:
+                continue
+            size = file.size_of(client, round_number) if file else 0
+            if file is None or not size:
+                raise self._missing(client, round_number)
+            if size <= unread:
+                file.read(client, round_number)
+                unread -= size
+
+    def _missing(self, client: int, round_number: int) -> MotleyError:
+        return MotleyError(
+            f"{self.path or 'client states'}: the state of client {client} after round "
+            f"{round_number} is missing."
+        )
 
     def save(self, rounds: Mapping[int, int]) -> None:
         """Make the named states (client -> round) durable, and drop older ones that are not in the
@@ -181,6 +227,7 @@ class ClientStateStore:
     def _drop(self, keys: Iterable[tuple[int, int]]) -> None:
         for key in keys:
             self._unsaved.discard(key)
+            self._made.pop(key, None)
             self.near_bytes -= _bytes(self._near.pop(key, {}))
             self.held_bytes -= _bytes(self._held.pop(key, {}))
             if key in self._spilled and self._file:
@@ -195,9 +242,38 @@ class ClientStateStore:
 
     def _open(self, *, make: bool) -> ClientStateFile | None:
         """Return the file, or None if there is none yet and none is to be made."""
-        if self._file is None and (make or (self.path is not None and self.path.exists())):
+        if self._file is None and (make or self._exists()):
             self._file = ClientStateFile(self.path)
         return self._file
+
+    def _exists(self) -> bool:
+        if self.path is None:
+            return False
+        return self.path.exists() or self.path.with_name(OLD_FILE).exists()
+
+
+class BorrowedStates(ClientStateStore):
+    """The store of a worker process: one client's state, which another process has read.
+
+    What the client stores stays in memory, for the worker to send back.
+    """
+
+    def __init__(self, stored: State) -> None:
+        super().__init__()
+        self._stored = stored
+        self._after: State = {}
+
+    def put(self, client: int, round_number: int, state: Mapping[str, Tensor]) -> None:
+        """Keep the client's state after the round."""
+        self._after = dict(state)
+
+    def recall(self, client: int, round_number: int) -> State:
+        """Return the state that the client starts the round with."""
+        return self._stored
+
+    def get(self, client: int, round_number: int) -> State:
+        """Return the state after the round; empty if the client stored none."""
+        return self._after
 
 
 class ClientStateFile:
@@ -206,58 +282,82 @@ class ClientStateFile:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._lost = False
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
         with self._explained("opened"):
+            if path is not None:
+                _make_private(path)
             self._database = sqlite3.connect(path or "", isolation_level=None)
             weakref.finalize(self, self._database.close)
             self._database.execute("PRAGMA page_size = 16384")
             self._database.execute("PRAGMA secure_delete = OFF")
             self._database.execute(
-                "CREATE TABLE IF NOT EXISTS memories "
-                "(client INTEGER, round INTEGER, piece INTEGER, content BLOB, "
+                "CREATE TABLE IF NOT EXISTS client_states "
+                "(client INTEGER, round INTEGER, piece INTEGER, content BLOB, sha256 BLOB, "
                 "PRIMARY KEY (client, round, piece))"
             )
 
     def write(self, client: int, round_number: int, state: State) -> None:
         """Store a state, in place of one of the same client and round."""
         content = memoryview(save(state))
-        pieces = [content[start : start + PIECE] for start in range(0, len(content), PIECE)]
+        digest = _digest(client, round_number, content)
+        rows = []
+        for piece, start in enumerate(range(0, len(content), PIECE)):
+            rows.append((client, round_number, piece, content[start : start + PIECE], digest))
         with self._changing():
             self._database.execute(
-                "DELETE FROM memories WHERE client = ? AND round = ?", (client, round_number)
+                "DELETE FROM client_states WHERE client = ? AND round = ?", (client, round_number)
             )
-            self._database.executemany(
-                "INSERT INTO memories VALUES (?, ?, ?, ?)",
-                [(client, round_number, number, piece) for number, piece in enumerate(pieces)],
-            )
+            self._database.executemany("INSERT INTO client_states VALUES (?, ?, ?, ?, ?)", rows)
 
     def read(self, client: int, round_number: int) -> State | None:
         """Return a state or None. Names are sorted, because safetensors keeps no order."""
-        query = "SELECT content FROM memories WHERE client = ? AND round = ? ORDER BY piece"
+        query = (
+            "SELECT content, sha256 FROM client_states WHERE client = ? AND round = ? "
+            "ORDER BY piece"
+        )
         with self._explained("read"):
-            pieces = [piece for (piece,) in self._database.execute(query, (client, round_number))]
-            return dict(sorted(load(b"".join(pieces)).items())) if pieces else None
+            rows = self._database.execute(query, (client, round_number)).fetchall()
+            if not rows:
+                return None
+            try:
+                content = b"".join(piece for piece, _ in rows)
+                # States that an earlier version wrote have no checksum.
+                digest = rows[0][1]
+                if digest is not None and digest != _digest(client, round_number, content):
+                    raise ValueError("its checksum is wrong")
+                return dict(sorted(load(content).items()))
+            except (SafetensorError, ValueError, TypeError) as error:
+                raise MotleyError(
+                    f"{self.path or 'client states'}: the state of client {client} after round "
+                    f"{round_number} is damaged: {error}."
+                ) from None
+
+    def size_of(self, client: int, round_number: int) -> int:
+        """Return the number of bytes of a state; 0: there is none."""
+        query = "SELECT sum(length(content)) FROM client_states WHERE client = ? AND round = ?"
+        with self._explained("read"):
+            (size,) = self._database.execute(query, (client, round_number)).fetchone()
+        return size or 0
 
     def delete(self, client: int, round_number: int) -> None:
         """Delete a state."""
         with self._changing():
             self._database.execute(
-                "DELETE FROM memories WHERE client = ? AND round = ?", (client, round_number)
+                "DELETE FROM client_states WHERE client = ? AND round = ?", (client, round_number)
             )
 
     def delete_older(self, rounds: Iterable[tuple[int, int]]) -> None:
         """Delete clients' states of rounds before the given ones."""
         with self._changing():
             self._database.executemany(
-                "DELETE FROM memories WHERE client = ? AND round < ?", rounds
+                "DELETE FROM client_states WHERE client = ? AND round < ?", rounds
             )
 
     def commit(self) -> None:
         """Make all changes so far durable."""
         if self._lost:
             raise MotleyError(
-                f"{self.path}: what clients remembered since the last checkpoint is lost."
+                f"{self.path}: the client states since the last checkpoint are lost, because the "
+                "file could not be written."
             )
         if self._database.in_transaction:
             with self._explained("written"):
@@ -279,11 +379,53 @@ class ClientStateFile:
         """
         try:
             yield
-        except (sqlite3.Error, SafetensorError) as error:
+        except (sqlite3.Error, OSError) as error:
             self._lost |= what == "written" and not self._database.in_transaction
+            reason = getattr(error, "strerror", None) or error
             raise MotleyError(
-                f"{self.path or 'the temporary file of memories'} cannot be {what}: {error}."
+                f"{self.path or 'the temporary file of client states'} cannot be {what}: {reason}."
             ) from None
+
+
+def _digest(client: int, round_number: int, content: bytes | memoryview) -> bytes:
+    """Return a state's checksum. It covers whose state it is, so that none can be exchanged."""
+    digest = hashlib.sha256(f"{client}|{round_number}|".encode())
+    digest.update(content)
+    return digest.digest()
+
+
+def _make_private(path: Path) -> None:
+    """Create the file and its folder if necessary, and let only their owner read them.
+
+    SQLite gives its journal the permissions of the file. A folder that exists may hold other files
+    and keeps its permissions.
+    """
+    if not path.parent.exists():
+        path.parent.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+    old = path.with_name(OLD_FILE)
+    if old.is_file() and not path.exists():
+        _upgrade(old, path)
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    with suppress(PermissionError):  # another user's file, which a group may write
+        path.chmod(0o600)
+
+
+def _upgrade(old: Path, path: Path) -> None:
+    """Turn the file of an earlier version into one of this version.
+
+    The name changes last, so that a kill at any moment leaves a file that is upgraded again. The
+    first statement undoes what a killed process had not finished, for which SQLite needs the file
+    under its old name.
+    """
+    with closing(sqlite3.connect(old, isolation_level=None)) as database:
+        tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
+        if "memories" in tables:
+            database.execute("BEGIN IMMEDIATE")
+            database.execute("ALTER TABLE memories ADD COLUMN sha256 BLOB")
+            database.execute("ALTER TABLE memories RENAME TO client_states")
+            database.execute("COMMIT")
+    old.rename(path)
 
 
 def _on_host(state: Mapping[str, Tensor]) -> State:

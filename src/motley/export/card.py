@@ -21,7 +21,7 @@ from motley.data.transforms import TransformSettings
 from motley.export.formats import FILES, FORMATS, Format
 from motley.export.inputs import InputFormat
 from motley.export.rows import RowReader
-from motley.files import write_atomically
+from motley.files import markdown_text, write_atomically
 from motley.models.inputs import (
     KINDS,
     ImageShape,
@@ -134,7 +134,7 @@ def read_card(folder: Path) -> Card:
             raise ValueError(f"format = {card.format!r}: should be one of {', '.join(FORMATS)}")
         card.inputs()
         card.row_reader()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MotleyError(f"{file} cannot be read: {type(error).__name__}: {error}.") from None
     return card
 
@@ -145,23 +145,23 @@ def read_card(folder: Path) -> Card:
 def read_me(card: Card) -> str:
     """Return the card as Markdown."""
     rows = [
-        ("task", card.task),
-        ("data", card.data),
-        ("method", card.method),
-        ("size", card.size + (f", ends at exit {card.exit}" if card.exit else "")),
+        ("task", markdown_text(card.task)),
+        ("data", markdown_text(card.data)),
+        ("method", markdown_text(card.method)),
+        ("size", markdown_text(card.size) + (f", ends at exit {card.exit}" if card.exit else "")),
         ("client", "none: the global model" if card.client is None else str(card.client)),
         ("round", f"{card.round} of {card.config['training']['rounds']}"),
         ("parameters", f"{card.parameters:,}"),
         ("file", f"`{card.file}`, {card.file_bytes / 1e6:.2f} MB"),
-        (card.metric, _scores(card)),
-        ("commit", card.commit or "unknown"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in card.versions.items())),
+        (markdown_text(card.metric), _scores(card)),
+        ("commit", markdown_text(card.commit) or "unknown"),
+        ("versions", markdown_text(", ".join(map(" ".join, card.versions.items())))),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     return (
         "\n\n".join(
             [
-                f"# {card.size}, trained on {card.data}",
+                f"# {markdown_text(card.size)}, trained on {markdown_text(card.data)}",
                 f"| | |\n|---|---|\n{table}",
                 f"## Load it\n\n```python\n{snippet(card)}\n```",
                 f"## Input\n\n{_input_text(card)}",
@@ -265,9 +265,9 @@ def _columns_text(rows: Mapping[str, Any]) -> str:
         rows.get("numbers", ()), rows.get("means", ()), rows.get("scales", ()), strict=True
     ):
         formula = f"(value - {mean:.6g}) / {scale:.6g}" if scale else "the value"
-        lines.append(f"| {name} | {formula} |")
+        lines.append(f"| {markdown_text(name)} | {formula} |")
     for name, categories in rows.get("categories", {}).items():
-        lines.append(f"| {name} | 0 for others; {_numbered(categories, 1)} |")
+        lines.append(f"| {markdown_text(name)} | 0 for others; {_numbered(categories, 1)} |")
     return "\n".join(lines)
 
 
@@ -283,6 +283,8 @@ def _output_text(card: Card) -> str:
 
 def _numbered(names: Sequence[str], first: int) -> str:
     """Return names with their numbers. Of very many, only some are listed."""
-    listed = [f"{number}: {name}" for number, name in enumerate(names[:LISTED], first)]
+    listed = []
+    for number, name in enumerate(names[:LISTED], first):
+        listed.append(f"{number}: {markdown_text(name)}")
     more = [f"... ({len(names)} in all, see {CARD})"] if len(names) > LISTED else []
     return ", ".join([*listed, *more])

@@ -9,7 +9,6 @@ motley.load("runs/mine/export/small-onnx").predict(images)
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from functools import cached_property, lru_cache
@@ -33,6 +32,7 @@ from motley.export.inputs import InputFormat
 from motley.export.predict import Prediction, Predictor
 from motley.export.rows import RowReader
 from motley.federation import Federation
+from motley.files import read_json_object
 from motley.methods import METHODS
 from motley.runs.checkpoint import checkpoints, read_checkpoint
 from motley.runs.folder import RunFolder
@@ -200,11 +200,7 @@ class LoadedRun:
 
     def environment(self) -> dict[str, Any]:
         """Return what environment.json says; an empty mapping if it cannot be read."""
-        try:
-            content = json.loads(self.folder.environment.read_text())
-        except (OSError, ValueError):
-            return {}
-        return content if isinstance(content, dict) else {}
+        return read_json_object(self.folder.environment)
 
 
 class LoadedExport:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from motley.config import Config
+from motley.core.errors import MotleyError
 from motley.engine import LocalEngine
 from motley.engine.timeline import Timeline, draw
 from motley.federation import Federation
 from motley.runs.checkpoint import save_checkpoint
 from motley.runs.client_log import ClientLog
 from motley.runs.folder import RunFolder
+from motley.runs.integrity import RunFacts
 from motley.runs.metrics import MetricsLog, overall
 from motley.server.client_scores import ClientScores
 from motley.server.record import RoundRecord
@@ -70,12 +75,16 @@ class WriteClientScores(Callback):
 
 
 class SaveCheckpoints(Callback):
-    """Saves a checkpoint every `every` rounds and when the run stops. Keeps the newest `keep`."""
+    """Saves a checkpoint every `every` rounds and when the run stops. Keeps the newest `keep`.
 
-    def __init__(self, folder: Path, every: int, keep: int) -> None:
+    `facts` are about the run's folder and are saved with every checkpoint.
+    """
+
+    def __init__(self, folder: Path, every: int, keep: int, facts: RunFacts | None = None) -> None:
         self.folder = folder
         self.every = every
         self.keep = keep
+        self.facts = facts
         #: The round of the newest checkpoint; -1 before the first.
         self.saved_round = -1
         #: For each checkpoint that is kept, oldest first, the client states that it refers to
@@ -99,15 +108,19 @@ class SaveCheckpoints(Callback):
     def save(self, server: ServerState) -> None:
         """Save a checkpoint, unless this round has one already.
 
-        The order makes a kill at any moment harmless: client states are written before the
-        checkpoint that refers to them, and states are deleted only afterwards, when no kept
-        checkpoint refers to them.
+        The order makes a kill at any moment harmless, and a power failure, too: client states and
+        metrics are on disk before the checkpoint that refers to them, and states are deleted only
+        afterwards, when no kept checkpoint refers to them.
         """
         if server.round_number <= self.saved_round:
             return
         engine = self.federation.engine
         engine.save_memory(server.client_state_rounds)
-        save_checkpoint(self.folder, server, self.keep, self.federation.config)
+        facts = {}
+        if self.facts is not None:
+            self.facts.flush()
+            facts = self.facts.at(server.round_number)
+        save_checkpoint(self.folder, server, self.keep, self.federation.config, facts)
         self.saved_round = server.round_number
         self.client_states.append(server.client_state_rounds)
         if len(self.client_states) == self.keep:
@@ -120,14 +133,41 @@ class WriteTensorBoard(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.writer: Any = None
+        self._excepthook = threading.excepthook
 
     def on_start(self, federation: Federation, server: ServerState) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        # Events are written by a thread of TensorBoard. If that fails, on a full disk, it raises
+        # the exception twice: in the thread, where Python would print a traceback, and at the next
+        # call of the writer, which ends the run with a message.
+        self._excepthook = threading.excepthook
+        threading.excepthook = self._skip_tensorboard
         # TensorBoard hides the events of an earlier, interrupted process from `purge_step` on.
-        self.writer = SummaryWriter(str(self.folder), purge_step=server.round_number + 1)
+        try:
+            with self._errors_named():
+                self.writer = SummaryWriter(str(self.folder), purge_step=server.round_number + 1)
+        except BaseException:
+            threading.excepthook = self._excepthook
+            raise
+
+    @contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            raise MotleyError(f"{self.folder}: cannot be written: {reason}.") from None
+
+    def _skip_tensorboard(self, arguments: threading.ExceptHookArgs) -> None:
+        if not type(arguments.thread).__module__.startswith("tensorboard."):
+            self._excepthook(arguments)
 
     def on_round(self, server: ServerState, record: RoundRecord) -> None:
+        with self._errors_named():
+            self._write(record)
+
+    def _write(self, record: RoundRecord) -> None:
         number = record.round_number
         for size, score in record.scores.items():
             for name, value in score.metrics.items():
@@ -155,7 +195,11 @@ class WriteTensorBoard(Callback):
                     self.writer.add_scalar(f"{tag}/{name}", getattr(spread, name), number)
 
     def on_stop(self, server: ServerState) -> None:
-        self.writer.close()
+        try:
+            with self._errors_named():
+                self.writer.close()
+        finally:
+            threading.excepthook = self._excepthook
 
 
 class DrawTimeline(Callback):
@@ -184,20 +228,22 @@ def tensorboard_installed() -> bool:
     return True
 
 
-def folder_callbacks(folder: RunFolder, config: Config) -> list[Callback]:
-    """Return the callbacks that write a run's folder.
+def folder_callbacks(folder: RunFolder, config: Config, data: Mapping[str, str]) -> list[Callback]:
+    """Return the callbacks that write a run's folder. `data` has checksums of the run's data.
 
     The checkpoint is last: once it is saved, its rounds are never run again, so everything else
     about them must already be written.
     """
-    callbacks: list[Callback] = [WriteMetrics(MetricsLog(folder.metrics))]
-    if config.evaluation.per_client != "off":
-        callbacks.append(WriteClientScores(ClientLog(folder.client_scores)))
+    metrics, client_scores = MetricsLog(folder.metrics), ClientLog(folder.client_scores)
+    callbacks: list[Callback] = [WriteMetrics(metrics), WriteClientScores(client_scores)]
     if config.run.tensorboard and tensorboard_installed():
         callbacks.append(WriteTensorBoard(folder.tensorboard))
     callbacks.append(
         SaveCheckpoints(
-            folder.checkpoints, config.run.checkpoint_every, config.run.keep_checkpoints
+            folder.checkpoints,
+            config.run.checkpoint_every,
+            config.run.keep_checkpoints,
+            RunFacts(folder, [metrics, client_scores], data),
         )
     )
     return callbacks

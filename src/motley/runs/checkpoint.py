@@ -3,6 +3,12 @@
 A checkpoint is a folder that is written under another name, flushed to disk, and renamed into
 place, so it is either complete or absent. Tensors are stored as safetensors and everything else as
 JSON: nothing is ever unpickled.
+
+Disks, copies and people damage files, too. server.json holds a checksum (sha256) of every file of
+tensors and one of itself, and they are verified when a checkpoint is read. It also describes the
+run at that moment: the configuration, and checksums of the data and of the logs
+(`runs/integrity.py`). Checkpoints of earlier versions have no checksums and can still be read; for
+them, it is checked that all values are finite.
 """
 
 from __future__ import annotations
@@ -12,20 +18,19 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from motley.config import Config, from_saved
+from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.files import flush
 from motley.privacy import PrivacyLedger
 from motley.server.state import ServerState
-from motley.settings import flat
 
 #: Prefix of the files that hold the states of the pipeline's stages.
 _STAGE = "stage-"
@@ -39,21 +44,56 @@ _RENAMED = {
 }
 #: Prefix of a folder's name while it is being written or deleted.
 _UNFINISHED = "unfinished-"
+#: Prefix of the names of damaged checkpoints that a resumed run has put aside.
+_DAMAGED = "damaged-"
+
+
+class DamagedCheckpointError(MotleyError):
+    """A checkpoint that cannot be used."""
+
+    def __init__(self, checkpoint: Path, file: Path, reason: object) -> None:
+        self.file = file
+        self.reason = str(reason).strip().rstrip(".")
+        saved = checkpoints(checkpoint.parent)
+        older = [path for path in saved if int(_number(path)) < int(_number(checkpoint))]
+        if older:
+            advice = f"`motley resume` continues from the one before it, {older[-1].name}."
+        else:
+            advice = f"To start again from round 1, remove {checkpoint} and resume the run."
+        super().__init__(f"{file} cannot be read: {self.reason}. {advice}")
+
+
+class Metadata(NamedTuple):
+    """The content of server.json."""
+
+    round_number: int
+    sections: list[str]
+    client_state_rounds: dict[int, int]
+    ledger: PrivacyLedger
+    #: The run's configuration; None in checkpoints of early versions.
+    config: dict[str, Any] | None
+    #: Section -> sha256 of its file; None in checkpoints of earlier versions.
+    sha256: dict[str, str] | None
+    #: Checksums of the run's data and logs at that time (`integrity.RunFacts`).
+    facts: dict[str, Any]
 
 
 def save_checkpoint(
-    folder: Path, server: ServerState, keep: int, config: Config | None = None
+    folder: Path,
+    server: ServerState,
+    keep: int,
+    config: Config | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write `server` to `folder`/round-N and delete all but the newest `keep` checkpoints.
 
-    The configuration is saved with it, so that `changed_settings` can tell whether config.toml was
-    edited afterwards.
+    The configuration and `facts` about the run are saved with it, so that a resumed run can tell
+    whether its files were changed afterwards.
     """
     unfinished = folder / f"{_UNFINISHED}{server.round_number:06d}"
     try:
-        for leftover in folder.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(leftover)
-        return _write(folder, unfinished, server, keep, config)
+        remove_unfinished(folder)
+        return _write(folder, unfinished, server, keep, config, facts or {})
     except (OSError, SafetensorError) as error:
         # On a full disk, free the space that the incomplete checkpoint takes.
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -64,20 +104,33 @@ def save_checkpoint(
 
 
 def _write(
-    folder: Path, unfinished: Path, server: ServerState, keep: int, config: Config | None
+    folder: Path,
+    unfinished: Path,
+    server: ServerState,
+    keep: int,
+    config: Config | None,
+    facts: Mapping[str, Any],
 ) -> Path:
     final = folder / f"round-{server.round_number:06d}"
     unfinished.mkdir(parents=True)
     sections = _sections(server)
+    checksums = {}
     for name, tensors in sections.items():
-        save_file(_storable(tensors), unfinished / f"{name}.safetensors")
-    metadata = {
+        file = unfinished / f"{name}.safetensors"
+        save_file(_storable(tensors), file)
+        checksums[name] = file_sha256(file)
+    metadata: dict[str, Any] = {
         "round": server.round_number,
         "sections": list(sections),
+        "section_sha256": checksums,
         "client_state_rounds": server.client_state_rounds,
         "ledger": server.ledger.to_json(),
         "config": config.model_dump(mode="json") if config is not None else None,
+        "facts": dict(facts),
     }
+    # As it will be read: JSON turns the numbers of clients into texts, which sort differently.
+    metadata = json.loads(json.dumps(metadata))
+    metadata["sha256"] = _own_sha256(metadata)
     (unfinished / "server.json").write_text(json.dumps(metadata))
     # Files and names must be on disk before the rename and the rename before older checkpoints are
     # deleted: after a power failure, the operating system may have done them in any order.
@@ -118,8 +171,31 @@ def _delete(checkpoint: Path) -> None:
     shutil.rmtree(renamed)
 
 
+def remove_unfinished(folder: Path) -> None:
+    """Delete what a killed process has left of checkpoints that it was writing or deleting."""
+    for leftover in folder.glob(f"{_UNFINISHED}*"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
+
+
+def put_aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is neither used nor counted, and return its path."""
+    aside = checkpoint.with_name(_DAMAGED + checkpoint.name)
+    try:
+        if aside.is_dir():
+            shutil.rmtree(aside)
+        return checkpoint.rename(aside)
+    except OSError as error:
+        raise MotleyError(f"{checkpoint}: cannot be renamed: {error.strerror}.") from None
+
+
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in a folder, oldest first."""
+    """Return the checkpoints in a folder, oldest first. All are complete unless damaged later."""
+    if folder.exists() and not folder.is_dir():
+        raise MotleyError(
+            f"{folder}: is a file; it should be the folder of the run's checkpoints. "
+            "To start again from round 1, remove it and resume the run."
+        )
     paths = [path for path in folder.glob("round-*") if _number(path).isdecimal()]
     return sorted(paths, key=lambda path: int(_number(path)))
 
@@ -140,62 +216,105 @@ def last_round(folder: Path) -> int:
     return int(_number(saved[-1])) if saved else 0
 
 
-def changed_settings(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ from those saved with the newest checkpoint.
-
-    The result maps a setting's name to (saved value, current value). Checkpoints of older versions
-    of Motley hold no configuration; for those, the result is empty.
-    """
-    saved = checkpoints(folder)
-    if not saved:
-        return {}
+def read_metadata(checkpoint: Path) -> Metadata:
+    """Return what server.json says about a checkpoint, verified by its own checksum."""
+    file = checkpoint / "server.json"
     try:
-        metadata = json.loads((saved[-1] / "server.json").read_text())
-    except (OSError, ValueError):
-        return {}  # `read_checkpoint` reports the damage
-    saved_config = metadata.get("config") if isinstance(metadata, dict) else None
-    if not isinstance(saved_config, dict):
-        return {}
-    # Settings that were renamed or added since then have not changed.
-    before = flat(from_saved(saved_config).model_dump(mode="json"))
-    now = flat(config.model_dump(mode="json"))
-    changes = {}
-    for name in sorted({*before, *now}):
-        if before.get(name) != now.get(name):
-            changes[name] = (before.get(name), now.get(name))
-    return changes
+        values = json.loads(file.read_text())
+        if not isinstance(values, dict):
+            raise ValueError("it is not a JSON object")
+        if "sha256" in values and values.pop("sha256") != _own_sha256(values):
+            raise ValueError("its checksum is wrong; the file was changed after it was written")
+        metadata = _parse_metadata(values)
+    except RecursionError:
+        raise DamagedCheckpointError(checkpoint, file, "its values are nested too deeply") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        reason = f"there is no {error}" if isinstance(error, KeyError) else error
+        raise DamagedCheckpointError(checkpoint, file, _reason(reason)) from None
+    if metadata.round_number != int(_number(checkpoint)):
+        reason = f"it is about round {metadata.round_number}"
+        raise DamagedCheckpointError(checkpoint, file, reason)
+    return metadata
+
+
+def _parse_metadata(values: dict[str, Any]) -> Metadata:
+    renamed = {_RENAMED.get(key, key): value for key, value in values.items()}
+    client_state_rounds = {}
+    for client, state_round in renamed["client_state_rounds"].items():
+        client_state_rounds[int(client)] = int(state_round)
+    config, facts = renamed.get("config"), renamed.get("facts", {})
+    if not isinstance(config, dict | None) or not isinstance(facts, dict):
+        raise ValueError("config and facts should be tables")
+    return Metadata(
+        round_number=int(renamed["round"]),
+        sections=list(renamed["sections"]),
+        client_state_rounds=client_state_rounds,
+        ledger=PrivacyLedger.from_json(renamed.get("ledger", {})),
+        config=config,
+        sha256=renamed.get("section_sha256"),
+        facts=facts,
+    )
 
 
 def read_checkpoint(checkpoint: Path) -> ServerState:
-    """Return the server that one checkpoint holds."""
-    file = checkpoint / "server.json"  # the file being read, for the message
-    try:
-        metadata = {}
-        for key, value in json.loads(file.read_text()).items():
-            metadata[_RENAMED.get(key, key)] = value
-        client_state_rounds = {}
-        for client, state_round in metadata["client_state_rounds"].items():
-            client_state_rounds[int(client)] = int(state_round)
-        sections: dict[str, State] = {}
-        for name in list(metadata["sections"]):
-            file = checkpoint / f"{name}.safetensors"
-            sections[_RENAMED.get(name, name)] = load_file(file)
-        stage_states = {}
-        for name, state in sections.items():
-            if name.startswith(_STAGE):
-                stage_states[name.removeprefix(_STAGE)] = state
-        return ServerState(
-            round_number=int(metadata["round"]),
-            state=sections["state"],
-            ema=sections.get("ema"),
-            method_state=sections.get("method_state", {}),
-            client_state_rounds=client_state_rounds,
-            stage_states=stage_states,
-            ledger=PrivacyLedger.from_json(metadata.get("ledger", {})),
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        advice = f"Remove {checkpoint} to continue from the checkpoint before it."
-        raise MotleyError(f"{file} cannot be read: {error}. {advice}") from None
+    """Return the server that one checkpoint holds. A damaged one raises DamagedCheckpointError."""
+    metadata = read_metadata(checkpoint)
+    sections: dict[str, State] = {}
+    for name in metadata.sections:
+        file = checkpoint / f"{name}.safetensors"
+        try:
+            if file.parent != checkpoint:
+                raise ValueError("it is outside of the checkpoint")
+            if metadata.sha256 is not None and metadata.sha256.get(name) != file_sha256(file):
+                raise ValueError("its checksum is wrong; the file was changed after it was written")
+            tensors = load_file(file)
+            if metadata.sha256 is None:
+                _require_finite(tensors)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise DamagedCheckpointError(checkpoint, file, _reason(error)) from None
+        sections[_RENAMED.get(name, name)] = tensors
+    if "state" not in sections:
+        file = checkpoint / "server.json"
+        raise DamagedCheckpointError(checkpoint, file, "it does not name the global state")
+    stage_states = {}
+    for name, state in sections.items():
+        if name.startswith(_STAGE):
+            stage_states[name.removeprefix(_STAGE)] = state
+    return ServerState(
+        round_number=metadata.round_number,
+        state=sections["state"],
+        ema=sections.get("ema"),
+        method_state=sections.get("method_state", {}),
+        client_state_rounds=metadata.client_state_rounds,
+        stage_states=stage_states,
+        ledger=metadata.ledger,
+    )
+
+
+def _reason(error: object) -> object:
+    """Return the reason of an error, without the path that the message names anyway."""
+    return getattr(error, "strerror", None) or error
+
+
+def _require_finite(tensors: State) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ValueError(f"{name!r} has values that are not finite")
+
+
+def _own_sha256(metadata: Mapping[str, Any]) -> str:
+    """Return the checksum of server.json's values.
+
+    It is over their canonical text, which does not depend on the order of keys.
+    """
+    text = json.dumps(metadata, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def file_sha256(file: Path) -> str:
+    """Return the checksum of a file's content."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def fingerprint(state: Mapping[str, Tensor]) -> str:

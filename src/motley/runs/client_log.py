@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from motley.core.errors import MotleyError
-from motley.files import write_atomically
+from motley.runs.line_log import LineLog
+from motley.runs.metrics import validation_problem
 from motley.server.client_scores import ClientScores
 
 #: Significant digits of a score in the log.
@@ -36,6 +35,13 @@ class SizeScores(BaseModel):
     scores: list[float | None]
     #: None: there are no personalized scores.
     personalized: list[float | None] | None = None
+
+    @model_validator(mode="after")
+    def _have_one_entry_per_client(self) -> SizeScores:
+        for scores in (self.examples, self.scores, self.personalized):
+            if scores is not None and len(scores) != len(self.clients):
+                raise ValueError("its lists have unlike lengths")
+        return self
 
 
 class ClientLine(BaseModel):
@@ -78,20 +84,13 @@ def _number(score: float) -> float | None:
     return float(f"{score:.{DIGITS}g}") if math.isfinite(score) else None
 
 
-class ClientLog:
+class ClientLog(LineLog):
     """The file client_scores.jsonl."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
 
     def append(self, round_number: int, scores: ClientScores) -> None:
         """Add the line of a round."""
         text = json.dumps(to_line(round_number, scores), separators=(",", ":"))
-        try:
-            with self.path.open("a") as file:
-                file.write(text + "\n")
-        except OSError as error:
-            raise MotleyError(f"{self.path}: cannot be written: {error.strerror}.") from None
+        self.append_text(round_number, text)
 
     def truncate(self, round_number: int) -> None:
         """Delete the lines after `round_number`, and a last line that is incomplete."""
@@ -100,14 +99,12 @@ class ClientLog:
         kept = []
         for text, line in self._lines():
             if line.round <= round_number:
-                kept.append(text + "\n")
-        write_atomically(self.path, "".join(kept).encode())
+                kept.append((line.round, text))
+        self.keep_texts(kept)
 
     def last(self) -> ClientLine | None:
         """Return the last line; None if there is none. An incomplete last line is skipped."""
-        if not self.path.exists():
-            return None
-        for text in reversed(self.path.read_text(errors="replace").splitlines()[-2:]):
+        for text in reversed(self.read_bytes().split(b"\n")[-3:]):
             try:
                 return ClientLine.model_validate_json(text)
             except ValidationError:
@@ -120,19 +117,11 @@ class ClientLog:
 
     def _lines(self) -> list[tuple[str, ClientLine]]:
         """Return the lines with their texts. An incomplete last line is skipped."""
-        if not self.path.exists():
-            return []
-        texts = self.path.read_text(errors="replace").splitlines()
-        lines = []
-        for number, text in enumerate(texts, start=1):
-            try:
-                lines.append((text, ClientLine.model_validate_json(text)))
-            except ValidationError as error:
-                if number < len(texts):
-                    first = error.errors()[0]
-                    where = ".".join(map(str, first["loc"]))
-                    raise MotleyError(
-                        f"{self.path}, line {number}: these are not the scores of clients: "
-                        f"{where}: {first['msg'].lower()}. Remove the line to continue."
-                    ) from None
-        return lines
+        return self.parse(_parse, "the scores of clients")
+
+
+def _parse(text: str) -> ClientLine:
+    try:
+        return ClientLine.model_validate_json(text)
+    except ValidationError as error:
+        raise ValueError(validation_problem(error)) from None

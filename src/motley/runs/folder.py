@@ -5,6 +5,8 @@ environment.json     versions and hardware that the run started on
 plugins.json         where users' own modules were imported from, if the run uses any
 metrics.jsonl        one line per round
 client_scores.jsonl  the score of every client, one line per round that scored clients
+privacy-ledger.jsonl what clients were asked for, ever, if the run has [privacy]
+changes.jsonl        settings that were changed when the run was resumed, if any were
 checkpoints/         round-000010/ and so on, each complete or absent
 clients/             the clients' state between rounds, if the method has one
 tensorboard/         event files, if tensorboard is installed
@@ -46,6 +48,8 @@ class RunFolder:
         self.environment = path / "environment.json"
         self.metrics = path / "metrics.jsonl"
         self.client_scores = path / "client_scores.jsonl"
+        self.privacy_ledger = path / "privacy-ledger.jsonl"
+        self.changes = path / "changes.jsonl"
         self.checkpoints = path / "checkpoints"
         self.clients = path / "clients"
         self.tensorboard = path / "tensorboard"
@@ -131,7 +135,11 @@ class RunFolder:
         """Return whether a process is writing the run at this moment."""
         if fcntl is None or not self.lock.exists():
             return False
-        with self.lock.open() as lock:
+        try:
+            lock = self.lock.open()
+        except OSError:  # it is not the file that `locked` makes
+            return False
+        with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except OSError:
@@ -144,7 +152,7 @@ class RunFolder:
         try:
             lock = self.lock.open("w")
         except OSError as error:
-            raise MotleyError(f"{self.path}: cannot be written: {error.strerror}.") from None
+            raise MotleyError(f"{self.lock}: cannot be written: {error.strerror}.") from None
         with lock:
             if fcntl is not None:
                 try:

@@ -6,15 +6,13 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from motley import tasks
-from motley.core.errors import MotleyError
 from motley.evaluate import Score, Summary, rounds_to, summarize
-from motley.files import write_atomically
+from motley.runs.line_log import LineLog
 from motley.server.client_scores import ClientScores, Spread
 from motley.server.record import RoundRecord
 from motley.tasks import MetricInfo
@@ -30,6 +28,8 @@ def to_line(record: RoundRecord) -> dict[str, Any]:
     line: dict[str, Any] = {"round": record.round_number}
     if record.scores:
         line |= _scores_to_line(record.scores)
+    if record.why_no_scores:
+        line["why_no_scores"] = record.why_no_scores
     if record.client_scores is not None:
         line["client_scores"] = summarize_clients(record.client_scores)
     line["train_loss"] = _number(record.train_loss)
@@ -172,6 +172,11 @@ def _string_keys(reasons: Mapping[int, str]) -> dict[str, str]:
     return {str(client): reason for client, reason in reasons.items()}
 
 
+#: A number of bytes or examples. A larger one cannot come from a run, and floats cannot hold it.
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+_STRICT = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
 class MetricTable(BaseModel):
     """The fields of `MetricInfo`."""
 
@@ -182,19 +187,64 @@ class MetricTable(BaseModel):
     percent: bool
 
 
+class Traffic(BaseModel):
+    """Bytes sent to clients and received from them."""
+
+    model_config = _STRICT
+
+    down: Count
+    up: Count
+
+
+class SpreadTable(BaseModel):
+    """The fields of `Spread`, all of them missing if no client was scored."""
+
+    model_config = _STRICT
+
+    clients: Count = 0
+    mean: float | None = None
+    weighted: float | None = None
+    worst_tenth: float | None = None
+    std: float | None = None
+    min: float | None = None
+    max: float | None = None
+
+
+class SpreadsTable(SpreadTable):
+    """The numbers of all clients, and those of each size."""
+
+    sizes: dict[str, SpreadTable] | None = None
+
+
+class ClientScoresTable(SpreadsTable):
+    """What `summarize_clients` returns."""
+
+    metric: str
+    unscored: Count
+    bytes: Traffic
+    personalized: SpreadsTable | None = None
+
+
 class Line(BaseModel):
     """The types of the fields that Motley computes with. Other fields are allowed and kept."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = _STRICT
 
-    round: int
+    round: Annotated[int, Field(ge=1, lt=2**63)]
     seconds: dict[str, float]
-    bytes: dict[str, int]
+    bytes: Traffic
     accuracy: dict[str, float] | None = None
-    client_scores: dict[str, Any] | None = None
+    loss: dict[str, float | None] | None = None
+    train_loss: float | None = None
+    class_accuracy: dict[str, list[float | None]] | None = None
+    client_scores: ClientScoresTable | None = None
     metric: MetricTable | None = None
     scores: dict[str, dict[str, float | None]] | None = None
     clients: list[int] | None = None
+    why_no_scores: str | None = None
+    refused: dict[str, str] | None = None
+    repeated: list[dict[str, str]] | None = None
+    idle: list[int] | None = None
     epsilon: dict[str, float | None] | None = None
     metrics: dict[str, float | None] | None = None
     # Earlier versions wrote these two instead of `metrics` (see `_upgrade`).
@@ -202,47 +252,38 @@ class Line(BaseModel):
     inco: dict[str, dict[str, float | None]] | None = None
 
 
-class MetricsLog:
+class MetricsLog(LineLog):
     """The file metrics.jsonl, to which one line per round is appended."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
 
     def append(self, record: RoundRecord) -> None:
         """Add a round's line."""
-        try:
-            with self.path.open("a") as file:
-                file.write(json.dumps(to_line(record)) + "\n")
-        except OSError as error:
-            raise MotleyError(f"{self.path}: cannot be written: {error.strerror}.") from None
+        self.append_text(record.round_number, json.dumps(to_line(record)))
 
     def truncate(self, round_number: int) -> None:
         """Delete the lines after `round_number`, and a last line that is incomplete."""
-        kept = [line for line in self.read() if line["round"] <= round_number]
-        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        kept = []
+        for text, line in self._lines():
+            if line["round"] <= round_number:
+                kept.append((line["round"], text))
+        self.keep_texts(kept)
 
     def read(self) -> list[dict[str, Any]]:
         """Return the lines, validated. An incomplete last line, left by a kill, is skipped."""
-        if not self.path.exists():
-            return []
-        texts = self.path.read_text(errors="replace").splitlines()
-        lines: list[dict[str, Any]] = []
-        for number, text in enumerate(texts, start=1):
-            try:
-                line = json.loads(text)
-            except (json.JSONDecodeError, RecursionError):
-                if number < len(texts):
-                    raise self._damaged(number, "not JSON") from None
-                continue
-            problem = _problem(line)
-            if problem:
-                raise self._damaged(number, problem)
-            lines.append(_upgrade(line))
-        return lines
+        return [_upgrade(line) for _, line in self._lines()]
 
-    def _damaged(self, number: int, problem: str) -> MotleyError:
-        reason = f"these are not the metrics of a round: {problem}"
-        return MotleyError(f"{self.path}, line {number}: {reason}. Remove the line to continue.")
+    def _lines(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the lines with their texts. Their rounds must rise."""
+        last_round = 0
+
+        def parse(text: str) -> dict[str, Any]:
+            nonlocal last_round
+            line = _parse(text)
+            if line["round"] <= last_round:
+                raise ValueError(f"round: is {line['round']}, after a line of round {last_round}")
+            last_round = line["round"]
+            return line
+
+        return self.parse(parse, "the metrics of a round")
 
 
 def _upgrade(line: dict[str, Any]) -> dict[str, Any]:
@@ -260,19 +301,25 @@ def _upgrade(line: dict[str, Any]) -> dict[str, Any]:
     return upgraded
 
 
-def _problem(line: object) -> str:
-    """Return why a line cannot be the metrics of a round, or an empty string if it can."""
+def _parse(text: str) -> dict[str, Any]:
+    """Return a line's object. Raise ValueError with the reason if it is no round's metrics."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError("not JSON") from None
     try:
         Line.model_validate(line)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        return f"{key}: {first['msg'].lower()}" if key else "not a JSON object"
+        raise ValueError(validation_problem(error)) from None
     assert isinstance(line, dict)
-    for direction in ("down", "up"):
-        if direction not in line["bytes"]:
-            return f"bytes.{direction}: field required"
-    return ""
+    return line
+
+
+def validation_problem(error: ValidationError) -> str:
+    """Return the first problem as "key: reason"."""
+    first = error.errors(include_input=False, include_url=False)[0]
+    key = ".".join(map(str, first["loc"]))
+    return f"{key}: {first['msg'].lower()}" if key else "not a JSON object"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from motley.core.errors import MotleyError
 from motley.runs.folder import RunFolder
+from motley.runs.integrity import find_problems
 from motley.runs.metrics import OVERALL, MetricsLog, outcome
 
 
@@ -31,10 +32,12 @@ class RunOverview:
 
 def find_runs(folder: Path) -> list[RunOverview]:
     """Return all runs in a folder and its subfolders, sorted by path."""
+    found = {file.parent for file in folder.rglob("config.toml")}
+    found |= {file.parent for file in folder.rglob("metrics.jsonl")}
     runs = []
-    for config in sorted(folder.rglob("config.toml")):
+    for path in sorted(found):
         # Other folders contain a config.toml too, such as a deployment's.
-        run = RunFolder(config.parent)
+        run = RunFolder(path)
         if run.environment.exists() or run.metrics.exists():
             runs.append(_overview(run))
     return runs
@@ -44,6 +47,7 @@ def _overview(folder: RunFolder) -> RunOverview:
     try:
         config, _ = folder.read_config_for_display()
         lines = MetricsLog(folder.metrics).read()
+        problems = find_problems(folder)
     except (MotleyError, OSError) as error:
         return RunOverview(folder.path, state=f"unreadable: {str(error).splitlines()[0]}")
     summary = outcome(lines, config.evaluation.last_k, ())
@@ -54,6 +58,8 @@ def _overview(folder: RunFolder) -> RunOverview:
         state = "finished"
     else:
         state = "running" if folder.is_locked() else "unfinished"
+    if problems:
+        state += f", damaged: {problems[0]}"
     # environment.json is written once, when the run starts; config.toml is replaced by --rounds.
     first_file = folder.environment if folder.environment.exists() else folder.config
     began = datetime.fromtimestamp(first_file.stat().st_mtime)

@@ -79,9 +79,13 @@ def read_plugins(run: Path) -> list[Plugin]:
     """Return what a run has recorded; nothing if the file is missing or damaged."""
     try:
         values: Any = json.loads((run / FILE).read_text(encoding="utf-8"))
-        return [Plugin(**value) for value in values]
-    except (OSError, ValueError, TypeError):
+        plugins = [Plugin(**value) for value in values]
+    except (OSError, ValueError, TypeError, RecursionError):
         return []
+    for plugin in plugins:
+        if not all(isinstance(value, str) for value in asdict(plugin).values()):
+            return []
+    return plugins
 
 
 def recorded_folders(path: Path) -> list[Path]:

@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from motley.config import Config
+from motley.config import Config, with_overrides
 from motley.core.errors import MotleyError
-from motley.engine import Engine, LocalEngine
+from motley.core.part import State
+from motley.engine import DebugEngine, Engine, LocalEngine
 from motley.extras import require
 from motley.federation import Federation
 from motley.runs.callbacks import Callback, DrawTimeline, folder_callbacks
-from motley.runs.checkpoint import last_round, load_checkpoint
+from motley.runs.checkpoint import (
+    DamagedCheckpointError,
+    Metadata,
+    checkpoints,
+    put_aside,
+    read_checkpoint,
+    read_metadata,
+    remove_unfinished,
+)
 from motley.runs.folder import RunFolder
+from motley.runs.integrity import (
+    Changes,
+    changed_data,
+    changed_settings,
+    data_checksums,
+    describe_changes,
+    difference,
+    log_problem,
+    newest_metadata,
+    record_change,
+    refuse_changes,
+)
 from motley.runs.interrupt import one_interrupt
 from motley.runs.loggers import build_loggers, require_loggers
+from motley.runs.metrics import MetricsLog
+from motley.runs.privacy_ledger import keep_ledger
 from motley.server.record import PendingRecord
 from motley.server.state import ServerState
+from motley.settings import flat
+
+log = logging.getLogger("motley.runs")
+
+#: Changes that a resumed run does not accept unless it is told to, by what has changed.
+ACCEPTABLE = ("metrics", "data")
 
 
 def start_run(
@@ -46,11 +76,13 @@ def start_run(
         )
     server = federation.initial_state()
     folder = RunFolder.create(path, config)
-    callbacks = [*build_loggers(path, config), *folder_callbacks(folder, config)]
+    data = data_checksums(federation)
+    callbacks = [*build_loggers(path, config), *folder_callbacks(folder, config, data)]
     if profile:
         callbacks.append(DrawTimeline(folder.timeline))
     callbacks.extend(watchers)
     with folder.locked():
+        server = keep_ledger(folder, federation, server)
         server = run_rounds(federation, server, callbacks)
     return federation, server
 
@@ -60,24 +92,148 @@ def resume_run(
     watchers: Iterable[Callback] = (),
     *,
     engine: Callable[[Federation], Engine] | None = None,
+    accept: Collection[str] = (),
+    warn: Callable[[str], object] = log.warning,
 ) -> tuple[Federation, ServerState]:
-    """Continue a run from its newest checkpoint. A finished run is left as it is."""
+    """Continue a run from its newest intact checkpoint. A finished run is left as it is.
+
+    The run is refused if its settings, its data or its metrics were changed since then; `accept`
+    names changes that are allowed nevertheless (`ACCEPTABLE`). Everything else that is unusual is
+    passed to `warn`.
+    """
     folder = RunFolder.open(path)
     with folder.locked():
         config = folder.read_config()
+        _settle_edits(folder, config, warn)
         federation = Federation(config, memory_folder=folder.clients, engine=engine)
-        checkpoint = load_checkpoint(folder.checkpoints)
-        if checkpoint is None:
+        data = data_checksums(federation)
+        remove_unfinished(folder.checkpoints)
+        restored = _restore(folder, federation, warn)
+        if restored is None:
+            _warn_about_lost_checkpoints(folder, config, warn)
             server = federation.initial_state()
         else:
-            _require_same_model(folder, federation, checkpoint)
-            server = federation.to_device(checkpoint)
+            server, metadata = restored
+            _require_same_data(folder, metadata, data, accept)
+            _require_same_logs(folder, metadata, accept)
         if server.round_number < config.training.rounds:
             require_loggers(config)
+            server = keep_ledger(folder, federation, server)
             loggers = build_loggers(path, config)
-            callbacks = [*loggers, *folder_callbacks(folder, config), *watchers]
+            callbacks = [*loggers, *folder_callbacks(folder, config, data), *watchers]
             server = run_rounds(federation, server, callbacks)
     return federation, server
+
+
+def _settle_edits(folder: RunFolder, config: Config, warn: Callable[[str], object]) -> None:
+    """Refuse edits of config.toml that change the training, and record those that do not."""
+    metadata = newest_metadata(folder)
+    if metadata is None:
+        return
+    edits = changed_settings(folder, metadata, config)
+    refuse_changes(folder, metadata.round_number, edits)
+    if edits:
+        warn(f"{describe_changes(folder, metadata.round_number, edits)} The run continues with it.")
+        _record(folder, metadata.round_number, edits)
+
+
+def _record(folder: RunFolder, round_number: int, changes: Changes) -> None:
+    for setting, (old, new) in changes.items():
+        record_change(folder, round_number, setting=setting, old=old, new=new)
+
+
+def _restore(
+    folder: RunFolder, federation: Federation, warn: Callable[[str], object]
+) -> tuple[ServerState, Metadata] | None:
+    """Return the server of the newest checkpoint that is intact, with all client states it needs.
+
+    Damaged checkpoints after it are renamed. None: there is no checkpoint at all.
+    """
+    damaged: list[tuple[Path, str]] = []
+    for checkpoint in reversed(checkpoints(folder.checkpoints)):
+        try:
+            server = read_checkpoint(checkpoint)
+            _require_same_model(folder, federation, server)
+            if server.round_number < federation.config.training.rounds:
+                # A finished run needs none, and a study deletes them.
+                _check_client_states(federation, server)
+            restored = federation.to_device(server), read_metadata(checkpoint)
+        except DamagedCheckpointError as error:
+            damaged.append((checkpoint, f"{error.file.name}: {error.reason}"))
+            continue
+        except ClientStateError as error:
+            damaged.append((checkpoint, str(error).rstrip(".")))
+            continue
+        for path, reason in damaged:
+            aside = put_aside(path)
+            warn(
+                f"{path} is damaged ({reason}) and was renamed to {aside.name}. The run continues "
+                f"from {checkpoint.name}; the rounds after it are run again and their metrics "
+                "replaced."
+            )
+        return restored
+    if damaged:
+        reasons = [f"{path}: {reason}." for path, reason in damaged]
+        raise MotleyError(
+            "\n".join(reasons) + f"\n{folder.path} has no other checkpoint. To start again from "
+            f"round 1, remove {folder.checkpoints} and resume the run."
+        )
+    return None
+
+
+class ClientStateError(MotleyError):
+    """A client state that a checkpoint refers to is missing or damaged."""
+
+
+def _check_client_states(federation: Federation, server: ServerState) -> None:
+    """Raise if a client state that the server refers to cannot be read.
+
+    States of clients elsewhere are checked there, when they are used.
+    """
+    if isinstance(federation.engine, DebugEngine | LocalEngine):
+        try:
+            federation.engine.clients.check_states(server.client_state_rounds)
+        except MotleyError as error:
+            raise ClientStateError(str(error)) from None
+
+
+def _warn_about_lost_checkpoints(
+    folder: RunFolder, config: Config, warn: Callable[[str], object]
+) -> None:
+    """Warn if there are more rounds in the metrics than a run completes before it saves one."""
+    lines = MetricsLog(folder.metrics).read()
+    if len(lines) > config.run.checkpoint_every:
+        warn(
+            f"{folder.checkpoints} has no checkpoint, but {folder.metrics.name} has "
+            f"{len(lines)} rounds. They are run again from the beginning."
+        )
+
+
+def _require_same_data(
+    folder: RunFolder, metadata: Metadata, data: dict[str, str], accept: Collection[str]
+) -> None:
+    changed = changed_data(metadata, data)
+    if not changed:
+        return
+    problem = f"the {changed} are not those of rounds 1 to {metadata.round_number}"
+    if "data" not in accept:
+        raise MotleyError(
+            f"{folder.path} cannot be continued: {problem}. Restore the data, or start a new run. "
+            f"To continue with other data nevertheless: motley resume {folder.path} --accept data"
+        )
+    record_change(folder, metadata.round_number, accepted="data", problem=problem)
+
+
+def _require_same_logs(folder: RunFolder, metadata: Metadata, accept: Collection[str]) -> None:
+    problem = log_problem(folder, metadata)
+    if not problem:
+        return
+    if "metrics" not in accept:
+        raise MotleyError(
+            f"{problem} Restore the file. To continue with the file as it is: "
+            f"motley resume {folder.path} --accept metrics"
+        )
+    record_change(folder, metadata.round_number, accepted="metrics", problem=problem)
 
 
 @one_interrupt()
@@ -172,32 +328,70 @@ class _Delivery:
 
 
 def _require_same_model(folder: RunFolder, federation: Federation, checkpoint: ServerState) -> None:
-    """Raise if config.toml was edited so that its global state differs from the checkpoint's."""
-    configured = {name: tuple(tensor.shape) for name, tensor in federation.split.frame.items()}
-    saved = {name: tuple(tensor.shape) for name, tensor in checkpoint.state.items()}
-    for name in (*configured, *saved):
-        if configured.get(name) != saved.get(name):
-            raise MotleyError(
-                f"{folder.path} cannot be continued: {folder.config.name} describes a different "
-                f"model than the checkpoint of round {checkpoint.round_number}. "
-                f"The first difference is {name!r}: {configured.get(name, 'absent')} in the "
-                f"configuration, {saved.get(name, 'absent')} in the checkpoint. "
-                "Undo the change of the configuration, or start a new run."
-            )
+    """Raise if config.toml was edited so that its global state differs from the checkpoint's.
+
+    A moving average has the tensors of the global state. What the method and the stages keep has
+    tensors that may change from round to round; checksums tell whether it is damaged.
+    """
+    configured = _layout(federation.split.frame)
+    sections = {"": checkpoint.state}
+    if checkpoint.ema is not None:
+        sections["ema: "] = checkpoint.ema
+    for prefix, state in sections.items():
+        saved = _layout(state)
+        for name in (*configured, *saved):
+            if configured.get(name) != saved.get(name):
+                raise MotleyError(
+                    f"{folder.path} cannot be continued: {folder.config.name} describes a "
+                    f"different model than the checkpoint of round {checkpoint.round_number}. "
+                    f"The first difference is {prefix}{name!r}: {configured.get(name, 'absent')} "
+                    f"in the configuration, {saved.get(name, 'absent')} in the checkpoint. "
+                    "Undo the change of the configuration, or start a new run."
+                )
+
+
+def _layout(state: State) -> dict[str, str]:
+    """Return the shape and type of every tensor, as text."""
+    layout = {}
+    for name, tensor in state.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        layout[name] = f"{tuple(tensor.shape)} {dtype}"
+    return layout
 
 
 def set_rounds(path: Path, rounds: int) -> Config:
     """Change the number of rounds of an existing run, and return its new configuration."""
+    return change_settings(path, (), rounds)
+
+
+def change_settings(path: Path, overrides: Collection[str], rounds: int | None = None) -> Config:
+    """Change settings of an existing run, record the changes and return its new configuration.
+
+    Settings that change the training are refused once a round is saved. `rounds` is the new number
+    of rounds.
+    """
     folder = RunFolder.open(path)
     with folder.locked():
         config = folder.read_config()
-        completed = last_round(folder.checkpoints)
-        if rounds < completed:
+        option = "--set training.rounds"
+        changed = with_overrides(config, overrides)
+        if rounds is not None:
+            option = "--rounds"
+            training = changed.training.model_copy(update={"rounds": rounds})
+            changed = changed.model_copy(update={"training": training})
+        metadata = newest_metadata(folder)
+        completed = metadata.round_number if metadata is not None else 0
+        changes = difference(
+            flat(config.model_dump(mode="json")), flat(changed.model_dump(mode="json"))
+        )
+        if changed.training.rounds < completed and (rounds is not None or changes):
             raise MotleyError(
-                f"--rounds {rounds}: {path} has already completed {completed} rounds."
+                f"{option} {changed.training.rounds}: {path} has already completed {completed} "
+                "rounds."
             )
-        if rounds != config.training.rounds:
-            training = config.training.model_copy(update={"rounds": rounds})
-            config = config.model_copy(update={"training": training})
-            folder.write_config(config)
-    return config
+        if changes:
+            if completed:
+                refuse_changes(folder, completed, changes)
+            _record(folder, completed, changes)
+            folder.write_config(changed)
+    return changed
