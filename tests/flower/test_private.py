@@ -157,13 +157,3 @@ def test_nodes_end_with_the_local_engines_bits_and_scores(
         assert "refused" not in line
         for key in ("accuracy", "class_accuracy", "loss", "bytes", "metrics", "train_loss"):
             assert line.get(key) == local_line.get(key), key
-
-
-def test_nodes_with_privacy_are_not_asked_for_scores(grid: Grid, tmp_path: Path) -> None:
-    dp = ("privacy.clip=0.5", "privacy.noise=0.1", "server.ema_decay=0", "training.rounds=1")
-    settings = (*dp, "training.steps=2", "split.private=normalization")
-    wire = Wire(grid)
-    serve(grid, three_nodes(*settings), tmp_path / "run")
-    (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
-    assert "refused" not in line and "accuracy" not in line and line["epsilon"]
-    assert {sent.message_type for sent in wire.sent} == {"query", "train"}

@@ -14,6 +14,7 @@ import dp_accounting
 from motley.federation import Federation
 from motley.privacy import Accountant, PrivacyLedger
 from motley.privacy.accounting import ORDERS
+from motley.privacy.releases import ReleaseCounter
 from motley.runs.metrics import MetricsLog
 from motley.runs.run import start_run
 from tests.cli.conftest import call
@@ -78,9 +79,9 @@ def test_it_grows_with_rounds_and_shrinks_with_noise() -> None:
     def epsilons(noise: float) -> list[float]:
         federation = Federation(tiny_config(*PRIVATE, f"privacy.noise={noise}"))
         assert federation.accountant is not None
-        spent, answers = PrivacyLedger(), []
-        for _ in range(3):
-            spent = federation.accountant.after(spent, [0, 2, 4, 5], [0, 2, 4, 5])
+        counter, answers = ReleaseCounter(federation.accountant), []
+        for number in range(3):
+            spent = counter.merged(number, 0, [0, 2, 4, 5], [0, 2, 4, 5])
             answers.append(federation.accountant.epsilon(spent)["model"])
         return answers
 
@@ -103,7 +104,7 @@ def test_the_largest_epsilon_of_all_sizes_counts() -> None:
         "resnet14": 2,
         "resnet18": 1,
     }
-    spent = accountant.after(PrivacyLedger(), [0, 1, 2, 4], [0, 1, 2, 4])
+    spent = ReleaseCounter(accountant).merged(1, 0, [0, 1, 2, 4], [0, 1, 2, 4])
     assert spent.rounds == {
         "resnet10": {(2, 2, 4): 1},
         "resnet14": {(2, 1, 2): 1},
@@ -131,10 +132,13 @@ def test_owners_of_a_part_in_width_are_counted_by_coordinate() -> None:
 
 def test_noise_that_did_not_arrive_is_not_counted() -> None:
     accountant = accountant_of(*ONE_SIZE)
-    spent = accountant.after(PrivacyLedger(), [0, 1, 2, 3], [0, 3], before=[1, 2, 3, 4])
+    counter = ReleaseCounter(accountant)
+    counter.asked(1, 0, [1, 2, 3, 4])
+    counter.asked(1, 1, [0, 1, 2, 3])
+    spent = counter.merged(1, 1, [0, 1, 2, 3], [0, 3])
     assert spent.rounds == {"resnet10": {(6, 4, 2): 1}}
     assert spent.uploads == {0: 1, 1: 2, 2: 2, 3: 2, 4: 1}
-    assert accountant.after(spent, [0, 1], []).rounds == spent.rounds
+    assert counter.merged(2, 0, [0, 1], []) == spent
     assert PrivacyLedger.from_json(spent.to_json()) == spent  # type: ignore[arg-type]
 
 

@@ -68,9 +68,9 @@ def test_a_delta_that_is_not_finite_becomes_zero(bad: float) -> None:
 # ---- noise
 
 
-@pytest.mark.parametrize("secret", [None, b"only the client knows"])
-def test_noise_has_the_stated_standard_deviation(secret: bytes | None) -> None:
-    mechanism = DPMechanism(PrivacySettings(clip=0.25, noise=3.0), 1, secret)
+@pytest.mark.parametrize("fresh", [False, True])
+def test_noise_has_the_stated_standard_deviation(fresh: bool) -> None:
+    mechanism = DPMechanism(PrivacySettings(clip=0.25, noise=3.0), 1, fresh)
     drawn = [
         mechanism.privatize(delta(), round_number, client)["a"] - clip_by_norm(delta(), 0.25)["a"]
         for round_number in (1, 2)
@@ -85,23 +85,26 @@ def test_noise_has_the_stated_standard_deviation(secret: bytes | None) -> None:
     assert np.abs(correlations - np.eye(4)).max() < 5 / math.sqrt(count / 4)
 
 
-def test_noise_is_keyed_and_with_a_secret_by_the_delta_too() -> None:
+def test_noise_is_keyed_by_round_and_client_or_always_new() -> None:
     settings = PrivacySettings(clip=1.0, noise=1.0)
+    keyed, fresh = DPMechanism(settings, 1), DPMechanism(settings, 1, fresh=True)
+    zero = {"a": torch.zeros(200, 300)}
 
-    def noise(mechanism: DPMechanism, scale: float) -> torch.Tensor:
-        return mechanism.privatize(delta(scale), 1, 2)["a"] - clip_by_norm(delta(scale), 1.0)["a"]
+    def noise(mechanism: DPMechanism, round_number: int = 1, client: int = 2) -> torch.Tensor:
+        return mechanism.privatize(zero, round_number, client)["a"]
 
-    plain = DPMechanism(settings, 1)
-    mine = DPMechanism(settings, 1, b"mine")
-    other = DPMechanism(settings, 1, b"another")
-    for mechanism in (plain, mine):
-        first, second = (mechanism.privatize(delta(), 1, 2) for _ in range(2))
-        assert fingerprint(first) == fingerprint(second)
-    torch.testing.assert_close(noise(plain, 1e-5), noise(plain, 2e-5))
-    assert (noise(mine, 1e-5) - noise(mine, 2e-5)).std() > 1, (
-        "if asked twice, a node must not reveal its noise"
-    )
-    assert (noise(mine, 1e-5) - noise(other, 1e-5)).std() > 1
+    assert torch.equal(noise(keyed), noise(keyed))
+    for other in (noise(keyed, round_number=2), noise(keyed, client=3)):
+        assert (noise(keyed) - other).std() > 1.4
+    assert (noise(fresh) - noise(fresh)).std() > 1.4
+
+
+def test_two_answers_of_a_node_do_not_tell_whether_their_deltas_are_equal() -> None:
+    """Both become zero here, as after an overflow that the server provokes in two ways."""
+    mechanism = DPMechanism(PrivacySettings(clip=1.0, noise=1.0), 1, fresh=True)
+    first = mechanism.privatize({"a": torch.tensor([1.0, math.inf])}, 1, 2)["a"]
+    second = mechanism.privatize({"a": torch.tensor([math.nan, 1.0])}, 1, 2)["a"]
+    assert not (first == second).any()
 
 
 # ---- in a federation
@@ -199,3 +202,14 @@ def test_settings_that_contradict_each_other() -> None:
         "uplink.dtype = 'fp16': the cost of privacy.clip = 1"
     )
     assert "privacy.delta = 1" in refused("privacy.delta=1")
+    assert refused("privacy.clip=1", "server.max_norm=2").startswith(
+        "server.max_norm = 2: epsilon for privacy.clip = 1 is that of a mean of noised deltas"
+    )
+    assert tiny_config("privacy.clip=1", "server.max_norm=auto").server.max_norm == "auto"
+
+
+@pytest.mark.parametrize("setting", ["clip=1e-30", "clip=1e21", "clip=inf", "clip=nan"])
+def test_norms_that_single_precision_cannot_noise_are_refused(setting: str) -> None:
+    """A server could use them to get rid of a node's noise."""
+    assert f"privacy.{setting.partition('=')[0]}" in refused(f"privacy.{setting}")
+    assert "privacy.noise" in refused("privacy.clip=1", "privacy.noise=inf")

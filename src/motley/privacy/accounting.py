@@ -48,8 +48,9 @@ class SampledMechanism(NamedTuple):
     clients: int
     #: How many of them were sampled.
     sampled: int
-    #: The smallest number of owners over the coordinates of this size.
-    owners: int
+    #: The smallest number of owners over the coordinates of this size. A fraction if the same
+    #: clients were averaged twice (`releases.py`).
+    owners: float
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class PrivacyLedger:
 
     #: By size: the number of rounds with each mechanism.
     rounds: Mapping[str, Mapping[SampledMechanism, int]] = field(default_factory=dict)
-    #: By client: how often it was sampled.
+    #: By client: how often it was asked for an update.
     uploads: Mapping[int, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
@@ -75,14 +76,14 @@ class PrivacyLedger:
         for size, rows in values.get("rounds", {}).items():
             counts = rounds.setdefault(size, {})
             for clients, sampled, owners, count in rows:
-                counts[SampledMechanism(int(clients), int(sampled), int(owners))] = int(count)
+                counts[SampledMechanism(int(clients), int(sampled), float(owners))] = int(count)
         saved_uploads = values.get("uploads", {})
         uploads = {int(client): int(count) for client, count in saved_uploads.items()}
         return cls(rounds, uploads)
 
 
 class Accountant:
-    """Updates the ledger after each round and computes epsilon from it."""
+    """Knows what a round does to the clients of each size, and computes epsilon from a ledger."""
 
     def __init__(self, settings: PrivacySettings, split: Split, sizes: Iterable[str]) -> None:
         """`sizes` are the sizes of all clients, by client id."""
@@ -94,30 +95,24 @@ class Accountant:
         if settings.noise:
             require("dp_accounting", f"privacy.noise = {settings.noise:g}: computing epsilon")
 
-    def after(
-        self,
-        ledger: PrivacyLedger,
-        sampled: Iterable[int],
-        accepted: Iterable[int],
-        before: Iterable[int] = (),
-    ) -> PrivacyLedger:
-        """Return the ledger after a round.
+    def mechanisms(
+        self, sampled: Iterable[int], accepted: Iterable[int], *, alone: bool = False
+    ) -> dict[str, SampledMechanism]:
+        """Return by size what the mean of the accepted updates does to the clients of that size.
 
-        `sampled` are the round's clients, `accepted` those whose updates were averaged, and
-        `before` the clients of abandoned attempts at the same round.
+        `sampled` are all clients that were asked. `alone`: the noise of others does not count.
         """
-        sampled = list(sampled)
         sampled_per_size = Counter(self.sizes[client] for client in sampled)
         accepted_per_size = Counter(self.sizes[client] for client in accepted)
         owners = self.fewest_owners(accepted_per_size)
-        rounds = {size: Counter(counts) for size, counts in ledger.rounds.items()}
+        mechanisms = {}
         for size in accepted_per_size:
-            mechanism = SampledMechanism(
-                self._clients_per_size[size], sampled_per_size[size], owners[size]
+            mechanisms[size] = SampledMechanism(
+                self._clients_per_size[size],
+                sampled_per_size[size],
+                1 if alone else owners[size],
             )
-            rounds.setdefault(size, Counter())[mechanism] += 1
-        uploads = Counter(ledger.uploads) + Counter(sampled) + Counter(before)
-        return PrivacyLedger(rounds, uploads)
+        return mechanisms
 
     def epsilon(self, ledger: PrivacyLedger) -> dict[str, float]:
         """Return epsilon for an adversary who sees models, and for one who sees uploads."""
@@ -132,7 +127,7 @@ class Accountant:
                 mechanisms[clients, sampled, multiplier * math.sqrt(owners)] = count
             model = max(model, _composed_epsilon(mechanisms, self.settings.delta))
         most_uploads = max(ledger.uploads.values(), default=0)
-        upload = _composed_epsilon({(1, 1, multiplier): most_uploads}, self.settings.delta)
+        upload = uploads_epsilon({self.settings.noise: most_uploads}, self.settings.delta)
         return {"model": model, "upload": upload}
 
     def fewest_owners(self, clients_per_size: Mapping[str, int]) -> dict[str, int]:
@@ -155,6 +150,21 @@ class Accountant:
                 )
             self._fewest_owners[key] = fewest
         return self._fewest_owners[key]
+
+
+def uploads_epsilon(uploads: Mapping[float, int], delta: float) -> float:
+    """Return the epsilon of one client's uploads for an adversary who sees all of them.
+
+    `uploads` counts them by their `noise`. No sampling and no other client's noise is relied on.
+    The divergences of Gaussian mechanisms with different noise add up.
+    """
+    mechanisms: dict[tuple[int, int, float], int] = {}
+    for noise, count in uploads.items():
+        if count and not noise:
+            return math.inf
+        # Half of the noise, because replacing a client moves its delta by up to 2 clip.
+        mechanisms[1, 1, noise / 2] = count
+    return _composed_epsilon(mechanisms, delta)
 
 
 def _composed_epsilon(mechanisms: Mapping[tuple[int, int, float], int], delta: float) -> float:

@@ -42,10 +42,11 @@ def refuse_leaks(
             "activations that clients would report are neither clipped nor noised. Use "
             "server.statistics.name = 'averaged'."
         )
-    if per_client != "off":
+    if per_client != "off" and privacy.withholds_scores:
         raise MotleyError(
             f"evaluation.per_client = {per_client!r}: {setting} protects deltas, and the scores "
-            "that clients would report are not noised. Use evaluation.per_client = 'off'."
+            "that clients would report are not noised. Use evaluation.per_client = 'off', or "
+            "privacy.reveal_scores = true if epsilon need not cover them."
         )
     buffers = sorted(name for name in split.frame if name not in split.parameters)
     if buffers:
@@ -61,3 +62,17 @@ def refuse_leaks(
             f"{setting}: epsilon is known only if every client keeps its part. split.channels and "
             "federation.size_assignment must not change parts from round to round."
         )
+
+
+def why_no_scores(privacy: PrivacySettings, has_own_models: bool) -> str:
+    """Say why a run has no scores although it evaluates; empty if it has scores.
+
+    If clients have models of their own, only they can score them, and no noise protects a score.
+    The global model is scored by the server, which costs nothing.
+    """
+    if not (has_own_models and privacy.withholds_scores):
+        return ""
+    return (
+        "clients would have to report the scores of their own models, and no noise protects these "
+        "(privacy.reveal_scores = false)"
+    )

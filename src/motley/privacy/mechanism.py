@@ -8,7 +8,7 @@ number of examples, the loss) is either withheld or rejected by `checks.py`.
 
 from __future__ import annotations
 
-import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -28,16 +28,17 @@ class DPMechanism:
 
     settings: PrivacySettings
     seed: int
-    #: Known only to the client. Without it the noise is keyed by the run's seed, like all other
-    #: randomness. It is then repeatable, but anyone who knows the seed can subtract it.
-    secret: bytes | None = None
+    #: Draw new noise for every delta, which nobody can know or repeat. Otherwise the noise is keyed
+    #: by the run's seed, like all other randomness. It is then repeatable, but anyone who knows the
+    #: seed can subtract it.
+    fresh: bool = False
 
     def privatize(self, delta: Mapping[str, Tensor], round_number: int, client: int) -> State:
         """Return the clipped delta with noise."""
         bounded = clip_by_norm(delta, self.settings.clip)
         if not self.settings.noise:
             return bounded
-        rng = self._noise_generator(bounded, round_number, client)
+        rng = self._noise_generator(round_number, client)
         scale = self.settings.noise * self.settings.clip
         noisy = {}
         # Sorted, so that the noise does not depend on the order of the mapping.
@@ -48,22 +49,17 @@ class DPMechanism:
             noisy[name] = tensor + scale * to_device(torch.from_numpy(draws), tensor.device)
         return {name: noisy[name] for name in bounded}
 
-    def _noise_generator(
-        self, bounded: State, round_number: int, client: int
-    ) -> np.random.Generator:
-        """Return the generator of the noise, which is always the same for the same delta.
+    def _noise_generator(self, round_number: int, client: int) -> np.random.Generator:
+        """Return the generator of the noise of one delta.
 
-        With a secret, the noise is also keyed by the delta itself. Otherwise a server that asks for
-        the same round twice, with different global states, would see the same noise twice and could
-        subtract it.
+        Fresh noise must not be a function of anything that can occur twice. Keyed by the round, two
+        answers in one round would have the same noise, and their difference none. Keyed by the
+        delta as well, two answers would be equal exactly if their deltas are, which tells a server
+        that asks with two different states something about the data, without any noise.
         """
-        if self.secret is None:
+        if not self.fresh:
             return generator(self.seed, "privacy", round_number, client)
-        message = f"{round_number}/{client}".encode()
-        digest = hashlib.blake2b(message, key=self.secret, digest_size=16)
-        for name in sorted(bounded):
-            digest.update(bounded[name].detach().cpu().contiguous().numpy().tobytes())
-        return np.random.Generator(np.random.Philox(key=int.from_bytes(digest.digest(), "big")))
+        return np.random.Generator(np.random.Philox(key=int.from_bytes(os.urandom(16), "big")))
 
 
 def clip_by_norm(delta: Mapping[str, Tensor], max_norm: float) -> State:

@@ -1,0 +1,77 @@
+"""Counts the releases of a run: the updates that clients were asked for, and the global models.
+
+This is the one place that decides what a round costs if it was abandoned, interrupted or run twice.
+
+Updates (`epsilon.upload`). A client that is asked may have answered, whether or not its answer
+arrived, was accepted, or led to a round that was kept. So every request counts, in every attempt,
+of a round that a crash took back as well as of the same round when it is run again. The second
+answer is not the first one again: a node draws new noise for every answer
+(`mechanism.py`). In a simulation on a CPU it would be, because noise follows from the seed there;
+it is counted nevertheless, so that epsilon is that of the same rounds on nodes.
+
+Global models (`epsilon.model`). A mean of accepted updates counts, also if the round that it
+belonged to was lost: others may have received the model before. If the same round and attempt is
+run twice, it has the same clients, since these follow from the seed. It is then wrong to count two
+rounds with independent sampling, for which the amplification by sampling would be applied twice.
+Instead, it is one sampling that is followed by two means. Two Gaussian mechanisms with the
+multipliers s sqrt(a) and s sqrt(b) on the same data are one with the multiplier s sqrt(k),
+1 / k = 1 / a + 1 / b. So the two are counted as one round with k owners.
+
+If updates were chosen by their effect on the global state (`server/state_check.py`), the model is
+not a mean that depends on each of them only through its noised sum. It is still computed from the
+noised updates, so each client's own noise protects it, as if it were the only owner (`alone`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from motley.privacy.accounting import Accountant, PrivacyLedger, SampledMechanism
+
+
+class ReleaseCounter:
+    """Counts releases one by one, beginning with those of a ledger."""
+
+    def __init__(self, accountant: Accountant, before: PrivacyLedger | None = None) -> None:
+        self.accountant = accountant
+        before = before or PrivacyLedger()
+        self._uploads = Counter(before.uploads)
+        self._rounds = {size: Counter(counts) for size, counts in before.rounds.items()}
+        #: (round, attempt) -> what is counted for it, by size.
+        self._merged: dict[tuple[int, int], dict[str, SampledMechanism]] = {}
+
+    @property
+    def ledger(self) -> PrivacyLedger:
+        """All that was counted so far."""
+        rounds = {size: dict(+counts) for size, counts in self._rounds.items()}
+        return PrivacyLedger(rounds, dict(self._uploads))
+
+    def asked(self, round_number: int, attempt: int, clients: Iterable[int]) -> None:
+        """Count that clients are asked for updates."""
+        self._uploads.update(clients)
+
+    def merged(
+        self,
+        round_number: int,
+        attempt: int,
+        sampled: Iterable[int],
+        accepted: Iterable[int],
+        alone: bool = False,
+    ) -> PrivacyLedger:
+        """Count a mean of updates; return all that was counted so far.
+
+        `sampled` are all clients that were asked for one.
+        """
+        counted = self._merged.setdefault((round_number, attempt), {})
+        mechanisms = self.accountant.mechanisms(sampled, accepted, alone=alone)
+        for size, mechanism in mechanisms.items():
+            counts = self._rounds.setdefault(size, Counter())
+            earlier = counted.get(size)
+            if earlier is not None:
+                counts[earlier] -= 1
+                owners = 1 / (1 / earlier.owners + 1 / mechanism.owners)
+                mechanism = mechanism._replace(owners=owners)
+            counts[mechanism] += 1
+            counted[size] = mechanism
+        return self.ledger
