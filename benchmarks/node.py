@@ -1,6 +1,7 @@
 """What one message costs a node. Run it so:
 
-    OMP_NUM_THREADS=1 python benchmarks/node.py [--rounds 6] [--size resnet10] [--width 0.125] [--limited] [--json FILE]
+    OMP_NUM_THREADS=1 python benchmarks/node.py [--rounds 6] [--size resnet10] [--width 0.125] [--keep-alive 600]
+        [--limited] [--json FILE]
 
 A real deployment on this machine: a server with TLS and keys, one node process, and a run of one client, started by
 `motley deploy` and ended afterwards. The node trains a small ResNet on all digits (one epoch) in every round, so there
@@ -13,11 +14,12 @@ build     the model, the optimiser and the client around them
 train     the local update
 other     the rest of the work: settings, examples, packing the answer
 send      the answer goes to the SuperNode
-round     the whole round as the server sees it, with Flower's polling (up to 3 s at a SuperNode)
+round     the whole round as the run sees it, from the job to the update
+over      the round without the local update: the price of a message
 peak MB   highest resident memory of the process that answers, above that of a process that imported torch only
 plan MB   what `motley plan` counts for the size, with what a node's process needs whatever its model
 
-`--limited` gives the node a memory budget, so that its allocator returns freed memory at once.
+`--keep-alive 0` starts one process per message. `--limited` gives the node a memory budget, so that its allocator returns freed memory at once.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--size", default="resnet10")
     parser.add_argument("--width", type=float, default=0.125)
+    parser.add_argument("--keep-alive", type=float, default=600.0, help="keep_alive_s of the node")
     parser.add_argument("--limited", action="store_true", help="give the node a memory budget")
     options = parser.parse_args()
     about = machine("torch", "flwr", "motleyfl")
@@ -69,6 +72,7 @@ def main() -> None:
         config = federation(options.size, options.width, options.rounds)
         folder = create(Path(place) / "federation", config, DeploySettings(port=free_port()))
         planned = planned_memory(config, options.size)
+        keep_alive(folder.nodes / "node-0" / "node.toml", options.keep_alive)
         if options.limited:
             limit_memory(folder.nodes / "node-0" / "node.toml", options.size)
         log = Path(place) / "node.log"
@@ -79,6 +83,7 @@ def main() -> None:
         raise MotleyError(f"{len(messages)} messages were answered in {options.rounds} rounds.")
     for message, line in zip(messages, lines, strict=True):
         message["round"] = line["seconds"]["train"]
+        message["over"] = message["round"] - message["train"]
     floor = resident_after_import_of_torch()
     rows = []
     for name, some in (("first", messages[:1]), ("later", messages[1:])):
@@ -112,6 +117,14 @@ def planned_memory(config: Config, size: str) -> int:
         cost_of(build_split(config, shape, dataset.classes), size, shape, config.training).memory
         + NODE_RUNTIME
     )
+
+
+def keep_alive(file: Path, seconds: float) -> None:
+    """Set how long the training process of a node stays after a message."""
+    text = re.sub(r"^keep_alive_s = .*$", f"keep_alive_s = {seconds}", file.read_text(), flags=re.M)
+    if "keep_alive_s" not in text:
+        text = f"keep_alive_s = {seconds}\n{text}"
+    file.write_text(text)
 
 
 def limit_memory(file: Path, size: str) -> None:
@@ -182,7 +195,7 @@ def row_of(messages: Sequence[dict[str, Any]], floor: int) -> dict[str, float]:
     """Return the medians of some messages' parts."""
     middle = {
         name: statistics.median(message[name] for message in messages)
-        for name in (*PARTS, "round", "peak")
+        for name in (*PARTS, "round", "over", "peak")
     }
     parts = {name: middle[name] for name in PARTS}
     whole = sum(parts.values())
@@ -190,6 +203,7 @@ def row_of(messages: Sequence[dict[str, Any]], floor: int) -> dict[str, float]:
         **parts,
         "sum, s": whole,
         "round, s": middle["round"],
+        "over, s": middle["over"],
         "peak MB": (middle["peak"] - floor) / 1e6,
     }
 

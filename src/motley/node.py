@@ -41,7 +41,7 @@ class Client:
         classes: int,
         *,
         folder: Path,
-        secret: bytes | None = None,
+        fresh_noise: bool = False,
         read_test_examples: Callable[[], Examples],
         read_client_tests: Callable[[], tuple[Examples, Partition]],
         public: PublicData | None = None,
@@ -52,9 +52,9 @@ class Client:
         `read_test_examples` is called if the client is asked to evaluate a model of its own, and
         `read_client_tests` if it is asked for a score on its own test examples: it returns a set of
         examples, and which of them are the client's test examples.
-        The client state is saved in `folder`. The noise of `privacy` is keyed by `secret`, or by
-        the run's seed if there is none. `public` are the public images, for methods whose clients
-        use some.
+        The client state is saved in `folder`. The noise of `privacy` follows from the run's seed;
+        with `fresh_noise` it is drawn anew for every update. `public` are the public images, for
+        methods whose clients use some.
         """
         self.config, self._read_test_examples = config, read_test_examples
         self._read_client_tests, self._task = read_client_tests, task
@@ -81,7 +81,7 @@ class Client:
                 [data],
                 partition,
                 folder,
-                secret=secret,
+                fresh_noise=fresh_noise,
                 lean=lean,
                 test_set=lambda: self._test_batches,
                 tests=lambda: self._client_tests,

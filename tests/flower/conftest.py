@@ -17,6 +17,7 @@ def grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Grid:
     from tests.flower.grid import Grid, write_nodes
 
     monkeypatch.setattr("motley.flower.engine.POLL_S", 0.01)
+    monkeypatch.setattr("motley.flower.nodes.POLL_S", 0.01)
     monkeypatch.setattr("flwr.supercore.task_identity.TaskIdentity._run_id", 1)
     monkeypatch.setattr("flwr.supercore.task_identity.TaskIdentity._node_id", 1)
     monkeypatch.setattr("flwr.supercore.task_identity.TaskIdentity._task_id", 1)

@@ -55,7 +55,7 @@ MISDEEDS: list[tuple[Callable[[RecordDict], None], str]] = [
     (changed(x=torch.zeros(2**19)), "MiB; engine.flower.max_reply_mib = 1."),
     (earlier, "it is for round 4; round 5 was asked."),
     (garbled, "delta is not in the format safetensors"),
-    (late, f"it did not answer within {LATE_S:g} s."),
+    (late, f"it did not answer within {LATE_S:g} s (engine.flower.timeout_s)."),
 ]
 """What client 1 does in rounds 1, 2, ..., and the reason in the metrics."""
 

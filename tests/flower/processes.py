@@ -14,7 +14,7 @@ from pathlib import Path
 
 from motley.config import Config
 from motley.deploy.commands import free_port
-from motley.deploy.folder import DeploySettings, create
+from motley.deploy.folder import DeploySettings, KeyPlace, create
 from motley.runs.metrics import MetricsLog
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -41,12 +41,18 @@ class Deployment:
         insecure: bool,
         nodes: str = "",
         host: str = "127.0.0.1",
+        keys: KeyPlace = "here",
+        umask: int = -1,
     ) -> None:
-        """`nodes`: an app that the nodes run instead of Motley's own."""
+        """`nodes`: an app that the nodes run instead of Motley's own. `umask`: as in Popen."""
         self.folder = create(
-            folder, config, DeploySettings(host=host, port=free_port(), insecure=insecure)
+            folder,
+            config,
+            DeploySettings(host=host, port=free_port(), insecure=insecure),
+            keys=keys,
         )
         self.node_app = nodes
+        self.umask = umask
         self.logs = folder.with_name("logs")
         self.logs.mkdir()
         self.namespaces: dict[str, str] = {}
@@ -82,6 +88,7 @@ class Deployment:
                 },
                 stdout=log,
                 stderr=log,
+                umask=self.umask,
             )
 
     def serve(self) -> None:
@@ -98,9 +105,29 @@ class Deployment:
         for client in clients:
             name = f"node-{client}"
             if self.node_app:
-                self._start(name, "tests.flower.node", self.folder.nodes / name, self.node_app)
+                self.start_app(name, self.folder.nodes / name, self.node_app)
             else:
                 self.start(name, "node", self.folder.nodes / name)
+
+    def start_app(self, name: str, place: Path, app: str) -> None:
+        """Start a node that runs another app than Motley's own."""
+        self._start(name, "tests.flower.node", place, app)
+
+    def stop(self, role: str) -> None:
+        """Stop a server or a node as Ctrl-C would, and wait until all of its processes have ended."""
+        for process in self._processes():
+            if self._is_ours(process, role) and self._is_main(process):
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGTERM)
+        self.wait(lambda: not any(self._is_ours(process, role) for process in self._processes()))
+
+    @staticmethod
+    def _is_main(process: int) -> bool:
+        """Tell whether a process is a command of this class, and not one that it started."""
+        try:
+            return f"PPid:\t{os.getpid()}\n" in Path(f"/proc/{process}/status").read_text()
+        except OSError:
+            return False
 
     def run(self) -> None:
         """Start the server and three nodes, and play to the end."""
@@ -124,6 +151,10 @@ class Deployment:
         for process in self._processes():
             if self._is_ours(process, role):
                 self._kill(process)
+
+    def processes(self, role: str = "") -> list[int]:
+        """Return all processes, or those of a role, also those that Flower started."""
+        return [process for process in self._processes() if self._is_ours(process, role)]
 
     def workers(self, role: str) -> list[int]:
         """Return the processes of a node that run the client app."""

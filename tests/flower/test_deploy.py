@@ -183,7 +183,7 @@ def test_a_real_nodes_answer_that_is_announced_and_never_sent(grid: Grid, tmp_pa
     ) as deployment:
         deployment.run()
         lines = deployment.lines()
-        reason = f"it announced an answer that did not come whole within {LATE_S:g} s."
+        reason = f"it announced an answer that did not come whole within {LATE_S:g} s (engine.flower.timeout_s)."
         assert [line.get("refused") for line in lines] == [{"1": reason}, None]
         assert lines[0]["seconds"]["train"] < LATE_S + 15  # type: ignore[index]
         grid.misdeeds[999] = in_round_1(lambda sent, reply: [])

@@ -299,7 +299,10 @@ def wordy(sent: Message, reply: Message) -> list[Message]:
 
 
 MISDEEDS: dict[str, tuple[Misdeed, str]] = {
-    "is silent": (lambda sent, reply: [], "it did not answer within 0.05 s."),
+    "is silent": (
+        lambda sent, reply: [],
+        "it did not answer within 0.05 s (engine.flower.timeout_s).",
+    ),
     "fails": (
         lambda sent, reply: [Message(Error(2, "a\nb: c"), reply_to=sent)],
         "its node failed: b: c",
@@ -325,6 +328,19 @@ MISDEEDS: dict[str, tuple[Misdeed, str]] = {
     "answers for another round": (saying(round=7), "it is for round 7; round 1 was asked."),
     "answers for another client": (saying(client=0), "it is for client 0; client 1 was asked."),
     "lies about its steps": (saying(num_steps=0), "it claims to have trained in no steps."),
+    "claims all examples of the world": (
+        saying(num_examples=2**63 - 1),
+        "it reports 9223372036854775807 examples; server.max_examples = ",
+    ),
+    "claims too many steps": (
+        saying(num_steps=10**6),
+        "it reports 1000000 steps; with ",
+    ),
+    "reports an absurd loss": (saying(loss=-1e30), "its loss is -1e+30; server.max_loss = 1e+12."),
+    "sends 1e38": (
+        with_delta({"fc.bias": torch.full((10,), 1e38)}),
+        "the round was undone and ended without it: with its update, the global state would hold",
+    ),
     "counts in words": (
         saying(num_examples="many"),
         "num_examples = 'many' should be a whole number.",
@@ -428,7 +444,9 @@ def test_an_incomplete_answer_counts_as_missing(grid: Grid, tmp_path: Path, rest
     _, server = serve(grid, three_nodes(), tmp_path / "run")
     assert time.monotonic() - begin < NEVER_S / 2
     lines = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
-    reason = "it announced an answer that did not come whole within 0.05 s."
+    reason = (
+        "it announced an answer that did not come whole within 0.05 s (engine.flower.timeout_s)."
+    )
     assert [line.get("refused") for line in lines] == [{"0": reason}, None, None]
     assert server.client_state_rounds == {0: 3, 1: 3, 2: 3}
     assert fingerprint(server.state) == fingerprint(expected.state)
@@ -605,7 +623,7 @@ def test_repeatable_nodes_draw_the_local_engines_noise(grid: Grid, tmp_path: Pat
     assert epsilons[0] == epsilons[1]
 
 
-def test_nodes_draw_their_noise_from_secrets_of_their_own(grid: Grid, tmp_path: Path) -> None:
+def test_nodes_draw_noise_that_nobody_can_repeat(grid: Grid, tmp_path: Path) -> None:
     pytest.importorskip("dp_accounting")
     sent: dict[str, list[dict[str, torch.Tensor]]] = {"first": [], "second": []}
     for name, changes in sent.items():
@@ -613,18 +631,16 @@ def test_nodes_draw_their_noise_from_secrets_of_their_own(grid: Grid, tmp_path: 
             changes.append(unpack(reply.content["arrays"], "delta")) or [reply]
         )
         serve(grid, three_nodes(*GUARDED, "training.rounds=1"), tmp_path / name)
-    assert fingerprint(sent["first"][0]) == fingerprint(sent["second"][0]), (
-        "asked the same, it answers the same"
-    )
     federation = Federation(three_nodes(*GUARDED, "engine.name=local"))
     jobs = [federation.job(federation.initial_state(), 1, 1)]
     (known,) = federation.engine.train(jobs, lambda client: None)
-    differences = torch.cat([(sent["first"][0][n] - t).flatten() for n, t in known.delta.items()])  # type: ignore[union-attr]
-    assert abs(float(differences.std()) - 2**0.5 * 0.1) < 0.002, (
-        "the run's seed gives another noise"
-    )
-    secret = grid.nodes[999].parent / "client-1" / "secret"
-    assert len(secret.read_bytes()) == 32 and secret.stat().st_mode & 0o077 == 0
+    first, second = sent["first"][0], sent["second"][0]
+    # Neither from the run's seed, nor from an earlier answer to the same message.
+    for other in (known.delta, second):  # type: ignore[union-attr]
+        differences = torch.cat(
+            [(first[name] - tensor).flatten() for name, tensor in other.items()]
+        )
+        assert abs(float(differences.std()) - 2**0.5 * 0.1) < 0.002
 
 
 def test_a_node_that_wants_more_privacy_than_the_run_gives(
@@ -675,6 +691,28 @@ def test_impossible_statistics_are_refused(grid: Grid, tmp_path: Path) -> None:
     assert list(line["refused"]) == ["1"]
     assert line["refused"]["1"].startswith("its statistics were refused: ")
     assert sorted(server.client_state_rounds) == [0, 1, 2]
+
+
+def test_statistics_that_spoil_the_model_are_left_out(grid: Grid, tmp_path: Path) -> None:
+    """Inputs with a mean of 1e16 are possible, and no model works with them."""
+
+    def huge(sent: Message, reply: Message) -> list[Message]:
+        moments = unpack(reply.content["arrays"], "payload")
+        for name in moments:
+            if name.endswith("sum"):
+                moments[name] = torch.full_like(moments[name], 1e19)
+            elif name.endswith("squares"):
+                moments[name] = torch.full_like(moments[name], 1e38)
+        return [answered(reply, payload=moments)]
+
+    grid.misdeeds_with = "train.collect"
+    grid.misdeeds[999] = huge
+    settings = ("training.rounds=1", "training.steps=2", "server.statistics.name=recalibrate")
+    _, server = serve(grid, three_nodes(*settings), tmp_path / "run")
+    (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
+    assert list(line["refused"]) == ["1"]
+    assert "its collection was left out: with it, its moving average would" in line["refused"]["1"]
+    assert all(tensor.abs().max() < 1e15 for tensor in server.model.values())
 
 
 @pytest.mark.parametrize("settings", ["server.statistics.name=recalibrate", "method.name=heterofl"])

@@ -31,7 +31,8 @@ from tests.flower.grid import three_nodes
 
 @pytest.fixture
 def folder(tmp_path: Path) -> DeployFolder:
-    return create(tmp_path / "fed", three_nodes(), DeploySettings(host="fed.example", port=9000))
+    settings = DeploySettings(host="fed.example", port=9000)
+    return create(tmp_path / "fed", three_nodes(), settings, keys="here")
 
 
 def test_a_nodes_folder_has_its_own_files_only(folder: DeployFolder) -> None:
@@ -235,6 +236,7 @@ def test_the_command_writes_a_folder_once(tmp_path: Path) -> None:
     assert f"motley deploy node {path}/nodes/node-4" in out
     config = DeployFolder.open(path).read_config()
     assert (config.engine.name, config.server.min_fraction) == ("flower", 0.5)
+    assert config.server.max_norm == "auto"
     code, out, err = call("deploy", "init", path)
     assert code == 2 and "already exists and is not empty" in err
     code, out, err = call("deploy", "status", tmp_path)

@@ -18,7 +18,14 @@ from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
 from flwr.superlink.main import create_app
 
 from motley.deploy.folder import DeployFolder, DeploySettings, create
-from motley.deploy.gate import MAX_REQUEST_BYTES, NODE_PATHS, SELF_REGISTRATION_PATHS, FleetGate
+from motley.deploy.gate import (
+    MAX_PIECE_BYTES,
+    MAX_REQUEST_BYTES,
+    NODE_PATHS,
+    SELF_REGISTRATION_PATHS,
+    FleetGate,
+)
+from motley.deploy.replies import Replies
 from motley.deploy.superlink import superlink_config
 from tests.flower.grid import three_nodes
 
@@ -36,6 +43,11 @@ class Behind:
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
 
+async def everybody(headers: dict[bytes, bytes]) -> bytes:
+    """Take every request for one that a registered node has signed."""
+    return b"key"
+
+
 def ask(
     path: str,
     server: tuple[str, int] | None = PUBLIC,
@@ -48,8 +60,12 @@ def ask(
     async def send(event: Any) -> None:
         sent.append(event)
 
+    bodies = [b""]
+
     async def receive() -> Any:
-        raise AssertionError("the gate reads no request")
+        if not bodies:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": bodies.pop(), "more_body": False}
 
     given = {b"content-length": b"10"} if headers is None else headers
     scope = {
@@ -59,7 +75,10 @@ def ask(
         "server": server,
         "headers": list(given.items()),
     }
-    gate = FleetGate(behind, PRIVATE, NODE_PATHS)
+    replies = Replies(lambda: 1.0)
+    replies.announce("", "the answer")
+    gate = FleetGate(behind, PRIVATE, NODE_PATHS, replies, everybody)
+    gate.waiting.hold_s = 0.0
     asyncio.run(gate(scope, receive, send))
     return sent[0]["status"], behind
 
@@ -101,8 +120,8 @@ def test_only_the_private_sockets_own_address_is_trusted() -> None:
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        ({b"content-length": str(MAX_REQUEST_BYTES).encode()}, 200),
-        ({b"content-length": str(MAX_REQUEST_BYTES + 1).encode()}, 413),
+        ({b"content-length": str(MAX_PIECE_BYTES).encode()}, 200),
+        ({b"content-length": str(MAX_PIECE_BYTES + 1).encode()}, 413),
         ({b"content-length": b"-1"}, 411),
         ({b"transfer-encoding": b"chunked"}, 411),
         ({b"transfer-encoding": b"chunked", b"content-length": b"10"}, 411),
@@ -113,6 +132,13 @@ def test_the_length_of_a_request_is_known_and_limited(
     headers: dict[bytes, bytes], status: int
 ) -> None:
     assert ask("/v1/fleet/push-object", headers=headers)[0] == status
+
+
+def test_requests_other_than_pieces_of_answers_are_short() -> None:
+    for path in NODE_PATHS - {"/v1/fleet/push-object"}:
+        for size, status in ((MAX_REQUEST_BYTES, 200), (MAX_REQUEST_BYTES + 1, 413)):
+            headers = {b"content-length": str(size).encode()}
+            assert ask(path, headers=headers)[0] == status, path
 
 
 def test_the_host_header_does_not_get_through() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
 import time
 from collections.abc import Callable
 from io import BytesIO
@@ -16,7 +18,8 @@ pytest.importorskip("flwr")
 from collections import deque
 
 from motley.deploy.folder import DeploySettings, create
-from motley.deploy.node import check, only_one, pass_on, why_ended
+from motley.deploy.lock import only_one
+from motley.deploy.node import check, end_if_given_up, pass_on, why_ended
 from motley.flower.settings import read_node
 from tests.cli.conftest import call
 from tests.flower.grid import three_nodes
@@ -126,6 +129,8 @@ VERIFY = "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: unable to 
 OTHER_AUTHORITY = (
     "\x1b[91mERROR \x1b[0m:     SSL/TLS handshake error detected.\n" + NO_CONNECTION.format(VERIFY)
 )
+EOF = "[SSL: UNEXPECTED_EOF_WHILE_READING] EOF occurred in violation of protocol (_ssl.c:1006)"
+BROKEN_OFF = OTHER_AUTHORITY.replace(VERIFY, EOF)
 TOO_OLD = "\x1b[91mERROR \x1b[0m:     Exit Code: 607\nVersions 1.40 and 1.41 do not match.\n"
 
 
@@ -137,8 +142,9 @@ TOO_OLD = "\x1b[91mERROR \x1b[0m:     Exit Code: 607\nVersions 1.40 and 1.41 do 
         (1, TOO_OLD, "the node ended: Versions 1.40 and 1.41 do not match", False),
         (1, NO_CONNECTION.format("Something else."), "the node ended: Something else", True),
         (1, "Traceback:\n", "the node ended:", True),
-        (0, "", "does not accept this node's signature", False),
-        (-9, "", "the node ended with status -9", False),
+        (0, "", "does not accept this node's signature", True),
+        (-9, "", "the node ended with status -9", True),
+        (1, BROKEN_OFF, "ended the connection before it was safe", True),
     ],
 )
 def test_flowers_errors_are_explained(
@@ -157,6 +163,13 @@ def test_the_output_of_flower_is_passed_on_without_colours(
     pass_on(BytesIO(b"\x1b[92mINFO \x1b[0m: one\ntwo \xff\n"), said)
     assert capsys.readouterr().out == "INFO : one\ntwo \ufffd\n"
     assert list(said) == ["two \ufffd\n"]
+
+
+def test_a_supernode_that_has_given_up_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("motley.deploy.node.GIVEN_UP_S", 0.0)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        end_if_given_up(process, deque(BROKEN_OFF.splitlines()))
+        assert process.wait(10.0) == -signal.SIGTERM
 
 
 # ---- real processes

@@ -55,6 +55,8 @@ NAMES = {
     "model.factories",
     "model.options",
     "federation.sizes",
+    "attack.name",
+    "server.merge.name",
     "method.name",
     "method.cut",
     "method.teacher",
@@ -290,12 +292,15 @@ def test_the_text_of_a_failure_stays_at_the_node(attacker: Attacker) -> None:
 
 
 def test_an_unexpected_error_is_a_traceback_at_the_node_and_a_kind_at_the_server(
-    attacker: Attacker, capsys: pytest.CaptureFixture[str]
+    attacker: Attacker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Motley does not expect it, and Flower would send the exception's text, which has the path."""
-    (attacker.file.parent / "occupied").write_text("")
-    attacker.file.write_text(f'memory = "occupied"\n{attacker.file.read_text()}')
-    reply = attacker.ask("train", three_nodes("uplink.dtype=fp16").to_toml())
+
+    def fail(*_: object) -> None:
+        raise OSError(f"{attacker.file.parent / 'occupied'}: is not expected")
+
+    monkeypatch.setattr("motley.node.Client.train", fail)
+    reply = attacker.ask("train", three_nodes().to_toml())
     assert everything_in(reply) == "0 training REFERENCE"
     for said in (attacker.log, capsys.readouterr().err):
         assert "Traceback" in said and "occupied" in said

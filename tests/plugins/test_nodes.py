@@ -52,6 +52,7 @@ def write_nodes(folder: Path, modules: list[str]) -> dict[int, Path]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("motley.flower.engine.POLL_S", 0.01)
+    monkeypatch.setattr("motley.flower.nodes.POLL_S", 0.01)
     for name in ("_run_id", "_node_id", "_task_id"):
         monkeypatch.setattr(f"flwr.supercore.task_identity.TaskIdentity.{name}", 1)
 

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,15 @@ deploy = typer.Typer(
 )
 
 FOLDER = typer.Argument(..., metavar="DIR", help="The folder that `motley deploy init` created.")
+NODE = typer.Argument(..., metavar="NODE", help="The node's folder, with its node.toml.")
+CLIENT = typer.Argument(..., metavar="CLIENT", help="The client's number.")
+
+
+class KeyPlace(StrEnum):
+    """Where the private keys of the nodes are made."""
+
+    HERE = "here"
+    NODES = "nodes"
 
 
 def simulation() -> Callable[..., Any]:
@@ -51,8 +61,13 @@ def init(
     insecure: bool = typer.Option(
         False, "--insecure", help="No encryption and no keys; only for tests on one machine."
     ),
+    keys: KeyPlace | None = typer.Option(
+        None,
+        help="Where the nodes' private keys are made: here, in the new folder, or on the nodes, "
+        "which send their public keys. Default: here if the host is this machine.",
+    ),
 ) -> None:
-    """Write a folder with the run's configuration, certificates, keys, and one folder per node."""
+    """Write a folder with the run's configuration, certificates, and one folder per node."""
     require("flwr", "motley deploy")
     from motley.cli.code import import_beside
     from motley.config import load_config
@@ -61,17 +76,26 @@ def init(
 
     import_beside(file)
     settings = validate(DeploySettings, {"host": host, "port": port, "insecure": insecure})
-    # Nodes may be away. A round with fewer than half of its updates is repeated, unless --set says
-    # otherwise.
-    overrides = ["server.min_fraction=0.5", *set_, "engine.name=flower"]
+    # Nodes may be away, or malicious. A round with fewer than half of its updates is repeated, and
+    # norms of updates are limited, unless --set says otherwise.
+    defaults = ["server.min_fraction=0.5", "server.max_norm=auto"]
+    overrides = [*defaults, *set_, "engine.name=flower"]
     config = load_config(file, preset=preset, overrides=overrides)
-    folder = create(path, config, settings)
-    nodes = sorted(folder.nodes.iterdir(), key=lambda node: int(node.name.removeprefix("node-")))
-    print(f"{len(nodes)} nodes, server at {settings.address}\n")
+    folder = create(path, config, settings, keys.value if keys is not None else None)
+    clients = config.federation.clients
+    print(f"{clients} nodes, server at {settings.address}\n")
     print(f"on the server:     motley deploy server {path}")
-    for node in nodes:
-        number = node.name.removeprefix("node-")
-        print(f"on node {number:>3}:       motley deploy node {path}/nodes/{node.name}")
+    has_keys = settings.insecure or bool(folder.public_keys())
+    if has_keys:
+        for client in range(clients):
+            print(f"on node {client:>3}:       motley deploy node {path}/nodes/node-{client}")
+        if not settings.loopback:
+            print(f"after copying:     motley deploy handover {path}")
+    else:
+        print(f"to each node N:    copy {path}/nodes/node-N (scp -r)")
+        print("on node N:         motley deploy keygen node-N, and send node-N/key.pub back")
+        print(f"on the server:     motley deploy admit {path} N --key key.pub")
+        print("on node N:         motley deploy node node-N")
     print(f"then, to run it:   motley deploy run {path}")
     print(f"to see its state:  motley deploy status {path}")
 
@@ -88,13 +112,77 @@ def server(path: Path = FOLDER) -> None:
 
 
 @deploy.command(cls=Command)
+def keygen(
+    path: Path = NODE,
+    replace: bool = typer.Option(
+        False, "--replace", help="Replace the node's key; the server has to admit the new one."
+    ),
+) -> None:
+    """Make a node's key pair on its own machine. Only key.pub leaves it, for the server."""
+    require("flwr", "motley deploy")
+    from motley.deploy.keys import make_node_key
+    from motley.deploy.node import print_how_to_admit
+    from motley.deploy.permissions import private_files
+    from motley.flower.settings import read_node
+
+    client = read_node(path / "node.toml").client
+    with private_files():
+        fingerprint = make_node_key(path, replace=replace)
+    print_how_to_admit(client, path, fingerprint)
+
+
+@deploy.command(cls=Command)
+def admit(
+    path: Path = FOLDER,
+    client: int = CLIENT,
+    key: Path | None = typer.Option(
+        None, help="The key.pub that the node made; default: the key that the client had."
+    ),
+) -> None:
+    """Admit a node's public key, also while the federation runs. It replaces the one before."""
+    require("flwr", "motley deploy")
+    from motley.deploy.commands import admit_key
+    from motley.deploy.folder import DeployFolder
+
+    admit_key(DeployFolder.open(path), client, key)
+
+
+@deploy.command(cls=Command)
+def revoke(path: Path = FOLDER, client: int = CLIENT) -> None:
+    """Revoke a node's key, also while the federation runs: the run goes on without the node."""
+    require("flwr", "motley deploy")
+    from motley.deploy.commands import revoke_key
+    from motley.deploy.folder import DeployFolder
+
+    revoke_key(DeployFolder.open(path), client)
+
+
+@deploy.command(cls=Command)
+def handover(
+    path: Path = FOLDER,
+    clients: list[int] | None = typer.Argument(
+        None, metavar="[CLIENT]...", help="The clients' numbers; default: all."
+    ),
+) -> None:
+    """Delete nodes' private keys on the server, after their folders were copied to the nodes."""
+    require("flwr", "motley deploy")
+    from motley.deploy.commands import hand_over
+    from motley.deploy.folder import DeployFolder
+
+    hand_over(DeployFolder.open(path), clients or ())
+
+
+@deploy.command(cls=Command)
 def node(
-    path: Path = typer.Argument(..., metavar="NODE", help="The node's folder, with its node.toml."),
+    path: Path = NODE,
     patience: float = typer.Option(
         120.0, help="Seconds to keep trying if the server rejects the node."
     ),
 ) -> None:
-    """Start a node (Flower's SuperNode) with the folder's key and data. Ctrl-C stops it."""
+    """Start a node (Flower's SuperNode) with the folder's key and data. Ctrl-C stops it.
+
+    A node without a key makes one, which the server has to admit.
+    """
     require("flwr", "motley deploy")
     from motley.cli.code import import_from
     from motley.deploy.node import be_node
@@ -133,9 +221,8 @@ def run(path: Path = FOLDER) -> None:
 def status(path: Path = FOLDER) -> None:
     """Show the nodes and runs that the server knows."""
     require("flwr", "motley deploy")
-    from rich.console import Console
-
     from motley.cli.code import import_for_runs
+    from motley.cli.terminal import Console
     from motley.deploy.control import Control
     from motley.deploy.folder import DeployFolder
     from motley.deploy.status import node_table, run_lines

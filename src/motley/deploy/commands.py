@@ -12,21 +12,24 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from motley.config import Config
 from motley.core.errors import MotleyError
-from motley.deploy.control import EXCLUDED, Control, NoServerError, read_public_key
+from motley.deploy.control import Control, NoServerError
 from motley.deploy.folder import DeployFolder, DeploySettings
+from motley.deploy.identity import admit, admitted_keys, register_nodes, revoke, revoked_clients
+from motley.deploy.lock import is_locked
+from motley.deploy.permissions import files_in, mend, private_files, report
 from motley.deploy.status import missing_clients, nodes_of_clients
 from motley.deploy.worker import TaskSource
 from motley.flower.settings import read_node
 from motley.runs.folder import RunFolder
 
 #: Seconds that a server may take to start, that a process may take to stop, and between two polls.
-START_S, STOP_S, LOOK_S = 60.0, 10.0, 1.0
+START_S, STOP_S, LOOK_S = 300.0, 10.0, 1.0
 #: The exit status of Flower's commands for every kind of failure.
 FAILED = 1
 #: The maximum number of absent clients that a message names.
@@ -71,7 +74,9 @@ def serve(folder: DeployFolder) -> int:
     """Run the server, with the nodes whose keys are in the folder; return its exit status."""
     settings = folder.read_settings()
     warn_of_unknown_host(settings)
-    with listen(settings) as public, bound("127.0.0.1", 0) as private:
+    mend(files_in(folder.path), folder.path)
+    warn_of_private_keys(folder)
+    with private_files(), listen(settings) as public, bound("127.0.0.1", 0) as private:
         folder.write_secrets(f"127.0.0.1:{private.getsockname()[1]}")
         sockets = (public.fileno(), private.fileno())
         try:
@@ -89,10 +94,8 @@ def _serve(folder: DeployFolder, process: subprocess.Popen[bytes]) -> int:
     register_nodes(folder, control)
     with running(superexec_command(folder), folder.flower):
         settings = folder.read_settings()
-        print(
-            f"serving at {settings.address}, {len(folder.public_keys())} nodes registered",
-            flush=True,
-        )
+        nodes = len(admitted_keys(folder))
+        print(f"serving at {settings.address}, {nodes} nodes registered", flush=True)
         return process.wait()
 
 
@@ -166,29 +169,75 @@ def wait_for(control: Control, process: subprocess.Popen[bytes]) -> None:
     raise MotleyError(f"the server did not start within {START_S:g} s; its own messages are above.")
 
 
-def register_nodes(folder: DeployFolder, control: Control) -> None:
-    """Admit exactly the nodes whose public keys are in the folder."""
-    if folder.read_settings().insecure:
-        return
-    wanted = {read_public_key(file): file.parent.name for file in folder.public_keys()}
-    known = {bytes(node.public_key): node for node in control.all_nodes()}
-    for key, node in known.items():
-        if key not in wanted and node.status != EXCLUDED:
-            control.unregister(node.node_id)
-            print(
-                f"node {node.name or node.node_id} is no longer admitted: "
-                f"its key.pub is not under {folder.nodes}"
-            )
-    for key, name in wanted.items():
-        if key not in known:
-            control.register(key, name)
-        elif known[key].status == EXCLUDED:
-            # Flower keeps the keys of excluded nodes and never admits them again.
+# ---- its nodes' keys
+
+
+def warn_of_private_keys(folder: DeployFolder) -> None:
+    """Warn if the private keys of nodes on other machines are still here."""
+    if folder.read_settings().loopback:
+        return  # the nodes are on this machine as well
+    left = [str(client) for client in folder.public_keys() if folder.private_key(client).exists()]
+    if left:
+        report(
+            f"the private keys of clients {', '.join(left)} are on this machine. When their "
+            f"folders have been copied to the nodes: motley deploy handover {folder.path}"
+        )
+
+
+def revoke_key(folder: DeployFolder, client: int) -> None:
+    """Revoke a client's key, at once if the server is running, and for good."""
+    with private_files():
+        fingerprint = revoke(folder, client)
+    if synchronized(folder):
+        print(f"client {client}: the key {fingerprint} is revoked, its node is disconnected")
+    else:
+        print(
+            f"client {client}: the key {fingerprint} is revoked; no server is running, and the "
+            "next one will not admit it"
+        )
+
+
+def admit_key(folder: DeployFolder, client: int, key: Path | None) -> None:
+    """Admit a client's key, at once if the server is running, and for good."""
+    with private_files():
+        fingerprint = admit(folder, client, key)
+    if synchronized(folder):
+        print(f"client {client}: the key {fingerprint} is admitted")
+    else:
+        print(
+            f"client {client}: the key {fingerprint} is admitted; no server is running, and the "
+            "next one will know it"
+        )
+
+
+def synchronized(folder: DeployFolder) -> bool:
+    """Let a running server admit exactly the keys in the folder; return whether there is one."""
+    if not folder.control.exists():
+        return False
+    try:
+        register_nodes(folder, Control(folder))
+    except NoServerError:  # it was killed, and left the file behind
+        return False
+    return True
+
+
+def hand_over(folder: DeployFolder, clients: Sequence[int]) -> None:
+    """Delete private keys of nodes here, after their folders were copied to the nodes."""
+    for client in clients or list(folder.public_keys()):
+        key = folder.private_key(client)
+        if not key.exists():
+            if clients:
+                raise MotleyError(f"{key}: there is no private key of client {client} here.")
+            continue
+        if not key.with_name("key.pub").exists():
             raise MotleyError(
-                f"{folder.nodes / name}: this node was excluded before. To admit it again, delete "
-                f"{folder.flower / 'state.db'}* (Flower's list of nodes and runs; checkpoints are "
-                "not in it)."
+                f"{key}: its public half key.pub is missing; without it the server would no "
+                "longer admit the node."
             )
+        if is_locked(key.with_name("node.lock")):
+            raise MotleyError(f"{key}: a node on this machine is running with this key.")
+        key.unlink()
+        print(f"client {client}: its private key is no longer on this machine")
 
 
 # ---- a node
@@ -199,7 +248,8 @@ def node_command(file: Path, tasks: TaskSource) -> list[str]:
     node, here = read_node(file), file.absolute().parent
     if not node.superlink:
         raise MotleyError(f"{file}: superlink is not set; it should be the server's host:port.")
-    command = ["flower-supernode", "--superlink", node.superlink, *tasks.flags()]
+    command = [sys.executable, "-m", "motley.deploy.supernode"]
+    command += ["--superlink", node.superlink, *tasks.flags()]
     command += ["--node-config", f"motley={json.dumps(str(file.absolute()))}"]
     if node.insecure:
         return [*command, "--insecure"]
@@ -271,5 +321,16 @@ def describe_missing(folder: DeployFolder, control: Control, clients: int) -> st
     absent = missing_clients(nodes_of_clients(folder, nodes), clients)
     if not absent:
         return ""
-    named = ", ".join(map(str, absent[:NAMED])) + (", ..." if len(absent) > NAMED else "")
-    return f"{len(absent)} of {clients} nodes: {named}"
+    text = f"{len(absent)} of {clients} nodes: {named(absent)}"
+    keyless = [client for client in absent if client not in folder.public_keys()]
+    if keyless:
+        text += f"; no key was admitted for {named(keyless)} (motley deploy admit)"
+    revoked = sorted(revoked_clients(folder) & set(absent))
+    if revoked:
+        text += f"; the key was revoked of {named(revoked)}"
+    return text
+
+
+def named(clients: Sequence[int]) -> str:
+    """Return the numbers of clients, or of the first of them."""
+    return ", ".join(map(str, clients[:NAMED])) + (", ..." if len(clients) > NAMED else "")

@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from flwr.cli.build import build_fab_from_disk
 from flwr.common.serde import fab_to_proto, user_config_to_proto
 from flwr.proto.control_pb2 import (
@@ -26,7 +23,6 @@ from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.error import FlowerError
 from flwr.supercore.fab import Fab
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from motley.core.errors import MotleyError
 from motley.deploy.folder import DeployFolder
@@ -124,16 +120,3 @@ class Control:
 
 class NoServerError(MotleyError):
     """No server answers."""
-
-
-def read_public_key(file: Path) -> bytes:
-    """Return a node's public key in the encoding of Flower's API."""
-    try:
-        key = load_ssh_public_key(file.read_bytes())
-    except (OSError, ValueError, UnsupportedAlgorithm) as error:
-        raise MotleyError(f"{file}: is not a public key: {error}") from None
-    if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise MotleyError(
-            f"{file}: is not a public key on an elliptic curve, as `motley deploy init` makes them."
-        )
-    return public_key_to_bytes(key)

@@ -6,10 +6,13 @@ app/pyproject.toml       the app that Flower runs
 certificates/            the federation's certificate authority and the server's certificate;
                          stays on the server
 plugins.json             where users' own modules were imported from, if the run uses any
-nodes/node-0/ ...        the files of each node: node.toml, its key, the authority's certificate
-flower/                  Flower's state, and the secrets of the running server; readable only
-                         by the server's user
+nodes/node-0/ ...        the files of each node: node.toml, the certificate ca.crt, and key.pub,
+                         the key that is bound to client 0; its private key is made on the node
+revoked_keys             public keys that are no longer admitted (identity.py)
+flower/                  Flower's state, and the secrets of the running server
 run/                     the run, once it has begun
+
+Only the user who made the folder can read it.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import shutil
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tomli_w
 from pydantic import Field, field_validator, model_validator
@@ -33,10 +36,14 @@ from motley.core.errors import MotleyError
 from motley.data.partition import FromFile
 from motley.data.public import PublicDatasetSettings
 from motley.deploy.keys import write_certificates, write_node_key
+from motley.deploy.permissions import private_files
 from motley.files import write_secret
 from motley.flower.settings import NodeSettings
 from motley.runs.plugins import plugins_of, require_importable, write_plugins
 from motley.settings import Settings, validate
+
+#: Where the nodes' private keys are made: in the new folder, or on the nodes' machines.
+KeyPlace = Literal["here", "nodes"]
 
 #: One label of a host name (RFC 1123).
 LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
@@ -144,6 +151,8 @@ class DeployFolder:
         self.flower = self.path / "flower"
         self.control = self.flower / "control.toml"
         self.superexec = self.flower / "superexec.secret"
+        self.database = self.flower / "state.db"
+        self.revoked_keys = self.path / "revoked_keys"
         self.run = self.path / "run"
 
     @classmethod
@@ -192,13 +201,34 @@ class DeployFolder:
         """Return the configuration of the run."""
         return read_resolved(self.config)
 
-    def public_keys(self) -> list[Path]:
-        """Return the public keys of the nodes."""
-        return sorted(self.nodes.glob("*/key.pub"))
+    def private_key(self, client: int) -> Path:
+        """Return the place of a client's private key, if it is on this machine."""
+        return self.nodes / f"node-{client}" / "key"
+
+    def public_keys(self) -> dict[int, Path]:
+        """Return the files with the clients' public keys: nodes/node-CLIENT/key.pub."""
+        files = {}
+        for file in self.nodes.glob("node-*/key.pub"):
+            number = file.parent.name.removeprefix("node-")
+            if number.isdecimal() and str(int(number)) == number:
+                files[int(number)] = file
+        return dict(sorted(files.items()))
 
 
-def create(path: Path, config: Config, settings: DeploySettings) -> DeployFolder:
-    """Write the folder of a federation, with one node per client, each with its assigned size."""
+def create(
+    path: Path, config: Config, settings: DeploySettings, keys: KeyPlace | None = None
+) -> DeployFolder:
+    """Write the folder of a federation, with one node per client, each with its assigned size.
+
+    By default the nodes' keys are made here only if the nodes are on this machine too.
+    """
+    if keys is None:
+        keys = "here" if settings.loopback else "nodes"
+    with private_files():
+        return _create(path, config, settings, keys)
+
+
+def _create(path: Path, config: Config, settings: DeploySettings, keys: KeyPlace) -> DeployFolder:
     sizes = assign_sizes(config)
     require_importable(config)
     try:
@@ -214,6 +244,8 @@ def create(path: Path, config: Config, settings: DeploySettings) -> DeployFolder
             if config.federation.size_assignment == "budget":
                 size = ""  # the server assigns sizes by its budgets.csv when the run begins
             _write_node(folder, settings, config, client, size)
+            if keys == "here" and not settings.insecure:
+                write_node_key(folder.nodes / f"node-{client}")
     except OSError as error:
         raise MotleyError(
             f"{path}: a deployment cannot be written there: {error.strerror}."
@@ -227,7 +259,7 @@ def _write_server(folder: DeployFolder, config: Config, settings: DeploySettings
     folder.settings.write_text(tomli_w.dumps(settings.model_dump()), encoding="utf-8")
     (folder.app / "pyproject.toml").write_text(APP, encoding="utf-8")
     write_plugins(folder.path, config)
-    folder.flower.mkdir(mode=0o700)
+    folder.flower.mkdir()
     if not settings.insecure:
         write_certificates(folder.certificates, settings.host)
 
@@ -264,5 +296,4 @@ def _write_node(
     values = validate(NodeSettings, about).model_dump(exclude_none=True)
     (place / "node.toml").write_text(tomli_w.dumps(values), encoding="utf-8")
     if not settings.insecure:
-        write_node_key(place)
-        shutil.copy(folder.certificates / "ca.crt", place)
+        shutil.copyfile(folder.certificates / "ca.crt", place / "ca.crt")

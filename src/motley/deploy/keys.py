@@ -1,15 +1,20 @@
 """Certificates and keys: the federation's authority, the server's certificate, the nodes' keys.
 
-Flower expects certificates as PEM, and node keys on the curve P-384 in OpenSSH's format.
+Flower expects certificates as PEM, and node keys on the curve P-384 in OpenSSH's format. A node's
+private key should be made on the node's machine (`make_node_key`) and never leave it.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import hashlib
 import ipaddress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
@@ -17,10 +22,13 @@ from cryptography.hazmat.primitives.serialization import (
     NoEncryption,
     PrivateFormat,
     PublicFormat,
+    load_ssh_public_key,
 )
 from cryptography.x509.oid import NameOID
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
-from motley.files import write_secret
+from motley.core.errors import MotleyError
+from motley.files import write_atomically, write_secret
 
 VALID = timedelta(days=730)
 
@@ -57,9 +65,66 @@ def write_node_key(folder: Path) -> None:
     write_secret(
         folder / "key", key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
     )
-    (folder / "key.pub").write_bytes(
-        key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n"
+    write_atomically(
+        folder / "key.pub",
+        key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n",
     )
+
+
+def make_node_key(folder: Path, *, replace: bool = False) -> str:
+    """Make a node's key pair on its own machine; return the fingerprint of the public key."""
+    private, public = folder / "key", folder / "key.pub"
+    if not folder.is_dir():
+        raise MotleyError(f"{folder}: there is no such folder.")
+    if not replace:
+        for file in (private, public):
+            if file.exists():
+                raise MotleyError(
+                    f"{file}: exists already. With --replace a new key takes its place, "
+                    "which the server has to admit."
+                )
+    try:
+        private.unlink(missing_ok=True)
+        write_node_key(folder)
+        return fingerprint_of(public.read_bytes())
+    except OSError as error:
+        raise MotleyError(f"{folder}: a key cannot be written there: {error.strerror}.") from None
+
+
+def read_public_key(file: Path) -> bytes:
+    """Return a node's public key in the encoding of Flower's API."""
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise MotleyError(f"{file}: is not a public key: {error}") from None
+    return parse_public_key(content, str(file))
+
+
+def parse_public_key(content: bytes, name: str) -> bytes:
+    """Return a public key in OpenSSH's format in the encoding of Flower's API.
+
+    `name` says in messages where the key comes from.
+    """
+    try:
+        key = load_ssh_public_key(content)
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise MotleyError(f"{name}: is not a public key: {error}") from None
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise MotleyError(
+            f"{name}: is not a public key on an elliptic curve, as `motley deploy keygen` makes "
+            "them."
+        )
+    return public_key_to_bytes(key)
+
+
+def fingerprint_of(public_key: bytes) -> str:
+    """Return the fingerprint of a public key in OpenSSH's format, as `ssh-keygen -l` prints it."""
+    try:
+        content = base64.b64decode(public_key.split()[1], validate=True)
+    except (IndexError, binascii.Error):
+        raise MotleyError("this is not a public key in OpenSSH's format.") from None
+    digest = base64.b64encode(hashlib.sha256(content).digest()).decode()
+    return f"SHA256:{digest.rstrip('=')}"
 
 
 def _name(text: str) -> x509.Name:

@@ -15,7 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import IO, NoReturn
@@ -26,17 +26,19 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
 from motley.core.errors import MotleyError, unknown
 from motley.deploy.commands import FAILED, environment, free_port, node_command, running
-from motley.deploy.worker import CLIENT_APP, TaskSource, WorkerSettings, run_tasks
+from motley.deploy.keys import make_node_key
+from motley.deploy.lock import only_one
+from motley.deploy.permissions import OTHERS, files_in, mend, private_files, report
+from motley.deploy.worker import CLIENT_APP, RECONNECT, TaskSource, WorkerSettings, run_tasks
 from motley.engine.device import choose_devices
 from motley.flower.examples import read_data
+from motley.flower.failures import LOG
+from motley.flower.ledger import describe_ledger
 from motley.flower.settings import NodeSettings, read_node
 from motley.models import MODELS
 
-try:
-    import fcntl
-except ImportError:  # Windows, where the server refuses a node that is started twice
-    fcntl = None  # type: ignore[assignment]
-
+#: Seconds that a SuperNode may take to end by itself after a failed handshake.
+GIVEN_UP_S = 5.0
 #: Seconds that a node waits before it tries again.
 AGAIN_S = 5.0
 #: glibc maps every block of at least 256 KiB separately, so that freeing it unmaps it, and uses one
@@ -49,6 +51,8 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # Texts in Flower's output.
 REFUSED = "Failed to activate SuperNode"
 NOT_SAFE = "SSL/TLS handshake error detected"
+#: Beside NOT_SAFE: the server, or a proxy before it, was stopped while a node connected.
+BROKEN_OFF = "EOF occurred in violation of protocol"
 GENERAL = "Failed to initialize the connection to the SuperLink."
 #: Flower's exit code for a node without a connection, the only code for which another try may help.
 NO_CONNECTION = "305"
@@ -61,13 +65,20 @@ def be_node(file: Path, patience: float, app: str = CLIENT_APP) -> NoReturn:
     than a minute ago. So a node that is refused tries again for `patience` seconds.
     """
     node = read_node(file)
-    check(node, file)
+    with private_files():
+        check(node, file)
+        mend(private_paths(node, file), file.absolute().parent)
+        _be_node(node, file, patience, app)
+
+
+def _be_node(node: NodeSettings, file: Path, patience: float, app: str) -> NoReturn:
     with only_one(file.absolute().parent / "node.lock"):
         end = time.monotonic() + patience
         while True:
             began = time.monotonic()
             code, said = run_supernode(file, worker_settings(node, file, app))
-            if time.monotonic() - began > patience:
+            was_admitted = code in (0, RECONNECT)
+            if was_admitted or time.monotonic() - began > patience:
                 end = time.monotonic() + patience
             reason, can_heal = why_ended(node, file, code, said)
             if not can_heal or time.monotonic() > end:
@@ -91,6 +102,7 @@ def check(node: NodeSettings, file: Path) -> None:
             f"{file}: superlink = {node.superlink!r}: should be the server's host:port."
         )
     if not node.insecure:
+        make_first_key(node, here)
         check_key(here / "key")
         check_certificate(here / "ca.crt")
     check_size(node, file)
@@ -108,12 +120,18 @@ def check(node: NodeSettings, file: Path) -> None:
         train = read_data(node, tested=False).train
     except (MotleyError, OSError, ValueError) as error:
         raise MotleyError(f"{file}: data: {error}") from None
+    try:
+        ledger = describe_ledger(node)
+    except MotleyError as error:
+        raise MotleyError(f"{file}: {error}") from None
     shape = "x".join(map(str, train.inputs.shape[1:]))
     share = ", of which it takes its client's share" if node.data.dealt else ""
     print(
         f"client {node.client} on {node.device}: {len(train)} training examples of {shape}{share}",
         flush=True,
     )
+    if ledger:
+        print(ledger, flush=True)
     print(f"connecting to {node.superlink}", flush=True)
 
 
@@ -127,14 +145,54 @@ def check_size(node: NodeSettings, file: Path) -> None:
         raise MotleyError(f"{file}: size = {node.size!r}: {unknown('model', node.size, models)}")
 
 
+def make_first_key(node: NodeSettings, here: Path) -> None:
+    """Make the node's key pair if it has none, and say how the server admits it."""
+    # A public key alone: the private one is elsewhere, and a new pair would replace it.
+    if (here / "key").exists() or (here / "key.pub").exists():
+        return
+    fingerprint = make_node_key(here)
+    print_how_to_admit(node.client, here, fingerprint)
+
+
+def print_how_to_admit(client: int, here: Path, fingerprint: str) -> None:
+    """Print what the server's operator does with a new public key."""
+    print(
+        f"client {client}: made a key pair, {fingerprint}\n"
+        f"send {here / 'key.pub'} to the server, and admit it there:\n"
+        f"    motley deploy admit DIR {client} --key key.pub",
+        flush=True,
+    )
+
+
+def private_paths(node: NodeSettings, file: Path) -> Iterator[Path]:
+    """Yield the files and folders of a node that only its user may read.
+
+    The folder may also have data in it, whose permissions are left to their owner.
+    """
+    here = file.absolute().parent
+    yield here
+    for pattern in ("node.*", "key*", "ca.crt"):
+        yield from here.glob(pattern)
+    yield from files_in(home_of(file))
+    memory = Path(node.memory)
+    if here in memory.parents:
+        yield from files_in(memory)
+    elif memory.stat().st_mode & OTHERS:
+        report(
+            f"{memory}: other users have access to this folder, where clients' states are kept; "
+            "chmod 700 takes it away."
+        )
+
+
 def check_key(key: Path) -> None:
     """Reject keys that Flower could not use."""
     try:
         private = load_ssh_private_key(key.read_bytes(), None)
     except FileNotFoundError:
         raise MotleyError(
-            f"{key}: there is no such file. It is the node's private key, "
-            "which `motley deploy init` wrote."
+            f"{key}: there is no such file. It is the private key that belongs to key.pub beside "
+            "it, and is on the machine where it was made or handed over to. To make a new pair "
+            f"here: motley deploy keygen {key.parent} --replace"
         ) from None
     except OSError as error:
         raise MotleyError(f"{key}: cannot be read: {error.strerror}.") from None
@@ -142,7 +200,7 @@ def check_key(key: Path) -> None:
         private = None
     if not isinstance(private, ec.EllipticCurvePrivateKey):
         raise MotleyError(
-            f"{key}: is no node key: it should be a private key as `motley deploy init` writes it."
+            f"{key}: is no node key: it should be a private key as `motley deploy keygen` makes it."
         )
 
 
@@ -159,30 +217,19 @@ def check_certificate(certificate: Path) -> None:
         raise MotleyError(f"{certificate}: is no certificate that can be read: {error}.") from None
 
 
-@contextmanager
-def only_one(lock: Path) -> Iterator[None]:
-    """Hold a lock until this process ends, so that only one process uses a node's folder."""
-    try:
-        file = lock.open("a")
-    except OSError as error:
-        raise MotleyError(f"{lock.parent}: cannot be written to: {error.strerror}.") from None
-    with file:
-        try:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise MotleyError(
-                f"{lock.parent}: this node is already running on this machine."
-            ) from None
-        yield
-
-
 # ---- while it runs
 
 
 def worker_settings(node: NodeSettings, file: Path, app: str = CLIENT_APP) -> WorkerSettings:
     """Return the settings of the process that answers messages."""
-    return WorkerSettings(app, worker_environment(node, file), node.keep_alive_s, node.max_idle_mb)
+    return WorkerSettings(
+        app,
+        worker_environment(node, file),
+        keep_alive_s=node.keep_alive_s,
+        max_idle_mb=node.max_idle_mb,
+        stall_s=node.stall_s,
+        log=file.absolute().parent / LOG,
+    )
 
 
 def worker_environment(node: NodeSettings, file: Path) -> dict[str, str]:
@@ -217,9 +264,23 @@ def run_supernode(file: Path, worker: WorkerSettings) -> tuple[int, str]:
         said: deque[str] = deque(maxlen=TAIL)
         echo = Thread(target=pass_on, args=(process.stdout, said), daemon=True)
         echo.start()
+        Thread(target=end_if_given_up, args=(process, said), daemon=True).start()
         code = run_tasks(process, tasks, worker)
         echo.join(1.0)
     return code, "".join(said)
+
+
+def end_if_given_up(process: subprocess.Popen[bytes], said: deque[str]) -> None:
+    """End a SuperNode that has given up its connection after a failed handshake.
+
+    Flower's process lives on after that, but never asks for a message again.
+    """
+    while process.poll() is None:
+        if any(NOT_SAFE in line for line in list(said)):
+            time.sleep(GIVEN_UP_S)  # at its start it ends by itself, with more output
+            process.terminate()
+            return
+        time.sleep(1.0)
 
 
 def pass_on(output: IO[bytes], said: deque[str]) -> None:
@@ -236,14 +297,18 @@ def pass_on(output: IO[bytes], said: deque[str]) -> None:
 def why_ended(node: NodeSettings, file: Path, code: int, said: str) -> tuple[str, bool]:
     """Return why a SuperNode ended, and whether another try may help."""
     here, server = file.absolute().parent, node.superlink
+    if code == RECONNECT:
+        return "the training process ended while it sent an answer.", True
     if REFUSED in said:
         reason = (
             f"the server at {server} refused the key of client {node.client}. Either a node with "
             "this key is connected, or was killed less than a minute ago; or the server does not "
-            f"know the key: {here / 'key.pub'} should be in its folder nodes/{here.name}/, and the "
-            "server started after that."
+            f"know the key, or has revoked it: {here / 'key.pub'} should be admitted there "
+            f"(motley deploy admit DIR {node.client} --key key.pub)."
         )
         return reason, True
+    if NOT_SAFE in said and BROKEN_OFF in said:
+        return f"the server at {server} ended the connection before it was safe.", True
     if NOT_SAFE in said:
         reason = (
             f"no safe connection to {server}: {last_words(said)}. {here / 'ca.crt'} should be the "
@@ -256,11 +321,12 @@ def why_ended(node: NodeSettings, file: Path, code: int, said: str) -> tuple[str
         return f"the node ended: {last_words(said)}.", known is None or known[1] == NO_CONNECTION
     if code == 0:
         reason = (
-            f"the server at {server} does not accept this node's signature: its key was removed "
+            f"the server at {server} does not accept this node's signature: its key was revoked "
             "there, or the clocks of the two machines differ by more than a few seconds."
         )
-        return reason, False
-    return f"the node ended with status {code}: {last_words(said)}.", False
+        return reason, True
+    # A negative status is a signal, for example from the system because memory ran out.
+    return f"the node ended with status {code}: {last_words(said)}.", code < 0
 
 
 def last_words(said: str) -> str:

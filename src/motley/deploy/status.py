@@ -9,8 +9,8 @@ from typing import Any
 from rich.table import Table
 
 from motley.assembly import assign_sizes
-from motley.deploy.control import read_public_key
 from motley.deploy.folder import DeployFolder
+from motley.deploy.identity import bound_keys, revoked_clients
 from motley.flower.settings import read_node
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import MetricsLog
@@ -21,11 +21,7 @@ STATES = {"registered": "never connected", "online": "online", "offline": "offli
 
 def nodes_of_clients(folder: DeployFolder, nodes: Sequence[Any]) -> dict[int, Any]:
     """Return Flower's NodeInfo of each client, by the key in the folder node-CLIENT."""
-    clients = {}
-    for file in folder.public_keys():
-        number = file.parent.name.removeprefix("node-")
-        if number.isdecimal():
-            clients[read_public_key(file)] = int(number)
+    clients = bound_keys(folder)
     return {clients[node.public_key]: node for node in nodes if node.public_key in clients}
 
 
@@ -47,16 +43,18 @@ def node_table(folder: DeployFolder, nodes: Sequence[Any]) -> Table:
             table.add_row("?", "", "", "", *_state(info))
         return table
     sizes = assign_sizes(_run_config(folder))
-    for client, info in sorted(nodes_of_clients(folder, nodes).items()):
-        file = folder.nodes / info.name / "node.toml"
+    listed = nodes_of_clients(folder, nodes)
+    states = {client: _state(info) for client, info in listed.items()}
+    for client in range(len(sizes)):
+        if client not in folder.public_keys():
+            states[client] = ("no key yet", "", "")
+    for client in revoked_clients(folder):
+        states[client] = ("key revoked", "", "")
+    for client, state in sorted(states.items()):
+        file = folder.nodes / f"node-{client}" / "node.toml"
         device = read_node(file).device if file.exists() else ""
-        table.add_row(
-            str(client),
-            info.name,
-            sizes[client] if client < len(sizes) else "",
-            device,
-            *_state(info),
-        )
+        size = sizes[client] if client < len(sizes) else ""
+        table.add_row(str(client), file.parent.name, size, device, *state)
     return table
 
 

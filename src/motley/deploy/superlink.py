@@ -8,19 +8,34 @@ server` opens the sockets and starts this module as a separate process:
 
 from __future__ import annotations
 
+import asyncio
+import binascii
 import hmac
 import os
 import socket
 import sys
+import tomllib
+from base64 import b64decode
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from flwr.common.constant import TRANSPORT_TYPE_GRPC_RERE
+from cryptography.exceptions import UnsupportedAlgorithm
+from flwr.common.constant import (
+    SYSTEM_TIME_TOLERANCE,
+    TIMESTAMP_HEADER,
+    TIMESTAMP_TOLERANCE,
+    TRANSPORT_TYPE_GRPC_RERE,
+)
 from flwr.supercore.app_utils import start_parent_process_monitor
+from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
+from flwr.supercore.date import now
 from flwr.supercore.http_logging import get_uvicorn_log_config
 from flwr.supercore.logger import console_handler
+from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
 from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
 from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
 from flwr.superlink.config_loader import SuperLinkLifespanConfig
@@ -28,6 +43,9 @@ from flwr.superlink.main import create_app
 
 from motley.deploy.folder import DeployFolder
 from motley.deploy.gate import NODE_PATHS, SELF_REGISTRATION_PATHS, FleetGate
+from motley.deploy.replies import Replies
+from motley.engine.base import FlowerSettings
+from motley.runs.folder import RunFolder
 
 
 class TokenPlugin(NoOpControlAuthnPlugin):
@@ -45,6 +63,50 @@ class TokenPlugin(NoOpControlAuthnPlugin):
             if hmac.compare_digest(str(given).encode(), self.token.encode()):
                 return super().validate_tokens_in_metadata(metadata)
         return False, None
+
+
+class NodeSignatures:
+    """Tells which registered node has signed a request, before its body is read.
+
+    Flower makes the same checks, and compares the key with the node that the body names, but only
+    after it has read the whole request.
+    """
+
+    def __init__(self, app: Any) -> None:
+        """`app` is Flower's application, which knows the registered keys once it has started."""
+        self.app = app
+
+    async def __call__(self, headers: dict[bytes, bytes]) -> bytes | None:
+        """Return the public key of the node; None if the request is not signed by one."""
+        return await asyncio.to_thread(self.key_of, headers)
+
+    def key_of(self, headers: dict[bytes, bytes]) -> bytes | None:
+        """Return the public key of the node that has signed these headers."""
+        given = {name.decode("latin-1").lower(): value for name, value in headers.items()}
+        try:
+            key = b64decode(given[FLEET_HTTP_PUBLIC_KEY_HEADER.lower()], validate=True)
+            signature = b64decode(given[FLEET_HTTP_SIGNATURE_HEADER.lower()], validate=True)
+            signed = given[TIMESTAMP_HEADER.lower()]
+            age = (now() - datetime.fromisoformat(signed.decode("ascii"))).total_seconds()
+            recent = -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE
+            if not recent or not verify_signature(bytes_to_public_key(key), signed, signature):
+                return None
+        except (KeyError, ValueError, TypeError, binascii.Error, UnsupportedAlgorithm):
+            return None
+        state = self.app.state.linkstate_factory.state()
+        return key if state.get_node_id_by_public_key(key) is not None else None
+
+
+def max_reply_mib(folder: DeployFolder) -> float:
+    """Return the largest size of an answer in MiB: the run's, or the one that it will have.
+
+    It is read anew for every answer, because the configuration may be edited until the run begins.
+    """
+    for file in (RunFolder(folder.run).config, folder.config):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            values = tomllib.loads(file.read_text(encoding="utf-8"))
+            return float(values["engine"]["flower"]["max_reply_mib"])
+    return FlowerSettings().max_reply_mib
 
 
 def superlink_config(folder: DeployFolder, private: tuple[str, int]) -> SuperLinkLifespanConfig:
@@ -92,7 +154,9 @@ def main(path: str, public_socket: str, private_socket: str) -> None:
     host, port = private.getsockname()[:2]
     config = superlink_config(folder, (host, port))
     allowed = NODE_PATHS | SELF_REGISTRATION_PATHS if config.insecure else NODE_PATHS
-    gate = FleetGate(create_app(config, SuperLinkLifespan), (host, port), allowed)
+    app = create_app(config, SuperLinkLifespan)
+    replies = Replies(lambda: max_reply_mib(folder))
+    gate = FleetGate(app, (host, port), allowed, replies, NodeSignatures(app))
     server = uvicorn.Server(
         uvicorn.Config(
             gate,
@@ -104,6 +168,7 @@ def main(path: str, public_socket: str, private_socket: str) -> None:
             ssl_keyfile=config.ssl_keyfile,
         )
     )
+    gate.waiting.stopping = lambda: server.should_exit
     server.run(sockets=[public, private])
 
 

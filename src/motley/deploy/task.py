@@ -3,9 +3,10 @@
     python -m motley.deploy.task SUPERNODE MODULE:ATTRIBUTE MAX_IDLE_MB
 
 Every line of the standard input is the token of one message's task and the time at which it was
-written. After every message the process reports on the standard output whether it stays; whatever
-the app prints goes to the standard error. The process ends with its input, or after a message that
-leaves it with more resident memory than MAX_IDLE_MB.
+written. On the standard output the process reports what it does, in the words of worker.py: that it
+has fetched a message, every two seconds that it is alive, and after a message whether it stays.
+Whatever the app prints goes to the standard error. The process ends with its input, or after a
+message that leaves it with more resident memory than MAX_IDLE_MB.
 
 For one message this does what Flower's `flwr-clientapp` does, without its installation of the app
 that the server sent along: the client app is the one that is named on the command line.
@@ -13,23 +14,69 @@ that the server sent along: the client app is the one that is named on the comma
 
 from __future__ import annotations
 
+import base64
 import os
 import sys
 import time
 import traceback
 from importlib import import_module
 from pathlib import Path
-from typing import IO
+from threading import Event, Lock, Thread
 
 from flwr.app import Context, Error, Message
 from flwr.common.constant import ErrorCode, SubStatus
+from flwr.common.serde import context_from_proto
+from flwr.proto.node_pb2 import Node
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullTaskInputRequest
 from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
-from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
+from flwr.supercore.inflatable.inflatable_protobuf_utils import (
+    make_confirm_message_received_fn_protobuf,
+    make_pull_object_fn_protobuf,
+)
+from flwr.supercore.inflatable.inflatable_utils import pull_and_inflate_object_from_tree
 from flwr.supercore.retry import make_simple_http_retry_invoker
 from flwr.supercore.runtime import RuntimeHttpClient
-from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.supernode.runtime.run_clientapp import push_message, push_task_output
 
-from motley.deploy.worker import STAYS
+from motley.deploy.worker import ALIVE, ALIVE_S, ARRIVED, ENDS, FETCHED, SENDING, STAYS, task_client
+
+#: Seconds after which a missing piece of a message is asked for again, on this machine.
+FETCH_AGAIN_S = 0.1
+
+
+class Reports:
+    """Tells the node what this process does, on its original standard output."""
+
+    def __init__(self) -> None:
+        """Take over the standard output; everything printed goes to the standard error instead."""
+        self._output = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+        self._lock = Lock()
+        self._idle = Event()
+
+    def say(self, word: str, value: object = "") -> None:
+        """Report one of the words in worker.py."""
+        with self._lock:
+            print(word, value, file=self._output, flush=True)
+
+    def start_work(self) -> None:
+        """Show signs of life until the work is finished."""
+        self._idle = Event()
+        Thread(target=self._live, args=(self._idle,), name="alive", daemon=True).start()
+
+    def finish_work(self) -> None:
+        """Show no more signs of life."""
+        self._idle.set()
+
+    def _live(self, idle: Event) -> None:
+        while True:
+            try:
+                self.say(ALIVE, time.process_time())
+            except OSError:  # the node is gone, and nobody would read the answer
+                os._exit(1)
+            if idle.wait(ALIVE_S):
+                return
 
 
 class Laps:
@@ -52,51 +99,38 @@ class Laps:
 
 def main(address: str, reference: str, max_idle_mb: str) -> None:
     """Answer messages until the input ends."""
-    reports = take_over_output()
+    reports = Reports()
     try:
         for line in sys.stdin:
             token, begun = line.split()
-            answer_message(address, reference, token, Laps(float(begun)))
+            reports.start_work()
+            answer_message(address, reference, token, Laps(float(begun)), reports)
+            reports.finish_work()
             stays = holds_at_most(float(max_idle_mb))
-            print(STAYS if stays else "ends", file=reports, flush=True)
+            reports.say(STAYS if stays else ENDS)
             if not stays:
                 break
     except KeyboardInterrupt:
         pass  # Ctrl-C, or Flower: this task is no longer wanted
 
 
-def take_over_output() -> IO[str]:
-    """Return the standard output; from now on everything printed goes to the standard error."""
-    reports = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return reports
-
-
-def answer_message(address: str, reference: str, token: str, laps: Laps) -> None:
+def answer_message(address: str, reference: str, token: str, laps: Laps, reports: Reports) -> None:
     """Fetch a message, run the app on it, and hand its answer to the SuperNode.
 
-    If the process ends before that, the SuperNode notices that its heartbeat stops, and answers
-    with an error.
+    If the process ends before that, the node notices it and answers with an error; for that it is
+    told which message this is.
     """
     laps.lap("start")
-    client = RuntimeHttpClient.from_server_address(
-        address,
-        True,
-        None,
-        interceptors=[
-            RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"),
-            RuntimeTokenHttpInterceptor(token),
-        ],
-        retry_invoker=make_simple_http_retry_invoker(),
-    )
+    client = task_client(address, token, retry_invoker=make_simple_http_retry_invoker())
     heartbeat = HeartbeatSender(make_task_heartbeat_fn_http(client))
     heartbeat.start()
     try:
-        message, context, _, _ = pull_task_input(client)
+        message, context = fetch(client, reports)
         laps.lap("fetch")
         message_type = message.metadata.message_type
         reply = run_app(reference, message, context, laps)
         del message
+        reports.say(SENDING)
         push_message(client, reply, context)
     finally:
         # Before the task ends: a heartbeat of a task that has ended would interrupt this process.
@@ -105,6 +139,36 @@ def answer_message(address: str, reference: str, token: str, laps: Laps) -> None
     client.close()
     laps.lap("send")
     print(f"motley: {message_type} message answered in {laps}", flush=True)
+
+
+def fetch(client: RuntimeHttpClient, reports: Reports) -> tuple[Message, Context]:
+    """Fetch the message of a task; tell the node which one it is before its content is here."""
+    task = client.PullTaskInput(PullTaskInputRequest())
+    TaskIdentity.task_id = task.task_id
+    TaskIdentity.run_id = task.run.run_id
+    TaskIdentity.node_id = task.context.node_id
+    context = context_from_proto(task.context)
+    response = client.PullMessages(PullAppMessagesRequest())
+    about = response.messages_list[0].SerializeToString()
+    reports.say(FETCHED, base64.b64encode(about).decode())
+    tree = response.message_object_trees[0]
+    node = Node(node_id=context.node_id)
+    # The SuperNode hands a task out while its message still arrives. By default a piece that is
+    # missing is asked for again after one second, then after two, and so on.
+    message = pull_and_inflate_object_from_tree(
+        tree,
+        make_pull_object_fn_protobuf(client.PullObject, node, context.run_id),
+        make_confirm_message_received_fn_protobuf(
+            client.ConfirmMessageReceived, node, context.run_id
+        ),
+        return_type=Message,
+        initial_backoff=FETCH_AGAIN_S,
+        backoff_cap=FETCH_AGAIN_S,
+        max_tries_per_object=None,
+    )
+    message.metadata.__dict__["_message_id"] = tree.object_id
+    reports.say(ARRIVED)
+    return message, context
 
 
 def run_app(reference: str, message: Message, context: Context, laps: Laps) -> Message:

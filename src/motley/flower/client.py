@@ -11,7 +11,6 @@ When it fails, the server learns a kind and a reference, never the text (failure
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,8 +22,7 @@ from motley.client.job import CLIENT_SCORES, Job
 from motley.core.part import State
 from motley.engine.base import EngineSettings
 from motley.engine.device import choose_devices
-from motley.files import write_secret
-from motley.flower.arrays import pack
+from motley.flower.arrays import pack, size_in_bytes
 from motley.flower.costs import count_costs
 from motley.flower.examples import (
     read_client_tests,
@@ -33,7 +31,8 @@ from motley.flower.examples import (
     read_test_examples,
     stamp_of,
 )
-from motley.flower.failures import NodeError, failing_as, keep_text
+from motley.flower.failures import LOG, NodeError, failing_as, keep_text
+from motley.flower.ledger import count_update, require_room
 from motley.flower.request import Request, read_job, read_request
 from motley.flower.settings import NodeSettings, read_node
 from motley.node import Client
@@ -42,7 +41,6 @@ from motley.settings import validate
 
 #: Flower's code for an error of an app.
 UNKNOWN_ERROR = 0
-LOG = "node.log"
 
 
 class ClientCache:
@@ -124,7 +122,19 @@ def _answer(
     with failing_as("node-settings"):
         node = settings_of(context, simulated)
     request = read_request(node, message.content, context.run_id)
-    return Message(work(node, request, clients), reply_to=message)
+    content = work(node, request, clients)
+    check_reply_size(content, request.config.engine.flower.max_reply_mib)
+    return Message(content, reply_to=message)
+
+
+def check_reply_size(content: RecordDict, limit_mib: float) -> None:
+    """Refuse to send an answer that the server would refuse, before anybody stores it."""
+    if "arrays" not in content:
+        return
+    size = size_in_bytes(content["arrays"]) / 2**20
+    if size > limit_mib:
+        reason = f"the answer has {size:.1f} MiB; engine.flower.max_reply_mib = {limit_mib:g}."
+        raise NodeError("too-large", reason)
 
 
 def settings_of(context: Context, simulated: NodeSettings | None) -> NodeSettings:
@@ -145,19 +155,29 @@ def introduce(node: NodeSettings, request: Request, clients: ClientCache) -> Rec
     if node.size and node.size not in sizes:
         reason = f"size = {node.size!r}: the run's sizes are {', '.join(sizes)}."
         raise NodeError("refused-by-node", reason)
-    read_examples(node, request)
+    require_room(node, request)
+    _, partition = read_examples(node, request)
     read_public(node, request)
     size = chosen_size(node, request)
-    return RecordDict({"node": ConfigRecord({"client": node.client, "size": size})})
+    about: dict[str, ConfigRecordValues] = {"client": node.client, "size": size}
+    if not request.config.privacy.active:  # with [privacy], the number of examples is withheld
+        about["num_examples"] = len(partition.of(node.client))
+    return RecordDict({"node": ConfigRecord(about)})
 
 
 def train(node: NodeSettings, request: Request, clients: ClientCache) -> RecordDict:
-    """Train a part, and answer with its delta. The client state is saved to disk before that."""
+    """Train a part, and answer with its delta.
+
+    Before that, the client state is saved to disk, and the update is counted in the node's privacy
+    ledger.
+    """
     job = read_job(node, request)
+    require_room(node, request)
     client = client_of(node, request, job.size, clients)
     update = client.train(job, request.number("forget"))
     if update is None:
         return answer(job)
+    count_update(node, request, job)
     return answer(
         job,
         num_examples=update.num_examples,
@@ -175,12 +195,16 @@ def collect(node: NodeSettings, request: Request, clients: ClientCache) -> Recor
     the run scores clients, it may be asked for its score on its own test examples.
 
     A run with [privacy] has no collections: the values that they report, including the number of
-    examples, are neither clipped nor noised. A node with privacy therefore refuses them, whatever
-    the server asks.
+    examples, are neither clipped nor noised. A node therefore refuses them in such a run, whatever
+    the server asks. Only scores can be allowed (privacy.reveal_scores).
     """
     job = read_job(node, request)
-    if request.config.privacy.active:
+    privacy = request.config.privacy
+    is_score = job.collection in ("evaluation", *CLIENT_SCORES)
+    if privacy.active and not (is_score and privacy.reveal_scores):
         reason = "the job asks for a collection, but runs with [privacy] have none."
+        if is_score:
+            reason = "the job asks for a score, but the run has privacy.reveal_scores = false."
         raise NodeError("refused-by-node", reason)
     if job.collection == "evaluation" and not request.config.has_own_models:
         reason = "the job asks for the score of the client's own model, and it has none."
@@ -197,7 +221,10 @@ def collect(node: NodeSettings, request: Request, clients: ClientCache) -> Recor
     collection = client_of(node, request, job.size, clients).collect(job)
     if collection is None:
         return answer(job)
-    return answer(job, num_examples=collection.samples, payload=collection.values)
+    num_examples = collection.samples
+    if privacy.active and job.collection == "evaluation":
+        num_examples = 1  # how many the client trains on is withheld
+    return answer(job, num_examples=num_examples, payload=collection.values)
 
 
 def answer(
@@ -240,9 +267,6 @@ def build_client(node: NodeSettings, request: Request, size: str) -> Client:
     public = read_public(node, request)
     with failing_as("node-settings"):
         choose_devices(node.device)
-        secret = None
-        if request.config.privacy.active and not node.repeatable:
-            secret = own_secret(folder)
     # Client states are read from the disk when a job needs them: none stays in memory meanwhile.
     node_engine = {"name": "local", "device": node.device, "client_state_host_gib": 0.0}
     with failing_as("bad-config"):
@@ -256,23 +280,12 @@ def build_client(node: NodeSettings, request: Request, size: str) -> Client:
             partition,
             classes,
             folder=folder,
-            secret=secret,
+            fresh_noise=not node.repeatable,
             read_test_examples=lambda: read_test_examples(node, request),
             read_client_tests=lambda: read_client_tests(node, request),
             public=public,
             task=request.task,
         )
-
-
-def own_secret(folder: Path) -> bytes:
-    """Return the key of this node's noise. It is generated once and never leaves the node."""
-    file, unfinished = folder / "secret", folder / "secret.unfinished"
-    if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        unfinished.unlink(missing_ok=True)
-        write_secret(unfinished, secrets.token_bytes(32))
-        unfinished.replace(file)
-    return file.read_bytes()
 
 
 # ---- its size

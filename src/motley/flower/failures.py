@@ -22,27 +22,42 @@ from motley.limits import is_out_of_memory
 
 #: bad-message: the server's message cannot be read. bad-config: its configuration is invalid.
 #: node-settings: node.toml cannot be used. refused-by-node: the job does not match the node's
-#: settings (client, size, budget, privacy). data: the node's data cannot be used. no-test-data: its
-#: data has no usable test part. out-of-memory: on the node or its GPU. training: everything else.
+#: settings (client, size, budget, privacy). privacy-limit: the answer would exceed the node's limit
+#: on epsilon, or its ledger cannot be used. data: the node's data cannot be used. no-test-data: its
+#: data has no usable test part. out-of-memory: on the node or its GPU. worker-died: the training
+#: process was killed, crashed or froze. stalled: it computed nothing for a long time, or the server
+#: no longer waits for its answer. too-large: the answer is larger than the run allows. training:
+#: everything else.
 Kind = Literal[
     "bad-message",
     "bad-config",
     "node-settings",
     "refused-by-node",
+    "privacy-limit",
     "data",
     "no-test-data",
     "training",
     "out-of-memory",
+    "worker-died",
+    "stalled",
+    "too-large",
 ]
 
 #: What the server says beside the kind, if the node's operator can do something about it.
 REMEDIES = {
+    "privacy-limit": (
+        " The privacy that the node may spend is spent (privacy.max_epsilon in its node.toml), or "
+        "its ledger cannot be used. Only its operator can change that."
+    ),
     "no-test-data": (
         " The files that data.path or data.root in its node.toml name should have a test part "
         "(x_test and y_test in a .npz file), because the run evaluates clients on their own data."
-    )
+    ),
+    "too-large": " Its answer is larger than the run's engine.flower.max_reply_mib.",
 }
 
+#: The file for the texts, beside node.toml.
+LOG = "node.log"
 #: A log of this size is renamed to .old: a server that makes a node fail again and again must not
 #: fill the node's disk.
 LOG_BYTES = 1_000_000

@@ -62,8 +62,8 @@ def read_request(node: NodeSettings, content: RecordDict, run: int) -> Request:
         TASKS.entry(task_name, "task")
     with failing_as("bad-config"):
         task = config.task.build(task_name)
-    if weaker := config.privacy.weaker_than(node.privacy):
-        raise NodeError("refused-by-node", f"the run has {weaker}")
+    if refusal := node.privacy.refusal(config.privacy):
+        raise NodeError("refused-by-node", f"the run has {refusal}")
     clients = config.federation.clients
     if node.client >= clients:
         reason = f"client = {node.client}: the run has federation.clients = {clients}."

@@ -50,6 +50,9 @@ def from_text(text: str, node: NodeSettings) -> Config:
                     "federation.sizes: a run with budgets should name every client's size.",
                 )
             federation["size_assignment"] = "blocks"
+        if table_in(values, "attack").get("name", "none") != "none":
+            reason = "the run has an [attack], which is for simulated clients only."
+            raise NodeError("refused-by-node", reason)
         return validate(Config, values)
 
 

@@ -14,7 +14,8 @@ from motley.core.errors import MotleyError
 from motley.data import Dataset
 from motley.data.device import device_data
 from motley.federation import Federation
-from motley.flower.engine import FlowerEngine, Nodes
+from motley.flower.engine import FlowerEngine
+from motley.flower.nodes import Nodes, Registrar
 from motley.plan import assigned, costs_of, read_budgets
 from motley.runs.callbacks import Callback
 from motley.runs.folder import RunFolder
@@ -24,14 +25,21 @@ from motley.settings import validate
 
 
 def serve(
-    grid: Grid, new: Config | None, path: Path, watchers: Iterable[Callback] = ()
+    grid: Grid,
+    new: Config | None,
+    path: Path,
+    watchers: Iterable[Callback] = (),
+    registrar: Registrar | None = None,
 ) -> tuple[Federation, ServerState]:
-    """Start a run on the nodes of a grid. Without a configuration, resume the run in the folder."""
+    """Start a run on the nodes of a grid. Without a configuration, resume the run in the folder.
+
+    `registrar` knows which client a node's key is bound to; without it nodes have no keys.
+    """
     config = new or RunFolder.open(path).read_config()
     dataset = config.data.load()
     config = with_budgets(config, dataset)
-    nodes = Nodes(grid, config, dataset)
-    connected = nodes.find(range(config.federation.clients))
+    nodes = Nodes(grid, config, dataset, registrar)
+    connected = nodes.find(range(config.federation.clients), all_needed=new is not None)
     if new is None:
         return resume_run(path, watchers, engine=lambda federation: FlowerEngine(nodes))
     absent = [client for client in range(config.federation.clients) if client not in connected]
@@ -39,6 +47,7 @@ def serve(
         raise MotleyError(
             f"engine.flower.wait_s = {config.engine.flower.wait_s:g}: no node came for "
             f"client {', '.join(map(str, absent))}; a run begins with all of its clients."
+            + nodes.describe_refused(absent)
         )
     config = with_sizes(config, nodes.sizes)
     nodes.use(config)

@@ -51,6 +51,35 @@ class NodeBudget(Settings):
         return any(limit is not None for limit in self.model_dump().values())
 
 
+class NodePrivacy(PrivacySettings):
+    """The least privacy that a node accepts, and the most that it spends."""
+
+    max_epsilon: float | None = Field(default=None, gt=0)
+    """The largest epsilon, at `delta`, of all updates of its data set that the node sends, in all
+    runs together. A job whose answer would exceed it is refused. The node counts for itself, and
+    relies neither on the sampling of clients nor on the noise of others. Missing: no limit.
+    """
+
+    def refusal(self, run: PrivacySettings) -> str | None:
+        """Explain why the node refuses a run with these settings; None if it does not."""
+        demanding = self.active or self.max_epsilon is not None
+        if demanding and run.active and run.reveal_scores and not self.reveal_scores:
+            return (
+                "privacy.reveal_scores = true; this node reports no scores without noise, unless "
+                "its node.toml has the same."
+            )
+        return run.weaker_than(self)
+
+    @model_validator(mode="after")
+    def _scores_cannot_be_counted(self) -> NodePrivacy:
+        if self.max_epsilon is not None and self.reveal_scores:
+            raise ValueError(
+                f"max_epsilon = {self.max_epsilon:g} and reveal_scores = true: scores have no "
+                "noise, so no epsilon covers them; set one of the two"
+            )
+        return self
+
+
 class NodeSettings(Settings):
     """A node: one client, with its own data."""
 
@@ -80,11 +109,15 @@ class NodeSettings(Settings):
     """
     max_idle_mb: float = Field(default=4000.0, gt=0)
     """The training process ends if it has more resident memory after a message (on Linux)."""
-    privacy: PrivacySettings = PrivacySettings()
+    stall_s: float = Field(default=600.0, gt=0)
+    """The training process is ended, and its message answered with an error, if it uses less than
+    one percent of a processor core for this many seconds while it works on a message.
+    """
+    privacy: NodePrivacy = NodePrivacy()
     """The least privacy that the node accepts: runs with less are refused."""
     repeatable: bool = False
-    """Draw the noise of `privacy` from the run's seed, as `motley run` does, instead of from a
-    secret of the node. For experiments: anybody who knows the seed can remove the noise.
+    """Draw the noise of `privacy` from the run's seed, as `motley run` does, instead of anew for
+    every update. For experiments: anybody who knows the seed can remove the noise.
     """
 
     @model_validator(mode="before")
@@ -97,6 +130,16 @@ class NodeSettings(Settings):
                 "budgets.csv; `motley plan` shows what each size takes."
             )
         return values
+
+    @model_validator(mode="after")
+    def _limit_means_something(self) -> NodeSettings:
+        limit = self.privacy.max_epsilon
+        if limit is not None and self.repeatable:
+            raise ValueError(
+                f"privacy.max_epsilon = {limit:g} and repeatable = true: noise that follows from "
+                "the run's seed protects nothing; set one of the two"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_of_two(self) -> NodeSettings:
