@@ -23,8 +23,10 @@ from motley.client.compilation import compilation, compile_model, no_compilation
 from motley.client.fused import apply_kernels
 from motley.core.async_copy import AsyncCopy
 from motley.core.device import place
+from motley.core.graphs import capture
 from motley.core.part import State, by_type, take
 from motley.data.device import DeviceData
+from motley.engine.workers import Result, forked_workers, is_worthwhile
 from motley.methods.evaluation import TestSums, as_vector, totals
 from motley.models.inputs import dims_of
 from motley.settings import Settings
@@ -129,10 +131,15 @@ class Evaluator:
         kernels: Collection[str] = (),
         compiled: bool = False,
         task: Task = CLASSIFICATION,
+        workers: int = 1,
     ) -> None:
+        """`workers`: processes that evaluate sizes side by side, on a CPU."""
         self._split, self._data, self._classes, self._task = split, data, classes, task
         self._settings, self._kernels, self._compiled = settings, kernels, compiled
+        self._workers = workers
         self._sizes: dict[str, _Size] = {}
+        #: Size -> how long its last evaluation took on a CPU.
+        self._seconds: dict[str, float] = {}
 
     def __call__(self, state: Mapping[str, Tensor], round_number: int = 0) -> dict[str, Score]:
         """Return the score of every size, with its part of the global state after a round."""
@@ -144,11 +151,34 @@ class Evaluator:
         On a GPU this returns before the device is done. The state has then been copied, in stream
         order, so the caller may overwrite or drop it.
         """
-        sums = {}
+        parts = {}
         for name in self._split.sizes:
-            part = self._split.evaluated(name, round_number)
-            sums[name] = self._size(name).start(take(state, part))
+            parts[name] = take(state, self._split.evaluated(name, round_number))
+        # Until a size was measured, it counts as a second: that tries the workers.
+        seconds = [self._seconds.get(name, 1.0) for name in parts]
+        if is_worthwhile(seconds, self._workers):
+            sums = self._start_in_workers(parts)
+        else:
+            sums = {name: self._size(name).start(part) for name, part in parts.items()}
         return Evaluation(sums, self._task, self._classes)
+
+    def _start_in_workers(self, parts: Mapping[str, State]) -> dict[str, AsyncCopy]:
+        """Evaluate sizes side by side in worker processes, those that take longest first."""
+        names = sorted(parts, key=lambda name: self._seconds.get(name, 0.0), reverse=True)
+        for name in names:
+            self._size(name)  # workers inherit it
+
+        def evaluate(number: int) -> Result:
+            name = names[number]
+            vector = self._size(name).evaluate(parts[name])
+            return Result(None, {"sums": {"sums": vector}})
+
+        sums: dict[str, AsyncCopy] = {}
+        with forked_workers(evaluate, min(self._workers, len(names))) as workers:
+            for number, result in workers.run(len(names)):
+                self._seconds[names[number]] = result.seconds
+                sums[names[number]] = AsyncCopy(result.tensors["sums"]["sums"])
+        return {name: sums[name] for name in parts}
 
     def _size(self, name: str) -> _Size:
         """Return the evaluator of a size. It is built when the size is first evaluated."""
@@ -285,9 +315,7 @@ class _Size:
     def start(self, part: State) -> AsyncCopy:
         """Evaluate this size's part of a state without waiting for the device."""
         if self.stream is None:
-            self._copy(part)
-            self._add_up()
-            return AsyncCopy(self._test_sums.vector.clone())
+            return AsyncCopy(self.evaluate(part))
         server = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(server)
         with torch.cuda.stream(self.stream):
@@ -299,10 +327,16 @@ class _Size:
                 self._add_up()
                 torch.cuda.synchronize(self.device)
                 self._graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self._graph, stream=self.stream):
+                with capture(self._graph, self.stream):
                     self._add_up()
             self._graph.replay()
             return AsyncCopy(self._test_sums.vector)
+
+    def evaluate(self, part: State) -> Tensor:
+        """Evaluate this size's part of a state, and return its sums over the test set."""
+        self._copy(part)
+        self._add_up()
+        return self._test_sums.vector.clone()
 
     @torch.no_grad()
     def _copy(self, part: State) -> None:

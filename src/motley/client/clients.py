@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Collection as Names
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from motley.client.attack import UploadAttack
 from motley.client.encoding import Encoding, encoded, without_residual
 from motley.client.job import CLIENT_SCORES, Job
 from motley.client.learner import Learner
@@ -62,6 +63,7 @@ class Clients:
         elsewhere: Sequence[DeviceData] = (),
         dp: DPMechanism | None = None,
         encoding: Encoding = "fp32",
+        attack: UploadAttack | None = None,
         lean: bool = False,
         test_set: TestSet | None = None,
         tests: Callable[[], ClientTests] | None = None,
@@ -79,6 +81,7 @@ class Clients:
         self.precision, self.seed, self.memory = precision, seed, memory
         self.kernels, self.compiled = kernels, compiled
         self.dp, self.encoding, self.lean = dp, encoding, lean
+        self._attack = attack
         self.test_set, self._tests = test_set, tests
         #: How a client trains for its personalized score.
         self._personalizing = training.model_copy(update={"epochs": personalize_epochs, "steps": 0})
@@ -166,6 +169,30 @@ class Clients:
         if job.collection == "personalized-score":
             return key(self.seed, "personalized score")
         return self.seed
+
+    def keeps_state(self, size: str) -> bool:
+        """Return whether clients of a size have a stored state after an accepted update."""
+        needs = self.method.requirements
+        return bool(
+            needs.client_state
+            or not needs.exchanges_weights
+            or self.method.info.split.private[size]
+            or self.encoding != "fp32"
+        )
+
+    def check_states(self, rounds: Mapping[int, int]) -> None:
+        """Raise if the stored state of one of these clients (client -> round) cannot be read."""
+        expected = {}
+        for client, round_number in rounds.items():
+            if self.keeps_state(self.method.info.size_of(client, round_number)):
+                expected[client] = round_number
+        self.memory.check(expected)
+
+    def stored_state(self, job: Job) -> State:
+        """Return the stored state that a job's client starts from; empty if it has none."""
+        if job.client_state_round is None or not self.keeps_state(job.size):
+            return {}
+        return self.memory.recall(job.client, job.client_state_round)
 
     def resume(self, job: Job) -> tuple[Job, State]:
         """Return a job with the weights that its client starts from, and the client's state.
@@ -306,8 +333,9 @@ class Clients:
         client, round_number = job.client, job.round_number
         if self.dp is not None:
             self.memory.put(client, round_number, client_state)
-            delta = self.dp.privatize(delta, round_number, client)
+            delta = self._attacked(job, self.dp.privatize(delta, round_number, client))
             return ClientUpdate(client=client, delta=delta, num_examples=1, num_steps=1)
+        delta = self._attacked(job, delta)
         if self.encoding != "fp32":
             before = {}
             if job.client_state_round is not None:
@@ -323,6 +351,13 @@ class Clients:
             num_steps=num_steps,
             loss=loss / num_steps,
         )
+
+    def _attacked(self, job: Job, delta: State) -> State:
+        """Return what the client sends instead of its delta if it is a simulated attacker."""
+        if self._attack is None:
+            return delta
+        parameters = self.method.info.split.parameters_of(job.size)
+        return self._attack.sent(delta, parameters, job.round_number, job.client)
 
     def can_answer(self, job: Job) -> bool:
         """Tell whether a client has examples for the collection that a job names."""

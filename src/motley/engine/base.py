@@ -28,10 +28,13 @@ class FlowerSettings(Settings):
 
     wait_s: float = Field(default=60.0, gt=0)
     """Seconds that a round, and the start of a run, waits for nodes that are not connected."""
-    timeout_s: float = Field(default=3600.0, gt=0)
-    """Seconds that a client has for its local update; later replies are ignored."""
+    timeout_s: float = Field(default=900.0, gt=0)
+    """Seconds that a client has for its local update and the transfers; later replies are ignored.
+    Nodes that die, hang or are cut off are noticed without it, so it should be the time of the
+    slowest honest update, with a margin.
+    """
     max_reply_mib: float = Field(default=1024.0, gt=0)
-    """Maximum size of a node's reply, in MiB."""
+    """Maximum size of a node's reply, in MiB. The server stores no more of a larger one."""
 
 
 class EngineSettings(Settings):
@@ -61,6 +64,11 @@ class EngineSettings(Settings):
     threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads of torch. Other values change the last bits of results. More than one thread is
     slow beside other busy processes; for large models on an idle machine, use the number of cores.
+    """
+    workers: int = Field(default=0, ge=0, le=4096)
+    """Worker processes that train clients on a CPU, one client each at a time; 0: one per available
+    core, or one in all where workers cannot be used (`threads` above 1, `compile`, a visible GPU,
+    another system than Linux). Changes no result.
     """
     kernels: tuple[KernelName, ...] = ("conv", "norm", "optimizer", "pool", "stem")
     """Motley's own kernels to use on a GPU; true: all, false: none. conv: weight gradients of small

@@ -4,17 +4,24 @@ Jobs go to the slots of their size, longest first, and a slot takes its next cli
 free. All busy slots step in turns. On a GPU each has its own stream, the host only queues work, and
 nothing waits until the round's losses are read. There the kernels of the longest jobs go first,
 since a round ends when its longest job does.
+
+On a CPU with several cores, forked worker processes each train one client at a time (`workers.py`).
+They use the slots that they have inherited.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
 from itertools import chain
 from typing import ClassVar, TypeAlias
 
 from motley.client.clients import Clients, own_randomness
 from motley.client.job import CLIENT_SCORES, Job
+from motley.client.state_store import BorrowedStates
 from motley.core.update import ClientUpdate
 from motley.engine.base import Done
 from motley.engine.pool import SlotPool
@@ -22,67 +29,101 @@ from motley.engine.slots import Slot
 from motley.engine.spread import Spread
 from motley.engine.stack import Stack, can_stack
 from motley.engine.timeline import Timeline
+from motley.engine.workers import Result, forked_workers, is_worthwhile
 from motley.methods.base import Collection
 
 Queues: TypeAlias = dict[str, deque[tuple[Job, bool]]]
 #: Fraction of a round's jobs whose kernels go first, on a GPU.
 URGENT = 0.3
+#: Jobs per worker whose stored client states are in memory at once.
+WAVE = 64
 
 
 class LocalEngine:
-    """Runs clients in slots."""
+    """Runs clients in slots, and on a CPU in worker processes.
+
+    slots: clients of a size that train at the same time on each device; 0: chosen by the device.
+    stack: clients of a size that train in one batched step.
+    workers: worker processes; 1: all clients train in this process.
+    """
 
     trusted: ClassVar[bool] = True
 
-    def __init__(self, clients: Clients, slots: int, stack: int = 1) -> None:
-        self.clients, self.stack = clients, stack
+    def __init__(self, clients: Clients, slots: int, stack: int = 1, workers: int = 1) -> None:
+        self.clients, self.stack, self.workers = clients, stack, workers
         self._stacks: dict[str, Stack] = {}
         per_size = slots or (4 if clients.device.type == "cuda" else 1)
         pools = [SlotPool(clients, per_size, where) for where in range(len(clients.devices))]
         self.pool: SlotPool | Spread = Spread(pools) if len(pools) > 1 else pools[0]
         self._pools = pools
+        #: Size -> seconds per local step, as last measured in a worker.
+        self._step_seconds: dict[str, float] = {}
 
     def record(self, timeline: Timeline) -> None:
-        """Record in a timeline which client trains in which slot and when."""
+        """Record in a timeline which client trains in which slot and when.
+
+        It shows the slots of this process, so clients then train in no other one.
+        """
+        self.workers = 1
         for pool in self._pools:
             pool.timeline = timeline
 
     def train(self, jobs: Sequence[Job], done: Done) -> list[ClientUpdate]:
         """Train every job's client."""
-        waiting = self._queues(jobs)
-        busy: list[Slot] = []
         with own_randomness(*self.clients.devices):
-            updates = self._side_by_side(waiting, done) if self.stack > 1 else []
-            for slot in self.pool:
-                slot.follow()
-            try:
-                while busy or any(waiting.values()):
-                    for slot in chain(self._fill_slots(waiting, busy), list(busy)):
-                        if slot.advance():
-                            busy.remove(slot)
-                            updates.append(slot.unload())
-                            done(updates[-1].client)
-            finally:
-                for slot in busy:
-                    slot.busy = False
-            for slot in self.pool:
-                slot.lead()
+            updates: list[ClientUpdate] = []
+            if self.stack > 1:
+                jobs, updates = self._train_stacked(jobs, done)
+            jobs = self._longest_first(jobs)
+            if self._workers_pay(jobs):
+                updates += self._train_in_workers(jobs, done)
+            else:
+                updates += self._train_in_slots(jobs, done)
         return sorted(updates, key=lambda update: update.client)
 
-    def _side_by_side(self, waiting: Queues, done: Done) -> list[ClientUpdate]:
-        """Train the jobs that can be stacked, and take them out of the queues."""
+    # ---- in slots of this process
+
+    def _train_in_slots(self, jobs: Sequence[Job], done: Done) -> list[ClientUpdate]:
+        """Train jobs, longest first, in turns."""
         updates = []
-        for size in [size for size in waiting if can_stack(self.clients, size)]:
-            jobs = [job for job, _ in waiting.pop(size)]
-            for first in range(0, len(jobs), self.stack):
-                together = jobs[first : first + self.stack]
+        waiting = self._queues(jobs)
+        busy: list[Slot] = []
+        for slot in self.pool:
+            slot.follow()
+        try:
+            while busy or any(waiting.values()):
+                for slot in chain(self._fill_slots(waiting, busy), list(busy)):
+                    if slot.advance():
+                        busy.remove(slot)
+                        updates.append(slot.unload())
+                        done(updates[-1].client)
+        finally:
+            for slot in busy:
+                slot.busy = False
+        for slot in self.pool:
+            slot.lead()
+        return updates
+
+    def _train_stacked(
+        self, jobs: Sequence[Job], done: Done
+    ) -> tuple[list[Job], list[ClientUpdate]]:
+        """Train the jobs that can be stacked. Return the other jobs, and the updates."""
+        others: list[Job] = []
+        updates: list[ClientUpdate] = []
+        for size, queue in self._queues(self._longest_first(jobs)).items():
+            of_size = [job for job, _ in queue]
+            if not can_stack(self.clients, size):
+                others += of_size
+                continue
+            for first in range(0, len(of_size), self.stack):
+                together = of_size[first : first + self.stack]
                 stack = self._stack(size, len(together))
                 stack.follow()
                 updates += stack.train(together)
                 stack.lead()
                 for job in together:
                     done(job.client)
-        return updates
+        return others, updates
 
     def _stack(self, size: str, count: int) -> Stack:
         """Return a stack for clients of a size: on a CPU as wide as they need, on a GPU always the
@@ -94,6 +135,86 @@ class LocalEngine:
             stack = self._stacks[size] = Stack(self.clients, size, width)
         return stack
 
+    # ---- in worker processes
+
+    def _workers_pay(self, jobs: Sequence[Job]) -> bool:
+        """Tell whether worker processes train these jobs sooner than this process would."""
+        return is_worthwhile([self._expected_seconds(job) for job in jobs], self.workers)
+
+    def _expected_seconds(self, job: Job) -> float:
+        """Return how long a job would take here. An unknown size is assumed to take long, so that
+        workers are tried.
+        """
+        return self.clients.local_steps(job) * self._step_seconds.get(job.size, 1.0)
+
+    def _train_in_workers(self, jobs: Sequence[Job], done: Done) -> list[ClientUpdate]:
+        """Train jobs in worker processes, those that take longest first."""
+        updates = []
+        if all(job.size in self._step_seconds for job in jobs):
+            jobs = sorted(jobs, key=self._expected_seconds, reverse=True)
+        with closing(self._in_workers(jobs, self._train_alone)) as results:
+            for job, result in results:
+                tensors = result.tensors
+                self.clients.memory.put(job.client, job.round_number, tensors["client state"])
+                num_examples, num_steps = result.header
+                update = ClientUpdate(
+                    client=job.client,
+                    delta=tensors["delta"],
+                    payload=tensors["payload"],
+                    num_examples=num_examples,
+                    num_steps=num_steps,
+                    loss=tensors["loss"]["loss"],
+                )
+                updates.append(update)
+                self._step_seconds[job.size] = result.seconds / self.clients.local_steps(job)
+                done(job.client)
+        return updates
+
+    def _train_alone(self, job: Job) -> Result:
+        """Train one client, in a worker."""
+        slot = self.pool.seat(job)
+        assert slot is not None  # a worker has one job at a time
+        while not slot.advance():
+            pass
+        update = slot.unload()
+        tensors = {
+            "delta": update.delta,
+            "payload": update.payload,
+            "client state": self.clients.memory.get(job.client, job.round_number),
+            "loss": {"loss": update.loss},
+        }
+        return Result((update.num_examples, update.num_steps), tensors)
+
+    def _in_workers(
+        self, jobs: Sequence[Job], function: Callable[[Job], Result]
+    ) -> Generator[tuple[Job, Result]]:
+        """Run a function for every job in worker processes; yield results as they come.
+
+        The caller must close the generator, or the workers would outlive an exception.
+        """
+        for size in sorted({job.size for job in jobs}):
+            self.pool.any(size)  # workers inherit the slot, and need not build its model
+        length = WAVE * self.workers
+        for first in range(0, len(jobs), length):
+            yield from self._run_wave(jobs[first : first + length], function)
+
+    def _run_wave(
+        self, jobs: Sequence[Job], function: Callable[[Job], Result]
+    ) -> Generator[tuple[Job, Result]]:
+        # Client states are read in this process. They may be in an SQLite file, and a fork must not
+        # use a connection to it.
+        stored = [self.clients.stored_state(job) for job in jobs]
+
+        def task(number: int) -> Result:
+            self.clients.memory = BorrowedStates(stored[number])
+            return function(jobs[number])
+
+        with forked_workers(task, min(self.workers, len(jobs))) as workers:
+            for number, result in workers.run(len(jobs)):
+                yield jobs[number], result
+
+    # ---- collections
+
     def collect(self, jobs: Sequence[Job]) -> list[Collection]:
         """Ask every job's client for a collection."""
         jobs = [job for job in jobs if self.clients.can_answer(job)]
@@ -101,16 +222,15 @@ class LocalEngine:
         with own_randomness(self.clients.device):
             if jobs and jobs[0].collection in CLIENT_SCORES and not own_models:
                 return self._client_scores(jobs)
-            collections = []
-            for job in jobs:
-                learner = self.pool.any(job.size).learner
-                collections.append(self.clients.collect(learner, job))
-            return collections
+            return self._for_each(jobs, self._collect_from)
+
+    def _collect_from(self, job: Job) -> Collection:
+        return self.clients.collect(self.pool.any(job.size).learner, job)
 
     def _client_scores(self, jobs: Sequence[Job]) -> list[Collection]:
         """Score clients on their own test examples: one pass for all that received the same state.
 
-        Personalized scores need the training of one client after the other.
+        Personalized scores need the training of every client on its own.
         """
         by_state: dict[tuple[str, int], list[Job]] = {}
         for job in jobs:
@@ -120,11 +240,40 @@ class LocalEngine:
             learner = self.pool.any(size).learner
             for answer in self.clients.score_together(learner, same):
                 answers[answer.client] = answer
-        for job in jobs:
-            if job.collection == "personalized-score":
-                slot = self.pool.any(job.size)
-                answers[job.client] = slot.personalize(job, answers[job.client])
+
+        def personalize(job: Job) -> Collection:
+            return self.pool.any(job.size).personalize(job, answers[job.client])
+
+        trained = [job for job in jobs if job.collection == "personalized-score"]
+        for answer in self._for_each(trained, personalize):
+            answers[answer.client] = answer
         return [answers[job.client] for job in jobs]
+
+    def _for_each(self, jobs: Sequence[Job], ask: Callable[[Job], Collection]) -> list[Collection]:
+        """Return the collection of every job, in order.
+
+        This process asks the first client. That tells how long it takes, and prepares what all of
+        them need, such as the test set on the device.
+        """
+        collections: dict[int, Collection] = {}
+        begin = time.perf_counter()
+        for job in jobs[:1]:
+            collections[job.client] = ask(job)
+        others = jobs[1:]
+        if is_worthwhile([time.perf_counter() - begin] * len(others), self.workers):
+
+            def ask_alone(job: Job) -> Result:
+                collection = ask(job)
+                return Result(replace(collection, values={}), {"values": collection.values})
+
+            with closing(self._in_workers(others, ask_alone)) as results:
+                for job, result in results:
+                    values = result.tensors["values"]
+                    collections[job.client] = replace(result.header, values=values)
+        else:
+            for job in others:
+                collections[job.client] = ask(job)
+        return [collections[job.client] for job in jobs]
 
     def save_memory(self, rounds: dict[int, int]) -> None:
         """Write the clients' states."""
@@ -134,9 +283,10 @@ class LocalEngine:
         """Delete the clients' states of rounds before the given ones."""
         self.clients.memory.forget_older(rounds)
 
-    def _queues(self, jobs: Sequence[Job]) -> Queues:
-        """Return the jobs of each size that have a step to take, longest first, and whether they
-        are urgent.
+    # ---- the order of jobs
+
+    def _longest_first(self, jobs: Sequence[Job]) -> list[Job]:
+        """Return the jobs that have a step to take, longest first.
 
         A step's duration is roughly proportional to the number of a model's tensors, because each
         has its kernels.
@@ -147,11 +297,15 @@ class LocalEngine:
             # Not `len(job.state)`, which is 0 for a client with a model of its own.
             tensors = len(split.whole_part(job.size))
             work[job.client] = self.clients.local_steps(job) * tensors
+        ordered = sorted(jobs, key=lambda job: (-work[job.client], job.client))
+        return [job for job in ordered if work[job.client]]
+
+    def _queues(self, jobs: Sequence[Job]) -> Queues:
+        """Return the jobs of each size in their order, and whether they are urgent."""
         urgent = URGENT * len(jobs) if self.clients.device.type == "cuda" else 0
         queues: Queues = {}
-        for rank, job in enumerate(sorted(jobs, key=lambda job: (-work[job.client], job.client))):
-            if work[job.client]:
-                queues.setdefault(job.size, deque()).append((job, rank < urgent))
+        for rank, job in enumerate(jobs):
+            queues.setdefault(job.size, deque()).append((job, rank < urgent))
         return queues
 
     def _fill_slots(self, waiting: Queues, busy: list[Slot]) -> Iterator[Slot]:

@@ -20,6 +20,7 @@ from motley.client.clients import Clients
 from motley.client.job import Job
 from motley.client.learner import shapes_of
 from motley.client.training import Plan
+from motley.core.graphs import capture
 from motley.core.part import State
 from motley.core.update import ClientUpdate
 from motley.engine.timeline import Timeline
@@ -184,8 +185,8 @@ class Slot:
 
     def _capture(self, steps: int, length: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        captured = torch.cuda.graph(graph, pool=self._pool, stream=self.stream)
-        with self.learner.captured(steps), captured:
+        assert self.stream is not None
+        with self.learner.captured(steps), capture(graph, self.stream, self._pool):
             for _ in range(steps):
                 self.learner.step(length)
         return graph

@@ -29,6 +29,7 @@ from motley.client.job import Job
 from motley.client.training import Plan
 from motley.client.weights import TYPES
 from motley.core.device import use_generator
+from motley.core.graphs import capture
 from motley.core.part import State
 from motley.core.randomness import key
 from motley.core.update import ClientUpdate
@@ -172,7 +173,8 @@ class Stack:
             self._compute(*self._rooms)
         torch.cuda.synchronize(self.clients.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream):
+        assert self._stream is not None
+        with capture(graph, self._stream):
             self._compute(*self._rooms)
         self._graph = graph
 
