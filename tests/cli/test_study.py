@@ -50,6 +50,25 @@ def test_a_sweep_of_ones_own(motley: Command, tmp_path: Path) -> None:
     assert "the noise)" in answer.out
     again = motley("study", "mine.toml", "--scale", "full", "--out", "out")
     assert "4 runs, 4 finished, 0 to go" in again.out
+    assert again.err == ""
+
+
+def test_runs_that_were_changed_afterwards_are_named_with_the_results(
+    motley: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.toml").write_text(SWEEP)
+    study = ("study", "mine.toml", "--out", "out", "--seeds", "1")
+    assert motley(*study).code == 0
+    runs = sorted((tmp_path / "out" / "runs").iterdir())
+    edited, cut = runs[0] / "config.toml", runs[1] / "metrics.jsonl"
+    edited.write_text(edited.read_text().replace("seed = 1", "seed = 8"))
+    lines = cut.read_text().splitlines(keepends=True)
+    cut.write_text("".join(lines[1:]))
+    answer = motley(*study)
+    assert answer.code == 0
+    assert "config.toml was changed after round" in answer.err
+    assert "seed = 8 (it was 1)" in answer.err
+    assert "metrics.jsonl: the line of round 1 is missing." in answer.err
 
 
 def test_one_seed_is_marked_and_a_papers_table_runs_end_to_end(motley: Command) -> None:

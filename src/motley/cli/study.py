@@ -5,22 +5,20 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from motley.cli.code import import_beside
+from motley.cli.terminal import Console
+from motley.cli.warnings import warn_about
 from motley.config import parse_overrides
 from motley.core.errors import MotleyError
-from motley.federation import Federation
 from motley.files import output_folder
-from motley.runs.callbacks import Callback
-from motley.server.record import RoundRecord
-from motley.server.state import ServerState
 from motley.studies.declaration import Study, load_study, studies
 from motley.studies.results import (
     COLUMNS,
@@ -33,7 +31,14 @@ from motley.studies.results import (
     table_row,
     used_columns,
 )
-from motley.studies.runner import StudyWatcher, run_study, unfinished_runs
+from motley.studies.runner import (
+    StudyWatcher,
+    finished,
+    run_path,
+    run_study,
+    unfinished_runs,
+)
+from motley.studies.side_by_side import run_side_by_side
 from motley.studies.sweep import SCALES, Cell, PlannedRun, missing_in_motley, plan_cells
 
 _SCALES = "; ".join(f"{name}: {meaning.summary}" for name, meaning in SCALES.items())
@@ -63,6 +68,11 @@ def study(
         "client-worst, personalized-mean, ... The scores of clients need --set "
         "evaluation.per_client=all.",
     ),
+    jobs: int = typer.Option(
+        1,
+        min=1,
+        help="Runs at once, each in a process of its own. Several GPUs are shared out among them.",
+    ),
     plan_only: bool = typer.Option(
         False, "--plan", help="Print what would run and what is missing, and exit."
     ),
@@ -74,7 +84,8 @@ def study(
 
     Runs that are already finished are not repeated.
     """
-    console = Console()
+    # Names in a user's file may look like rich's markup. They are printed as they are.
+    console = Console(markup=False, emoji=False)
     if list_ or not name:
         console.print(_list())
         console.print(
@@ -113,7 +124,10 @@ def study(
     try:
         save_results()
         with _Watcher(console, todo, save_results) as watcher:
-            run_study(todo, out, watcher)
+            if jobs == 1:
+                run_study(todo, out, watcher)
+            else:
+                run_side_by_side(todo, out, watcher, jobs)
     except KeyboardInterrupt:
         again = shlex.join(["motley", *sys.argv[1:]])
         console.print(
@@ -123,6 +137,8 @@ def study(
             soft_wrap=True,
         )
         raise SystemExit(130) from None
+    for cell in cells:
+        warn_about(*(run_path(out, run) for run in cell.runs if finished(out, run)))
     _print_results(console, save_results())
     folder = results_folder(chosen, scale, out)
     console.print(f"kept in {folder}", highlight=False, markup=False, soft_wrap=True)
@@ -155,7 +171,8 @@ def _announce(
     cells: Sequence[Cell],
     todo: Sequence[tuple[Cell, PlannedRun]],
 ) -> None:
-    console.print(f"[bold]{study.name}[/]: {study.summary}", highlight=False, soft_wrap=True)
+    heading = Text.assemble((study.name, "bold"), f": {study.summary}")
+    console.print(heading, highlight=False, soft_wrap=True)
     if study.note:
         console.print(study.note, highlight=False, markup=False, soft_wrap=True)
     for reason, names in missing(cells).items():
@@ -179,7 +196,7 @@ def _announce(
         )
 
 
-class _Watcher(StudyWatcher, Callback):
+class _Watcher(StudyWatcher):
     """The progress of the whole study, counted in rounds.
 
     It prints one line per run, and draws a bar if the terminal can be redrawn.
@@ -193,16 +210,20 @@ class _Watcher(StudyWatcher, Callback):
     ) -> None:
         self.console, self.runs, self.number = console, len(todo), 0
         self.save_results = save_results
-        self.left = sum(run.config.training.rounds for _, run in todo)
-        self.played, self.began = 0, time.perf_counter()
+        #: Run -> rounds that it has yet to run.
+        self.left = {run.key: run.config.training.rounds for _, run in todo}
+        #: Rounds that were run since the study began or continued.
+        self.played = 0
+        self.started: set[str] = set()
+        self.began = time.perf_counter()
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.fields[left]} left"),
         )
         redrawable = console.is_interactive and console.file.isatty()
         self.bar = Progress(*columns, console=console, transient=True, disable=not redrawable)
-        self.task = self.bar.add_task("", total=self.left, left="?")
+        self.task = self.bar.add_task("", total=self._rounds_left(), left="?")
 
     def __enter__(self) -> _Watcher:
         self.bar.start()
@@ -211,7 +232,7 @@ class _Watcher(StudyWatcher, Callback):
     def __exit__(self, *_: object) -> None:
         self.bar.stop()
 
-    def on_run(self, cell: Cell, run: PlannedRun) -> Iterable[Callback]:
+    def on_run(self, cell: Cell, run: PlannedRun) -> None:
         self.number += 1
         where = f"run {self.number}/{self.runs}"
         self.console.print(
@@ -220,34 +241,41 @@ class _Watcher(StudyWatcher, Callback):
             markup=False,
             soft_wrap=True,
         )
-        self.rounds_of_run = run.config.training.rounds
         self.bar.update(self.task, description=f"{where}: {cell.method}")
-        return [self]
+
+    def on_progress(self, cell: Cell, run: PlannedRun, rounds: int) -> None:
+        left = run.config.training.rounds - rounds
+        if run.key in self.started:
+            self.played += self.left[run.key] - left
+        # The rounds that a run had before it was continued take no time now.
+        self.started.add(run.key)
+        self.left[run.key] = left
+        total = self.played + self._rounds_left()
+        self.bar.update(self.task, total=total, completed=self.played, left=self._time_left())
 
     def on_finished(self, cell: Cell, run: PlannedRun) -> None:
         # Saved after every run, so that `motley watch` and `motley report` can show a study that is
         # still running, and nothing is lost if it is stopped.
+        self.left[run.key] = 0
         self.save_results()
 
     def on_failure(self, cell: Cell, run: PlannedRun, reason: str) -> None:
-        self.left -= self.rounds_of_run
-        self.console.print(f"  left out: {reason}", highlight=False, markup=False, soft_wrap=True)
-
-    def on_start(self, federation: Federation, server: ServerState) -> None:
-        self.left -= server.round_number
-        self.rounds_of_run -= server.round_number
-
-    def on_round(self, server: ServerState, record: RoundRecord) -> None:
-        self.played, self.left = self.played + 1, self.left - 1
-        self.rounds_of_run -= 1
-        self.bar.update(
-            self.task, total=self.played + self.left, completed=self.played, left=self._time_left()
+        self.left[run.key] = 0
+        self.console.print(
+            f"  left out: {cell.method}, {cell.column}, seed {run.seed}: {reason}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
         )
+
+    def _rounds_left(self) -> int:
+        return sum(self.left.values())
 
     def _time_left(self) -> str:
         if not self.played:
             return "?"
-        seconds = round((time.perf_counter() - self.began) / self.played * self.left)
+        seconds_per_round = (time.perf_counter() - self.began) / self.played
+        seconds = round(seconds_per_round * self._rounds_left())
         hours, minutes = divmod(seconds // 60, 60)
         return f"{hours}:{minutes:02d}:{seconds % 60:02d}"
 

@@ -10,6 +10,7 @@ from pydantic_core import CoreSchema, core_schema
 from motley.config import Config
 from motley.core.errors import MotleyError, unknown
 from motley.evaluate import rounds_to
+from motley.privacy import why_no_scores
 from motley.runs.metrics import OVERALL, layer_metrics, metric_of, outcome, scores_of
 from motley.tasks import MetricInfo
 
@@ -63,6 +64,9 @@ class Measure(str):
 
     def check_config(self, config: Config, key: str) -> None:
         """Raise if a configuration's runs have no such number. `key` says where it was set."""
+        reason = why_no_scores(config.privacy, config.has_own_models)
+        if reason and self in (*SCORES, ROUNDS):
+            raise MotleyError(f"{key} = {self!r}: its runs have no scores: {reason}.")
         if self not in CLIENTS:
             return
         evaluation = config.evaluation

@@ -11,8 +11,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, Field, ValidationError
+
 from motley.core.errors import MotleyError
-from motley.files import write_atomically
+from motley.files import markdown_text, write_atomically
 from motley.runs.metrics import ACCURACY, OVERALL, MetricsLog, metric_of
 from motley.studies.declaration import Study
 from motley.studies.measures import CLIENTS, SCORES, whole_model
@@ -214,6 +216,33 @@ def _score_key(cell: Cell) -> str:
     return cell.size or OVERALL
 
 
+class SavedCell(BaseModel, strict=True):
+    """One row of a saved table: a method on one data set."""
+
+    method: str
+    column: str
+    #: Seed -> the run's folder, relative to that of the study.
+    runs: dict[str, str]
+    shows: str = OVERALL
+    line: list[str] = Field(min_length=len(COLUMNS), max_length=len(COLUMNS))
+    missing: list[str]
+
+
+class SavedStudy(BaseModel, strict=True):
+    """The content of study.json. A file of someone else may hold anything."""
+
+    name: str
+    summary: str
+    paper: str
+    note: str
+    scale: str
+    scale_means: str
+    planned_runs: int = 0
+    cells: list[SavedCell]
+    #: Reason -> the names of what is missing.
+    missing: dict[str, list[str]]
+
+
 def read_saved(folder: Path) -> dict[str, Any]:
     """Return the description of a study that `save` wrote."""
     file = folder / "study.json"
@@ -221,11 +250,17 @@ def read_saved(folder: Path) -> dict[str, Any]:
         saved = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise MotleyError(f"{file} cannot be read: {error}.") from None
-    if not isinstance(saved, dict) or not isinstance(saved.get("cells"), list):
+    except RecursionError:
+        raise MotleyError(f"{file} cannot be read: its values are nested too deeply.") from None
+    try:
+        return SavedStudy.model_validate(saved).model_dump()
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "its content"
         raise MotleyError(
-            f"{file} is not the description of a study. Run the study again to write it."
-        )
-    return saved
+            f"{file} is not the description of a study: {place}: {first['msg']}. Run the study "
+            "again to write it."
+        ) from None
 
 
 CSV_COLUMNS = (
@@ -296,4 +331,4 @@ def _markdown(study: Study, scale: str, cells: Sequence[Cell], results: Sequence
 
 
 def _markdown_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    return f"| {' | '.join(markdown_text(cell) for cell in cells)} |"

@@ -1,4 +1,6 @@
-"""Run a study, one run after the other. If it is stopped, the same command continues it.
+"""Run a study, one run after the other, or several at once (`side_by_side.py`).
+
+If it is stopped, the same command continues it.
 
 OUT/runs/KEY/            the runs; studies that need the same run share it
 OUT/NAME-SCALE/          study.json (the study and its results), table.csv, table.md
@@ -10,20 +12,26 @@ import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from motley.config import Config
 from motley.core.errors import MotleyError
+from motley.federation import Federation
 from motley.runs.callbacks import Callback
 from motley.runs.checkpoint import last_round
 from motley.runs.folder import RunFolder
 from motley.runs.run import resume_run, start_run
+from motley.server.record import RoundRecord
+from motley.server.state import ServerState
 from motley.studies.sweep import Cell, PlannedRun
 
 
 class StudyWatcher:
     """Watches a whole study. By default every event does nothing."""
 
-    def on_run(self, cell: Cell, run: PlannedRun) -> Iterable[Callback]:
-        """Called before a run is started or resumed. Return callbacks for it."""
-        return ()
+    def on_run(self, cell: Cell, run: PlannedRun) -> None:
+        """Called before a run is started or resumed."""
+
+    def on_progress(self, cell: Cell, run: PlannedRun, rounds: int) -> None:
+        """Called when a run begins or continues, and after its rounds: `rounds` are completed."""
 
     def on_finished(self, cell: Cell, run: PlannedRun) -> None:
         """Called after a run has finished."""
@@ -60,16 +68,30 @@ def unfinished_runs(cells: Iterable[Cell], out: Path) -> list[tuple[Cell, Planne
 def run_study(todo: Sequence[tuple[Cell, PlannedRun]], out: Path, watcher: StudyWatcher) -> None:
     """Run everything in order. A run that is rejected is reported to the watcher and skipped."""
     for cell, run in todo:
-        callbacks = list(watcher.on_run(cell, run))
+        watcher.on_run(cell, run)
         try:
-            _start_or_resume(run_path(out, run), run, callbacks)
+            start_or_resume(run_path(out, run), run.config, [_Progress(watcher, cell, run)])
         except MotleyError as error:
             watcher.on_failure(cell, run, str(error))
         else:
             watcher.on_finished(cell, run)
 
 
-def _start_or_resume(path: Path, run: PlannedRun, callbacks: list[Callback]) -> None:
+class _Progress(Callback):
+    """Tells a study's watcher about the rounds of one run."""
+
+    def __init__(self, watcher: StudyWatcher, cell: Cell, run: PlannedRun) -> None:
+        self.watcher, self.cell, self.run = watcher, cell, run
+
+    def on_start(self, federation: Federation, server: ServerState) -> None:
+        self.watcher.on_progress(self.cell, self.run, server.round_number)
+
+    def on_round(self, server: ServerState, record: RoundRecord) -> None:
+        self.watcher.on_progress(self.cell, self.run, server.round_number)
+
+
+def start_or_resume(path: Path, config: Config, callbacks: Sequence[Callback] = ()) -> None:
+    """Run the run of a configuration in its folder, from where it is, to its end."""
     folder = RunFolder(path)
     if folder.config.exists():
         resume_run(path, callbacks)
@@ -77,6 +99,6 @@ def _start_or_resume(path: Path, run: PlannedRun, callbacks: list[Callback]) -> 
         if path.exists():
             # The process was killed before the configuration was written: the folder is empty.
             shutil.rmtree(path)
-        start_run(run.config, path, callbacks)
+        start_run(config, path, callbacks)
     # A finished run needs no client state.
     shutil.rmtree(folder.clients, ignore_errors=True)

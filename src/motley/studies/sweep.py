@@ -60,7 +60,14 @@ IMMATERIAL: Any = {
     "run": True,
     "preset": True,
     "data": {"root"},
-    "engine": {"device", "slots", "client_state_host_gib", "client_state_gpu_fraction"},
+    "engine": {
+        "device",
+        "slots",
+        "workers",
+        "client_state_host_gib",
+        "client_state_gpu_fraction",
+        "flower",
+    },
 }
 
 
