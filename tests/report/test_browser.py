@@ -7,6 +7,8 @@ the page has reloaded itself after a change.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import shutil
@@ -75,9 +77,16 @@ window.addEventListener("load", () => {
 """
 
 
+def allowed(policy: str, probe: str) -> str:
+    """Return a Content-Security-Policy that also allows the probe."""
+    digest = base64.b64encode(hashlib.sha256(f"{LISTEN}{probe}".encode()).digest()).decode()
+    return policy.replace("script-src ", f"script-src 'sha256-{digest}' ")
+
+
 def probed(page: str, probe: str) -> str:
     """Return a page with the probe added."""
-    return page.replace("</head>", f"<script>{LISTEN}{probe}</script></head>")
+    page = page.replace("</head>", f"<script>{LISTEN}{probe}</script></head>")
+    return allowed(page, probe)
 
 
 def visit(address: str, folder: Path, width: int = 1200) -> dict[str, Any]:
@@ -140,7 +149,9 @@ def test_the_live_page_shows_a_new_round_by_itself(
         return probed(render(*arguments, **options), WATCH)
 
     monkeypatch.setattr(live, "state", state_with_new_round)
+    policy = allowed(live.content_policy(live=True), WATCH)
     monkeypatch.setattr(live, "render", render_with_probe)
+    monkeypatch.setattr(live, "content_policy", lambda live: policy)
     server = live.serve(folder, 0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

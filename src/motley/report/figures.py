@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from html import escape
 from statistics import fmean, stdev
 from typing import Any
 
 from plotly import graph_objects as go
 
 from motley.assembly import deal_examples
+from motley.core.errors import MotleyError
 from motley.data import PARTITIONS, Partition
 from motley.report.report_data import Panel, Run, Series
+from motley.runs.folder import RunFolder
+from motley.runs.integrity import trained_on
 from motley.runs.metrics import layer_metrics, scores_of, stage_metrics
 from motley.tasks import MetricInfo
 
@@ -46,6 +50,27 @@ def line_of(series: Series, labels: Sequence[str]) -> dict[str, Any]:
 def reference_style(line: dict[str, Any], is_reference: bool) -> dict[str, Any]:
     """Return a line style, dotted if it is for a reference."""
     return {**line, "dash": "dot"} if is_reference else line
+
+
+def plain(text: str) -> str:
+    """Return a text that plotly shows as it is. It takes tags, such as links, for formatting."""
+    return escape(text, quote=False)
+
+
+def show_names_as_they_are(figure: go.Figure) -> None:
+    """Change the texts of a finished figure so that plotly takes no name for formatting.
+
+    The page's own legend and its switches need the names of traces as they are, so this is the
+    last step before a figure is written.
+    """
+    for trace in figure.data:
+        if trace.name:
+            trace.name = plain(trace.name)
+        if trace.type == "heatmap" and trace.y is not None:
+            trace.y = [plain(name) for name in trace.y]
+    for axis in (figure.layout.xaxis, figure.layout.yaxis):
+        if axis.title.text:
+            axis.title.text = plain(axis.title.text)
 
 
 def scores(panel: Panel, size: str, labels: Sequence[str]) -> go.Figure:
@@ -350,7 +375,7 @@ def _sorted_scores(
     count = len(values)
     places = [round(100 * (number + 1) / count, 2) for number in range(count)]
     shown = [_shown(metric, value) for value in worst_first]
-    hover = f"{name}: %{{x:.0f}} % of clients have %{{y:.4g}} or worse<extra></extra>"
+    hover = f"{plain(name)}: %{{x:.0f}} % of clients have %{{y:.4g}} or worse<extra></extra>"
     _add_line(figure, places, shown, line, name, group, hovertemplate=hover)
 
 
@@ -390,11 +415,13 @@ def _examples_per_client(run: Run, dealt: Partition) -> go.Figure:
 def partition(run: Run) -> go.Figure:
     """Draw the number of examples per client and class.
 
-    Raises MotleyError if the data set is not on this machine.
+    Raises MotleyError if the data set is not on this machine, or is another one by now.
     """
     config = run.config
     PARTITIONS.entry(config.data.partition.name, "data.partition.name")  # a user's may be missing
     dataset = config.data.load()
+    if not trained_on(RunFolder(run.path), dataset.train):
+        raise MotleyError("the training examples are not those that the run trained on.")
     dealt = deal_examples(config, dataset).partition
     if not config.task.build(dataset.task).has_classes:
         return _examples_per_client(run, dealt)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 from collections.abc import Iterable, Iterator
+from functools import cache
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -29,22 +31,15 @@ def render(data: ReportData, title: str, *, live: bool = False) -> str:
     seconds, and reloads itself if there are any.
     """
     body = "\n".join(_body(data, live))
-    folder = resources.files("motley.report")
-    css = (folder / "page.css").read_text(encoding="utf-8")
-    js = (folder / "page.js").read_text(encoding="utf-8")
-    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; "
-    policy += "script-src 'unsafe-inline'"
-    if live:
-        plotly = '<script src="plotly.js"></script>'
-        policy += " 'self'; connect-src 'self'"
-    else:
-        plotly = f"<script>{get_plotlyjs()}</script>"
+    css = _own_file("page.css")
+    js = _own_file("page.js")
+    plotly = '<script src="plotly.js"></script>' if live else f"<script>{get_plotlyjs()}</script>"
     return f"""<!doctype html>
 <html lang="en"{" data-live" if live else ""}>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta http-equiv="Content-Security-Policy" content="{content_policy(live=live)}">
 <link rel="icon" href="data:,">
 <title>{escape(title)}</title>
 <style>{css}</style>
@@ -57,6 +52,37 @@ def render(data: ReportData, title: str, *, live: bool = False) -> str:
 </body>
 </html>
 """
+
+
+def _own_file(name: str) -> str:
+    return (resources.files("motley.report") / name).read_text(encoding="utf-8")
+
+
+@cache
+def content_policy(*, live: bool) -> str:
+    """Return the page's Content-Security-Policy: nothing is fetched, and no other script runs.
+
+    The page's own scripts are named by their hashes, so a script that a name or a file smuggled
+    into the page would not run.
+    """
+    scripts = [_own_file("page.js")]
+    if not live:
+        scripts.append(get_plotlyjs())
+    hashes = []
+    for script in scripts:
+        digest = hashlib.sha256(script.encode()).digest()
+        hashes.append(f"'sha256-{base64.b64encode(digest).decode()}'")
+    directives = [
+        "default-src 'none'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "style-src 'unsafe-inline'",
+        "img-src data: blob:",
+        f"script-src {' '.join(hashes)}" + (" 'self'" if live else ""),
+    ]
+    if live:
+        directives.append("connect-src 'self'")
+    return "; ".join(directives)
 
 
 def plotly_script() -> str:
@@ -91,7 +117,7 @@ def _progress(data: ReportData) -> Iterator[str]:
     """Yield how far a live run is, or how many runs of a live study are finished."""
     runs = data.runs
     if data.studies:
-        planned = sum(study.get("planned_runs", 0) for study in data.studies)
+        planned = sum(study["planned_runs"] for study in data.studies)
         yield f'<p class="progress">{len(runs)} of {planned} runs finished</p>'
     elif len(runs) == 1:
         yield f'<p class="progress">{escape(progress(runs[0]))}</p>'
@@ -139,7 +165,8 @@ def _study(study: dict[str, Any]) -> Iterator[str]:
     yield f"<section><h2>{escape(study['name'])}: {escape(study['summary'])}</h2>"
     note = f" {escape(study['note'])}" if study["note"] else ""
     paper = f"{escape(study['paper'])}. " if study["paper"] else ""
-    yield f"<p>{paper}Scale {study['scale']}: {escape(study['scale_means'])}.{note}</p>"
+    scale = f"Scale {escape(study['scale'])}: {escape(study['scale_means'])}"
+    yield f"<p>{paper}{scale}.{note}</p>"
     columns: dict[str, list[list[str]]] = {}
     for cell in study["cells"]:
         rows = columns.setdefault(cell["column"], [])
@@ -232,6 +259,7 @@ def _figure(figure: Any) -> str:
             line = {"color": trace.line.color, "dash": trace.line.dash}
             entries.append(f"<li>{_sample(line)}{escape(trace.name)}</li>")
     legend = f'<ul class="legend">{"".join(entries)}</ul>' if entries else ""
+    figures.show_names_as_they_are(figure)
     data = to_json(figure).replace("<", "\\u003c")
     plot = f'<div class="plot"><script type="application/json">{data}</script></div>'
     return f"<figure><figcaption>{escape(title)}</figcaption>{legend}{plot}</figure>"

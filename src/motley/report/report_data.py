@@ -12,6 +12,7 @@ from typing import Any
 
 from motley.config import Config
 from motley.core.errors import MotleyError
+from motley.files import read_json_object
 from motley.runs.client_log import ClientLine, ClientLog
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import ACCURACY, MetricsLog, Outcome, metric_of, outcome, scores_of
@@ -51,7 +52,7 @@ class Run:
             path,
             config=config,
             lines=MetricsLog(folder.metrics).read(),
-            environment=_read_environment(folder.environment),
+            environment=read_json_object(folder.environment),
             missing_code=missing_code,
             client_scores=ClientLog(folder.client_scores).last(),
         )
@@ -74,18 +75,6 @@ class Run:
     def outcome(self, targets: tuple[float, ...]) -> Outcome:
         """Return the summary of the run's metrics."""
         return outcome(self.lines, self.config.evaluation.last_k, targets)
-
-
-def _read_environment(file: Path) -> dict[str, Any]:
-    """Return the versions and hardware of a run.
-
-    A damaged file counts as empty: the rest of the report does not depend on it.
-    """
-    try:
-        environment = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return environment if isinstance(environment, dict) else {}
 
 
 @dataclass
