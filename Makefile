@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install quickstart test test-slow lint format types docs clean
+.PHONY: install quickstart test test-slow lint format types docs lock audit clean
 
 install: .venv/installed
 
@@ -36,6 +36,14 @@ types: install
 # The documentation as a site, in build/site. A broken link or reference is an error.
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Write requirements-lock.txt: the versions in .venv, with the hashes that the package index gives.
+lock: install
+	$(BIN)/python .ci/lock.py
+
+# Known vulnerabilities of the locked packages. Skipped where advisories cannot be reached.
+audit: install
+	$(BIN)/python .ci/audit.py
 
 clean:
 	rm -rf .venv build dist src/*.egg-info
