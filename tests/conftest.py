@@ -52,6 +52,15 @@ def chosen(name: str) -> tuple[str, ...]:
     return tuple(settings)
 
 
+@pytest.fixture(autouse=True)
+def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train clients in the tests' own process: pytest already keeps all cores busy.
+
+    Workers are used by tests that set engine.workers.
+    """
+    monkeypatch.setattr("motley.engine.workers.available_cores", lambda: 1)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Real data sets beside the repository; tests that need them skip where there are none."""

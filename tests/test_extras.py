@@ -213,6 +213,24 @@ def test_epsilon_needs_an_accountant(missing: Callable[[str], None]) -> None:
     Federation(tiny_config(*clipped))
 
 
+def test_a_node_with_a_limit_does_not_start_without_an_accountant(
+    missing: Callable[[str], None], tmp_path: Path
+) -> None:
+    pytest.importorskip("flwr")
+    from motley.flower.ledger import describe_ledger
+    from motley.flower.settings import NodePrivacy, NodeSettings
+
+    missing("dp_accounting")
+    node = NodeSettings(client=0, memory=str(tmp_path))
+    assert describe_ledger(node) == ""
+    node = node.model_copy(update={"privacy": NodePrivacy(max_epsilon=3.0)})
+    with pytest.raises(
+        MotleyError,
+        match=r"^privacy.max_epsilon = 3: computing epsilon needs dp_accounting, .*'\.\[privacy\]'$",
+    ):
+        describe_ledger(node)
+
+
 def test_a_missing_dependency_of_a_library_is_named(
     missing: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

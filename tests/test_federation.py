@@ -143,7 +143,7 @@ def test_a_round_is_repeated_with_other_clients_while_too_few_updates_are_valid(
 
 
 def test_a_round_in_which_everybody_is_refused_changes_nothing() -> None:
-    federation = Federation(tiny_config())
+    federation = Federation(tiny_config("server.min_fraction=0"))
     server = federation.initial_state()
     spoil = with_delta("fc.bias", torch.full((10,), float("inf")))
     federation.engine = Tampered(federation.engine, dict.fromkeys(range(6), spoil))  # type: ignore[assignment]

@@ -116,10 +116,10 @@ def test_memories_in_host_memory_are_bounded_and_as_large_as_their_parts(
         size: size_in_bytes(federation.split.build(size).state_dict())
         for size in federation.split.sizes
     }
-    with sqlite3.connect(tmp_path / "memories.sqlite") as database:
+    with sqlite3.connect(tmp_path / "client_states.sqlite") as database:
         lengths = dict(
             database.execute(
-                "SELECT client, sum(length(content)) FROM memories GROUP BY client, round"
+                "SELECT client, sum(length(content)) FROM client_states GROUP BY client, round"
             )
         )
     assert lengths.keys() == server.client_state_rounds.keys()

@@ -6,8 +6,9 @@ A federation puts all of them together (`federation.py`); a node needs those of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,23 @@ import torch
 
 from motley.checks import (
     check_client_state,
+    check_merge,
     check_partition,
     check_private_weights,
     refuse_partition_by_label,
+)
+from motley.client.attack import (
+    LabelFlipSettings,
+    UploadAttack,
+    UploadAttackSettings,
+    attackers,
+    flip_labels,
 )
 from motley.client.clients import TestSet
 from motley.client.scoring import ClientTests
 from motley.client.state_store import ClientStateStore
 from motley.config import Config, ModelSettings, RecalibrationSettings
+from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.core.randomness import generator
 from motley.data import Dataset, Examples
@@ -40,14 +50,16 @@ from motley.data.public import (
     refuse_clients_images,
 )
 from motley.engine import Clients, DebugEngine, LocalEngine
+from motley.engine.workers import num_workers
 from motley.limits import allocating
 from motley.methods import METHODS, FederationInfo, Method
 from motley.models import InputShape
 from motley.models.pretrained import first_layer, load_weights
 from motley.models.projection import with_projection
 from motley.plan import assigned, costs_of, read_budgets
-from motley.privacy import DPMechanism, refuse_leaks
+from motley.privacy import DPMechanism, refuse_leaks, why_no_scores
 from motley.server.apply import Apply
+from motley.server.bounds import UpdateBounds
 from motley.server.client_scores import ScoreClients
 from motley.server.collection import CollectionStage, MethodCollection
 from motley.server.ema import EMA
@@ -204,9 +216,11 @@ def build_method(
         drawn if dynamic else None,
         public,
         task,
+        config.server.merge.rule(split.parameters),
     )
     method = METHODS[config.method.name](config.method, info)
     check_client_state(config, split, method)
+    check_merge(config, method)
     refuse_leaks(
         config.privacy,
         split,
@@ -259,6 +273,26 @@ def build_pipeline(config: Config, split: Split, method: Method) -> list[Stage]:
     return insert_stages(pipeline, server.stages, split)
 
 
+def build_bounds(config: Config, split: Split) -> UpdateBounds | None:
+    """Return the bounds on updates; None if a run has none."""
+    server = config.server
+    bounds = UpdateBounds(
+        max_norm=server.max_norm or "off",
+        factor=server.max_norm_factor,
+        clips=server.norm_action == "clip",
+        parameters_of=cache(split.parameters_of),
+        privacy=config.privacy,
+        channel_noise=config.uplink.noise,
+    )
+    return bounds if bounds.active else None
+
+
+def most_steps(config: Config, method: Method, num_examples: int) -> int:
+    """Return the most local steps that a client with so many examples takes in a round."""
+    batches = math.ceil(num_examples / config.training.batch_size)
+    return config.training.local_steps(batches, method.extra_epochs)
+
+
 def build_collections(
     config: Config, split: Split, method: Method, size_of: Callable[[int, int], str]
 ) -> list[CollectionStage]:
@@ -269,8 +303,7 @@ def build_collections(
     """
     last: CollectionStage = MethodCollection(method.server, split, size_of)
     if method.has_own_models:
-        if config.privacy.active and config.engine.name.startswith("flower"):
-            # Nodes with [privacy] answer no collection: scores are neither clipped nor noised.
+        if why_no_scores(config.privacy, method.has_own_models):
             return []
         asked = config.federation.clients if config.evaluation.clients == "all" else None
         last = EvaluateOwnModels(method.server, size_of, asked, split.has_private)
@@ -316,16 +349,29 @@ def build_clients(
     partition: Partition,
     folder: Path | None,
     *,
-    secret: bytes | None = None,
+    fresh_noise: bool = False,
     lean: bool = False,
     test_set: TestSet | None = None,
     tests: Callable[[], ClientTests] | None = None,
 ) -> Clients:
     """Return the clients that this process runs, with a copy of the examples on each device.
 
-    Client states are saved in `folder`. The noise of `privacy` is keyed by `secret`, or by the
-    run's seed if there is none. For `lean`, `test_set` and `tests`, see `Clients`.
+    Client states are saved in `folder`. The noise of `privacy` follows from the run's seed; with
+    `fresh_noise` it is drawn anew for every update. For `lean`, `test_set` and `tests`, see
+    `Clients`.
     """
+    attack = config.attack
+    who = attackers(attack, config.federation.clients, config.seed)
+    if isinstance(attack, LabelFlipSettings):
+        if not method.info.task.has_classes:
+            raise MotleyError(
+                "attack.name = 'label-flip': needs one class per example, and the task is "
+                f"{method.info.task.name!r}."
+            )
+        flip_labels(copies, partition, who, method.info.classes)
+    on_upload = None
+    if isinstance(attack, UploadAttackSettings):
+        on_upload = UploadAttack(attack, who, config.seed)
     return Clients(
         method,
         copies[0],
@@ -337,8 +383,9 @@ def build_clients(
         seed=config.seed,
         memory=_store(config, folder, [data.device for data in copies]),
         elsewhere=copies[1:],
-        dp=DPMechanism(config.privacy, config.seed, secret) if config.privacy.active else None,
+        dp=DPMechanism(config.privacy, config.seed, fresh_noise) if config.privacy.active else None,
         encoding=config.uplink.dtype,
+        attack=on_upload,
         lean=lean,
         test_set=test_set,
         tests=tests,
@@ -350,7 +397,9 @@ def build_engine(config: Config, clients: Clients) -> DebugEngine | LocalEngine:
     """Return the engine that runs clients in this process."""
     if config.engine.name == "debug":
         return DebugEngine(clients)
-    return LocalEngine(clients, config.engine.slots, config.engine.vmap_clients)
+    engine = config.engine
+    workers = num_workers(engine, clients.devices)
+    return LocalEngine(clients, engine.slots, engine.vmap_clients, workers)
 
 
 def chosen_kernels(config: Config) -> frozenset[str]:

@@ -138,5 +138,5 @@ def load(path: Path) -> list[Timing]:
     """Read timings from a file."""
     try:
         return [Timing(**timing) for timing in json.loads(path.read_text())["timings"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise MotleyError(f"{path} is not a file of timings: {error}.") from None

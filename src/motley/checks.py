@@ -7,6 +7,7 @@ the models or the method. One more, `privacy.refuse_leaks`, is in the package `p
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,49 @@ def check_client_state(config: Config, split: Split, method: Method) -> None:
             f"{why} changes their parts from round to round. Choose another method, or parts that "
             "stay."
         )
+
+
+def check_merge(config: Config, method: Method) -> None:
+    """Refuse a robust rule that could never have as many clients as it needs.
+
+    Rounds that have too few by chance keep coordinates as they are, and report it.
+    """
+    info, merge = method.info, config.server.merge
+    rule = merge.rule(info.split.parameters)
+    if rule is None or rule.too_few == "mean":
+        return
+    setting = f"server.merge.name = {merge.name!r}"
+    remedy = (
+        "Use another rule, more clients, or server.merge.too_few = 'mean', which averages what too "
+        "few clients hold, without protection."
+    )
+    per_round = config.federation.clients_per_round
+    if per_round < rule.needed:
+        raise MotleyError(
+            f"{setting}: needs {rule.needed} clients, and federation.clients_per_round = "
+            f"{per_round}. {remedy}"
+        )
+    if config.federation.size_assignment == "dynamic" or merge.name == "centered-clipping":
+        return
+    if merge.name == "krum":
+        for size, count in Counter(info.sizes).items():
+            if count < rule.needed:
+                raise MotleyError(
+                    f"{setting}: needs {rule.needed} clients of each size (server.merge.attackers "
+                    f"= {getattr(merge, 'attackers', 0)}), and {size!r} has {count}. {remedy}"
+                )
+        return
+    if info.split.moves:
+        return  # other clients hold a coordinate in other rounds
+    for name in info.split.frame:
+        owners = info.owners(name)
+        counts = torch.as_tensor(owners)
+        held = int(counts[counts > 0].min()) if (counts > 0).any() else 0
+        if 0 < held < rule.needed:
+            raise MotleyError(
+                f"{setting}: needs {rule.needed} clients that hold a coordinate, and {name!r} has "
+                f"coordinates that {held} of the federation's clients hold. {remedy}"
+            )
 
 
 def refuse_global_model(method: Method) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from torch import nn
 
 from motley.assembly import (
+    build_bounds,
     build_clients,
     build_collections,
     build_engine,
@@ -29,6 +30,7 @@ from motley.assembly import (
     deal_examples,
     load_dataset_of,
     load_public,
+    most_steps,
     size_lookup,
     with_weights,
 )
@@ -54,12 +56,13 @@ from motley.data.device import DeviceData, device_data
 from motley.data.partition import Partition, PartitionSettings
 from motley.engine import DebugEngine, Engine, Job, LocalEngine
 from motley.engine.device import choose_devices, numerics, request_hardware_queues
+from motley.engine.workers import num_workers
 from motley.evaluate import Evaluator, Score
 from motley.methods import Method
 from motley.objects import describe_federation
-from motley.privacy import Accountant
+from motley.privacy import Accountant, why_no_scores
 from motley.server import rounds, speculation
-from motley.server.context import RoundContext
+from motley.server.context import ReleaseLog, RoundContext
 from motley.server.exchange import make_job
 from motley.server.record import PendingRecord, RoundRecord
 from motley.server.sampling import ClientSampler, Sampler
@@ -282,6 +285,8 @@ class Federation:
         self.accountant: Accountant | None = None
         if config.privacy.active:
             self.accountant = Accountant(config.privacy, self.split, self.sizes)
+        #: Told what clients are asked for, if the run is private and has a folder.
+        self.release_log: ReleaseLog | None = None
         federation = config.federation
         self.sample: Sampler = ClientSampler(
             federation.clients, federation.clients_per_round, config.seed, federation.sampler
@@ -294,6 +299,7 @@ class Federation:
             kernels=chosen_kernels(config),
             compiled=compiles(config),
             task=self.task,
+            workers=num_workers(config.engine, self.devices),
         )
         if engine is not None:
             self.engine: Engine = engine(self)
@@ -413,6 +419,13 @@ class Federation:
             exchanges_weights=self.method.requirements.exchanges_weights,
             has_own_models=self.method.has_own_models,
             score_clients=self.score_clients,
+            release_log=self.release_log,
+            why_no_scores=why_no_scores(config.privacy, self.method.has_own_models),
+            bounds=build_bounds(config, self.split),
+            max_step_factor=config.server.max_step_factor,
+            max_loss=config.server.max_loss,
+            max_examples=config.server.max_examples,
+            max_steps=partial(most_steps, config, self.method),
         )
 
     def job(self, server: ServerState, round_number: int, client: int) -> Job:

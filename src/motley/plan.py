@@ -45,6 +45,9 @@ NODE_RUNTIME = 145_000_000
 #: Copies of a client's state during the exchange: model, received, delta, and two encoded ones.
 EXCHANGE_COPIES = 5
 
+#: A line of budgets has about 20 bytes, so this is enough for a million clients.
+MAX_BUDGET_BYTES = 50_000_000
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -217,6 +220,11 @@ def read_budgets(file: Path) -> list[Budget]:
 def _read_rows(file: Path) -> list[tuple[int, dict[str, Any]]]:
     """Return the rows of a budgets file with their line numbers, after checking its columns."""
     try:
+        size = file.stat().st_size
+        if size > MAX_BUDGET_BYTES:
+            raise MotleyError(
+                f"{file}: has {size:,} bytes; a file of budgets has at most {MAX_BUDGET_BYTES:,}."
+            )
         # utf-8-sig: spreadsheets write a byte order mark, which would be part of the first column.
         with file.open(newline="", encoding="utf-8-sig") as lines:
             reader = csv.DictReader(lines)

@@ -77,7 +77,7 @@ def assert_message(answer: Answer, *parts: str, code: int = 2) -> None:
             SafetensorError("header too small"),
             "a file cannot be read or written: SafetensorError: header too small.",
         ),
-        (sqlite3.DatabaseError("database disk image is malformed"), "memories.sqlite"),
+        (sqlite3.DatabaseError("database disk image is malformed"), "client_states.sqlite"),
         (
             UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
             "a file cannot be read or written: ",
@@ -390,23 +390,42 @@ def test_a_damaged_environment_costs_nobody_the_report(
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("old", "new", "said"),
     [
-        ("resnet18", "resnet34"),
-        ("width = 0.0625", "width = 0.125"),
-        ('name = "depth"', 'name = "grouped"'),
+        (
+            "resnet18",
+            "resnet34",
+            "model.sizes = ['resnet10', 'resnet14', 'resnet34']: rounds 1 to 3 ran with "
+            "['resnet10', 'resnet14', 'resnet18'].",
+        ),
+        (
+            "width = 0.0625",
+            "width = 0.125",
+            "model.resnet.width = 0.125: rounds 1 to 3 ran with 0.0625.",
+        ),
+        (
+            'name = "depth"',
+            'name = "grouped"',
+            "split.name = 'grouped': rounds 1 to 3 ran with 'depth'.",
+        ),
     ],
 )
 def test_a_configuration_edited_to_another_model_is_refused(
-    motley: Command, damaged: Path, old: str, new: str
+    motley: Command, damaged: Path, old: str, new: str, said: str
 ) -> None:
     config = damaged / "config.toml"
     text = config.read_text().replace("rounds = 3", "rounds = 4")
     assert old in text
     config.write_text(text.replace(old, new))
-    answer = motley("resume", damaged)
+    assert_message(motley("resume", damaged), said, "Restore the old values in ")
+    # Checkpoints of early versions have no configuration. The model tells, then.
+    for file in damaged.glob("checkpoints/*/server.json"):
+        values = json.loads(file.read_text())
+        for name in ("config", "sha256"):
+            del values[name]
+        file.write_text(json.dumps(values))
     assert_message(
-        answer,
+        motley("resume", damaged),
         "describes a different model than the checkpoint of round 3. The first difference is ",
     )
 
@@ -414,12 +433,13 @@ def test_a_configuration_edited_to_another_model_is_refused(
 @pytest.mark.parametrize("name", ["server.json", "state.safetensors"])
 def test_a_damaged_checkpoint_is_named(motley: Command, damaged: Path, name: str) -> None:
     (damaged / "checkpoints" / "round-000003" / name).write_bytes(b"\x93\x12")
-    for arguments in (
-        ("resume", damaged, "--rounds", 4),
-        ("show", damaged, "--fingerprint"),
-        ("show", damaged, "--json"),
-    ):
-        assert_message(motley(*arguments), name, "cannot be read", "Remove ")
+    advice = "`motley resume` continues from the one before it, round-000002."
+    for arguments in (("show", damaged, "--fingerprint"), ("show", damaged, "--json")):
+        assert_message(motley(*arguments), name, "cannot be read", advice)
+    answer = motley("resume", damaged, "--rounds", 4)
+    assert answer.code == 0
+    assert f"round-000003 is damaged ({name}: " in answer.err
+    assert "was renamed to damaged-round-000003. The run continues from round-000002" in answer.err
 
 
 # --- requests that are too large

@@ -174,6 +174,8 @@ def test_runs_are_listed_with_method_rounds_accuracy_and_state(
     metrics = tmp_path / "runs" / "deeper" / "b" / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join(lines[:2]))
+    # A checkpoint of round 3 would show that the line of round 3 was lost.
+    shutil.rmtree(metrics.parent / "checkpoints")
     (tmp_path / "runs" / "no run").mkdir()
     (tmp_path / "runs" / "no run" / "config.toml").write_text("")
     answer = motley("list", "runs")

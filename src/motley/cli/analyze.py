@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from motley.analysis import ANALYSES, save
 from motley.cli.code import import_for_runs
+from motley.cli.terminal import Console
+from motley.cli.warnings import warn_about
 from motley.config import parse_overrides
 from motley.extras import require
 from motley.files import output_folder
@@ -39,6 +40,7 @@ def analyze(
     import_for_runs(*paths)
     for path in paths:
         RunFolder.open(path)
+    warn_about(*paths)
     with output_folder(out or paths[0] / "analysis") as folder:
         with progress(Console(stderr=True)):
             findings = entry.item(paths, settings)

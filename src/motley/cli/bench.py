@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from motley.bench import Timing, load, measure, synthetic_dataset, to_json
 from motley.cli.code import import_beside
+from motley.cli.terminal import Console
 from motley.config import load_config
 from motley.files import is_stream, output_file
 

@@ -6,9 +6,10 @@ from functools import partial
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
 from motley.cli.code import import_for_runs
+from motley.cli.terminal import Console
+from motley.cli.warnings import warn_about
 from motley.core.errors import MotleyError, unknown
 from motley.export.export import Exported, default_folder, export_model
 from motley.export.formats import FORMATS, Format
@@ -48,6 +49,7 @@ def export(
     """Export the trained model of a size, with a model card, and measure the written file."""
     name = format_of(format_)
     import_for_runs(path)
+    warn_about(path, model=checkpoint is None)
     run = LoadedRun(path, checkpoint)
     size = chosen_size(run.sizes, size, client)
     exported = export_model(

@@ -23,10 +23,10 @@ import zipfile
 import zlib
 from contextlib import suppress
 
-from rich.console import Console
 from rich.text import Text
 from safetensors import SafetensorError
 
+from motley.cli.terminal import Console
 from motley.core.errors import MotleyError
 from motley.limits import is_out_of_memory
 
@@ -82,13 +82,24 @@ def explain(error: Exception) -> str | None:
     if isinstance(error, OSError):
         return _os_error(error)
     if isinstance(error, sqlite3.Error):
-        file = "clients/memories.sqlite in the run's folder"
+        file = "clients/client_states.sqlite in the run's folder"
         return f"the clients' state ({file}) cannot be used: {_first_line(error)}"
     if isinstance(error, ValueError) and "embedded null" in str(error):
         return "a path contains a null character."
+    if isinstance(error, RecursionError) and _is_parsing(error):
+        return "a JSON or TOML file, or a value, is nested too deeply to be read."
     if isinstance(error, DAMAGED):
         return f"a file cannot be read or written: {type(error).__name__}: {_first_line(error)}"
     return None
+
+
+def _is_parsing(error: RecursionError) -> bool:
+    """Tell whether a recursion was that of Python's JSON or TOML parser, over a user's file."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package in ("json", "tomllib"):
+            return True
+    return False
 
 
 def _os_error(error: OSError) -> str:

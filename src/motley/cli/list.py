@@ -8,12 +8,12 @@ from enum import StrEnum
 from pathlib import Path
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from motley.analysis import ANALYSES
 from motley.cli.code import import_beside
+from motley.cli.terminal import Console
 from motley.config import presets
 from motley.config.paper_names import ABLATIONS, PREFIXES, STEMS, SYSTEMS, VARIANTS
 from motley.core.errors import MotleyError
@@ -119,7 +119,7 @@ def _list_registry(registry: Registry, states: Mapping[str, str]) -> None:
             cells.append(states.get(entry.name, ""))
         if with_papers:
             cells.append(entry.paper)
-        table.add_row(entry.name, *(Text(cell) for cell in cells))
+        table.add_row(entry.name, *cells)
     Console().print(table)
     _list_plugins(registry)
 
@@ -132,7 +132,7 @@ def _list_plugins(registry: Registry) -> None:
         if isinstance(plugin, str):
             problems.append(plugin)
         else:
-            table.add_row(plugin.name, Text(plugin.path), Text(plugin.summary))
+            table.add_row(plugin.name, plugin.path, plugin.summary)
     if table.row_count:
         Console().print()
         Console().print(table)
@@ -252,7 +252,7 @@ def _list_runs(folder: Path) -> None:
             run.began,
             run.state,
         )
-        table.add_row(*(Text(str(cell)) for cell in cells))
+        table.add_row(*map(str, cells))
     Console().print(table)
 
 

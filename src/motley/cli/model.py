@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import partial
 
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from motley.cli.code import import_beside
 from motley.cli.commands import Command, Group
+from motley.cli.terminal import Console, visible
 from motley.config.schema import ModelSettings
 from motley.core.errors import MotleyError
 from motley.methods import METHODS
@@ -146,7 +146,7 @@ def _print_model(console: Console, name: str, report: ModelReport) -> None:
 def _rows(table: Table, rows: list[tuple[str, str]]) -> None:
     shown = rows if len(rows) <= MAX_ROWS else [*rows[: MAX_ROWS - 2], ("...", "..."), rows[-1]]
     for row in shown:
-        table.add_row(*(Text(cell, overflow="fold") for cell in row))
+        table.add_row(*(Text(visible(cell), overflow="fold") for cell in row))
     if len(shown) < len(rows):
         table.caption = f"{len(rows)} in all"
 

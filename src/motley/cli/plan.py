@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from motley.assembly import build_split, load_dataset_of
 from motley.bench import SHAPES, synthetic_dataset
 from motley.cli.code import import_beside
+from motley.cli.terminal import Console
 from motley.config import Config, load_config
 from motley.core.errors import MotleyError
 from motley.data import Dataset
@@ -40,12 +40,13 @@ def plan(
     """Print the cost of every size, or with --budgets the largest size for every client."""
     import_beside(file)
     config = load_config(file, preset=preset, overrides=set_)
+    # Before the costs, which take seconds.
+    fleet = None if budgets is None else read_budgets(budgets)
     costs = costs_in(config, synthetic)
     console = Console()
-    if budgets is None:
+    if fleet is None:
         console.print(table([(size, size, cost) for size, cost in costs.items()], config, "size"))
         return
-    fleet = read_budgets(budgets)
     chosen = [largest_fitting(costs, budget) for budget in fleet]
     rows = [_row(budget, size, costs) for budget, size in zip(fleet, chosen, strict=True)]
     console.print(table(rows, config, "client"))

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from motley.cli.code import import_for_runs
 from motley.cli.export import chosen_size
+from motley.cli.terminal import Console
+from motley.cli.warnings import warn_about
 from motley.core.errors import MotleyError
 from motley.export.files import read_inputs
 from motley.export.loading import LoadedRun, load
@@ -48,6 +49,7 @@ def predict(
 ) -> None:
     """Predict classes or values for images, arrays or rows of a table."""
     import_for_runs(path)
+    warn_about(path, model=checkpoint is None)
     loaded = load(path, checkpoint)
     size = chosen_size(loaded.sizes, size, client)
     if isinstance(loaded, LoadedRun):
@@ -69,7 +71,7 @@ def predict(
     if as_json:
         print(json.dumps(_as_plain(names, predictions), indent=1))
         return
-    Console().print(_table(names, predictions))
+    Console(markup=False, emoji=False).print(_table(names, predictions))
     if exit_threshold is not None:
         _print_cost(predictor, predictions)
 

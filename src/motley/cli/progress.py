@@ -14,13 +14,14 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
 from motley.cli.show import print_outcome
+from motley.cli.terminal import Console
 from motley.core.errors import MotleyError
 from motley.federation import Federation
 from motley.runs.callbacks import Callback
@@ -187,7 +188,7 @@ class LiveProgress(Progress):
         grid = Table.grid(text(), bar, text(), text(), text(), text(), padding=(0, 2))
         round_fraction = self.clients_done / self.clients if self.clients else 0.0
         grid.add_row(
-            f"[bold]round {min(self.round_number + 1, self.rounds)}/{self.rounds}[/]",
+            Text(f"round {min(self.round_number + 1, self.rounds)}/{self.rounds}", style="bold"),
             ProgressBar(total=max(self.rounds, 1), completed=self.round_number + round_fraction),
             f"client {self.clients_done}/{self.clients}",
             f"{self.seconds_per_round:.2f} s per round" if self.durations else "",
@@ -223,7 +224,8 @@ def spark(values: list[float], width: int = 40, top: float = 1.0) -> str:
 @contextmanager
 def watch(path: Path) -> Iterator[Progress]:
     """Show a run's progress, then its results, or how to continue it after an interruption."""
-    console = Console()
+    # Names of sizes may look like rich's markup. They are printed as they are.
+    console = Console(markup=False, emoji=False)
     redrawable = console.is_interactive and console.file.isatty()
     progress = LiveProgress(console) if redrawable else PlainProgress(console)
     try:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
 from motley.cli.code import import_for_runs
+from motley.cli.terminal import Console
+from motley.cli.warnings import warn_about
 from motley.extras import require
 from motley.files import is_stream, output_file
 from motley.report.report_data import gather
@@ -28,6 +29,7 @@ def report(
     from motley.report.page import render
 
     import_for_runs(*paths)
+    warn_about(*paths)
     with output_file(out) as file:
         page = render(gather(paths), title or ", ".join(path.resolve().name for path in paths))
         file.write(page.encode())

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
 from motley.cli.code import import_for_runs
+from motley.cli.terminal import Console
 from motley.core.errors import MotleyError
 from motley.extras import require
 from motley.report.report_data import gather

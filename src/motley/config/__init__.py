@@ -20,6 +20,7 @@ from motley.config.layers import (
     read_resolved,
     read_toml,
     resolve,
+    with_overrides,
 )
 from motley.config.schema import (
     Config,
@@ -50,4 +51,5 @@ __all__ = [
     "read_resolved",
     "read_toml",
     "resolve",
+    "with_overrides",
 ]

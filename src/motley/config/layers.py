@@ -24,6 +24,10 @@ from motley.core.errors import MotleyError, unknown
 from motley.settings import NamesFile, Settings, Table, TableOf, flat, table_of, validate
 
 DEFAULT_PRESET = "quickstart"
+#: Lists and tables in one another. The settings need five.
+MAX_DEPTH = 30
+#: A configuration with every setting has less than 20,000 bytes.
+MAX_TOML_BYTES = 50_000_000
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,17 @@ def resolve_with_origins(preset: str, layers: Iterable[Layer]) -> Resolved:
     return Resolved(config, {key: origin for key, origin in origins.items() if key in kept})
 
 
+def with_overrides(config: Config, overrides: Iterable[str]) -> Config:
+    """Return a configuration with `a.b=c` overrides on top of it."""
+    chosen = parse_overrides(overrides)
+    if not chosen:
+        return config
+    reject_old_names(chosen)
+    values = config.model_dump(mode="json", exclude_none=True)
+    merged = merge(TableOf(Config), values, spelled_out(chosen, values))
+    return validate(Config, absolute_paths(merged, Path()))
+
+
 def _origins(layer: Layer, plain: Table) -> dict[str, str]:
     """Return the origin of every key of a layer.
 
@@ -143,8 +158,18 @@ def _parse_override(text: str) -> dict[str, Any]:
         raise MotleyError(
             f"--set {text!r}: write it as table.key=value, for example training.rounds=20."
         )
-    parsed = _parse_value(value)
-    for step in reversed(name.split(".")):
+    steps = name.split(".")
+    if len(steps) > MAX_DEPTH:
+        raise MotleyError(
+            f"--set {text[:60]!r}...: has {len(steps)} keys in one another; at most {MAX_DEPTH} "
+            "are read."
+        )
+    try:
+        parsed = _parse_value(value)
+        check_depth(parsed)
+    except (ValueError, RecursionError) as error:
+        raise MotleyError(f"--set {name}={value[:40]}: cannot be read: {error}.") from None
+    for step in reversed(steps):
         parsed = {step: parsed}
     return parsed
 
@@ -181,15 +206,42 @@ def _preset_values(name: str) -> dict[str, Any]:
     return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
+def check_depth(value: Any) -> None:
+    """Raise a ValueError if lists and tables are nested deeper than any setting is.
+
+    TOML's dotted keys can nest tables a million deep, where Python's own recursion ends.
+    """
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner.extend(item.values())
+            elif isinstance(item, list):
+                inner.extend(item)
+        level = inner
+    if level:
+        raise ValueError(f"lists or tables are nested more than {MAX_DEPTH} deep")
+
+
 def read_toml(file: Path) -> dict[str, Any]:
     """Return the content of a TOML file. An unreadable file is an error that names it."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        size = file.stat().st_size
+        if size > MAX_TOML_BYTES:
+            raise MotleyError(
+                f"{file}: has {size:,} bytes; a configuration has at most {MAX_TOML_BYTES:,}."
+            )
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+        check_depth(values)
+        return values
     except FileNotFoundError:
         raise MotleyError(f"{file}: there is no such configuration file.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise MotleyError(f"{file}: cannot be read: {error}.") from None
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise MotleyError(f"{file}: lists or tables are nested too deeply.") from None
+    except ValueError as error:  # invalid TOML, or a number with thousands of digits
         raise MotleyError(f"{file}: is not valid TOML: {error}.") from None
 
 

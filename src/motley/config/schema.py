@@ -6,7 +6,7 @@ Each settings class is defined beside the code it configures. This module puts t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import tomli_w
 from pydantic import (
@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from motley.client.attack import ATTACKS, ActiveAttackSettings, AttackSettings
 from motley.client.encoding import Encoding
 from motley.client.training import TrainingSettings
 from motley.config.paper_names import spelled_out
@@ -46,9 +47,18 @@ from motley.models.vgg import VGGSettings
 from motley.models.vit import ViTSettings
 from motley.privacy.settings import PrivacySettings
 from motley.server.inco import INCO, IncoOff
+from motley.server.merging import MERGES, MergeSettings
 from motley.server.optimizer import SERVER_OPTIMIZERS, ServerOptimizerSettings
 from motley.server.pipeline import STAGE, StageSettings
-from motley.settings import Choice, FilePath, RegistryChoice, Settings, Table, no_effect
+from motley.settings import (
+    Choice,
+    FilePath,
+    RegistryChoice,
+    Settings,
+    Table,
+    allowing,
+    no_effect,
+)
 from motley.splits import SPLITS, SplitSettings
 from motley.splits.private import HEAD
 from motley.tasks import LOSSES, METRICS, TASKS, Task
@@ -330,6 +340,12 @@ STATISTICS = Choice(
 )
 
 
+MaxNorm: TypeAlias = Annotated[
+    Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["off", "auto"],
+    allowing('a number, 0 or "off" for no limit, or "auto"'),
+]
+
+
 class ServerSettings(Settings):
     """How the server combines the clients' deltas."""
 
@@ -337,6 +353,7 @@ class ServerSettings(Settings):
     """Clients' weights in the average. uniform: equal. samples: proportional to their numbers of
     examples.
     """
+    merge: Annotated[SerializeAsAny[MergeSettings], MERGES] = MergeSettings()
     delta_scale: float = Field(default=1.0, gt=0)
     """Factor on the averaged delta before InCo and the server optimizer. InCo's authors divide the
     deltas of ViTs by their 5 local epochs: 0.2.
@@ -356,9 +373,30 @@ class ServerSettings(Settings):
     evaluated; clients still train from the global model itself. 0: off.
     """
     statistics: Annotated[SerializeAsAny[StatisticsSettings], STATISTICS] = StatisticsSettings()
-    min_fraction: float = Field(default=0.0, ge=0, le=1)
+    max_norm: MaxNorm = "off"
+    """Largest norm of a client's delta over its parameters. auto: `max_norm_factor` times the
+    median of the norms that were accepted from clients of its size; in the first rounds, of the
+    norms of the round. Buffers and payloads are then limited in the same way. `motley deploy init`
+    writes auto.
+    """
+    max_norm_factor: float = Field(default=3.0, gt=1)
+    """For max_norm = "auto": the multiple of the median norm that is accepted."""
+    norm_action: Literal["clip", "reject"] = "clip"
+    """What happens to an update beyond `max_norm`. clip: it is scaled down to the limit, unless it
+    is a hundred times as long. reject: it does not count.
+    """
+    max_step_factor: float = Field(default=30.0, ge=0)
+    """The step of the global state is at most this many times as long as the median of its last 20
+    steps, or in the first rounds as its parameters. Beyond it, or if the state is not finite, the
+    round is undone and ended without the responsible clients. 0: any finite step.
+    """
+    max_examples: int = Field(default=10_000_000, ge=1)
+    """Largest number of examples that a deployed node may claim to have."""
+    max_loss: float = Field(default=1e12, gt=0)
+    """Largest absolute training loss that a deployed node may report."""
+    min_fraction: float = Field(default=0.2, ge=0, le=1)
     """Fraction of a round's clients whose updates must be accepted. With fewer, the round is
-    repeated with newly sampled clients.
+    repeated with newly sampled clients. Clients without examples count as accepted.
     """
     attempts: int = Field(default=3, ge=1)
     """Number of attempts at a round (see `min_fraction`) before the run stops with an error."""
@@ -444,6 +482,7 @@ class Config(Settings):
     method: Annotated[SerializeAsAny[MethodSettings], METHOD] = MethodSettings()
     uplink: UplinkSettings = UplinkSettings()
     privacy: PrivacySettings = PrivacySettings()
+    attack: Annotated[SerializeAsAny[AttackSettings], ATTACKS] = AttackSettings()
     server: ServerSettings = ServerSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     engine: EngineSettings = EngineSettings()
@@ -464,6 +503,13 @@ class Config(Settings):
         requirements = METHODS[self.method.name].requirements
         return requirements.has_own_models(bool(self.split.private))
 
+    @property
+    def reveals_scores(self) -> bool:
+        """Whether clients report scores that epsilon does not cover."""
+        privacy = self.privacy
+        asks_clients = self.has_own_models or self.evaluation.per_client != "off"
+        return privacy.active and privacy.reveal_scores and asks_clients
+
     @model_validator(mode="before")
     @classmethod
     def _names_spelled_out(cls, values: Any) -> Any:
@@ -478,6 +524,8 @@ class Config(Settings):
         self._check_sizes()
         self._check_method()
         self._check_public()
+        self._check_merge()
+        self._check_attack()
         if self.privacy.active:
             self._check_privacy()
         return self
@@ -548,6 +596,7 @@ class Config(Settings):
             ("server.lr", self.server.lr, 1.0, delta),
             ("server.delta_scale", self.server.delta_scale, 1.0, delta),
             ("server.weighting", self.server.weighting, "uniform", delta),
+            ("server.merge.name", self.server.merge.name, "mean", delta),
             ("server.ema_decay", self.server.ema_decay, 0.0, model),
             ("server.statistics.name", self.server.statistics.name, "averaged", model),
             ("uplink.noise", self.uplink.noise, 0.0, delta),
@@ -612,6 +661,62 @@ class Config(Settings):
                 "'held-out', which takes training examples that no client gets, or another one."
             )
 
+    def _check_merge(self) -> None:
+        merge = self.server.merge.name
+        if merge == "mean":
+            return
+        setting = f"server.merge.name = {merge!r}"
+        if self.server.weighting != "uniform":
+            raise MotleyError(
+                f"server.weighting = {self.server.weighting!r}: {setting} counts every client "
+                "once. Use server.weighting = 'uniform'."
+            )
+        if self.privacy.active:
+            raise MotleyError(
+                f"{setting}: epsilon for privacy.clip = {self.privacy.clip:g} is that of a mean of "
+                "noised deltas. Use server.merge.name = 'mean'."
+            )
+        requirements = METHODS[self.method.name].requirements
+        if requirements.own_aggregation and not requirements.robust_merge:
+            able = []
+            for entry in METHODS:
+                needs = entry.item.requirements
+                if needs.exchanges_weights and (not needs.own_aggregation or needs.robust_merge):
+                    able.append(repr(entry.name))
+            raise MotleyError(
+                f"{setting}: method.name = {self.method.name!r} combines what clients send in its "
+                f"own way, which the rule would not protect. Methods that use it are "
+                f"{', '.join(able)}."
+            )
+        if merge == "krum" and getattr(self.split, "channels", "") == "random":
+            raise MotleyError(
+                f"{setting}: compares deltas of clients with the same part, and split.channels = "
+                "'random' gives every client another one. Use 'median' or 'trimmed-mean'."
+            )
+
+    def _check_attack(self) -> None:
+        attack = self.attack
+        if not isinstance(attack, ActiveAttackSettings):
+            return
+        setting = f"attack.name = {attack.name!r}"
+        if self.engine.name.startswith("flower"):
+            raise MotleyError(
+                f"{setting}: attacks are simulated in this process only, and engine.name = "
+                f"{self.engine.name!r} runs clients as nodes. Use attack.name = 'none'."
+            )
+        clients = self.federation.clients
+        if max(attack.clients, default=0) >= clients:
+            raise MotleyError(
+                f"attack.clients = {list(attack.clients)}: client ids go from 0 to {clients - 1} "
+                f"(federation.clients = {clients})."
+            )
+        exchanges_weights = METHODS[self.method.name].requirements.exchanges_weights
+        if not exchanges_weights and attack.name != "label-flip":
+            raise MotleyError(
+                f"{setting}: changes deltas, and method.name = {self.method.name!r} exchanges no "
+                "weights. Use attack.name = 'label-flip'."
+            )
+
     def _check_privacy(self) -> None:
         clip = f"privacy.clip = {self.privacy.clip:g}"
         if self.server.weighting != "uniform":
@@ -623,6 +728,13 @@ class Config(Settings):
             raise MotleyError(
                 f"federation.sampler = 'fedml': the guarantee of {clip} assumes that nobody knows "
                 "which clients take part in a round. Use federation.sampler = 'uniform'."
+            )
+        max_norm = self.server.max_norm
+        if isinstance(max_norm, float) and max_norm > 0:
+            raise MotleyError(
+                f"server.max_norm = {max_norm:g}: epsilon for {clip} is that of a mean of noised "
+                "deltas, and scaling some of them down changes their noise. Use server.max_norm = "
+                "'auto' or 'off'; the server verifies privacy.clip in any case."
             )
         if self.uplink.dtype != "fp32":
             raise MotleyError(
