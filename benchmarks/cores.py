@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 CHILD = """
 import json, sys, time
@@ -27,13 +28,16 @@ from motley.federation import Federation
 from motley.runs.checkpoint import fingerprint
 preset, workers, rounds, overrides = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:]
 federation = Federation(load_config(preset=preset, overrides=[*overrides, f"engine.workers={workers}"]))
-server = federation.initial_state()
-seconds = []
-for _ in range(rounds + 1):
-    begin = time.perf_counter()
-    server, record = federation.run_round(server)
-    seconds.append(time.perf_counter() - begin)
-print(json.dumps({"seconds": seconds[1:], "fingerprint": fingerprint(server.state)}))
+server, record = federation.queue_round(federation.initial_state())
+record.read()
+begin = time.perf_counter()
+for _ in range(rounds):
+    server, later = federation.queue_round(server)
+    record.read()  # as in `motley run`: at the latest when the next round has ended
+    record = later
+record.read()
+seconds = (time.perf_counter() - begin) / rounds
+print(json.dumps({"seconds": seconds, "fingerprint": fingerprint(server.state)}))
 """
 
 
@@ -66,7 +70,7 @@ def memory_of(processes: list[int]) -> float:
     return total / 1024
 
 
-def measure(preset: str, workers: int, rounds: int, overrides: list[str]) -> dict[str, object]:
+def measure(preset: str, workers: int, rounds: int, overrides: list[str]) -> dict[str, Any]:
     """Run a preset with a number of workers, and watch its memory."""
     command = [sys.executable, "-c", CHILD, preset, str(workers), str(rounds), *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -100,7 +104,7 @@ def main() -> None:
     parser.add_argument("--set", dest="overrides", action="append", default=[])
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
-    runs: dict[int, list[dict[str, object]]] = {count: [] for count in chosen.workers}
+    runs: dict[int, list[dict[str, Any]]] = {count: [] for count in chosen.workers}
     for _ in range(chosen.repeats):
         for count in chosen.workers:
             runs[count].append(measure(chosen.preset, count, chosen.rounds, chosen.overrides))
@@ -109,20 +113,15 @@ def main() -> None:
         sys.exit("the results differ between numbers of workers")
     rows = []
     for count, some in runs.items():
-        per_round = [statistics.fmean(run["seconds"]) for run in some]  # type: ignore[arg-type]
+        per_round = [float(run["seconds"]) for run in some]
+        pairs = zip(runs[chosen.workers[0]], some, strict=True)
+        speedups = [first["seconds"] / own["seconds"] for first, own in pairs]
         rows.append(
             {
                 "workers": count,
                 "s_per_round": statistics.median(per_round),
-                "speedup": statistics.median(
-                    first / own
-                    for first, own in zip(
-                        [statistics.fmean(run["seconds"]) for run in runs[chosen.workers[0]]],  # type: ignore[arg-type]
-                        per_round,
-                        strict=True,
-                    )
-                ),
-                "memory_mib": max(run["memory"] for run in some),  # type: ignore[type-var]
+                "speedup": statistics.median(speedups),
+                "memory_mib": max(run["memory"] for run in some),
             }
         )
     print(f"{chosen.preset}, {os.cpu_count()} cores, {chosen.repeats} x {chosen.rounds} rounds")

@@ -26,7 +26,7 @@ from motley.core.device import place
 from motley.core.graphs import capture
 from motley.core.part import State, by_type, take
 from motley.data.device import DeviceData
-from motley.engine.workers import Result, forked_workers, is_worthwhile
+from motley.engine.workers import BackgroundTasks, Result, background_workers
 from motley.methods.evaluation import TestSums, as_vector, totals
 from motley.models.inputs import dims_of
 from motley.settings import Settings
@@ -145,25 +145,26 @@ class Evaluator:
         """Return the score of every size, with its part of the global state after a round."""
         return self.start(state, round_number).scores()
 
-    def start(self, state: Mapping[str, Tensor], round_number: int) -> Evaluation:
+    def start(self, state: Mapping[str, Tensor], round_number: int) -> PendingScores:
         """Start to evaluate every size.
 
-        On a GPU this returns before the device is done. The state has then been copied, in stream
-        order, so the caller may overwrite or drop it.
+        On a GPU, and on a CPU with worker processes, this returns before the scores are there. The
+        caller may overwrite or drop the state: on a GPU it has been copied, in stream order, and
+        workers have it as it was when they were forked.
         """
         parts = {}
         for name in self._split.sizes:
             parts[name] = take(state, self._split.evaluated(name, round_number))
         # Until a size was measured, it counts as a second: that tries the workers.
         seconds = [self._seconds.get(name, 1.0) for name in parts]
-        if is_worthwhile(seconds, self._workers):
-            sums = self._start_in_workers(parts)
-        else:
-            sums = {name: self._size(name).start(part) for name, part in parts.items()}
+        workers = background_workers(seconds, self._workers)
+        if workers:
+            return self._start_in_workers(parts, workers)
+        sums = {name: self._size(name).start(part) for name, part in parts.items()}
         return Evaluation(sums, self._task, self._classes)
 
-    def _start_in_workers(self, parts: Mapping[str, State]) -> dict[str, AsyncCopy]:
-        """Evaluate sizes side by side in worker processes, those that take longest first."""
+    def _start_in_workers(self, parts: Mapping[str, State], workers: int) -> WorkerEvaluation:
+        """Evaluate sizes in worker processes, those that take longest first."""
         names = sorted(parts, key=lambda name: self._seconds.get(name, 0.0), reverse=True)
         for name in names:
             self._size(name)  # workers inherit it
@@ -173,12 +174,15 @@ class Evaluator:
             vector = self._size(name).evaluate(parts[name])
             return Result(None, {"sums": {"sums": vector}})
 
-        sums: dict[str, AsyncCopy] = {}
-        with forked_workers(evaluate, min(self._workers, len(names))) as workers:
-            for number, result in workers.run(len(names)):
-                self._seconds[names[number]] = result.seconds
-                sums[names[number]] = AsyncCopy(result.tensors["sums"]["sums"])
-        return {name: sums[name] for name in parts}
+        def finish(results: Sequence[Result]) -> dict[str, Score]:
+            sums = {}
+            for name, result in zip(names, results, strict=True):
+                self._seconds[name] = result.seconds
+                sums[name] = AsyncCopy(result.tensors["sums"]["sums"])
+            in_order = {name: sums[name] for name in parts}
+            return Evaluation(in_order, self._task, self._classes).scores()
+
+        return WorkerEvaluation(BackgroundTasks(evaluate, len(names), workers), finish)
 
     def _size(self, name: str) -> _Size:
         """Return the evaluator of a size. It is built when the size is first evaluated."""
@@ -195,7 +199,7 @@ class Evaluator:
 
 
 class PendingScores(Protocol):
-    """Scores that a GPU may still be computing."""
+    """Scores that a GPU, or worker processes, may still be computing."""
 
     @property
     def ready(self) -> bool:
@@ -203,7 +207,7 @@ class PendingScores(Protocol):
         ...
 
     def scores(self) -> dict[str, Score]:
-        """Wait for the device and return the score of every evaluated size."""
+        """Wait for the scores of all evaluated sizes and return them."""
         ...
 
 
@@ -224,6 +228,24 @@ class Evaluation:
         for size, sums in self._sums.items():
             scores[size] = Score.of(self._task, self._classes, sums.read())
         return scores
+
+
+class WorkerEvaluation:
+    """An evaluation in worker processes. `finish` makes scores of the tasks' results."""
+
+    def __init__(
+        self, tasks: BackgroundTasks, finish: Callable[[Sequence[Result]], dict[str, Score]]
+    ) -> None:
+        self._tasks, self._finish = tasks, finish
+
+    @property
+    def ready(self) -> bool:
+        """Whether the scores can be read without waiting."""
+        return self._tasks.ready
+
+    def scores(self) -> dict[str, Score]:
+        """Wait for the workers and return the score of every size."""
+        return self._finish(self._tasks.results())
 
 
 class OwnModelScores:

@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,17 +18,22 @@ import torch
 from motley.core.errors import MotleyError
 from motley.engine.base import EngineSettings
 from motley.engine.workers import (
+    BackgroundTasks,
     Result,
     WorkerError,
+    background_workers,
     forked_workers,
     is_worthwhile,
     num_workers,
 )
 from motley.federation import Federation
 from motley.methods import METHODS
+from motley.runs.callbacks import Callback
 from motley.runs.checkpoint import fingerprint
 from motley.runs.metrics import to_line
 from motley.runs.run import run_rounds
+from motley.server.record import RoundRecord
+from motley.server.state import ServerState
 from tests.conftest import chosen, tiny_config
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are for Linux")
@@ -179,6 +185,121 @@ def test_workers_are_used_only_if_they_save_time(monkeypatch: pytest.MonkeyPatch
     assert not is_worthwhile([5.0, 0.01], 2)  # the longest task alone takes as long
 
 
+def test_tasks_run_in_the_background_if_that_saves_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("motley.engine.workers.OVERHEAD", 0.03)
+    assert background_workers([0.1, 0.1], 2) == 1
+    assert background_workers([5.0], 2) == 1
+    assert background_workers([5.0, 5.0, 5.0], 2) == 2
+    assert background_workers([5.0, 5.0, 5.0], 16) == 3
+    assert background_workers([0.01, 0.01], 2) == 0
+    assert background_workers([5.0, 5.0], 1) == 0
+
+
+# ---- in the background
+
+
+def test_a_run_evaluates_in_the_background_with_the_same_records() -> None:
+    lines = {}
+    for workers in (1, 2):
+        settings = ("training.rounds=4", "training.epochs=0.2", f"engine.workers={workers}")
+        federation = Federation(tiny_config(*settings))
+        watcher = KeepLines()
+        run_rounds(federation, federation.initial_state(), [watcher])
+        lines[workers] = watcher.lines
+    assert [line["round"] for line in lines[2]] == [1, 2, 3, 4]
+    assert lines[2] == lines[1]
+    assert not multiprocessing.active_children()
+
+
+class KeepLines(Callback):
+    """Keeps what metrics.jsonl would have, but the times."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, object]] = []
+
+    def on_round(self, server: ServerState, record: RoundRecord) -> None:
+        line = to_line(record)
+        line.pop("seconds")
+        self.lines.append(line)
+
+
+def test_training_goes_on_while_a_round_is_evaluated(tmp_path: Path) -> None:
+    """The evaluation of round 1 waits for a file that is only written after round 2 has trained."""
+    federation = Federation(tiny_config(*SHORT, "engine.workers=2"))
+    gate = tmp_path / "gate"
+    federation.evaluator.batches  # noqa: B018 (put on the device before it is exchanged)
+    federation.evaluator.batches = WaitingBatches(federation.evaluator.batches, gate)
+    server, first = federation.queue_round(federation.initial_state())
+    assert not first.ready
+    server, second = federation.queue_round(server)
+    assert not first.ready
+    gate.touch()
+    assert set(first.read().scores) == set(second.read().scores) == set(federation.split.sizes)
+
+
+class WaitingBatches:
+    """Test batches that are there once a file is."""
+
+    def __init__(self, batches: Any, gate: Path) -> None:
+        self.batches, self.gate = batches, gate
+        self.data, self.size = batches.data, batches.size
+
+    def __iter__(self) -> Iterator[Any]:
+        deadline = time.monotonic() + 60
+        while not self.gate.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return iter(self.batches)
+
+
+def test_results_of_the_background_are_in_order() -> None:
+    tasks = BackgroundTasks(echo, count=5, workers=2)
+    assert [result.header for result in tasks.results()] == [0, 1, 2, 3, 4]
+    assert tasks.ready
+    assert not multiprocessing.active_children()
+
+
+def test_an_exception_in_the_background_is_raised_when_results_are_read() -> None:
+    tasks = BackgroundTasks(failing(ValueError("wrong")), count=3, workers=2)
+    wait_until(lambda: tasks.ready)
+    assert not multiprocessing.active_children()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^wrong$"):
+            tasks.results()
+
+
+def test_a_worker_that_is_killed_in_the_background_is_reported() -> None:
+    tasks = BackgroundTasks(suicidal, count=2, workers=2)
+    with pytest.raises(MotleyError, match=r"was killed by signal 9.*engine\.workers"):
+        tasks.results()
+    assert not multiprocessing.active_children()
+
+
+def test_workers_of_the_background_end_with_their_last_reference() -> None:
+    tasks = BackgroundTasks(sleep, count=2, workers=2)
+    assert len(multiprocessing.active_children()) == 2
+    # A fork drops its copy of the object, and must not end the workers of this process.
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=tasks._end)
+    process.start()
+    process.join()
+    assert len(multiprocessing.active_children()) == 2
+    del tasks
+    assert not multiprocessing.active_children()
+
+
+def sleep(number: int) -> Result:
+    time.sleep(60)
+    return Result(None, {})
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 # ---- ends
 
 
@@ -245,14 +366,15 @@ def test_an_exception_of_a_worker_is_raised_here(
     assert not multiprocessing.active_children()
 
 
-def test_a_worker_that_is_killed_ends_the_round_with_a_message() -> None:
-    def task(number: int) -> Result:
-        if number == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return echo(number)
+def suicidal(number: int) -> Result:
+    if number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return echo(number)
 
+
+def test_a_worker_that_is_killed_ends_the_round_with_a_message() -> None:
     message = r"was killed by signal 9.*engine\.workers"
-    with pytest.raises(MotleyError, match=message), forked_workers(task, 2) as workers:
+    with pytest.raises(MotleyError, match=message), forked_workers(suicidal, 2) as workers:
         list(workers.run(4))
     assert not multiprocessing.active_children()
 

@@ -6,6 +6,8 @@ state and the method, whatever objects a user made them of, and nothing has to b
 pages are shared until one side writes to them: a worker takes memory for what it changes, which is
 one learner. Only results travel, through a pipe.
 
+An evaluation runs in the background: its workers compute while this process begins the next round.
+
 Processes and not threads: between two operations of a small model, Python holds its interpreter
 lock, and torch's CPU generator, which steps are keyed by, belongs to the whole process.
 
@@ -26,6 +28,8 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -43,6 +47,9 @@ from motley.engine.base import EngineSettings
 OVERHEAD = 0.03
 #: Linux's number of the option that sends a process a signal when the one that forked it dies.
 _PR_SET_PDEATHSIG = 1
+#: glibc's numbers of two limits: freed memory above the first goes back to the system, and blocks
+#: above the second are mapped on their own.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,19 @@ def is_worthwhile(seconds: Sequence[float], workers: int) -> bool:
     return total - max(max(seconds), total / workers) > OVERHEAD
 
 
+def background_workers(seconds: Sequence[float], workers: int) -> int:
+    """Return how many workers should run tasks beside the next round; 0: run them here instead.
+
+    The round's own workers use all cores, so this gains what the tasks would leave idle here. More
+    than one worker is for tasks that might take longer than the next round.
+    """
+    total = sum(seconds)
+    if workers < 2 or total - total / workers <= OVERHEAD:
+        return 0
+    wanted = int(total / (5 * OVERHEAD)) if OVERHEAD > 0 else workers
+    return max(1, min(wanted, workers, len(seconds)))
+
+
 @contextmanager
 def forked_workers(task: Task, workers: int) -> Iterator[Workers]:
     """Fork workers that run `task` until the block ends. They are killed if it ends early."""
@@ -125,6 +145,7 @@ class Workers:
     def __init__(self, task: Task) -> None:
         self._task = task
         self._processes: dict[Connection, Any] = {}
+        self._owner = os.getpid()
 
     def fork(self, count: int) -> None:
         """Start the workers."""
@@ -153,7 +174,7 @@ class Workers:
             for ready in wait(list(running)):
                 connection = cast(Connection, ready)
                 number = running.pop(connection)
-                result = self._result(connection)
+                result = self.result(connection)
                 self._give(connection, waiting, running)
                 yield number, result
 
@@ -164,10 +185,22 @@ class Workers:
         if number is None:
             return
         running[connection] = number
-        with suppress(BrokenPipeError):  # `_result` reports a worker that has died
+        with suppress(BrokenPipeError):  # `result` reports a worker that has died
             connection.send(number)
 
-    def _result(self, connection: Connection) -> Result:
+    def deal(self, count: int) -> dict[Connection, deque[int]]:
+        """Give tasks 0 to `count` - 1 to the workers in turns; return the tasks of each."""
+        dealt: dict[Connection, deque[int]] = {}
+        connections = list(self._processes)
+        for number in range(count):
+            connection = connections[number % len(connections)]
+            dealt.setdefault(connection, deque()).append(number)
+            with suppress(BrokenPipeError):  # `result` reports a worker that has died
+                connection.send(number)
+        return dealt
+
+    def result(self, connection: Connection) -> Result:
+        """Wait for the next result of a worker, or raise the exception of its task."""
         try:
             answer = _receive(connection)
         except (EOFError, OSError):
@@ -189,6 +222,8 @@ class Workers:
 
     def end(self) -> None:
         """End all workers, whatever they are doing."""
+        if os.getpid() != self._owner:
+            return  # a fork of this process has inherited this object, but not the workers
         with _signals_deferred():
             for connection, process in self._processes.items():
                 process.kill()
@@ -197,6 +232,55 @@ class Workers:
                 process.join()
                 process.close()
             self._processes = {}
+
+
+class BackgroundTasks:
+    """Tasks that worker processes run while this process does something else.
+
+    Nobody hands out tasks in the meantime, so every worker gets its share at the beginning. The
+    workers end when all results are there, or when nobody refers to this object any more.
+    """
+
+    def __init__(self, task: Task, count: int, workers: int) -> None:
+        self._count = count
+        self._results: dict[int, Result] = {}
+        self._error: BaseException | None = None
+        self._workers = Workers(task)
+        self._end = weakref.finalize(self, self._workers.end)
+        self._workers.fork(workers)
+        #: The tasks whose results have not arrived, by the connection that they come from.
+        self._running = self._workers.deal(count)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `results` would return, or raise a task's exception, without waiting."""
+        self._receive(timeout=0)
+        return not self._running
+
+    def results(self) -> list[Result]:
+        """Wait for all results and return them in the order of their tasks."""
+        while self._running:
+            self._receive(timeout=None)
+        if self._error is not None:
+            raise self._error
+        return [self._results[number] for number in range(self._count)]
+
+    def _receive(self, timeout: float | None) -> None:
+        """Take the results that have arrived by now, or within a time."""
+        for ready in wait(list(self._running), timeout):
+            connection = cast(Connection, ready)
+            try:
+                result = self._workers.result(connection)
+            except Exception as error:
+                self._error = error
+                self._running = {}
+                break
+            numbers = self._running[connection]
+            self._results[numbers.popleft()] = result
+            if not numbers:
+                del self._running[connection]
+        if not self._running:
+            self._end()
 
 
 @contextmanager
@@ -244,6 +328,12 @@ def _serve(task: Task, connection: Connection, inherited: Sequence[Connection]) 
         other.close()
     # A garbage collection would write to every page that holds an object, and so copy it.
     gc.freeze()
+    # Keep freed memory for the next step. A worker starts with no memory of its own, and returning
+    # it to the system after every step would double the page faults of a round.
+    with suppress(AttributeError):  # another C library than glibc
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**30)
+        libc.mallopt(_M_MMAP_THRESHOLD, 2**30)
     with suppress(EOFError, OSError):  # the other side is gone
         while True:
             number = connection.recv()
