@@ -30,15 +30,13 @@ from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.files import flush
 from motley.privacy import PrivacyLedger
-from motley.server.state import ServerState
+from motley.server.state import STAGE_PREFIX, ServerState
 
-#: Prefix of the files that hold the states of the pipeline's stages.
-_STAGE = "stage-"
 #: Names of files and keys in checkpoints of earlier versions -> names now.
 _RENAMED = {
     "averaged": "ema",
     "method": "method_state",
-    "optimizer": f"{_STAGE}optimizer",
+    "optimizer": f"{STAGE_PREFIX}optimizer",
     "remembered": "client_state_rounds",
     "spent": "ledger",
 }
@@ -113,7 +111,7 @@ def _write(
 ) -> Path:
     final = folder / f"round-{server.round_number:06d}"
     unfinished.mkdir(parents=True)
-    sections = _sections(server)
+    sections = server.sections
     checksums = {}
     for name, tensors in sections.items():
         file = unfinished / f"{name}.safetensors"
@@ -143,18 +141,6 @@ def _write(
     for old in checkpoints(folder)[:-keep]:
         _delete(old)
     return final
-
-
-def _sections(server: ServerState) -> dict[str, State]:
-    """Return the tensors of a server state, one section per file. Empty ones are left out."""
-    sections = {
-        "state": server.state,
-        "ema": server.ema or {},
-        "method_state": server.method_state,
-    }
-    for name, state in server.stage_states.items():
-        sections[_STAGE + name] = state
-    return {name: tensors for name, tensors in sections.items() if tensors}
 
 
 def _storable(tensors: State) -> State:
@@ -278,8 +264,8 @@ def read_checkpoint(checkpoint: Path) -> ServerState:
         raise DamagedCheckpointError(checkpoint, file, "it does not name the global state")
     stage_states = {}
     for name, state in sections.items():
-        if name.startswith(_STAGE):
-            stage_states[name.removeprefix(_STAGE)] = state
+        if name.startswith(STAGE_PREFIX):
+            stage_states[name.removeprefix(STAGE_PREFIX)] = state
     return ServerState(
         round_number=metadata.round_number,
         state=sections["state"],

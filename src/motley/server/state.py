@@ -10,6 +10,9 @@ from torch import Tensor
 from motley.core.part import State
 from motley.privacy import PrivacyLedger
 
+#: Prefix of the sections that hold the states of the pipeline's stages.
+STAGE_PREFIX = "stage-"
+
 
 @dataclass(frozen=True)
 class ServerState:
@@ -38,6 +41,20 @@ class ServerState:
     def model(self) -> State:
         """The state that is evaluated and handed out: the moving average if one is kept."""
         return self.state if self.ema is None else self.ema
+
+    @property
+    def sections(self) -> dict[str, State]:
+        """All tensors, by what they belong to: "state", "ema", "method_state", and "stage-NAME" for
+        every stage of the pipeline that keeps something. Empty sections are left out.
+        """
+        sections = {
+            "state": self.state,
+            "ema": self.ema or {},
+            "method_state": self.method_state,
+        }
+        for name, state in self.stage_states.items():
+            sections[STAGE_PREFIX + name] = state
+        return {name: tensors for name, tensors in sections.items() if tensors}
 
     def with_model(self, model: State) -> ServerState:
         """Return a server state with another evaluated state."""

@@ -32,7 +32,7 @@ from motley.core.part import State
 from motley.core.robust import total_norm
 from motley.core.tensors import max_norm
 from motley.server.bounds import STAGE as BOUNDS
-from motley.server.state import ServerState
+from motley.server.state import STAGE_PREFIX, ServerState
 
 #: Under this name the norms of the last steps are kept in `ServerState.stage_states`.
 STAGE = "step-history"
@@ -129,7 +129,7 @@ class StateCheck:
 
 
 def _word(section: str) -> str:
-    return WORDS.get(section, f"the state of the stage {section.removeprefix('stage ')!r}")
+    return WORDS.get(section, f"the state of the stage {section.removeprefix(STAGE_PREFIX)!r}")
 
 
 def _described(largest: float) -> str:
@@ -140,15 +140,10 @@ def _described(largest: float) -> str:
 
 def _sections(server: ServerState) -> dict[str, State]:
     """Return all tensors of a server state, without what the checks keep themselves."""
-    sections = {
-        "state": server.state,
-        "ema": server.ema or {},
-        "method_state": server.method_state,
-    }
-    for name, state in server.stage_states.items():
-        if name not in (STAGE, BOUNDS):
-            sections[f"stage {name}"] = state
-    return {name: tensors for name, tensors in sections.items() if tensors}
+    sections = server.sections
+    for name in (STAGE, BOUNDS):
+        sections.pop(STAGE_PREFIX + name, None)
+    return sections
 
 
 def _steps(
