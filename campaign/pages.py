@@ -1,4 +1,4 @@
-"""Draw the tables of docs/results from the compact files under results/.
+"""Draw the tables of docs/results and of the README from the compact files under results/.
 
     python campaign/pages.py            # rewrite the drawn parts of the pages
     python campaign/pages.py --check    # only say whether they are up to date
@@ -196,6 +196,38 @@ def beyond() -> str:
     return _table(["recipe", "accuracy", "seeds", "best evaluation", "sizes 10/14/18/22/26"], rows)
 
 
+#: Lines of InCo's Table 2 in the README's table: the paper's name, and what it is.
+FRONT_LINES = {
+    "HeteroProx": "layers shared, FedProx (HeteroProx)",
+    "InCoProx": "the paper's best line: InCo on top (InCoProx)",
+    "MotleyProx": "statistics per size and an EMA instead of InCo (MotleyProx)",
+}
+
+
+def front() -> str:
+    """Return the README's table: the best of InCo's Table 2 in the paper, the same lines here, and our best recipe."""
+    runs = load_runs("inco-table2")
+    study = load_study(str(ROOT / "campaign" / "inco-table2.toml"))
+    papers = {line.name: line.paper.get("cifar10", [None])[0] for line in study.methods}
+    rows = []
+    for line, words in FRONT_LINES.items():
+        paper = "" if papers[line] is None else str(papers[line])
+        rows.append([words, paper, *_accuracy_and_seconds(runs[line])])
+    recipes = load_runs("beyond")
+    best = max(recipes, key=lambda line: max(window_mean(run) for run in recipes[line].values()))
+    words = f"our best recipe so far: SGD, statistics per size, {best}"
+    rows.append([words, "", *_accuracy_and_seconds(recipes[best])])
+    return _table(["CIFAR-10, five ResNets, 500 rounds", "paper", "here", "seconds per run"], rows)
+
+
+def _accuracy_and_seconds(runs: Runs) -> list[str]:
+    seconds = sorted(run["seconds"] for run in runs.values())
+    return [
+        str(spread([window_mean(run) for run in runs.values()])),
+        f"{seconds[len(seconds) // 2]:.0f}",
+    ]
+
+
 #: Evaluations in a reported mean of the natural data sets, whose runs have 10 to 20 of them.
 NATURAL_WINDOW = 3
 
@@ -310,7 +342,9 @@ def shakespeare_baselines() -> str:
     return _table(["prediction without a network", "accuracy"], rows)
 
 
+#: Name of a drawn part -> its page, relative to docs/results, and the function that draws it.
 DRAWN: dict[str, tuple[str, Callable[[], str]]] = {
+    "front": ("../../README.md", front),
     "inco-table2": ("inco-table2.md", inco_table2),
     "inco-table2-curves": ("inco-table2.md", inco_table2_curves),
     "new-methods": ("new-methods.md", new_methods),
@@ -384,7 +418,8 @@ def main() -> None:
     check = parser.parse_args().check
     stale = stale_pages(write=not check)
     for page in stale:
-        print(f"docs/results/{page}: {'out of date' if check else 'drawn'}")
+        name = (PAGES / page).resolve().relative_to(ROOT)
+        print(f"{name}: {'out of date' if check else 'drawn'}")
     if check and stale:
         sys.exit(1)
 
