@@ -22,7 +22,7 @@ from motley.data.device import DeviceData
 from motley.data.partition import Partition, PartitionSettings
 from motley.limits import check_fits
 from motley.methods import METHODS, Method
-from motley.models.inputs import KINDS, ImageShape
+from motley.models.inputs import KINDS, ArrayShape, ImageShape, SignalShape
 from motley.models.moments import norms_of
 from motley.models.pretrained import shapes_in
 from motley.splits import Split
@@ -130,12 +130,34 @@ def check_task(config: Config, task: Task, train: Examples, outputs: int) -> Non
             f"public.name = {config.public.name!r}: public inputs are images, and the data set has "
             f"{KINDS[type(train.shape)]}."
         )
+    task.with_label_smoothing(config.training.label_smoothing)
+    _check_mixup(config, train)
     for target in config.evaluation.targets:
         if task.primary.percent and target > 1:
             raise MotleyError(
                 f"evaluation.targets = {target:g}: {task.metric} is a fraction; targets are at "
                 "most 1."
             )
+
+
+def _check_mixup(config: Config, train: Examples) -> None:
+    """Refuse mixup for inputs that have no mean, and for methods that use the class of an input."""
+    mixup = config.training.mixup
+    if not mixup:
+        return
+    has_mean = isinstance(train.shape, ImageShape | SignalShape | ArrayShape)
+    if not has_mean or train.inputs.dtype.kind not in "fu":
+        raise MotleyError(
+            f"training.mixup = {mixup:g}: mixes numbers, and the inputs are "
+            f"{KINDS[type(train.shape)]} ({train.inputs.dtype}). Use training.mixup = 0."
+        )
+    if METHODS[config.method.name].requirements.classes:
+        fitting = [repr(e.name) for e in METHODS if not e.item.requirements.classes]
+        raise MotleyError(
+            f"training.mixup = {mixup:g}: method {config.method.name!r} needs the class of every "
+            f"input, and a mixed input has two. Use training.mixup = 0, or one of the methods "
+            f"{', '.join(fitting)}."
+        )
 
 
 def refuse_partition_by_label(partition: PartitionSettings, task: Task) -> None:

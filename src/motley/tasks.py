@@ -299,6 +299,22 @@ class Task:
             return self.example_losses(outputs, targets).mean()
         return self.loss_function.mean(*self.rows(outputs, targets))
 
+    def with_label_smoothing(self, amount: float) -> Task:
+        """Return this task with a loss whose targets give `amount` of their weight to all classes
+        alike.
+        """
+        if not amount:
+            return self
+        if self.loss_function is not CROSS_ENTROPY:
+            raise MotleyError(
+                f"training.label_smoothing = {amount:g}: is for the loss 'cross-entropy'. Use "
+                "training.label_smoothing = 0 with other losses."
+            )
+        smoothed = copy.copy(self)
+        cross_entropy = partial(F.cross_entropy, label_smoothing=amount)
+        smoothed.loss_function = Loss.of_torch(cross_entropy, "classes")
+        return smoothed
+
     def with_choices(self, loss: str, metrics: Sequence[str]) -> Task:
         """Return this task with another loss and other metrics; empty: its own.
 

@@ -12,7 +12,7 @@ import torch
 from motley.config import load_config
 from motley.core.errors import MotleyError
 from motley.data.dataset import Examples
-from motley.data.device import DRAWS, device_data
+from motley.data.device import DRAWS, MORE_DRAWS, device_data
 from motley.data.transforms import VARIANTS, TransformSettings
 from motley.federation import Federation
 from motley.models import ImageShape
@@ -32,7 +32,8 @@ def examples(count: int = 12, height: int = 10, width: int = 10, channels: int =
 
 def draws(count: int = 12, seed: int = 3) -> torch.Tensor:
     """Return random numbers for `count` images."""
-    return torch.from_numpy(np.random.default_rng(seed).random((count, DRAWS), dtype=np.float32))
+    shape = (count, DRAWS + MORE_DRAWS)
+    return torch.from_numpy(np.random.default_rng(seed).random(shape, dtype=np.float32))
 
 
 def drawn(value: float, count: int = 1, **columns: float) -> torch.Tensor:
@@ -81,6 +82,13 @@ def reference(image: np.ndarray, transform: TransformSettings, numbers: Any = No
         planes = np.stack([sampled(plane, transform.resize, box) for plane in planes])
     elif transform.resize:
         planes = np.stack([resized(plane, transform.resize) for plane in planes])
+    if numbers is not None and transform.rotate:
+        angle = (2 * float(numbers[7]) - 1) * math.radians(transform.rotate)
+        planes = np.stack([rotated(plane, angle) for plane in planes])
+    if numbers is not None and transform.jitter:
+        factor = 1 + (2 * float(numbers[9]) - 1) * transform.jitter
+        shift = (2 * float(numbers[8]) - 1) * transform.jitter
+        planes = (planes - planes.mean()) * factor + planes.mean() + shift
     if numbers is not None and transform.cutout:
         planes = planes.copy()
         cut_out(planes, transform.cutout, *map(float, numbers[5:7]))
@@ -131,6 +139,25 @@ def sampled(plane: np.ndarray, side: int, box: tuple[float, float, float, float]
     return result
 
 
+def rotated(plane: np.ndarray, angle: float) -> np.ndarray:
+    """Rotate around the centre, clockwise by a positive angle; outside, pixels are zero."""
+    rows, columns = plane.shape
+    padded = np.pad(plane, 1)
+    result = np.zeros_like(plane)
+    for i in range(rows):
+        for j in range(columns):
+            down, right = i - (rows - 1) / 2, j - (columns - 1) / 2
+            y = down * math.cos(angle) + right * math.sin(angle) + (rows - 1) / 2 + 1
+            x = right * math.cos(angle) - down * math.sin(angle) + (columns - 1) / 2 + 1
+            if not (0 <= y < rows + 1 and 0 <= x < columns + 1):
+                continue
+            y0, x0 = math.floor(y), math.floor(x)
+            upper = padded[y0, x0] * (1 - (x - x0)) + padded[y0, x0 + 1] * (x - x0)
+            lower = padded[y0 + 1, x0] * (1 - (x - x0)) + padded[y0 + 1, x0 + 1] * (x - x0)
+            result[i, j] = upper * (1 - (y - y0)) + lower * (y - y0)
+    return result
+
+
 def cut_out(planes: np.ndarray, side: int, y: float, x: float) -> None:
     """Set a square to zero. Its centre is a pixel of the image; it is clipped at the border."""
     _, height, width = planes.shape
@@ -158,6 +185,16 @@ TRANSFORMS: dict[str, dict[str, Any]] = {
     "crop, then larger": {"crop_padding": 2, "resize": 13},
     "resized crop": {**NORMAL, "resize": 14, "resized_crop": True},
     "resized crop to fewer pixels": {"resize": 7, "resized_crop": True, "flip": True, "cutout": 2},
+    "rotate": {**NORMAL, "rotate": 30},
+    "rotate by any angle": {"rotate": 180},
+    "jitter": {**NORMAL, "jitter": 0.4},
+    "everything": {
+        **VARIANTS["inco"]["cifar10"],
+        "resize": 12,
+        "rotate": 15,
+        "jitter": 0.2,
+        "cutout": 3,
+    },
     "all of the inco variant": {**VARIANTS["inco"]["cifar10"]},
     "all of the inco-vit variant": {**VARIANTS["inco-vit"]["cifar10"], "resize": 20},
 }

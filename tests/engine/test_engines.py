@@ -12,6 +12,12 @@ from motley.runs.run import run_rounds
 from tests.conftest import tiny_config
 
 AUGMENTED = ("data.transform.crop_padding=1", "data.transform.flip=true", "data.transform.cutout=2")
+REGULARIZED = (
+    "data.transform.rotate=20",
+    "data.transform.jitter=0.2",
+    "training.mixup=0.3",
+    "training.label_smoothing=0.1",
+)
 
 
 def final_hashes(*overrides: str) -> tuple[str, str]:
@@ -22,7 +28,13 @@ def final_hashes(*overrides: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("method", ["fedavg", "noisy", "every-hook"])
 @pytest.mark.parametrize(
-    "more", [(), AUGMENTED, ("training.optimizer.name=sgd", "training.optimizer.momentum=0.9")]
+    "more",
+    [
+        (),
+        AUGMENTED,
+        REGULARIZED,
+        ("training.optimizer.name=sgd", "training.optimizer.momentum=0.9"),
+    ],
 )
 def test_one_slot_several_slots_and_debug_agree(method: str, more: tuple[str, ...]) -> None:
     settings = (f"method.name={method}", *more)

@@ -1,7 +1,8 @@
-"""The plan of a turn: which examples are in which batch."""
+"""The plan of a local update: which examples are in which batch, and what its loss is."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,16 +10,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from motley.checks import check_task
 from motley.client.training import AdamSettings, Plan, SGDSettings, TrainingSettings, make_plan
 from motley.core.errors import MotleyError
-from motley.data.device import DRAWS
+from motley.core.part import State
+from motley.core.update import ClientUpdate
+from motley.data import Examples
+from motley.data.device import DRAWS, MORE_DRAWS
 from motley.data.partition import Partition
 from motley.federation import Federation
+from motley.models.inputs import TokenShape
+from motley.tasks import CLASSIFICATION
 from tests.conftest import tiny_config
 
 
-def plan(samples: int, *, augmented: bool = False, smallest: int = 1, **values: Any) -> Plan:
+def plan(samples: int, *, num_draws: int = 0, smallest: int = 1, **values: Any) -> Plan:
     """Return the plan of a client whose examples are numbered from 1000, in no order."""
     examples = 1000 + np.random.default_rng(0).permutation(samples)
     which = {
@@ -26,7 +35,11 @@ def plan(samples: int, *, augmented: bool = False, smallest: int = 1, **values: 
         for name, default in (("seed", 1), ("round_number", 2), ("client", 3))
     }
     return make_plan(
-        TrainingSettings(**values), examples, smallest=smallest, augmented=augmented, **which
+        TrainingSettings(**values),
+        examples,
+        smallest=smallest,
+        num_draws=num_draws,
+        **which,
     )
 
 
@@ -155,13 +168,13 @@ def same(one: Plan, other: Plan) -> bool:
 
 
 def test_a_plan_depends_on_seed_round_and_client_alone() -> None:
-    base = plan(50, batch_size=8, augmented=True)
+    base = plan(50, batch_size=8, num_draws=DRAWS)
     torch.manual_seed(99)
     np.random.seed(99)
     plan(7, batch_size=8, client=9)
-    assert same(plan(50, batch_size=8, augmented=True), base)
+    assert same(plan(50, batch_size=8, num_draws=DRAWS), base)
     for other in ({"seed": 2}, {"round_number": 3}, {"client": 4}, {"seed": 3, "client": 1}):
-        different = plan(50, batch_size=8, augmented=True, **other)
+        different = plan(50, batch_size=8, num_draws=DRAWS, **other)
         assert not torch.equal(different.rows, base.rows)
         assert different.draws is not None
         assert base.draws is not None
@@ -169,7 +182,7 @@ def test_a_plan_depends_on_seed_round_and_client_alone() -> None:
 
 
 def test_augmentation_does_not_change_the_batches() -> None:
-    plain, augmented = plan(50, batch_size=8), plan(50, batch_size=8, augmented=True)
+    plain, augmented = plan(50, batch_size=8), plan(50, batch_size=8, num_draws=DRAWS)
     assert plain.draws is None
     assert torch.equal(plain.rows, augmented.rows)
 
@@ -179,14 +192,113 @@ def test_longer_turns_begin_like_shorter_ones() -> None:
     assert batches(long)[: len(short.lengths)] == batches(short)
 
 
-def test_draws_are_a_vector_an_example_in_0_to_1() -> None:
-    made = plan(50, batch_size=8, augmented=True)
+def test_draws_are_one_vector_per_example_in_0_to_1() -> None:
+    made = plan(50, batch_size=8, num_draws=DRAWS)
     assert made.draws is not None
     assert made.draws.shape == (7, 8, DRAWS)
     assert made.draws.dtype == torch.float32
     assert made.draws.min() >= 0
     assert made.draws.max() < 1
     assert made.draws.unique().numel() > 0.99 * made.draws.numel()
+
+
+def test_more_draws_leave_the_first_ones_as_they_are() -> None:
+    few = plan(50, batch_size=8, num_draws=DRAWS).draws
+    many = plan(50, batch_size=8, num_draws=DRAWS + MORE_DRAWS).draws
+    assert few is not None
+    assert many is not None
+    assert torch.equal(many[..., :DRAWS], few)
+    assert many.unique().numel() > 0.99 * many.numel()
+
+
+# ---- mixup and label smoothing
+
+
+def test_mixup_draws_one_weight_per_batch_and_changes_no_batch() -> None:
+    mixed, plain = plan(800, batch_size=8, mixup=0.2), plan(800, batch_size=8)
+    assert plain.mix is None
+    assert mixed.mix is not None
+    assert torch.equal(mixed.rows, plain.rows)
+    assert mixed.mix.shape == (100,)
+    # The density of Beta(0.2, 0.2) is highest at 0 and 1; its variance is 1 / (4 * 1.4).
+    assert ((mixed.mix < 0.1) | (mixed.mix > 0.9)).float().mean() > 0.5
+    assert mixed.mix.var().item() == pytest.approx(1 / 5.6, abs=0.05)
+
+
+def one_client(*overrides: str) -> tuple[Federation, ClientUpdate]:
+    """Return a federation whose clients take one SGD step, and a client's update."""
+    one_step = ("training.steps=1", "training.optimizer.name=sgd", "training.optimizer.lr=1")
+    federation = Federation(tiny_config(*one_step, "model.resnet.norm=group", *overrides))
+    job = federation.job(federation.initial_state(), 1, 0)
+    (update,) = federation.engine.train([job], lambda client: None)
+    assert isinstance(update, ClientUpdate)
+    return federation, update
+
+
+def expected_update(federation: Federation, loss: Callable[[nn.Module, Plan], Tensor]) -> State:
+    """Return the delta of one SGD step with rate 1 on a loss: minus its gradient."""
+    job = federation.job(federation.initial_state(), 1, 0)
+    clients = federation.engine.clients  # type: ignore[attr-defined]
+    model = federation.split.build(job.size)
+    model.load_state_dict(job.state)
+    value = loss(model, clients.plan(job))
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(value, parameters)
+    return {name: -gradient for name, gradient in zip(names, gradients, strict=True)}
+
+
+def test_mixup_is_the_mean_of_two_inputs_and_of_two_losses() -> None:
+    federation, update = one_client("training.mixup=1.0")
+
+    def loss(model: nn.Module, made: Plan) -> Tensor:
+        assert made.mix is not None
+        inputs, targets = federation.engine.clients.data.batch(made.rows[0, : made.lengths[0]])  # type: ignore[attr-defined]
+        weight = float(made.mix[0])
+        logits = model(weight * inputs + (1 - weight) * inputs.flip(0))
+        own = F.cross_entropy(logits, targets)
+        return weight * own + (1 - weight) * F.cross_entropy(logits, targets.flip(0))
+
+    for name, delta in expected_update(federation, loss).items():
+        torch.testing.assert_close(update.delta[name], delta, atol=1e-5, rtol=1e-4)
+
+
+def test_label_smoothing_is_in_the_training_loss_only() -> None:
+    federation, update = one_client("training.label_smoothing=0.3")
+
+    def loss(model: nn.Module, made: Plan) -> Tensor:
+        inputs, targets = federation.engine.clients.data.batch(made.rows[0, : made.lengths[0]])  # type: ignore[attr-defined]
+        logs = model(inputs).log_softmax(1)
+        own = logs.gather(1, targets[:, None]).squeeze(1)
+        return -(0.7 * own + 0.3 * logs.mean(1)).mean()
+
+    for name, delta in expected_update(federation, loss).items():
+        torch.testing.assert_close(update.delta[name], delta, atol=1e-5, rtol=1e-4)
+    plain = Federation(tiny_config("model.resnet.norm=group"))
+    state = plain.initial_state().state
+    assert federation.evaluate(state) == plain.evaluate(state)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("training.mixup=0.2", "method.name=fedproto"), r"mixup = 0.2: method 'fedproto' needs"),
+        (
+            ("training.label_smoothing=0.1", "task.loss=torch.nn.functional:mse_loss"),
+            r"label_smoothing = 0.1: is for the loss 'cross-entropy'",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(settings: tuple[str, ...], message: str) -> None:
+    with pytest.raises(MotleyError, match=message):
+        Federation(tiny_config("server.ema_decay=0", *settings))
+
+
+def test_tokens_cannot_be_mixed() -> None:
+    tokens = Examples(
+        np.zeros((40, 6), dtype=np.int64), np.arange(40) % 4, input_shape=TokenShape(6, 9)
+    )
+    with pytest.raises(MotleyError, match=r"training.mixup = 0.5: mixes numbers"):
+        check_task(tiny_config("training.mixup=0.5"), CLASSIFICATION, tokens, 4)
 
 
 # ---- clients with next to nothing

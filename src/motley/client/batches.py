@@ -11,7 +11,7 @@ from torch import Tensor
 
 from motley.client.training import Plan
 from motley.core.async_copy import tensor_on
-from motley.data.device import DRAWS, DeviceData
+from motley.data.device import DeviceData
 from motley.models.inputs import input_dtype
 
 #: Maximum memory for a client's prepared batches.
@@ -40,7 +40,8 @@ class Batches:
         self.data = data
         self._cursor = torch.zeros(1, dtype=torch.long, device=device)
         self._rows = torch.zeros((longest, batch_size), dtype=torch.long, device=device)
-        self._draws = torch.zeros((longest, batch_size, DRAWS if data.random else 0), device=device)
+        self._draws = torch.zeros((longest, batch_size, data.num_draws), device=device)
+        self._mix = torch.ones(longest, device=device)
         self._targets = torch.zeros(
             (longest, batch_size, *data.targets.shape[1:]), dtype=data.targets.dtype, device=device
         )
@@ -60,6 +61,8 @@ class Batches:
         self._rows[:steps].copy_(self._pinned(plan.rows), non_blocking=True)
         if plan.draws is not None:
             self._draws[:steps].copy_(self._pinned(plan.draws), non_blocking=True)
+        if plan.mix is not None:
+            self._mix[:steps].copy_(self._pinned(plan.mix), non_blocking=True)
         if self._inputs is not None:
             draws = self._draws[:steps].flatten(0, 1) if self.data.random else None
             self.data.fill(self._inputs[:steps].flatten(0, 1), self._rows[:steps].flatten(), draws)
@@ -68,6 +71,10 @@ class Batches:
     def rewind(self) -> None:
         """Point at the first batch."""
         self._cursor.zero_()
+
+    def mix(self) -> Tensor:
+        """Return the weight of an example's own input in the current batch, for mixup."""
+        return self._mix.index_select(0, self._cursor)
 
     def next(self, length: int) -> tuple[Tensor, Tensor]:
         """Return the first `length` examples of the current batch, and point at the next batch."""

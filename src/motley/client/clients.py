@@ -83,6 +83,8 @@ class Clients:
         self.dp, self.encoding, self.lean = dp, encoding, lean
         self._attack = attack
         self.test_set, self._tests = test_set, tests
+        #: The task with the loss that clients train with.
+        self.training_task = method.info.task.with_label_smoothing(training.label_smoothing)
         #: How a client trains for its personalized score.
         self._personalizing = training.model_copy(update={"epochs": personalize_epochs, "steps": 0})
         self._personalizes = personalize_epochs > 0
@@ -125,7 +127,7 @@ class Clients:
             kernels=self.kernels,
             compiled=self.compiled,
             lean=self.lean,
-            task=self.method.info.task,
+            task=self.training_task,
         )
 
     def smallest_batch(self, size: str) -> int:
@@ -154,7 +156,7 @@ class Clients:
             self._personalizing if personalizes else self.training,
             self.partition.of(job.client),
             smallest=self.smallest_batch(job.size),
-            augmented=self.data.random,
+            num_draws=self.data.num_draws,
             seed=self.seed_of(job),
             round_number=job.round_number,
             client=job.client,
@@ -386,7 +388,7 @@ class Clients:
             whole,
             self.partition.of(job.client),
             smallest=1,
-            augmented=False,
+            num_draws=0,
             seed=self.seed,
             round_number=job.round_number,
             client=job.client,

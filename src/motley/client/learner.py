@@ -148,6 +148,8 @@ class Learner:
         self.batches = Batches(data, training.batch_size, longest, working_type(precision), lean)
         self.inputs = self.targets = self._no_batch = torch.zeros(0, dtype=self.batches.dtype)
         self._loss = torch.zeros((), device=device)
+        #: With mixup, the weight of an example's own input and target in this step.
+        self._mix: Tensor | None = None
         self.num_steps = self.total_steps = self.epoch_steps = 0
         self.phase = 0
         self._seed = 0
@@ -279,10 +281,15 @@ class Learner:
         """
         whole = length == self.training.batch_size
         with self._compilation() if whole else self.without_compilation():
+            if self.training.mixup:
+                self._mix = self.batches.mix()
             self.inputs, self.targets = self.batches.next(length)
+            if self._mix is not None:
+                self.inputs = _mixed(self._mix, self.inputs, self.inputs.flip(0))
             self._loss.add_(self.algorithm.train_step(self).float())
         # Let go of the batch, so that a captured graph can use its memory again.
         self.inputs = self.targets = self._no_batch
+        self._mix = None
         self.drop_gradients()
 
     def _compilation(self) -> AbstractContextManager[None]:
@@ -349,7 +356,12 @@ class Learner:
 
     def task_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the task's mean loss of a batch, in single precision."""
-        return self.task.loss(logits, targets)
+        loss = self.task.loss(logits, targets)
+        # With mixup, the batch's inputs belong to two targets. Other targets, such as those of
+        # generated features, are one per input.
+        if self._mix is None or targets is not self.targets:
+            return loss
+        return _mixed(self._mix, loss, self.task.loss(logits, targets.flip(0))).squeeze()
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of a loss; they replace those of the last `backward`."""
@@ -522,6 +534,11 @@ def _divide_by_lengths(tensors: State, lengths: tuple[Tensor, ...]) -> None:
     """
     tiny = torch.finfo(lengths[0].dtype).tiny
     torch._foreach_div_(list(tensors.values()), torch._foreach_clamp_min(lengths, tiny))
+
+
+def _mixed(weight: Tensor, own: Tensor, other: Tensor) -> Tensor:
+    """Return the mean of two tensors, in their type."""
+    return (weight * own + (1 - weight) * other).to(own.dtype)
 
 
 def _call(model: nn.Module, inputs: Tensor) -> Tensor:

@@ -195,6 +195,15 @@ class TrainingSettings(Settings):
     """Drop the last, smaller batch of an epoch, unless it is the only one."""
     max_grad_norm: float = Field(default=0.0, ge=0)
     """Maximum norm of the gradient; 0: no clipping."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Weight that a target gives to all classes alike, in the clients' training loss only. 0: all
+    weight is on the example's class.
+    """
+    mixup: float = Field(default=0.0, ge=0, le=100)
+    """Parameter of mixup: an input becomes w times itself plus (1 - w) times another input of its
+    batch, and its loss the same mean of the losses for both targets; w is drawn for each batch
+    from Beta(mixup, mixup). 0: off.
+    """
     lr_decay: float = Field(default=1.0, gt=0, le=1)
     """The learning rate of round t is lr * lr_decay ** (t - 1)."""
     lr_milestones: tuple[Annotated[int, Field(ge=1)], ...] = ()
@@ -246,10 +255,12 @@ class Plan(NamedTuple):
     lengths: list[int]
     #: (steps, batch size); a shorter batch leaves the end of its row unused.
     rows: Tensor
-    #: (steps, batch size, DRAWS) numbers in [0, 1).
+    #: (steps, batch size, draws per example) numbers in [0, 1).
     draws: Tensor | None
     #: Steps of one epoch.
     epoch_steps: int = 0
+    #: (steps,) the weight of an example's own input in mixup.
+    mix: Tensor | None = None
 
 
 #: The plan of a client that does not train.
@@ -261,13 +272,16 @@ def make_plan(
     examples: np.ndarray,
     *,
     smallest: int,
-    augmented: bool,
+    num_draws: int,
     seed: int,
     round_number: int,
     client: int,
     extra_epochs: float = 0.0,
 ) -> Plan:
-    """Draw a client's batches for a round: a fresh permutation of its examples per epoch."""
+    """Draw a client's batches for a round: a fresh permutation of its examples per epoch.
+
+    `num_draws` random numbers per example are for its augmentation (`DeviceData.num_draws`).
+    """
     epoch = training.epoch_lengths(len(examples), smallest)
     steps = training.local_steps(len(epoch), extra_epochs)
     lengths = [epoch[step % len(epoch)] for step in range(steps)]
@@ -279,8 +293,20 @@ def make_plan(
         first = (step % len(epoch)) * training.batch_size
         rows[step, :length] = order[first : first + length]
     draws = None
-    if augmented:
+    if num_draws:
+        # Each group of numbers has its own key, so that the first one is the same with and without
+        # the second.
         shape = (steps, training.batch_size, DRAWS)
         numbers = generator(seed, "augmentation", round_number, client)
         draws = torch.from_numpy(numbers.random(shape, dtype=np.float32))
-    return Plan(lengths, torch.from_numpy(rows), draws, len(epoch))
+        if num_draws > DRAWS:
+            shape = (steps, training.batch_size, num_draws - DRAWS)
+            numbers = generator(seed, "more augmentation", round_number, client)
+            more = torch.from_numpy(numbers.random(shape, dtype=np.float32))
+            draws = torch.cat([draws, more], dim=2)
+    mix = None
+    if training.mixup:
+        numbers = generator(seed, "mixup", round_number, client)
+        weights = numbers.beta(training.mixup, training.mixup, steps)
+        mix = torch.from_numpy(weights.astype(np.float32))
+    return Plan(lengths, torch.from_numpy(rows), draws, len(epoch), mix)

@@ -23,6 +23,8 @@ from motley.models.inputs import ImageShape, InputShape, dims_of, input_dtype
 #: Random numbers reserved per image, by column: 0 to 3 for the crop (a padded crop uses only the
 #: first two), 4 for the flip, 5 and 6 for the cutout.
 DRAWS = 7
+#: Further numbers, if rotation or jitter is on: 7 for the angle, 8 for brightness, 9 for contrast.
+MORE_DRAWS = 3
 
 
 def device_data(
@@ -38,8 +40,8 @@ def device_data(
 class DeviceData:
     """Examples on a device, with inputs that are used as they are stored."""
 
-    #: Whether batches are augmented, and therefore need random numbers.
-    random = False
+    #: Random numbers per example that its augmentation needs.
+    num_draws = 0
 
     def __init__(self, examples: Examples, device: torch.device) -> None:
         self.device = device
@@ -51,6 +53,11 @@ class DeviceData:
 
     def __len__(self) -> int:
         return len(self.targets)
+
+    @property
+    def random(self) -> bool:
+        """Whether batches are augmented."""
+        return self.num_draws > 0
 
     def check_batch_fits(self, key: str, size: int) -> None:
         """Reject a batch size if the inputs of one batch alone exceed the device's memory.
@@ -69,8 +76,8 @@ class DeviceData:
     def batch(self, rows: Tensor, draws: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets of the given rows.
 
-        `draws` holds `DRAWS` numbers in [0, 1) per example, for augmentation. Without it nothing is
-        augmented.
+        `draws` holds `num_draws` numbers in [0, 1) per example, for augmentation. Without it
+        nothing is augmented.
         """
         dtype = input_dtype(self.shape, torch.float32)
         return self.inputs[rows].to(dtype), self.targets[rows]
@@ -113,12 +120,8 @@ class ImageData(DeviceData):
                 f"data.transform.mean has {len(transform.mean)} values; "
                 f"the images have {self.channels} channels."
             )
-        self.random = augment and (
-            transform.crop_padding > 0
-            or transform.flip
-            or transform.cutout > 0
-            or transform.resized_crop
-        )
+        if augment:
+            self.num_draws = _num_draws(transform)
         pad = transform.crop_padding if self.random else 0
         padding_note = f", padded by data.transform.crop_padding = {pad}" if pad else ""
         with allocating(f"the {len(images)} images of the data set{padding_note}"):
@@ -176,6 +179,10 @@ class ImageData(DeviceData):
             images = self._resized_crop(images, draws)
         else:
             images = self._resized(images)
+        if transform.rotate:
+            images = self._rotated(images, draws[:, 7])
+        if transform.jitter:
+            images = self._jittered(images, draws[:, 8], draws[:, 9])
         return self._cut_out(images, draws[:, 5:7]) if transform.cutout else images
 
     def _normalized(self, images: Tensor) -> Tensor:
@@ -209,6 +216,30 @@ class ImageData(DeviceData):
         )
         return cropped.contiguous(memory_format=torch.channels_last)
 
+    def _rotated(self, images: Tensor, draws: Tensor) -> Tensor:
+        """Rotate around the centre. Corners that come from outside of the image are zero."""
+        angles = (2 * draws - 1) * math.radians(self.transform.rotate)
+        # affine_grid's coordinates run from -1 to 1 in both directions, whatever the proportions.
+        height, width = images.shape[2:]
+        cos, sin, zero = angles.cos(), angles.sin(), torch.zeros_like(angles)
+        rows = [cos, -sin * (height / width), zero, sin * (width / height), cos, zero]
+        theta = torch.stack(rows, dim=1).view(-1, 2, 3)
+        grid = F.affine_grid(theta, list(images.shape), align_corners=False)
+        rotated = F.grid_sample(
+            images, grid, mode="bilinear", padding_mode="zeros", align_corners=False
+        )
+        return rotated.contiguous(memory_format=torch.channels_last)
+
+    def _jittered(self, images: Tensor, brightness: Tensor, contrast: Tensor) -> Tensor:
+        """Change the contrast around each image's mean, then the mean itself."""
+        strength = self.transform.jitter
+        factors = 1 + strength * (2 * contrast - 1)
+        shifts = strength * (2 * brightness - 1)
+        means = images.mean(dim=(1, 2, 3), keepdim=True)
+        return (images - means) * factors[:, None, None, None] + (
+            means + shifts[:, None, None, None]
+        )
+
     def _cut_out(self, images: Tensor, draws: Tensor) -> Tensor:
         """Set a square around a random centre to zero; it may reach over the image's edge."""
         height, width = images.shape[2:]
@@ -221,3 +252,11 @@ class ImageData(DeviceData):
         in_columns = (xs >= left) & (xs < left + side)
         in_square = in_rows[:, :, None] & in_columns[:, None, :]
         return images.masked_fill_(in_square[:, None], 0.0)
+
+
+def _num_draws(transform: TransformSettings) -> int:
+    """Return how many random numbers a transform needs for each training image."""
+    if transform.rotate or transform.jitter:
+        return DRAWS + MORE_DRAWS
+    augments = transform.crop_padding or transform.flip or transform.cutout
+    return DRAWS if augments or transform.resized_crop else 0

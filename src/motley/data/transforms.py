@@ -43,6 +43,12 @@ class TransformSettings(Settings):
     """Mirror training images left to right with probability 1/2."""
     cutout: int = Field(default=0, ge=0)
     """Side in pixels of a random square that is set to zero after normalisation; 0: none."""
+    rotate: float = Field(default=0.0, ge=0, le=180)
+    """Training images are rotated by up to this many degrees in either direction; 0: not at all."""
+    jitter: float = Field(default=0.0, ge=0, lt=1)
+    """Training images get another contrast, by a factor of 1 - jitter to 1 + jitter, and another
+    brightness, by -jitter to +jitter standard deviations (pixels, without `std`). 0: none.
+    """
     resized_crop: bool = False
     """Random crop of 8 to 100 % of the area with aspect ratio 3/4 to 4/3, scaled to `resize`."""
 

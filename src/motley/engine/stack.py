@@ -33,7 +33,6 @@ from motley.core.graphs import capture
 from motley.core.part import State
 from motley.core.randomness import key
 from motley.core.update import ClientUpdate
-from motley.data.device import DRAWS
 from motley.models.inputs import dims_of, input_dtype
 from motley.models.lstm import LSTMLayer
 
@@ -48,7 +47,7 @@ def can_stack(clients: Clients, size: str) -> bool:
         return False
     if clients.method.info.split.private[size]:
         return False
-    if clients.training.max_grad_norm or clients.precision in TYPES:
+    if clients.training.max_grad_norm or clients.training.mixup or clients.precision in TYPES:
         return False
     if not clients.training.optimizer.elementwise:
         return False
@@ -67,7 +66,7 @@ class Stack:
     def __init__(self, clients: Clients, size: str, width: int) -> None:
         self.clients, self.size, self.width = clients, size, width
         device, training, data = clients.device, clients.training, clients.data
-        self.task = clients.method.info.task
+        self.task = clients.training_task
         model = clients.method.info.split.build(size).to(device).train()
         unfold_convolutions(model)
         self._logits = vmap(
@@ -228,9 +227,9 @@ class Batches:
         steps, size = max(len(plan.lengths) for plan in plans), clients.training.batch_size
         rows = np.zeros((steps, width, size), dtype=np.int64)
         lengths = np.zeros((steps, width), dtype=np.int64)
-        draws = (
-            np.zeros((steps, width, size, DRAWS), dtype=np.float32) if self.data.random else None
-        )
+        draws = None
+        if self.data.random:
+            draws = np.zeros((steps, width, size, self.data.num_draws), dtype=np.float32)
         for row, plan in enumerate(plans):
             rows[: len(plan.lengths), row] = plan.rows
             lengths[: len(plan.lengths), row] = plan.lengths
