@@ -58,7 +58,8 @@ class Result:
 
     header: Any
     tensors: Mapping[str, State]
-    #: How long the task took in its worker.
+    #: The processor time that the task took in its worker. Unlike the time on the clock, it does
+    #: not depend on how many workers shared a core.
     seconds: float = 0.0
 
 
@@ -338,9 +339,9 @@ def _serve(task: Task, connection: Connection, inherited: Sequence[Connection]) 
         while True:
             number = connection.recv()
             try:
-                begin = time.perf_counter()
+                begin = time.process_time()
                 result = task(number)
-                seconds = time.perf_counter() - begin
+                seconds = time.process_time() - begin
             except Exception as error:
                 connection.send_bytes(pickle.dumps((_portable(error), traceback.format_exc())))
             else:
