@@ -185,6 +185,7 @@ def test_real_nodes_that_are_refused_or_cannot_train(tmp_path: Path) -> None:
         own = deployment.folder.nodes / "node-1"
         images, labels = np.zeros((40, 8, 8), np.uint8), np.arange(40) % 10
         np.savez(own / "mine.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+        (own / "mine.npz").chmod(0o600)  # the server would name a file that others can read
         rewrite(own, '"digits"\npath = ""', '"npz"\npath = "mine.npz"')
         rewrite(own, "dealt = true", "dealt = false")
         deployment.serve()
