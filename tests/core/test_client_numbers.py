@@ -41,6 +41,13 @@ def test_an_update_leaves_the_mapping_before_it_as_it_was() -> None:
     assert client_numbers(before) is before and client_numbers({3: 1, 5: 2}) == before
 
 
+def test_changes_are_new_clients_and_other_numbers() -> None:
+    before = ClientNumbers({3: 1, 5: 2, 9: 1})
+    assert ClientNumbers({3: 1, 4: 1, 5: 3, 10: 1}).changed_since(before) == {4: 1, 5: 3, 10: 1}
+    assert before.changed_since(before) == {}
+    assert before.changed_since(ClientNumbers()) == before
+
+
 def test_an_empty_one_has_no_clients() -> None:
     empty = ClientNumbers()
     assert not empty and empty == {} and empty.largest() == 0 and empty.get(0) is None

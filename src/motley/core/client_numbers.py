@@ -15,12 +15,15 @@ import numpy as np
 
 Default = TypeVar("Default")
 
+#: Ids and numbers are stored in 32 bits.
+LIMIT = 2**31
+
 
 class ClientNumbers(Mapping[int, int]):
     """A mapping from client ids to numbers that never changes. Clients are in ascending order.
 
     It equals a dict with the same items. `updated` and `counted` return another mapping. Ids and
-    numbers are below 2^31.
+    numbers are below `LIMIT`.
     """
 
     def __init__(self, numbers: Mapping[int, int] | None = None) -> None:
@@ -52,7 +55,7 @@ class ClientNumbers(Mapping[int, int]):
         return iter(self.clients.tolist())
 
     def __contains__(self, client: object) -> bool:
-        return isinstance(client, int) and self.get(client) is not None
+        return self.get(client) is not None  # type: ignore[arg-type]
 
     def __getitem__(self, client: int) -> int:
         number = self.get(client)
@@ -62,6 +65,8 @@ class ClientNumbers(Mapping[int, int]):
 
     def get(self, client: int, default: Default | None = None) -> int | Default | None:  # type: ignore[override]
         """Return a client's number, or the default if it has none."""
+        if not isinstance(client, int | np.integer) or not 0 <= client < LIMIT:
+            return default
         # The id must have the array's type: for another one, NumPy would convert the whole array.
         position = int(self.clients.searchsorted(np.int32(client)))
         if position == len(self.clients) or self.clients[position] != client:
@@ -101,6 +106,16 @@ class ClientNumbers(Mapping[int, int]):
             np.insert(self.clients, positions[new], change.clients[new]),
             np.insert(numbers, positions[new], change.numbers[new]),
         )
+
+    def changed_since(self, before: ClientNumbers) -> ClientNumbers:
+        """Return the clients whose numbers are new, or other ones than before."""
+        positions = before.clients.searchsorted(self.clients)
+        inside = positions < len(before)
+        is_same = np.zeros(len(self), dtype=bool)
+        is_same[inside] = (before.clients[positions[inside]] == self.clients[inside]) & (
+            before.numbers[positions[inside]] == self.numbers[inside]
+        )
+        return ClientNumbers.from_arrays(self.clients[~is_same], self.numbers[~is_same])
 
     def counted(self, clients: Iterable[int]) -> ClientNumbers:
         """Return a mapping in which each of these clients has one more for every time it occurs."""
