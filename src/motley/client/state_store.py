@@ -234,6 +234,8 @@ class ClientStateStore:
         Only clients with another round than the last time are looked at: a state that is stored
         after a call is not older than the rounds that the call named.
         """
+        if not self._rounds:
+            return
         rounds = client_numbers(rounds)
         for client, number in rounds.changed_since(self._kept).items():
             for made in list(self._rounds.get(client, [])):
