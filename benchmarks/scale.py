@@ -340,7 +340,7 @@ def growth_table(growth: dict[str, list[dict[str, Any]]]) -> list[dict[str, str]
             exponent = np.polyfit(np.log(units), np.log(values), 1)[0]
             per_unit = scale * np.polyfit(units, values, 1)[0]
             row[factor] = f"{exponent:.2f}"
-            if exponent >= 0.1:
+            if exponent >= 0.05:
                 row[factor] += f" ({_short(per_unit)} {unit})"
         rows.append(row)
     return rows

@@ -23,7 +23,14 @@ from motley.data import Dataset, Examples
 from motley.federation import Federation
 from motley.methods import METHODS, ClientAlgorithm, Method, Requirements, Step
 from motley.runs.callbacks import SaveCheckpoints
-from motley.runs.checkpoint import checkpoints, read_checkpoint
+from motley.runs.checkpoint import (
+    checkpoints,
+    read_checkpoint,
+    read_metadata,
+    save_checkpoint,
+)
+from motley.runs.folder import RunFolder
+from motley.runs.integrity import changed_settings, data_checksums
 from motley.server.state import ServerState
 
 CLIENTS, A_ROUND = 10_000, 200
@@ -102,6 +109,22 @@ def test_clients_that_never_played_weigh_nothing_in_a_checkpoint(
     many = checkpoint_bytes(tmp_path / "many", data, method, CLIENTS)
     # The configuration is kept with a checkpoint, and its `federation.clients` has more digits.
     assert many - few == len(str(CLIENTS)) - len(str(2 * A_ROUND))
+
+
+def test_a_long_list_of_sizes_is_not_saved_with_every_checkpoint(
+    tmp_path: Path, data: Dataset
+) -> None:
+    few = [f"mlp{1 + client % 2}" for client in range(CLIENTS)]
+    listed = config("fedavg", CLIENTS, f"federation.sizes={few}")
+    federation = Federation(listed, dataset=data)
+    path = save_checkpoint(tmp_path, federation.initial_state(), keep=1, config=listed)
+    assert (path / "server.json").stat().st_size < 20_000
+    assert not changed_settings(RunFolder(tmp_path), read_metadata(path), listed)
+    # A change of a client's size is found by the checksum of all sizes.
+    other = config("fedavg", CLIENTS, f"federation.sizes={[*few[1:], few[0]]}")
+    sizes = "sizes of the clients"
+    changed = data_checksums(Federation(other, dataset=data))
+    assert changed[sizes] != data_checksums(federation)[sizes]
 
 
 def test_memories_in_host_memory_are_bounded_and_as_large_as_their_parts(

@@ -47,6 +47,9 @@ _RENAMED = {
     "remembered": "client_state_rounds",
     "spent": "ledger",
 }
+#: A longer list of clients' sizes (federation.sizes) is not saved with every checkpoint. Whether it
+#: has changed is known from the checksum of the sizes (`integrity.data_checksums`).
+MAX_SIZES = 1_000
 #: Prefix of a folder's name while it is being written or deleted.
 _UNFINISHED = "unfinished-"
 #: Prefix of the names of damaged checkpoints that a resumed run has put aside.
@@ -131,7 +134,7 @@ def _write(
         "sections": list(sections),
         "section_sha256": checksums,
         "ledger": {"rounds": server.ledger.rounds_to_json()},
-        "config": config.model_dump(mode="json") if config is not None else None,
+        "config": _saved_config(config) if config is not None else None,
         "facts": dict(facts),
     }
     # As it will be read: JSON turns numbers that are keys into texts, which sort differently.
@@ -149,6 +152,13 @@ def _write(
     for old in checkpoints(folder)[:-keep]:
         _delete(old)
     return final
+
+
+def _saved_config(config: Config) -> dict[str, Any]:
+    values = config.model_dump(mode="json")
+    if len(config.federation.sizes) > MAX_SIZES:
+        values["federation"]["sizes"] = []
+    return values
 
 
 def _sections(server: ServerState) -> dict[str, State]:
