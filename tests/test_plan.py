@@ -286,6 +286,15 @@ def test_the_command_prints_a_line_a_client_and_how_many_got_what(tmp_path: Path
     assert all(size in sizes for size in costs) and "GFLOPs" in sizes and "batch of 32" in sizes
 
 
+def test_a_large_fleet_is_summarized_by_size(tmp_path: Path) -> None:
+    """A terminal table of a million rows does not end."""
+    lines = ["phone,,60000,", *(f"desk{number},,," for number in range(1_200)), "watch,,10,"]
+    answer = call("plan", "--budgets", fleet(tmp_path, lines), *overrides(*WIDTH))
+    assert answer.code == 0 and "desk7" not in answer.out
+    assert "no size fits: watch" in answer.out
+    assert "resnet18-w1: 1201" in answer.out and answer.out.splitlines()[-1].endswith("none: 1")
+
+
 def test_planning_allocates_nothing() -> None:
     config = tiny_config(
         "split.name=width", "split.rates=[1]", "model.sizes=['resnet152']", "model.resnet.width=4"

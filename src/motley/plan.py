@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import csv
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ class Cost:
         return max(self.step_memory, self.exchange_memory)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Budget:
     """The limits of a client; None: no limit."""
 
@@ -217,8 +217,8 @@ def read_budgets(file: Path) -> list[Budget]:
     return budgets
 
 
-def _read_rows(file: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return the rows of a budgets file with their line numbers, after checking its columns."""
+def _read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of a budgets file with their line numbers, after checking its columns."""
     try:
         size = file.stat().st_size
         if size > MAX_BUDGET_BYTES:
@@ -228,22 +228,34 @@ def _read_rows(file: Path) -> list[tuple[int, dict[str, Any]]]:
         # utf-8-sig: spreadsheets write a byte order mark, which would be part of the first column.
         with file.open(newline="", encoding="utf-8-sig") as lines:
             reader = csv.DictReader(lines)
-            rows = [(reader.line_num, row) for row in reader]
-            columns = reader.fieldnames or []
+            columns = list(reader.fieldnames or [])
+            _check_columns(file, columns)
+            has_rows = False
+            for row in reader:
+                has_rows = True
+                yield reader.line_num, row
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise MotleyError(f"{file}: cannot be read: {error}.") from None
+    if not has_rows:
+        raise _no_clients(file, columns)
+
+
+def _check_columns(file: Path, columns: Sequence[str]) -> None:
     allowed = [field.name for field in fields(Budget)]
     for column in columns:
         if column not in allowed:
             raise MotleyError(f"{file}: {unknown('column', column, allowed)}")
         if columns.count(column) > 1:
             raise MotleyError(f"{file}: column {column!r} occurs twice.")
-    if "client" not in columns or not rows:
-        has = ", ".join(columns) or "none"
-        raise MotleyError(
-            f"{file}: needs a column 'client' and one line per client; its columns are: {has}."
-        )
-    return rows
+    if "client" not in columns:
+        raise _no_clients(file, columns)
+
+
+def _no_clients(file: Path, columns: Sequence[str]) -> MotleyError:
+    has = ", ".join(columns) or "none"
+    return MotleyError(
+        f"{file}: needs a column 'client' and one line per client; its columns are: {has}."
+    )
 
 
 def _budget(file: Path, line: int, row: Mapping[Any, Any]) -> Budget:

@@ -10,10 +10,10 @@ from motley.data.client_tests import (
     all_of_one,
     held_out_positions,
     hold_out,
-    joined,
     natural_tests,
 )
 from motley.data.partition import Partition
+from tests.partitions import joined
 
 
 def lists(partition: Partition) -> list[list[int]]:

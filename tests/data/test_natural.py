@@ -11,7 +11,7 @@ from motley.config import parse_overrides, resolve
 from motley.core.errors import MotleyError
 from motley.data.dataset import Dataset, Examples, load_dataset
 from motley.data.fetch import fetch
-from motley.data.natural import limit_clients
+from motley.data.natural import equally_spaced, limit_clients
 from motley.data.partition import Natural
 from motley.data.public import NoiseSettings, PublicDatasetSettings, public_images
 from motley.models.inputs import TableShape
@@ -38,6 +38,22 @@ def test_examples_of_a_client_are_taken_at_equal_distances() -> None:
     # Client 0 has the rows 0, 2, 3, 4 and 6, client 1 the rows 1 and 5.
     assert rows_of(data.train) == [0, 1, 3, 5]
     assert rows_of(data.test) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("max_clients", "max_per_client"), [(0, 3), (7, 0), (7, 3), (40, 2)])
+def test_limits_of_many_clients_are_those_of_each_client(
+    max_clients: int, max_per_client: int
+) -> None:
+    owners = np.random.default_rng(0).zipf(1.5, 300) % 40
+    data = dataset(owners.tolist(), owners.tolist())
+    names = np.unique(owners)
+    kept = set(names[equally_spaced(len(names), max_clients)].tolist())
+    rows: list[int] = []
+    for name in kept:
+        own = np.flatnonzero(owners == name)
+        rows += own[equally_spaced(len(own), max_per_client)].tolist()
+    limited = limit_clients(data, max_clients, max_per_client)
+    assert rows_of(limited.train) == rows_of(limited.test) == sorted(rows)
 
 
 def test_the_same_clients_are_left_in_both_parts() -> None:

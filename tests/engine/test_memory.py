@@ -17,16 +17,18 @@ import torch
 from torch import Tensor
 
 from motley.client import state_store as module
-from motley.client.state_store import ClientStateStore
+from motley.client.state_store import PER_STATE, PER_TENSOR, ClientStateStore
 from motley.core.errors import MotleyError
 
 CPU = torch.device("cpu")
-A_MEMORY = 2 * 3 * 4 + 8
-"""Bytes of one."""
 
 
 def memory(value: float) -> dict[str, Tensor]:
     return {"own": torch.full((2, 3), float(value)), "turns": torch.tensor(int(value))}
+
+
+A_MEMORY = 2 * 3 * 4 + 8 + 2 * PER_TENSOR + PER_STATE
+"""Bytes of one."""
 
 
 def value(found: dict[str, Tensor]) -> float:

@@ -533,19 +533,35 @@ _server("sections of the method lost", lambda values: values["sections"].remove(
 _server("section added", lambda values: values["sections"].append("other"))
 _server("section outside", lambda values: values["sections"].append("../../../x"))
 _server("sections a number", lambda values: values.update(sections=3))
-_server(
-    "client's round edited",
-    lambda values: values["client_state_rounds"].update(
-        {client: 1 for client in values["client_state_rounds"]}
-    ),
-)
-_server("a client lost", lambda values: values["client_state_rounds"].popitem())
-_server("unknown client", lambda values: values["client_state_rounds"].update({"99": 1}))
 _server("ledger a list", lambda values: values.update(ledger=[1]))
 _server("ledger edited", lambda values: values.update(ledger={"rounds": "x"}))
 _server("seed in its configuration edited", lambda values: values["config"].update(seed=9))
 _server("configuration a number", lambda values: values.update(config=3))
 _server("configuration lost", lambda values: values.pop("config"))
+
+
+def _client_state_rounds(run: Path) -> dict[int, int]:
+    """Return the rounds of the clients' states in the newest checkpoint."""
+    tensors = load_file(run / NEWEST / "client_state_rounds.safetensors")
+    return dict(zip(tensors["clients"].tolist(), tensors["numbers"].tolist(), strict=True))
+
+
+def _rounds(name: str, change: Callable[[dict[int, int]], object]) -> None:
+    def edit(run: Path) -> None:
+        rounds = _client_state_rounds(run)
+        change(rounds)
+        tensors = {
+            "clients": torch.tensor(list(rounds), dtype=torch.int32),
+            "numbers": torch.tensor(list(rounds.values()), dtype=torch.int32),
+        }
+        save_file(tensors, run / NEWEST / "client_state_rounds.safetensors")
+
+    DAMAGES[f"client_state_rounds: {name}"] = edit
+
+
+_rounds("client's round edited", lambda rounds: rounds.update(dict.fromkeys(rounds, 1)))
+_rounds("a client lost", lambda rounds: rounds.popitem())
+_rounds("unknown client", lambda rounds: rounds.update({99: 1}))
 
 
 @damage("server: deep")
@@ -559,7 +575,7 @@ def _(run: Path) -> None:
 
 
 # tensors
-for _name in ("state", "ema", "method_state", "stage-optimizer"):
+for _name in ("state", "ema", "method_state", "stage-optimizer", "client_state_rounds"):
     _add_files(_name, f"{NEWEST}/{_name}.safetensors", "missing, empty, truncated, garbage")
 _add_files("state", f"{NEWEST}/state.safetensors", "a folder")
 
@@ -720,7 +736,7 @@ def _sql(name: str, statement: str) -> None:
     def edit(run: Path) -> None:
         with sqlite3.connect(_states(run)) as database:
             (table,) = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-            newest = json.loads((run / NEWEST / "server.json").read_text())["client_state_rounds"]
+            newest = _client_state_rounds(run)
             client = min(newest, key=lambda client: (-newest[client], client))
             words = {"table": table[0], "client": client, "round": newest[client]}
             database.execute(statement.format(**words))
@@ -772,10 +788,10 @@ def _(run: Path) -> None:
 def _(run: Path) -> None:
     with sqlite3.connect(_states(run)) as database:
         (table,) = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-        newest = json.loads((run / NEWEST / "server.json").read_text())["client_state_rounds"]
+        newest = _client_state_rounds(run)
         # Sizes alternate between clients: 0 and 2 have states of the same shapes.
         rows = []
-        for client in sorted(newest, key=int):
+        for client in sorted(newest):
             where = f"WHERE client = {client} AND round = {newest[client]}"
             (row,) = database.execute(f"SELECT rowid, content FROM {table[0]} {where}")
             rows.append(row)

@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import motley.runs
 from motley.core.errors import MotleyError
+from motley.privacy import PrivacyLedger
+from motley.privacy.accounting import SampledMechanism
 from motley.runs import checkpoint
 from motley.runs.checkpoint import (
     checkpoints,
@@ -53,6 +55,8 @@ def make_server(round_number: int, seed: int = 0, **changes: Any) -> ServerState
     server = ServerState(
         round_number, state, averaged, method, {0: 1, 7: round_number, 123456: 2}, stages
     )
+    mechanisms = {"small": {SampledMechanism(3, 2, 1.5): round_number}}
+    server = replace(server, ledger=PrivacyLedger(mechanisms, {2: 1, 7: round_number}))
     return replace(server, **changes)
 
 
@@ -78,7 +82,7 @@ def everything(server: ServerState | None) -> object:
             server.stage_states.get("optimizer"),
         )
     ]
-    return server.round_number, sections, server.client_state_rounds
+    return server.round_number, sections, server.client_state_rounds, server.ledger
 
 
 @pytest.mark.parametrize(
@@ -122,8 +126,14 @@ def test_checkpoints_of_earlier_versions_can_be_read(tmp_path: Path) -> None:
         (path / f"{new}.safetensors").rename(path / f"{old}.safetensors")
     numbers = _without_checksums(path)
     numbers["sections"] = [old_names.get(name, name) for name in numbers["sections"]]
-    numbers["remembered"] = numbers.pop("client_state_rounds")
-    numbers["spent"] = numbers.pop("ledger")
+    # Numbers of clients were in server.json, not in files of their own.
+    for name, key in (("client_state_rounds", "remembered"), ("ledger_uploads", "uploads")):
+        tensors = load_file(path / f"{name}.safetensors")
+        (path / f"{name}.safetensors").unlink()
+        numbers["sections"].remove(name)
+        clients = map(str, tensors["clients"].tolist())
+        numbers[key] = dict(zip(clients, tensors["numbers"].tolist(), strict=True))
+    numbers["spent"] = {**numbers.pop("ledger"), "uploads": numbers.pop("uploads")}
     (path / "server.json").write_text(json.dumps(numbers))
     assert everything(load_checkpoint(tmp_path)) == everything(server)
 
@@ -305,7 +315,15 @@ def test_a_checkpoint_is_on_disk_before_it_is_renamed(
     save_checkpoint(tmp_path, make_server(1), keep=2)
     at = events.index("rename")
     sections = {
-        f"{name}.safetensors" for name in ("state", "ema", "method_state", "stage-optimizer")
+        f"{name}.safetensors"
+        for name in (
+            "state",
+            "ema",
+            "method_state",
+            "stage-optimizer",
+            "client_state_rounds",
+            "ledger_uploads",
+        )
     }
     assert set(events[:at]) == {*sections, "server.json", "unfinished-000001"}
     assert events[at + 1 :] == [tmp_path.name]

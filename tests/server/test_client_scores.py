@@ -15,7 +15,6 @@ from motley.client.scoring import ClientTests
 from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.data import Dataset, Examples, load_dataset
-from motley.data.client_tests import joined
 from motley.data.device import device_data
 from motley.data.transforms import TransformSettings
 from motley.engine.base import Job
@@ -30,6 +29,7 @@ from motley.server.record import RoundRecord
 from motley.server.state import ServerState
 from motley.tasks import CLASSIFICATION, TASKS
 from tests.conftest import chosen, tiny_config
+from tests.partitions import joined
 
 MLP = (
     "model.sizes=['mlp1','mlp2','mlp3']",

@@ -21,6 +21,8 @@ from motley.data.device import device_data
 from motley.methods import METHODS
 from motley.plan import NODE_RUNTIME, Budget, Cost, costs_of, largest_fitting, read_budgets
 
+#: With more clients than this, only the sizes are printed, and how many clients have each.
+MAX_ROWS = 1000
 COLUMNS = ("parameters", "GFLOPs\nper step", "activ.\nMB", "memory\nMB", "MB per\nround")
 
 
@@ -48,8 +50,16 @@ def plan(
         console.print(table([(size, size, cost) for size, cost in costs.items()], config, "size"))
         return
     chosen = [largest_fitting(costs, budget) for budget in fleet]
-    rows = [_row(budget, size, costs) for budget, size in zip(fleet, chosen, strict=True)]
-    console.print(table(rows, config, "client"))
+    if len(fleet) <= MAX_ROWS:
+        rows = [_row(budget, size, costs) for budget, size in zip(fleet, chosen, strict=True)]
+        console.print(table(rows, config, "client"))
+    else:
+        console.print(table([(size, size, cost) for size, cost in costs.items()], config, "size"))
+        unfit = [b.client for b, size in zip(fleet, chosen, strict=True) if size is None]
+        if unfit:
+            more = f" and {len(unfit) - 10:,} more" if len(unfit) > 10 else ""
+            names = ", ".join(unfit[:10]) + more
+            console.print(f"no size fits: {names}", highlight=False, markup=False, soft_wrap=True)
     counts = Counter(size or "none" for size in chosen)
     console.print(", ".join(f"{size}: {counts[size]}" for size in (*costs, "none") if counts[size]))
 

@@ -172,16 +172,19 @@ def flip_labels(
 
     The data set itself is not changed, only its copies for training.
     """
-    rows = [partition.of(client) for client in sorted(clients)]
-    if not rows:
+    if not clients:
         return
-    own = np.concatenate(rows)
-    for client in range(len(partition)):
-        if client not in clients and np.isin(partition.of(client), own).any():
-            raise MotleyError(
-                f"attack.name = 'label-flip': client {client} holds examples of an attacker too, "
-                "which would change its labels. Use a partition in which clients share no examples."
-            )
+    is_attacker = np.zeros(len(partition), dtype=bool)
+    is_attacker[list(clients)] = True
+    is_own = np.repeat(is_attacker, partition.sizes)
+    own = partition.indices[is_own]
+    shared = ~is_own & np.isin(partition.indices, own)
+    if shared.any():
+        client = int(np.searchsorted(partition.offsets, np.argmax(shared), side="right")) - 1
+        raise MotleyError(
+            f"attack.name = 'label-flip': client {client} holds examples of an attacker too, "
+            "which would change its labels. Use a partition in which clients share no examples."
+        )
     for data in copies:
         targets = data.targets.clone()
         chosen = torch.as_tensor(own, device=targets.device)

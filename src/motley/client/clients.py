@@ -184,10 +184,17 @@ class Clients:
 
     def check_states(self, rounds: Mapping[int, int]) -> None:
         """Raise if the stored state of one of these clients (client -> round) cannot be read."""
-        expected = {}
-        for client, round_number in rounds.items():
-            if self.keeps_state(self.method.info.size_of(client, round_number)):
-                expected[client] = round_number
+        sizes = self.method.info.split.sizes
+        keeping = [size for size in sizes if self.keeps_state(size)]
+        if not keeping:
+            return
+        expected: Mapping[int, int] = rounds
+        if len(keeping) < len(sizes):
+            of_sizes = {}
+            for client, round_number in rounds.items():
+                if self.method.info.size_of(client, round_number) in keeping:
+                    of_sizes[client] = round_number
+            expected = of_sizes
         self.memory.check(expected)
 
     def stored_state(self, job: Job) -> State:

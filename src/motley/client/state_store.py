@@ -25,16 +25,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from motley.core.client_numbers import ClientNumbers, client_numbers
 from motley.core.errors import MotleyError
 from motley.core.part import State, by_type
 
 #: Default limit of host memory for client states, in bytes.
 HELD = 2**30
+#: Bytes that an object of Python and torch takes beside a tensor's values, and a state beside its
+#: tensors. For a state of a thousand parameters that is three quarters of its memory.
+PER_TENSOR, PER_STATE = 550, 400
 #: Bytes of a state in one row: SQLite's rows are limited to 10^9 bytes.
 PIECE = 2**26
 #: `ClientStateStore.check` reads at most this many bytes. Other states are verified when they are
@@ -72,12 +77,15 @@ class ClientStateStore:
         self._unsaved: set[tuple[int, int]] = set()
         #: The states in the file that were written for lack of memory and are in no checkpoint yet.
         self._spilled: set[tuple[int, int]] = set()
-        #: Client -> the rounds of its states that may be on the device or in host memory.
+        #: Client -> the rounds of its states that are in memory or in `_spilled`. A client whose
+        #: states are all in the file and in a checkpoint has no entry here nor in `_named`, so that
+        #: memory does not grow with the clients that have ever taken part.
         self._rounds: dict[int, list[int]] = {}
         #: Client -> the last two rounds that the server named; the first is None if it named one.
         self._named: dict[int, tuple[int | None, int]] = {}
         self._file: ClientStateFile | None = None
-        self._forgotten: Mapping[int, int] = {}
+        #: The rounds of the last `_drop_older`, and of the last `forget_older`.
+        self._kept, self._forgotten = ClientNumbers(), ClientNumbers()
 
     def put(self, client: int, round_number: int, state: Mapping[str, Tensor]) -> None:
         """Store a copy of a client's state after a round; the oldest states make room for it."""
@@ -121,6 +129,8 @@ class ClientStateStore:
                 self._write(oldest)
                 self._spilled.add(oldest)
             self.held_bytes -= _bytes(self._held.pop(oldest))
+            if oldest not in self._spilled:
+                self._discard_round(*oldest)
 
     def recall(self, client: int, round_number: int) -> State:
         """Return the state that a client starts a round with, and drop those that will not be named
@@ -133,15 +143,9 @@ class ClientStateStore:
         if now != round_number:
             before = now
             self._named[client] = before, round_number
-        kept = [
-            number
-            for number in self._rounds.get(client, [])
-            if number >= round_number or number == before
-        ]
-        self._drop(
-            (client, number) for number in self._rounds.get(client, []) if number not in kept
-        )
-        self._rounds[client] = kept
+        for number in list(self._rounds.get(client, [])):
+            if number < round_number and number != before:
+                self._drop([(client, number)])
         return self.get(client, round_number)
 
     def get(self, client: int, round_number: int) -> State:
@@ -165,18 +169,20 @@ class ClientStateStore:
 
         Called before a run continues: it can still go back to an older checkpoint then.
         """
+        rounds = client_numbers(rounds)
         file = self._open(make=False)
-        unread = MAX_CHECKED
-        for client, round_number in rounds.items():
-            key = client, round_number
-            if key in self._near or key in self._held:
-                continue
-            size = file.size_of(client, round_number) if file else 0
-            if file is None or not size:
-                raise self._missing(client, round_number)
-            if size <= unread:
-                file.read(client, round_number)
-                unread -= size
+        found = [client for client, number in self._near if rounds.get(client) == number]
+        found += [client for client, number in self._held if rounds.get(client) == number]
+        if file is not None:
+            for client, number, size in file.sizes():
+                if size and rounds.get(client) == number:
+                    found.append(client)
+        missing = rounds.clients[~np.isin(rounds.clients, found)]
+        if len(missing):
+            client = int(missing[0])
+            raise self._missing(client, rounds[client])
+        if file is not None:
+            file.verify(rounds, MAX_CHECKED)
 
     def _missing(self, client: int, round_number: int) -> MotleyError:
         return MotleyError(
@@ -197,9 +203,17 @@ class ClientStateStore:
         for client, made in sorted(self._unsaved):
             if rounds.get(client) == made:
                 self._write((client, made))
+        spilled = list(self._spilled)
         self._spilled.clear()
         if self._file:
             self._file.commit()
+        for key in spilled:
+            if key not in self._near and key not in self._held:
+                self._discard_round(*key)
+        # The server names these rounds or later ones from now on.
+        for client, (_, named) in list(self._named.items()):
+            if named <= rounds.get(client, 0):
+                del self._named[client]
 
     def forget_older(self, rounds: Mapping[int, int]) -> None:
         """Delete states of rounds before the named ones.
@@ -209,23 +223,38 @@ class ClientStateStore:
         self._drop_older(rounds)
         file = self._open(make=False)
         if file:
-            file.delete_older(
-                (c, made) for c, made in rounds.items() if self._forgotten.get(c) != made
-            )
+            rounds = client_numbers(rounds)
+            file.delete_older(rounds.changed_since(self._forgotten).items())
             file.commit()
             self._forgotten = rounds
 
     def _drop_older(self, rounds: Mapping[int, int]) -> None:
-        self._drop(
-            [
-                (client, made)
-                for client, made in (*self._near, *self._held)
-                if made < rounds.get(client, 0)
-            ]
-        )
+        """Drop states in memory of rounds before the named ones.
+
+        Only clients with another round than the last time are looked at: a state that is stored
+        after a call is not older than the rounds that the call named.
+        """
+        if not self._rounds:
+            return
+        rounds = client_numbers(rounds)
+        for client, number in rounds.changed_since(self._kept).items():
+            for made in list(self._rounds.get(client, [])):
+                in_memory = (client, made) in self._near or (client, made) in self._held
+                if made < number and in_memory:
+                    self._drop([(client, made)])
+        self._kept = rounds
+
+    def _discard_round(self, client: int, round_number: int) -> None:
+        """Forget that a state may be in memory."""
+        rounds = self._rounds.get(client, [])
+        if round_number in rounds:
+            rounds.remove(round_number)
+        if not rounds:
+            self._rounds.pop(client, None)
 
     def _drop(self, keys: Iterable[tuple[int, int]]) -> None:
         for key in keys:
+            self._discard_round(*key)
             self._unsaved.discard(key)
             self._made.pop(key, None)
             self.near_bytes -= _bytes(self._near.pop(key, {}))
@@ -326,17 +355,44 @@ class ClientStateFile:
                     raise ValueError("its checksum is wrong")
                 return dict(sorted(load(content).items()))
             except (SafetensorError, ValueError, TypeError) as error:
-                raise MotleyError(
-                    f"{self.path or 'client states'}: the state of client {client} after round "
-                    f"{round_number} is damaged: {error}."
-                ) from None
+                raise self._damaged(client, round_number, error) from None
 
-    def size_of(self, client: int, round_number: int) -> int:
-        """Return the number of bytes of a state; 0: there is none."""
-        query = "SELECT sum(length(content)) FROM client_states WHERE client = ? AND round = ?"
+    def sizes(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the client, the round and the bytes of the first piece of every state."""
+        query = "SELECT client, round, length(content) FROM client_states WHERE piece = 0"
         with self._explained("read"):
-            (size,) = self._database.execute(query, (client, round_number)).fetchone()
-        return size or 0
+            yield from self._database.execute(query)
+
+    def verify(self, rounds: Mapping[int, int], limit: int) -> None:
+        """Raise if one of the named states (client -> round) is damaged.
+
+        States are read in the order of the file, up to `limit` bytes: a query for each of a million
+        small states would take a minute. Of several damaged states, the first client's is named.
+        """
+        damaged = []
+        query = "SELECT client, round, piece, content, sha256 FROM client_states"
+        with self._explained("read"):
+            for client, round_number, piece, content, digest in self._database.execute(query):
+                limit -= len(content) if isinstance(content, bytes) else 0
+                if limit < 0:
+                    break
+                if rounds.get(client) != round_number:
+                    continue
+                is_whole = isinstance(content, bytes) and piece == 0 and len(content) < PIECE
+                if is_whole and digest is not None:
+                    if digest != _digest(client, round_number, content):
+                        damaged.append(client)
+                elif piece == 0:
+                    self.read(client, round_number)
+        if damaged:
+            client = min(damaged)
+            raise self._damaged(client, rounds[client], "its checksum is wrong")
+
+    def _damaged(self, client: int, round_number: int, reason: object) -> MotleyError:
+        return MotleyError(
+            f"{self.path or 'client states'}: the state of client {client} after round "
+            f"{round_number} is damaged: {reason}."
+        )
 
     def delete(self, client: int, round_number: int) -> None:
         """Delete a state."""
@@ -451,4 +507,7 @@ def _copied(state: Mapping[str, Tensor]) -> State:
 
 
 def _bytes(state: Mapping[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in state.values())
+    """Return the memory that a state takes, with all objects that it consists of."""
+    if not state:
+        return 0
+    return PER_STATE + sum(PER_TENSOR + tensor.nbytes for tensor in state.values())

@@ -32,16 +32,19 @@ def hold_out(
             "(data.partition.allow_shared), so that one client would train on the test examples "
             "of another. Use a partition without shared examples."
         )
-    trained: list[np.ndarray] = []
-    tested: list[np.ndarray] = []
-    for client in range(len(partition)):
-        rows = partition.of(client)
-        chosen = held_out_positions(targets[rows], fraction, seed, client)
-        is_tested = np.zeros(len(rows), dtype=bool)
-        is_tested[chosen] = True
-        trained.append(rows[~is_tested])
-        tested.append(rows[is_tested])
-    return joined(trained), joined(tested)
+    indices, offsets = partition.indices, partition.offsets
+    targets_by_client = targets[indices]
+    is_tested = np.zeros(len(indices), dtype=bool)
+    # Only clients that hold out an example draw numbers. With natural clients that is often half of
+    # them, and each draw takes 20 microseconds.
+    for client in np.flatnonzero(partition.sizes > 1).tolist():
+        start, end = offsets[client : client + 2].tolist()
+        chosen = held_out_positions(targets_by_client[start:end], fraction, seed, client)
+        is_tested[start + chosen] = True
+    num_tested = np.concatenate([[0], np.cumsum(is_tested)])
+    tested_offsets = num_tested[offsets]
+    trained = Partition(indices[~is_tested], offsets - tested_offsets)
+    return trained, Partition(indices[is_tested], tested_offsets)
 
 
 def held_out_positions(targets: np.ndarray, fraction: float, seed: int, client: int) -> np.ndarray:
@@ -79,12 +82,14 @@ def natural_tests(
             "evaluation.per_client: the data set does not record which client a test example "
             f"belongs to. {ADVICE}"
         )
-    owners = np.repeat(np.arange(len(partition)), partition.sizes)
-    names = train_clients[partition.indices]
-    # One pair (natural client, client of the federation) for each that occurs.
-    pairs = np.unique(np.stack([names, owners], axis=1), axis=0)
-    names, owners = pairs[:, 0], pairs[:, 1]
-    if len(np.unique(names)) < len(names) or len(np.unique(owners)) < len(owners):
+    owners = np.flatnonzero(partition.sizes)
+    names_of_examples = train_clients[partition.indices]
+    # The natural client of each client's first example, which should be that of all its examples.
+    names = names_of_examples[partition.offsets[owners]]
+    is_mixed = np.repeat(names, partition.sizes[owners]) != names_of_examples
+    by_name = np.argsort(names)
+    names, owners = names[by_name], owners[by_name]
+    if is_mixed.any() or (np.diff(names) == 0).any():
         raise MotleyError(
             "evaluation.per_client: a client's test examples are those of one natural client, and "
             "the partition mixes or divides the natural clients of the data set. "
@@ -108,9 +113,3 @@ def all_of_one(client: int, clients: int, examples: int) -> Partition:
     offsets = np.zeros(clients + 1, dtype=np.int64)
     offsets[client + 1 :] = examples
     return Partition(np.arange(examples, dtype=np.int64), offsets)
-
-
-def joined(lists: list[np.ndarray]) -> Partition:
-    """Return a partition of these samples per client."""
-    offsets = np.concatenate([[0], np.cumsum([len(rows) for rows in lists])]).astype(np.int64)
-    return Partition(np.concatenate(lists).astype(np.int64), offsets)

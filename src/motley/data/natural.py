@@ -49,8 +49,9 @@ def _rows(clients: np.ndarray, dropped: np.ndarray, limit: int) -> np.ndarray:
     """Return the rows of clients that are not dropped, at most `limit` of each, in order."""
     by_client = np.argsort(clients, kind="stable")
     names, starts, counts = np.unique(clients[by_client], return_index=True, return_counts=True)
-    chosen = [np.zeros(0, dtype=np.int64)]
-    for name, start, count in zip(names, starts, counts, strict=True):
-        if name not in dropped:
-            chosen.append(by_client[start + equally_spaced(int(count), limit)])
-    return np.sort(np.concatenate(chosen))
+    taken = np.minimum(counts, limit) if limit else counts.copy()
+    taken[np.isin(names, dropped)] = 0
+    # As `equally_spaced`, for all clients at once: of n examples, example rank * n // taken.
+    rank = np.arange(taken.sum()) - np.repeat(np.cumsum(taken) - taken, taken)
+    place = rank * np.repeat(counts, taken) // np.repeat(taken, taken)
+    return np.sort(by_client[np.repeat(starts, taken) + place])

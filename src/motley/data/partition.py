@@ -3,7 +3,7 @@
 Every partition except the user's own file is computed as a vector that names one owner per sample,
 so it is disjoint and complete by construction. Each client gets at least one sample. All random
 numbers come from a generator keyed by the seed and the partition's name, never from NumPy's global
-state. The work is vectorised over clients, because federations of 100,000 clients are supported.
+state. The work is vectorised over clients, because federations of a million clients are supported.
 """
 
 from __future__ import annotations
@@ -375,19 +375,19 @@ class Natural(PartitionSettings):
         """Return the examples of each natural client."""
         if owners is None:
             return self.split(labels, clients, seed)
-        chosen = np.unique(owners)
-        if not 1 <= clients <= len(chosen):
+        by_client = np.argsort(owners, kind="stable").astype(np.int64, copy=False)
+        names, sizes = np.unique(owners[by_client], return_counts=True)
+        if not 1 <= clients <= len(names):
             raise MotleyError(
-                f"federation.clients = {clients}: should be 1 to {len(chosen)}, the number of "
+                f"federation.clients = {clients}: should be 1 to {len(names)}, the number of "
                 "natural clients in the data set."
             )
-        if clients < len(chosen):
+        if clients < len(names):
             rng = generator(seed, "partition", self.name)
-            chosen = np.sort(rng.choice(chosen, clients, replace=False))
-        samples = np.flatnonzero(np.isin(owners, chosen))
-        numbers = np.searchsorted(chosen, owners[samples])
-        by_client = np.argsort(numbers, kind="stable")
-        return Partition(samples[by_client], _offsets(np.bincount(numbers, minlength=clients)))
+            is_chosen = np.isin(names, rng.choice(names, clients, replace=False))
+            by_client = by_client[np.repeat(is_chosen, sizes)]
+            sizes = sizes[is_chosen]
+        return Partition(by_client, _offsets(sizes))
 
 
 @PARTITIONS.register("file", "your own lists of sample indices, from a .json or .npz file")

@@ -298,8 +298,14 @@ def fit_images(images: np.ndarray, shape: tuple[int, ...], setting: str) -> np.n
 
 def refuse_clients_images(public: np.ndarray, train: np.ndarray, setting: str) -> None:
     """Refuse public images that are also training images of the clients, byte for byte."""
-    training = {hashlib.blake2b(image.tobytes()).digest() for image in train}
-    shared = sum(hashlib.blake2b(image.tobytes()).digest() in training for image in public)
+    hashes = [hashlib.blake2b(image.tobytes()).digest() for image in public]
+    # Only hashes of public images are kept: there may be millions of training images.
+    of_public, found = set(hashes), set()
+    for image in train:
+        digest = hashlib.blake2b(image.tobytes()).digest()
+        if digest in of_public:
+            found.add(digest)
+    shared = sum(digest in found for digest in hashes)
     if shared:
         raise MotleyError(
             f"{setting}: {shared} of its {len(public)} images are also training images of the "

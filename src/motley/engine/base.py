@@ -7,7 +7,7 @@ states; the server sees neither.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
@@ -140,10 +140,10 @@ class Engine(Protocol):
         """
         ...
 
-    def save_memory(self, rounds: dict[int, int]) -> None:
+    def save_memory(self, rounds: Mapping[int, int]) -> None:
         """Make the clients' states of the given rounds (client -> round) durable."""
         ...
 
-    def forget_memory(self, rounds: dict[int, int]) -> None:
+    def forget_memory(self, rounds: Mapping[int, int]) -> None:
         """Drop the clients' states of rounds before the given ones (client -> round)."""
         ...

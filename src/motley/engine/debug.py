@@ -6,7 +6,7 @@ Every faster way to run clients is tested against it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from motley.client.clients import Clients, own_randomness
@@ -70,10 +70,10 @@ class DebugEngine:
             return self.clients.add_same_score(answer)
         return self.clients.add_personalized(answer, self._train(job, plan))
 
-    def save_memory(self, rounds: dict[int, int]) -> None:
+    def save_memory(self, rounds: Mapping[int, int]) -> None:
         """Write the clients' states."""
         self.clients.memory.save(rounds)
 
-    def forget_memory(self, rounds: dict[int, int]) -> None:
+    def forget_memory(self, rounds: Mapping[int, int]) -> None:
         """Delete the clients' states of rounds before the given ones."""
         self.clients.memory.forget_older(rounds)

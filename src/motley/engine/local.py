@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import chain
@@ -275,11 +275,11 @@ class LocalEngine:
                 collections[job.client] = ask(job)
         return [collections[job.client] for job in jobs]
 
-    def save_memory(self, rounds: dict[int, int]) -> None:
+    def save_memory(self, rounds: Mapping[int, int]) -> None:
         """Write the clients' states."""
         self.clients.memory.save(rounds)
 
-    def forget_memory(self, rounds: dict[int, int]) -> None:
+    def forget_memory(self, rounds: Mapping[int, int]) -> None:
         """Delete the clients' states of rounds before the given ones."""
         self.clients.memory.forget_older(rounds)
 

@@ -8,7 +8,7 @@ failure with a reason, and the round goes on without that client.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -42,7 +42,7 @@ class FlowerEngine:
     def __init__(self, nodes: Nodes) -> None:
         self.nodes, self.grid = nodes, nodes.grid
         self.answers, self.settings = nodes.answers, nodes.settings
-        self._forget: dict[int, int] = {}
+        self._forget: Mapping[int, int] = {}
 
     def train(self, jobs: Sequence[Job], done: Done) -> Sequence[ClientUpdate | Failure]:
         """Send every job to its client's node; return updates and failures, ordered by client."""
@@ -83,10 +83,10 @@ class FlowerEngine:
                 )
         return sorted(answers, key=lambda answer: answer.client)
 
-    def save_memory(self, rounds: dict[int, int]) -> None:
+    def save_memory(self, rounds: Mapping[int, int]) -> None:
         """Do nothing: a node saves its client's state before it answers."""
 
-    def forget_memory(self, rounds: dict[int, int]) -> None:
+    def forget_memory(self, rounds: Mapping[int, int]) -> None:
         """Tell each node with its next job which client states are no longer needed."""
         self._forget = rounds
 

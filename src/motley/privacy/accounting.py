@@ -31,6 +31,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from motley.core.client_numbers import ClientNumbers, client_numbers
 from motley.core.part import add_at, select
 from motley.extras import require
 from motley.privacy.settings import PrivacySettings
@@ -60,18 +61,22 @@ class PrivacyLedger:
     #: By size: the number of rounds with each mechanism.
     rounds: Mapping[str, Mapping[SampledMechanism, int]] = field(default_factory=dict)
     #: By client: how often it was asked for an update.
-    uploads: Mapping[int, int] = field(default_factory=dict)
+    uploads: Mapping[int, int] = field(default_factory=ClientNumbers)
 
-    def to_json(self) -> dict[str, object]:
-        """Return plain values, for a checkpoint."""
+    def rounds_to_json(self) -> dict[str, list[list[float]]]:
+        """Return the rounds as plain values."""
         rounds = {}
         for size, counts in self.rounds.items():
             rounds[size] = [[*mechanism, count] for mechanism, count in sorted(counts.items())]
-        return {"rounds": rounds, "uploads": dict(self.uploads)}
+        return rounds
+
+    def to_json(self) -> dict[str, object]:
+        """Return plain values. Checkpoints hold the uploads as arrays instead."""
+        return {"rounds": self.rounds_to_json(), "uploads": dict(self.uploads)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Mapping]) -> PrivacyLedger:
-        """Restore a ledger from `to_json`'s values."""
+        """Restore a ledger from `to_json`'s values; without uploads, nobody has sent one."""
         rounds: dict[str, dict[SampledMechanism, int]] = {}
         for size, rows in values.get("rounds", {}).items():
             counts = rounds.setdefault(size, {})
@@ -79,7 +84,7 @@ class PrivacyLedger:
                 counts[SampledMechanism(int(clients), int(sampled), float(owners))] = int(count)
         saved_uploads = values.get("uploads", {})
         uploads = {int(client): int(count) for client, count in saved_uploads.items()}
-        return cls(rounds, uploads)
+        return cls(rounds, ClientNumbers(uploads))
 
 
 class Accountant:
@@ -126,7 +131,7 @@ class Accountant:
             for (clients, sampled, owners), count in counts.items():
                 mechanisms[clients, sampled, multiplier * math.sqrt(owners)] = count
             model = max(model, _composed_epsilon(mechanisms, self.settings.delta))
-        most_uploads = max(ledger.uploads.values(), default=0)
+        most_uploads = client_numbers(ledger.uploads).largest()
         upload = uploads_epsilon({self.settings.noise: most_uploads}, self.settings.delta)
         return {"model": model, "upload": upload}
 

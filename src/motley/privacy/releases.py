@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from motley.core.client_numbers import client_numbers
 from motley.privacy.accounting import Accountant, PrivacyLedger, SampledMechanism
 
 
@@ -36,7 +37,7 @@ class ReleaseCounter:
     def __init__(self, accountant: Accountant, before: PrivacyLedger | None = None) -> None:
         self.accountant = accountant
         before = before or PrivacyLedger()
-        self._uploads = Counter(before.uploads)
+        self._uploads = client_numbers(before.uploads)
         self._rounds = {size: Counter(counts) for size, counts in before.rounds.items()}
         #: (round, attempt) -> what is counted for it, by size.
         self._merged: dict[tuple[int, int], dict[str, SampledMechanism]] = {}
@@ -45,11 +46,11 @@ class ReleaseCounter:
     def ledger(self) -> PrivacyLedger:
         """All that was counted so far."""
         rounds = {size: dict(+counts) for size, counts in self._rounds.items()}
-        return PrivacyLedger(rounds, dict(self._uploads))
+        return PrivacyLedger(rounds, self._uploads)
 
     def asked(self, round_number: int, attempt: int, clients: Iterable[int]) -> None:
         """Count that clients are asked for updates."""
-        self._uploads.update(clients)
+        self._uploads = self._uploads.counted(clients)
 
     def merged(
         self,

@@ -89,7 +89,7 @@ class SaveCheckpoints(Callback):
         self.saved_round = -1
         #: For each checkpoint that is kept, oldest first, the client states that it refers to
         #: (client -> round of the state).
-        self.client_states: deque[dict[int, int]] = deque(maxlen=keep)
+        self.client_states: deque[Mapping[int, int]] = deque(maxlen=keep)
 
     def on_start(self, federation: Federation, server: ServerState) -> None:
         self.federation = federation

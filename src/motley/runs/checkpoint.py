@@ -2,7 +2,8 @@
 
 A checkpoint is a folder that is written under another name, flushed to disk, and renamed into
 place, so it is either complete or absent. Tensors are stored as safetensors and everything else as
-JSON: nothing is ever unpickled.
+JSON: nothing is ever unpickled. What is known about each client is stored as tensors, too: JSON of
+a million clients takes seconds.
 
 Disks, copies and people damage files, too. server.json holds a checksum (sha256) of every file of
 tensors and one of itself, and they are verified when a checkpoint is read. It also describes the
@@ -17,6 +18,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +28,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from motley.config import Config
+from motley.core.client_numbers import ClientNumbers, client_numbers
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.files import flush
 from motley.privacy import PrivacyLedger
 from motley.server.state import STAGE_PREFIX, ServerState
 
+#: The files with one number per client. Earlier versions have these numbers in server.json.
+_ROUNDS, _UPLOADS = "client_state_rounds", "ledger_uploads"
 #: Names of files and keys in checkpoints of earlier versions -> names now.
 _RENAMED = {
     "averaged": "ema",
@@ -40,6 +45,9 @@ _RENAMED = {
     "remembered": "client_state_rounds",
     "spent": "ledger",
 }
+#: A longer list of clients' sizes (federation.sizes) is not saved with every checkpoint. Whether it
+#: has changed is known from the checksum of the sizes (`integrity.data_checksums`).
+MAX_SIZES = 1_000
 #: Prefix of a folder's name while it is being written or deleted.
 _UNFINISHED = "unfinished-"
 #: Prefix of the names of damaged checkpoints that a resumed run has put aside.
@@ -66,7 +74,9 @@ class Metadata(NamedTuple):
 
     round_number: int
     sections: list[str]
-    client_state_rounds: dict[int, int]
+    #: Of checkpoints of earlier versions; otherwise empty, and in a section.
+    client_state_rounds: Mapping[int, int]
+    #: Without its uploads, if they are in a section.
     ledger: PrivacyLedger
     #: The run's configuration; None in checkpoints of early versions.
     config: dict[str, Any] | None
@@ -111,7 +121,7 @@ def _write(
 ) -> Path:
     final = folder / f"round-{server.round_number:06d}"
     unfinished.mkdir(parents=True)
-    sections = server.sections
+    sections = _sections(server)
     checksums = {}
     for name, tensors in sections.items():
         file = unfinished / f"{name}.safetensors"
@@ -121,12 +131,11 @@ def _write(
         "round": server.round_number,
         "sections": list(sections),
         "section_sha256": checksums,
-        "client_state_rounds": server.client_state_rounds,
-        "ledger": server.ledger.to_json(),
-        "config": config.model_dump(mode="json") if config is not None else None,
+        "ledger": {"rounds": server.ledger.rounds_to_json()},
+        "config": _saved_config(config) if config is not None else None,
         "facts": dict(facts),
     }
-    # As it will be read: JSON turns the numbers of clients into texts, which sort differently.
+    # As it will be read: JSON turns numbers that are keys into texts, which sort differently.
     metadata = json.loads(json.dumps(metadata))
     metadata["sha256"] = _own_sha256(metadata)
     (unfinished / "server.json").write_text(json.dumps(metadata))
@@ -141,6 +150,37 @@ def _write(
     for old in checkpoints(folder)[:-keep]:
         _delete(old)
     return final
+
+
+def _saved_config(config: Config) -> dict[str, Any]:
+    values = config.model_dump(mode="json")
+    if len(config.federation.sizes) > MAX_SIZES:
+        values["federation"]["sizes"] = []
+    return values
+
+
+def _sections(server: ServerState) -> dict[str, State]:
+    """Return the tensors of a server state, one section per file. Empty ones are left out."""
+    sections = server.sections
+    for name, numbers in ((_ROUNDS, server.client_state_rounds), (_UPLOADS, server.ledger.uploads)):
+        if numbers:
+            sections[name] = _to_tensors(numbers)
+    return sections
+
+
+def _to_tensors(numbers: Mapping[int, int]) -> State:
+    """Return numbers of clients as tensors."""
+    arrays = client_numbers(numbers)
+    return {
+        "clients": torch.from_numpy(arrays.clients),
+        "numbers": torch.from_numpy(arrays.numbers),
+    }
+
+
+def _from_tensors(tensors: State) -> ClientNumbers:
+    if tensors.keys() != {"clients", "numbers"}:
+        raise ValueError("it should hold clients and numbers")
+    return ClientNumbers.from_arrays(tensors["clients"].numpy(), tensors["numbers"].numpy())
 
 
 def _storable(tensors: State) -> State:
@@ -209,6 +249,9 @@ def read_metadata(checkpoint: Path) -> Metadata:
         values = json.loads(file.read_text())
         if not isinstance(values, dict):
             raise ValueError("it is not a JSON object")
+        # Checkpoints of earlier versions have neither of the two.
+        if "section_sha256" in values and "sha256" not in values:
+            raise ValueError("its checksum is missing; the file was changed after it was written")
         if "sha256" in values and values.pop("sha256") != _own_sha256(values):
             raise ValueError("its checksum is wrong; the file was changed after it was written")
         metadata = _parse_metadata(values)
@@ -226,7 +269,7 @@ def read_metadata(checkpoint: Path) -> Metadata:
 def _parse_metadata(values: dict[str, Any]) -> Metadata:
     renamed = {_RENAMED.get(key, key): value for key, value in values.items()}
     client_state_rounds = {}
-    for client, state_round in renamed["client_state_rounds"].items():
+    for client, state_round in renamed.get("client_state_rounds", {}).items():
         client_state_rounds[int(client)] = int(state_round)
     config, facts = renamed.get("config"), renamed.get("facts", {})
     if not isinstance(config, dict | None) or not isinstance(facts, dict):
@@ -234,7 +277,7 @@ def _parse_metadata(values: dict[str, Any]) -> Metadata:
     return Metadata(
         round_number=int(renamed["round"]),
         sections=list(renamed["sections"]),
-        client_state_rounds=client_state_rounds,
+        client_state_rounds=ClientNumbers(client_state_rounds),
         ledger=PrivacyLedger.from_json(renamed.get("ledger", {})),
         config=config,
         sha256=renamed.get("section_sha256"),
@@ -246,6 +289,7 @@ def read_checkpoint(checkpoint: Path) -> ServerState:
     """Return the server that one checkpoint holds. A damaged one raises DamagedCheckpointError."""
     metadata = read_metadata(checkpoint)
     sections: dict[str, State] = {}
+    of_clients: dict[str, ClientNumbers] = {}
     for name in metadata.sections:
         file = checkpoint / f"{name}.safetensors"
         try:
@@ -256,12 +300,17 @@ def read_checkpoint(checkpoint: Path) -> ServerState:
             tensors = load_file(file)
             if metadata.sha256 is None:
                 _require_finite(tensors)
+            if name in (_ROUNDS, _UPLOADS):
+                of_clients[name] = _from_tensors(tensors)
         except (OSError, ValueError, SafetensorError) as error:
             raise DamagedCheckpointError(checkpoint, file, _reason(error)) from None
         sections[_RENAMED.get(name, name)] = tensors
     if "state" not in sections:
         file = checkpoint / "server.json"
         raise DamagedCheckpointError(checkpoint, file, "it does not name the global state")
+    ledger = metadata.ledger
+    if _UPLOADS in of_clients:
+        ledger = replace(ledger, uploads=of_clients[_UPLOADS])
     stage_states = {}
     for name, state in sections.items():
         if name.startswith(STAGE_PREFIX):
@@ -271,9 +320,9 @@ def read_checkpoint(checkpoint: Path) -> ServerState:
         state=sections["state"],
         ema=sections.get("ema"),
         method_state=sections.get("method_state", {}),
-        client_state_rounds=metadata.client_state_rounds,
+        client_state_rounds=of_clients.get(_ROUNDS, metadata.client_state_rounds),
         stage_states=stage_states,
-        ledger=metadata.ledger,
+        ledger=ledger,
     )
 
 

@@ -23,6 +23,7 @@ from motley.core.errors import MotleyError
 from motley.data import Examples
 from motley.federation import Federation
 from motley.runs.checkpoint import (
+    MAX_SIZES,
     DamagedCheckpointError,
     Metadata,
     checkpoints,
@@ -248,7 +249,18 @@ def changed_settings(folder: RunFolder, metadata: Metadata, config: Config) -> C
     for change in recorded_changes(folder):
         if change.get("round", 0) >= metadata.round_number and "setting" in change:
             before[change["setting"]] = change.get("new")
-    return difference(before, flat(config.model_dump(mode="json")))
+    return _saved_difference(before, flat(config.model_dump(mode="json")))
+
+
+def _saved_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
+    """Return the differences, except in a list of clients' sizes that was too long to be saved.
+
+    The checksum of the sizes tells whether that has changed.
+    """
+    sizes = now.get("federation.sizes") or []
+    if len(sizes) > MAX_SIZES:
+        before = {**before, "federation.sizes": sizes}
+    return difference(before, now)
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
@@ -333,7 +345,7 @@ def find_problems(folder: RunFolder, *, model: bool = False) -> list[str]:
     except MotleyError:
         # Names in it may be those of users' own code, which is not here.
         before, now = flat(metadata.config or {}), flat(read_toml(folder.config))
-        changes = difference(before, now) if before else {}
+        changes = _saved_difference(before, now) if before else {}
     if changes:
         problems.append(describe_changes(folder, metadata.round_number, changes))
     problem = log_problem(folder, metadata)

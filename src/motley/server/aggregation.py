@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from motley.core.client_numbers import client_numbers
 from motley.core.part import by_type
 from motley.core.robust import total_norm
 from motley.core.update import ClientUpdate
@@ -52,7 +53,8 @@ def merge_updates(
             after, of_stages = run_stages(context.pipeline, after, updates)
             metrics = {**(metrics or {}), **of_stages}
             accepted = {update.client: after.round_number for update in updates}
-            after = replace(after, client_state_rounds={**after.client_state_rounds, **accepted})
+            rounds = client_numbers(after.client_state_rounds).updated(accepted)
+            after = replace(after, client_state_rounds=rounds)
             check = StateCheck(server, after, context.split.parameters, context.max_step_factor)
             after = check.server
             if context.bounds is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from motley.core.client_numbers import ClientNumbers
 from motley.core.part import State
 from motley.privacy import PrivacyLedger
 
@@ -33,7 +34,7 @@ class ServerState:
     state: State
     ema: State | None = None
     method_state: State = field(default_factory=dict)
-    client_state_rounds: dict[int, int] = field(default_factory=dict)
+    client_state_rounds: Mapping[int, int] = field(default_factory=ClientNumbers)
     stage_states: Mapping[str, State] = field(default_factory=dict)
     ledger: PrivacyLedger = field(default_factory=PrivacyLedger)
 
