@@ -421,7 +421,7 @@ def test_a_configuration_edited_to_another_model_is_refused(
     # Checkpoints of early versions have no configuration. The model tells, then.
     for file in damaged.glob("checkpoints/*/server.json"):
         values = json.loads(file.read_text())
-        for name in ("config", "sha256"):
+        for name in ("config", "sha256", "section_sha256"):
             del values[name]
         file.write_text(json.dumps(values))
     assert_message(
