@@ -11,15 +11,13 @@ all uploads of a round are kept, copied twice and stacked before they are averag
 optimizer lasts over all clients, which makes no difference without momentum. Data sets return their
 own loaders; here one that shuffles tensors in memory, which is faster than torch's DataLoader.
 
-FedLab imports torchvision for its data sets of images, which are not used here. If torchvision
-cannot be imported, as beside torch's build for CPUs only, empty modules take its place.
+FedLab imports torchvision for data sets that are not used here. Beside a build of torch for CPUs
+only, torchvision may fail to import; then empty modules take its place.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -34,6 +32,7 @@ from benchmarks.peers.federation import (
     examples_of,
     initial_model,
 )
+from benchmarks.peers.stand_ins import replace_if_broken
 
 
 class Loader:
@@ -59,19 +58,9 @@ class ClientData:
         return Loader(examples_of(self.workload, client), batch_size)
 
 
-def replace_torchvision() -> None:
-    """Let `import torchvision` find empty modules if the real ones cannot be imported."""
-    try:
-        import torchvision  # noqa: F401
-    except (ImportError, RuntimeError):  # a RuntimeError if its operators do not fit torch's build
-        for name in ("torchvision", "torchvision.transforms"):
-            sys.modules[name] = ModuleType(name)
-        sys.modules["torchvision"].transforms = sys.modules["torchvision.transforms"]
-
-
 def fedlab(workload: Workload, rounds: int) -> Outcome:
     """Run the federation on FedLab."""
-    replace_torchvision()
+    replace_if_broken("torchvision", "transforms")
     from fedlab.contrib.algorithm.basic_client import SGDSerialClientTrainer
     from fedlab.contrib.algorithm.basic_server import SyncServerHandler
     from fedlab.core.standalone import StandalonePipeline

@@ -40,10 +40,11 @@ def pfl(workload: Workload, rounds: int) -> Outcome:
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams
     from pfl.algorithm.federated_averaging import FederatedAveraging
-    from pfl.callback import CentralEvaluationCallback, TrainingProcessCallback
+    from pfl.callback.base import TrainingProcessCallback
+    from pfl.callback.central_evaluation import CentralEvaluationCallback
     from pfl.data.dataset import Dataset
     from pfl.data.federated_dataset import FederatedDataset
-    from pfl.hyperparam import NNEvalHyperParams, NNTrainHyperParams
+    from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
     from pfl.metrics import Metrics, StringMetricName, Weighted
     from pfl.model.pytorch import PyTorchModel
 
