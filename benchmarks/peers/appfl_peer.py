@@ -24,7 +24,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.peers.compare import CORES, Contender, main
+from benchmarks.peers.compare import main, thread_variants
 from benchmarks.peers.federation import (
     EVALUATION_BATCH,
     ROOT,
@@ -124,11 +124,7 @@ def appfl(workload: Workload, rounds: int) -> Outcome:
     return outcome
 
 
-
-
-PEERS = [Contender("APPFL", appfl, "1 thread")]
-if CORES > 1:
-    PEERS.append(Contender("APPFL", appfl, f"{CORES} threads", threads=CORES))
+PEERS = thread_variants("APPFL", appfl)
 
 if __name__ == "__main__":
     main(__doc__, __spec__.name, PEERS, ["appfl"])

@@ -39,9 +39,7 @@ def by_hand(workload: Workload, rounds: int) -> Outcome:
     return outcome
 
 
-def motley(
-    workload: Workload, rounds: int, workers: int = 0, vmap_clients: int = 1, threads: int = 1
-) -> Outcome:
+def motley(workload: Workload, rounds: int, workers: int = 0, vmap_clients: int = 1) -> Outcome:
     """Run the federation on Motley. `workers` = 0 is its default: one process per core."""
     # Imported here, so that the start-up of the peers does not include it.
     import numpy as np
@@ -75,12 +73,7 @@ def motley(
             "federation": {"sampler": "fedml"},
             "server": {"weighting": "samples", "ema_decay": 0},
             "evaluation": {"every": 1, "batch_size": EVALUATION_BATCH},
-            "engine": {
-                "device": "cpu",
-                "workers": workers,
-                "vmap_clients": vmap_clients,
-                "threads": threads,
-            },
+            "engine": {"device": "cpu", "workers": workers, "vmap_clients": vmap_clients},
         },
     )
     server = federation.initial_state()

@@ -59,12 +59,22 @@ class Contender:
         return f"{self.library}, {self.setting}"
 
 
+def thread_variants(library: str, run: Callable[[Workload, int], Outcome]) -> list[Contender]:
+    """Return a contender of one process with one thread of torch, and with torch's default.
+
+    That is one thread per core. The MLP's operations are too small for torch to divide them.
+    """
+    variants = [Contender(library, run, "1 thread")]
+    if CORES > 1:
+        variants.append(Contender(library, run, f"{CORES} threads", CORES, workloads=["resnet"]))
+    return variants
+
+
 def standard_contenders() -> list[Contender]:
     """Return the control, and Motley in the configurations that a user may choose."""
     side_by_side = WORKLOADS["mlp"].clients_per_round
-    contenders = [
-        Contender(CONTROL, by_hand, "1 thread"),
-        Contender(CONTROL, by_hand, f"{CORES} threads", CORES, workloads=["resnet"]),
+    return [
+        *thread_variants(CONTROL, by_hand),
         Contender(MOTLEY, partial(motley, workers=1), "workers=1"),
         Contender(MOTLEY, motley, f"default: {CORES} workers"),
         Contender(
@@ -74,7 +84,6 @@ def standard_contenders() -> list[Contender]:
             workloads=["mlp"],
         ),
     ]
-    return [contender for contender in contenders if contender.threads <= CORES]
 
 
 @dataclass(frozen=True)
@@ -178,7 +187,9 @@ def run_apart(contender: Contender, workload: Workload, rounds: int, module: str
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
         )
         if process.returncode != 0 or not output.exists():
-            sys.exit(f"{contender.name} failed:\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}")
+            sys.exit(
+                f"{contender.name} failed:\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}"
+            )
         outcome = json.loads(output.read_text(encoding="utf-8"))
     ends = [end - begin for end in outcome["ends"]]
     return Run(ends, outcome["steps"], outcome["accuracy"])

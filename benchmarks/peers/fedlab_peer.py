@@ -22,7 +22,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from benchmarks.peers.compare import CORES, Contender, main
+from benchmarks.peers.compare import main, thread_variants
 from benchmarks.peers.federation import (
     Outcome,
     Workload,
@@ -91,9 +91,7 @@ def fedlab(workload: Workload, rounds: int) -> Outcome:
     return outcome
 
 
-PEERS = [Contender("FedLab", fedlab, "1 thread")]
-if CORES > 1:
-    PEERS.append(Contender("FedLab", fedlab, f"{CORES} threads", threads=CORES))
+PEERS = thread_variants("FedLab", fedlab)
 
 if __name__ == "__main__":
     main(__doc__, __spec__.name, PEERS, ["fedlab"])

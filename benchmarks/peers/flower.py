@@ -105,9 +105,7 @@ def flower(workload: Workload, rounds: int) -> Outcome:
         "init_args": {"num_cpus": CORES, "log_to_driver": False, "logging_level": "ERROR"},
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
     }
-    run_simulation(
-        server_app, client_app, num_supernodes=workload.clients, backend_config=backend
-    )
+    run_simulation(server_app, client_app, num_supernodes=workload.clients, backend_config=backend)
     return outcome
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.peers.compare import CORES, Contender, main
+from benchmarks.peers.compare import main, thread_variants
 from benchmarks.peers.federation import (
     CLASSES,
     EVALUATION_BATCH,
@@ -106,9 +106,7 @@ def fluke(workload: Workload, rounds: int) -> Outcome:
     return outcome
 
 
-PEERS = [Contender("fluke", fluke, "1 thread")]
-if CORES > 1:
-    PEERS.append(Contender("fluke", fluke, f"{CORES} threads", threads=CORES))
+PEERS = thread_variants("fluke", fluke)
 
 if __name__ == "__main__":
     main(__doc__, __spec__.name, PEERS, ["fluke-fl"])
