@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -44,6 +44,8 @@ class Contender:
     threads: threads of torch in the contender's process.
     processes: above 1, torchrun starts that many processes.
     workloads: names of the workloads that it runs.
+    module: what `python -m` runs for it. The control and Motley do not import a peer's module, so
+        that their start-up does not contain the peer's imports.
     """
 
     library: str
@@ -52,6 +54,7 @@ class Contender:
     threads: int = 1
     processes: int = 1
     workloads: Sequence[str] = tuple(WORKLOADS)
+    module: str = "benchmarks.peers.compare"
 
     @property
     def name(self) -> str:
@@ -105,7 +108,7 @@ def main(
 ) -> None:
     """Compare peers with Motley and the control, or run one contender in this process.
 
-    `module` is the peer's script as `python -m` knows it, `packages` are its distributions.
+    `module` is the peers' script as `python -m` knows it, `packages` are their distributions.
     """
     parser = arguments(description)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
@@ -114,21 +117,23 @@ def main(
     parser.add_argument("--contender", help="run this one only, in this process")
     parser.add_argument("--output", type=Path, help="with --contender: where its result goes")
     options = parser.parse_args()
+    peers = [replace(peer, module=module) for peer in peers]
     contenders = [*standard_contenders(), *peers]
     if options.contender:
-        (chosen,) = [one for one in contenders if one.name == options.contender]
-        (workload,) = options.workloads
-        run_here(chosen, WORKLOADS[workload], options.rounds, options.output)
+        (contender,) = [one for one in contenders if one.name == options.contender]
+        (name,) = options.workloads
+        run_here(contender, WORKLOADS[name], options.rounds, options.output)
         return
     about = machine("torch", "numpy", *packages, "motleyfl")
     about["threads"] = "as each row says"
     rows: list[dict[str, Any]] = []
-    for workload in map(WORKLOADS.__getitem__, options.workloads):
+    for name in options.workloads:
+        workload = WORKLOADS[name]
         chosen = [one for one in contenders if workload.name in one.workloads]
         rounds = options.rounds or workload.rounds
-        runs = measure(chosen, workload, rounds, options.repeats or workload.repeats, module)
+        runs = measure(chosen, workload, rounds, options.repeats or workload.repeats)
         rows += summarize(chosen, workload, rounds, runs)
-    report(rows, about, options.json, peer=peers[0].library)
+    report(rows, about, options.json, peer=contenders[-1].library)
 
 
 def run_here(contender: Contender, workload: Workload, rounds: int, output: Path) -> None:
@@ -143,13 +148,13 @@ def run_here(contender: Contender, workload: Workload, rounds: int, output: Path
 
 
 def measure(
-    contenders: Sequence[Contender], workload: Workload, rounds: int, repeats: int, module: str
+    contenders: Sequence[Contender], workload: Workload, rounds: int, repeats: int
 ) -> dict[str, list[Run]]:
     """Run all contenders in turns; return their runs by name."""
     runs: dict[str, list[Run]] = {contender.name: [] for contender in contenders}
     for repeat in range(repeats):
         for contender in contenders if repeat % 2 == 0 else reversed(contenders):
-            run = run_apart(contender, workload, rounds + 1, module)
+            run = run_apart(contender, workload, rounds + 1)
             runs[contender.name].append(run)
             milliseconds = 1000 * statistics.median(run.rounds)
             print(
@@ -160,7 +165,7 @@ def measure(
     return runs
 
 
-def run_apart(contender: Contender, workload: Workload, rounds: int, module: str) -> Run:
+def run_apart(contender: Contender, workload: Workload, rounds: int) -> Run:
     """Run a contender in a process of its own, or in several that torchrun starts."""
     launcher = [sys.executable]
     if contender.processes > 1:
@@ -176,7 +181,7 @@ def run_apart(contender: Contender, workload: Workload, rounds: int, module: str
         output = Path(folder) / "outcome.json"
         command = [
             *launcher,
-            *["-m", module],
+            *["-m", contender.module],
             *["--contender", contender.name],
             *["--workloads", workload.name],
             *["--rounds", str(rounds)],
@@ -237,3 +242,7 @@ def check(
                 f"{workload.name}: the accuracy of {name} is {run.accuracy:.3f}, the control's "
                 f"{reference:.3f}; they may differ by {workload.tolerance}"
             )
+
+
+if __name__ == "__main__":
+    main(__doc__, __spec__.name, [], [])
