@@ -32,8 +32,10 @@ PAGE = ROOT / "benchmarks/RESULTS.md"
 FIGURE = ROOT / "benchmarks/peers.png"
 CONTROL = "by hand"
 MOTLEY = "Motley"
-COLORS = {MOTLEY: "#c2410c", CONTROL: "#52525b"}
+COLORS = {CONTROL: "#71717a"}
 PEER_COLOR = "#93a8c4"
+#: Of its default setting, and with vmap_clients.
+MOTLEY_COLORS = ("#c2410c", "#7c2d12")
 #: Below this ratio of times, Motley is said to be no faster.
 NO_FASTER = 1.05
 
@@ -198,62 +200,98 @@ def replaced(text: str, name: str, lines: Sequence[str]) -> str:
 # ---- the figure
 
 
-def bars(comparisons: Sequence[Comparison], workload: Workload) -> list[tuple[str, str, float]]:
-    """Return (label, library, ms per round), slowest first.
+@dataclass(frozen=True)
+class Group:
+    """A library's bar, and Motley's bars from the same comparison."""
 
-    Peers are shown in their fastest setting; Motley and the control, which are in every comparison,
-    with their medians.
+    library: Row
+    motley: list[Row]
+
+
+def groups(comparisons: Sequence[Comparison], workload: Workload) -> list[Group]:
+    """Return the groups of a panel: the slowest library, relative to Motley, first.
+
+    Libraries are shown in their fastest setting, Motley in its default one and, if that is faster,
+    with vmap_clients. The control took part in all comparisons; the one with the median ratio to
+    Motley is shown.
     """
     result = []
+    controls = []
     for comparison in comparisons:
-        row = fastest(comparison.of(workload, comparison.peer))
-        result.append((f"{row['library']} ({row['setting']})", row["library"], row["ms per round"]))
-    for library in (MOTLEY, CONTROL):
-        for first in comparisons[0].of(workload, library):
-            times = [
-                row["ms per round"]
-                for comparison in comparisons
-                for row in comparison.of(workload, library)
-                if row["setting"] == first["setting"]
-            ]
-            label = f"{library} ({first['setting']})"
-            result.append((label, library, statistics.median(times)))
-    return sorted(result, key=lambda bar: -bar[2])
+        default = comparison.motley(workload)
+        beside = [default]
+        best = fastest(comparison.of(workload, MOTLEY))
+        if best["setting"].startswith("vmap"):
+            beside.append(best)
+        result.append(Group(fastest(comparison.of(workload, comparison.peer)), beside))
+        controls.append(Group(fastest(comparison.of(workload, CONTROL)), beside))
+    controls.sort(key=_times_motley)
+    result.append(controls[len(controls) // 2])
+    return sorted(result, key=_times_motley, reverse=True)
+
+
+def _times_motley(group: Group) -> float:
+    return ratio(group.library, group.motley[0])
 
 
 def draw(comparisons: Sequence[Comparison], file: Path) -> None:
     """Draw one panel per workload."""
-    panels = [(workload, bars(comparisons, workload)) for workload in WORKLOADS.values()]
-    heights = [len(panel) for _, panel in panels]
+    panels = [(workload, groups(comparisons, workload)) for workload in WORKLOADS.values()]
+    lengths = [sum(1.6 + len(group.motley) for group in panel) for _, panel in panels]
     figure, axes = plt.subplots(
         len(panels),
         1,
-        figsize=(9, 0.36 * sum(heights) + 2.2),
-        gridspec_kw={"height_ratios": heights},
+        figsize=(9, 0.24 * sum(lengths) + 2.2),
+        gridspec_kw={"height_ratios": lengths},
         layout="constrained",
     )
     for axis, (workload, panel) in zip(axes, panels, strict=True):
-        labels, libraries, times = zip(*panel, strict=True)
-        colors = [COLORS.get(library, PEER_COLOR) for library in libraries]
-        drawn = axis.barh(range(len(panel)), times, color=colors, height=0.72)
-        axis.bar_label(drawn, [f"{time:,.0f} ms" for time in times], padding=4, fontsize=10)
-        axis.set_yticks(range(len(panel)), labels, fontsize=10)
-        for tick, library in zip(axis.get_yticklabels(), libraries, strict=True):
-            tick.set_fontweight("bold" if library == MOTLEY else "normal")
-        axis.invert_yaxis()
-        axis.set_title(workload.title, loc="left", fontsize=11, fontweight="bold")
-        if max(times) > 10 * min(times):
-            axis.set_xscale("log")
-            axis.set_xlabel("ms per round (logarithmic), shorter is faster")
-            axis.set_xlim(min(times) / 2, max(times) * 2)
-        else:
-            axis.set_xlabel("ms per round, shorter is faster")
-            axis.set_xlim(0, max(times) * 1.15)
-        axis.spines[["top", "right"]].set_visible(False)
+        _draw_panel(axis, workload, panel)
     cores = comparisons[0].machine["cores"]
-    figure.suptitle(f"FedAvg on a CPU with {cores} cores, with evaluation", fontsize=12)
+    figure.suptitle(f"Time per round of FedAvg on a CPU with {cores} cores", fontsize=13)
     figure.savefig(file, dpi=150)
     plt.close(figure)
+
+
+def _draw_panel(axis: Any, workload: Workload, panel: Sequence[Group]) -> None:
+    """Draw the groups of a workload from top to bottom."""
+    longest = max(row["ms per round"] for group in panel for row in (group.library, *group.motley))
+    ticks, labels = [], []
+    y = 0.0
+    for group in panel:
+        library = group.library
+        ticks.append(y)
+        labels.append(f"{library['library']} ({library['setting']})")
+        color = COLORS.get(library["library"], PEER_COLOR)
+        _draw_bar(axis, y, library["ms per round"], color, longest, "")
+        for number, row in enumerate(group.motley):
+            y += 1
+            kind = "default" if number == 0 else row["setting"]
+            text = f"  Motley, {kind}: {ratio(library, row):.1f} times as fast"
+            _draw_bar(axis, y, row["ms per round"], MOTLEY_COLORS[number], longest, text)
+        y += 1.6
+    axis.set_yticks(ticks, labels, fontsize=10)
+    axis.invert_yaxis()
+    axis.set_title(workload.title, loc="left", fontsize=11, fontweight="bold")
+    axis.set_xlabel("ms per round with evaluation; shorter is faster")
+    axis.set_xlim(0, longest * 1.12)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_bar(axis: Any, y: float, time: float, color: str, longest: float, text: str) -> None:
+    axis.barh(y, time, color=color, height=0.9)
+    label = f"{time:,.0f} ms{text}"
+    # Inside the bar if there is no room beside it.
+    inside = bool(text) and time > 0.6 * longest
+    axis.text(
+        time + (-0.008 if inside else 0.008) * longest,
+        y,
+        label,
+        ha="right" if inside else "left",
+        va="center",
+        fontsize=9,
+        color="white" if inside else "black",
+    )
 
 
 def main() -> None:
