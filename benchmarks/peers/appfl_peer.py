@@ -10,8 +10,9 @@ What APPFL does differently: every client is an agent with a model, a trainer, a
 log file of its own, and computes its training accuracy; weights are cloned several times between
 trainer, agent, scheduler and aggregator; the simulator also keeps a virtual clock, whose profiles
 are all alike here. `optimize_memory` is off: by default APPFL collects garbage many times per
-client, which made a round of the MLP take more than a minute. The server's test set is loaded in batches of the size that all contenders use;
-by default it would be evaluated one example at a time.
+client, and 11 rounds of the MLP did not end within ten minutes on a busy machine. The server's
+test set is loaded in batches of the size that all contenders use; by default it would be evaluated
+one example at a time.
 
 APPFL imports piq, which scores images and needs torchvision, for reports that are not made here.
 Beside a build of torch for CPUs only, it may fail to import; then an empty module takes its place.

@@ -126,6 +126,7 @@ def main(
         return
     about = machine("torch", "numpy", *packages, "motleyfl")
     about["threads"] = "as each row says"
+    about["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "default")
     rows: list[dict[str, Any]] = []
     for name in options.workloads:
         workload = WORKLOADS[name]
@@ -218,6 +219,8 @@ def summarize(
                 "library": contender.library,
                 "setting": contender.setting,
                 "ms per round": 1000 * median,
+                "runs": len(its_runs),
+                "rounds": rounds,
                 "repeats": f"{min(medians):,.1f} to {max(medians):,.1f}",
                 "start-up, s": statistics.median(run.ends[0] for run in its_runs) - median,
                 "steps per round": workload.steps_per_round,

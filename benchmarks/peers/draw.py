@@ -38,6 +38,12 @@ PEER_COLOR = "#93a8c4"
 MOTLEY_COLORS = ("#c2410c", "#7c2d12")
 #: Below this ratio of times, Motley is said to be no faster.
 NO_FASTER = 1.05
+#: Up to this load per core, a machine is said to be idle.
+QUIET = 0.5
+BUSY = (
+    "**Provisional.** Other programs were running (see the load). Between two runs of one contender\n"
+    "times then differ by up to a factor of four, so differences below that mean nothing here."
+)
 
 Row = dict[str, Any]
 
@@ -98,7 +104,8 @@ def peers_table(comparisons: Sequence[Comparison], workload: Workload) -> list[s
                     "library": comparison.peer,
                     "setting": row["setting"],
                     "ms per round": f"{row['ms per round']:,.1f}",
-                    "its repeats": row["repeats"],
+                    "runs x rounds": f"{row['runs']} x {row['rounds']}",
+                    "medians of runs": row["repeats"],
                     "Motley's default": f"{default['ms per round']:,.1f}",
                     "ratio": f"{ratio(row, default):.2f}",
                     "Motley's fastest": f"{best['ms per round']:,.1f} ({best['setting']})",
@@ -140,7 +147,10 @@ def controls_table(comparisons: Sequence[Comparison], workload: Workload) -> lis
 
 def versions_table(comparisons: Sequence[Comparison]) -> list[str]:
     """Return a table of the machine and the versions of every comparison."""
-    about = ("date", "processor", "cores", "load before", "python", "torch", "numpy", "motleyfl")
+    about = (
+        *("date", "processor", "cores", "load before", "OMP_WAIT_POLICY"),
+        *("python", "torch", "numpy", "motleyfl"),
+    )
     rows = []
     for comparison in comparisons:
         machine = comparison.machine
@@ -148,7 +158,10 @@ def versions_table(comparisons: Sequence[Comparison]) -> list[str]:
         versions = ", ".join(f"{name} {version}" for name, version in packages.items())
         common = {name: str(machine[name]) for name in about}
         rows.append({"comparison": comparison.peer, "its packages": versions, **common})
-    return table(rows)
+    lines = table(rows)
+    if any(one.machine["load before"] > QUIET * one.machine["cores"] for one in comparisons):
+        lines += ["", BUSY]
+    return lines
 
 
 def not_faster(comparisons: Sequence[Comparison]) -> list[str]:
