@@ -41,8 +41,8 @@ NO_FASTER = 1.05
 #: Up to this load per core, a machine is said to be idle.
 QUIET = 0.5
 BUSY = (
-    "**Provisional.** Other programs were running (see the load). Between two runs of one contender\n"
-    "times then differ by up to a factor of four, so differences below that mean nothing here."
+    "**Provisional.** Other programs were running (see the load). Two runs of one contender then differed\n"
+    "by a factor of four and more, so the ratios do not show which library is faster."
 )
 
 Row = dict[str, Any]
@@ -159,9 +159,14 @@ def versions_table(comparisons: Sequence[Comparison]) -> list[str]:
         common = {name: str(machine[name]) for name in about}
         rows.append({"comparison": comparison.peer, "its packages": versions, **common})
     lines = table(rows)
-    if any(one.machine["load before"] > QUIET * one.machine["cores"] for one in comparisons):
+    if was_busy(comparisons):
         lines += ["", BUSY]
     return lines
+
+
+def was_busy(comparisons: Sequence[Comparison]) -> bool:
+    """Tell whether other programs were running when a comparison began."""
+    return any(one.machine["load before"] > QUIET * one.machine["cores"] for one in comparisons)
 
 
 def not_faster(comparisons: Sequence[Comparison]) -> list[str]:
@@ -261,7 +266,10 @@ def draw(comparisons: Sequence[Comparison], file: Path) -> None:
     for axis, (workload, panel) in zip(axes, panels, strict=True):
         _draw_panel(axis, workload, panel)
     cores = comparisons[0].machine["cores"]
-    figure.suptitle(f"Time per round of FedAvg on a CPU with {cores} cores", fontsize=13)
+    title = f"Time per round of FedAvg on a CPU with {cores} cores"
+    if was_busy(comparisons):
+        title += " (provisional: busy machine)"
+    figure.suptitle(title, fontsize=13)
     figure.savefig(file, dpi=150)
     plt.close(figure)
 
