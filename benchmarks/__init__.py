@@ -1,0 +1,1 @@
+"""Scripts that measure Motley, each with its own command line."""

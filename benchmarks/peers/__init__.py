@@ -1,0 +1,1 @@
+"""Motley beside other libraries for federated learning: one script per library."""
