@@ -46,6 +46,10 @@ def motley(workload: Workload, rounds: int, workers: int = 0, vmap_clients: int 
 
     from motley.data import Partition, from_datasets
     from motley.federation import Federation
+    from motley.runs.callbacks import Callback
+    from motley.runs.run import run_rounds
+    from motley.server.record import RoundRecord
+    from motley.server.state import ServerState
 
     examples = data(workload)
     dataset = from_datasets(
@@ -81,9 +85,15 @@ def motley(workload: Workload, rounds: int, workers: int = 0, vmap_clients: int 
     assert weights.keys() == server.state.keys()
     server = dataclasses.replace(server, state=weights)
     outcome = Outcome()
-    for _ in range(rounds):
-        server, record = federation.run_round(server)
-        (score,) = record.scores.values()
-        outcome.round_over(score.accuracy)
-        outcome.steps += record.num_steps
+
+    class Watch(Callback):
+        """Notes the end of each round."""
+
+        def on_round(self, server: ServerState, record: RoundRecord) -> None:
+            (score,) = record.scores.values()
+            outcome.round_over(score.accuracy)
+            outcome.steps += record.num_steps
+
+    # The loop of `motley run`: a round is evaluated while the next one begins.
+    run_rounds(federation, server, [Watch()])
     return outcome
