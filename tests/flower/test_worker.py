@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Timer
+from threading import Thread, Timer
 
 import pytest
 
@@ -306,3 +307,29 @@ def test_a_supernode_with_half_an_answer_is_ended(
     assert (code == RECONNECT) == sending
     assert bool(errors) != sending
     assert node.returncode == (-signal.SIGTERM if sending else -signal.SIGKILL)
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """A SuperNode that has forgotten all tasks."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_error(401)
+
+    def log_message(self, *arguments: object) -> None:
+        """Print nothing."""
+
+
+def test_a_worker_whose_message_was_given_up_ends_without_a_traceback() -> None:
+    """It may have been stopped for longer than the SuperNode waits for its heartbeat."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
+    Thread(target=server.serve_forever, daemon=True).start()
+    address = f"127.0.0.1:{server.server_port}"
+    command = [sys.executable, "-m", "motley.deploy.task", address, worker.CLIENT_APP, "inf"]
+    try:
+        done = subprocess.run(
+            command, input="token 0.0\n", capture_output=True, text=True, timeout=120, check=False
+        )
+    finally:
+        server.shutdown()
+    assert "Traceback" not in done.stderr

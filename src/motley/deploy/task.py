@@ -19,10 +19,12 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from threading import Event, Lock, Thread
 
+import httpx
 from flwr.app import Context, Error, Message
 from flwr.common.constant import ErrorCode, SubStatus
 from flwr.common.serde import context_from_proto
@@ -112,6 +114,10 @@ def main(address: str, reference: str, max_idle_mb: str) -> None:
                 break
     except KeyboardInterrupt:
         pass  # Ctrl-C, or Flower: this task is no longer wanted
+    except httpx.HTTPError as error:
+        # The node notices the end of this process, and answers with an error if anybody waits.
+        reason = str(error).splitlines()[0]
+        sys.exit(f"motley: the SuperNode does not know this message any more: {reason}")
 
 
 def answer_message(address: str, reference: str, token: str, laps: Laps, reports: Reports) -> None:
@@ -122,7 +128,7 @@ def answer_message(address: str, reference: str, token: str, laps: Laps, reports
     """
     laps.lap("start")
     client = task_client(address, token, retry_invoker=make_simple_http_retry_invoker())
-    heartbeat = HeartbeatSender(make_task_heartbeat_fn_http(client))
+    heartbeat = HeartbeatSender(heartbeat_function(client))
     heartbeat.start()
     try:
         message, context = fetch(client, reports)
@@ -139,6 +145,24 @@ def answer_message(address: str, reference: str, token: str, laps: Laps, reports
     client.close()
     laps.lap("send")
     print(f"motley: {message_type} message answered in {laps}", flush=True)
+
+
+def heartbeat_function(client: RuntimeHttpClient) -> Callable[[], bool]:
+    """Return the function that sends a heartbeat and tells whether it has arrived.
+
+    A SuperNode that refuses it has given the task up, for example while this process was stopped.
+    The next request of the task fails for the same reason. Flower's thread would print a traceback
+    before that, and could not be stopped afterwards.
+    """
+    send = make_task_heartbeat_fn_http(client)
+
+    def send_unless_refused() -> bool:
+        try:
+            return send()
+        except httpx.HTTPStatusError:
+            return True
+
+    return send_unless_refused
 
 
 def fetch(client: RuntimeHttpClient, reports: Reports) -> tuple[Message, Context]:
