@@ -3,11 +3,11 @@
     pip install -c constraints.txt ".[simulation]"
     OMP_NUM_THREADS=1 python benchmarks/flower_overhead.py [--json FILE] [--rounds N] [--epochs E ...]
 
-Three clients, one a size (ResNet-10, -14 and -18, an eighth as wide), on digits, with InCo. The local engine trains
-them one after the other on one thread; the simulation (Ray) has a worker a core; the deployment is a SuperLink and
-three SuperNodes on loopback with TLS and keys, started by `motley deploy` and ended afterwards. Seconds a round are
+Three clients, one per size (ResNet-10, -14 and -18, an eighth as wide), on digits, with InCo. The local engine trains
+them one after the other on one thread; the simulation (Ray) has one worker per core; the deployment is a SuperLink and
+three SuperNodes on loopback with TLS and keys, started by `motley deploy` and ended afterwards. Seconds per round are
 medians of all rounds but the first, training and merging, without evaluation, from the runs' own metrics. The run fails
-where the three do not end with the same bits.
+if the three do not end with the same bits.
 """
 
 from __future__ import annotations
