@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -129,6 +133,37 @@ def test_a_killed_server_resumes_and_a_killed_node_comes_back(tmp_path: Path) ->
             for reasons in line.get("repeated", [])
         )  # type: ignore[attr-defined]
         assert final(deployment) == local(tmp_path / "local", *settings)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_told_to_end_does_not_wait_for_a_run(tmp_path: Path) -> None:
+    """`motley deploy run` shows the run's output, an answer of the server that does not end."""
+    config = three_nodes(*WAITING, "training.rounds=1000")
+    with Deployment(tmp_path / "federation", config, insecure=True) as deployment:
+        deployment.serve()
+        deployment.join(0, 1, 2)
+        deployment.play()
+        deployment.wait(lambda: len(deployment.lines()) >= 1)
+        # The process of the run is stopped, so that it cannot end the output.
+        for process in deployment.processes("server"):
+            command = Path(f"/proc/{process}/cmdline").read_bytes()
+            if b"flwr-serverapp" in command:
+                os.kill(process, signal.SIGSTOP)
+            elif b"motley.deploy.superlink" in command:
+                os.kill(process, signal.SIGTERM)
+        end = time.monotonic() + 60
+        while superlinks(deployment):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+
+def superlinks(deployment: Deployment) -> list[int]:
+    found = []
+    for process in deployment.processes("server"):
+        with suppress(OSError):
+            if b"motley.deploy.superlink" in Path(f"/proc/{process}/cmdline").read_bytes():
+                found.append(process)
+    return found
 
 
 @pytest.mark.slow

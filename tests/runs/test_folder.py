@@ -144,6 +144,26 @@ def test_a_second_process_is_rejected_while_the_first_lives(tmp_path: Path) -> N
         pass
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_that_lives_longer_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """Workers of a killed run may be alive for a moment when the run is resumed."""
+    folder = RunFolder.create(tmp_path / "run", tiny_config())
+    reading, writing = os.pipe()
+    ready, signal_ready = os.pipe()
+    with folder.locked():
+        child = os.fork()
+        if not child:
+            os.close(writing)
+            os.write(signal_ready, b"!")
+            os.read(reading, 1)  # until the other process has closed its end
+            os._exit(0)
+        assert os.read(ready, 1) == b"!"
+    with folder.locked():
+        pass
+    os.close(writing)
+    os.waitpid(child, 0)
+
+
 def test_the_lock_ends_with_its_block_also_after_an_error(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", tiny_config())
     with pytest.raises(ZeroDivisionError), folder.locked():

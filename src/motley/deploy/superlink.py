@@ -47,6 +47,10 @@ from motley.deploy.replies import Replies
 from motley.engine.base import FlowerSettings
 from motley.runs.folder import RunFolder
 
+#: Seconds that a server which is told to end waits for open requests. Without a limit it would wait
+#: for ever for the end of a run's output, for which `motley deploy run` waits in turn.
+SHUTDOWN_S = 5
+
 
 class TokenPlugin(NoOpControlAuthnPlugin):
     """Admits callers of the Control API that know the token in the deployment's secrets."""
@@ -166,6 +170,7 @@ def main(path: str, public_socket: str, private_socket: str) -> None:
             log_config=get_uvicorn_log_config(console_handler.level),
             ssl_certfile=config.ssl_certfile,
             ssl_keyfile=config.ssl_keyfile,
+            timeout_graceful_shutdown=SHUTDOWN_S,
         )
     )
     gate.waiting.stopping = lambda: server.should_exit

@@ -23,7 +23,9 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -159,7 +161,33 @@ class RunFolder:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError:
                     raise MotleyError(f"{self.path} is being written by another process.") from None
-            yield
+            _close_in_forks()
+            _locks.add(lock)
+            try:
+                yield
+            finally:
+                _locks.discard(lock)
+
+
+#: The locks that this process holds.
+_locks: set[IO[str]] = set()
+
+
+@cache
+def _close_in_forks() -> None:
+    """Have processes that are forked from this one close its locks, from now on.
+
+    A fork shares a lock. If this process is killed, its workers may live for some milliseconds
+    more, and the run would still be locked for whoever resumes it at once.
+    """
+
+    def close_locks() -> None:
+        for lock in _locks:
+            lock.close()
+        _locks.clear()
+
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=close_locks)
 
 
 def as_file_name(text: str) -> str:
