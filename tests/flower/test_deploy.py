@@ -144,24 +144,27 @@ def test_a_server_that_is_told_to_end_does_not_wait_for_a_run(tmp_path: Path) ->
         deployment.join(0, 1, 2)
         deployment.play()
         deployment.wait(lambda: len(deployment.lines()) >= 1)
-        # The process of the run is stopped, so that it cannot end the output.
-        for process in deployment.processes("server"):
-            command = Path(f"/proc/{process}/cmdline").read_bytes()
-            if b"flwr-serverapp" in command:
-                os.kill(process, signal.SIGSTOP)
-            elif b"motley.deploy.superlink" in command:
-                os.kill(process, signal.SIGTERM)
-        end = time.monotonic() + 60
-        while superlinks(deployment):
+        # The process of the run is killed, so that nobody tells the SuperLink that the run has ended.
+        kill_all(deployment, b"flwr-serverapp", signal.SIGKILL)
+        kill_all(deployment, b"motley.deploy.superlink", signal.SIGTERM)
+        end = time.monotonic() + 30
+        while named(deployment, b"motley.deploy.superlink"):
             assert time.monotonic() < end
             time.sleep(0.1)
 
 
-def superlinks(deployment: Deployment) -> list[int]:
+def kill_all(deployment: Deployment, word: bytes, number: int) -> None:
+    """Send a signal to all processes with a word in their command line."""
+    for process in named(deployment, word):
+        os.kill(process, number)
+
+
+def named(deployment: Deployment, word: bytes) -> list[int]:
+    """Return the processes with a word in their command line."""
     found = []
-    for process in deployment.processes("server"):
+    for process in deployment.processes():
         with suppress(OSError):
-            if b"motley.deploy.superlink" in Path(f"/proc/{process}/cmdline").read_bytes():
+            if word in Path(f"/proc/{process}/cmdline").read_bytes():
                 found.append(process)
     return found
 
