@@ -15,13 +15,14 @@ from tests.conftest import TINY, tiny_config
 
 
 def test_a_timing_accounts_for_the_whole_round() -> None:
-    timing = measure(tiny_config("training.steps=2"), "tiny", rounds=3, warm_up=1)
+    # One round, because its median is then its mean, whatever else the machine does.
+    timing = measure(tiny_config("training.steps=2"), "tiny", rounds=1, warm_up=1)
     assert timing.ms_round > 0 and timing.peak_mb > 0
     assert sum(timing.share.values()) == pytest.approx(1.0, abs=0.02)
     assert timing.share["train"] > timing.share["merge"]
     steps = 4 * 2  # clients per round, steps per client
     assert timing.ms_client_step * steps == pytest.approx(
-        timing.ms_round * timing.share["train"], rel=0.5
+        timing.ms_round * timing.share["train"], rel=0.01
     )
 
 
