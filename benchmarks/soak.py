@@ -19,7 +19,8 @@ end this is checked, and the exit status is 1 if anything is wrong:
 - the last checkpoint has the same bits as the local engine after as many rounds;
 - the resident memory and the open files of no process that lived for long have grown.
 
-Printed: the events by kind with the seconds until the next round ended, the rounds, and the repeated rounds.
+Printed: the events by kind with the seconds until the next round ended, the rounds, and the repeated rounds. The
+deployment's folder with its logs is deleted if nothing is wrong, and kept otherwise.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import asyncio
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -87,14 +89,18 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="keep the deployment in this new folder")
     options = parser.parse_args()
     about = machine("torch", "flwr", "motleyfl")
-    with tempfile.TemporaryDirectory() as place:
-        folder = options.keep or Path(place) / "soak"
-        soak = Soak(folder, options.nodes, random.Random(options.seed), options.every)
-        try:
-            soak.play(options.seconds)
-        finally:
-            soak.end()
-        faults, summary = soak.verdict()
+    temporary = None if options.keep else Path(tempfile.mkdtemp())
+    folder = options.keep or temporary / "soak"
+    soak = Soak(folder, options.nodes, random.Random(options.seed), options.every)
+    try:
+        soak.play(options.seconds)
+    finally:
+        soak.end()
+    faults, summary = soak.verdict()
+    if faults:
+        print(f"the logs of the deployment are in {folder}")
+    elif temporary is not None:
+        shutil.rmtree(temporary)
     summary = {"seconds": options.seconds, "seed": options.seed, **summary, "faults": faults}
     for name, value in summary.items():
         print(f"{name}: {value}")
