@@ -244,6 +244,8 @@ class Soak:
         self.rounds = 0
         self.last_round = time.monotonic()
         self.faults: list[str] = []
+        #: The machine's load over the last minute, every SAMPLE_S seconds.
+        self.loads: list[float] = []
 
     # ---- the service manager
 
@@ -395,6 +397,7 @@ class Soak:
                     begun = next_attack = now
                 if next_sample is None or now >= next_sample:
                     next_sample = now + SAMPLE_S
+                    self.loads.append(os.getloadavg()[0])
                     for process in self.alive:
                         sample(process)
                 if now - begun > seconds:
@@ -476,6 +479,7 @@ class Soak:
             "restarts by the service manager": dict(self.restarts),
             "reasons": dict(kinds),
             "tracebacks in the output of server and run": tracebacks,
+            "load, lowest, median, highest": spread(self.loads),
             "growth": growth,
             "Flower's database, MB": database_size(self.folder) / 1e6,
         }
@@ -517,6 +521,11 @@ class Soak:
                 }
             )
         return rows
+
+
+def spread(values: list[float]) -> list[float]:
+    """Return the lowest, the median and the highest value."""
+    return [min(values), statistics.median(values), max(values)] if values else []
 
 
 def database_size(folder: DeployFolder) -> int:

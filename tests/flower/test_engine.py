@@ -21,6 +21,7 @@ from motley.cli.plan import costs_in
 from motley.core.errors import MotleyError
 from motley.data import load_dataset
 from motley.federation import Federation
+from motley.flower import nodes
 from motley.flower.arrays import pack, unpack
 from motley.flower.server import serve
 from motley.flower.settings import NodeBudget
@@ -485,6 +486,54 @@ def test_a_node_that_flower_could_not_ask_is_asked_again(grid: Grid, tmp_path: P
         grid, three_nodes("training.rounds=1", "engine.flower.wait_s=5"), tmp_path / "run"
     )
     assert server.client_state_rounds == {0: 1, 1: 1, 2: 1} and not failures
+
+
+@pytest.mark.parametrize("lost", [True, False], ids=["lost", "worker-died"])
+def test_a_node_whose_answer_failed_is_asked_again_after_a_while(
+    grid: Grid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """A worker that is killed while it says which client it is must not exclude its node for good."""
+    monkeypatch.setattr(nodes, "ASK_AGAIN_S", 0.2)
+    questions: list[Message] = []
+
+    def fail_once(sent: Message, reply: Message) -> list[Message]:
+        questions.append(sent)
+        if len(questions) > 1:
+            return [reply]
+        return [] if lost else [Message(Error(0, "worker-died 0123abcd"), reply_to=sent)]
+
+    grid.misdeeds_with, grid.misdeeds[1000] = "query", fail_once
+    _, server = serve(
+        grid, three_nodes("training.rounds=1", "engine.flower.wait_s=10"), tmp_path / "run"
+    )
+    assert server.client_state_rounds == {0: 1, 1: 1, 2: 1}
+    assert len(questions) == 2
+
+
+def test_a_late_error_does_not_exclude_a_node_that_has_answered(
+    grid: Grid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first question is lost, and its error arrives after the answer to the second one."""
+    monkeypatch.setattr(nodes, "ASK_AGAIN_S", 0.2)
+    first: list[Message] = []
+
+    def lose_first(sent: Message, reply: Message) -> list[Message]:
+        if not first:
+            first.append(sent)
+            return []
+        return [reply]
+
+    def expire(message: Message) -> None:
+        if message.metadata.group_id == "1":
+            number = first[0].metadata.message_id
+            grid.replies[number] = [Message(Error(3, "too old"), reply_to=first[0])]
+
+    grid.misdeeds_with, grid.misdeeds[1000], grid.before = "query", lose_first, expire
+    _, server = serve(
+        grid, three_nodes("training.rounds=2", "engine.flower.wait_s=10"), tmp_path / "run"
+    )
+    assert server.client_state_rounds == {0: 2, 1: 2, 2: 2}
+    assert "asked again" not in capsys.readouterr().out
 
 
 def test_a_node_that_leaves_and_comes_back_under_another_id(grid: Grid, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ the first node that states a number keeps it while it is connected.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -24,6 +25,13 @@ from motley.models.inputs import shape_to_json
 
 #: Longest pause between two polls for answers, in seconds; every poll is one request per answer.
 POLL_S = 1.0
+#: A node that has not said which client it is after this many seconds is asked again. The question
+#: or the answer may have been lost with a process that was killed, and a node that failed may have
+#: recovered.
+ASK_AGAIN_S = 60.0
+#: Seconds that a question lives. An answer to an earlier question is still accepted, because a busy
+#: machine can take longer than ASK_AGAIN_S to start the training process.
+QUESTION_S = 600.0
 
 NOT_CONNECTED = "its node is not connected."
 REVOKED = "its key was revoked."
@@ -80,9 +88,10 @@ class Nodes:
         self._statements: dict[int, Statement] = {}
         #: Client -> why the node with its key is not taken.
         self._refused: dict[int, str] = {}
-        #: Unanswered queries, and the nodes that they went to.
+        #: Unanswered questions, and the nodes that they went to.
         self._asked: dict[str, int] = {}
-        self._met: set[int] = set()
+        #: Connected node -> when to ask it which client it is; infinity once it has said so.
+        self._ask_at: dict[int, float] = {}
         self._printed: set[str] = set()
 
     def use(self, config: Config) -> None:
@@ -137,20 +146,34 @@ class Nodes:
         for node in self._statements:
             is_refused = node not in self._nodes.values()
             if is_refused and node not in self._asked.values():
-                self._met.discard(node)
+                self._ask_at[node] = 0.0
 
     def _greet(self) -> None:
         """Ask new nodes which client they are, read their answers, and forget nodes that left."""
         connected = set(self.grid.get_node_ids())
-        for node in self._statements.keys() - connected:
-            del self._statements[node]
-        new = sorted(connected - self._met)
-        self._met = connected
-        for node in new:
+        for node in self._ask_at.keys() - connected:
+            del self._ask_at[node]
+            self._statements.pop(node, None)
+        now = time.monotonic()
+        for node in sorted(connected):
+            if now < self._ask_at.get(node, 0.0):
+                continue
             (sent,) = self.grid.push_messages(
-                [Message(RecordDict({"job": self.content()}), node, MessageType.QUERY)]
+                [
+                    Message(
+                        RecordDict({"job": self.content()}),
+                        node,
+                        MessageType.QUERY,
+                        ttl=QUESTION_S,
+                    )
+                ]
             )
             self._asked[sent] = node
+            self._ask_at[node] = now + ASK_AGAIN_S
+        self._read_answers()
+
+    def _read_answers(self) -> None:
+        """Read the answers that have arrived to the question which client a node is."""
         for reply in self.answers.pull(list(self._asked)):
             if isinstance(reply, Refused):
                 node = self._asked.pop(reply.sent)
@@ -159,16 +182,19 @@ class Nodes:
             node = self._asked.pop(reply.metadata.reply_to_message_id)
             if not reply.has_error():
                 self._enter(node, reply)
+            elif self._ask_at.get(node) == math.inf:
+                pass  # it has answered another question; this one was lost on the way
             elif is_nodes_own(reply.error.reason):
                 print(f"node {node} is left out: it {told(reply.error.reason)}", flush=True)
             else:
                 # Flower's own error, for example because a busy machine took long to start the app.
                 print(f"node {node} is asked again: it {told(reply.error.reason)}", flush=True)
-                self._met.discard(node)
+                if node in self._ask_at:
+                    self._ask_at[node] = 0.0
 
     def _enter(self, node: int, reply: Message) -> None:
         """Keep a node's statement, if it makes sense."""
-        if node not in self._met:
+        if node not in self._ask_at:
             return  # it has left since
         try:
             answer = reply.content["node"]
@@ -185,6 +211,7 @@ class Nodes:
             return
         # A second answer of the same node keeps its place in the order.
         self._statements[node] = Statement(client, size, registered)
+        self._ask_at[node] = math.inf
 
     def _assign(self) -> None:
         """Decide which node acts as which client."""
