@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -146,10 +147,21 @@ class WriteTensorBoard(Callback):
         # TensorBoard hides the events of an earlier, interrupted process from `purge_step` on.
         try:
             with self._errors_named():
+                self._wait_for_next_second()
                 self.writer = SummaryWriter(str(self.folder), purge_step=server.round_number + 1)
         except BaseException:
             threading.excepthook = self._excepthook
             raise
+
+    def _wait_for_next_second(self) -> None:
+        """Wait while the folder has an event file of the current second; at most one second.
+
+        TensorBoard reads event files in the order of their names, which begin with the time in
+        whole seconds. If a run is resumed within the second in which it began, the file of the
+        resumed run could come first, and would then hide the steps that it has itself.
+        """
+        while any(self.folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+            time.sleep(0.02)
 
     @contextmanager
     def _errors_named(self) -> Iterator[None]:
