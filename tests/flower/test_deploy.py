@@ -153,6 +153,21 @@ def test_a_server_that_is_told_to_end_does_not_wait_for_a_run(tmp_path: Path) ->
             time.sleep(0.1)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_whose_superexec_ended_starts_another_one(tmp_path: Path, number: int) -> None:
+    """Only the SuperExec starts runs. Without it, `motley deploy run` would wait in silence."""
+    config = three_nodes(*WAITING, "training.rounds=1")
+    with Deployment(tmp_path / "federation", config, insecure=True) as deployment:
+        deployment.serve()
+        deployment.wait(lambda: bool(named(deployment, b"flower-superexec")))
+        kill_all(deployment, b"flower-superexec", number)
+        deployment.join(0, 1, 2)
+        deployment.finish(deployment.play())
+        assert [line["round"] for line in deployment.lines()] == [1]
+        assert "the SuperExec ended with status" in deployment.said("server")
+
+
 def kill_all(deployment: Deployment, word: bytes, number: int) -> None:
     """Send a signal to all processes with a word in their command line."""
     for process in named(deployment, word):

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from motley.config import Config
@@ -92,11 +92,24 @@ def _serve(folder: DeployFolder, process: subprocess.Popen[bytes]) -> int:
     control = Control(folder)
     wait_for(control, process)
     register_nodes(folder, control)
-    with running(superexec_command(folder), folder.flower):
-        settings = folder.read_settings()
-        nodes = len(admitted_keys(folder))
-        print(f"serving at {settings.address}, {nodes} nodes registered", flush=True)
-        return process.wait()
+    settings = folder.read_settings()
+    nodes = len(admitted_keys(folder))
+    print(f"serving at {settings.address}, {nodes} nodes registered", flush=True)
+    # Without the SuperExec no run would ever start, and nobody would be told.
+    while process.poll() is None:
+        with running(superexec_command(folder), folder.flower) as superexec:
+            wait_for_either(process, superexec)
+        if process.poll() is None:
+            report(f"the SuperExec ended with status {superexec.returncode}; it is started again.")
+            time.sleep(LOOK_S)
+    return process.returncode
+
+
+def wait_for_either(first: subprocess.Popen[bytes], second: subprocess.Popen[bytes]) -> None:
+    """Wait until one of two processes has ended."""
+    while first.poll() is None and second.poll() is None:
+        with suppress(subprocess.TimeoutExpired):
+            first.wait(LOOK_S)
 
 
 def superlink_command(folder: DeployFolder, public: int, private: int) -> list[str]:
