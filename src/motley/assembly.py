@@ -50,7 +50,7 @@ from motley.data.public import (
     refuse_clients_images,
 )
 from motley.engine import Clients, DebugEngine, LocalEngine
-from motley.engine.workers import num_workers
+from motley.engine.workers import WorkerPool, num_workers
 from motley.limits import allocating
 from motley.methods import METHODS, FederationInfo, Method
 from motley.models import InputShape
@@ -393,12 +393,19 @@ def build_clients(
     )
 
 
-def build_engine(config: Config, clients: Clients) -> DebugEngine | LocalEngine:
-    """Return the engine that runs clients in this process."""
+def build_workers(config: Config, devices: Sequence[torch.device]) -> WorkerPool | None:
+    """Return the worker processes of a federation; None if everything runs in this process."""
+    workers = num_workers(config.engine, devices)
+    return WorkerPool(workers) if workers > 1 else None
+
+
+def build_engine(
+    config: Config, clients: Clients, workers: WorkerPool | None
+) -> DebugEngine | LocalEngine:
+    """Return the engine that runs clients on this machine."""
     if config.engine.name == "debug":
         return DebugEngine(clients)
     engine = config.engine
-    workers = num_workers(engine, clients.devices)
     return LocalEngine(clients, engine.slots, engine.vmap_clients, workers)
 
 

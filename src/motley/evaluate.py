@@ -26,7 +26,13 @@ from motley.core.device import place
 from motley.core.graphs import capture
 from motley.core.part import State, by_type, take
 from motley.data.device import DeviceData
-from motley.engine.workers import BackgroundTasks, Result, background_workers
+from motley.engine.workers import (
+    BackgroundTasks,
+    Result,
+    WorkerPool,
+    WorkerTask,
+    is_worthwhile_in_background,
+)
 from motley.methods.evaluation import TestSums, as_vector, totals
 from motley.models.inputs import dims_of
 from motley.settings import Settings
@@ -131,12 +137,15 @@ class Evaluator:
         kernels: Collection[str] = (),
         compiled: bool = False,
         task: Task = CLASSIFICATION,
-        workers: int = 1,
+        workers: WorkerPool | None = None,
     ) -> None:
-        """`workers`: processes that evaluate sizes side by side, on a CPU."""
+        """`workers`: processes that evaluate sizes while the next round trains, on a CPU."""
         self._split, self._data, self._classes, self._task = split, data, classes, task
         self._settings, self._kernels, self._compiled = settings, kernels, compiled
         self._workers = workers
+        if workers is not None:
+            # All workers share the test set, so it must be there before they are forked.
+            workers.register("evaluate", self._evaluate_in_worker, prepare=lambda: self.batches)
         self._sizes: dict[str, _Size] = {}
         #: Size -> how long its last evaluation took on a CPU.
         self._seconds: dict[str, float] = {}
@@ -149,40 +158,39 @@ class Evaluator:
         """Start to evaluate every size.
 
         On a GPU, and on a CPU with worker processes, this returns before the scores are there. The
-        caller may overwrite or drop the state: on a GPU it has been copied, in stream order, and
-        workers have it as it was when they were forked.
+        caller may overwrite or drop the state: it has been copied, on a GPU in stream order.
         """
         parts = {}
         for name in self._split.sizes:
             parts[name] = take(state, self._split.evaluated(name, round_number))
         # Until a size was measured, it counts as a second: that tries the workers.
         seconds = [self._seconds.get(name, 1.0) for name in parts]
-        workers = background_workers(seconds, self._workers)
-        if workers:
-            return self._start_in_workers(parts, workers)
+        pool = self._workers
+        if pool is not None and is_worthwhile_in_background(seconds, pool.workers):
+            return self._start_in_workers(pool, parts)
         sums = {name: self._size(name).start(part) for name, part in parts.items()}
         return Evaluation(sums, self._task, self._classes)
 
-    def _start_in_workers(self, parts: Mapping[str, State], workers: int) -> WorkerEvaluation:
+    def _start_in_workers(self, pool: WorkerPool, parts: Mapping[str, State]) -> WorkerEvaluation:
         """Evaluate sizes in worker processes, those that take longest first."""
         names = sorted(parts, key=lambda name: self._seconds.get(name, 0.0), reverse=True)
-        for name in names:
-            self._size(name)  # workers inherit it
-
-        def evaluate(number: int) -> Result:
-            name = names[number]
-            vector = self._size(name).evaluate(parts[name])
-            return Result(None, {"sums": {"sums": vector}})
+        tasks = [WorkerTask(name, {"part": parts[name]}) for name in names]
 
         def finish(results: Sequence[Result]) -> dict[str, Score]:
             sums = {}
             for name, result in zip(names, results, strict=True):
                 self._seconds[name] = result.seconds
                 sums[name] = AsyncCopy(result.tensors["sums"]["sums"])
-            in_order = {name: sums[name] for name in parts}
+            in_order = {name: sums[name] for name in self._split.sizes}
             return Evaluation(in_order, self._task, self._classes).scores()
 
-        return WorkerEvaluation(BackgroundTasks(evaluate, len(names), workers), finish)
+        return WorkerEvaluation(pool.start("evaluate", tasks), finish)
+
+    def _evaluate_in_worker(self, task: WorkerTask) -> Result:
+        """Evaluate one size, in a worker."""
+        name: str = task.header
+        vector = self._size(name).evaluate(task.tensors["part"])
+        return Result(None, {"sums": {"sums": vector}})
 
     def _size(self, name: str) -> _Size:
         """Return the evaluator of a size. It is built when the size is first evaluated."""

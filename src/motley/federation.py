@@ -23,6 +23,7 @@ from motley.assembly import (
     build_pipeline,
     build_score_clients,
     build_split,
+    build_workers,
     chosen_kernels,
     client_sizes,
     client_tests,
@@ -56,7 +57,6 @@ from motley.data.device import DeviceData, device_data
 from motley.data.partition import Partition, PartitionSettings
 from motley.engine import DebugEngine, Engine, Job, LocalEngine
 from motley.engine.device import choose_devices, numerics, request_hardware_queues
-from motley.engine.workers import num_workers
 from motley.evaluate import Evaluator, Score
 from motley.methods import Method
 from motley.objects import describe_federation
@@ -291,6 +291,7 @@ class Federation:
         self.sample: Sampler = ClientSampler(
             federation.clients, federation.clients_per_round, config.seed, federation.sampler
         )
+        self._workers = build_workers(config, self.devices)
         self.evaluator = Evaluator(
             self.split,
             self._test_data,
@@ -299,7 +300,7 @@ class Federation:
             kernels=chosen_kernels(config),
             compiled=compiles(config),
             task=self.task,
-            workers=num_workers(config.engine, self.devices),
+            workers=self._workers,
         )
         if engine is not None:
             self.engine: Engine = engine(self)
@@ -313,7 +314,7 @@ class Federation:
                 test_set=lambda: self.evaluator.batches,
                 tests=self._build_client_tests(copies[0]),
             )
-            self.engine = build_engine(config, clients)
+            self.engine = build_engine(config, clients, self._workers)
 
     @property
     def partition(self) -> Partition:
@@ -363,10 +364,13 @@ class Federation:
                 f"total number of rounds, which is {total}. Give it to the federation: "
                 f"training={{'rounds': {last}}}."
             )
-        while server.round_number < last:
-            server, record = self.run_round(server)
-            self.server = server
-            yield record
+        try:
+            while server.round_number < last:
+                server, record = self.run_round(server)
+                self.server = server
+                yield record
+        finally:
+            self.end_workers()
 
     def initial_state(self) -> ServerState:
         """Return the server state before the first round."""
@@ -395,6 +399,14 @@ class Federation:
         """
         with self.numerics():
             return rounds.run_round(self.context, server, done, speculation.finish_round)
+
+    def end_workers(self) -> None:
+        """End the worker processes that train and evaluate on a CPU. A later round starts others.
+
+        `run` does this at its end. Workers also end by themselves after a minute without work.
+        """
+        if self._workers is not None:
+            self._workers.close()
 
     @property
     def context(self) -> RoundContext:

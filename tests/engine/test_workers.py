@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,13 +19,16 @@ import torch
 
 from motley.core.errors import MotleyError
 from motley.engine.base import EngineSettings
+from motley.engine.pool import SlotPool
+from motley.engine.shared_memory import pack
+from motley.engine.slots import Slot
 from motley.engine.workers import (
-    BackgroundTasks,
     Result,
     WorkerError,
-    background_workers,
-    forked_workers,
+    WorkerPool,
+    WorkerTask,
     is_worthwhile,
+    is_worthwhile_in_background,
     num_workers,
 )
 from motley.federation import Federation
@@ -39,7 +44,7 @@ from tests.conftest import chosen, tiny_config
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are for Linux")
 
 CPU = [torch.device("cpu")]
-SHORT = ("training.rounds=2", "training.epochs=0.2", "training.batch_size=16")
+SHORT = ("training.rounds=3", "training.epochs=0.2", "training.batch_size=16")
 COLLECTING = {
     "statistics": ("server.statistics.name=recalibrate",),
     "client scores": ("evaluation.per_client=all", "evaluation.client_test_fraction=0.2"),
@@ -65,6 +70,14 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("motley.engine.workers.OVERHEAD", -1.0)
 
 
+@pytest.fixture(autouse=True)
+def no_workers_of_other_tests() -> Iterator[None]:
+    yield
+    for process in multiprocessing.active_children():
+        process.kill()
+        process.join()
+
+
 def outcome(*overrides: str, folder: Path | None = None) -> tuple[object, ...]:
     """Return everything that a short run computes, but its times."""
     federation = Federation(tiny_config(*SHORT, *overrides), memory_folder=folder)
@@ -75,6 +88,7 @@ def outcome(*overrides: str, folder: Path | None = None) -> tuple[object, ...]:
         line = to_line(record)
         line.pop("seconds")
         lines.append(line)
+    federation.end_workers()
     states = [fingerprint(server.state), fingerprint(server.ema or {})]
     states.append(fingerprint(server.method_state))
     stored = {}
@@ -110,24 +124,92 @@ def test_states_on_disk_are_read_by_the_process_that_owns_the_file(tmp_path: Pat
     assert outcome("engine.workers=2", *settings, folder=tmp_path / "two") == serial
 
 
-def test_clients_really_train_in_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_workers_train_in_every_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = tmp_path / "pids"
+    advance = Slot.advance
+
+    def watched(slot: Slot) -> bool:
+        with pids.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return advance(slot)
+
+    monkeypatch.setattr(Slot, "advance", watched)
     federation = Federation(tiny_config(*SHORT, "engine.workers=2"))
-    seen: set[int] = set()
-    train = federation.engine._train_alone  # type: ignore[attr-defined]
-
-    def watched(job: object) -> Result:
-        result: Result = train(job)
-        return Result((*result.header, os.getpid()), result.tensors)
-
-    monkeypatch.setattr(federation.engine, "_train_alone", watched)
-    results = federation.engine._in_workers(  # type: ignore[attr-defined]
-        federation.jobs(federation.initial_state()), watched
-    )
-    for _, result in results:
-        seen.add(result.header[-1])
-    assert len(seen) == 2
-    assert os.getpid() not in seen
+    server, _ = federation.run_round(federation.initial_state())
+    first = set(pids.read_text().split())
+    pids.unlink()
+    federation.run_round(server)
+    assert set(pids.read_text().split()) == first
+    assert len(first) == 2
+    assert str(os.getpid()) not in first
+    assert len(multiprocessing.active_children()) == 2
+    federation.end_workers()
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("kept", [0, 2**28])
+def test_a_worker_keeps_slots_of_several_sizes_if_they_are_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    """The number of slots that a worker has changes no result."""
+    monkeypatch.setattr("motley.engine.local.KEPT_BYTES", kept)
+    counts = tmp_path / "counts"
+    make_room = SlotPool.make_room
+
+    def watched(pool: SlotPool, size: str, max_bytes: int) -> None:
+        make_room(pool, size, max_bytes)
+        with counts.open("a") as file:
+            file.write(f"{len({slot.size for slot in pool} | {size})}\n")
+
+    monkeypatch.setattr(SlotPool, "make_room", watched)
+    settings = ("federation.clients_per_round=6",)
+    assert outcome("engine.workers=2", *settings) == outcome("engine.workers=1", *settings)
+    most = max(int(line) for line in counts.read_text().split())
+    assert most == 1 if kept == 0 else most > 1
+
+
+def test_workers_without_tasks_end_and_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("motley.engine.workers.IDLE_S", 0.1)
+    pool = pool_of(pid)
+    first = {result.header for _, result in pool.run("task", numbers(4))}
+    wait_until(lambda: not multiprocessing.active_children())
+    second = {result.header for _, result in pool.run("task", numbers(4))}
+    assert first and second and not first & second
+    pool.close()
+
+
+def test_a_worker_that_ends_while_it_is_given_a_task_is_replaced() -> None:
+    """A worker that was idle for long ends by itself, with code 0, perhaps just now."""
+
+    def end_once(task: WorkerTask) -> Result:
+        if task.header == 1 and not gate.exists():
+            gate.touch()
+            os._exit(0)
+        return echo(task)
+
+    with tempfile.TemporaryDirectory() as folder:
+        gate = Path(folder) / "gate"
+        results = dict(pool_of(end_once).run("task", numbers(4)))
+    assert [results[number].header for number in range(4)] == [0, 1, 2, 3]
+
+
+def test_another_thread_forks_workers_of_its_own() -> None:
+    """Linux ends workers with the thread that has forked them."""
+    pool = pool_of(pid)
+    seen: list[set[int]] = []
+
+    def run() -> None:
+        seen.append({result.header for _, result in pool.run("task", numbers(4))})
+
+    for _ in range(2):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    run()
+    assert not seen[0] & seen[1] and not seen[1] & seen[2]
+    pool.close()
 
 
 def test_many_jobs_go_in_waves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,12 +269,10 @@ def test_workers_are_used_only_if_they_save_time(monkeypatch: pytest.MonkeyPatch
 
 def test_tasks_run_in_the_background_if_that_saves_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("motley.engine.workers.OVERHEAD", 0.03)
-    assert background_workers([0.1, 0.1], 2) == 1
-    assert background_workers([5.0], 2) == 1
-    assert background_workers([5.0, 5.0, 5.0], 2) == 2
-    assert background_workers([5.0, 5.0, 5.0], 16) == 3
-    assert background_workers([0.01, 0.01], 2) == 0
-    assert background_workers([5.0, 5.0], 1) == 0
+    assert is_worthwhile_in_background([0.1, 0.1], 2)
+    assert is_worthwhile_in_background([5.0], 2)
+    assert not is_worthwhile_in_background([0.01, 0.01], 2)
+    assert not is_worthwhile_in_background([5.0, 5.0], 1)
 
 
 # ---- in the background
@@ -224,7 +304,7 @@ class KeepLines(Callback):
 
 
 def test_training_goes_on_while_a_round_is_evaluated(tmp_path: Path) -> None:
-    """The evaluation of round 1 waits for a file that is only written after round 2 has trained."""
+    """One size's evaluation waits for a file that is only written after round 2 has trained."""
     federation = Federation(tiny_config(*SHORT, "engine.workers=2"))
     gate = tmp_path / "gate"
     federation.evaluator.batches  # noqa: B018 (put on the device before it is exchanged)
@@ -238,7 +318,7 @@ def test_training_goes_on_while_a_round_is_evaluated(tmp_path: Path) -> None:
 
 
 class WaitingBatches:
-    """Test batches that are there once a file is."""
+    """Test batches for which the first who asks must wait until a file is there."""
 
     def __init__(self, batches: Any, gate: Path) -> None:
         self.batches, self.gate = batches, gate
@@ -246,6 +326,10 @@ class WaitingBatches:
 
     def __iter__(self) -> Iterator[Any]:
         deadline = time.monotonic() + 60
+        try:
+            self.gate.with_name("first").touch(exist_ok=False)
+        except FileExistsError:
+            return iter(self.batches)
         while not self.gate.exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -253,14 +337,13 @@ class WaitingBatches:
 
 
 def test_results_of_the_background_are_in_order() -> None:
-    tasks = BackgroundTasks(echo, count=5, workers=2)
+    tasks = pool_of(echo).start("task", numbers(5))
     assert [result.header for result in tasks.results()] == [0, 1, 2, 3, 4]
     assert tasks.ready
-    assert not multiprocessing.active_children()
 
 
 def test_an_exception_in_the_background_is_raised_when_results_are_read() -> None:
-    tasks = BackgroundTasks(failing(ValueError("wrong")), count=3, workers=2)
+    tasks = pool_of(failing(ValueError("wrong"))).start("task", numbers(3))
     wait_until(lambda: tasks.ready)
     assert not multiprocessing.active_children()
     for _ in range(2):
@@ -269,28 +352,73 @@ def test_an_exception_in_the_background_is_raised_when_results_are_read() -> Non
 
 
 def test_a_worker_that_is_killed_in_the_background_is_reported() -> None:
-    tasks = BackgroundTasks(suicidal, count=2, workers=2)
+    tasks = pool_of(suicidal).start("task", numbers(2))
     with pytest.raises(MotleyError, match=r"was killed by signal 9.*engine\.workers"):
         tasks.results()
     assert not multiprocessing.active_children()
 
 
-def test_workers_of_the_background_end_with_their_last_reference() -> None:
-    tasks = BackgroundTasks(sleep, count=2, workers=2)
-    assert len(multiprocessing.active_children()) == 2
-    # A fork drops its copy of the object, and must not end the workers of this process.
-    context = multiprocessing.get_context("fork")
-    process = context.Process(target=tasks._end)
+def test_tasks_of_the_background_start_again_if_their_workers_are_ended() -> None:
+    """A failure in the training must not lose the evaluation of the round before it."""
+    pool = pool_of(echo)
+    pool.register("fail", failing(ValueError("wrong")))
+    tasks = pool.start("task", numbers(6))
+    with pytest.raises(ValueError, match="wrong"):
+        list(pool.run("fail", numbers(4)))
+    assert not multiprocessing.active_children()
+    assert [result.header for result in tasks.results()] == [0, 1, 2, 3, 4, 5]
+    pool.close()
+
+
+def test_the_background_comes_first(tmp_path: Path) -> None:
+    """Scores of a round are shown, and its checkpoint saved, before the next one has ended."""
+    order = tmp_path / "order"
+
+    def note(task: WorkerTask) -> Result:
+        with order.open("a") as file:
+            file.write(f"{task.header}\n")
+        return echo(task)
+
+    pool = pool_of(note, workers=1)
+    background = pool.start("task", numbers(3))
+    list(pool.run("task", [WorkerTask(number, {}) for number in range(3, 6)]))
+    assert background.ready
+    assert order.read_text().split() == ["0", "1", "2", "3", "4", "5"]
+    pool.close()
+
+
+def test_tasks_whose_results_nobody_can_read_are_skipped(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+
+    def note(task: WorkerTask) -> Result:
+        with begun.open("a") as file:
+            file.write("x")
+        return echo(task)
+
+    pool = pool_of(note)
+    tasks = pool.start("task", numbers(50))
+    del tasks
+    assert [number for number, _ in pool.run("task", numbers(1))] == [0]
+    assert len(begun.read_text()) <= 3  # those of two workers that had begun, and the last one
+    pool.close()
+
+
+def test_a_fork_of_the_owner_does_not_end_the_workers() -> None:
+    pool = pool_of(pid)
+    before = {result.header for _, result in pool.run("task", numbers(4))}
+    process = multiprocessing.get_context("fork").Process(target=pool.close)
     process.start()
     process.join()
+    assert {result.header for _, result in pool.run("task", numbers(4))} == before
+    pool.close()
+
+
+def test_workers_end_with_the_last_reference_to_their_pool() -> None:
+    pool = pool_of(echo)
+    list(pool.run("task", numbers(2)))
     assert len(multiprocessing.active_children()) == 2
-    del tasks
+    del pool
     assert not multiprocessing.active_children()
-
-
-def sleep(number: int) -> Result:
-    time.sleep(60)
-    return Result(None, {})
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -300,35 +428,102 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-# ---- ends
+# ---- messages
 
 
-def echo(number: int) -> Result:
-    return Result(
-        number, {"values": {"x": torch.full((2, 3), float(number)), "no": torch.empty(0)}}
-    )
+def echo(task: WorkerTask) -> Result:
+    return Result(task.header, task.tensors)
 
 
-def test_results_keep_their_types_and_shapes() -> None:
-    def task(number: int) -> Result:
-        tensors = {
-            "scalar": torch.tensor(1.5),
-            "bf16": torch.arange(6).to(torch.bfloat16).view(2, 3).T,
-            "bool": torch.tensor([True, False]),
-            "long": torch.tensor([[7]]),
-            "empty": torch.empty(0, 4),
-        }
-        return Result(("a", number), {"one": tensors, "none": {}})
+def pid(task: WorkerTask) -> Result:
+    time.sleep(0.02)  # or one worker could be done with all tasks before the other one begins
+    return Result(os.getpid(), {})
 
-    expected = task(0).tensors["one"]
-    with forked_workers(task, 2) as workers:
-        results = dict(workers.run(3))
+
+def pool_of(function: Callable[[WorkerTask], Result], workers: int = 2) -> WorkerPool:
+    pool = WorkerPool(workers)
+    pool.register("task", function)
+    return pool
+
+
+def numbers(count: int) -> list[WorkerTask]:
+    return [WorkerTask(number, {}) for number in range(count)]
+
+
+def test_tensors_keep_their_types_and_shapes() -> None:
+    tensors = {
+        "scalar": torch.tensor(1.5),
+        "bf16": torch.arange(6).to(torch.bfloat16).view(2, 3).T,
+        "bool": torch.tensor([True, False]),
+        "long": torch.tensor([[7]]),
+        "empty": torch.empty(0, 4),
+        "expanded": torch.ones(1).expand(3),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+    }
+    pool = pool_of(echo)
+    tasks = [WorkerTask(("a", number), {"one": tensors, "none": {}}) for number in range(3)]
+    results = dict(pool.run("task", tasks))
     for number in range(3):
         assert results[number].header == ("a", number)
         assert list(results[number].tensors) == ["one", "none"]
         for name, tensor in results[number].tensors["one"].items():
-            assert tensor.dtype == expected[name].dtype
-            assert torch.equal(tensor, expected[name])
+            assert tensor.dtype == tensors[name].dtype
+            assert torch.equal(tensor, tensors[name])
+    pool.close()
+
+
+def test_results_are_not_overwritten_by_later_ones() -> None:
+    """A worker writes every result to the same memory, and tasks grow and shrink."""
+    lengths = [3, 100_000, 5, 1_000_000, 7, 100_000, 2]
+    tasks = []
+    for number, length in enumerate(lengths):
+        tasks.append(WorkerTask(number, {"x": {"x": torch.full((length,), float(number))}}))
+    pool = pool_of(echo)
+    for _ in range(2):
+        results = dict(pool.run("task", tasks))
+        background = pool.start("task", tasks[::-1])
+        again = dict(pool.run("task", tasks))
+        for number, length in enumerate(lengths):
+            expected = torch.full((length,), float(number))
+            assert torch.equal(results[number].tensors["x"]["x"], expected)
+            assert torch.equal(again[number].tensors["x"]["x"], expected)
+        for number, result in enumerate(background.results()):
+            value = float(len(lengths) - 1 - number)
+            assert (result.tensors["x"]["x"] == value).all()
+    pool.close()
+
+
+def test_a_tensor_of_several_tasks_is_written_once() -> None:
+    weights = torch.randn(1000)
+    other = torch.randn(1000)
+    size, packed = pack([{"state": {"w": weights}}] * 5)
+    assert 4000 <= size < 4100
+    assert [len(new_tensors) for _, new_tensors in packed] == [1, 0, 0, 0, 0]
+    size, packed = pack([{"state": {"w": weights}}, {"state": {"w": other, "part": weights[:10]}}])
+    assert size >= 8040
+    assert [len(new_tensors) for _, new_tensors in packed] == [1, 2]
+
+
+def test_memory_that_is_not_used_any_more_is_returned() -> None:
+    def num_handles() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def num_mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:motley")
+
+    pool = pool_of(echo)
+    list(pool.run("task", numbers(2)))
+    handles, mapped = num_handles(), num_mapped()
+    for length in range(1, 60):
+        tensors = {"x": {"x": torch.zeros(1000 * length)}}
+        list(pool.run("task", [WorkerTask(0, tensors), WorkerTask(1, tensors)]))
+    # One arena here, and one in each of the two workers.
+    assert num_handles() <= handles + 1
+    assert num_mapped() <= mapped + 3
+    pool.close()
+
+
+# ---- ends
 
 
 class UnsendableError(Exception):
@@ -339,13 +534,13 @@ class UnsendableError(Exception):
         self.function = lambda: None
 
 
-def failing(error: Exception) -> Callable[[int], Result]:
-    def task(number: int) -> Result:
-        if number == 1:
+def failing(error: Exception) -> Callable[[WorkerTask], Result]:
+    def fail(task: WorkerTask) -> Result:
+        if task.header == 1:
             raise error
-        return echo(number)
+        return echo(task)
 
-    return task
+    return fail
 
 
 @pytest.mark.parametrize(
@@ -359,23 +554,23 @@ def failing(error: Exception) -> Callable[[int], Result]:
 def test_an_exception_of_a_worker_is_raised_here(
     error: Exception, raised: type[Exception], text: str
 ) -> None:
-    with pytest.raises(raised, match=text) as info, forked_workers(failing(error), 2) as workers:
-        list(workers.run(4))
+    pool = pool_of(failing(error))
+    with pytest.raises(raised, match=text) as info:
+        list(pool.run("task", numbers(4)))
     assert isinstance(info.value.__cause__, WorkerError)
-    assert "in task" in str(info.value.__cause__)
+    assert "in fail" in str(info.value.__cause__)
     assert not multiprocessing.active_children()
 
 
-def suicidal(number: int) -> Result:
-    if number == 1:
+def suicidal(task: WorkerTask) -> Result:
+    if task.header == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return echo(number)
+    return echo(task)
 
 
 def test_a_worker_that_is_killed_ends_the_round_with_a_message() -> None:
-    message = r"was killed by signal 9.*engine\.workers"
-    with pytest.raises(MotleyError, match=message), forked_workers(suicidal, 2) as workers:
-        list(workers.run(4))
+    with pytest.raises(MotleyError, match=r"was killed by signal 9.*engine\.workers"):
+        list(pool_of(suicidal).run("task", numbers(4)))
     assert not multiprocessing.active_children()
 
 
@@ -405,8 +600,8 @@ def test_a_signal_during_a_fork_is_not_lost() -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     os.register_at_fork(after_in_parent=send)
-    with pytest.raises(KeyboardInterrupt), forked_workers(echo, 2) as workers:
-        list(workers.run(2))
+    with pytest.raises(KeyboardInterrupt):
+        list(pool_of(echo).run("task", numbers(2)))
     assert sent
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert not multiprocessing.active_children()
@@ -415,15 +610,16 @@ def test_a_signal_during_a_fork_is_not_lost() -> None:
 ORPHANS = """
 import os, time
 import torch
-from motley.engine.workers import Result, forked_workers
+from motley.engine.workers import Result, WorkerPool, WorkerTask
 
-def task(number):
+def sleep(task):
     print(os.getpid(), flush=True)
     time.sleep(60)
     return Result(None, {})
 
-with forked_workers(task, 2) as workers:
-    list(workers.run(2))
+pool = WorkerPool(2)
+pool.register("sleep", sleep)
+list(pool.run("sleep", [WorkerTask(0, {}), WorkerTask(1, {})]))
 """
 
 

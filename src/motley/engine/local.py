@@ -5,15 +5,14 @@ free. All busy slots step in turns. On a GPU each has its own stream, the host o
 nothing waits until the round's losses are read. There the kernels of the longest jobs go first,
 since a round ends when its longest job does.
 
-On a CPU with several cores, forked worker processes each train one client at a time (`workers.py`).
-They use the slots that they have inherited.
+On a CPU with several cores, worker processes each train one client at a time (`workers.py`), in
+slots of their own.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import chain
@@ -29,7 +28,7 @@ from motley.engine.slots import Slot
 from motley.engine.spread import Spread
 from motley.engine.stack import Stack, can_stack
 from motley.engine.timeline import Timeline
-from motley.engine.workers import Result, forked_workers, is_worthwhile
+from motley.engine.workers import Result, WorkerPool, WorkerTask, is_worthwhile
 from motley.methods.base import Collection
 
 Queues: TypeAlias = dict[str, deque[tuple[Job, bool]]]
@@ -37,6 +36,9 @@ Queues: TypeAlias = dict[str, deque[tuple[Job, bool]]]
 URGENT = 0.3
 #: Jobs per worker whose stored client states are in memory at once.
 WAVE = 64
+#: A worker keeps the slots of several sizes, to use them again, while they take at most this many
+#: bytes. It always has one.
+KEPT_BYTES = 2**28
 
 
 class LocalEngine:
@@ -44,27 +46,35 @@ class LocalEngine:
 
     slots: clients of a size that train at the same time on each device; 0: chosen by the device.
     stack: clients of a size that train in one batched step.
-    workers: worker processes; 1: all clients train in this process.
+    workers: the worker processes; None: all clients train in this process.
     """
 
     trusted: ClassVar[bool] = True
 
-    def __init__(self, clients: Clients, slots: int, stack: int = 1, workers: int = 1) -> None:
-        self.clients, self.stack, self.workers = clients, stack, workers
+    def __init__(
+        self, clients: Clients, slots: int, stack: int = 1, workers: WorkerPool | None = None
+    ) -> None:
+        self.clients, self.stack = clients, stack
         self._stacks: dict[str, Stack] = {}
         per_size = slots or (4 if clients.device.type == "cuda" else 1)
         pools = [SlotPool(clients, per_size, where) for where in range(len(clients.devices))]
         self.pool: SlotPool | Spread = Spread(pools) if len(pools) > 1 else pools[0]
         self._pools = pools
+        self._workers = workers
+        if workers is not None:
+            workers.register("train", self._train_in_worker)
+            workers.register("collect", self._collect_in_worker)
         #: Size -> seconds per local step, as last measured in a worker.
         self._step_seconds: dict[str, float] = {}
+        #: Collection and size -> seconds per client, as last measured in a worker.
+        self._collect_seconds: dict[tuple[str, str], float] = {}
 
     def record(self, timeline: Timeline) -> None:
         """Record in a timeline which client trains in which slot and when.
 
         It shows the slots of this process, so clients then train in no other one.
         """
-        self.workers = 1
+        self._workers = None
         for pool in self._pools:
             pool.timeline = timeline
 
@@ -75,7 +85,7 @@ class LocalEngine:
             if self.stack > 1:
                 jobs, updates = self._train_stacked(jobs, done)
             jobs = self._longest_first(jobs)
-            if self._workers_pay(jobs):
+            if self._pay([self._expected_seconds(job) for job in jobs]):
                 updates += self._train_in_workers(jobs, done)
             else:
                 updates += self._train_in_slots(jobs, done)
@@ -137,14 +147,16 @@ class LocalEngine:
 
     # ---- in worker processes
 
-    def _workers_pay(self, jobs: Sequence[Job]) -> bool:
-        """Tell whether worker processes train these jobs sooner than this process would."""
-        return is_worthwhile([self._expected_seconds(job) for job in jobs], self.workers)
+    def _pay(self, seconds: Sequence[float]) -> bool:
+        """Tell whether worker processes do jobs sooner than this process would.
+
+        `seconds` are how long the jobs take here. A job whose time is not known should be assumed
+        to take long, so that workers are tried.
+        """
+        return self._workers is not None and is_worthwhile(seconds, self._workers.workers)
 
     def _expected_seconds(self, job: Job) -> float:
-        """Return how long a job would take here. An unknown size is assumed to take long, so that
-        workers are tried.
-        """
+        """Return how long the training of a job takes."""
         return self.clients.local_steps(job) * self._step_seconds.get(job.size, 1.0)
 
     def _train_in_workers(self, jobs: Sequence[Job], done: Done) -> list[ClientUpdate]:
@@ -152,7 +164,7 @@ class LocalEngine:
         updates = []
         if all(job.size in self._step_seconds for job in jobs):
             jobs = sorted(jobs, key=self._expected_seconds, reverse=True)
-        with closing(self._in_workers(jobs, self._train_alone)) as results:
+        with closing(self._in_workers("train", [(job, None) for job in jobs])) as results:
             for job, result in results:
                 tensors = result.tensors
                 self.clients.memory.put(job.client, job.round_number, tensors["client state"])
@@ -170,8 +182,52 @@ class LocalEngine:
                 done(job.client)
         return updates
 
-    def _train_alone(self, job: Job) -> Result:
-        """Train one client, in a worker."""
+    def _in_workers(
+        self, function: str, jobs: Sequence[tuple[Job, Collection | None]]
+    ) -> Generator[tuple[Job, Result]]:
+        """Run a registered function for every job in worker processes; yield results as they come.
+
+        A job may come with a collection that the function completes. The caller must close the
+        generator, or the workers would go on after an exception.
+        """
+        assert self._workers is not None
+        length = WAVE * self._workers.workers
+        for first in range(0, len(jobs), length):
+            wave = jobs[first : first + length]
+            # Client states are read in this process. They may be in an SQLite file, and a fork must
+            # not use a connection to it.
+            tasks = [self._task(job, answer) for job, answer in wave]
+            with closing(self._workers.run(function, tasks)) as results:
+                for number, result in results:
+                    yield wave[number][0], result
+
+    def _task(self, job: Job, answer: Collection | None) -> WorkerTask:
+        """Return what a worker needs for a job."""
+        header = (replace(job, state={}, broadcast={}), answer and replace(answer, values={}))
+        tensors = {
+            "state": job.state,
+            "broadcast": job.broadcast,
+            "client state": self.clients.stored_state(job),
+            "values": answer.values if answer is not None else {},
+        }
+        return WorkerTask(header, tensors)
+
+    # ---- inside a worker
+
+    def _begin(self, task: WorkerTask) -> tuple[Job, Collection | None]:
+        """Return the job of a task, whose client state is in the store from now on."""
+        job, answer = task.header
+        job = replace(job, state=task.tensors["state"], broadcast=task.tensors["broadcast"])
+        if answer is not None:
+            answer = replace(answer, values=task.tensors["values"])
+        self.clients.memory = BorrowedStates(task.tensors["client state"])
+        for pool in self._pools:
+            pool.make_room(job.size, KEPT_BYTES)
+        return job, answer
+
+    def _train_in_worker(self, task: WorkerTask) -> Result:
+        """Train one client."""
+        job, _ = self._begin(task)
         slot = self.pool.seat(job)
         assert slot is not None  # a worker has one job at a time
         while not slot.advance():
@@ -185,33 +241,11 @@ class LocalEngine:
         }
         return Result((update.num_examples, update.num_steps), tensors)
 
-    def _in_workers(
-        self, jobs: Sequence[Job], function: Callable[[Job], Result]
-    ) -> Generator[tuple[Job, Result]]:
-        """Run a function for every job in worker processes; yield results as they come.
-
-        The caller must close the generator, or the workers would outlive an exception.
-        """
-        for size in sorted({job.size for job in jobs}):
-            self.pool.any(size)  # workers inherit the slot, and need not build its model
-        length = WAVE * self.workers
-        for first in range(0, len(jobs), length):
-            yield from self._run_wave(jobs[first : first + length], function)
-
-    def _run_wave(
-        self, jobs: Sequence[Job], function: Callable[[Job], Result]
-    ) -> Generator[tuple[Job, Result]]:
-        # Client states are read in this process. They may be in an SQLite file, and a fork must not
-        # use a connection to it.
-        stored = [self.clients.stored_state(job) for job in jobs]
-
-        def task(number: int) -> Result:
-            self.clients.memory = BorrowedStates(stored[number])
-            return function(jobs[number])
-
-        with forked_workers(task, min(self.workers, len(jobs))) as workers:
-            for number, result in workers.run(len(jobs)):
-                yield jobs[number], result
+    def _collect_in_worker(self, task: WorkerTask) -> Result:
+        """Ask one client for a collection."""
+        job, answer = self._begin(task)
+        collection = self._ask(job, answer)
+        return Result(replace(collection, values={}), {"values": collection.values})
 
     # ---- collections
 
@@ -222,10 +256,7 @@ class LocalEngine:
         with own_randomness(self.clients.device):
             if jobs and jobs[0].collection in CLIENT_SCORES and not own_models:
                 return self._client_scores(jobs)
-            return self._for_each(jobs, self._collect_from)
-
-    def _collect_from(self, job: Job) -> Collection:
-        return self.clients.collect(self.pool.any(job.size).learner, job)
+            return self._collect([(job, None) for job in jobs])
 
     def _client_scores(self, jobs: Sequence[Job]) -> list[Collection]:
         """Score clients on their own test examples: one pass for all that received the same state.
@@ -240,40 +271,30 @@ class LocalEngine:
             learner = self.pool.any(size).learner
             for answer in self.clients.score_together(learner, same):
                 answers[answer.client] = answer
-
-        def personalize(job: Job) -> Collection:
-            return self.pool.any(job.size).personalize(job, answers[job.client])
-
         trained = [job for job in jobs if job.collection == "personalized-score"]
-        for answer in self._for_each(trained, personalize):
+        for answer in self._collect([(job, answers[job.client]) for job in trained]):
             answers[answer.client] = answer
         return [answers[job.client] for job in jobs]
 
-    def _for_each(self, jobs: Sequence[Job], ask: Callable[[Job], Collection]) -> list[Collection]:
-        """Return the collection of every job, in order.
-
-        This process asks the first client. That tells how long it takes, and prepares what all of
-        them need, such as the test set on the device.
-        """
+    def _collect(self, jobs: Sequence[tuple[Job, Collection | None]]) -> list[Collection]:
+        """Return the collection of every job, in order."""
+        seconds = [self._collect_seconds.get((job.collection, job.size), 1.0) for job, _ in jobs]
+        if not self._pay(seconds):
+            return [self._ask(job, answer) for job, answer in jobs]
         collections: dict[int, Collection] = {}
-        begin = time.perf_counter()
-        for job in jobs[:1]:
-            collections[job.client] = ask(job)
-        others = jobs[1:]
-        if is_worthwhile([time.perf_counter() - begin] * len(others), self.workers):
+        with closing(self._in_workers("collect", jobs)) as results:
+            for job, result in results:
+                values = result.tensors["values"]
+                collections[job.client] = replace(result.header, values=values)
+                self._collect_seconds[job.collection, job.size] = result.seconds
+        return [collections[job.client] for job, _ in jobs]
 
-            def ask_alone(job: Job) -> Result:
-                collection = ask(job)
-                return Result(replace(collection, values={}), {"values": collection.values})
-
-            with closing(self._in_workers(others, ask_alone)) as results:
-                for job, result in results:
-                    values = result.tensors["values"]
-                    collections[job.client] = replace(result.header, values=values)
-        else:
-            for job in others:
-                collections[job.client] = ask(job)
-        return [collections[job.client] for job in jobs]
+    def _ask(self, job: Job, answer: Collection | None) -> Collection:
+        """Ask a client for a collection. `answer` is its score before personalization."""
+        slot = self.pool.any(job.size)
+        if answer is not None:
+            return slot.personalize(job, answer)
+        return self.clients.collect(slot.learner, job)
 
     def save_memory(self, rounds: Mapping[int, int]) -> None:
         """Write the clients' states."""

@@ -16,6 +16,9 @@ from motley.engine.away import AwaySlot
 from motley.engine.slots import Slot
 from motley.engine.timeline import Timeline
 
+#: A slot has the weights, their gradients, the optimizer's state and the received weights.
+COPIES = 4
+
 
 class SlotPool:
     """The slots of one device, by size."""
@@ -26,6 +29,7 @@ class SlotPool:
         #: How many slots fit on the device; known once one more did not.
         self.most: int | None = None
         self._slots: dict[str, list[Slot]] = {}
+        self._bytes: dict[str, int] = {}
         #: Records which client trains in which slot and when, if it is set.
         self.timeline: Timeline | None = None
 
@@ -59,6 +63,23 @@ class SlotPool:
         if not slots:
             slots.append(self._make(size))
         return slots[0]
+
+    def make_room(self, size: str, max_bytes: int) -> None:
+        """Drop idle slots of other sizes, so that they and one of this size take `max_bytes`."""
+        others = [slot for slot in self if slot.size != size and not slot.busy]
+        total = self._slot_bytes(size) + sum(self._slot_bytes(slot.size) for slot in others)
+        for slot in others:
+            if total > max_bytes:
+                total -= self._slot_bytes(slot.size)
+                self._drop(slot)
+
+    def _slot_bytes(self, size: str) -> int:
+        """Return roughly how much memory a slot of a size takes between two clients."""
+        if size not in self._bytes:
+            state = self.clients.method.info.split.blueprints[size].module.state_dict()
+            weights = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+            self._bytes[size] = COPIES * weights
+        return self._bytes[size]
 
     def _free(self, size: str, urgent: bool) -> Slot | None:
         slots = self._slots.setdefault(size, [])

@@ -1,18 +1,23 @@
 """Worker processes: all cores of a CPU train clients and evaluate sizes.
 
-A section of a round that can run in parallel forks worker processes, which end with the section. A
-forked process starts as a copy of this one, so it already has the data set, the models, the global
-state and the method, whatever objects a user made them of, and nothing has to be sent to it. Memory
-pages are shared until one side writes to them: a worker takes memory for what it changes, which is
-one learner. Only results travel, through a pipe.
+Workers are forked when they are first needed, and stay for the rounds that follow. A forked process
+starts as a copy of this one, so it already has the data set, the split and the method, whatever
+objects a user made them of. Memory pages are shared until one side writes to them, and neither side
+writes to the data. A worker is sent the same as a node of a deployment: a client's part of the
+global state, the method's broadcast and the stored client state. They travel through shared memory
+(shared_memory.py), in which all clients of a size have one copy of their part.
 
-An evaluation runs in the background: its workers compute while this process begins the next round.
+A worker cannot see later changes of objects in this process. So whatever a task needs that differs
+from round to round is sent with it.
+
+An evaluation runs in the background: workers take its tasks while this process begins the next
+round, and before those of that round's training.
 
 Processes and not threads: between two operations of a small model, Python holds its interpreter
 lock, and torch's CPU generator, which steps are keyed by, belongs to the whole process.
 
 Which worker runs a task, and when, changes no result. Every random choice is keyed, every worker
-computes with one thread, and whoever calls `run` gets results by the number of their task.
+computes with one thread, and results are identified by the number of their task.
 """
 
 from __future__ import annotations
@@ -30,21 +35,23 @@ import traceback
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias, cast
 
 import torch
-from torch import Tensor
 
 from motley.core.errors import MotleyError
-from motley.core.part import State
 from motley.engine.base import EngineSettings
+from motley.engine.shared_memory import Arena, Arenas, Channel, Groups, Layout, pack
 
-#: Forking and ending a worker takes about this many seconds.
-OVERHEAD = 0.03
+#: Workers must save at least this many seconds to be used: every task is sent and its result read.
+OVERHEAD = 0.005
+#: Seconds without a task after which a worker ends. It holds the memory of its learners, and the
+#: next task starts another one.
+IDLE_S = 60.0
 #: Linux's number of the option that sends a process a signal when the one that forked it dies.
 _PR_SET_PDEATHSIG = 1
 #: glibc's numbers of two limits: freed memory above the first goes back to the system, and blocks
@@ -53,21 +60,32 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 @dataclass(frozen=True)
-class Result:
-    """What a task returns: a small object, and tensors by group and name."""
+class WorkerTask:
+    """What a worker is given: a small object that can be pickled, and tensors."""
 
     header: Any
-    tensors: Mapping[str, State]
+    tensors: Groups
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a task returns: a small object that can be pickled, and tensors."""
+
+    header: Any
+    tensors: Groups
     #: The processor time that the task took in its worker. Unlike the time on the clock, it does
     #: not depend on how many workers shared a core.
     seconds: float = 0.0
 
 
-Task: TypeAlias = Callable[[int], Result]
+Function: TypeAlias = Callable[[WorkerTask], Result]
 
 
 class WorkerError(Exception):
     """The traceback of a worker's exception, as its cause."""
+
+
+# ---- whether to use workers
 
 
 def available_cores() -> int:
@@ -116,46 +134,311 @@ def is_worthwhile(seconds: Sequence[float], workers: int) -> bool:
     return total - max(max(seconds), total / workers) > OVERHEAD
 
 
-def background_workers(seconds: Sequence[float], workers: int) -> int:
-    """Return how many workers should run tasks beside the next round; 0: run them here instead.
+def is_worthwhile_in_background(seconds: Sequence[float], workers: int) -> bool:
+    """Tell whether tasks should run beside the next round, given how long each takes here.
 
-    The round's own workers use all cores, so this gains what the tasks would leave idle here. More
-    than one worker is for tasks that might take longer than the next round.
+    The round's own tasks use all workers, so this gains the time in which other cores would be idle
+    if the tasks ran here.
     """
     total = sum(seconds)
-    if workers < 2 or total - total / workers <= OVERHEAD:
-        return 0
-    wanted = int(total / (5 * OVERHEAD)) if OVERHEAD > 0 else workers
-    return max(1, min(wanted, workers, len(seconds)))
+    return workers > 1 and total - total / workers > OVERHEAD
 
 
-@contextmanager
-def forked_workers(task: Task, workers: int) -> Iterator[Workers]:
-    """Fork workers that run `task` until the block ends. They are killed if it ends early."""
-    pool = Workers(task)
-    try:
-        pool.fork(workers)
-        yield pool
-    finally:
-        pool.end()
+# ---- the pool
 
 
-class Workers:
-    """Processes that run one function, given the numbers of its tasks."""
+class WorkerPool:
+    """Worker processes that run registered functions. They are forked when they are needed."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self._processes: dict[Connection, Any] = {}
-        self._owner = os.getpid()
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self._functions: dict[str, Function] = {}
+        self._preparations: list[Callable[[], object]] = []
+        #: Tasks that no worker has yet, in the order in which workers take them.
+        self._waiting: deque[tuple[_Batch, int]] = deque()
+        self._processes = _Processes()
+        self._arenas = Arenas()
+        weakref.finalize(self, _end, self._processes, self._arenas)
 
-    def fork(self, count: int) -> None:
-        """Start the workers."""
+    def register(
+        self, name: str, function: Function, prepare: Callable[[], object] | None = None
+    ) -> None:
+        """Let workers run a function. A worker has a copy of it from the time of its fork.
+
+        `prepare` is called in this process before a fork, to make what all workers should share.
+        """
+        self._functions[name] = function
+        if prepare is not None:
+            self._preparations.append(prepare)
+
+    def run(self, name: str, tasks: Sequence[WorkerTask]) -> Generator[tuple[int, Result]]:
+        """Run a function on tasks; yield each one's number and result when it has ended.
+
+        If a task fails, or if the caller closes the generator early, all workers are ended.
+        """
+        batch = self._submit(name, tasks)
+        try:
+            num_yielded = 0
+            while num_yielded < len(tasks):
+                if not batch.ended:
+                    self._advance(batch, timeout=None)
+                while batch.ended:
+                    yield batch.ended.popleft()
+                    num_yielded += 1
+        finally:
+            if batch.num_open:
+                self._cancel(batch)
+
+    def start(self, name: str, tasks: Sequence[WorkerTask]) -> BackgroundTasks:
+        """Run a function on tasks while this process does something else."""
+        return BackgroundTasks(self, self._submit(name, tasks))
+
+    def close(self) -> None:
+        """End all workers, whatever they are doing. Tasks that they had start again when somebody
+        waits for them.
+        """
+        for worker in self._processes.end():
+            if worker.task is not None:
+                self._waiting.appendleft(worker.task)
+
+    # ----
+
+    def _submit(self, name: str, tasks: Sequence[WorkerTask]) -> _Batch:
+        """Write tasks to shared memory, and hand them to idle workers."""
+        size, packed = pack([task.tensors for task in tasks])
+        arena = self._arenas.take(size)
+        headers = [task.header for task in tasks]
+        layouts = [layout for layout, _ in packed]
+        batch = _Batch(name, headers, layouts, arena, num_open=len(tasks))
+        try:
+            for number, (_, new_tensors) in enumerate(packed):
+                arena.write(new_tensors)
+                self._waiting.append((batch, number))
+                # At once: the first workers begin while the next tasks are written.
+                self._hand_out()
+        except BaseException:
+            self._cancel(batch)
+            raise
+        if not tasks:
+            self._arenas.give_back(arena)
+        return batch
+
+    def _hand_out(self) -> None:
+        """Give every idle worker the next task."""
+        while self._waiting and not self._waiting[0][0].is_wanted:
+            self._close_task(self._waiting.popleft()[0])
+        if not self._waiting:
+            return
+        self._fork()
+        for worker in self._processes.workers:
+            if worker.task is not None or not self._waiting:
+                continue
+            worker.task = batch, number = self._waiting.popleft()
+            content = (batch.name, batch.headers[number])
+            # If the worker has ended, reading its result reports that.
+            with suppress(BrokenPipeError, ConnectionResetError):
+                worker.channel.send(
+                    content,
+                    batch.layouts[number],
+                    batch.arena,
+                    self._arenas.numbers,
+                    worker.process.pid,
+                )
+
+    def _fork(self) -> None:
+        """Fork the workers that are missing."""
+        if not self._processes.belong_here:
+            self.close()
+        self._processes.drop_ended()
+        num_missing = self.workers - len(self._processes.workers)
+        if num_missing:
+            for prepare in self._preparations:
+                prepare()
+            self._processes.fork(num_missing, self._functions)
+
+    def _advance(self, batch: _Batch, timeout: float | None) -> None:
+        """Take the results that arrive within a time, and keep the workers busy.
+
+        If a task of `batch` has failed, raise its exception. Other batches keep theirs.
+        """
+        if batch.error is None:
+            try:
+                self._take_results(timeout)
+            except BaseException:
+                self.close()  # an interruption: the rest of a message could not be read any more
+                raise
+        if batch.error is not None:
+            raise batch.error
+
+    def _take_results(self, timeout: float | None) -> None:
+        self._hand_out()
+        busy = {}
+        for worker in self._processes.workers:
+            if worker.task is not None:
+                busy[worker.channel.connection] = worker
+        assert busy or timeout is not None  # or this would wait without end
+        for ready in wait(list(busy), timeout):
+            worker = busy[cast(Connection, ready)]
+            assert worker.task is not None
+            batch, number = worker.task
+            try:
+                result = worker.result()
+            except _IdleError:
+                self._processes.workers.remove(worker)
+                self._waiting.appendleft(worker.task)
+                continue
+            except Exception as error:
+                batch.error = error
+                self._cancel(batch)
+                return
+            worker.task = None
+            batch.ended.append((number, result))
+            self._close_task(batch)
+            self._hand_out()
+
+    def _close_task(self, batch: _Batch) -> None:
+        """Note that a task has ended, or is not needed."""
+        batch.num_open -= 1
+        if batch.num_open == 0:
+            self._arenas.give_back(batch.arena)
+
+    def _cancel(self, batch: _Batch) -> None:
+        """Drop the open tasks of a batch, and end all workers. Other batches' tasks start again."""
+        self.close()
+        self._waiting = deque(task for task in self._waiting if task[0] is not batch)
+        if batch.num_open:
+            batch.num_open = 0
+            self._arenas.give_back(batch.arena)
+
+
+class BackgroundTasks:
+    """Tasks that workers run while this process does something else."""
+
+    def __init__(self, pool: WorkerPool, batch: _Batch) -> None:
+        self._pool, self._batch = pool, batch
+        self._count = batch.num_open
+        weakref.finalize(self, batch.give_up)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `results` would return, or raise a task's exception, without waiting."""
+        num_before = -1
+        while self._batch.num_open not in (0, num_before):
+            num_before = self._batch.num_open
+            with suppress(Exception):  # `results` raises it
+                self._pool._advance(self._batch, timeout=0)
+        return self._batch.num_open == 0
+
+    def results(self) -> list[Result]:
+        """Wait for all results and return them in the order of their tasks."""
+        while self._batch.num_open:
+            self._pool._advance(self._batch, timeout=None)
+        if self._batch.error is not None:
+            raise self._batch.error
+        results = dict(self._batch.ended)
+        return [results[number] for number in range(self._count)]
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Tasks that were submitted together, in one arena."""
+
+    #: The registered function.
+    name: str
+    headers: Sequence[Any]
+    layouts: Sequence[Layout]
+    arena: Arena
+    #: The number of tasks that have not ended.
+    num_open: int
+    #: The numbers and results of tasks that have ended.
+    ended: deque[tuple[int, Result]] = field(default_factory=deque)
+    error: Exception | None = None
+    #: Whether somebody can still read the results.
+    is_wanted: bool = True
+
+    def give_up(self) -> None:
+        """Let workers skip the tasks that they have not begun.
+
+        This does not end them, because a garbage collection can call it at any moment.
+        """
+        self.is_wanted = False
+
+
+# ---- the processes
+
+
+class _IdleError(Exception):
+    """A worker has ended because it had been idle, in the moment in which it got a task."""
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A worker process, as its owner sees it."""
+
+    process: Any
+    channel: Channel
+    #: The task that it has.
+    task: tuple[_Batch, int] | None = None
+
+    def result(self) -> Result:
+        """Wait for the result of its task, or raise the task's exception."""
+        try:
+            content, tensors = self.channel.receive()
+        except (EOFError, OSError):
+            raise self._died() from None
+        if isinstance(content, _Failed):
+            raise content.error from WorkerError(f"\n{content.text}")
+        header, seconds = content
+        # Copied, because the worker's next result takes the same memory.
+        own = {}
+        for group, shared in tensors.items():
+            own[group] = {name: tensor.clone() for name, tensor in shared.items()}
+        return Result(header, own, seconds)
+
+    def _died(self) -> Exception:
+        self.process.join(timeout=5)
+        code = self.process.exitcode
+        if code == 0:
+            return _IdleError()
+        how = f"was killed by signal {-code}" if code and code < 0 else f"ended with code {code}"
+        return MotleyError(
+            f"a worker process {how}. The most frequent reason is too little memory: use fewer "
+            "workers (engine.workers; 1 needs the least memory)."
+        )
+
+
+class _Processes:
+    """The processes of a pool."""
+
+    def __init__(self) -> None:
+        self.workers: list[_Worker] = []
+        #: The process and the thread that have forked them.
+        self._owner = (0, 0)
+
+    @property
+    def belong_here(self) -> bool:
+        """Whether the workers, if there are any, were forked by this process and this thread.
+
+        Linux ends workers with the thread that has forked them (`_serve`).
+        """
+        return not self.workers or self._owner == (os.getpid(), threading.get_native_id())
+
+    def drop_ended(self) -> None:
+        """Forget idle workers that have ended. The end of a busy one is noticed by its result."""
+        for worker in list(self.workers):
+            if worker.task is None and not worker.process.is_alive():
+                worker.channel.close()
+                self.workers.remove(worker)
+
+    def fork(self, count: int, functions: dict[str, Function]) -> None:
+        """Start workers."""
+        self._owner = (os.getpid(), threading.get_native_id())
         context = multiprocessing.get_context("fork")
         for _ in range(count):
             here, there = context.Pipe()
-            inherited = [*self._processes, here]
+            inherited = [here, *(worker.channel.connection for worker in self.workers)]
             process = context.Process(
-                target=_serve, args=(self._task, there, inherited), daemon=True, name="worker"
+                target=_serve, args=(functions, there, inherited), daemon=True, name="worker"
             )
             with _signals_deferred(), warnings.catch_warnings():
                 # Python 3.12 warns that threads of this process, such as those of a progress
@@ -163,125 +446,27 @@ class Workers:
                 warnings.simplefilter("ignore", DeprecationWarning)
                 process.start()
                 there.close()
-                self._processes[here] = process
+                self.workers.append(_Worker(process, Channel(here)))
 
-    def run(self, count: int) -> Iterator[tuple[int, Result]]:
-        """Run tasks 0 to `count` - 1, and yield each one's number and result when it has ended."""
-        waiting = iter(range(count))
-        running: dict[Connection, int] = {}
-        for connection in self._processes:
-            self._give(connection, waiting, running)
-        while running:
-            for ready in wait(list(running)):
-                connection = cast(Connection, ready)
-                number = running.pop(connection)
-                result = self.result(connection)
-                self._give(connection, waiting, running)
-                yield number, result
-
-    def _give(
-        self, connection: Connection, waiting: Iterator[int], running: dict[Connection, int]
-    ) -> None:
-        number = next(waiting, None)
-        if number is None:
-            return
-        running[connection] = number
-        with suppress(BrokenPipeError):  # `result` reports a worker that has died
-            connection.send(number)
-
-    def deal(self, count: int) -> dict[Connection, deque[int]]:
-        """Give tasks 0 to `count` - 1 to the workers in turns; return the tasks of each."""
-        dealt: dict[Connection, deque[int]] = {}
-        connections = list(self._processes)
-        for number in range(count):
-            connection = connections[number % len(connections)]
-            dealt.setdefault(connection, deque()).append(number)
-            with suppress(BrokenPipeError):  # `result` reports a worker that has died
-                connection.send(number)
-        return dealt
-
-    def result(self, connection: Connection) -> Result:
-        """Wait for the next result of a worker, or raise the exception of its task."""
-        try:
-            answer = _receive(connection)
-        except (EOFError, OSError):
-            raise self._died(connection) from None
-        if isinstance(answer, Result):
-            return answer
-        error, text = answer
-        raise error from WorkerError(f"\n{text}")
-
-    def _died(self, connection: Connection) -> MotleyError:
-        process = self._processes[connection]
-        process.join(timeout=5)
-        code = process.exitcode
-        how = f"was killed by signal {-code}" if code and code < 0 else f"ended with code {code}"
-        return MotleyError(
-            f"a worker process {how}. The most frequent reason is too little memory: use fewer "
-            f"workers than {len(self._processes)} (engine.workers; 1 needs the least memory)."
-        )
-
-    def end(self) -> None:
-        """End all workers, whatever they are doing."""
-        if os.getpid() != self._owner:
-            return  # a fork of this process has inherited this object, but not the workers
+    def end(self) -> list[_Worker]:
+        """End all workers, whatever they are doing, and return them."""
+        ended, self.workers = self.workers, []
+        if self._owner[0] != os.getpid():
+            return []  # a fork of their owner has inherited this object, but not the workers
         with _signals_deferred():
-            for connection, process in self._processes.items():
-                process.kill()
-                connection.close()
-            for process in self._processes.values():
-                process.join()
-                process.close()
-            self._processes = {}
+            for worker in ended:
+                worker.process.kill()
+                worker.channel.close()
+            for worker in ended:
+                worker.process.join()
+                worker.process.close()
+        return ended
 
 
-class BackgroundTasks:
-    """Tasks that worker processes run while this process does something else.
-
-    Nobody hands out tasks in the meantime, so every worker gets its share at the beginning. The
-    workers end when all results are there, or when nobody refers to this object any more.
-    """
-
-    def __init__(self, task: Task, count: int, workers: int) -> None:
-        self._count = count
-        self._results: dict[int, Result] = {}
-        self._error: BaseException | None = None
-        self._workers = Workers(task)
-        self._end = weakref.finalize(self, self._workers.end)
-        self._workers.fork(workers)
-        #: The tasks whose results have not arrived, by the connection that they come from.
-        self._running = self._workers.deal(count)
-
-    @property
-    def ready(self) -> bool:
-        """Whether `results` would return, or raise a task's exception, without waiting."""
-        self._receive(timeout=0)
-        return not self._running
-
-    def results(self) -> list[Result]:
-        """Wait for all results and return them in the order of their tasks."""
-        while self._running:
-            self._receive(timeout=None)
-        if self._error is not None:
-            raise self._error
-        return [self._results[number] for number in range(self._count)]
-
-    def _receive(self, timeout: float | None) -> None:
-        """Take the results that have arrived by now, or within a time."""
-        for ready in wait(list(self._running), timeout):
-            connection = cast(Connection, ready)
-            try:
-                result = self._workers.result(connection)
-            except Exception as error:
-                self._error = error
-                self._running = {}
-                break
-            numbers = self._running[connection]
-            self._results[numbers.popleft()] = result
-            if not numbers:
-                del self._running[connection]
-        if not self._running:
-            self._end()
+def _end(processes: _Processes, arenas: Arenas) -> None:
+    """End a pool that nobody refers to any more."""
+    processes.end()
+    arenas.close()
 
 
 @contextmanager
@@ -314,8 +499,18 @@ def _signals_deferred() -> Iterator[None]:
 # ---- in a worker
 
 
-def _serve(task: Task, connection: Connection, inherited: Sequence[Connection]) -> None:
-    """Run tasks until the other side ends this process."""
+@dataclass(frozen=True)
+class _Failed:
+    """The exception of a task, and its traceback as text."""
+
+    error: Exception
+    text: str
+
+
+def _serve(
+    functions: dict[str, Function], connection: Connection, inherited: Sequence[Connection]
+) -> None:
+    """Run tasks until the other side ends this process, or there has been no task for IDLE_S."""
     # A terminal sends a Ctrl-C to all processes. The one that forked the workers reacts to it, and
     # ends them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -329,23 +524,35 @@ def _serve(task: Task, connection: Connection, inherited: Sequence[Connection]) 
         other.close()
     # A garbage collection would write to every page that holds an object, and so copy it.
     gc.freeze()
-    # Keep freed memory for the next step. A worker starts with no memory of its own, and returning
-    # it to the system after every step would double the page faults of a round.
+    # Keep freed memory for the next step: returning it to the system after every step would double
+    # the page faults of a round.
     with suppress(AttributeError):  # another C library than glibc
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**30)
         libc.mallopt(_M_MMAP_THRESHOLD, 2**30)
+    channel, arenas = Channel(connection), Arenas()
     with suppress(EOFError, OSError):  # the other side is gone
-        while True:
-            number = connection.recv()
+        while connection.poll(IDLE_S):
+            (name, header), tensors = channel.receive()
+            begin = time.process_time()
             try:
-                begin = time.process_time()
-                result = task(number)
-                seconds = time.process_time() - begin
+                result = functions[name](WorkerTask(header, tensors))
             except Exception as error:
-                connection.send_bytes(pickle.dumps((_portable(error), traceback.format_exc())))
+                failed = _Failed(_portable(error), traceback.format_exc())
+                _send(channel, arenas, failed, {})
             else:
-                _send(connection, result, seconds)
+                seconds = time.process_time() - begin
+                _send(channel, arenas, (result.header, seconds), result.tensors)
+
+
+def _send(channel: Channel, arenas: Arenas, content: Any, tensors: Groups) -> None:
+    """Send the outcome of a task to the process that has forked this one."""
+    size, ((layout, new_tensors),) = pack([tensors])
+    arena = arenas.take(size)
+    arena.write(new_tensors)
+    channel.send(content, layout, arena, arenas.numbers, os.getppid())
+    # The next task arrives after the other side has copied this result.
+    arenas.give_back(arena)
 
 
 def _portable(error: Exception) -> Exception:
@@ -355,43 +562,3 @@ def _portable(error: Exception) -> Exception:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
-
-
-# ---- messages: a header, then the bytes of every tensor
-
-
-def _send(connection: Connection, result: Result, seconds: float) -> None:
-    layout, contents = [], []
-    for group, tensors in result.tensors.items():
-        for name, tensor in tensors.items():
-            layout.append((group, name, tensor.dtype, tuple(tensor.shape)))
-            contents.append(tensor.detach().contiguous())
-    groups = list(result.tensors)
-    connection.send_bytes(pickle.dumps((result.header, groups, layout, seconds)))
-    for tensor in contents:
-        if tensor.numel():
-            connection.send_bytes(_bytes_of(tensor))
-
-
-def _receive(connection: Connection) -> Result | tuple[Exception, str]:
-    """Return a worker's result, or the exception that it raised and the exception's traceback.
-
-    Workers are forks of this process, and nobody else has the pipe, so the header may be a pickle.
-    """
-    message = pickle.loads(connection.recv_bytes())
-    if len(message) == 2:
-        error, text = message
-        return error, text
-    header, groups, layout, seconds = message
-    tensors: dict[str, State] = {group: {} for group in groups}
-    for group, name, dtype, shape in layout:
-        tensor = torch.empty(shape, dtype=dtype)
-        if tensor.numel():
-            connection.recv_bytes_into(_bytes_of(tensor))
-        tensors[group][name] = tensor
-    return Result(header, tensors, seconds)
-
-
-def _bytes_of(tensor: Tensor) -> Any:
-    """Return the memory of a contiguous tensor, also of types that NumPy does not know."""
-    return tensor.view(-1).view(torch.uint8).numpy()

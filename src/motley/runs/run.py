@@ -264,7 +264,10 @@ def run_rounds(
         # If its checkpoint cannot be saved, that failure must be reported.
         delivery.finish(interruption)
         raise
-    delivery.finish()
+    else:
+        delivery.finish()
+    finally:
+        federation.end_workers()
     return delivery.server
 
 
