@@ -5,7 +5,8 @@
 Every number of workers runs the same rounds in a process of its own, in turns, so that a busy
 machine slows all of them. The first round of each run is left out: it builds the models. All runs
 must end with the same bits. `memory` is the largest sum over the processes of their proportional
-share of memory (PSS), in which a page that n processes share counts as 1/n for each.
+share of memory (PSS), in which a page that n processes share counts as 1/n for each. Processor time
+and page faults are those of all processes; unlike seconds, other work changes them little.
 """
 
 from __future__ import annotations
@@ -22,14 +23,30 @@ from pathlib import Path
 from typing import Any
 
 CHILD = """
-import json, sys, time
+import json, multiprocessing, resource, sys, time
+from pathlib import Path
 from motley.config import load_config
 from motley.federation import Federation
 from motley.runs.checkpoint import fingerprint
+
+def usage():
+    # The processor time and the page faults of this process and its workers so far.
+    seconds = faults = 0
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):  # the latter: those that have ended
+        used = resource.getrusage(who)
+        seconds += used.ru_utime + used.ru_stime
+        faults += used.ru_minflt
+    for child in multiprocessing.active_children():
+        fields = Path(f"/proc/{child.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        seconds += (int(fields[11]) + int(fields[12])) / 100
+        faults += int(fields[7])
+    return seconds, faults
+
 preset, workers, rounds, overrides = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:]
 federation = Federation(load_config(preset=preset, overrides=[*overrides, f"engine.workers={workers}"]))
 server, record = federation.queue_round(federation.initial_state())
 record.read()
+used, faults = usage()
 begin = time.perf_counter()
 for _ in range(rounds):
     server, later = federation.queue_round(server)
@@ -37,7 +54,13 @@ for _ in range(rounds):
     record = later
 record.read()
 seconds = (time.perf_counter() - begin) / rounds
-print(json.dumps({"seconds": seconds, "fingerprint": fingerprint(server.state)}))
+used_after, faults_after = usage()
+print(json.dumps({
+    "seconds": seconds,
+    "processor": (used_after - used) / rounds,
+    "faults": (faults_after - faults) / rounds,
+    "fingerprint": fingerprint(server.state),
+}))
 """
 
 
@@ -121,6 +144,8 @@ def main() -> None:
                 "workers": count,
                 "s_per_round": statistics.median(per_round),
                 "speedup": statistics.median(speedups),
+                "processor_s_per_round": statistics.median(run["processor"] for run in some),
+                "faults_per_round": statistics.median(run["faults"] for run in some),
                 "memory_mib": max(run["memory"] for run in some),
             }
         )
@@ -128,7 +153,8 @@ def main() -> None:
     for row in rows:
         print(
             f"{row['workers']:3d} workers  {row['s_per_round']:8.3f} s per round  "
-            f"{row['speedup']:5.2f} times  {row['memory_mib']:7.0f} MiB"
+            f"{row['speedup']:5.2f} times  {row['processor_s_per_round']:8.3f} s of processor time  "
+            f"{row['faults_per_round']:8.0f} page faults  {row['memory_mib']:7.0f} MiB"
         )
     if chosen.out:
         chosen.out.write_text(json.dumps({"preset": chosen.preset, "rows": rows}, indent=1))

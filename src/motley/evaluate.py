@@ -27,6 +27,7 @@ from motley.core.graphs import capture
 from motley.core.part import State, by_type, take
 from motley.data.device import DeviceData
 from motley.engine.workers import (
+    KEPT_BYTES,
     BackgroundTasks,
     Result,
     WorkerPool,
@@ -189,6 +190,8 @@ class Evaluator:
     def _evaluate_in_worker(self, task: WorkerTask) -> Result:
         """Evaluate one size, in a worker."""
         name: str = task.header
+        if sum(size.num_bytes for size in self._sizes.values()) > KEPT_BYTES:
+            self._sizes.clear()
         vector = self._size(name).evaluate(task.tensors["part"])
         return Result(None, {"sums": {"sums": vector}})
 
@@ -341,6 +344,11 @@ class _Size:
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._test_sums = test_sums
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the model's weights."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
 
     def start(self, part: State) -> AsyncCopy:
         """Evaluate this size's part of a state without waiting for the device."""

@@ -181,18 +181,23 @@ def test_workers_without_tasks_end_and_are_replaced(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_worker_that_ends_while_it_is_given_a_task_is_replaced() -> None:
-    """A worker that was idle for long ends by itself, with code 0, perhaps just now."""
+    """A worker that was idle for long ends by itself, perhaps just now."""
 
     def end_once(task: WorkerTask) -> Result:
         if task.header == 1 and not gate.exists():
             gate.touch()
-            os._exit(0)
+            sys.exit(64)
         return echo(task)
 
     with tempfile.TemporaryDirectory() as folder:
         gate = Path(folder) / "gate"
         results = dict(pool_of(end_once).run("task", numbers(4)))
     assert [results[number].header for number in range(4)] == [0, 1, 2, 3]
+
+
+def test_a_task_that_ends_its_process_is_reported() -> None:
+    with pytest.raises(MotleyError, match="a worker process ended with code 0"):
+        list(pool_of(lambda task: sys.exit(0)).run("task", numbers(2)))
 
 
 def test_another_thread_forks_workers_of_its_own() -> None:

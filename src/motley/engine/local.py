@@ -28,7 +28,7 @@ from motley.engine.slots import Slot
 from motley.engine.spread import Spread
 from motley.engine.stack import Stack, can_stack
 from motley.engine.timeline import Timeline
-from motley.engine.workers import Result, WorkerPool, WorkerTask, is_worthwhile
+from motley.engine.workers import KEPT_BYTES, Result, WorkerPool, WorkerTask, is_worthwhile
 from motley.methods.base import Collection
 
 Queues: TypeAlias = dict[str, deque[tuple[Job, bool]]]
@@ -36,9 +36,6 @@ Queues: TypeAlias = dict[str, deque[tuple[Job, bool]]]
 URGENT = 0.3
 #: Jobs per worker whose stored client states are in memory at once.
 WAVE = 64
-#: A worker keeps the slots of several sizes, to use them again, while they take at most this many
-#: bytes. It always has one.
-KEPT_BYTES = 2**28
 
 
 class LocalEngine:

@@ -112,13 +112,13 @@ class Arenas:
         return {arena.number for arena in (*self._free, *self._taken)}
 
     def take(self, size: int) -> Arena:
-        """Return an arena with at least `size` bytes."""
-        while self._free:
-            arena = self._free.pop()
-            if arena.size >= size:
-                break
-            arena.close()
+        """Return an arena with at least `size` bytes: the smallest free one, or a new one."""
+        large_enough = [arena for arena in self._free if arena.size >= size]
+        if large_enough:
+            arena = min(large_enough, key=lambda arena: arena.size)
+            self._free.remove(arena)
         else:
+            self.drop_free()
             arena = Arena(int(size * ROOM))
         self._taken.append(arena)
         return arena
@@ -128,11 +128,18 @@ class Arenas:
         self._taken.remove(arena)
         self._free.append(arena)
 
+    def drop_free(self) -> None:
+        """Let go of the arenas that are free."""
+        for arena in self._free:
+            arena.close()
+        self._free = []
+
     def close(self) -> None:
         """Let go of all arenas."""
-        for arena in (*self._free, *self._taken):
+        self.drop_free()
+        for arena in self._taken:
             arena.close()
-        self._free, self._taken = [], []
+        self._taken = []
 
 
 class Channel:

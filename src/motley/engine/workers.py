@@ -52,6 +52,11 @@ OVERHEAD = 0.005
 #: Seconds without a task after which a worker ends. It holds the memory of its learners, and the
 #: next task starts another one.
 IDLE_S = 60.0
+#: The exit status of a worker that ends for this reason.
+_IDLE_CODE = 64
+#: A worker keeps models of several sizes, to use them again, while they take at most this many
+#: bytes. It always keeps one.
+KEPT_BYTES = 2**28
 #: Linux's number of the option that sends a process a signal when the one that forked it dies.
 _PR_SET_PDEATHSIG = 1
 #: glibc's numbers of two limits: freed memory above the first goes back to the system, and blocks
@@ -200,6 +205,7 @@ class WorkerPool:
         for worker in self._processes.end():
             if worker.task is not None:
                 self._waiting.appendleft(worker.task)
+        self._arenas.drop_free()
 
     # ----
 
@@ -284,7 +290,7 @@ class WorkerPool:
             try:
                 result = worker.result()
             except _IdleError:
-                self._processes.workers.remove(worker)
+                self._processes.drop(worker)
                 self._waiting.appendleft(worker.task)
                 continue
             except Exception as error:
@@ -398,7 +404,7 @@ class _Worker:
     def _died(self) -> Exception:
         self.process.join(timeout=5)
         code = self.process.exitcode
-        if code == 0:
+        if code == _IDLE_CODE:
             return _IdleError()
         how = f"was killed by signal {-code}" if code and code < 0 else f"ended with code {code}"
         return MotleyError(
@@ -427,8 +433,12 @@ class _Processes:
         """Forget idle workers that have ended. The end of a busy one is noticed by its result."""
         for worker in list(self.workers):
             if worker.task is None and not worker.process.is_alive():
-                worker.channel.close()
-                self.workers.remove(worker)
+                self.drop(worker)
+
+    def drop(self, worker: _Worker) -> None:
+        """Forget a worker that has ended."""
+        worker.channel.close()
+        self.workers.remove(worker)
 
     def fork(self, count: int, functions: dict[str, Function]) -> None:
         """Start workers."""
@@ -510,7 +520,7 @@ class _Failed:
 def _serve(
     functions: dict[str, Function], connection: Connection, inherited: Sequence[Connection]
 ) -> None:
-    """Run tasks until the other side ends this process, or there has been no task for IDLE_S."""
+    """Run tasks until the other side ends this process, or there is no task for IDLE_S seconds."""
     # A terminal sends a Ctrl-C to all processes. The one that forked the workers reacts to it, and
     # ends them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -543,6 +553,7 @@ def _serve(
             else:
                 seconds = time.process_time() - begin
                 _send(channel, arenas, (result.header, seconds), result.tensors)
+        sys.exit(_IDLE_CODE)
 
 
 def _send(channel: Channel, arenas: Arenas, content: Any, tensors: Groups) -> None:
