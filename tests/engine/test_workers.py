@@ -27,6 +27,7 @@ from motley.engine.workers import (
     WorkerError,
     WorkerPool,
     WorkerTask,
+    bundle_size,
     is_worthwhile,
     is_worthwhile_in_background,
     num_workers,
@@ -223,6 +224,22 @@ def test_many_jobs_go_in_waves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome("engine.workers=2", *settings) == outcome("engine.workers=1", *settings)
 
 
+def test_small_tasks_in_bundles_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("motley.engine.workers.BUNDLES", 1)
+    monkeypatch.setattr("motley.engine.workers.BUNDLE_S", 1000.0)
+    settings = ("method.name=scaffold", "federation.clients_per_round=6", "evaluation.every=3")
+    assert outcome("engine.workers=2", *settings) == outcome("engine.workers=1", *settings)
+
+
+def test_only_small_tasks_travel_in_bundles() -> None:
+    assert bundle_size([0.5] * 100, 2) == 1
+    assert bundle_size([0.001] * 100, 2) == 5
+    assert bundle_size([0.0001] * 100, 2) == 100 // 8
+    assert bundle_size([0.0001] * 3, 2) == 1
+    assert bundle_size([0.0] * 16, 2) == 2
+    assert bundle_size([], 2) == 1
+
+
 # ---- the number of workers
 
 
@@ -270,6 +287,7 @@ def test_workers_are_used_only_if_they_save_time(monkeypatch: pytest.MonkeyPatch
     assert not is_worthwhile([5.0], 2)
     assert not is_worthwhile([0.01] * 4, 2)
     assert not is_worthwhile([5.0, 0.01], 2)  # the longest task alone takes as long
+    assert not is_worthwhile([0.0005] * 1000, 2)  # sending so many small tasks takes as long
 
 
 def test_tasks_run_in_the_background_if_that_saves_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,6 +492,21 @@ def test_tensors_keep_their_types_and_shapes() -> None:
         for name, tensor in results[number].tensors["one"].items():
             assert tensor.dtype == tensors[name].dtype
             assert torch.equal(tensor, tensors[name])
+    pool.close()
+
+
+@pytest.mark.parametrize("bundle", [1, 2, 3, 10, 100])
+def test_all_results_come_from_bundles(bundle: int) -> None:
+    pool = pool_of(echo)
+    tasks = []
+    for number in range(10):
+        tasks.append(WorkerTask(number, {"x": {"x": torch.full((number,), float(number))}}))
+    results = dict(pool.run("task", tasks, bundle))
+    for number in range(10):
+        assert results[number].header == number
+        assert torch.equal(results[number].tensors["x"]["x"], tasks[number].tensors["x"]["x"])
+    with pytest.raises(ValueError, match="wrong"):
+        list(pool_of(failing(ValueError("wrong"))).run("task", tasks, bundle))
     pool.close()
 
 

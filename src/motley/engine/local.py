@@ -28,7 +28,14 @@ from motley.engine.slots import Slot
 from motley.engine.spread import Spread
 from motley.engine.stack import Stack, can_stack
 from motley.engine.timeline import Timeline
-from motley.engine.workers import KEPT_BYTES, Result, WorkerPool, WorkerTask, is_worthwhile
+from motley.engine.workers import (
+    KEPT_BYTES,
+    Result,
+    WorkerPool,
+    WorkerTask,
+    bundle_size,
+    is_worthwhile,
+)
 from motley.methods.base import Collection
 
 Queues: TypeAlias = dict[str, deque[tuple[Job, bool]]]
@@ -161,7 +168,8 @@ class LocalEngine:
         updates = []
         if all(job.size in self._step_seconds for job in jobs):
             jobs = sorted(jobs, key=self._expected_seconds, reverse=True)
-        with closing(self._in_workers("train", [(job, None) for job in jobs])) as results:
+        seconds = [self._expected_seconds(job) for job in jobs]
+        with closing(self._in_workers("train", [(job, None) for job in jobs], seconds)) as results:
             for job, result in results:
                 tensors = result.tensors
                 self.clients.memory.put(job.client, job.round_number, tensors["client state"])
@@ -180,21 +188,25 @@ class LocalEngine:
         return updates
 
     def _in_workers(
-        self, function: str, jobs: Sequence[tuple[Job, Collection | None]]
+        self,
+        function: str,
+        jobs: Sequence[tuple[Job, Collection | None]],
+        seconds: Sequence[float],
     ) -> Generator[tuple[Job, Result]]:
         """Run a registered function for every job in worker processes; yield results as they come.
 
-        A job may come with a collection that the function completes. The caller must close the
-        generator, or the workers would go on after an exception.
+        A job may come with a collection that the function completes. `seconds`: how long each job
+        takes. The caller must close the generator, or the workers would go on after an exception.
         """
         assert self._workers is not None
+        bundle = bundle_size(seconds, self._workers.workers)
         length = WAVE * self._workers.workers
         for first in range(0, len(jobs), length):
             wave = jobs[first : first + length]
             # Client states are read in this process. They may be in an SQLite file, and a fork must
             # not use a connection to it.
             tasks = [self._task(job, answer) for job, answer in wave]
-            with closing(self._workers.run(function, tasks)) as results:
+            with closing(self._workers.run(function, tasks, bundle)) as results:
                 for number, result in results:
                     yield wave[number][0], result
 
@@ -279,7 +291,7 @@ class LocalEngine:
         if not self._pay(seconds):
             return [self._ask(job, answer) for job, answer in jobs]
         collections: dict[int, Collection] = {}
-        with closing(self._in_workers("collect", jobs)) as results:
+        with closing(self._in_workers("collect", jobs, seconds)) as results:
             for job, result in results:
                 values = result.tensors["values"]
                 collections[job.client] = replace(result.header, values=values)

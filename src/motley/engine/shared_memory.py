@@ -154,9 +154,14 @@ class Channel:
         self._mapped: dict[int, Tensor] = {}
 
     def send(
-        self, content: Any, layout: Layout, arena: Arena, numbers: Collection[int], peer: int
+        self,
+        content: Any,
+        layouts: Sequence[Layout],
+        arena: Arena,
+        numbers: Collection[int],
+        peer: int,
     ) -> None:
-        """Send a picklable object, and tensors that are in an arena.
+        """Send a picklable object, and one or several lots of tensors that are in an arena.
 
         `numbers` are those of all arenas that this side still has: the other side lets go of the
         rest. `peer` is the other side's process.
@@ -164,14 +169,14 @@ class Channel:
         is_new = arena.number not in self._sent
         dropped = self._sent - set(numbers)
         size = arena.size if is_new else 0
-        self.connection.send((content, layout, arena.number, size, dropped))
+        self.connection.send((content, layouts, arena.number, size, dropped))
         if is_new:
             send_handle(self.connection, arena.handle, peer)
         self._sent = (self._sent - dropped) | {arena.number}
 
-    def receive(self) -> tuple[Any, dict[str, State]]:
+    def receive(self) -> tuple[Any, list[dict[str, State]]]:
         """Receive an object, and tensors that are valid until the sender uses the arena again."""
-        content, layout, number, size, dropped = self.connection.recv()
+        content, layouts, number, size, dropped = self.connection.recv()
         for other in dropped:
             self._mapped.pop(other, None)
         if size:
@@ -181,10 +186,7 @@ class Channel:
             finally:
                 os.close(handle)
         memory = self._mapped[number]
-        tensors: dict[str, State] = {}
-        for group, places in layout.items():
-            tensors[group] = {name: _at(memory, place) for name, place in places.items()}
-        return content, tensors
+        return content, [_tensors(memory, layout) for layout in layouts]
 
     def close(self) -> None:
         """Close the connection."""
@@ -201,6 +203,14 @@ def pack(messages: Sequence[Groups]) -> tuple[int, list[tuple[Layout, list[tuple
 def _mapped(handle: int, size: int) -> Tensor:
     """Return an arena's memory as bytes. The mapping ends with the last tensor that uses it."""
     return torch.frombuffer(mmap.mmap(handle, size), dtype=torch.uint8)
+
+
+def _tensors(memory: Tensor, layout: Layout) -> dict[str, State]:
+    """Return the tensors of a layout."""
+    groups: dict[str, State] = {}
+    for group, places in layout.items():
+        groups[group] = {name: _at(memory, place) for name, place in places.items()}
+    return groups
 
 
 def _at(memory: Tensor, place: Place) -> Tensor:

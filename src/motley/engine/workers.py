@@ -47,8 +47,11 @@ from motley.core.errors import MotleyError
 from motley.engine.base import EngineSettings
 from motley.engine.shared_memory import Arena, Arenas, Channel, Groups, Layout, pack
 
-#: Workers must save at least this many seconds to be used: every task is sent and its result read.
-OVERHEAD = 0.005
+#: Seconds that workers must save to be used, and seconds that sending a task and its result takes.
+OVERHEAD, TASK_OVERHEAD = 0.005, 0.0003
+#: Small tasks are given to a worker in bundles of about this many seconds, and at least this many
+#: bundles per worker.
+BUNDLE_S, BUNDLES = 0.005, 4
 #: Seconds without a task after which a worker ends. It holds the memory of its learners, and the
 #: next task starts another one.
 IDLE_S = 60.0
@@ -78,8 +81,8 @@ class Result:
 
     header: Any
     tensors: Groups
-    #: The processor time that the task took in its worker. Unlike the time on the clock, it does
-    #: not depend on how many workers shared a core.
+    #: The processor time that the task took in its worker, or the mean of its bundle. Unlike the
+    #: time on the clock, it does not depend on how many workers shared a core.
     seconds: float = 0.0
 
 
@@ -136,7 +139,8 @@ def is_worthwhile(seconds: Sequence[float], workers: int) -> bool:
     if workers < 2 or len(seconds) < 2:
         return False
     total = sum(seconds)
-    return total - max(max(seconds), total / workers) > OVERHEAD
+    in_workers = max(max(seconds), total / workers) + TASK_OVERHEAD * len(seconds)
+    return total - in_workers > OVERHEAD
 
 
 def is_worthwhile_in_background(seconds: Sequence[float], workers: int) -> bool:
@@ -147,6 +151,19 @@ def is_worthwhile_in_background(seconds: Sequence[float], workers: int) -> bool:
     """
     total = sum(seconds)
     return workers > 1 and total - total / workers > OVERHEAD
+
+
+def bundle_size(seconds: Sequence[float], workers: int) -> int:
+    """Return how many tasks a worker should be given at once, given how long each one takes.
+
+    Every message wakes a process, so tasks of less than a few milliseconds travel together. There
+    are several bundles per worker nevertheless, or one worker would wait for the others in the end.
+    """
+    if not seconds:
+        return 1
+    mean = sum(seconds) / len(seconds)
+    enough = round(BUNDLE_S / mean) if mean > 0 else len(seconds)
+    return max(1, min(enough, len(seconds) // (BUNDLES * workers)))
 
 
 # ---- the pool
@@ -176,12 +193,15 @@ class WorkerPool:
         if prepare is not None:
             self._preparations.append(prepare)
 
-    def run(self, name: str, tasks: Sequence[WorkerTask]) -> Generator[tuple[int, Result]]:
+    def run(
+        self, name: str, tasks: Sequence[WorkerTask], bundle: int = 1
+    ) -> Generator[tuple[int, Result]]:
         """Run a function on tasks; yield each one's number and result when it has ended.
 
-        If a task fails, or if the caller closes the generator early, all workers are ended.
+        `bundle`: how many tasks a worker is given at once (`bundle_size`). If a task fails, or if
+        the caller closes the generator early, all workers are ended.
         """
-        batch = self._submit(name, tasks)
+        batch = self._submit(name, tasks, bundle)
         try:
             num_yielded = 0
             while num_yielded < len(tasks):
@@ -203,25 +223,26 @@ class WorkerPool:
         waits for them.
         """
         for worker in self._processes.end():
-            if worker.task is not None:
-                self._waiting.appendleft(worker.task)
+            self._waiting.extendleft(worker.tasks)
         self._arenas.drop_free()
 
     # ----
 
-    def _submit(self, name: str, tasks: Sequence[WorkerTask]) -> _Batch:
+    def _submit(self, name: str, tasks: Sequence[WorkerTask], bundle: int = 1) -> _Batch:
         """Write tasks to shared memory, and hand them to idle workers."""
         size, packed = pack([task.tensors for task in tasks])
         arena = self._arenas.take(size)
         headers = [task.header for task in tasks]
         layouts = [layout for layout, _ in packed]
-        batch = _Batch(name, headers, layouts, arena, num_open=len(tasks))
+        batch = _Batch(name, headers, layouts, arena, bundle, num_open=len(tasks))
         try:
             for number, (_, new_tensors) in enumerate(packed):
                 arena.write(new_tensors)
                 self._waiting.append((batch, number))
                 # At once: the first workers begin while the next tasks are written.
-                self._hand_out()
+                if (number + 1) % bundle == 0:
+                    self._hand_out()
+            self._hand_out()
         except BaseException:
             self._cancel(batch)
             raise
@@ -230,26 +251,31 @@ class WorkerPool:
         return batch
 
     def _hand_out(self) -> None:
-        """Give every idle worker the next task."""
+        """Give every idle worker the next tasks."""
         while self._waiting and not self._waiting[0][0].is_wanted:
             self._close_task(self._waiting.popleft()[0])
         if not self._waiting:
             return
         self._fork()
         for worker in self._processes.workers:
-            if worker.task is not None or not self._waiting:
-                continue
-            worker.task = batch, number = self._waiting.popleft()
-            content = (batch.name, batch.headers[number])
-            # If the worker has ended, reading its result reports that.
-            with suppress(BrokenPipeError, ConnectionResetError):
-                worker.channel.send(
-                    content,
-                    batch.layouts[number],
-                    batch.arena,
-                    self._arenas.numbers,
-                    worker.process.pid,
-                )
+            if self._waiting and not worker.tasks:
+                self._give(worker)
+
+    def _give(self, worker: _Worker) -> None:
+        """Give a worker the next tasks, which are all of one batch."""
+        batch = self._waiting[0][0]
+        while self._waiting and self._waiting[0][0] is batch and len(worker.tasks) < batch.bundle:
+            worker.tasks.append(self._waiting.popleft())
+        numbers = [number for _, number in worker.tasks]
+        # If the worker has ended, reading its results reports that.
+        with suppress(BrokenPipeError, ConnectionResetError):
+            worker.channel.send(
+                (batch.name, [batch.headers[number] for number in numbers]),
+                [batch.layouts[number] for number in numbers],
+                batch.arena,
+                self._arenas.numbers,
+                worker.process.pid,
+            )
 
     def _fork(self) -> None:
         """Fork the workers that are missing."""
@@ -280,26 +306,26 @@ class WorkerPool:
         self._hand_out()
         busy = {}
         for worker in self._processes.workers:
-            if worker.task is not None:
+            if worker.tasks:
                 busy[worker.channel.connection] = worker
         assert busy or timeout is not None  # or this would wait without end
         for ready in wait(list(busy), timeout):
             worker = busy[cast(Connection, ready)]
-            assert worker.task is not None
-            batch, number = worker.task
+            tasks, batch = worker.tasks, worker.tasks[0][0]
             try:
-                result = worker.result()
+                results = worker.results()
             except _IdleError:
                 self._processes.drop(worker)
-                self._waiting.appendleft(worker.task)
+                self._waiting.extendleft(tasks)
                 continue
             except Exception as error:
                 batch.error = error
                 self._cancel(batch)
                 return
-            worker.task = None
-            batch.ended.append((number, result))
-            self._close_task(batch)
+            worker.tasks = []
+            for (_, number), result in zip(tasks, results, strict=True):
+                batch.ended.append((number, result))
+                self._close_task(batch)
             self._hand_out()
 
     def _close_task(self, batch: _Batch) -> None:
@@ -354,6 +380,8 @@ class _Batch:
     headers: Sequence[Any]
     layouts: Sequence[Layout]
     arena: Arena
+    #: How many tasks a worker is given at once.
+    bundle: int
     #: The number of tasks that have not ended.
     num_open: int
     #: The numbers and results of tasks that have ended.
@@ -383,23 +411,26 @@ class _Worker:
 
     process: Any
     channel: Channel
-    #: The task that it has.
-    task: tuple[_Batch, int] | None = None
+    #: The tasks that it has, all of one batch.
+    tasks: list[tuple[_Batch, int]] = field(default_factory=list)
 
-    def result(self) -> Result:
-        """Wait for the result of its task, or raise the task's exception."""
+    def results(self) -> list[Result]:
+        """Wait for the results of its tasks, or raise the exception of one of them."""
         try:
             content, tensors = self.channel.receive()
         except (EOFError, OSError):
             raise self._died() from None
         if isinstance(content, _Failed):
             raise content.error from WorkerError(f"\n{content.text}")
-        header, seconds = content
-        # Copied, because the worker's next result takes the same memory.
-        own = {}
-        for group, shared in tensors.items():
-            own[group] = {name: tensor.clone() for name, tensor in shared.items()}
-        return Result(header, own, seconds)
+        headers, seconds = content
+        results = []
+        for header, groups in zip(headers, tensors, strict=True):
+            # Copied, because the worker's next result takes the same memory.
+            own = {}
+            for group, shared in groups.items():
+                own[group] = {name: tensor.clone() for name, tensor in shared.items()}
+            results.append(Result(header, own, seconds / len(headers)))
+        return results
 
     def _died(self) -> Exception:
         self.process.join(timeout=5)
@@ -432,7 +463,7 @@ class _Processes:
     def drop_ended(self) -> None:
         """Forget idle workers that have ended. The end of a busy one is noticed by its result."""
         for worker in list(self.workers):
-            if worker.task is None and not worker.process.is_alive():
+            if not worker.tasks and not worker.process.is_alive():
                 self.drop(worker)
 
     def drop(self, worker: _Worker) -> None:
@@ -543,26 +574,30 @@ def _serve(
     channel, arenas = Channel(connection), Arenas()
     with suppress(EOFError, OSError):  # the other side is gone
         while connection.poll(IDLE_S):
-            (name, header), tensors = channel.receive()
+            (name, headers), tensors = channel.receive()
             begin = time.process_time()
             try:
-                result = functions[name](WorkerTask(header, tensors))
+                results = []
+                for header, groups in zip(headers, tensors, strict=True):
+                    results.append(functions[name](WorkerTask(header, groups)))
             except Exception as error:
                 failed = _Failed(_portable(error), traceback.format_exc())
-                _send(channel, arenas, failed, {})
+                _send(channel, arenas, failed, [])
             else:
-                seconds = time.process_time() - begin
-                _send(channel, arenas, (result.header, seconds), result.tensors)
+                content = [result.header for result in results], time.process_time() - begin
+                _send(channel, arenas, content, [result.tensors for result in results])
         sys.exit(_IDLE_CODE)
 
 
-def _send(channel: Channel, arenas: Arenas, content: Any, tensors: Groups) -> None:
-    """Send the outcome of a task to the process that has forked this one."""
-    size, ((layout, new_tensors),) = pack([tensors])
+def _send(channel: Channel, arenas: Arenas, content: Any, tensors: Sequence[Groups]) -> None:
+    """Send the outcome of tasks to the process that has forked this one."""
+    size, packed = pack(tensors)
     arena = arenas.take(size)
-    arena.write(new_tensors)
-    channel.send(content, layout, arena, arenas.numbers, os.getppid())
-    # The next task arrives after the other side has copied this result.
+    for _, new_tensors in packed:
+        arena.write(new_tensors)
+    layouts = [layout for layout, _ in packed]
+    channel.send(content, layouts, arena, arenas.numbers, os.getppid())
+    # The next task arrives after the other side has copied these results.
     arenas.give_back(arena)
 
 
