@@ -94,7 +94,7 @@ class Arena:
                 _at(self._memory, place).copy_(tensor.detach())
 
     def close(self) -> None:
-        """Let go of the memory. Processes that have mapped it keep it until they let go, too."""
+        """Release the memory. It is freed when no other process has it mapped either."""
         os.close(self.handle)
         self._memory = torch.empty(0, dtype=torch.uint8)
 
@@ -129,13 +129,13 @@ class Arenas:
         self._free.append(arena)
 
     def drop_free(self) -> None:
-        """Let go of the arenas that are free."""
+        """Release the arenas that are free."""
         for arena in self._free:
             arena.close()
         self._free = []
 
     def close(self) -> None:
-        """Let go of all arenas."""
+        """Release all arenas."""
         self.drop_free()
         for arena in self._taken:
             arena.close()
@@ -161,10 +161,10 @@ class Channel:
         numbers: Collection[int],
         peer: int,
     ) -> None:
-        """Send a picklable object, and one or several lots of tensors that are in an arena.
+        """Send a picklable object, and the tensors of some layouts, which are in an arena.
 
-        `numbers` are those of all arenas that this side still has: the other side lets go of the
-        rest. `peer` is the other side's process.
+        `numbers` are those of all arenas that this side still has; the other side unmaps all
+        others. `peer` is the other side's process.
         """
         is_new = arena.number not in self._sent
         dropped = self._sent - set(numbers)
