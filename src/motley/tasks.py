@@ -1,4 +1,4 @@
-"""What a federation learns: the loss, the metrics, and which direction of them is better.
+"""Tasks: the loss, the metrics, and which direction of a metric is better.
 
 A data set names its task (`Dataset.task`). Client algorithms compute their loss with
 `step.task_loss`, so a method works for any task unless it needs classes. The settings `task.loss`
@@ -89,7 +89,7 @@ class Metric(MetricInfo):
         return self.row_sums(outputs, targets).sum(0)
 
     def row_sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return what each row adds to the sums, with shape (rows, sums), in double precision.
+        """Return each row's contribution to the sums, with shape (rows, sums), in double precision.
 
         With them, rows of different clients can be summed separately.
         """
@@ -255,7 +255,7 @@ class Task:
     #: Whether targets are class numbers of shape (N,): partitions by label, accuracy per class, and
     #: methods that exchange something per class need it.
     has_classes: ClassVar[bool] = False
-    #: What targets are, for losses and metrics: "classes" or "numbers".
+    #: The kind of targets, for losses and metrics: "classes" or "numbers".
     targets: ClassVar[str] = "classes"
     loss_function: Loss
     metrics: tuple[Metric, ...]

@@ -2,7 +2,7 @@
 
 MSDNet (Huang et al., ICLR 2018) calls this anytime and budgeted classification. The cost is the
 mean number of floating-point operations per example, relative to the network without early exits;
-it includes the heads of the exits that were asked, so a threshold that nobody reaches costs more
+it includes the heads of all exits on the way, so a threshold that no example reaches costs more
 than 1.
 """
 

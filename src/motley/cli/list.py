@@ -125,7 +125,7 @@ def _list_registry(registry: Registry, states: Mapping[str, str]) -> None:
 
 
 def _list_plugins(registry: Registry) -> None:
-    """Print what installed packages add, and what of it cannot be used."""
+    """Print the plug-ins of installed packages, and why some of them cannot be used."""
     table = _table("plug-in", "path", "description")
     problems = []
     for plugin in registry.plugins():
@@ -260,7 +260,7 @@ def _list_runs(folder: Path) -> None:
 
 
 def _names() -> Table:
-    """Return the papers' names, by beginnings and ends."""
+    """Return a table of the papers' names: prefixes, ablations, suffixes and variants."""
     table = Table(
         box=None,
         pad_edge=False,

@@ -1,15 +1,15 @@
 """The clients' states between rounds: control variates, previous models, dual variables.
 
 A state is stored under its client and the round that made it. The server says which round counts
-(`Job.client_state_round`), so a round that was never completed leaves no trace: after a crash the
+(`Job.client_state_round`), so a round that was never completed has no effect: after a crash the
 server names the older state, and the newer one is ignored or replaced.
 
 There are three tiers. The newest states stay on the GPU they were made on, up to a limit, so that
 no client waits for a copy to the host and back. Older ones are in host memory, up to another limit.
 The others are in one SQLite file. All that is stored between two checkpoints is one transaction:
-`save` ends it, and a crash rolls it back. It is one file, because a thousand small ones take a
-second to reach the disk and this takes hundredths of one. It is SQLite, because it reuses the space
-of deleted states, for which a log would have to be rewritten.
+`save` ends it, and a crash rolls it back. One file is used because writing a thousand small ones
+takes a second, and this takes hundredths of one. SQLite is used because it reuses the space of
+deleted states; a log would have to be rewritten for that.
 
 Every state in the file has a checksum over its client, its round and its content, which is verified
 when it is read. States are derived from the clients' data, so only the file's owner may read them.

@@ -1,7 +1,8 @@
 """Users' own code by dotted path: "package.module:Name".
 
-This module imports what a path names and says what is wrong if that fails. It never changes
-`sys.path`: the command line does (`motley.cli.code`), and a library user's interpreter has one.
+This module imports the object that a path names, and explains the problem if that fails. It never
+changes `sys.path`: the command line does (`motley.cli.code`), and a program that uses Motley as a
+library has set its own.
 """
 
 from __future__ import annotations

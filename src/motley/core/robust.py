@@ -309,7 +309,7 @@ def _distances(vector: Tensor, others: Sequence[Tensor]) -> Tensor:
 
 
 def _part_key(update: ClientUpdate) -> tuple[tuple[str, str], ...]:
-    """Return what clients with the same part share: the name and the index of every piece."""
+    """Return a key that clients with the same part share: name and index of every piece."""
     return tuple((piece.name, _index_key(piece)) for piece in update.part.values())
 
 

@@ -185,7 +185,7 @@ def warn_of_private_keys(folder: DeployFolder) -> None:
 
 
 def revoke_key(folder: DeployFolder, client: int) -> None:
-    """Revoke a client's key, at once if the server is running, and for good."""
+    """Revoke a client's key permanently, and at once if the server is running."""
     with private_files():
         fingerprint = revoke(folder, client)
     if synchronized(folder):
@@ -198,7 +198,7 @@ def revoke_key(folder: DeployFolder, client: int) -> None:
 
 
 def admit_key(folder: DeployFolder, client: int, key: Path | None) -> None:
-    """Admit a client's key, at once if the server is running, and for good."""
+    """Admit a client's key permanently, and at once if the server is running."""
     with private_files():
         fingerprint = admit(folder, client, key)
     if synchronized(folder):

@@ -155,7 +155,7 @@ def make_first_key(node: NodeSettings, here: Path) -> None:
 
 
 def print_how_to_admit(client: int, here: Path, fingerprint: str) -> None:
-    """Print what the server's operator does with a new public key."""
+    """Print how the server's operator admits a new public key."""
     print(
         f"client {client}: made a key pair, {fingerprint}\n"
         f"send {here / 'key.pub'} to the server, and admit it there:\n"

@@ -1,8 +1,8 @@
 """Files of a deployment that only their owner may read.
 
 They hold keys, the clients' updates and states, and paths of private data. New files are private
-because the commands, and all processes that they start, run under `private_files`; files that were
-made differently are mended when a server or a node starts.
+because the commands, and all processes that they start, run under `private_files`; the permissions
+of other files are corrected when a server or a node starts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def files_in(folder: Path) -> Iterator[Path]:
 
 
 def mend(paths: Iterable[Path], name: Path) -> None:
-    """Take the access of other users away, and say so. `name` is the deployment or the node."""
+    """Remove the access of other users, and print it. `name` is the deployment or the node."""
     mended, failed = [], []
     for path in paths:
         try:

@@ -1,7 +1,7 @@
 """The card of an exported model: what it is, how well it works, and how to load it.
 
 card.json is for programs, and is all that `motley predict FOLDER` needs beside the model's file.
-README.md says the same to people.
+README.md has the same content for people.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def _arrays(*arrays: np.ndarray) -> str:
 
 
 def _pieces(content: np.ndarray) -> Iterable[np.ndarray]:
-    """Return what is hashed of an array's bytes: all of it, or `MAX_HASHED` evenly spread bytes."""
+    """Return the bytes of an array to hash: all of them, or `MAX_HASHED` evenly spread ones."""
     if len(content) <= MAX_HASHED:
         return [content]
     length = MAX_HASHED // PLACES
@@ -134,7 +134,7 @@ def _pieces(content: np.ndarray) -> Iterable[np.ndarray]:
 
 
 def changed_data(metadata: Metadata, checksums: Mapping[str, str]) -> str:
-    """Return what of the data is not as it was when the checkpoint was written; empty: nothing."""
+    """Return which data has changed since the checkpoint was written; empty if none has."""
     saved = metadata.facts.get("data")
     if not isinstance(saved, dict):
         return ""
@@ -155,7 +155,7 @@ def trained_on(folder: RunFolder, train: Examples) -> bool:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a checkpoint says about the run, beside its server state and its configuration."""
+    """Facts about the run in a checkpoint, beside the server state and the configuration."""
 
     folder: RunFolder
     #: The logs that the run writes, by their files' names.
@@ -184,9 +184,9 @@ def _files(folder: RunFolder) -> list[Path]:
 
 
 def log_problem(folder: RunFolder, metadata: Metadata) -> str:
-    """Return how a log differs from what it was at a checkpoint; empty: not at all.
+    """Return how a log differs from its content at a checkpoint; empty if it does not.
 
-    Lines of later rounds are none of the checkpoint's business.
+    Lines of later rounds are not compared.
     """
     rounds = metadata.round_number
     problem = _missing_rounds(folder, rounds)

@@ -1,10 +1,10 @@
-"""The file privacy-ledger.jsonl of a run with [privacy]: what its clients were asked for, ever.
+"""The file privacy-ledger.jsonl of a run with [privacy]: every request to its clients.
 
 Checkpoints cannot hold this. A run that is killed goes back to its last checkpoint, but the updates
-that clients have sent since then stay sent. So one line is on disk before clients are asked, in
-every attempt at a round, and one before a new global model leaves the server. Resuming counts all
-lines, also those of rounds that are run again (`motley.privacy.releases`). Epsilon therefore never
-decreases in the life of a run's folder.
+that clients have sent since then cannot be taken back. So one line is on disk before clients are
+asked, in every attempt at a round, and one before a new global model leaves the server. Resuming
+counts all lines, also those of rounds that are run again (`motley.privacy.releases`). Within one
+run folder, epsilon therefore never decreases.
 """
 
 from __future__ import annotations

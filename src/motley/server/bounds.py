@@ -1,10 +1,10 @@
-"""Bounds on what a client sends, so that one client cannot move the global state arbitrarily far.
+"""Bounds on clients' updates, so that one client cannot move the global state arbitrarily far.
 
 `UpdateBounds` measures three groups of an update's tensors, each by its norm in double precision:
 
     parameters   the delta of the parameters
     buffers      the delta of floating-point buffers (BatchNorm's running statistics)
-    payload      what the method sends beside the delta, such as SCAFFOLD's control variates
+    payload      the method's tensors beside the delta, such as SCAFFOLD's control variates
 
 A norm above its limit is scaled down to it ("clip"), or the update is rejected ("reject", and in
 any case if it is beyond `ABSURD` times the limit). The limit is a number (`server.max_norm`, for
@@ -288,12 +288,12 @@ class UpdateBounds:
 
 
 def _or_infinity(median: Tensor) -> Tensor:
-    """Return a median, or infinity if it is 0: that most clients changed nothing is no measure."""
+    """Return a median, or infinity if it is 0 because most clients changed nothing."""
     return torch.where(median > 0, median, math.inf)
 
 
 def _implausible_buffers(update: ClientUpdate) -> list[Measured]:
-    """Measure what no training does to buffers: negative variances and huge counters."""
+    """Measure changes of buffers that no training makes: negative variances and huge counters."""
     measured: list[Measured] = []
     below: list[Tensor] = []
     counters: list[Tensor] = []

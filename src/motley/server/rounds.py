@@ -261,7 +261,7 @@ def note_merge(log: ReleaseLog, round_number: int, number: int, attempt: Attempt
 def count_requests(
     accountant: Accountant, server: ServerState, attempts: Sequence[Attempt]
 ) -> ReleaseCounter:
-    """Count what clients were asked for in a round, if nobody has noted it (no `release_log`)."""
+    """Count the requests to clients in a round, for runs without a `release_log`."""
     counter = ReleaseCounter(accountant, server.ledger)
     for number, attempt in enumerate(attempts):
         counter.asked(server.round_number, number, attempt.clients)

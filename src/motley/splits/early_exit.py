@@ -1,9 +1,9 @@
 """Inference that stops at the first exit that is confident enough.
 
 Each example leaves at the first exit whose largest class probability reaches a threshold; the rest
-of the batch goes on, so that the blocks behind compute fewer examples. The last exit answers for
-all that are left. If a network's output is the mean over its exits (DepthFL), the answer at an exit
-is the mean over the exits up to there.
+of the batch goes on, so that later blocks process fewer examples. All remaining examples leave at
+the last exit. If a network's output is the mean over its exits (DepthFL), the output at an exit is
+the mean over the exits up to there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ExitCosts:
     """Floating-point operations for one example."""
 
     #: Of an example that leaves at each exit. The heads of all exits before it are included,
-    #: because the network has to ask them.
+    #: because the network has to compute them.
     at_exits: tuple[int, ...]
     #: Of the network without early exits.
     full: int
@@ -105,7 +105,7 @@ def is_confident(logits: Tensor, threshold: float) -> Tensor:
 
 
 def choose_exits(answers: Sequence[Tensor], threshold: float, ensemble: bool) -> ExitOutputs:
-    """Return what `stop_early` would, given the logits of all exits (`WithExits.answers`).
+    """Return the result of `stop_early`, given the logits of all exits (`WithExits.answers`).
 
     It saves nothing, but many thresholds can be tried with one pass through the network.
     """

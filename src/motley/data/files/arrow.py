@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MAX_METADATA = 100_000_000
 #: Rows that are decompressed at once.
 BATCH_ROWS = 8_192
-#: What pyarrow raises for damaged files, besides its own exceptions. MemoryError is for an absurd
+#: Exceptions that pyarrow raises for damaged files, besides its own. MemoryError is for an absurd
 #: size that the file declares.
 DAMAGED = (
     OSError,
