@@ -325,15 +325,15 @@ class Task:
             chosen.loss_function = as_loss(LOSSES.entry(loss, "task.loss").item)
             self._check_targets("task.loss", loss, chosen.loss_function.targets)
         if metrics:
-            found = []
+            chosen_metrics = []
             for name in metrics:
                 metric = as_metric(METRICS.entry(name, "task.metrics").item)
                 self._check_targets("task.metrics", name, metric.targets)
-                found.append(metric)
-            names = [metric.name for metric in found]
+                chosen_metrics.append(metric)
+            names = [metric.name for metric in chosen_metrics]
             if len(set(names)) < len(names):
                 raise MotleyError(f"task.metrics = {list(metrics)}: two metrics have one name.")
-            chosen.metrics = tuple(found)
+            chosen.metrics = tuple(chosen_metrics)
         return chosen
 
     def _check_targets(self, key: str, name: str, targets: str) -> None:

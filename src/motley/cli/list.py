@@ -189,20 +189,20 @@ def _list_settings(which: str, as_markdown: bool) -> None:
         print(markdown(), end="")
         return
     console = Console()
-    found = False
+    any_match = False
     for section in sections():
         settings = [setting for setting in section.settings if which in setting.key]
         note = section.description if not section.settings and not which else ""
         if not settings and not note:
             continue
-        found = True
+        any_match = True
         console.print(Text(section.title, "bold"))
         if note:
             console.print(note, highlight=False, markup=False)
         for setting in settings:
             console.print(_described(setting), soft_wrap=not console.is_terminal)
         console.print()
-    if not found:
+    if not any_match:
         raise MotleyError(f"motley list settings: no key contains {which!r}.")
 
 

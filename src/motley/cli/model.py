@@ -180,15 +180,15 @@ def uses(blueprints: dict[str, Blueprint]) -> dict[str, str]:
         "InCo": _reason(partial(_require_pairs, blueprints)),
     }
     for label, need in everyone.items():
-        found: dict[str, str] = {}
+        why_not: dict[str, str] = {}
         for name, blueprint in blueprints.items():
             reason = _reason(partial(need, name, blueprint))
             if reason:
-                found[name] = reason
+                why_not[name] = reason
         if len(blueprints) == 1:
-            reasons[label] = "".join(found.values())
+            reasons[label] = "".join(why_not.values())
         else:
-            reasons[label] = " ".join(f"{name}: {reason}" for name, reason in found.items())
+            reasons[label] = " ".join(f"{name}: {reason}" for name, reason in why_not.items())
     return reasons
 
 

@@ -176,9 +176,9 @@ def flip_labels(
         return
     is_attacker = np.zeros(len(partition), dtype=bool)
     is_attacker[list(clients)] = True
-    is_own = np.repeat(is_attacker, partition.sizes)
-    own = partition.indices[is_own]
-    shared = ~is_own & np.isin(partition.indices, own)
+    is_flipped = np.repeat(is_attacker, partition.sizes)
+    flipped = partition.indices[is_flipped]
+    shared = ~is_flipped & np.isin(partition.indices, flipped)
     if shared.any():
         client = int(np.searchsorted(partition.offsets, np.argmax(shared), side="right")) - 1
         raise MotleyError(
@@ -187,6 +187,6 @@ def flip_labels(
         )
     for data in copies:
         targets = data.targets.clone()
-        chosen = torch.as_tensor(own, device=targets.device)
+        chosen = torch.as_tensor(flipped, device=targets.device)
         targets[chosen] = classes - 1 - targets[chosen]
         data.targets = targets

@@ -445,11 +445,11 @@ def run_tasks(node: subprocess.Popen[bytes], source: TaskSource, settings: Worke
     """
     client = source.connect()
     worker: Worker | None = None
-    #: The token of a message that was found while another one was dropped.
-    found = ""
+    #: The token of the message that replaced a dropped one.
+    next_token = ""
     try:
         while node.poll() is None:
-            token, found = found or next_task(client), ""
+            token, next_token = next_token or next_task(client), ""
             if not token:
                 if worker is not None and worker.idle_s > settings.keep_alive_s:
                     worker.end()
@@ -466,7 +466,7 @@ def run_tasks(node: subprocess.Popen[bytes], source: TaskSource, settings: Worke
             except DroppedError as dropped:
                 worker.end()
                 finish_dropped(source.address, token)
-                found, stays = dropped.next_token, False
+                next_token, stays = dropped.next_token, False
             except WorkerError as failure:
                 worker.end()
                 reason = keep_text(failure, settings.log)

@@ -134,7 +134,7 @@ def is_nodes_own(reason: str | None) -> bool:
     return _REASON.fullmatch(reason or "") is not None
 
 
-def told(reason: str | None) -> str:
+def error_text(reason: str | None) -> str:
     """Return the server's wording of an error from a node or from Flower, which may be anything."""
     match = _REASON.fullmatch(reason or "")
     if match:

@@ -197,11 +197,11 @@ def log_problem(folder: RunFolder, metadata: Metadata) -> str:
         expected = saved.get(log.path.name) if isinstance(saved, dict) else None
         if not isinstance(expected, dict):
             continue
-        found = log.digest_of_first(expected.get("lines", 0))
-        if found.to_json() == expected:
+        current = log.digest_of_first(expected.get("lines", 0))
+        if current.to_json() == expected:
             continue
-        if found.lines < expected["lines"]:
-            count = expected["lines"] - found.lines
+        if current.lines < expected["lines"]:
+            count = expected["lines"] - current.lines
             return f"{log.path}: {count} of {expected['lines']} lines are missing."
         first = _last_intact(folder, log, rounds) + 1
         which = f"round {rounds}" if first == rounds else f"rounds {first} to {rounds}"
@@ -354,11 +354,11 @@ def find_problems(folder: RunFolder, *, model: bool = False) -> list[str]:
     saved = metadata.facts.get("files")
     for file in _files(folder):
         expected = saved.get(file.name) if isinstance(saved, dict) else None
-        found = None
+        current = None
         with suppress(OSError):
-            found = file_sha256(file)
-        if isinstance(saved, dict) and found != expected:
-            what = "is missing or cannot be read" if found is None else "was changed"
+            current = file_sha256(file)
+        if isinstance(saved, dict) and current != expected:
+            what = "is missing or cannot be read" if current is None else "was changed"
             problems.append(f"{file} {what} after the run wrote it.")
     return problems
 

@@ -168,9 +168,9 @@ class UpdateBounds:
             return BoundedUpdates(updates, measured, "")
         norms = [self._norms(update) for update in updates]
         bounded: list[ClientUpdate] = []
-        for update, own in zip(updates, norms, strict=True):
+        for update, update_norms in zip(updates, norms, strict=True):
             measured.extend(_implausible_buffers(update))
-            for group, norm in own.items():
+            for group, norm in update_norms.items():
                 limit = self._limit(server, update, group, updates, norms)
                 if limit is None:
                     continue
@@ -255,9 +255,9 @@ class UpdateBounds:
             return self.factor * _or_infinity(history.median())
         root = self._root(update, group)
         relative = []
-        for other, own in zip(updates, norms, strict=True):
-            if group in own:
-                relative.append(own[group] / self._root(other, group))
+        for other, other_norms in zip(updates, norms, strict=True):
+            if group in other_norms:
+                relative.append(other_norms[group] / self._root(other, group))
         limits: list[Tensor] = []
         if len(relative) >= MAJORITY:
             limits.append(self.factor * root * _or_infinity(torch.stack(relative).median()))

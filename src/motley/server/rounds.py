@@ -124,7 +124,7 @@ def run_round(
         attempt = train_clients(context, server, len(failed), done)
         ending = finish(context, server, attempt)
         if isinstance(ending, Ending):
-            return conclude(context, failed, attempt, ending)
+            return record_round(context, failed, attempt, ending)
         problem = ending.problem
         undone = replace(attempt, failures=ending.rejected, was_merged=problem is not None)
         if undone.was_merged and context.release_log is not None:
@@ -190,8 +190,8 @@ def finish_round(context: RoundContext, server: ServerState, attempt: Attempt) -
     excluded: dict[int, str] | None = {}
     # Clients are not asked for collections before the state has passed.
     if merged.problem is not None:
-        most = num_dispensable(context, attempt)
-        excluded = find_responsible(context, server, accepted, merged.problem, most)
+        max_excluded = num_dispensable(context, attempt)
+        excluded = find_responsible(context, server, accepted, merged.problem, max_excluded)
         if excluded is None:
             reason = f"the round was undone: {merged.problem}."
             undone = {update.client: reason for update in accepted}
@@ -270,7 +270,7 @@ def count_requests(
     return counter
 
 
-def conclude(
+def record_round(
     context: RoundContext, failed: Sequence[Attempt], attempt: Attempt, ending: Ending
 ) -> tuple[ServerState, PendingRecord]:
     """Account for the privacy spent, and assemble the round's record.
