@@ -215,14 +215,14 @@ def test_fjords_loss_by_hand(distill: str) -> None:
     federation, learner = seated(
         "method.name=fjord", f"method.distill={distill}", *WIDTHS, client=0
     )
-    from motley.splits.ordered_dropout import narrowed
+    from motley.splits.ordered_dropout import at_width
 
     images, labels = learner.batches.next(8)
     torch.manual_seed(4)
     choice = torch.randint(3, (1,))
     with torch.no_grad():
         widest = learner.model(images)
-        with narrowed(learner.model, choice):
+        with at_width(learner.model, choice):
             drawn = learner.model(images)
     expected = F.cross_entropy(drawn, labels)
     if distill == "true":
@@ -233,11 +233,11 @@ def test_fjords_loss_by_hand(distill: str) -> None:
 
 
 def test_a_narrow_draw_moves_only_narrow_weights() -> None:
-    from motley.splits.ordered_dropout import narrowed
+    from motley.splits.ordered_dropout import at_width
 
     federation, learner = seated("method.name=fjord", "method.distill=false", *WIDTHS, client=0)
     images, labels = learner.batches.next(8)
-    with narrowed(learner.model, torch.tensor([0])):
+    with at_width(learner.model, torch.tensor([0])):
         learner.backward(learner.task_loss(learner.model(images), labels))
     part = federation.split.part("resnet14-w0.25")
     for name in ("layer1.0.conv1.weight", "layer4.1.conv2.weight", "fc.weight", "bn1.bias"):

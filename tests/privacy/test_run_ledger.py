@@ -311,9 +311,9 @@ def test_a_mean_of_the_same_clients_twice_is_one_sampling_with_less_noise() -> N
     """Two Gaussian mechanisms on the same clients are one with 1 / k = 1 / 4 + 1 / 2."""
     counter = ReleaseCounter(accountant())
     clients = [0, 2, 4, 5]
-    counter.merged(7, 0, clients, clients)
+    counter.add_mean(7, 0, clients, clients)
     once = counter.accountant.epsilon(counter.ledger)["model"]
-    counter.merged(7, 0, clients, clients[:2])
+    counter.add_mean(7, 0, clients, clients[:2])
     assert counter.ledger.rounds == {"mlp1": {(6, 4, 1 / (1 / 4 + 1 / 2)): 1}}
     twice = counter.accountant.epsilon(counter.ledger)["model"]
     assert once < twice

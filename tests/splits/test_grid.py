@@ -13,7 +13,7 @@ from motley.federation import Federation
 from motley.methods.inclusivefl import teachers_of
 from motley.splits import Grid, Inclusive, Ordered
 from motley.splits.exits import WithExits, exit_logits_of
-from motley.splits.ordered_dropout import narrowed, widths_of
+from motley.splits.ordered_dropout import at_width, widths_of
 from tests.conftest import refused, tiny_config
 from tests.splits.test_width import images, lively
 
@@ -195,7 +195,7 @@ def test_a_masked_answer_is_the_narrower_networks_in_training_and_in_evaluation(
         assert widths_of(narrow) == row + 1
         narrow.load_state_dict(take(state, split.part(size)))
         for training in (True, False):
-            with torch.no_grad(), narrowed(widest.train(training), torch.tensor([row])):
+            with torch.no_grad(), at_width(widest.train(training), torch.tensor([row])):
                 masked = widest(images(8))
             with torch.no_grad():
                 torch.testing.assert_close(
@@ -207,7 +207,7 @@ def test_a_pass_of_a_width_moves_that_widths_statistics_only() -> None:
     split = split_of("split.name=ordered", "split.rates=[1,0.5,0.25]", "model.sizes=['resnet10']")
     model = split.build("resnet10-w1")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with narrowed(model.train(), torch.tensor([1])):
+    with at_width(model.train(), torch.tensor([1])):
         model(images(8))
     moved = model.state_dict()["bn1.running_mean"] != before["bn1.running_mean"]
     assert moved.shape[0] == 3 and moved.any(1).tolist() == [False, True, False]

@@ -67,11 +67,11 @@ class RunLedger:
                 f"{path}: does not belong to this run ({error!r}). {ADVICE}"
             ) from None
 
-    def asked(self, round_number: int, attempt: int, clients: Sequence[int]) -> None:
+    def add_request(self, round_number: int, attempt: int, clients: Sequence[int]) -> None:
         """Count that clients are about to be asked for updates."""
         self._add(_asked(round_number, attempt, clients))
 
-    def merged(
+    def add_mean(
         self,
         round_number: int,
         attempt: int,
@@ -104,9 +104,9 @@ class RunLedger:
 
     def _count(self, entry: Mapping[str, Any]) -> None:
         if "asked" in entry:
-            self.counter.asked(entry["round"], entry["attempt"], entry["asked"])
+            self.counter.add_request(entry["round"], entry["attempt"], entry["asked"])
         else:
-            self.counter.merged(
+            self.counter.add_mean(
                 entry["round"],
                 entry["attempt"],
                 entry["sampled"],

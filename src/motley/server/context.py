@@ -27,11 +27,11 @@ class ReleaseLog(Protocol):
     Both methods return only once the record is on disk.
     """
 
-    def asked(self, round_number: int, attempt: int, clients: Sequence[int], /) -> None:
+    def add_request(self, round_number: int, attempt: int, clients: Sequence[int], /) -> None:
         """Note that clients are about to be asked for updates."""
         ...
 
-    def merged(
+    def add_mean(
         self,
         round_number: int,
         attempt: int,

@@ -160,7 +160,7 @@ def train_clients(
         jobs = [make_job(context, server, round_number, client) for client in clients]
         if context.release_log is not None:
             # Before anything can be sent: if the process is killed now, the requests count.
-            context.release_log.asked(round_number, attempt_number, clients)
+            context.release_log.add_request(round_number, attempt_number, clients)
         with allocating(f"round {round_number}: training with batches of {context.batch_size}"):
             answers = context.engine.train(jobs, done)
         updates, failures = receive(context, jobs, answers)
@@ -255,7 +255,7 @@ def note_merge(log: ReleaseLog, round_number: int, number: int, attempt: Attempt
     That it was undone is known from now on, and depends on each of its updates.
     """
     accepted = [update.client for update in attempt.check.verdict.accepted]
-    log.merged(round_number, number, attempt.clients, accepted, True)
+    log.add_mean(round_number, number, attempt.clients, accepted, True)
 
 
 def count_requests(
@@ -264,7 +264,7 @@ def count_requests(
     """Count the requests to clients in a round, for runs without a `release_log`."""
     counter = ReleaseCounter(accountant, server.ledger)
     for number, attempt in enumerate(attempts):
-        counter.asked(server.round_number, number, attempt.clients)
+        counter.add_request(server.round_number, number, attempt.clients)
         if attempt.was_merged:
             note_merge(counter, server.round_number, number, attempt)
     return counter
@@ -287,7 +287,7 @@ def record_round(
             log = context.release_log
         else:
             log = count_requests(context.accountant, server, [*failed, attempt])
-        ledger = log.merged(
+        ledger = log.add_mean(
             server.round_number, len(failed), attempt.clients, accepted, bool(ending.excluded)
         )
         server = replace(server, ledger=ledger)
