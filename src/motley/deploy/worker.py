@@ -267,7 +267,7 @@ class Worker:
     def _died(self, killed_before: int) -> WorkerError:
         """Return why the process ended."""
         status = self._process.wait()
-        text = f"the training process ended at work: {status_text(status)}"
+        text = f"the training process ended during a message: {status_text(status)}"
         if status == -signal.SIGKILL and oom_kills() > killed_before:
             return WorkerError("out-of-memory", f"{text}; the system ran out of memory.")
         return WorkerError("worker-died", f"{text}.")

@@ -130,18 +130,16 @@ def run_round(
         if undone.was_merged and context.release_log is not None:
             note_merge(context.release_log, server.round_number + 1, len(failed), undone)
         failed.append(undone)
-    played = (
-        f"round {server.round_number + 1} was played {context.attempts} times (server.attempts)"
-    )
+    tried = f"round {server.round_number + 1} was tried {context.attempts} times (server.attempts)"
     if problem is not None:
         raise MotleyError(
-            f"{played} and never ended with a usable state. The last time, {problem}, and that was "
+            f"{tried} and never ended with a usable state. The last time, {problem}, and that was "
             "not due to a few clients. The state before the round is kept. If training diverges, "
             "lower the learning rate; server.max_norm and server.merge limit what clients can do."
         )
     reasons = [f"client {client}: {reason}" for client, reason in failed[-1].rejected.items()]
     raise MotleyError(
-        f"{played} and never had {context.min_fraction:.0%} of its uploads (server.min_fraction). "
+        f"{tried} and never had {context.min_fraction:.0%} of its updates (server.min_fraction). "
         f"The last time: {' '.join(reasons)}"
     )
 
