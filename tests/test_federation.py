@@ -137,7 +137,7 @@ def test_a_round_is_repeated_with_other_clients_while_too_few_updates_are_valid(
     assert after.client_state_rounds == {2: 1, 3: 1, 4: 1}
     federation.sample = lambda number, attempt=0: [0, 1]
     with pytest.raises(
-        MotleyError, match=r"round 1 was played 3 times .* client 0: it holds a number"
+        MotleyError, match=r"round 1 was tried 3 times .* client 0: it holds a number"
     ):
         federation.run_round(federation.initial_state())
 

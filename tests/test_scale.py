@@ -139,7 +139,7 @@ def test_memories_in_host_memory_are_bounded_and_as_large_as_their_parts(
     held: list[int] = []
     server = federation.initial_state()
     for _ in range(3):
-        server, record = federation.run_round(server, lambda client: held.append(store.held_bytes))
+        server, record = federation.run_round(server, lambda client: held.append(store.host_bytes))
         assert not record.refused and not record.idle
     assert len(held) == 3 * A_ROUND
     assert 0.9 * MEBIBYTE < max(held) <= 0.001 * 2**30
@@ -277,7 +277,7 @@ def test_the_limit_of_host_memory_holds_for_tiny_states_too(tmp_path: Path) -> N
 
     Only Python's part of that is traced here. It is about a quarter.
     """
-    store = ClientStateStore(tmp_path, most=MEBIBYTE)
+    store = ClientStateStore(tmp_path, host_limit=MEBIBYTE)
     state = {f"layers.{number}.weight": torch.zeros(8) for number in range(6)}
     tracemalloc.start()
     for client in range(3_000):

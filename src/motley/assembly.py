@@ -323,7 +323,7 @@ def build_collections(
 def build_score_clients(
     config: Config, split: Split, method: Method, size_of: Callable[[int, int], str]
 ) -> ScoreClients | None:
-    """Return what asks clients for their own scores; None if the run has none."""
+    """Return the stage that asks clients for their own scores; None if the run has none."""
     evaluation = config.evaluation
     if evaluation.per_client == "off":
         return None

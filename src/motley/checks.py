@@ -252,11 +252,11 @@ def check_merge(config: Config, method: Method) -> None:
     for name in info.split.frame:
         owners = info.owners(name)
         counts = torch.as_tensor(owners)
-        held = int(counts[counts > 0].min()) if (counts > 0).any() else 0
-        if 0 < held < rule.needed:
+        fewest = int(counts[counts > 0].min()) if (counts > 0).any() else 0
+        if 0 < fewest < rule.needed:
             raise MotleyError(
                 f"{setting}: needs {rule.needed} clients that hold a coordinate, and {name!r} has "
-                f"coordinates that {held} of the federation's clients hold. {remedy}"
+                f"coordinates that {fewest} of the federation's clients hold. {remedy}"
             )
 
 

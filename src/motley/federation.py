@@ -285,7 +285,7 @@ class Federation:
         self.accountant: Accountant | None = None
         if config.privacy.active:
             self.accountant = Accountant(config.privacy, self.split, self.sizes)
-        #: Told what clients are asked for, if the run is private and has a folder.
+        #: Records requests to clients, if the run is private and has a folder.
         self.release_log: ReleaseLog | None = None
         federation = config.federation
         self.sample: Sampler = ClientSampler(

@@ -20,7 +20,7 @@ _MARKDOWN = str.maketrans(
 
 
 def markdown_text(text: str) -> str:
-    """Return a name so that Markdown shows it as it is, in one line.
+    """Escape a name, so that Markdown shows it literally and in one line.
 
     Names may come from files of others. A page that shows the Markdown would take tags in them for
     its own. Control characters become spaces.

@@ -88,8 +88,8 @@ def data_limit() -> DataLimit:
 def free_memory() -> int | None:
     """Return the bytes that this process can still allocate; None if the system does not tell.
 
-    That is the least of what the machine has free, what a container's limit leaves, and what
-    `ulimit -v` leaves.
+    This is the minimum of the machine's free memory and of what remains below the limits of a
+    container and of `ulimit -v`.
     """
     amounts = []
     with suppress(OSError, ValueError, IndexError):
@@ -165,7 +165,7 @@ def check_expansion(what: str, stored: int, expanded: int) -> None:
 
 @contextmanager
 def bounded(what: str, stored: int | None = None) -> Iterator[None]:
-    """Let the block take at most `data_limit` of further memory, where the system can enforce it.
+    """Let the block take at most `data_limit` of further memory, if the system can enforce it.
 
     With `stored`, the size of a compressed file, it is at most what `check_expansion` allows. This
     is for formats that do not declare how much memory their content takes: lists in Parquet

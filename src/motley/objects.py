@@ -1,7 +1,7 @@
 """A configuration made of Python objects: the arguments of `motley.Federation`.
 
-Whatever has a name in a configuration may also be an object: a class, a function, a data set in
-memory. An object that other processes can import is written into the configuration as its dotted
+Everything that has a name in a configuration may also be an object: a class, a function, a data set
+in memory. An object that other processes can import is written into the configuration as its dotted
 path. Any other one gets a name that only this process knows, so the federation runs, and a run
 folder for it is refused.
 """
@@ -169,7 +169,7 @@ class _Writer:
         return kept.name
 
     def _name_of_settings(self, registry: Registry[Any], value: Settings, label: str) -> str:
-        """Return the name of what an object of a settings class stands for."""
+        """Return the name of the entry that an object of a settings class stands for."""
         named = getattr(value, "name", "")
         for entry in registry:
             settings = entry.item if isinstance(entry.item, type) else None

@@ -1,4 +1,4 @@
-"""What a federation learns: the loss, the metrics, and which direction of them is better.
+"""Tasks: the loss, the metrics, and which direction of a metric is better.
 
 A data set names its task (`Dataset.task`). Client algorithms compute their loss with
 `step.task_loss`, so a method works for any task unless it needs classes. The settings `task.loss`
@@ -89,7 +89,7 @@ class Metric(MetricInfo):
         return self.row_sums(outputs, targets).sum(0)
 
     def row_sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return what each row adds to the sums, with shape (rows, sums), in double precision.
+        """Return each row's contribution to the sums, with shape (rows, sums), in double precision.
 
         With them, rows of different clients can be summed separately.
         """
@@ -255,7 +255,7 @@ class Task:
     #: Whether targets are class numbers of shape (N,): partitions by label, accuracy per class, and
     #: methods that exchange something per class need it.
     has_classes: ClassVar[bool] = False
-    #: What targets are, for losses and metrics: "classes" or "numbers".
+    #: The kind of targets, for losses and metrics: "classes" or "numbers".
     targets: ClassVar[str] = "classes"
     loss_function: Loss
     metrics: tuple[Metric, ...]
@@ -325,15 +325,15 @@ class Task:
             chosen.loss_function = as_loss(LOSSES.entry(loss, "task.loss").item)
             self._check_targets("task.loss", loss, chosen.loss_function.targets)
         if metrics:
-            found = []
+            chosen_metrics = []
             for name in metrics:
                 metric = as_metric(METRICS.entry(name, "task.metrics").item)
                 self._check_targets("task.metrics", name, metric.targets)
-                found.append(metric)
-            names = [metric.name for metric in found]
+                chosen_metrics.append(metric)
+            names = [metric.name for metric in chosen_metrics]
             if len(set(names)) < len(names):
                 raise MotleyError(f"task.metrics = {list(metrics)}: two metrics have one name.")
-            chosen.metrics = tuple(found)
+            chosen.metrics = tuple(chosen_metrics)
         return chosen
 
     def _check_targets(self, key: str, name: str, targets: str) -> None:

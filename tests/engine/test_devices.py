@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from motley.core.errors import MotleyError
-from motley.engine.away import AwaySlot, carried
 from motley.engine.device import choose_devices
 from motley.engine.local import LocalEngine
+from motley.engine.other_device_slot import OtherDeviceSlot, copied_to
 from motley.engine.pool import SlotPool
 from motley.engine.slots import Slot
 from motley.engine.timeline import Timeline, draw
@@ -119,7 +119,7 @@ def test_every_device_has_its_own_data_and_slots() -> None:
     assert Counter((slot.where, slot.size) for slot in slots) == Counter(
         (where, size) for where in (0, 1) for size in federation.split.sizes
     )
-    assert all(isinstance(slot, AwaySlot) == (slot.where == 1) for slot in slots)
+    assert all(isinstance(slot, OtherDeviceSlot) == (slot.where == 1) for slot in slots)
     homes, aways = (
         {slot.learner.data.inputs.data_ptr() for slot in slots if slot.where == w} for w in (0, 1)
     )
@@ -167,7 +167,7 @@ def test_a_job_is_carried_over_and_its_upload_back() -> None:
     federation.engine.pool.seat(federation.job(server, 1, 0))
     job = federation.job(server, 1, 1)
     slot = federation.engine.pool.seat(job)
-    assert isinstance(slot, AwaySlot) and slot.learner.job is not None
+    assert isinstance(slot, OtherDeviceSlot) and slot.learner.job is not None
     for sent, here in (
         (job.state, slot.learner.job.state),
         (job.broadcast, slot.learner.job.broadcast),
@@ -181,20 +181,20 @@ def test_a_job_is_carried_over_and_its_upload_back() -> None:
 
 def test_what_is_in_host_memory_is_not_carried_to_a_gpu() -> None:
     state = {"counts": torch.zeros(3)}
-    assert carried(state, torch.device("cuda", 1))["counts"] is state["counts"]
+    assert copied_to(state, torch.device("cuda", 1))["counts"] is state["counts"]
 
 
 def no_room_away(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the second device hold so many slots."""
-    make, made = AwaySlot.__init__, []
+    make, made = OtherDeviceSlot.__init__, []
 
-    def limited(slot: AwaySlot, *arguments: object) -> None:
+    def limited(slot: OtherDeviceSlot, *arguments: object) -> None:
         if len(made) >= count:
             raise torch.OutOfMemoryError("no room")
         make(slot, *arguments)  # type: ignore[arg-type]
         made.append(slot.size)
 
-    monkeypatch.setattr(AwaySlot, "__init__", limited)
+    monkeypatch.setattr(OtherDeviceSlot, "__init__", limited)
 
 
 def test_a_device_short_of_memory_gets_fewer_slots_alone(monkeypatch: pytest.MonkeyPatch) -> None:

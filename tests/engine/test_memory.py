@@ -184,7 +184,7 @@ def test_only_the_owner_may_read_client_states(tmp_path: Path, mask: int) -> Non
     before = os.umask(mask)
     try:
         folder = tmp_path / "run" / "clients"
-        store = ClientStateStore(folder, most=0)
+        store = ClientStateStore(folder, host_limit=0)
         store.put(0, 1, memory(1))  # written at once, in a transaction with a journal
         modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
         assert modes == dict.fromkeys(
@@ -213,9 +213,11 @@ def test_memory_is_bounded_and_nothing_is_lost(tmp_path: Path, folder: bool, nea
     for number in range(1, 4):
         for client in range(20):
             store.put(client, number, memory(100 * number + client))
-            assert store.held_bytes == sum(map(module._bytes, store._held.values())) <= 5 * A_MEMORY
-            assert store.near_bytes == sum(map(module._bytes, store._near.values())) <= near
-            assert not store._near.keys() & store._held.keys()
+            assert (
+                store.host_bytes == sum(map(module._bytes, store._in_host.values())) <= 5 * A_MEMORY
+            )
+            assert store.device_bytes == sum(map(module._bytes, store._on_device.values())) <= near
+            assert not store._on_device.keys() & store._in_host.keys()
     for number in range(1, 4):
         assert [value(store.get(client, number)) for client in range(20)] == [
             100 * number + c for c in range(20)
@@ -225,7 +227,7 @@ def test_memory_is_bounded_and_nothing_is_lost(tmp_path: Path, folder: bool, nea
         300 + client for client in range(20)
     ]
     store.forget_older({client: 3 for client in range(20)})
-    assert store.held_bytes <= 5 * A_MEMORY and store.near_bytes <= near
+    assert store.host_bytes <= 5 * A_MEMORY and store.device_bytes <= near
     for client in range(20):
         with pytest.raises(MotleyError, match="missing"):
             store.get(client, 2)
@@ -240,7 +242,7 @@ def test_a_run_without_checkpoints_keeps_two_of_a_client(tmp_path: Path) -> None
             assert value(store.get(0, max(1, number - 1))) == max(1, number - 1), (
                 "the round may yet be lost"
             )
-            assert store.near_bytes + store.held_bytes <= 2 * A_MEMORY
+            assert store.device_bytes + store.host_bytes <= 2 * A_MEMORY
         store.put(0, 20, memory(20))
         assert value(store.recall(0, 19)) == 19, "round 20 was lost"
         with pytest.raises(MotleyError, match="after round 17 is missing"):
@@ -249,7 +251,7 @@ def test_a_run_without_checkpoints_keeps_two_of_a_client(tmp_path: Path) -> None
 
 def test_a_refused_memory_does_not_take_the_place_of_the_one_before(tmp_path: Path) -> None:
     """Round 5 was refused. When round 7 is lost after round 8 has begun, the server names round 2 again."""
-    store = ClientStateStore(tmp_path, near=2**20, device=CPU)
+    store = ClientStateStore(tmp_path, device_limit=2**20, device=CPU)
     store.put(0, 2, memory(2))
     for made in (5, 7):
         for _ in range(2):  # a turn may ask twice
@@ -264,7 +266,7 @@ def test_a_refused_memory_does_not_take_the_place_of_the_one_before(tmp_path: Pa
 
 
 def test_what_a_checkpoint_names_outlives_newer_ones(tmp_path: Path) -> None:
-    store = ClientStateStore(tmp_path, near=2**20, device=CPU)
+    store = ClientStateStore(tmp_path, device_limit=2**20, device=CPU)
     store.put(0, 1, memory(1))
     store.save({0: 1})
     for number in range(2, 6):
@@ -279,7 +281,7 @@ def test_a_memory_that_is_put_again_counts_once(tmp_path: Path) -> None:
         for attempt in range(5):
             for client in (0, 1):
                 store.put(client, 1, memory(10 * attempt + client))
-            assert store.held_bytes == most
+            assert store.host_bytes == most
             assert [value(store.get(client, 1)) for client in (0, 1)] == [
                 10 * attempt,
                 10 * attempt + 1,
@@ -288,7 +290,7 @@ def test_a_memory_that_is_put_again_counts_once(tmp_path: Path) -> None:
 
 def test_a_memory_may_be_larger_than_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PIECE", 100)
-    store = ClientStateStore(tmp_path, most=0)
+    store = ClientStateStore(tmp_path, host_limit=0)
     for length in (1000, 10):
         values = torch.randn(length)
         store.put(0, 1, {"values": values})
@@ -297,7 +299,7 @@ def test_a_memory_may_be_larger_than_a_row(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_deleted_room_is_used_again(tmp_path: Path) -> None:
-    store = ClientStateStore(tmp_path, most=0)
+    store = ClientStateStore(tmp_path, host_limit=0)
     sizes = []
     for number in range(1, 20):
         for client in range(20):
@@ -453,7 +455,7 @@ def test_an_interruption_loses_nothing(tmp_path: Path, most: int, at: int) -> No
 
 
 def test_what_a_full_disk_took_back_is_never_named_by_a_checkpoint(tmp_path: Path) -> None:
-    store = ClientStateStore(tmp_path, most=0)
+    store = ClientStateStore(tmp_path, host_limit=0)
     store.put(0, 1, memory(1))
     store.save({0: 1})
     store.put(0, 2, memory(2))
@@ -470,7 +472,7 @@ def test_what_a_full_disk_took_back_is_never_named_by_a_checkpoint(tmp_path: Pat
 
 def _live(folder: Path, tell: Connection) -> None:
     """Put, save and forget as runs do, and say which rounds are saved."""
-    store = ClientStateStore(folder, most=3 * A_MEMORY)
+    store = ClientStateStore(folder, host_limit=3 * A_MEMORY)
     for number in range(1, 10**6):
         for client in range(10):
             store.put(client, number, memory(10 * number + client))

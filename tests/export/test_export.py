@@ -168,7 +168,7 @@ def test_an_early_exit_can_be_exported(exits_run: Path, tmp_path: Path) -> None:
     size = loaded.sizes[-1]
     images = loaded.dataset.test.inputs[:4]
     inputs = loaded.inputs.prepare(images)
-    answers = loaded.model(size).answers(inputs)
+    answers = loaded.model(size).exit_logits(inputs)
     exported = export_model(loaded, size, "torch", tmp_path / "2", exit_number=2, test_examples=40)
     assert exported.card.exit == 2 and exported.card.recorded_score is None
     assert exported.card.test_examples == 40

@@ -22,7 +22,7 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from motley.flower.answers import PiecewiseAnswers, Refused
 from motley.flower.arrays import pack, unpack
 from motley.flower.client import check_reply_size
-from motley.flower.failures import NodeError, told
+from motley.flower.failures import NodeError, error_text
 
 MIB = 2**20
 
@@ -185,4 +185,4 @@ def test_a_node_does_not_send_an_answer_that_the_server_would_refuse() -> None:
     ) as error:
         check_reply_size(content, 1.0)
     assert error.value.kind == "too-large"
-    assert "engine.flower.max_reply_mib" in told("too-large 0123abcd")
+    assert "engine.flower.max_reply_mib" in error_text("too-large 0123abcd")

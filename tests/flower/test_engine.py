@@ -576,7 +576,7 @@ def test_a_run_whose_rounds_keep_failing_stops_and_can_go_on(grid: Grid, tmp_pat
     grid.before = die
     settings = three_nodes("server.min_fraction=0.5", "server.attempts=2")
     with pytest.raises(
-        MotleyError, match=r"round 2 was played 2 times .* client 1: it did not answer"
+        MotleyError, match=r"round 2 was tried 2 times .* client 1: it did not answer"
     ):
         serve(grid, settings, tmp_path / "run")
     _, server = serve(Grid(grid.nodes), None, tmp_path / "run")

@@ -37,7 +37,7 @@ from motley.deploy.identity import (
 from motley.deploy.keys import fingerprint_of, make_node_key, read_public_key
 from motley.deploy.lock import only_one
 from motley.deploy.node import check, private_paths
-from motley.deploy.permissions import files_in, mend, private_files
+from motley.deploy.permissions import files_in, private_files, restrict_access
 from motley.deploy.status import node_table
 from motley.flower.settings import read_node
 from tests.cli.conftest import call
@@ -451,13 +451,13 @@ def test_a_node_takes_access_to_its_files_away_and_leaves_its_data_alone(
     for name in ("node.toml", "key", "memory"):
         (place / name).chmod(0o777)
     place.chmod(0o755)
-    mend(private_paths(read_node(file), file), place)
+    restrict_access(private_paths(read_node(file), file), place)
     found = modes(files_in(place))
     assert found.pop(place / "mine.npz") == 0o666
     assert all(not mode & 0o077 for mode in found.values()), found
     said = capsys.readouterr().err
     assert said.startswith(f"motley: {place}: other users had access to 6 files and folders")
-    mend(private_paths(read_node(file), file), place)
+    restrict_access(private_paths(read_node(file), file), place)
     assert capsys.readouterr().err == ""
 
 
@@ -481,6 +481,6 @@ def test_a_shared_folder_and_links_are_left_alone(
     shared.mkdir()
     shared.chmod(0o1777)
     (tmp_path / "link").symlink_to(shared)
-    mend([shared, tmp_path / "link", tmp_path / "gone"], tmp_path)
+    restrict_access([shared, tmp_path / "link", tmp_path / "gone"], tmp_path)
     assert stat.S_IMODE(shared.stat().st_mode) == 0o1777
     assert "and this cannot be changed here" in capsys.readouterr().err

@@ -118,7 +118,7 @@ def test_an_update_is_counted_before_it_is_sent(
         raise SystemError("killed")
 
     monkeypatch.setattr("motley.flower.client.answer", die)
-    with pytest.raises(MotleyError, match="round 1 was played"):
+    with pytest.raises(MotleyError, match="round 1 was tried"):
         settings = ("server.min_fraction=1", "server.attempts=2")
         serve(grid, three_nodes(*private(4.0, 1), *settings), tmp_path / "run")
     assert len(lines_of(ledger)) == 2

@@ -23,7 +23,7 @@ from motley.data.public import PUBLIC
 from motley.federation import Federation
 from motley.flower.arrays import pack
 from motley.flower.client import app
-from motley.flower.failures import LOG_BYTES, failing_as, keep_text, kind_of, told
+from motley.flower.failures import LOG_BYTES, error_text, failing_as, keep_text, kind_of
 from motley.flower.run_config import from_text, to_text
 from motley.flower.settings import NodeSettings
 from motley.methods import METHODS
@@ -376,12 +376,12 @@ def test_whatever_a_server_sends_the_answer_is_a_kind_and_a_reference(
 
 
 def test_the_servers_wording_of_any_reason_is_safe_to_print() -> None:
-    assert told("data 0123abcd") == "failed (data), see reference 0123abcd in the node's log."
-    assert told("greed 0123abcd") == "failed: greed 0123abcd"
-    assert told("data 0123abcd\nmore") == "failed: more"
-    assert told("\x1b[2Jgone\x07") == "failed: [2Jgone"
-    assert told(None) == "failed: no reason was given" == told(" \n ")
-    assert len(told("x" * 10**6)) < 600
+    assert error_text("data 0123abcd") == "failed (data), see reference 0123abcd in the node's log."
+    assert error_text("greed 0123abcd") == "failed: greed 0123abcd"
+    assert error_text("data 0123abcd\nmore") == "failed: more"
+    assert error_text("\x1b[2Jgone\x07") == "failed: [2Jgone"
+    assert error_text(None) == "failed: no reason was given" == error_text(" \n ")
+    assert len(error_text("x" * 10**6)) < 600
 
 
 @pytest.mark.parametrize("allocate", [torch.empty, np.empty])

@@ -108,7 +108,7 @@ def test_a_worker_that_fails_at_work_costs_one_answer(tmp_path: Path) -> None:
     for reasons, (_, kind) in zip(refused, FAILURES, strict=False):
         (reference,) = re.findall(rf"its node failed \({kind}\), see reference (\w+)", reasons["1"])
         assert f"failure {reference} ({kind}): " in log
-    assert "the training process ended at work: killed by SIGKILL." in log
+    assert "the training process ended during a message: killed by SIGKILL." in log
     killed, exhausted, stalled, frozen, _ = (line["seconds"]["train"] for line in lines)
     assert max(killed, exhausted) < SOON_S
     assert max(stalled, frozen) < STALL_S + SOON_S

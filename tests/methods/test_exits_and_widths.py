@@ -18,7 +18,7 @@ from motley.core.part import State
 from motley.core.update import ClientUpdate
 from motley.federation import Federation
 from motley.server.exchange import complete_update
-from motley.splits.exits import answers_of
+from motley.splits.exits import exit_logits_of
 from tests.conftest import tiny_config
 from tests.methods.test_contract import FAST, played
 
@@ -93,7 +93,7 @@ def test_scalefls_loss_by_hand(round_number: int) -> None:
         round_number=round_number,
     )
     images, labels = learner.batches.next(8)
-    answers = [answer.detach() for answer in answers_of(learner.model, images)]
+    answers = [answer.detach() for answer in exit_logits_of(learner.model, images)]
     assert len(answers) == 3
     total = 3 * F.cross_entropy(answers[2], labels)
     for weight, answer in ((1, answers[0]), (2, answers[1])):
@@ -118,7 +118,7 @@ def test_the_released_scalefl_moves_its_teacher_and_means_over_classes() -> None
 def test_depthfls_loss_by_hand() -> None:
     federation, learner = seated("method.name=depthfl", "method.ramp=4", *GRID)
     images, labels = learner.batches.next(8)
-    answers = [answer.detach() for answer in answers_of(learner.model, images)]
+    answers = [answer.detach() for answer in exit_logits_of(learner.model, images)]
     total = sum(F.cross_entropy(answer, labels) for answer in answers)
     mutual = sum(kl(answers[j], answers[i]) for i in range(3) for j in range(3) if i != j)
     expected = total + math.exp(-5 * (1 - 2 / 4) ** 2) * mutual / 2
@@ -215,14 +215,14 @@ def test_fjords_loss_by_hand(distill: str) -> None:
     federation, learner = seated(
         "method.name=fjord", f"method.distill={distill}", *WIDTHS, client=0
     )
-    from motley.splits.ordered_dropout import narrowed
+    from motley.splits.ordered_dropout import at_width
 
     images, labels = learner.batches.next(8)
     torch.manual_seed(4)
     choice = torch.randint(3, (1,))
     with torch.no_grad():
         widest = learner.model(images)
-        with narrowed(learner.model, choice):
+        with at_width(learner.model, choice):
             drawn = learner.model(images)
     expected = F.cross_entropy(drawn, labels)
     if distill == "true":
@@ -233,11 +233,11 @@ def test_fjords_loss_by_hand(distill: str) -> None:
 
 
 def test_a_narrow_draw_moves_only_narrow_weights() -> None:
-    from motley.splits.ordered_dropout import narrowed
+    from motley.splits.ordered_dropout import at_width
 
     federation, learner = seated("method.name=fjord", "method.distill=false", *WIDTHS, client=0)
     images, labels = learner.batches.next(8)
-    with narrowed(learner.model, torch.tensor([0])):
+    with at_width(learner.model, torch.tensor([0])):
         learner.backward(learner.task_loss(learner.model(images), labels))
     part = federation.split.part("resnet14-w0.25")
     for name in ("layer1.0.conv1.weight", "layer4.1.conv2.weight", "fc.weight", "bn1.bias"):

@@ -18,7 +18,7 @@ from motley.core.part import take
 from motley.data.dataset import Dataset, Examples
 from motley.federation import Federation
 from motley.models.inputs import TokenShape
-from motley.splits.exits import answers_of
+from motley.splits.exits import exit_logits_of
 from tests.conftest import tiny_config
 from tests.models import foreign
 
@@ -151,7 +151,7 @@ def test_exits_of_foreign_networks_are_nested_and_end_with_their_own_head(networ
         model = split.build(size).eval()
         model.load_state_dict(take(state, split.part(size)))
         models.append(model)
-    small, large = (answers_of(model, images) for model in models)
+    small, large = (exit_logits_of(model, images) for model in models)
     assert len(small) == 1 and len(large) == 2 and torch.equal(small[0], large[0])
     plain = getattr(foreign, network)((1, 8, 8), 10).eval()
     plain.load_state_dict({name: state[name] for name in plain.state_dict()})

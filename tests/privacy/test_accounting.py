@@ -81,7 +81,7 @@ def test_it_grows_with_rounds_and_shrinks_with_noise() -> None:
         assert federation.accountant is not None
         counter, answers = ReleaseCounter(federation.accountant), []
         for number in range(3):
-            spent = counter.merged(number, 0, [0, 2, 4, 5], [0, 2, 4, 5])
+            spent = counter.add_mean(number, 0, [0, 2, 4, 5], [0, 2, 4, 5])
             answers.append(federation.accountant.epsilon(spent)["model"])
         return answers
 
@@ -104,7 +104,7 @@ def test_the_largest_epsilon_of_all_sizes_counts() -> None:
         "resnet14": 2,
         "resnet18": 1,
     }
-    spent = ReleaseCounter(accountant).merged(1, 0, [0, 1, 2, 4], [0, 1, 2, 4])
+    spent = ReleaseCounter(accountant).add_mean(1, 0, [0, 1, 2, 4], [0, 1, 2, 4])
     assert spent.rounds == {
         "resnet10": {(2, 2, 4): 1},
         "resnet14": {(2, 1, 2): 1},
@@ -133,12 +133,12 @@ def test_owners_of_a_part_in_width_are_counted_by_coordinate() -> None:
 def test_noise_that_did_not_arrive_is_not_counted() -> None:
     accountant = accountant_of(*ONE_SIZE)
     counter = ReleaseCounter(accountant)
-    counter.asked(1, 0, [1, 2, 3, 4])
-    counter.asked(1, 1, [0, 1, 2, 3])
-    spent = counter.merged(1, 1, [0, 1, 2, 3], [0, 3])
+    counter.add_request(1, 0, [1, 2, 3, 4])
+    counter.add_request(1, 1, [0, 1, 2, 3])
+    spent = counter.add_mean(1, 1, [0, 1, 2, 3], [0, 3])
     assert spent.rounds == {"resnet10": {(6, 4, 2): 1}}
     assert spent.uploads == {0: 1, 1: 2, 2: 2, 3: 2, 4: 1}
-    assert counter.merged(2, 0, [0, 1], []) == spent
+    assert counter.add_mean(2, 0, [0, 1], []) == spent
     assert PrivacyLedger.from_json(spent.to_json()) == spent  # type: ignore[arg-type]
 
 

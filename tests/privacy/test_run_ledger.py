@@ -216,7 +216,7 @@ PATIENT = ("server.min_fraction=0.5", "server.attempts=3", "training.rounds=2")
 def test_failed_attempts_and_a_failed_round_are_charged(tmp_path: Path) -> None:
     """Round 1 needs its second attempt; round 2 fails three times and ends the process."""
     config, folder = tiny_config(*SETTINGS, *PATIENT), tmp_path / "run"
-    with pytest.raises(MotleyError, match="round 2 was played 3 times"):
+    with pytest.raises(MotleyError, match="round 2 was tried 3 times"):
         start_run(config, folder, [Spoil(1, 3, 4, 5)])
     sample = Federation(config).sample
     expected = Counter([*sample(1, 0), *sample(1, 1)])
@@ -311,9 +311,9 @@ def test_a_mean_of_the_same_clients_twice_is_one_sampling_with_less_noise() -> N
     """Two Gaussian mechanisms on the same clients are one with 1 / k = 1 / 4 + 1 / 2."""
     counter = ReleaseCounter(accountant())
     clients = [0, 2, 4, 5]
-    counter.merged(7, 0, clients, clients)
+    counter.add_mean(7, 0, clients, clients)
     once = counter.accountant.epsilon(counter.ledger)["model"]
-    counter.merged(7, 0, clients, clients[:2])
+    counter.add_mean(7, 0, clients, clients[:2])
     assert counter.ledger.rounds == {"mlp1": {(6, 4, 1 / (1 / 4 + 1 / 2)): 1}}
     twice = counter.accountant.epsilon(counter.ledger)["model"]
     assert once < twice

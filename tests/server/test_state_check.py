@@ -185,8 +185,7 @@ def test_if_nobody_is_responsible_the_run_stops_and_keeps_its_checkpoint(tmp_pat
         start_run(config, tmp_path / "run", engine=build)
     message = str(error.value)
     assert (
-        "round 3 was played 2 times (server.attempts) and never ended with a usable state"
-        in message
+        "round 3 was tried 2 times (server.attempts) and never ended with a usable state" in message
     )
     saved = load_checkpoint(tmp_path / "run" / "checkpoints")
     assert saved is not None and saved.round_number == 2

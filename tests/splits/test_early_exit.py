@@ -35,7 +35,7 @@ def network(*overrides: str) -> WithExits:
 def middle_thresholds(model: WithExits, inputs: Tensor) -> list[float]:
     """Return thresholds at which some examples leave and others stay."""
     with torch.no_grad():
-        confidence = model.answers(inputs)[0].softmax(1).amax(1)
+        confidence = model.exit_logits(inputs)[0].softmax(1).amax(1)
     return [float(confidence.quantile(share)) for share in (0.2, 0.5, 0.8)]
 
 
@@ -43,7 +43,7 @@ def middle_thresholds(model: WithExits, inputs: Tensor) -> list[float]:
 def test_stopping_early_gives_the_answers_of_the_exits_that_were_reached(name: str) -> None:
     model, inputs = network(*NETWORKS[name]), images(16)
     with torch.no_grad():
-        answers = model.answers(inputs)
+        answers = model.exit_logits(inputs)
     used = set()
     for threshold in (0.0, *middle_thresholds(model, inputs), 1.5):
         early = stop_early(model, inputs, threshold)
@@ -98,7 +98,7 @@ def test_costs_are_the_counted_operations(name: str) -> None:
 def test_a_network_can_end_at_any_exit(name: str) -> None:
     model, inputs = network(*NETWORKS[name]), images(4)
     with torch.no_grad():
-        answers = model.answers(inputs)
+        answers = model.exit_logits(inputs)
         for number in range(3):
             expected = answers[number]
             if model.ensemble:

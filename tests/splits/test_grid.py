@@ -12,8 +12,8 @@ from motley.core.part import State, take
 from motley.federation import Federation
 from motley.methods.inclusivefl import teachers_of
 from motley.splits import Grid, Inclusive, Ordered
-from motley.splits.exits import WithExits, answers_of
-from motley.splits.ordered_dropout import narrowed, widths_of
+from motley.splits.exits import WithExits, exit_logits_of
+from motley.splits.ordered_dropout import at_width, widths_of
 from tests.conftest import refused, tiny_config
 from tests.splits.test_width import images, lively
 
@@ -63,7 +63,7 @@ def test_a_levels_answers_are_those_of_the_whole_network_with_all_else_at_zero(h
         model.load_state_dict(take(state, part))
         whole.load_state_dict(only(state, part))
         with torch.no_grad():
-            own, all_answers = answers_of(model, images(8)), answers_of(whole, images(8))
+            own, all_answers = exit_logits_of(model, images(8)), exit_logits_of(whole, images(8))
             assert len(own) == level + 1 and len(all_answers) == 3
             for mine, theirs in zip(own, all_answers, strict=False):
                 torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
@@ -79,7 +79,7 @@ def test_exits_of_a_transformer_at_full_width_are_prefixes_of_each_other() -> No
         model = split.build(size).eval()
         model.load_state_dict(take(state, split.part(size)))
         with torch.no_grad():
-            answers.append(answers_of(model, images(8)))
+            answers.append(exit_logits_of(model, images(8)))
     assert [len(own) for own in answers] == [1, 2, 3]
     assert all(torch.equal(a, b) for own in answers for a, b in zip(own, answers[-1], strict=False))
     narrow = grid(*VIT, "split.rates=[0.5,0.5,1]")
@@ -106,7 +106,9 @@ def test_the_mean_of_all_exits_can_be_the_answer() -> None:
     model = grid(*RESNET, "split.output=mean").build("resnet14-e3").eval()
     assert isinstance(model, WithExits)
     with torch.no_grad():
-        torch.testing.assert_close(model(images(8)), torch.stack(model.answers(images(8))).mean(0))
+        torch.testing.assert_close(
+            model(images(8)), torch.stack(model.exit_logits(images(8))).mean(0)
+        )
 
 
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ def test_a_masked_answer_is_the_narrower_networks_in_training_and_in_evaluation(
         assert widths_of(narrow) == row + 1
         narrow.load_state_dict(take(state, split.part(size)))
         for training in (True, False):
-            with torch.no_grad(), narrowed(widest.train(training), torch.tensor([row])):
+            with torch.no_grad(), at_width(widest.train(training), torch.tensor([row])):
                 masked = widest(images(8))
             with torch.no_grad():
                 torch.testing.assert_close(
@@ -205,7 +207,7 @@ def test_a_pass_of_a_width_moves_that_widths_statistics_only() -> None:
     split = split_of("split.name=ordered", "split.rates=[1,0.5,0.25]", "model.sizes=['resnet10']")
     model = split.build("resnet10-w1")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with narrowed(model.train(), torch.tensor([1])):
+    with at_width(model.train(), torch.tensor([1])):
         model(images(8))
     moved = model.state_dict()["bn1.running_mean"] != before["bn1.running_mean"]
     assert moved.shape[0] == 3 and moved.any(1).tolist() == [False, True, False]

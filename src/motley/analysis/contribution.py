@@ -179,7 +179,9 @@ def of_client(
     own_rows = federation.partition.of(client)
     is_own = np.isin(federation.partition.indices, own_rows)
     other_rows = federation.partition.indices[~is_own]
-    own = examples_at(federation, data.train, sampled_rows(own_rows, count, seed, "own", client))
+    own_examples = examples_at(
+        federation, data.train, sampled_rows(own_rows, count, seed, "own", client)
+    )
     others = examples_at(
         federation, data.train, sampled_rows(other_rows, count, seed, "others", client)
     )
@@ -191,7 +193,7 @@ def of_client(
     model = model_of(federation, size, trained.state)
     return theorem_terms(
         received=received,
-        training=labelled(model, layer, *own, settings),
+        training=labelled(model, layer, *own_examples, settings),
         others=labelled(model, layer, *others, settings),
         test=labelled(model, layer, *test, settings),
         classes=data.classes,

@@ -2,7 +2,7 @@
 
 MSDNet (Huang et al., ICLR 2018) calls this anytime and budgeted classification. The cost is the
 mean number of floating-point operations per example, relative to the network without early exits;
-it includes the heads of the exits that were asked, so a threshold that nobody reaches costs more
+it includes the heads of all exits on the way, so a threshold that no example reaches costs more
 than 1.
 """
 
@@ -56,11 +56,12 @@ def exits(paths: Sequence[Path], settings: ExitSettings | None = None) -> Findin
                 if not isinstance(model, WithExits) or len(model.cuts) < 2:
                     continue
                 log.info("evaluating the exits of %s", size)
-                found = _rows(federation, model, thresholds)
-                rows += [(path.name, servers[-1].round_number, size, *row) for row in found]
-                curve = sorted((100 * row[2], 100 * row[1]) for row in found[1:])
+                size_rows = _rows(federation, model, thresholds)
+                rows += [(path.name, servers[-1].round_number, size, *row) for row in size_rows]
+                curve = sorted((100 * row[2], 100 * row[1]) for row in size_rows[1:])
                 (line,) = axes.plot(*zip(*curve, strict=True), marker=".", label=size)
-                axes.axhline(100 * found[0][1], color=line.get_color(), linestyle=":", linewidth=1)
+                full_accuracy = 100 * size_rows[0][1]
+                axes.axhline(full_accuracy, color=line.get_color(), linestyle=":", linewidth=1)
         if not any(row[0] == path.name for row in rows):
             raise MotleyError(
                 f"the analysis exits: the models of {path} have no early exits. Those of "
@@ -80,14 +81,14 @@ def _rows(
     The first row is the network without early exits.
     """
     exits_of(model, "the analysis exits")
-    answers, labels = _all_answers(federation, model)
+    exit_logits, labels = _all_exit_logits(federation, model)
     costs = exit_costs(model, next(iter(federation.evaluator.batches))[0][:1])
     last = len(model.cuts)
-    full = choose_exits(answers, float("inf"), model.ensemble)
+    full = choose_exits(exit_logits, float("inf"), model.ensemble)
     shares = ";".join(["0"] * (last - 1) + ["1"])
     rows = [(0.0, _accuracy(full.logits, labels), 1.0, float(last), shares)]
     for threshold in thresholds:
-        outputs = choose_exits(answers, threshold, model.ensemble)
+        outputs = choose_exits(exit_logits, threshold, model.ensemble)
         counts = torch.bincount(outputs.exits, minlength=last) / len(labels)
         rows.append(
             (
@@ -102,12 +103,12 @@ def _rows(
 
 
 @torch.no_grad()
-def _all_answers(federation: Federation, model: WithExits) -> tuple[list[Tensor], Tensor]:
+def _all_exit_logits(federation: Federation, model: WithExits) -> tuple[list[Tensor], Tensor]:
     """Return the logits of all exits on the whole test set, and the labels."""
     batches, all_labels = [], []
     with federation.numerics():
         for inputs, labels in federation.evaluator.batches:
-            batches.append(model.answers(inputs))
+            batches.append(model.exit_logits(inputs))
             all_labels.append(labels)
     return [torch.cat(logits) for logits in zip(*batches, strict=True)], torch.cat(all_labels)
 

@@ -96,9 +96,9 @@ def margins(
     distances = []
     batches = zip(inputs.split(BATCH), labels.split(BATCH), strict=True)
     for batch, batch_labels in batches:
-        found = misclassified_points(classify, batch, batch_labels, steps, candidates)
-        found = nearest_on_line(classify, batch, found, batch_labels)
-        distances.append((found - batch).flatten(1).norm(dim=1))
+        points = misclassified_points(classify, batch, batch_labels, steps, candidates)
+        points = nearest_on_line(classify, batch, points, batch_labels)
+        distances.append((points - batch).flatten(1).norm(dim=1))
     return torch.cat(distances)
 
 

@@ -210,11 +210,11 @@ def run(path: Path = FOLDER) -> None:
     """Start the federation's run, or resume it after an interruption."""
     require("flwr", "motley deploy")
     from motley.cli.code import import_for_runs
-    from motley.deploy.commands import play
+    from motley.deploy.commands import run_deployment
     from motley.deploy.folder import DeployFolder
 
     import_for_runs(path)
-    play(DeployFolder.open(path))
+    run_deployment(DeployFolder.open(path))
 
 
 @deploy.command(cls=Command)

@@ -125,7 +125,7 @@ def _list_registry(registry: Registry, states: Mapping[str, str]) -> None:
 
 
 def _list_plugins(registry: Registry) -> None:
-    """Print what installed packages add, and what of it cannot be used."""
+    """Print the plug-ins of installed packages, and why some of them cannot be used."""
     table = _table("plug-in", "path", "description")
     problems = []
     for plugin in registry.plugins():
@@ -189,20 +189,20 @@ def _list_settings(which: str, as_markdown: bool) -> None:
         print(markdown(), end="")
         return
     console = Console()
-    found = False
+    any_match = False
     for section in sections():
         settings = [setting for setting in section.settings if which in setting.key]
         note = section.description if not section.settings and not which else ""
         if not settings and not note:
             continue
-        found = True
+        any_match = True
         console.print(Text(section.title, "bold"))
         if note:
             console.print(note, highlight=False, markup=False)
         for setting in settings:
             console.print(_described(setting), soft_wrap=not console.is_terminal)
         console.print()
-    if not found:
+    if not any_match:
         raise MotleyError(f"motley list settings: no key contains {which!r}.")
 
 
@@ -260,7 +260,7 @@ def _list_runs(folder: Path) -> None:
 
 
 def _names() -> Table:
-    """Return the papers' names, by beginnings and ends."""
+    """Return a table of the papers' names: prefixes, ablations, suffixes and variants."""
     table = Table(
         box=None,
         pad_edge=False,

@@ -152,7 +152,7 @@ def _rows(table: Table, rows: list[tuple[str, str]]) -> None:
 
 
 def _print_uses(console: Console, blueprints: dict[str, Blueprint]) -> None:
-    """Print for every method and split that needs something whether it applies."""
+    """Print whether each method and split that needs inferred facts can be used."""
     table = Table("for", "applies", "why not")
     for label, reason in uses(blueprints).items():
         applies = "no" if reason else "yes"
@@ -163,7 +163,7 @@ def _print_uses(console: Console, blueprints: dict[str, Blueprint]) -> None:
 
 
 def uses(blueprints: dict[str, Blueprint]) -> dict[str, str]:
-    """Return what methods and splits need: the reason why the sizes do not have it, or empty."""
+    """Return why the sizes cannot be used, by method or split; empty if they can."""
     cutting = [entry.name for entry in METHODS if entry.item.requirements.stages]
     names = [name for name in cutting if name.partition("-")[0] not in cutting or "-" not in name]
     everyone: dict[str, Callable[[str, Blueprint], object]] = {
@@ -180,15 +180,15 @@ def uses(blueprints: dict[str, Blueprint]) -> dict[str, str]:
         "InCo": _reason(partial(_require_pairs, blueprints)),
     }
     for label, need in everyone.items():
-        found: dict[str, str] = {}
+        why_not: dict[str, str] = {}
         for name, blueprint in blueprints.items():
             reason = _reason(partial(need, name, blueprint))
             if reason:
-                found[name] = reason
+                why_not[name] = reason
         if len(blueprints) == 1:
-            reasons[label] = "".join(found.values())
+            reasons[label] = "".join(why_not.values())
         else:
-            reasons[label] = " ".join(f"{name}: {reason}" for name, reason in found.items())
+            reasons[label] = " ".join(f"{name}: {reason}" for name, reason in why_not.items())
     return reasons
 
 

@@ -43,7 +43,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def registrar_of(path: Path) -> Registrar | None:
-    """Return what tells nodes apart by their keys; None if the deployment has no keys."""
+    """Return the object that identifies nodes by their keys; None if there are no keys."""
     folder = DeployFolder(path)
     if not folder.settings.exists() or folder.read_settings().insecure:
         return None

@@ -213,7 +213,7 @@ class _Watcher(StudyWatcher):
         #: Run -> rounds that it has yet to run.
         self.left = {run.key: run.config.training.rounds for _, run in todo}
         #: Rounds that were run since the study began or continued.
-        self.played = 0
+        self.completed = 0
         self.started: set[str] = set()
         self.began = time.perf_counter()
         columns = (
@@ -246,12 +246,12 @@ class _Watcher(StudyWatcher):
     def on_progress(self, cell: Cell, run: PlannedRun, rounds: int) -> None:
         left = run.config.training.rounds - rounds
         if run.key in self.started:
-            self.played += self.left[run.key] - left
+            self.completed += self.left[run.key] - left
         # The rounds that a run had before it was continued take no time now.
         self.started.add(run.key)
         self.left[run.key] = left
-        total = self.played + self._rounds_left()
-        self.bar.update(self.task, total=total, completed=self.played, left=self._time_left())
+        total = self.completed + self._rounds_left()
+        self.bar.update(self.task, total=total, completed=self.completed, left=self._time_left())
 
     def on_finished(self, cell: Cell, run: PlannedRun) -> None:
         # Saved after every run, so that `motley watch` and `motley report` can show a study that is
@@ -272,9 +272,9 @@ class _Watcher(StudyWatcher):
         return sum(self.left.values())
 
     def _time_left(self) -> str:
-        if not self.played:
+        if not self.completed:
             return "?"
-        seconds_per_round = (time.perf_counter() - self.began) / self.played
+        seconds_per_round = (time.perf_counter() - self.began) / self.completed
         seconds = round(seconds_per_round * self._rounds_left())
         hours, minutes = divmod(seconds // 60, 60)
         return f"{hours}:{minutes:02d}:{seconds % 60:02d}"

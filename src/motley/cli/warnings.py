@@ -1,4 +1,4 @@
-"""Warnings on stderr, and those about runs that were changed behind their backs."""
+"""Warnings on stderr, among them those about runs whose files were changed from outside."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Attacks by some of the simulated clients, to measure how well the server withstands them.
 
-An attack changes what a client sends, at the upload boundary (`Clients.update`), after its training
+An attack changes a client's update at the upload boundary (`Clients.update`), after its training
 and whatever the method did. Flipped labels are the exception: these clients train honestly on wrong
-labels (`flip_labels`). Buffers are sent as they are, because a server that checks them would reject
+labels (`flip_labels`). Buffers are sent unchanged, because a server that checks them would reject
 the whole update. Nothing here is visible to methods, and deployed nodes refuse the table.
 """
 
@@ -70,7 +70,7 @@ class UploadAttackSettings(ActiveAttackSettings):
     """The first round in which attackers attack."""
 
     def changed(self, delta: Mapping[str, Tensor], rng: np.random.Generator) -> State:
-        """Return what is sent instead of a delta of parameters."""
+        """Return the delta that an attacker sends instead of its delta of parameters."""
         raise NotImplementedError
 
 
@@ -157,7 +157,7 @@ class UploadAttack:
     def sent(
         self, delta: State, parameters: Collection[str], round_number: int, client: int
     ) -> State:
-        """Return what a client sends instead of its delta."""
+        """Return the delta that a client sends: an attacker's is changed."""
         if client not in self.clients or round_number < self.settings.from_round:
             return delta
         trained = {name: tensor for name, tensor in delta.items() if name in parameters}
@@ -176,9 +176,9 @@ def flip_labels(
         return
     is_attacker = np.zeros(len(partition), dtype=bool)
     is_attacker[list(clients)] = True
-    is_own = np.repeat(is_attacker, partition.sizes)
-    own = partition.indices[is_own]
-    shared = ~is_own & np.isin(partition.indices, own)
+    is_flipped = np.repeat(is_attacker, partition.sizes)
+    flipped = partition.indices[is_flipped]
+    shared = ~is_flipped & np.isin(partition.indices, flipped)
     if shared.any():
         client = int(np.searchsorted(partition.offsets, np.argmax(shared), side="right")) - 1
         raise MotleyError(
@@ -187,6 +187,6 @@ def flip_labels(
         )
     for data in copies:
         targets = data.targets.clone()
-        chosen = torch.as_tensor(own, device=targets.device)
+        chosen = torch.as_tensor(flipped, device=targets.device)
         targets[chosen] = classes - 1 - targets[chosen]
         data.targets = targets

@@ -2,7 +2,7 @@
 
 A model is compiled in place, so that its class, its attributes and the names of its tensors stay as
 they are. Only calls of the whole model are compiled: a method that runs some of its stages runs
-them as they are. Models of one size share their compiled code, so the slots of a size compile it
+them uncompiled. Models of one size share their compiled code, so the slots of a size compile it
 once.
 """
 
@@ -60,6 +60,6 @@ def compilation() -> Iterator[None]:
 
 @contextmanager
 def no_compilation() -> Iterator[None]:
-    """Run compiled models as they are inside the block."""
+    """Run compiled models uncompiled inside the block."""
     with torch.compiler.set_stance("force_eager"):
         yield

@@ -4,8 +4,8 @@ A small network's step on a GPU is bound by the number of its kernels and by how
 GPU with those of other clients, not by arithmetic. Models are plain modules that know nothing of
 this. The engine replaces modules of its own copy of a model, one for one: a layer by a layer with a
 kernel, and a residual block by a block that runs its norm, addition and ReLU as one kernel. A
-replacement has the same children and parameters under the same names, so a model's state is what it
-was.
+replacement has the same children and parameters under the same names, so a model's state does not
+change.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if AVAILABLE:
 def apply_kernels(model: nn.Module, kernels: Collection[str] = ALL) -> nn.Module:
     """Return a model with the kernels of the given names in it, if there is Triton.
 
-    The model that is given is used up.
+    The given model must not be used afterwards.
     """
     if not AVAILABLE:
         return model
@@ -61,7 +61,7 @@ def apply_kernels(model: nn.Module, kernels: Collection[str] = ALL) -> nn.Module
 
 
 def _layer(layer: nn.Module, kernels: Collection[str]) -> nn.Module | None:
-    """Return what takes the place of one layer, or None if it stays.
+    """Return the replacement of a layer, or None if the layer stays.
 
     Only torch's own classes are replaced, because a subclass may compute something else. A layer
     with a hook, such as HeteroFL's scaler, stays, because its replacement would not have the hook.

@@ -29,7 +29,7 @@ class Job:
     #: copies and never changes. It is empty if the client has a model of its own, because the
     #: method exchanges no weights.
     state: State
-    #: What the method sends to the client beside its part.
+    #: The method's broadcast to the client, beside its part.
     broadcast: State = field(default_factory=dict)
     #: The round of the client's last accepted update, which is the round of the client state to
     #: use. None: no such round yet.

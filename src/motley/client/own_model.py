@@ -1,4 +1,4 @@
-"""What a client keeps of its model in its stored state, beside the state of its method.
+"""The tensors of a client's own model in its stored state, beside the state of its method.
 
 If a method exchanges no weights, this is the client's whole model (`MODEL`): the client receives
 weights once, with its first job. If some tensors are private (`split.private`), it is these
@@ -39,6 +39,6 @@ def stored_under(prefix: str, stored: Mapping[str, Tensor]) -> State:
 
 
 def state_of_method(stored: Mapping[str, Tensor]) -> State:
-    """Return a stored state without what it has of the client's model."""
+    """Return a stored state without the tensors of the client's own model."""
     own = (MODEL, PRIVATE, PERSONAL)
     return {name: tensor for name, tensor in stored.items() if not name.startswith(own)}

@@ -29,7 +29,7 @@ from motley.client.weights import LossScale, Weights
 from motley.core.dotted import describe, takes_any_keyword
 from motley.core.errors import MotleyError
 
-#: How an optimizer computes its step, which is not for the user to choose here.
+#: Arguments that a user cannot set, because they choose how torch computes a step.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable", "maximize")
 #: Classes with the argument `capturable` whose state starts with zeros: a captured CUDA graph can
 #: contain their step, and zeroing the state in place starts it anew.
@@ -44,7 +44,7 @@ CAPTURABLE = (
 
 
 class OwnOptimizerSettings(OptimizerSettings):
-    """A torch optimizer. `optimizer_class` is what the dotted path names."""
+    """A torch optimizer. `optimizer_class` is the class that the dotted path names."""
 
     optimizer_class: ClassVar[type[torch.optim.Optimizer]]
     has_kernel: ClassVar[bool] = False
@@ -63,7 +63,7 @@ class OwnOptimizerSettings(OptimizerSettings):
 
     @property
     def moments(self) -> int:
-        """Two, as with Adam. Nobody knows before the first step."""
+        """Two, as for Adam: an estimate, because the number is unknown before the first step."""
         return 2
 
     def build(

@@ -1,7 +1,7 @@
 """Scores of clients on their own test examples, with the task's primary metric.
 
-What leaves a client are the metric's sums over its test examples: for most metrics a sum of values
-and their number (`motley.tasks.Metric`).
+A client sends only the metric's sums over its test examples: for most metrics a sum of values and
+their number (`motley.tasks.Metric`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from motley.data.device import DeviceData
 from motley.data.partition import Partition
 from motley.tasks import Task
 
-#: Names of the sums in a client's answer: of the model as it is, and after local training.
+#: Names of the sums in a client's answer: before and after local training.
 SCORE, PERSONALIZED = "score", "personalized"
 
 
@@ -45,8 +45,8 @@ class ClientTests:
     def batches(self, clients: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield the test examples of some clients: inputs, targets, and whose each example is.
 
-        The last is a position in `clients`. Batches take no notice of where one client's examples
-        end, so a thousand clients with ten examples each are ten batches of a thousand.
+        The last is a position in `clients`. A batch may hold examples of several clients, so a
+        thousand clients with ten examples each are ten batches of a thousand.
         """
         data = self._data()
         lists = [self.partition.of(client) for client in clients]

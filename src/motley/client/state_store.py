@@ -1,15 +1,15 @@
 """The clients' states between rounds: control variates, previous models, dual variables.
 
 A state is stored under its client and the round that made it. The server says which round counts
-(`Job.client_state_round`), so a round that was never completed leaves no trace: after a crash the
+(`Job.client_state_round`), so a round that was never completed has no effect: after a crash the
 server names the older state, and the newer one is ignored or replaced.
 
 There are three tiers. The newest states stay on the GPU they were made on, up to a limit, so that
 no client waits for a copy to the host and back. Older ones are in host memory, up to another limit.
 The others are in one SQLite file. All that is stored between two checkpoints is one transaction:
-`save` ends it, and a crash rolls it back. It is one file, because a thousand small ones take a
-second to reach the disk and this takes hundredths of one. It is SQLite, because it reuses the space
-of deleted states, for which a log would have to be rewritten.
+`save` ends it, and a crash rolls it back. One file is used because writing a thousand small ones
+takes a second, and this takes hundredths of one. SQLite is used because it reuses the space of
+deleted states; a log would have to be rewritten for that.
 
 Every state in the file has a checksum over its client, its round and its content, which is verified
 when it is read. States are derived from the clients' data, so only the file's owner may read them.
@@ -36,7 +36,7 @@ from motley.core.errors import MotleyError
 from motley.core.part import State, by_type
 
 #: Default limit of host memory for client states, in bytes.
-HELD = 2**30
+HOST_LIMIT = 2**30
 #: Bytes that an object of Python and torch takes beside a tensor's values, and a state beside its
 #: tensors. For a state of a thousand parameters that is three quarters of its memory.
 PER_TENSOR, PER_STATE = 550, 400
@@ -53,26 +53,26 @@ OLD_FILE = "memories.sqlite"
 class ClientStateStore:
     """Client states by client and round.
 
-    Up to `near` bytes stay on `device`, up to `most` bytes in host memory, and the others are in
-    `folder`, or in a temporary file if there is none.
+    Up to `device_limit` bytes stay on `device`, up to `host_limit` bytes in host memory, and the
+    others are in `folder`, or in a temporary file if there is none.
     """
 
     def __init__(
         self,
         folder: Path | None = None,
-        most: int = HELD,
-        near: int = 0,
+        host_limit: int = HOST_LIMIT,
+        device_limit: int = 0,
         device: torch.device | None = None,
     ) -> None:
         self.path = folder / FILE if folder else None
-        self.most, self.near, self.device = most, near, device
-        self.held_bytes = self.near_bytes = 0
+        self.host_limit, self.device_limit, self.device = host_limit, device_limit, device
+        self.host_bytes = self.device_bytes = 0
         #: States on the device by client and round, oldest first.
-        self._near: dict[tuple[int, int], State] = {}
-        #: When the states on a GPU are complete there, by client and round.
-        self._made: dict[tuple[int, int], torch.cuda.Event] = {}
+        self._on_device: dict[tuple[int, int], State] = {}
+        #: Events after which the states on a GPU are complete there, by client and round.
+        self._events: dict[tuple[int, int], torch.cuda.Event] = {}
         #: States in host memory by client and round, oldest first.
-        self._held: dict[tuple[int, int], State] = {}
+        self._in_host: dict[tuple[int, int], State] = {}
         #: The states in memory that are not in the file.
         self._unsaved: set[tuple[int, int]] = set()
         #: The states in the file that were written for lack of memory and are in no checkpoint yet.
@@ -97,15 +97,15 @@ class ClientStateStore:
         rounds = self._rounds.setdefault(client, [])
         if round_number not in rounds:
             rounds.append(round_number)
-        if not self.near or any(tensor.device != self.device for tensor in state.values()):
-            self._hold(key, state)
+        if not self.device_limit or any(tensor.device != self.device for tensor in state.values()):
+            self._store_in_host(key, state)
             return
-        self._near[key] = _copied(state)
-        self.near_bytes += _bytes(state)
+        self._on_device[key] = _copied(state)
+        self.device_bytes += _bytes(state)
         if self.device is not None and self.device.type == "cuda":
-            self._made[key] = torch.cuda.current_stream(self.device).record_event()
-        while self.near_bytes > self.near:
-            self._move_to_host(next(iter(self._near)))
+            self._events[key] = torch.cuda.current_stream(self.device).record_event()
+        while self.device_bytes > self.device_limit:
+            self._move_to_host(next(iter(self._on_device)))
 
     def _move_to_host(self, key: tuple[int, int]) -> None:
         """Move a state from the device to host memory.
@@ -113,22 +113,22 @@ class ClientStateStore:
         Slots have streams of their own. The slot that made this state may still be training its
         client when another slot needs the room, so the copy must wait for that slot's stream.
         """
-        made = self._made.pop(key, None)
-        if made is not None:
-            torch.cuda.current_stream(self.device).wait_event(made)
-        state = self._near.pop(key)
-        self.near_bytes -= _bytes(state)
-        self._hold(key, state)
+        event = self._events.pop(key, None)
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+        state = self._on_device.pop(key)
+        self.device_bytes -= _bytes(state)
+        self._store_in_host(key, state)
 
-    def _hold(self, key: tuple[int, int], state: Mapping[str, Tensor]) -> None:
-        self._held[key] = _on_host(state)
-        self.held_bytes += _bytes(state)
-        while self.held_bytes > self.most:
-            oldest = next(iter(self._held))
+    def _store_in_host(self, key: tuple[int, int], state: Mapping[str, Tensor]) -> None:
+        self._in_host[key] = _on_host(state)
+        self.host_bytes += _bytes(state)
+        while self.host_bytes > self.host_limit:
+            oldest = next(iter(self._in_host))
             if oldest in self._unsaved:
                 self._write(oldest)
                 self._spilled.add(oldest)
-            self.held_bytes -= _bytes(self._held.pop(oldest))
+            self.host_bytes -= _bytes(self._in_host.pop(oldest))
             if oldest not in self._spilled:
                 self._discard_round(*oldest)
 
@@ -151,13 +151,13 @@ class ClientStateStore:
     def get(self, client: int, round_number: int) -> State:
         """Return a client's state after a round."""
         key = client, round_number
-        if key in self._near:
-            for tensor in self._near[key].values():
+        if key in self._on_device:
+            for tensor in self._on_device[key].values():
                 if tensor.is_cuda:  # it may be dropped while this stream still reads it
                     tensor.record_stream(torch.cuda.current_stream(tensor.device))
-            return self._near[key]
-        if key in self._held:
-            return self._held[key]
+            return self._on_device[key]
+        if key in self._in_host:
+            return self._in_host[key]
         file = self._open(make=False)
         state = file.read(client, round_number) if file else None
         if state is None:
@@ -171,13 +171,13 @@ class ClientStateStore:
         """
         rounds = client_numbers(rounds)
         file = self._open(make=False)
-        found = [client for client, number in self._near if rounds.get(client) == number]
-        found += [client for client, number in self._held if rounds.get(client) == number]
+        available = [client for client, number in self._on_device if rounds.get(client) == number]
+        available += [client for client, number in self._in_host if rounds.get(client) == number]
         if file is not None:
             for client, number, size in file.sizes():
                 if size and rounds.get(client) == number:
-                    found.append(client)
-        missing = rounds.clients[~np.isin(rounds.clients, found)]
+                    available.append(client)
+        missing = rounds.clients[~np.isin(rounds.clients, available)]
         if len(missing):
             client = int(missing[0])
             raise self._missing(client, rounds[client])
@@ -200,15 +200,15 @@ class ClientStateStore:
         self._drop_older(rounds)
         if self.path is None:
             return
-        for client, made in sorted(self._unsaved):
-            if rounds.get(client) == made:
-                self._write((client, made))
+        for client, round_number in sorted(self._unsaved):
+            if rounds.get(client) == round_number:
+                self._write((client, round_number))
         spilled = list(self._spilled)
         self._spilled.clear()
         if self._file:
             self._file.commit()
         for key in spilled:
-            if key not in self._near and key not in self._held:
+            if key not in self._on_device and key not in self._in_host:
                 self._discard_round(*key)
         # The server names these rounds or later ones from now on.
         for client, (_, named) in list(self._named.items()):
@@ -237,11 +237,12 @@ class ClientStateStore:
         if not self._rounds:
             return
         rounds = client_numbers(rounds)
-        for client, number in rounds.changed_since(self._kept).items():
-            for made in list(self._rounds.get(client, [])):
-                in_memory = (client, made) in self._near or (client, made) in self._held
-                if made < number and in_memory:
-                    self._drop([(client, made)])
+        for client, oldest_kept in rounds.changed_since(self._kept).items():
+            for round_number in list(self._rounds.get(client, [])):
+                key = client, round_number
+                in_memory = key in self._on_device or key in self._in_host
+                if round_number < oldest_kept and in_memory:
+                    self._drop([key])
         self._kept = rounds
 
     def _discard_round(self, client: int, round_number: int) -> None:
@@ -256,9 +257,9 @@ class ClientStateStore:
         for key in keys:
             self._discard_round(*key)
             self._unsaved.discard(key)
-            self._made.pop(key, None)
-            self.near_bytes -= _bytes(self._near.pop(key, {}))
-            self.held_bytes -= _bytes(self._held.pop(key, {}))
+            self._events.pop(key, None)
+            self.device_bytes -= _bytes(self._on_device.pop(key, {}))
+            self.host_bytes -= _bytes(self._in_host.pop(key, {}))
             if key in self._spilled and self._file:
                 self._file.delete(*key)
                 self._spilled.discard(key)
@@ -266,7 +267,8 @@ class ClientStateStore:
     def _write(self, key: tuple[int, int]) -> None:
         file = self._open(make=True)
         assert file is not None
-        file.write(*key, self._held[key] if key in self._held else _on_host(self._near[key]))
+        state = self._in_host[key] if key in self._in_host else _on_host(self._on_device[key])
+        file.write(*key, state)
         self._unsaved.discard(key)
 
     def _open(self, *, make: bool) -> ClientStateFile | None:

@@ -28,7 +28,7 @@ class OptimizerSettings(Settings):
 
     #: Whether there is one of Motley's kernels for it on a GPU.
     has_kernel: ClassVar[bool] = True
-    #: Whether every coordinate is optimized without a look at the others.
+    #: Whether every coordinate is optimized independently of the others.
     elementwise: ClassVar[bool] = True
 
     name: str = "adam"

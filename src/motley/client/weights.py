@@ -62,35 +62,35 @@ class LossScale:
         #: Steps since the scale was last changed.
         self.good = torch.zeros((), dtype=torch.int32, device=device)
         #: 1 if this step's gradients hold a number that is not finite, else 0.
-        self.found = torch.zeros((), device=device)
+        self.found_inf = torch.zeros((), device=device)
         self._one = torch.ones((), device=device)
 
     def reset(self) -> None:
         """Start anew: a client does not depend on the clients before it."""
         self.value.fill_(self.HIGHEST)
         self.good.zero_()
-        self.found.zero_()
+        self.found_inf.zero_()
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Let one of torch's fused optimizers skip such steps. Motley's kernels do so already."""
-        optimizer.register_step_pre_hook(self._look)
+        optimizer.register_step_pre_hook(self._check_gradients)
         optimizer.register_step_post_hook(self._adjust)
-        optimizer.found_inf = self.found  # type: ignore[attr-defined]
+        optimizer.found_inf = self.found_inf  # type: ignore[attr-defined]
         if optimizer.defaults.get("momentum"):
             # torch would create the buffer in the first step, with unset memory if it is skipped.
             for parameter in _parameters(optimizer):
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
-    def _look(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _check_gradients(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         gradients = [
             parameter.grad for parameter in _parameters(optimizer) if parameter.grad is not None
         ]
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found, self._one)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found_inf, self._one)
 
     def _adjust(self, *_: object) -> None:
-        torch._amp_update_scale_(self.value, self.good, self.found, 2.0, 0.5, self.PATIENCE)
+        torch._amp_update_scale_(self.value, self.good, self.found_inf, 2.0, 0.5, self.PATIENCE)
         self.value.clamp_(self.LOWEST, self.HIGHEST)
-        self.found.zero_()
+        self.found_inf.zero_()
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -162,8 +162,8 @@ class Weights:
         if rooms:
             torch._foreach_copy_(rooms, gradients)
         if self.scaled and self.scale is not None:
-            own = [master.grad for master in self.masters.values() if master.grad is not None]
-            torch._foreach_div_(own, self.scale.value)
+            scaled = [master.grad for master in self.masters.values() if master.grad is not None]
+            torch._foreach_div_(scaled, self.scale.value)
             self.scaled = False
 
     def sync(self) -> None:

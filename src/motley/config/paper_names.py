@@ -212,7 +212,7 @@ def spelled_out(values: Table, below: Table) -> Table:
         meaning["server.inco.variant"] = under
     values = _with(values, "method.name", meaning.pop("method.name"))
     if name in SYSTEMS and _get(values, "server.inco") is None:
-        # The InCo of a lower layer, such as a preset, is no part of the paper that has the name.
+        # InCo in a lower layer, such as a preset, is not part of the named paper's method.
         values = _with(values, "server.inco.variant", "off")
     for key, value in meaning.items():
         given = _get(values, key)

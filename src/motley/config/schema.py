@@ -163,11 +163,11 @@ class ModelSettings(Settings):
         shared = {key: value for key, value in options.items() if key not in specs}
         check_options(shared, specs)
         for size, spec in specs.items():
-            own = options.get(size, {})
-            if not isinstance(own, dict):
+            size_options = options.get(size, {})
+            if not isinstance(size_options, dict):
                 raise ValueError(f"{size} should be a table of options")
-            check_options(own, {size: spec})
-            with_options(spec, {**shared, **own})
+            check_options(size_options, {size: spec})
+            with_options(spec, {**shared, **size_options})
         return options
 
     @field_validator(*FAMILIES, mode="before")

@@ -2,7 +2,7 @@
 
 The server remembers numbers about clients, such as the round of each client's last update. A dict
 of a million clients takes 100 MB and seconds as JSON, and every round would copy it. Two arrays
-take 8 MB and can be written to a file as they are.
+take 8 MB and can be written to a file directly.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Users' own code by dotted path: "package.module:Name".
 
-This module imports what a path names and says what is wrong if that fails. It never changes
-`sys.path`: the command line does (`motley.cli.code`), and a library user's interpreter has one.
+This module imports the object that a path names, and explains the problem if that fails. It never
+changes `sys.path`: the command line does (`motley.cli.code`), and a program that uses Motley as a
+library has set its own.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def _failed(name: str, error: Exception) -> str:
 def _no_attribute(module: ModuleType, owner: object, name: str) -> str:
     names = [key for key in vars(owner) if not key.startswith("_")]
     # A module's own definitions come before the names that it imports.
-    own = [
+    defined_here = [
         key for key in names if getattr(getattr(owner, key), "__module__", "") == module.__name__
     ]
     matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
@@ -189,7 +190,7 @@ def _no_attribute(module: ModuleType, owner: object, name: str) -> str:
     which = "" if owner is module else f" in {getattr(owner, '__qualname__', owner)!r}"
     return (
         f"there is no {name!r}{which} in {_file_of(module)}.{hint} "
-        f"Defined there: {', '.join(sorted(own)) or 'nothing'}."
+        f"Defined there: {', '.join(sorted(defined_here)) or 'nothing'}."
     )
 
 

@@ -1,4 +1,4 @@
-"""Captures of CUDA graphs that nothing else can spoil."""
+"""Capture CUDA graphs safely: no garbage collection during a capture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 def capture(
     graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None
 ) -> Iterator[None]:
-    """Capture what the block queues on `stream`, without garbage collection.
+    """Capture the work that the block queues on `stream`, without garbage collection.
 
     A federation is part of reference cycles, so its graphs live on until Python's collector finds
     them. If the collector ran during the capture of another graph, it would destroy them then, and

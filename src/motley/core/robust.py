@@ -160,15 +160,15 @@ def _merge_coordinates(
         stacked = torch.stack(list(values.rows.values()))
         # NaN is sorted to the end. Order does not depend on which client a value comes from.
         ordered = stacked.sort(dim=0).values
-        held = ~ordered.isnan()
-        counts = held.sum(0)
+        is_held = ~ordered.isnan()
+        counts = is_held.sum(0)
         enough = is_enough(counts)
         num_held.append((counts > 0).sum())
         num_too_few.append(((counts > 0) & ~enough).sum())
         combined = combine(ordered, counts)
         usable = enough & (counts > 0)
         if too_few == "mean":
-            mean = torch.where(held, ordered, 0).sum(0) / counts.clamp(min=1)
+            mean = torch.where(is_held, ordered, 0).sum(0) / counts.clamp(min=1)
             combined = torch.where(enough, combined, mean)
             usable = counts > 0
         combined = torch.where(usable, combined, 0)
@@ -224,10 +224,13 @@ def _positions(ordered: Tensor) -> Tensor:
     return positions.view(-1, *(1,) * (ordered.dim() - 1))
 
 
-def _share_too_few(too_few: Sequence[Tensor], held: Sequence[Tensor]) -> dict[str, Tensor | float]:
-    if not held:
+def _share_too_few(
+    num_too_few: Sequence[Tensor], num_held: Sequence[Tensor]
+) -> dict[str, Tensor | float]:
+    if not num_held:
         return {}
-    return {TOO_FEW: torch.stack(list(too_few)).sum() / torch.stack(list(held)).sum().clamp(min=1)}
+    total = torch.stack(list(num_held)).sum().clamp(min=1)
+    return {TOO_FEW: torch.stack(list(num_too_few)).sum() / total}
 
 
 # ---- rules that look at whole deltas
@@ -309,7 +312,7 @@ def _distances(vector: Tensor, others: Sequence[Tensor]) -> Tensor:
 
 
 def _part_key(update: ClientUpdate) -> tuple[tuple[str, str], ...]:
-    """Return what clients with the same part share: the name and the index of every piece."""
+    """Return a key that clients with the same part share: name and index of every piece."""
     return tuple((piece.name, _index_key(piece)) for piece in update.part.values())
 
 

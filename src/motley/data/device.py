@@ -70,7 +70,7 @@ class DeviceData:
         check_fits(what, bytes_of_batch, self.device)
 
     def _note(self) -> str:
-        """Return what a message about memory adds."""
+        """Return a remark for the message about memory."""
         return ""
 
     def batch(self, rows: Tensor, draws: Tensor | None = None) -> tuple[Tensor, Tensor]:

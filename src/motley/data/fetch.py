@@ -2,7 +2,8 @@
 
 A download is written to a file that ends in .part and continues there after an interruption. It
 gets its final name when its checksum is right. Archives are unpacked into a folder that ends in
-.part, which gets its final name when it is complete. So whatever has its final name is whole.
+.part, which gets its final name when it is complete. So a file or folder with its final name is
+complete.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ def limit_clients(dataset: Dataset, max_clients: int, max_per_client: int) -> Da
     """Return a data set with at most so many clients, and examples per client; 0: no limit.
 
     The same clients are left in the training and in the test part. Test clients without any
-    training example are no clients of a federation, so their number is not limited. What is left
+    training example do not take part in a federation, so their number is not limited. The choice
     does not depend on a seed: clients and examples are taken at equal distances.
     """
     if not max_clients and not max_per_client:

@@ -300,12 +300,12 @@ def refuse_clients_images(public: np.ndarray, train: np.ndarray, setting: str) -
     """Refuse public images that are also training images of the clients, byte for byte."""
     hashes = [hashlib.blake2b(image.tobytes()).digest() for image in public]
     # Only hashes of public images are kept: there may be millions of training images.
-    of_public, found = set(hashes), set()
+    of_public, of_both = set(hashes), set()
     for image in train:
         digest = hashlib.blake2b(image.tobytes()).digest()
         if digest in of_public:
-            found.add(digest)
-    shared = sum(digest in found for digest in hashes)
+            of_both.add(digest)
+    shared = sum(digest in of_both for digest in hashes)
     if shared:
         raise MotleyError(
             f"{setting}: {shared} of its {len(public)} images are also training images of the "

@@ -22,7 +22,7 @@ from motley.deploy.control import Control, NoServerError
 from motley.deploy.folder import DeployFolder, DeploySettings
 from motley.deploy.identity import admit, admitted_keys, register_nodes, revoke, revoked_clients
 from motley.deploy.lock import is_locked
-from motley.deploy.permissions import files_in, mend, private_files, report
+from motley.deploy.permissions import files_in, private_files, report, restrict_access
 from motley.deploy.status import missing_clients, nodes_of_clients
 from motley.deploy.worker import TaskSource
 from motley.flower.settings import read_node
@@ -74,7 +74,7 @@ def serve(folder: DeployFolder) -> int:
     """Run the server, with the nodes whose keys are in the folder; return its exit status."""
     settings = folder.read_settings()
     warn_of_unknown_host(settings)
-    mend(files_in(folder.path), folder.path)
+    restrict_access(files_in(folder.path), folder.path)
     warn_of_private_keys(folder)
     with private_files(), listen(settings) as public, bound("127.0.0.1", 0) as private:
         folder.write_secrets(f"127.0.0.1:{private.getsockname()[1]}")
@@ -198,7 +198,7 @@ def warn_of_private_keys(folder: DeployFolder) -> None:
 
 
 def revoke_key(folder: DeployFolder, client: int) -> None:
-    """Revoke a client's key, at once if the server is running, and for good."""
+    """Revoke a client's key permanently, and at once if the server is running."""
     with private_files():
         fingerprint = revoke(folder, client)
     if synchronized(folder):
@@ -211,7 +211,7 @@ def revoke_key(folder: DeployFolder, client: int) -> None:
 
 
 def admit_key(folder: DeployFolder, client: int, key: Path | None) -> None:
-    """Admit a client's key, at once if the server is running, and for good."""
+    """Admit a client's key permanently, and at once if the server is running."""
     with private_files():
         fingerprint = admit(folder, client, key)
     if synchronized(folder):
@@ -285,7 +285,7 @@ def free_port() -> int:
 # ---- a run
 
 
-def play(folder: DeployFolder) -> None:
+def run_deployment(folder: DeployFolder) -> None:
     """Start or resume the federation's run, and print its output until it ends."""
     config = folder.read_config()
     control = Control(folder)

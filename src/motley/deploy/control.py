@@ -108,8 +108,8 @@ class Control:
         try:
             yield
         except httpx.HTTPStatusError as error:
-            told = FlowerError.from_json(error.response.text)
-            reason = told.message if told else f"HTTP status {error.response.status_code}"
+            detail = FlowerError.from_json(error.response.text)
+            reason = detail.message if detail else f"HTTP status {error.response.status_code}"
             raise MotleyError(f"the server refused: {reason}") from None
         except httpx.HTTPError as error:
             raise NoServerError(

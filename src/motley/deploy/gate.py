@@ -142,7 +142,7 @@ class FleetGate:
     # ---- answers, from a node to the run
 
     async def _announce(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the announcement of an answer on, and take note of it if the SuperLink wants it."""
+        """Pass the announcement of an answer on, and record it if the SuperLink wants it."""
         body = await read_body(receive)
         if names_another_sender(body):
             await refuse(send, 403, "a node answers in its own name only")

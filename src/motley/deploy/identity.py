@@ -156,9 +156,9 @@ def _read_bytes(file: Path) -> bytes:
 
 
 def _add_revoked(folder: DeployFolder, client: int, public_key: bytes) -> None:
-    kind, key, *_ = public_key.decode().split()
+    key_type, key, *_ = public_key.decode().split()
     lines = [line for _, line in _read_revoked(folder).values()]
-    _write_revoked(folder, [*lines, f"{kind} {key} node-{client}"])
+    _write_revoked(folder, [*lines, f"{key_type} {key} node-{client}"])
 
 
 def _remove_revoked(folder: DeployFolder, key: bytes) -> None:

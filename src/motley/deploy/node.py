@@ -28,7 +28,7 @@ from motley.core.errors import MotleyError, unknown
 from motley.deploy.commands import FAILED, environment, free_port, node_command, running
 from motley.deploy.keys import make_node_key
 from motley.deploy.lock import only_one
-from motley.deploy.permissions import OTHERS, files_in, mend, private_files, report
+from motley.deploy.permissions import OTHERS, files_in, private_files, report, restrict_access
 from motley.deploy.worker import CLIENT_APP, RECONNECT, TaskSource, WorkerSettings, run_tasks
 from motley.engine.device import choose_devices
 from motley.flower.examples import read_data
@@ -67,7 +67,7 @@ def be_node(file: Path, patience: float, app: str = CLIENT_APP) -> NoReturn:
     node = read_node(file)
     with private_files():
         check(node, file)
-        mend(private_paths(node, file), file.absolute().parent)
+        restrict_access(private_paths(node, file), file.absolute().parent)
         _be_node(node, file, patience, app)
 
 
@@ -76,11 +76,11 @@ def _be_node(node: NodeSettings, file: Path, patience: float, app: str) -> NoRet
         end = time.monotonic() + patience
         while True:
             began = time.monotonic()
-            code, said = run_supernode(file, worker_settings(node, file, app))
+            code, output = run_supernode(file, worker_settings(node, file, app))
             was_admitted = code in (0, RECONNECT)
             if was_admitted or time.monotonic() - began > patience:
                 end = time.monotonic() + patience
-            reason, can_heal = why_ended(node, file, code, said)
+            reason, can_heal = why_ended(node, file, code, output)
             if not can_heal or time.monotonic() > end:
                 raise MotleyError(reason)
             print(
@@ -155,7 +155,7 @@ def make_first_key(node: NodeSettings, here: Path) -> None:
 
 
 def print_how_to_admit(client: int, here: Path, fingerprint: str) -> None:
-    """Print what the server's operator does with a new public key."""
+    """Print how the server's operator admits a new public key."""
     print(
         f"client {client}: made a key pair, {fingerprint}\n"
         f"send {here / 'key.pub'} to the server, and admit it there:\n"
@@ -261,45 +261,45 @@ def run_supernode(file: Path, worker: WorkerSettings) -> tuple[int, str]:
     tasks = TaskSource(home, free_port())
     with running(node_command(file, tasks), home, output=subprocess.PIPE) as process:
         assert process.stdout is not None
-        said: deque[str] = deque(maxlen=TAIL)
-        echo = Thread(target=pass_on, args=(process.stdout, said), daemon=True)
+        tail: deque[str] = deque(maxlen=TAIL)
+        echo = Thread(target=pass_on, args=(process.stdout, tail), daemon=True)
         echo.start()
-        Thread(target=end_if_given_up, args=(process, said), daemon=True).start()
+        Thread(target=end_if_given_up, args=(process, tail), daemon=True).start()
         code = run_tasks(process, tasks, worker)
         echo.join(1.0)
-    return code, "".join(said)
+    return code, "".join(tail)
 
 
-def end_if_given_up(process: subprocess.Popen[bytes], said: deque[str]) -> None:
+def end_if_given_up(process: subprocess.Popen[bytes], tail: deque[str]) -> None:
     """End a SuperNode that has given up its connection after a failed handshake.
 
     Flower's process lives on after that, but never asks for a message again.
     """
     while process.poll() is None:
-        if any(NOT_SAFE in line for line in list(said)):
+        if any(NOT_SAFE in line for line in list(tail)):
             time.sleep(GIVEN_UP_S)  # at its start it ends by itself, with more output
             process.terminate()
             return
         time.sleep(1.0)
 
 
-def pass_on(output: IO[bytes], said: deque[str]) -> None:
-    """Print every line of a process, and keep the last ones in `said`."""
+def pass_on(output: IO[bytes], tail: deque[str]) -> None:
+    """Print every line of a process, and keep the last ones in `tail`."""
     colours = sys.stdout.isatty()
     for line in output:
         text = line.decode(errors="replace")
-        said.append(text)
+        tail.append(text)
         with suppress(OSError, ValueError):  # a closed terminal must not stop the node
             sys.stdout.write(text if colours else COLOUR.sub("", text))
             sys.stdout.flush()
 
 
-def why_ended(node: NodeSettings, file: Path, code: int, said: str) -> tuple[str, bool]:
+def why_ended(node: NodeSettings, file: Path, code: int, output: str) -> tuple[str, bool]:
     """Return why a SuperNode ended, and whether another try may help."""
     here, server = file.absolute().parent, node.superlink
     if code == RECONNECT:
         return "the training process ended while it sent an answer.", True
-    if REFUSED in said:
+    if REFUSED in output:
         reason = (
             f"the server at {server} refused the key of client {node.client}. Either a node with "
             "this key is connected, or was killed less than a minute ago; or the server does not "
@@ -307,18 +307,18 @@ def why_ended(node: NodeSettings, file: Path, code: int, said: str) -> tuple[str
             f"(motley deploy admit DIR {node.client} --key key.pub)."
         )
         return reason, True
-    if NOT_SAFE in said and BROKEN_OFF in said:
+    if NOT_SAFE in output and BROKEN_OFF in output:
         return f"the server at {server} ended the connection before it was safe.", True
-    if NOT_SAFE in said:
+    if NOT_SAFE in output:
         reason = (
-            f"no safe connection to {server}: {last_words(said)}. {here / 'ca.crt'} should be the "
-            "file certificates/ca.crt of the server's folder, and superlink the host that "
+            f"no safe connection to {server}: {last_words(output)}. {here / 'ca.crt'} should be "
+            "the file certificates/ca.crt of the server's folder, and superlink the host that "
             "`motley deploy init` was given."
         )
         return reason, False
     if code == FAILED:
-        known = re.search(r"Exit Code: (\d+)", said)
-        return f"the node ended: {last_words(said)}.", known is None or known[1] == NO_CONNECTION
+        known = re.search(r"Exit Code: (\d+)", output)
+        return f"the node ended: {last_words(output)}.", known is None or known[1] == NO_CONNECTION
     if code == 0:
         reason = (
             f"the server at {server} does not accept this node's signature: its key was revoked "
@@ -326,12 +326,12 @@ def why_ended(node: NodeSettings, file: Path, code: int, said: str) -> tuple[str
         )
         return reason, True
     # A negative status is a signal, for example from the system because memory ran out.
-    return f"the node ended with status {code}: {last_words(said)}.", code < 0
+    return f"the node ended with status {code}: {last_words(output)}.", code < 0
 
 
-def last_words(said: str) -> str:
+def last_words(output: str) -> str:
     """Return why a SuperNode ended: the first specific line after its exit code, or the last."""
-    lines = [line.strip() for line in COLOUR.sub("", said).splitlines() if line.strip()]
+    lines = [line.strip() for line in COLOUR.sub("", output).splitlines() if line.strip()]
     for number, line in enumerate(lines):
         if "Exit Code:" in line:
             lines = [line for line in lines[number + 1 :] if line != GENERAL][:1]

@@ -1,8 +1,8 @@
 """Files of a deployment that only their owner may read.
 
 They hold keys, the clients' updates and states, and paths of private data. New files are private
-because the commands, and all processes that they start, run under `private_files`; files that were
-made differently are mended when a server or a node starts.
+because the commands, and all processes that they start, run under `private_files`; the permissions
+of other files are corrected when a server or a node starts.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def files_in(folder: Path) -> Iterator[Path]:
             yield Path(place) / name
 
 
-def mend(paths: Iterable[Path], name: Path) -> None:
-    """Take the access of other users away, and say so. `name` is the deployment or the node."""
-    mended, failed = [], []
+def restrict_access(paths: Iterable[Path], name: Path) -> None:
+    """Remove the access of other users, and print it. `name` is the deployment or the node."""
+    restricted, failed = [], []
     for path in paths:
         try:
             status = path.lstat()
@@ -48,15 +48,15 @@ def mend(paths: Iterable[Path], name: Path) -> None:
                 failed.append(path)  # a shared folder such as /tmp is nobody's own
                 continue
             path.chmod(stat.S_IMODE(status.st_mode) & ~OTHERS)
-            mended.append(path)
+            restricted.append(path)
         except FileNotFoundError:
             continue
         except OSError:
             failed.append(path)
-    if mended:
+    if restricted:
         report(
-            f"{name}: other users had access to {len(mended)} files and folders, "
-            f"for example {mended[0]}. Now only their owner has."
+            f"{name}: other users had access to {len(restricted)} files and folders, "
+            f"for example {restricted[0]}. Now only their owner has."
         )
     if failed:
         report(

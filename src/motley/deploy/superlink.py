@@ -48,7 +48,7 @@ from motley.engine.base import FlowerSettings
 from motley.runs.folder import RunFolder
 
 #: Seconds that a server which is told to end waits for open requests. Without a limit it would wait
-#: for ever for the end of a run's output, for which `motley deploy run` waits in turn.
+#: forever for the end of a run's output, for which `motley deploy run` waits in turn.
 SHUTDOWN_S = 5
 
 

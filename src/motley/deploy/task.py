@@ -4,9 +4,9 @@
 
 Every line of the standard input is the token of one message's task and the time at which it was
 written. On the standard output the process reports what it does, in the words of worker.py: that it
-has fetched a message, every two seconds that it is alive, and after a message whether it stays.
-Whatever the app prints goes to the standard error. The process ends with its input, or after a
-message that leaves it with more resident memory than MAX_IDLE_MB.
+has fetched a message, every two seconds that it is alive, and after a message whether it stays. The
+app's own output goes to the standard error. The process ends with its input, or after a message
+that leaves it with more resident memory than MAX_IDLE_MB.
 
 For one message this does what Flower's `flwr-clientapp` does, without its installation of the app
 that the server sent along: the client app is the one that is named on the command line.
@@ -123,8 +123,8 @@ def main(address: str, reference: str, max_idle_mb: str) -> None:
 def answer_message(address: str, reference: str, token: str, laps: Laps, reports: Reports) -> None:
     """Fetch a message, run the app on it, and hand its answer to the SuperNode.
 
-    If the process ends before that, the node notices it and answers with an error; for that it is
-    told which message this is.
+    If the process ends before that, the node notices it and answers with an error. For this purpose
+    the process reports which message it has fetched.
     """
     laps.lap("start")
     client = task_client(address, token, retry_invoker=make_simple_http_retry_invoker())

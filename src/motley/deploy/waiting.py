@@ -5,8 +5,8 @@ again. Here the answer "there is none" is held back for a while: if a run sends 
 node in the meantime, the SuperLink is asked once more, and the node has its message at once.
 
 Flower hands a message out once. If the connection breaks at that moment, the message is lost, and
-the run waits for its answer in vain. So a message is kept here until the node confirms that it has
-received all of it; a node that asks again instead gets it again.
+the run waits for an answer that never comes. So a message is kept here until the node confirms that
+it has received all of it; a node that asks again instead gets it again.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class WaitingNodes:
             await pass_on(self.app, scope, body, receive, send)  # Flower refuses it
             return
         sent_before = self._sent[node]
-        # Flower checks the key, so whoever gets past this is the node.
+        # Flower checks the key, so a request that gets past this is from the node.
         answer = await call(self.app, scope, body)
         if is_empty(answer):
             answer = self._again(node) or answer

@@ -10,10 +10,11 @@ The app runs in a worker process (task.py), which answers one message after the 
 with the first message and stays for `keep_alive_s` seconds after the last one, so that the next
 message finds torch imported and the client built.
 
-If the worker dies at work, the message is answered with an error at once, and the next message
-starts another worker. The same happens if it freezes (it sends a sign of life every two seconds),
-or computes next to nothing for `stall_s` seconds. A worker is also ended when the server no longer
-waits for its answer, so that a message that never ends does not keep the node from the next one.
+If the worker dies during a message, the message is answered with an error at once, and the next
+message starts another worker. The same happens if it freezes (it sends a sign of life every two
+seconds), or computes next to nothing for `stall_s` seconds. A worker is also ended when the server
+no longer waits for its answer, so that a message that never ends does not keep the node from the
+next one.
 
 A message can also be dropped while it arrives: the run that sent it has ended, for example because
 the server was killed and another run continues. The SuperNode hands a message out before its
@@ -68,20 +69,21 @@ CLIENT_APP = "motley.flower.client:app"
 POLL_S = 0.2
 #: Seconds that a worker may take to end when it is told to.
 END_S = 5.0
-#: A worker at work shows a sign of life every ALIVE_S seconds. Flower gives a task up after 60 s
+#: A busy worker shows a sign of life every ALIVE_S seconds. Flower gives a task up after 60 s
 #: without its heartbeat and says only that the app crashed; a worker that has been silent for
 #: FROZEN_S seconds is ended before that, so that the answer has the reason.
 ALIVE_S, FROZEN_S = 2.0, 45.0
 #: Seconds that a new worker may take until its first sign of life: Python and Flower's modules have
 #: to be imported, which takes a few seconds, and far longer on a machine that is overloaded.
 START_S = 300.0
-#: Seconds between two checks, which should be a fraction of one, from which on they do not count.
+#: Checks are fractions of a second apart. If more seconds than this pass between two of them, this
+#: process was stopped itself, and the pause does not count.
 PAUSED_S = 5.0
 #: A worker that uses a smaller fraction than this of one core makes no progress.
 IDLE_FRACTION = 0.01
-#: Seconds that a worker may go on after the server has stopped to wait for its answer.
+#: Seconds that a worker may go on after the server has stopped waiting for its answer.
 LATE_S = 5.0
-#: What `run_tasks` returns if it has ended the SuperNode, so that the node connects anew.
+#: The result of `run_tasks` if it has ended the SuperNode, so that the node reconnects.
 RECONNECT = 1000
 #: Seconds between two looks for another message while the content of this one has not arrived.
 ANOTHER_S = 2.0
@@ -143,7 +145,7 @@ class WorkerSettings:
     keep_alive_s: float = 0.0
     #: If the process has more resident memory than this after a message, it ends.
     max_idle_mb: float = float("inf")
-    #: Seconds at work with hardly any computation after which the process is ended.
+    #: Seconds with hardly any computation, during a message, after which the process is ended.
     stall_s: float = float("inf")
     #: The file for the texts of failures.
     log: Path | None = None
@@ -154,7 +156,7 @@ class WorkerError(NodeError):
 
 
 class DroppedError(Exception):
-    """The SuperNode has dropped the message at work, and hands out another one."""
+    """The SuperNode has dropped the current message, and hands out another one."""
 
     def __init__(self, next_token: str) -> None:
         super().__init__("the run of this message has ended.")
@@ -183,7 +185,7 @@ class Worker:
         self._reports: SimpleQueue[tuple[str, str]] = SimpleQueue()
         self._busy = False
         self._last_used = time.monotonic()
-        #: The message at work, without its content, once the worker has fetched it.
+        #: The current message, without its content, once the worker has fetched it.
         self.message: Message | None = None
         #: Whether the worker has begun to send its answer to that message.
         self.sending = False
@@ -265,7 +267,7 @@ class Worker:
     def _died(self, killed_before: int) -> WorkerError:
         """Return why the process ended."""
         status = self._process.wait()
-        text = f"the training process ended at work: {status_text(status)}"
+        text = f"the training process ended during a message: {status_text(status)}"
         if status == -signal.SIGKILL and oom_kills() > killed_before:
             return WorkerError("out-of-memory", f"{text}; the system ran out of memory.")
         return WorkerError("worker-died", f"{text}.")
@@ -285,7 +287,7 @@ class Worker:
 
 
 class Progress:
-    """Notices that a worker at work has frozen, has stalled, or is too late."""
+    """Notices that a busy worker has frozen, has stalled, or is too late."""
 
     def __init__(self, stall_s: float) -> None:
         self.stall_s = stall_s
@@ -294,7 +296,7 @@ class Progress:
         self._used_s: float | None = None
 
     def show(self, used_s: float) -> None:
-        """Take note of a sign of life, with the processor time that the worker has used so far."""
+        """Record a sign of life, with the processor time that the worker has used so far."""
         now = time.monotonic()
         self._last_sign = now
         # Compared with the time since the last progress, so that many small amounts count as well.
@@ -303,7 +305,7 @@ class Progress:
             self._used_s, self._last_progress = used_s, now
 
     def check(self, message: Message | None) -> None:
-        """Raise if the worker should be ended. `message` is the one at work, if it is known."""
+        """Raise if the worker should be ended. `message` is the current one, if it is known."""
         now = time.monotonic()
         if now - self._last_check > PAUSED_S:  # this process was stopped itself, and saw no signs
             pause = now - self._last_check
@@ -413,7 +415,7 @@ def finish_dropped(address: str, token: str) -> None:
 
 
 def end_supernode(node: subprocess.Popen[bytes]) -> None:
-    """End a SuperNode, so that it takes leave of the server if it can."""
+    """End a SuperNode gently, so that it can sign off from the server."""
     node.terminate()
     try:
         node.wait(END_S)
@@ -438,16 +440,16 @@ def next_task(client: RuntimeHttpClient) -> str:
 def run_tasks(node: subprocess.Popen[bytes], source: TaskSource, settings: WorkerSettings) -> int:
     """Have every message answered by a worker, until the SuperNode ends; return how it ended.
 
-    A SuperNode that has got the beginning of an answer waits for the rest of it for ever. So if a
+    A SuperNode that has received the beginning of an answer waits forever for the rest. So if a
     worker ends while it sends, the SuperNode is ended, too, and RECONNECT is returned.
     """
     client = source.connect()
     worker: Worker | None = None
-    #: The token of a message that was found while another one was dropped.
-    found = ""
+    #: The token of the message that replaced a dropped one.
+    next_token = ""
     try:
         while node.poll() is None:
-            token, found = found or next_task(client), ""
+            token, next_token = next_token or next_task(client), ""
             if not token:
                 if worker is not None and worker.idle_s > settings.keep_alive_s:
                     worker.end()
@@ -464,7 +466,7 @@ def run_tasks(node: subprocess.Popen[bytes], source: TaskSource, settings: Worke
             except DroppedError as dropped:
                 worker.end()
                 finish_dropped(source.address, token)
-                found, stays = dropped.next_token, False
+                next_token, stays = dropped.next_token, False
             except WorkerError as failure:
                 worker.end()
                 reason = keep_text(failure, settings.log)

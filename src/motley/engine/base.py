@@ -1,8 +1,8 @@
 """The contract of an engine: jobs in, client updates out.
 
-The server loop is the same whether clients run in slots on a GPU, in a plain loop, or on nodes
-elsewhere. Engines differ in that. An engine holds, or reaches, the clients' data and the clients'
-states; the server sees neither.
+Engines differ in how they run clients: in slots on a GPU, in a plain loop, or on nodes elsewhere.
+The server loop is the same for all of them. An engine holds, or reaches, the clients' data and the
+clients' states; the server sees neither.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class EngineSettings(Settings):
     """
     workers: int = Field(default=0, ge=0, le=4096)
     """Worker processes that train clients on a CPU, one client each at a time; 0: one per available
-    core, or one in all where workers cannot be used (`threads` above 1, `compile`, a visible GPU,
+    core, or one in all if workers cannot be used (`threads` above 1, `compile`, a visible GPU,
     another system than Linux). Changes no result.
     """
     kernels: tuple[KernelName, ...] = ("conv", "norm", "optimizer", "pool", "stem")
@@ -84,7 +84,7 @@ class EngineSettings(Settings):
     """
     client_state_gpu_fraction: float = Field(default=0.125, ge=0, le=1)
     """Fraction of a GPU's memory for the clients' state between rounds; the rest of the state is
-    kept in host memory. With several GPUs all of it is.
+    kept in host memory. With several GPUs, all of the state is kept there.
     """
     client_state_host_gib: float = Field(default=1.0, ge=0)
     """Host memory for the clients' state, in GiB; the rest of the state is kept on disk."""

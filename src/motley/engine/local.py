@@ -23,9 +23,9 @@ from motley.client.job import CLIENT_SCORES, Job
 from motley.client.state_store import BorrowedStates
 from motley.core.update import ClientUpdate
 from motley.engine.base import Done
+from motley.engine.device_pools import DevicePools
 from motley.engine.pool import SlotPool
 from motley.engine.slots import Slot
-from motley.engine.spread import Spread
 from motley.engine.stack import Stack, can_stack
 from motley.engine.timeline import Timeline
 from motley.engine.workers import (
@@ -62,7 +62,7 @@ class LocalEngine:
         self._stacks: dict[str, Stack] = {}
         per_size = slots or (4 if clients.device.type == "cuda" else 1)
         pools = [SlotPool(clients, per_size, where) for where in range(len(clients.devices))]
-        self.pool: SlotPool | Spread = Spread(pools) if len(pools) > 1 else pools[0]
+        self.pool: SlotPool | DevicePools = DevicePools(pools) if len(pools) > 1 else pools[0]
         self._pools = pools
         self._workers = workers
         if workers is not None:

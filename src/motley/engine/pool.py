@@ -12,7 +12,7 @@ import torch
 from motley.client.clients import Clients
 from motley.client.job import Job
 from motley.core.errors import MotleyError
-from motley.engine.away import AwaySlot
+from motley.engine.other_device_slot import OtherDeviceSlot
 from motley.engine.slots import Slot
 from motley.engine.timeline import Timeline
 
@@ -100,7 +100,7 @@ class SlotPool:
         return slot
 
     def _make(self, size: str, urgent: bool = False) -> Slot:
-        slot_class = AwaySlot if self.where else Slot
+        slot_class = OtherDeviceSlot if self.where else Slot
         return slot_class(self.clients, size, self.where, urgent)
 
     def _has_room(self) -> bool:

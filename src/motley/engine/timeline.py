@@ -15,7 +15,7 @@ from motley.extras import require
 
 
 class Place(Protocol):
-    """A slot, where clients train one after the other. It is known by its identity."""
+    """A slot, where clients train one after the other. Slots are told apart by identity."""
 
     #: Its device, as a position among the devices that clients train on.
     where: int

@@ -1,7 +1,7 @@
 """The card of an exported model: what it is, how well it works, and how to load it.
 
 card.json is for programs, and is all that `motley predict FOLDER` needs beside the model's file.
-README.md says the same to people.
+README.md has the same content for people.
 """
 
 from __future__ import annotations
@@ -197,12 +197,12 @@ def input_type(card: Card) -> str:
 def snippet(card: Card) -> str:
     """Return a few lines of Python that load and run the model without Motley."""
     dims = ", ".join(str(length) for length in (1, *input_dims(card)))
-    kind = input_type(card)
+    dtype = input_type(card)
     if card.format == "onnx":
         return (
             "import numpy, onnxruntime\n"
             f'session = onnxruntime.InferenceSession("{card.file}")\n'
-            f"inputs = numpy.zeros(({dims}), dtype=numpy.{kind})\n"
+            f"inputs = numpy.zeros(({dims}), dtype=numpy.{dtype})\n"
             'outputs = session.run(None, {"input": inputs})[0]\n'
             "print(outputs.shape)"
         )
@@ -210,7 +210,7 @@ def snippet(card: Card) -> str:
         return (
             "import torch\n"
             f'model = torch.export.load("{card.file}").module()\n'
-            f"inputs = torch.zeros(({dims}), dtype=torch.{kind})\n"
+            f"inputs = torch.zeros(({dims}), dtype=torch.{dtype})\n"
             "outputs = model(inputs)\n"
             "print(outputs.shape)"
         )
@@ -274,9 +274,9 @@ def _columns_text(rows: Mapping[str, Any]) -> str:
 def _output_text(card: Card) -> str:
     if card.task == "regression":
         return f"{card.outputs} predicted number{'s' * (card.outputs > 1)}."
-    kind = "classes" if card.task == "classification" else "tokens"
+    outputs = "classes" if card.task == "classification" else "tokens"
     return (
-        f"Logits of {card.outputs} {kind} (softmax gives probabilities). "
+        f"Logits of {card.outputs} {outputs} (softmax gives probabilities). "
         f"{_numbered(card.class_names, 0)}"
     )
 

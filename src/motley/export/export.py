@@ -131,8 +131,8 @@ def drop_unused(model: nn.Module, inputs: Tensor) -> None:
 
 def _replace_unused(module: nn.Module, used: set[int]) -> None:
     for name, child in list(module.named_children()):
-        own = list(child.parameters())
-        is_unused = bool(own) and not any(id(parameter) in used for parameter in own)
+        parameters = list(child.parameters())
+        is_unused = bool(parameters) and not any(id(parameter) in used for parameter in parameters)
         # A list of blocks keeps its length, by which blocks and exits are counted.
         if is_unused and not isinstance(child, nn.Sequential | nn.ModuleList):
             setattr(module, name, nn.Identity())
@@ -224,9 +224,9 @@ def _difference(
     """Return how far the file's outputs are from the model's, for a few examples."""
     stored = test.inputs[:32] if len(test) else inputs.blank(2)
     expected = model(inputs.prepare(stored))
-    found = predictor.outputs(stored)
+    outputs = predictor.outputs(stored)
     scale = max(1.0, float(expected.abs().max()))
-    return float((found - expected).abs().max()) / scale
+    return float((outputs - expected).abs().max()) / scale
 
 
 def measure(task: Task, predictor: Predictor, test: Examples, batch_size: int) -> dict[str, float]:

@@ -39,7 +39,7 @@ from motley.runs.folder import RunFolder
 from motley.runs.metrics import MetricsLog, scores_of
 from motley.server.state import ServerState
 from motley.splits import Split
-from motley.splits.trained import ordinary, trained_model
+from motley.splits.trained import at_full_width, trained_model
 from motley.tasks import Task
 
 
@@ -169,7 +169,7 @@ class LoadedRun:
             federation = Federation(self.config, dataset=self.dataset, memory_folder=states)
             model = federation.client_model(federation.to_device(self.server), client)
             size = federation.size_of(client, self.server.round_number)
-        return size, ordinary(model).to("cpu")
+        return size, at_full_width(model).to("cpu")
 
     @lru_cache(maxsize=8)  # noqa: B019  (a loaded run lives as long as its models)
     def predictor(self, size: str = "", client: int | None = None) -> Predictor:
@@ -227,7 +227,7 @@ class LoadedExport:
             raise MotleyError(f"{self.file}: cannot be loaded into torch; onnxruntime runs it.")
         inputs = self.card.inputs()
         split = build_split(self.card.read_config(), inputs.model_shape, self.card.outputs)
-        model = ordinary(split.build(self.card.size))
+        model = at_full_width(split.build(self.card.size))
         try:
             model.load_state_dict(load_file(self.file))
         except (OSError, RuntimeError, SafetensorError) as error:

@@ -28,7 +28,7 @@ class Prediction:
     classes: tuple[tuple[str, float], ...]
     #: The model's outputs: logits, or the numbers of a regression.
     outputs: tuple[float, ...]
-    #: The exit that answered, counted from 1; None if examples do not leave early.
+    #: The exit that the prediction comes from, counted from 1; None if examples do not leave early.
     exit: int | None = None
 
 

@@ -183,8 +183,8 @@ class PartialAnswer:
         """Raise if the arrays would be too large. An array may name one piece many times."""
         size = 0
         for content in self.pieces.values():
-            kind, children, _ = get_object_head_values_from_object_content(content)
-            if kind == Array.__qualname__:
+            object_type, children, _ = get_object_head_values_from_object_content(content)
+            if object_type == Array.__qualname__:
                 chosen = json.loads(get_object_body(content, Array))["arraychunk_ids"]
                 size += sum(len(self.pieces[children[index]]) for index in chosen)
         if size > max_bytes:

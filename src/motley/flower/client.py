@@ -67,7 +67,7 @@ Work = Callable[[NodeSettings, Request, ClientCache], RecordDict]
 
 
 class NodeApp(ClientApp):
-    """An app whose failures are told to the server by kind and reference only."""
+    """An app that reports its failures to the server by kind and reference only."""
 
     def __init__(self, simulated: NodeSettings | None) -> None:
         super().__init__()

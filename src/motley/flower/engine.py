@@ -21,7 +21,7 @@ from motley.core.update import ClientUpdate
 from motley.engine.base import Done, Failure
 from motley.flower.answers import Refused
 from motley.flower.arrays import pack, size_in_bytes, unpack
-from motley.flower.failures import told
+from motley.flower.failures import error_text
 from motley.flower.nodes import POLL_S, REVOKED, Nodes, number
 from motley.methods.base import Collection
 
@@ -151,7 +151,7 @@ class FlowerEngine:
         if job.client in self.nodes.revoked():  # since it was asked
             return Failure(job.client, REVOKED)
         if reply.has_error():
-            return Failure(job.client, f"its node {told(reply.error.reason)}")
+            return Failure(job.client, f"its node {error_text(reply.error.reason)}")
         # Flower's own errors come from the SuperLink, answers from the node alone.
         if reply.metadata.src_node_id != node:
             return Failure(job.client, "its answer was refused: it comes from another node.")

@@ -1,7 +1,7 @@
-"""A node's failures: the server is told a kind and a reference, and the text stays at the node.
+"""A node's failures: the server receives a kind and a reference; the text stays at the node.
 
 An exception's text can quote a line of a file, a path or an example ("row 17 of my data"), and none
-of these may leave the node. So the server is told one of a few fixed words and a random reference,
+of these may leave the node. So the server receives one of a few fixed words and a random reference,
 under which the node's operator finds the text in the node's log.
 """
 
@@ -43,7 +43,7 @@ Kind = Literal[
     "too-large",
 ]
 
-#: What the server says beside the kind, if the node's operator can do something about it.
+#: The server's advice beside the kind, if the node's operator can do something about it.
 REMEDIES = {
     "privacy-limit": (
         " The privacy that the node may spend is spent (privacy.max_epsilon in its node.toml), or "
@@ -134,7 +134,7 @@ def is_nodes_own(reason: str | None) -> bool:
     return _REASON.fullmatch(reason or "") is not None
 
 
-def told(reason: str | None) -> str:
+def error_text(reason: str | None) -> str:
     """Return the server's wording of an error from a node or from Flower, which may be anything."""
     match = _REASON.fullmatch(reason or "")
     if match:

@@ -1,4 +1,4 @@
-"""A node's own privacy ledger, and the limit on what its updates may reveal.
+"""A node's own privacy ledger, and the limit on the epsilon of its updates.
 
 The server says in every message how much noise a run has, and it decides how often it asks. A node
 that relies on neither counts for itself: every update that leaves it is a line in its memory
@@ -34,7 +34,7 @@ ADVICE = (
     "it. Restore the file from a backup. If there is none, count from zero only if you accept that "
     f"earlier updates are forgotten: remove {NAME} and {NAME}.head from this folder."
 )
-#: The largest number of updates that is looked for.
+#: The number of remaining updates is counted up to this one.
 MANY = 1_000_000
 
 
@@ -110,7 +110,7 @@ class NodeLedger:
         return self.epsilon(uploads + Counter({noise: more})) <= self.limit
 
     def describe(self) -> str:
-        """Say what was spent and what is left; empty if there is no limit and nothing was sent."""
+        """Say how much is spent and left; empty if there is no limit and nothing was sent."""
         uploads = self.uploads()
         if self.limit is None and not uploads:
             return ""
@@ -142,7 +142,7 @@ def data_set_of(node: NodeSettings) -> str:
 
 
 def counts_updates(node: NodeSettings, request: Request) -> bool:
-    """Tell whether a node counts what it sends in a run.
+    """Tell whether a node counts its updates in a run.
 
     It does in private runs, and in all runs if it has a limit. A node that draws its noise from the
     run's seed (`repeatable`) is an experiment, and protects nothing.

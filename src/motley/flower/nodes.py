@@ -19,7 +19,7 @@ from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.data import Dataset
 from motley.flower.answers import Refused, answers_from
-from motley.flower.failures import is_nodes_own, told
+from motley.flower.failures import error_text, is_nodes_own
 from motley.flower.run_config import to_text
 from motley.models.inputs import shape_to_json
 
@@ -185,10 +185,12 @@ class Nodes:
             elif self._ask_at.get(node) == math.inf:
                 pass  # it has answered another question; this one was lost on the way
             elif is_nodes_own(reply.error.reason):
-                print(f"node {node} is left out: it {told(reply.error.reason)}", flush=True)
+                print(f"node {node} is left out: it {error_text(reply.error.reason)}", flush=True)
             else:
                 # Flower's own error, for example because a busy machine took long to start the app.
-                print(f"node {node} is asked again: it {told(reply.error.reason)}", flush=True)
+                print(
+                    f"node {node} is asked again: it {error_text(reply.error.reason)}", flush=True
+                )
                 if node in self._ask_at:
                     self._ask_at[node] = 0.0
 

@@ -40,12 +40,12 @@ def simulate(
     Every node trains on its client's share of the run's data set.
     """
     config = new or RunFolder.open(path).read_config()
-    played: list[tuple[Federation, ServerState]] = []
+    runs: list[tuple[Federation, ServerState]] = []
     app = ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        played.append(serve(grid, new, path, watchers))
+        runs.append(serve(grid, new, path, watchers))
 
     os.environ.update(QUIET)
     logging.getLogger("flwr").setLevel(logging.ERROR)
@@ -77,4 +77,4 @@ def simulate(
     inherited = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*folders, inherited]))
     run_simulation(app, build(every), config.federation.clients, backend_config=backend)
-    return played[0]
+    return runs[0]

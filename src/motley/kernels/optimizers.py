@@ -34,7 +34,7 @@ class LossScale(Protocol):
     PATIENCE: int
     value: Tensor
     good: Tensor
-    found: Tensor
+    found_inf: Tensor
 
 
 class Weights(Protocol):
@@ -260,12 +260,13 @@ class Fused(torch.optim.Optimizer):
         scale = self.scale
         states, limits = (self.lr, self.lr, self.lr), (1.0, 1.0, 1)
         if scale is not None:
+            found_inf = scale.found_inf
             states, limits = (
-                (scale.value, scale.good, scale.found),
+                (scale.value, scale.good, found_inf),
                 (scale.HIGHEST, scale.LOWEST, scale.PATIENCE),
             )
             _look[(len(table),)](
-                self._base, shadow, table, scale.found, COPIES=copies, FIELDS=FIELDS, PIECE=PIECE
+                self._base, shadow, table, found_inf, COPIES=copies, FIELDS=FIELDS, PIECE=PIECE
             )
         _step[(len(table),)](
             self._base, shadow, table, self.lr, self.counter, len(table), *states,

@@ -3,7 +3,7 @@
 Every hook has a default that makes it FedAvg, so a method is "FedAvg, except for this". The client
 half runs where the client is and sees a `Step` (`step.py`, which has the rules for steps). The
 server half takes states and returns new ones. A method declares what it needs (`Requirements`), and
-the rest of Motley asks for the declaration, never for the hooks that a class overrides.
+the rest of Motley reads this declaration, and never looks at the hooks that a class overrides.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Requirements:
     payload: bool = False
     #: Clients train in another way than by plain steps on the task's loss.
     own_training: bool = False
-    #: The server does more with updates than to average them.
+    #: The server does more with updates than average them.
     own_aggregation: bool = False
     #: Clients answer a collection: a pass over their data without training.
     collection: bool = False
@@ -96,7 +96,7 @@ class Requirements:
         return not self.exchanges_weights or self.personal_model or private
 
     def combined(self, other: Requirements) -> Requirements:
-        """Return what two methods need that run on top of each other."""
+        """Return the requirements of two methods that run on top of each other."""
         either = {
             one.name: getattr(self, one.name) or getattr(other, one.name) for one in fields(self)
         }
@@ -107,7 +107,7 @@ class Requirements:
 
 @dataclass(frozen=True)
 class Collection:
-    """What one client answered in a collection pass."""
+    """One client's answer in a collection pass."""
 
     client: int
     samples: int
@@ -173,7 +173,7 @@ class ClientAlgorithm:
         return loss.detach()
 
     def descend(self, step: Step) -> None:
-        """Go where the gradients point: the second half of a step. Not a hook."""
+        """Update the parameters: the second half of a step. Not a hook."""
         self.after_backward(step)
         step.optimize()
         self.after_step(step)
@@ -196,8 +196,8 @@ class ClientAlgorithm:
     def evaluate(self, step: Step, batches: Iterable[tuple[Tensor, Tensor]]) -> State:
         """Score the client's own model on a test set; if it has one, or has private tensors.
 
-        The model is in evaluation mode, and no gradients are computed. `step.broadcast` is what
-        `ServerAlgorithm.evaluation_broadcast` returned. Returns the sums of `TestSums`, and other
+        The model is in evaluation mode, and no gradients are computed. `step.broadcast` is the
+        result of `ServerAlgorithm.evaluation_broadcast`. Returns the sums of `TestSums`, and other
         numbers for the round's record as `reported/NAME`.
         """
         sums = TestSums(self.info.task, self.info.classes, step.round.device)
@@ -233,11 +233,11 @@ class ServerAlgorithm:
         return {}
 
     def broadcast(self, own: State, state: State, round_number: int, client: int) -> State:
-        """Return what a client is sent beside its part."""
+        """Return the broadcast that a client receives with its part."""
         return {}
 
     def evaluation_broadcast(self, own: State) -> State:
-        """Return what a client is sent to evaluate a model of its own."""
+        """Return the broadcast for a client that evaluates its own model."""
         return {}
 
     def aggregate(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> Aggregate:
@@ -251,7 +251,7 @@ class ServerAlgorithm:
         return own
 
     def adjust_aggregate(self, own: State, merged: Aggregate) -> Aggregate:
-        """Return the delta before it is applied, after InCo. `own` is what `update` returned."""
+        """Return the delta before it is applied, after InCo. `own` is the result of `update`."""
         return merged
 
     def post_process(
@@ -264,7 +264,7 @@ class ServerAlgorithm:
         return state, {}
 
     def metrics(self, own: State, updates: Sequence[ClientUpdate]) -> dict[str, Tensor | float]:
-        """Return the method's own numbers for the round's record. `own` is what `update` returned.
+        """Return the method's own numbers for the round's record. `own` is the result of `update`.
 
         By default they are the numbers that clients reported: the mean of each over the clients
         that sent it as `reported/NAME`.

@@ -22,7 +22,7 @@ from motley.methods.base import METHODS, Method
 from motley.methods.feddyn import FedDyn, FedDynClient, FedDynServer, FedDynSettings
 from motley.methods.scalefl import divergence
 from motley.methods.step import Step
-from motley.splits.exits import answers_of
+from motley.splits.exits import exit_logits_of
 
 
 class DepthFLSettings(FedDynSettings):
@@ -41,7 +41,7 @@ class DepthFLClient(FedDynClient):
     settings: DepthFLSettings
 
     def loss(self, step: Step) -> Tensor:
-        exits = answers_of(step.model, step.inputs)
+        exits = exit_logits_of(step.model, step.inputs)
         total = torch.stack([step.task_loss(logits, step.targets) for logits in exits]).sum()
         if len(exits) == 1 or not self.settings.distill:
             return total

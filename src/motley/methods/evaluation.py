@@ -68,7 +68,7 @@ class TestSums:
 
 
 class Totals(NamedTuple):
-    """What the sums of a test set say."""
+    """The scores that follow from the sums over a test set."""
 
     #: The metrics of the task, by name, in its order.
     metrics: dict[str, float]

@@ -84,7 +84,7 @@ class FedETSettings(MethodSettings):
 
 @dataclass(frozen=True)
 class Consensus:
-    """What an ensemble says about each image.
+    """An ensemble's training targets for each image.
 
     labels: the class of the weighted mean logits (images).
     diversity: the weighted mean logits of the clients that disagree (images, classes).
@@ -97,7 +97,7 @@ class Consensus:
 
 
 def consensus(logits: Tensor) -> Consensus:
-    """Return what clients' logits (clients, images, classes) say together."""
+    """Return the consensus of clients' logits (clients, images, classes)."""
     variance = logits.var(dim=2, correction=0)
     labels = _weighted_mean(logits, variance).argmax(1)
     disagrees = logits.argmax(2) != labels

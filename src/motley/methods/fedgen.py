@@ -247,7 +247,7 @@ class FedGenServer(ServerAlgorithm):
         return {f"{OWN}{name}": tensor for name, tensor in trained.items()}
 
     def metrics(self, own: State, updates: Sequence[ClientUpdate]) -> dict[str, Tensor | float]:
-        """Return what clients reported, and the loss of the generator's teachers."""
+        """Return the numbers that clients reported, and the loss of the generator's teachers."""
         numbers = super().metrics(own, updates)
         if self.settings.active:
             numbers["teacher_loss"] = own[f"{OWN}teacher_loss"]

@@ -144,9 +144,9 @@ def effective(state: State, updates: Sequence[ClientUpdate], a: Tensor, names: s
     names_of = [{piece.name for piece in update.part.values()} for update in updates]
     whole = sorted(set().union(*names_of) & names - in_pieces)
     weights = [
-        update.weight * (name in held)
+        update.weight * (name in held_names)
         for name in whole
-        for update, held in zip(updates, names_of, strict=True)
+        for update, held_names in zip(updates, names_of, strict=True)
     ]
     owned = tensor_on(weights, a.dtype, a.device).reshape(len(whole), len(updates))
     means = ((owned * a).sum(1) / owned.sum(1)).float()

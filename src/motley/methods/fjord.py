@@ -20,7 +20,7 @@ from torch import Tensor
 
 from motley.methods.base import METHODS, ClientAlgorithm, Method, MethodSettings, Requirements
 from motley.methods.step import Step
-from motley.splits.ordered_dropout import narrowed, widths_of
+from motley.splits.ordered_dropout import at_width, widths_of
 
 
 class FjORDSettings(MethodSettings):
@@ -44,10 +44,10 @@ class FjORDClient(ClientAlgorithm):
             return super().loss(step)
         choice = torch.randint(widths, (1,), device=step.inputs.device)
         if not self.settings.distill:
-            with narrowed(step.model, choice):
+            with at_width(step.model, choice):
                 return super().loss(step)
         widest = step.model(step.inputs)
-        with narrowed(step.model, choice):
+        with at_width(step.model, choice):
             narrow = step.model(step.inputs)
         distillation = F.cross_entropy(narrow.float(), widest.detach().float().softmax(1))
         return step.task_loss(widest, step.targets) + distillation

@@ -1,9 +1,8 @@
-"""HeteroFL: clients train the leading channels of one model, with three measures for what that does
-to it.
+"""HeteroFL: clients train the leading channels of one model, with three corrections for that.
 
 Diao, Ding and Tarokh, HeteroFL: Computation and Communication Efficient Federated Learning for
 Heterogeneous Clients, ICLR 2021. The parts are those of `split.name = "width"`, and so is the
-scaler. The three measures here are
+scaler. The three corrections here are
 
 - the masked loss: logits of classes of which the client has no example are set to 0 (they still
   count in the softmax, as in the authors' code);

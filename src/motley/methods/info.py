@@ -114,7 +114,7 @@ class FederationInfo:
         return self.training.rounds
 
     def for_clients(self) -> ClientInfo:
-        """Return what every client knows."""
+        """Return the facts that every client knows."""
         return ClientInfo(
             self.split,
             self.classes,

@@ -1,7 +1,7 @@
 """Local training alone: every client trains a model of its own, and nothing is exchanged.
 
-This is the line that methods without a common model (FedProto, FD, FedMD) have to beat. Clients
-start from the initial weights of their size.
+This is the baseline for methods without a common model (FedProto, FD, FedMD). Clients start from
+the initial weights of their size.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class ScaffoldServer(ServerAlgorithm):
 
     def _merged_payload(self, own: State, updates: Sequence[ClientUpdate]) -> State:
         """Return the mean of the changes over the clients that took part and hold a coordinate, or
-        what `server.merge` takes for it.
+        the result of the robust rule that `server.merge` names.
         """
         changes = []
         for update in updates:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from motley.methods.base import METHODS, ClientAlgorithm, Method, MethodSettings, Requirements
 from motley.methods.step import Step
-from motley.splits.exits import answers_of
+from motley.splits.exits import exit_logits_of
 
 
 class ScaleFLSettings(MethodSettings):
@@ -49,7 +49,7 @@ class ScaleFLClient(ClientAlgorithm):
     settings: ScaleFLSettings
 
     def loss(self, step: Step) -> Tensor:
-        *early, last = answers_of(step.model, step.inputs)
+        *early, last = exit_logits_of(step.model, step.inputs)
         if not early:
             return step.task_loss(last, step.targets)
         exits = len(early) + 1

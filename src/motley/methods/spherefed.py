@@ -50,7 +50,7 @@ from motley.models.projection import representation_and_answer
 OWN = "fixed/"
 #: Where the client half keeps the fixed layer.
 SCRATCH = "spherefed"
-#: What a client sends in a collection: Z^T Z and Z^T Y.
+#: The tensors that a client sends in a collection: Z^T Z and Z^T Y.
 GRAM, PRODUCTS = "gram", "products"
 
 

@@ -1,15 +1,15 @@
 """A client's training as its algorithm sees it: the model, the batch, and named tensors.
 
-`Step` is all that a client algorithm may touch. Whoever trains the client provides it
-(`motley.client.learner.Learner`), eagerly on a CPU or as a captured CUDA graph, and an algorithm
-cannot tell the difference. Three rules follow from the captured graph:
+`Step` is all that a client algorithm may touch. `motley.client.learner.Learner` implements it,
+eagerly on a CPU or as a captured CUDA graph, and an algorithm cannot tell the difference. Three
+rules follow from the captured graph:
 
 - Change tensors in place (`motley.core.tensors`). A graph that is replayed for the next client
   reads and writes the same memory.
-- Do not ask a tensor for its value (`float(t)`, `if t > 0`) in a step. A graph records operations
-  on the device, not decisions of the host.
-- Python numbers are frozen when the step is captured. What changes from client to client or from
-  round to round is a tensor: `lr`, `round`, `broadcast`, `client_state`, `scratch`.
+- Do not read a tensor's value (`float(t)`, `if t > 0`) in a step. A graph records operations on the
+  device, not decisions of the host.
+- Python numbers are frozen when the step is captured. Values that change from client to client or
+  from round to round are tensors: `lr`, `round`, `broadcast`, `client_state`, `scratch`.
 
 The rules are for steps (`loss`, `after_backward`, `after_step`, `train_step`). The hooks
 `before_training`, `finish` and `collect` are not captured and may read values, at the price of
@@ -51,11 +51,11 @@ class Step(Protocol):
     state: State
     #: Parameters and buffers as the client received them. Do not change them.
     received: State
-    #: What the server sent beside the part (`ServerAlgorithm.broadcast`). Do not change it.
+    #: The method's broadcast (`ServerAlgorithm.broadcast`). Do not change it.
     broadcast: State
     #: The client's state from its last training, or its initial one. Do not change it.
     client_state: State
-    #: What the algorithm keeps while the client trains, see `keep`.
+    #: Tensors that the algorithm keeps while the client trains, see `keep`.
     scratch: dict[str, State]
 
     # ---- numbers
@@ -155,7 +155,7 @@ class Step(Protocol):
     def keep(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Copy tensors into `scratch[name]`, which stays in place. Not for use in a step.
 
-        What an earlier client or round left in `scratch` stays until it is replaced.
+        Tensors of an earlier client or round stay in `scratch` until they are replaced.
         """
         ...
 

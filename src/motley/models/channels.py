@@ -1,4 +1,4 @@
-"""Which channels of a model belong together: what a family declares to be split in width.
+"""Which channels of a model belong together: a family declares this to be split in width.
 
 Channels form *streams*. Every layer writes one stream and reads another, and tensors that are added
 share a stream: the blocks of a stage and the shortcuts around them are a single stream. A narrower

@@ -1,4 +1,4 @@
-"""The kinds of input that a model can have: what `build` is told about one example.
+"""The kinds of input that a model can have, as descriptions of one example for `build`.
 
 A family takes one kind, or several. The shape's class names the kind, so that a model for token
 sequences can reject images with a clear message (`expect`).

@@ -1,4 +1,4 @@
-"""Initial weights from a file: which tensors fit, and what is said about those that do not."""
+"""Initial weights from a file: which tensors fit, and a warning about those that do not."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load_weights(
 
     A warning names the others. If tensors of the first layers are among them, which are names in
     `state`, this is an error: the layers after it were trained for its outputs, and a model that
-    starts from them with a random first layer has lost most of what was learned.
+    starts from them with a random first layer has lost most of its training.
     """
     setting = f"model.weights = {str(file)!r}"
     weights = _read(file, setting)

@@ -1,4 +1,4 @@
-"""What Motley knows about models, and what can be trained with them: `motley model check`."""
+"""The facts that Motley knows about models, for `motley model check`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ModelReport:
 
 
 def report_of(model: nn.Module) -> ModelReport:
-    """Return what is known about a model on the meta device."""
+    """Return the facts about a model on the meta device."""
     stages, stages_refused = _stages(model)
     streams, streams_refused = _streams(model)
     return ModelReport(

@@ -75,11 +75,11 @@ class ModelSpec:
     head: str | None = None
     #: Layers that output one value per class, by their paths. If it is empty, this is the head.
     classifiers: tuple[str, ...] = ()
-    #: Called with the initialized model and the arguments of `build`, to change it in place. What
-    #: changes the shapes of weights belongs here, since initial values depend on shapes.
+    #: Called with the initialized model and the arguments of `build`, to change it in place.
+    #: Changes of weights' shapes belong here, since initial values depend on shapes.
     after_init: Callable[..., None] | None = None
-    #: What the model was built with, from which the missing fields are inferred. `make` sets it.
-    #: Nothing is inferred if it is None.
+    #: The arguments of `build`, from which the missing fields are inferred. `make` sets it. Nothing
+    #: is inferred if it is None.
     built_with: BuiltWith | None = None
     #: The settings class of `[model.options]`, for a model that is not Motley's own.
     options_class: type[Settings] | None = None

@@ -130,7 +130,7 @@ class Transformer(nn.Module):
         return self.drop(self.token_embed(x) + self.pos_embed)
 
     def summary(self, x: Tensor) -> Tensor:
-        """Return what the head reads."""
+        """Return the input of the head."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ A factory is called without arguments, or with `input_shape` and `num_classes` i
     def small(input_shape, num_classes):
         return torchvision.models.resnet18(num_classes=num_classes)
 
-What splits and methods need to know about the module is inferred (`motley.models.inference`).
+The facts that splits and methods need are inferred from the module (`motley.models.inference`).
 """
 
 from __future__ import annotations

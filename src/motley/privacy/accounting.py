@@ -43,7 +43,7 @@ ORDERS = (1.1, 1.25, 1.5, 1.75, *range(2, 33), 40, 48, 64, 128, 256)
 
 
 class SampledMechanism(NamedTuple):
-    """What one round did to the clients of one size; equal rounds are counted together."""
+    """The mechanism of one round for the clients of one size; equal rounds are counted together."""
 
     #: Number of clients of this size.
     clients: int
@@ -88,7 +88,7 @@ class PrivacyLedger:
 
 
 class Accountant:
-    """Knows what a round does to the clients of each size, and computes epsilon from a ledger."""
+    """Derives each size's mechanism in a round, and computes epsilon from a ledger."""
 
     def __init__(self, settings: PrivacySettings, split: Split, sizes: Iterable[str]) -> None:
         """`sizes` are the sizes of all clients, by client id."""
@@ -103,7 +103,7 @@ class Accountant:
     def mechanisms(
         self, sampled: Iterable[int], accepted: Iterable[int], *, alone: bool = False
     ) -> dict[str, SampledMechanism]:
-        """Return by size what the mean of the accepted updates does to the clients of that size.
+        """Return, by size, the mechanism that a mean of the accepted updates is for its clients.
 
         `sampled` are all clients that were asked. `alone`: the noise of others does not count.
         """

@@ -4,9 +4,9 @@ Every line is a JSON object that ends with a check value: a hash of the line and
 before it. So a line that was edited, lost or moved is found. The number of lines is kept in a
 second file, NAME.head, because a hash cannot tell that the last lines, or all of them, are missing.
 
-A kill in the middle of an append leaves an incomplete last line. Whatever it was about had not been
-sent yet: a line is on disk before `append` returns. It is therefore ignored, and removed by the
-next append.
+A kill in the middle of an append leaves an incomplete last line. The update or model that it was
+about had not been sent yet: a line is on disk before `append` returns. It is therefore ignored, and
+removed by the next append.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class LedgerFile:
         """`advice` says what to do about a file that is damaged or missing."""
         self.path, self.advice = path, advice
         self.head = path.with_name(path.name + ".head")
-        #: What was read or appended last, and the file's size then: while the size stays the same,
-        #: nothing needs to be read again.
+        #: The entries that were read or appended so far, and the file's size then: while the size
+        #: stays the same, nothing needs to be read again.
         self._entries: list[Entry] = []
         self._check = ""
         self._size = -1

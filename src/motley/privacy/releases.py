@@ -48,11 +48,11 @@ class ReleaseCounter:
         rounds = {size: dict(+counts) for size, counts in self._rounds.items()}
         return PrivacyLedger(rounds, self._uploads)
 
-    def asked(self, round_number: int, attempt: int, clients: Iterable[int]) -> None:
+    def add_request(self, round_number: int, attempt: int, clients: Iterable[int]) -> None:
         """Count that clients are asked for updates."""
         self._uploads = self._uploads.counted(clients)
 
-    def merged(
+    def add_mean(
         self,
         round_number: int,
         attempt: int,

@@ -53,15 +53,17 @@ def reference_style(line: dict[str, Any], is_reference: bool) -> dict[str, Any]:
 
 
 def plain(text: str) -> str:
-    """Return a text that plotly shows as it is. It takes tags, such as links, for formatting."""
+    """Escape a text that plotly should show literally. It takes tags, such as links, for
+    formatting.
+    """
     return escape(text, quote=False)
 
 
 def show_names_as_they_are(figure: go.Figure) -> None:
     """Change the texts of a finished figure so that plotly takes no name for formatting.
 
-    The page's own legend and its switches need the names of traces as they are, so this is the
-    last step before a figure is written.
+    The page's own legend and its switches need the unescaped names of traces, so this is the last
+    step before a figure is written.
     """
     for trace in figure.data:
         if trace.name:

@@ -2,8 +2,8 @@
 
 A checkpoint is a folder that is written under another name, flushed to disk, and renamed into
 place, so it is either complete or absent. Tensors are stored as safetensors and everything else as
-JSON: nothing is ever unpickled. What is known about each client is stored as tensors, too: JSON of
-a million clients takes seconds.
+JSON: nothing is ever unpickled. Numbers per client are stored as tensors, too: JSON of a million
+clients takes seconds.
 
 Disks, copies and people damage files, too. server.json holds a checksum (sha256) of every file of
 tensors and one of itself, and they are verified when a checkpoint is read. It also describes the
@@ -198,7 +198,7 @@ def _delete(checkpoint: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Delete what a killed process has left of checkpoints that it was writing or deleting."""
+    """Delete incomplete checkpoints, which a killed process was writing or deleting."""
     for leftover in folder.glob(f"{_UNFINISHED}*"):
         if leftover.is_dir():
             shutil.rmtree(leftover)
@@ -243,7 +243,7 @@ def last_round(folder: Path) -> int:
 
 
 def read_metadata(checkpoint: Path) -> Metadata:
-    """Return what server.json says about a checkpoint, verified by its own checksum."""
+    """Return a checkpoint's metadata from server.json, verified by its own checksum."""
     file = checkpoint / "server.json"
     try:
         values = json.loads(file.read_text())

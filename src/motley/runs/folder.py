@@ -5,7 +5,7 @@ environment.json     versions and hardware that the run started on
 plugins.json         where users' own modules were imported from, if the run uses any
 metrics.jsonl        one line per round
 client_scores.jsonl  the score of every client, one line per round that scored clients
-privacy-ledger.jsonl what clients were asked for, ever, if the run has [privacy]
+privacy-ledger.jsonl every request to clients, if the run has [privacy]
 changes.jsonl        settings that were changed when the run was resumed, if any were
 checkpoints/         round-000010/ and so on, each complete or absent
 clients/             the clients' state between rounds, if the method has one

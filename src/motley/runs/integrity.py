@@ -125,7 +125,7 @@ def _arrays(*arrays: np.ndarray) -> str:
 
 
 def _pieces(content: np.ndarray) -> Iterable[np.ndarray]:
-    """Return what is hashed of an array's bytes: all of it, or `MAX_HASHED` evenly spread bytes."""
+    """Return the bytes of an array to hash: all of them, or `MAX_HASHED` evenly spread ones."""
     if len(content) <= MAX_HASHED:
         return [content]
     length = MAX_HASHED // PLACES
@@ -134,7 +134,7 @@ def _pieces(content: np.ndarray) -> Iterable[np.ndarray]:
 
 
 def changed_data(metadata: Metadata, checksums: Mapping[str, str]) -> str:
-    """Return what of the data is not as it was when the checkpoint was written; empty: nothing."""
+    """Return which data has changed since the checkpoint was written; empty if none has."""
     saved = metadata.facts.get("data")
     if not isinstance(saved, dict):
         return ""
@@ -155,7 +155,7 @@ def trained_on(folder: RunFolder, train: Examples) -> bool:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a checkpoint says about the run, beside its server state and its configuration."""
+    """Facts about the run in a checkpoint, beside the server state and the configuration."""
 
     folder: RunFolder
     #: The logs that the run writes, by their files' names.
@@ -184,9 +184,9 @@ def _files(folder: RunFolder) -> list[Path]:
 
 
 def log_problem(folder: RunFolder, metadata: Metadata) -> str:
-    """Return how a log differs from what it was at a checkpoint; empty: not at all.
+    """Return how a log differs from its content at a checkpoint; empty if it does not.
 
-    Lines of later rounds are none of the checkpoint's business.
+    Lines of later rounds are not compared.
     """
     rounds = metadata.round_number
     problem = _missing_rounds(folder, rounds)
@@ -197,11 +197,11 @@ def log_problem(folder: RunFolder, metadata: Metadata) -> str:
         expected = saved.get(log.path.name) if isinstance(saved, dict) else None
         if not isinstance(expected, dict):
             continue
-        found = log.digest_of_first(expected.get("lines", 0))
-        if found.to_json() == expected:
+        current = log.digest_of_first(expected.get("lines", 0))
+        if current.to_json() == expected:
             continue
-        if found.lines < expected["lines"]:
-            count = expected["lines"] - found.lines
+        if current.lines < expected["lines"]:
+            count = expected["lines"] - current.lines
             return f"{log.path}: {count} of {expected['lines']} lines are missing."
         first = _last_intact(folder, log, rounds) + 1
         which = f"round {rounds}" if first == rounds else f"rounds {first} to {rounds}"
@@ -354,11 +354,11 @@ def find_problems(folder: RunFolder, *, model: bool = False) -> list[str]:
     saved = metadata.facts.get("files")
     for file in _files(folder):
         expected = saved.get(file.name) if isinstance(saved, dict) else None
-        found = None
+        current = None
         with suppress(OSError):
-            found = file_sha256(file)
-        if isinstance(saved, dict) and found != expected:
-            what = "is missing or cannot be read" if found is None else "was changed"
+            current = file_sha256(file)
+        if isinstance(saved, dict) and current != expected:
+            what = "is missing or cannot be read" if current is None else "was changed"
             problems.append(f"{file} {what} after the run wrote it.")
     return problems
 

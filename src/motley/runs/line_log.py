@@ -119,7 +119,7 @@ class LineLog:
             raise MotleyError(f"{self.path}: cannot be read: {error.strerror}.") from None
 
     def parse(self, parse_line: Callable[[str], Any], what: str) -> list[tuple[str, Any]]:
-        """Return every line with what `parse_line` makes of it.
+        """Return every line with the result of `parse_line`.
 
         `parse_line` raises ValueError with a reason. An incomplete last line, which a kill or a
         power failure leaves, is skipped.

@@ -135,8 +135,8 @@ class WriteMLflow(RemoteLogger):
     """Logs to an MLflow tracking server or database.
 
     `uri` is the tracking URI. By default it is $MLFLOW_TRACKING_URI or, if that is not set, a
-    SQLite database beside the run's folder: MLflow's folders of files cannot be written any more.
-    The experiment is $MLFLOW_EXPERIMENT_NAME or "motley".
+    SQLite database beside the run's folder: MLflow no longer writes its file-based stores. The
+    experiment is $MLFLOW_EXPERIMENT_NAME or "motley".
     """
 
     setting = "run.mlflow"

@@ -217,7 +217,7 @@ class SpreadsTable(SpreadTable):
 
 
 class ClientScoresTable(SpreadsTable):
-    """What `summarize_clients` returns."""
+    """The result of `summarize_clients`."""
 
     metric: str
     unscored: Count

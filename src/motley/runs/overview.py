@@ -32,10 +32,10 @@ class RunOverview:
 
 def find_runs(folder: Path) -> list[RunOverview]:
     """Return all runs in a folder and its subfolders, sorted by path."""
-    found = {file.parent for file in folder.rglob("config.toml")}
-    found |= {file.parent for file in folder.rglob("metrics.jsonl")}
+    candidates = {file.parent for file in folder.rglob("config.toml")}
+    candidates |= {file.parent for file in folder.rglob("metrics.jsonl")}
     runs = []
-    for path in sorted(found):
+    for path in sorted(candidates):
         # Other folders contain a config.toml too, such as a deployment's.
         run = RunFolder(path)
         if run.environment.exists() or run.metrics.exists():

@@ -40,7 +40,7 @@ class Plugin:
     sha256: str = ""
     #: The folder that has to be on sys.path; empty for installed packages.
     folder: str = ""
-    #: The same folder as seen from the run's, in case both are moved together.
+    #: The same folder, relative to the run's, in case both are moved together.
     folder_from_run: str = ""
 
 
@@ -76,7 +76,7 @@ def write_plugins(run: Path, config: Config) -> None:
 
 
 def read_plugins(run: Path) -> list[Plugin]:
-    """Return what a run has recorded; nothing if the file is missing or damaged."""
+    """Return the plug-ins of a run; none if the file is missing or damaged."""
     try:
         values: Any = json.loads((run / FILE).read_text(encoding="utf-8"))
         plugins = [Plugin(**value) for value in values]

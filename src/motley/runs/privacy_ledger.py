@@ -1,10 +1,10 @@
-"""The file privacy-ledger.jsonl of a run with [privacy]: what its clients were asked for, ever.
+"""The file privacy-ledger.jsonl of a run with [privacy]: every request to its clients.
 
 Checkpoints cannot hold this. A run that is killed goes back to its last checkpoint, but the updates
-that clients have sent since then stay sent. So one line is on disk before clients are asked, in
-every attempt at a round, and one before a new global model leaves the server. Resuming counts all
-lines, also those of rounds that are run again (`motley.privacy.releases`). Epsilon therefore never
-decreases in the life of a run's folder.
+that clients have sent since then cannot be taken back. So one line is on disk before clients are
+asked, in every attempt at a round, and one before a new global model leaves the server. Resuming
+counts all lines, also those of rounds that are run again (`motley.privacy.releases`). Within one
+run folder, epsilon therefore never decreases.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class RunLedger:
                 f"{path}: does not belong to this run ({error!r}). {ADVICE}"
             ) from None
 
-    def asked(self, round_number: int, attempt: int, clients: Sequence[int]) -> None:
+    def add_request(self, round_number: int, attempt: int, clients: Sequence[int]) -> None:
         """Count that clients are about to be asked for updates."""
         self._add(_asked(round_number, attempt, clients))
 
-    def merged(
+    def add_mean(
         self,
         round_number: int,
         attempt: int,
@@ -104,9 +104,9 @@ class RunLedger:
 
     def _count(self, entry: Mapping[str, Any]) -> None:
         if "asked" in entry:
-            self.counter.asked(entry["round"], entry["attempt"], entry["asked"])
+            self.counter.add_request(entry["round"], entry["attempt"], entry["asked"])
         else:
-            self.counter.merged(
+            self.counter.add_mean(
                 entry["round"],
                 entry["attempt"],
                 entry["sampled"],

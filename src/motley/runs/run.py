@@ -333,8 +333,8 @@ class _Delivery:
 def _require_same_model(folder: RunFolder, federation: Federation, checkpoint: ServerState) -> None:
     """Raise if config.toml was edited so that its global state differs from the checkpoint's.
 
-    A moving average has the tensors of the global state. What the method and the stages keep has
-    tensors that may change from round to round; checksums tell whether it is damaged.
+    A moving average has the tensors of the global state. The states of the method and of the stages
+    may have other tensors after every round; checksums tell whether they are damaged.
     """
     configured = _layout(federation.split.frame)
     sections = {"": checkpoint.state}

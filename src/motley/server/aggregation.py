@@ -31,7 +31,7 @@ class Merged:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with the state, or None. Waits for the device."""
+        """The problem with the state, or None. Waits for the device."""
         return None if self.check is None else self.check.problem
 
 
@@ -72,9 +72,9 @@ def find_responsible(
     """Return the clients without whose updates the state is usable, each with a reason.
 
     Updates are left out one by one, the largest first (root mean square of all that was sent),
-    until the state passes its check. Then each one is taken back if the state still passes with it,
-    so that nobody is accused for being large only. None if that takes more than `max_excluded`
-    updates, or all of them: then nobody in particular is responsible.
+    until the state passes its check. Then each one is put back if the state still passes with it,
+    so that no client is blamed only because its update is large. None if that takes more than
+    `max_excluded` updates, or all of them: then nobody in particular is responsible.
 
     This waits for the device and may run the pipeline many times. It is for the rare round that has
     failed already.

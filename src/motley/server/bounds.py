@@ -1,10 +1,10 @@
-"""Bounds on what a client sends, so that one client cannot move the global state arbitrarily far.
+"""Bounds on clients' updates, so that one client cannot move the global state arbitrarily far.
 
 `UpdateBounds` measures three groups of an update's tensors, each by its norm in double precision:
 
     parameters   the delta of the parameters
     buffers      the delta of floating-point buffers (BatchNorm's running statistics)
-    payload      what the method sends beside the delta, such as SCAFFOLD's control variates
+    payload      the method's tensors beside the delta, such as SCAFFOLD's control variates
 
 A norm above its limit is scaled down to it ("clip"), or the update is rejected ("reject", and in
 any case if it is beyond `ABSURD` times the limit). The limit is a number (`server.max_norm`, for
@@ -168,9 +168,9 @@ class UpdateBounds:
             return BoundedUpdates(updates, measured, "")
         norms = [self._norms(update) for update in updates]
         bounded: list[ClientUpdate] = []
-        for update, own in zip(updates, norms, strict=True):
+        for update, update_norms in zip(updates, norms, strict=True):
             measured.extend(_implausible_buffers(update))
-            for group, norm in own.items():
+            for group, norm in update_norms.items():
                 limit = self._limit(server, update, group, updates, norms)
                 if limit is None:
                     continue
@@ -255,9 +255,9 @@ class UpdateBounds:
             return self.factor * _or_infinity(history.median())
         root = self._root(update, group)
         relative = []
-        for other, own in zip(updates, norms, strict=True):
-            if group in own:
-                relative.append(own[group] / self._root(other, group))
+        for other, other_norms in zip(updates, norms, strict=True):
+            if group in other_norms:
+                relative.append(other_norms[group] / self._root(other, group))
         limits: list[Tensor] = []
         if len(relative) >= MAJORITY:
             limits.append(self.factor * root * _or_infinity(torch.stack(relative).median()))
@@ -288,12 +288,12 @@ class UpdateBounds:
 
 
 def _or_infinity(median: Tensor) -> Tensor:
-    """Return a median, or infinity if it is 0: that most clients changed nothing is no measure."""
+    """Return a median, or infinity if it is 0 because most clients changed nothing."""
     return torch.where(median > 0, median, math.inf)
 
 
 def _implausible_buffers(update: ClientUpdate) -> list[Measured]:
-    """Measure what no training does to buffers: negative variances and huge counters."""
+    """Measure changes of buffers that no training makes: negative variances and huge counters."""
     measured: list[Measured] = []
     below: list[Tensor] = []
     counters: list[Tensor] = []

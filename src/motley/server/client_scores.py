@@ -159,7 +159,7 @@ class ScoreClients:
         return [client for client in asked if client in server.client_state_rounds]
 
     def jobs(self, server: ServerState, sampled: Sequence[int]) -> list[Job]:
-        """Return what the clients are sent. Clients of one size share one state."""
+        """Return the jobs for the clients. Clients of one size share one state."""
         number = server.round_number
         states: dict[str, State] = {}
         jobs = []

@@ -28,7 +28,7 @@ from motley.splits.base import Split
 
 @dataclass(frozen=True)
 class CollectionResult:
-    """What a collection stage returns.
+    """The result of a collection stage.
 
     evaluation: the scores of clients' own models, if the stage asked for them.
     metrics: numbers for the round's record.
@@ -48,7 +48,7 @@ class CollectionStage(Protocol):
         ...
 
     def jobs(self, server: ServerState, sampled: Sequence[int]) -> list[Job]:
-        """Return what clients are sent; empty if nothing is collected after this round.
+        """Return jobs for clients; empty if nothing is collected after this round.
 
         `sampled`: its clients.
         """
@@ -130,7 +130,7 @@ def run_collections(
     sampled: Sequence[int],
     device: torch.device,
 ) -> Collected:
-    """Ask clients for what the stages collect after this round, and apply the usable answers.
+    """Run the collections of all stages after this round, and apply the usable answers.
 
     `sampled` are the round's clients, and `device` is the server's.
     """
@@ -197,7 +197,7 @@ class Asking(Protocol):
 
 @dataclass(frozen=True)
 class Answers:
-    """What clients answered to the jobs of one stage.
+    """The clients' answers to the jobs of one stage.
 
     collections: the usable answers.
     rejected: client -> why there is no usable answer.

@@ -22,16 +22,16 @@ from motley.splits.base import Split
 
 
 class ReleaseLog(Protocol):
-    """Keeps a record of what clients send, which outlives the process (`runs/privacy_ledger.py`).
+    """Keeps a record of releases that outlives the process (`runs/privacy_ledger.py`).
 
     Both methods return only once the record is on disk.
     """
 
-    def asked(self, round_number: int, attempt: int, clients: Sequence[int], /) -> None:
+    def add_request(self, round_number: int, attempt: int, clients: Sequence[int], /) -> None:
         """Note that clients are about to be asked for updates."""
         ...
 
-    def merged(
+    def add_mean(
         self,
         round_number: int,
         attempt: int,
@@ -56,8 +56,8 @@ class RoundContext:
         count equally.
     accountant: computes the privacy spent; None if the run is not private. Private clients do not
         report their loss.
-    release_log: is told what clients are asked for, before they are; None if the run is not private
-        or has no folder.
+    release_log: records requests to clients before they are sent; None if the run is not private or
+        has no folder.
     why_no_scores: why evaluated rounds have no scores; empty if they have.
     device: the server's device.
     min_fraction: fraction of a round's clients whose updates must be accepted; with fewer, the

@@ -1,4 +1,4 @@
-"""What the server sends to clients, and how it receives their updates."""
+"""The exchange with clients: the server sends jobs and receives updates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from motley.server.validation import UpdateCheck, payload_error, report_error, s
 
 
 def make_job(context: RoundContext, server: ServerState, round_number: int, client: int) -> Job:
-    """Return what one client is sent."""
+    """Return the job for one client."""
     size = context.size_of(client, round_number)
     part = context.split.part(size, round_number, client)
     # If no weights are exchanged, a client is sent its size's initial weights, and only until it
@@ -65,7 +65,7 @@ def receive(
 
 
 def complete_update(context: RoundContext, job: Job, update: ClientUpdate) -> ClientUpdate:
-    """Add what the server knows about the client, and the channel noise if there is any.
+    """Add the server's fields to an update, and the channel noise if there is any.
 
     Without a delta, an update belongs to no part of the global state.
     """

@@ -46,7 +46,7 @@ class IncoOff(Settings):
 class IncoSettings(IncoOff):
     """A variant of InCo, and the values that differ from it.
 
-    The fields' defaults are what the authors' released code does ("official"). "paper" is Algorithm
+    The fields' defaults are those of the authors' released code ("official"). "paper" is Algorithm
     1 to the letter: no clamps, no epsilon (1e-30 only prevents 0/0), and raw products. Line 8 takes
     alpha and beta from Theorem 3.1, whose g carry no prime, although line 7 has just defined the
     normalized g'. Section 5.4 explains a falling beta by shrinking gradients, which a cosine would
@@ -283,7 +283,7 @@ def _theta(alpha: Tensor, beta: Tensor, settings: IncoSettings) -> Tensor:
 
 
 def _mean(value: Tensor, mask: Tensor | None) -> Tensor:
-    """Return each pair's mean over what was covered."""
+    """Return each pair's mean over its covered kernels."""
     value = value.flatten(1)
     if mask is None:
         return value.mean(1).float()

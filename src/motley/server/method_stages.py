@@ -56,6 +56,6 @@ class PostProcess:
     def __call__(
         self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]
     ) -> StageResult:
-        """Replace the global state by what the method makes of it."""
+        """Replace the global state by the method's post-processed one."""
         state, metrics = self.algorithm.post_process(server.method_state, server.state, updates)
         return StageResult(replace(server, state=state), aggregate, metrics)

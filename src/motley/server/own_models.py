@@ -75,7 +75,7 @@ class EvaluateOwnModels:
 
     def apply(self, server: ServerState, collections: Sequence[Collection]) -> CollectionResult:
         """Return the scores, and as metrics how far clients' accuracies are apart (their standard
-        deviation over all clients that were asked) and the means of what else they reported.
+        deviation over all clients that were asked) and the means of their other numbers.
         """
         info = self.algorithm.info
         sums = []

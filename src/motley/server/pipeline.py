@@ -69,7 +69,7 @@ from motley.splits import Split
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a stage returns: both its inputs, changed or not, and numbers for the round's record.
+    """The result of a stage: both its inputs, changed or not, and numbers for the round's record.
 
     applied: whether this stage has added the aggregate to the global state. A later stage that
         changes the aggregate would have no effect, so it is an error.

@@ -58,7 +58,7 @@ class Recalibrate:
     phase: str = "collect"
 
     def jobs(self, server: ServerState, sampled: Sequence[int]) -> list[Job]:
-        """Return what the clients are sent: their parts of the evaluated model."""
+        """Return jobs for the clients, with their parts of the evaluated model."""
         number = server.round_number
         if not self.is_due(number):
             return []

@@ -1,4 +1,4 @@
-"""What is known about a round."""
+"""The record of a round."""
 
 from __future__ import annotations
 

@@ -124,24 +124,22 @@ def run_round(
         attempt = train_clients(context, server, len(failed), done)
         ending = finish(context, server, attempt)
         if isinstance(ending, Ending):
-            return conclude(context, failed, attempt, ending)
+            return record_round(context, failed, attempt, ending)
         problem = ending.problem
         undone = replace(attempt, failures=ending.rejected, was_merged=problem is not None)
         if undone.was_merged and context.release_log is not None:
             note_merge(context.release_log, server.round_number + 1, len(failed), undone)
         failed.append(undone)
-    played = (
-        f"round {server.round_number + 1} was played {context.attempts} times (server.attempts)"
-    )
+    tried = f"round {server.round_number + 1} was tried {context.attempts} times (server.attempts)"
     if problem is not None:
         raise MotleyError(
-            f"{played} and never ended with a usable state. The last time, {problem}, and that was "
+            f"{tried} and never ended with a usable state. The last time, {problem}, and that was "
             "not due to a few clients. The state before the round is kept. If training diverges, "
             "lower the learning rate; server.max_norm and server.merge limit what clients can do."
         )
     reasons = [f"client {client}: {reason}" for client, reason in failed[-1].rejected.items()]
     raise MotleyError(
-        f"{played} and never had {context.min_fraction:.0%} of its uploads (server.min_fraction). "
+        f"{tried} and never had {context.min_fraction:.0%} of its updates (server.min_fraction). "
         f"The last time: {' '.join(reasons)}"
     )
 
@@ -160,7 +158,7 @@ def train_clients(
         jobs = [make_job(context, server, round_number, client) for client in clients]
         if context.release_log is not None:
             # Before anything can be sent: if the process is killed now, the requests count.
-            context.release_log.asked(round_number, attempt_number, clients)
+            context.release_log.add_request(round_number, attempt_number, clients)
         with allocating(f"round {round_number}: training with batches of {context.batch_size}"):
             answers = context.engine.train(jobs, done)
         updates, failures = receive(context, jobs, answers)
@@ -190,8 +188,8 @@ def finish_round(context: RoundContext, server: ServerState, attempt: Attempt) -
     excluded: dict[int, str] | None = {}
     # Clients are not asked for collections before the state has passed.
     if merged.problem is not None:
-        most = num_dispensable(context, attempt)
-        excluded = find_responsible(context, server, accepted, merged.problem, most)
+        max_excluded = num_dispensable(context, attempt)
+        excluded = find_responsible(context, server, accepted, merged.problem, max_excluded)
         if excluded is None:
             reason = f"the round was undone: {merged.problem}."
             undone = {update.client: reason for update in accepted}
@@ -255,22 +253,22 @@ def note_merge(log: ReleaseLog, round_number: int, number: int, attempt: Attempt
     That it was undone is known from now on, and depends on each of its updates.
     """
     accepted = [update.client for update in attempt.check.verdict.accepted]
-    log.merged(round_number, number, attempt.clients, accepted, True)
+    log.add_mean(round_number, number, attempt.clients, accepted, True)
 
 
 def count_requests(
     accountant: Accountant, server: ServerState, attempts: Sequence[Attempt]
 ) -> ReleaseCounter:
-    """Count what clients were asked for in a round, if nobody has noted it (no `release_log`)."""
+    """Count the requests to clients in a round, for runs without a `release_log`."""
     counter = ReleaseCounter(accountant, server.ledger)
     for number, attempt in enumerate(attempts):
-        counter.asked(server.round_number, number, attempt.clients)
+        counter.add_request(server.round_number, number, attempt.clients)
         if attempt.was_merged:
             note_merge(counter, server.round_number, number, attempt)
     return counter
 
 
-def conclude(
+def record_round(
     context: RoundContext, failed: Sequence[Attempt], attempt: Attempt, ending: Ending
 ) -> tuple[ServerState, PendingRecord]:
     """Account for the privacy spent, and assemble the round's record.
@@ -287,7 +285,7 @@ def conclude(
             log = context.release_log
         else:
             log = count_requests(context.accountant, server, [*failed, attempt])
-        ledger = log.merged(
+        ledger = log.add_mean(
             server.round_number, len(failed), attempt.clients, accepted, bool(ending.excluded)
         )
         server = replace(server, ledger=ledger)

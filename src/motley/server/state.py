@@ -1,4 +1,4 @@
-"""What the server keeps from one round to the next."""
+"""The server state: everything that the server keeps from one round to the next."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ServerState:
     method_state: the method's own server state, such as SCAFFOLD's control variate.
     client_state_rounds: for each client, the round of its last accepted update. Its client state of
         that round is the one that it continues from.
-    stage_states: what the stages of the pipeline keep, by the stage's name, such as a server
+    stage_states: the states of the pipeline's stages, by the stage's name, such as a server
         optimizer's moments.
-    ledger: what the rounds so far did that costs privacy.
+    ledger: the record of the rounds so far from which epsilon is computed.
     """
 
     round_number: int

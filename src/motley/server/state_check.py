@@ -1,7 +1,7 @@
 """Checks the server state after a round, so that a poisoned one is never kept.
 
 Every update may be finite and the result still useless: weighted sums overflow, a server optimizer
-divides, and 1e30 is finite. So what the pipeline made of the updates is checked too:
+divides, and 1e30 is finite. So the result of the pipeline is checked too:
 
 - No number in the global state, its moving average, the method's state or the stages' states is
   infinite, NaN or beyond `LARGEST`.
@@ -91,7 +91,7 @@ class StateCheck:
 
     @cached_property
     def problem(self) -> str | None:
-        """What is wrong with the state, or None. The first access waits for the device."""
+        """The problem with the state, or None. The first access waits for the device."""
         numbers = iter(self._numbers.read())
         for section in self._sections:
             largest = next(numbers)
@@ -139,7 +139,7 @@ def _described(largest: float) -> str:
 
 
 def _sections(server: ServerState) -> dict[str, State]:
-    """Return all tensors of a server state, without what the checks keep themselves."""
+    """Return all tensors of a server state, without those of the checks themselves."""
     sections = server.sections
     for name in (STAGE, BOUNDS):
         sections.pop(STAGE_PREFIX + name, None)

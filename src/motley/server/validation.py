@@ -1,4 +1,4 @@
-"""All checks of what clients send. A bad update is rejected with a reason; the round goes on.
+"""All checks of updates and answers. A bad update is rejected with a reason; the round goes on.
 
 An update is checked in this order:
 
@@ -137,11 +137,11 @@ class UpdateCheck:
         max_loss: float | None = None,
     ) -> None:
         self._bounds, self._max_loss = bounds, max_loss
-        # What was sent is checked, not what clipping makes of it: infinity times 0 is not finite.
         self.updates = updates if bounds is None else bounds.updates
         #: Numbers for the round's record.
         self.metrics: Metrics = {} if bounds is None else bounds.metrics
         self._losses_are_reported, self._payload_error = losses_are_reported, payload_error
+        # Of the updates as sent: clipping would turn an infinity into NaN.
         norms = [max_norm([*update.delta.values(), *update.payload.values()]) for update in updates]
         self._losses = AsyncCopy(_vector([update.loss for update in updates]))
         self._norms = AsyncCopy(_vector(norms))

@@ -46,9 +46,10 @@ class SplitSettings(Settings):
     evaluation.batch_size.
     """
     private: tuple[str, ...] = ()
-    """What every client keeps for itself and never sends: head (FedPer), body (LG-FedAvg),
-    normalization (FedBN), or names of tensors or modules, in which * and ? match any characters.
-    The rest is shared. There is no global model then, and clients' models are evaluated.
+    """The tensors that every client keeps for itself and never sends: head (FedPer), body
+    (LG-FedAvg), normalization (FedBN), or names of tensors or modules, in which * and ? match any
+    characters. The rest is shared. There is no global model then, and clients' models are
+    evaluated.
     """
 
     def sizes(self, architectures: tuple[str, ...]) -> tuple[str, ...]:

@@ -30,10 +30,10 @@ def check_outputs(
     """
     for size in sizes:
         blueprint = split.blueprints[size].module
-        own = type(blueprint).__module__.startswith(OWN_MODELS)
-        if own and isinstance(shape, ImageShape) and task.has_classes:
+        is_built_in = type(blueprint).__module__.startswith(OWN_MODELS)
+        if is_built_in and isinstance(shape, ImageShape) and task.has_classes:
             continue
-        if own:
+        if is_built_in:
             _check(_outputs(blueprint, size, shape, "meta"), size, classes, task, target_dims)
             continue
         model = split.build(size)

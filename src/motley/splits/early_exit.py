@@ -1,9 +1,9 @@
 """Inference that stops at the first exit that is confident enough.
 
 Each example leaves at the first exit whose largest class probability reaches a threshold; the rest
-of the batch goes on, so that the blocks behind compute fewer examples. The last exit answers for
-all that are left. If a network's output is the mean over its exits (DepthFL), the answer at an exit
-is the mean over the exits up to there.
+of the batch goes on, so that later blocks process fewer examples. All remaining examples leave at
+the last exit. If a network's output is the mean over its exits (DepthFL), the output at an exit is
+the mean over the exits up to there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ExitCosts:
     """Floating-point operations for one example."""
 
     #: Of an example that leaves at each exit. The heads of all exits before it are included,
-    #: because the network has to ask them.
+    #: because the network has to compute them.
     at_exits: tuple[int, ...]
     #: Of the network without early exits.
     full: int
@@ -69,7 +69,7 @@ def stop_early(model: WithExits, inputs: Tensor, threshold: float) -> ExitOutput
     last = len(model.cuts) - 1
     rows = torch.arange(inputs.shape[0], device=inputs.device)  # the examples that go on
     exits = torch.full_like(rows, last)
-    answered: list[tuple[Tensor, Tensor]] = []  # rows, and their logits
+    finished: list[tuple[Tensor, Tensor]] = []  # rows, and their logits
     blocks = model.block_chain()
     x = model.enter(inputs)
     passed = 0
@@ -85,7 +85,7 @@ def stop_early(model: WithExits, inputs: Tensor, threshold: float) -> ExitOutput
         leaves = is_confident(logits, threshold)
         if number == last:
             leaves = torch.ones_like(leaves)
-        answered.append((rows[leaves], logits[leaves]))
+        finished.append((rows[leaves], logits[leaves]))
         exits[rows[leaves]] = number
         stays = ~leaves
         rows, x = rows[stays], x[stays]
@@ -93,9 +93,9 @@ def stop_early(model: WithExits, inputs: Tensor, threshold: float) -> ExitOutput
             logits_sum = logits_sum[stays]
         if not len(rows):
             break
-    result = torch.empty(inputs.shape[0], answered[0][1].shape[1], device=inputs.device)
-    for answered_rows, logits in answered:
-        result[answered_rows] = logits.to(result.dtype)
+    result = torch.empty(inputs.shape[0], finished[0][1].shape[1], device=inputs.device)
+    for finished_rows, logits in finished:
+        result[finished_rows] = logits.to(result.dtype)
     return ExitOutputs(result, exits)
 
 
@@ -104,19 +104,19 @@ def is_confident(logits: Tensor, threshold: float) -> Tensor:
     return logits.softmax(1).amax(1) >= threshold
 
 
-def choose_exits(answers: Sequence[Tensor], threshold: float, ensemble: bool) -> ExitOutputs:
-    """Return what `stop_early` would, given the logits of all exits (`WithExits.answers`).
+def choose_exits(exit_logits: Sequence[Tensor], threshold: float, ensemble: bool) -> ExitOutputs:
+    """Return the result of `stop_early`, given the logits of all exits (`WithExits.exit_logits`).
 
     It saves nothing, but many thresholds can be tried with one pass through the network.
     """
-    logits = torch.zeros_like(answers[0])
+    logits = torch.zeros_like(exit_logits[0])
     exits = torch.full((len(logits),), -1, device=logits.device)
     logits_sum = torch.zeros_like(logits)
-    for number, answer in enumerate(answers):
-        logits_sum = logits_sum + answer
-        current = logits_sum / (number + 1) if ensemble else answer
+    for number, own_logits in enumerate(exit_logits):
+        logits_sum = logits_sum + own_logits
+        current = logits_sum / (number + 1) if ensemble else own_logits
         leaves = is_confident(current, threshold)
-        if number == len(answers) - 1:
+        if number == len(exit_logits) - 1:
             leaves = torch.ones_like(leaves)
         leaves = leaves & (exits < 0)
         logits[leaves] = current[leaves]

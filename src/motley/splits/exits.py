@@ -95,7 +95,7 @@ class WithExits(nn.Module):
             return logits
         return self.own_head(x)
 
-    def answers(self, x: Tensor) -> list[Tensor]:
+    def exit_logits(self, x: Tensor) -> list[Tensor]:
         """Return the logits of all exits, the deepest last."""
         logits = []
         x = self.enter(x)
@@ -107,7 +107,7 @@ class WithExits(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits of the deepest exit, or the mean over all exits."""
-        logits = self.answers(x)
+        logits = self.exit_logits(x)
         if self.ensemble:
             return sum(logits[1:], logits[0]) / len(logits)
         return logits[-1]
@@ -133,9 +133,9 @@ class ViTWithExits(WithExits, ViT):
         return self.head(self.class_token(x))
 
 
-def answers_of(model: nn.Module, images: Tensor) -> list[Tensor]:
+def exit_logits_of(model: nn.Module, images: Tensor) -> list[Tensor]:
     """Return a model's logits, one tensor per exit. An ordinary model has one exit."""
-    return model.answers(images) if isinstance(model, WithExits) else [model(images)]
+    return model.exit_logits(images) if isinstance(model, WithExits) else [model(images)]
 
 
 def _blocks(model: nn.Module) -> list[tuple[nn.Sequential, int, str]]:

@@ -18,8 +18,8 @@ from motley.models.channels import CLASSES
 from motley.models.inference.check import close, random_state
 from motley.models.inference.facts import random_inputs
 from motley.splits.base import SPLITS
-from motley.splits.ordered_dropout import mask_rows, narrowed, order
-from motley.splits.width import Width, WidthSettings, fresh, kept
+from motley.splits.ordered_dropout import at_width, make_ordered, mask_rows
+from motley.splits.width import Width, WidthSettings, initial_statistics, num_kept
 
 ROWS = ("running_mean", "running_var")
 
@@ -52,11 +52,11 @@ class Ordered(Width):
         for name, axes in self.axes.items():
             axis = axes[0] if axes else None
             if name.endswith(".bias") and axis is not None and axis.stream != CLASSES:
-                counts = [kept(axis, rate) for rate in rates]
+                counts = [num_kept(axis, rate) for rate in rates]
                 rows = mask_rows(counts, counts[-1])
                 rows = rows.repeat_interleave(axis.inner, 1).repeat(1, axis.repeats)
                 masks[name.removesuffix(".bias")] = rows
-        order(model, masks)
+        make_ordered(model, masks)
         return model
 
     def check(self) -> None:
@@ -78,7 +78,7 @@ class Ordered(Width):
             model = self._initialized(size, seed=0).eval()
             model.load_state_dict(take(state, self.part(size)))
             try:
-                with torch.no_grad(), narrowed(model, torch.tensor([0])):
+                with torch.no_grad(), at_width(model, torch.tensor([0])):
                     results.append(model(inputs))
             except RuntimeError:  # a mask does not fit the output it is multiplied with
                 break
@@ -119,6 +119,6 @@ class Ordered(Width):
         """Return the initial weights of the whole model, and initial statistics."""
         whole = self._drawn(self.whole.build, seed).state_dict()
         return {
-            name: fresh(name, tensor) if name.endswith(ROWS) else whole[name]
+            name: initial_statistics(name, tensor) if name.endswith(ROWS) else whole[name]
             for name, tensor in self.frame.items()
         }

@@ -78,7 +78,7 @@ class OrderedBatchNorm(nn.BatchNorm2d):
         return statistics.index_select(0, self.choice)[0]
 
 
-def order(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
+def make_ordered(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
     """Make a network ordered, in place.
 
     `masks` maps each layer to one row of ones and zeros per width, the widest last.
@@ -120,7 +120,7 @@ def widths_of(model: nn.Module) -> int:
 
 
 @contextmanager
-def narrowed(model: nn.Module, choice: Tensor) -> Iterator[None]:
+def at_width(model: nn.Module, choice: Tensor) -> Iterator[None]:
     """Run a network at the width number `choice`, a tensor of one integer on its device."""
     for module in _ordered(model):
         module.choice = choice

@@ -20,10 +20,10 @@ def trained_model(split: Split, state: State, size: str, round_number: int = 0) 
         raise MotleyError(unknown("size", size, split.sizes))
     model = split.build(size)
     model.load_state_dict(take(state, split.evaluated(size, round_number)))
-    return ordinary(model).eval()
+    return at_full_width(model).eval()
 
 
-def ordinary(model: nn.Module) -> nn.Module:
+def at_full_width(model: nn.Module) -> nn.Module:
     """Return a model of FjORD's split, which can run at several widths, at its full width only.
 
     Batch norms keep the statistics of that width. Other models are returned as they are.

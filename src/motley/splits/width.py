@@ -130,7 +130,7 @@ class Width(Split):
             try:
                 whole = build_on_meta(self.architecture, partial(self.uncut, level))
                 cut = build_on_meta(self.architecture, partial(self._cut, level))
-                check_cut(inference_of(whole), cut, lambda axis: kept(axis, rate))
+                check_cut(inference_of(whole), cut, lambda axis: num_kept(axis, rate))
             except InferenceError as error:
                 raise MotleyError(f"split.rates = {rate:g}: {error}") from error
 
@@ -144,11 +144,11 @@ class Width(Split):
                 if axis is None:
                     lengths.append(length)
                 else:
-                    lengths.append(kept(axis, rate) * axis.repeats * axis.inner)
+                    lengths.append(num_kept(axis, rate) * axis.repeats * axis.inner)
             shapes[name] = tuple(lengths)
         narrow(model, shapes)
         attributes = width_attributes_of(self.whole.module)
-        resize_attributes(model, attributes, lambda axis: kept(axis, rate))
+        resize_attributes(model, attributes, lambda axis: num_kept(axis, rate))
         # A new object: what was inferred about the whole model is not true of this one.
         return declare(model, replace(spec_of(model)))
 
@@ -221,7 +221,7 @@ class Width(Split):
         self, axis: Axis, size: str, round_number: int, client: int
     ) -> slice | Tensor | None:
         """Return the channels of a stream that a client has, or None for all of them."""
-        count = kept(axis, self.rates[size])
+        count = num_kept(axis, self.rates[size])
         if count == axis.width:
             return None
         if round_number and self.settings.channels == "random":
@@ -268,7 +268,7 @@ class Width(Split):
         """Return the initial weights of the whole model, and initial per-size statistics."""
         whole = self._drawn(self.whole.build, seed).state_dict()
         return {
-            name: whole[name] if name in whole else fresh(name, tensor)
+            name: whole[name] if name in whole else initial_statistics(name, tensor)
             for name, tensor in self.frame.items()
         }
 
@@ -295,12 +295,12 @@ class Scaler:
         return output / self.rate
 
 
-def fresh(name: str, like: Tensor) -> Tensor:
+def initial_statistics(name: str, like: Tensor) -> Tensor:
     """Return the initial running statistics: mean 0, variance 1."""
     return torch.full(like.shape, 1 if name.endswith("running_var") else 0, dtype=like.dtype)
 
 
-def kept(axis: Axis, rate: float) -> int:
+def num_kept(axis: Axis, rate: float) -> int:
     """Return how many channels of a stream a rate keeps, rounded up. Classes are all kept."""
     if axis.stream == CLASSES:
         return axis.width

@@ -59,7 +59,7 @@ class Measure(str):
 
     @property
     def no_value(self) -> str:
-        """What a table says about finished runs without a value."""
+        """The text of a table for finished runs without a value."""
         return "not reached" if self == ROUNDS else "no value"
 
     def check_config(self, config: Config, key: str) -> None:

@@ -11,7 +11,8 @@ Each person is one client, with a training and a test part of their own. The rel
 is by person and cannot give that, so both of its folders are read and divided again. Windows
 overlap by half: the second half of one is the first half of the next. Windows that are linked like
 this are a chain, and a chain is never divided, because a test window whose halves were both trained
-on would measure memory. The last quarter of a person's chains of each activity is the test part.
+on would measure memorization. The last quarter of a person's chains of each activity is the test
+part.
 """
 
 from __future__ import annotations

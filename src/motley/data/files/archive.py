@@ -91,9 +91,9 @@ def _check_member(path: Path, member: zipfile.ZipInfo) -> None:
     check_expansion(f"{path}: {member.filename}", member.compress_size, member.file_size)
 
 
-#: What NumPy and zipfile raise for damaged files. zipfile raises RuntimeError for encrypted members
-#: and NotImplementedError for unknown methods of compression. NumPy passes the header of an array
-#: through Python's tokenizer.
+#: The exceptions of NumPy and zipfile for damaged files. zipfile raises RuntimeError for encrypted
+#: members and NotImplementedError for unknown methods of compression. NumPy passes the header of an
+#: array through Python's tokenizer.
 DAMAGED = (
     ValueError,
     EOFError,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MAX_METADATA = 100_000_000
 #: Rows that are decompressed at once.
 BATCH_ROWS = 8_192
-#: What pyarrow raises for damaged files, besides its own exceptions. MemoryError is for an absurd
+#: Exceptions that pyarrow raises for damaged files, besides its own. MemoryError is for an absurd
 #: size that the file declares.
 DAMAGED = (
     OSError,
@@ -181,34 +181,35 @@ def _column(
 ) -> Column:
     import pyarrow as pa
 
-    kind = values.type
-    if pa.types.is_dictionary(kind):
-        if as_text or pa.types.is_string(kind.value_type):
+    arrow_type = values.type
+    if pa.types.is_dictionary(arrow_type):
+        if as_text or pa.types.is_string(arrow_type.value_type):
             return Column(name, "text", _texts(values, marks))
-        values = values.cast(kind.value_type)
-        kind = values.type
-    if isinstance(kind, pa.ExtensionType):
-        kind = kind.storage_type
-        values = values.cast(kind)
-    if as_text and not pa.types.is_nested(kind):
+        values = values.cast(arrow_type.value_type)
+        arrow_type = values.type
+    if isinstance(arrow_type, pa.ExtensionType):
+        arrow_type = arrow_type.storage_type
+        values = values.cast(arrow_type)
+    if as_text and not pa.types.is_nested(arrow_type):
         return Column(name, "text", _texts(values, marks))
-    if pa.types.is_boolean(kind):
+    if pa.types.is_boolean(arrow_type):
         values = values.cast(pa.int8())
-        kind = values.type
-    if pa.types.is_null(kind) or pa.types.is_decimal(kind):
+        arrow_type = values.type
+    if pa.types.is_null(arrow_type) or pa.types.is_decimal(arrow_type):
         values = values.cast(pa.float64())
-        kind = values.type
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        arrow_type = values.type
+    if pa.types.is_integer(arrow_type) or pa.types.is_floating(arrow_type):
         return Column(name, "number", _numbers(values, where))
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+    if pa.types.is_string(arrow_type) or pa.types.is_large_string(arrow_type):
         return Column(name, "text", _texts(values, marks))
-    if _is_image(kind):
+    if _is_image(arrow_type):
         return Column(name, "image", _images(values, where, resize))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    is_list = pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type)
+    if is_list or pa.types.is_fixed_size_list(arrow_type):
         return Column(name, "array", _array(values, where))
     raise MotleyError(
-        f"{where}: values of the type {shown(str(kind))} are not read. Leave the column out with "
-        "data.files.drop, or save numbers or texts."
+        f"{where}: values of the type {shown(str(arrow_type))} are not read. Leave the column out "
+        "with data.files.drop, or save numbers or texts."
     )
 
 

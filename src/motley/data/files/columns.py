@@ -316,12 +316,12 @@ def table_inputs(
         return (*_text_inputs(train, test, features, settings.sequence_length), None)
     if len(features) == 1 and first.kind in ("array", "image"):
         where = f"{train.path}, column {first.name!r}"
-        kind = settings.inputs
-        inputs, shape = shaped_inputs(first.values, kind, where)
+        inputs, shape = shaped_inputs(first.values, settings.inputs, where)
         if test is None:
             return inputs, None, shape, None
         where = f"{test.path}, column {first.name!r}"
-        test_inputs, test_shape = shaped_inputs(test.columns[first.name].values, kind, where)
+        test_values = test.columns[first.name].values
+        test_inputs, test_shape = shaped_inputs(test_values, settings.inputs, where)
         return inputs, test_inputs, common_shape(shape, test_shape, str(test.path)), None
     if settings.inputs not in ("auto", "table", "array", "signal"):
         raise MotleyError(

@@ -31,10 +31,10 @@ def read_delimited(
 ) -> Table:
     """Read a CSV file into a table.
 
-    A column is one of numbers if at least half of its values are; the others must then be numbers
-    or missing. `text_columns` are never turned into numbers. `drop` are not read, nor are others
-    than `only`, if it names any. Columns without a name are left out: pandas writes its index in
-    such a column.
+    A column is numeric if at least half of its values are numbers; its other values must then be
+    missing. `text_columns` are never turned into numbers. `drop` are not read, nor are others than
+    `only`, if it names any. Columns without a name are left out: pandas writes its index in such a
+    column.
     """
     with open_text(path, encoding) as file:
         try:

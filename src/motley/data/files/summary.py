@@ -1,4 +1,4 @@
-"""What `motley data check` says about a data set, beyond its numbers: things to look at."""
+"""The remarks of `motley data check` about a data set: properties that may surprise a user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What splits and methods need to know about a model, inferred from the model itself.
+"""Facts about a model that splits and methods need, inferred from the model itself.
 
 A user's module declares nothing. Its run on the meta device is recorded (`record.py`), and from the
 recording come its head and repeated blocks (`blocks.py`), the stages at which it can be cut

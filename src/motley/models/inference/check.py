@@ -1,4 +1,4 @@
-"""Checks of what was inferred, on real numbers, before anything is trained with it.
+"""Checks of inferred facts on real numbers, before anything is trained with them.
 
 A model gets random weights, and runs on two random inputs. Permuting the channels of a stream in
 every layer must not change the result, and neither must running the stages one after the other.
@@ -51,7 +51,7 @@ def random_state(state: State) -> State:
 
 @torch.no_grad()
 def wrong_streams(model: nn.Module, channels: Channels, inputs: Tensor) -> list[str]:
-    """Return the streams whose permutation changes what a model computes."""
+    """Return the streams whose permutation changes a model's outputs."""
     model.eval()
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     streams: dict[str, int] = {}
@@ -101,7 +101,7 @@ def _order(axis: Axis, order: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_stages(model: nn.Module, stages: Sequence[Stage], inputs: Tensor) -> None:
-    """Raise if the stages run in order do not compute what the model does, in both modes."""
+    """Raise if the stages, run in order, do not give the model's outputs, in both modes."""
 
     def run_stages(x: Tensor) -> Tensor:
         for stage in stages:

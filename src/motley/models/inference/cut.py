@@ -40,8 +40,8 @@ def resize_attributes(
 def check_cut(whole: Inference, narrow: nn.Module, kept: Callable[[Axis], int]) -> None:
     """Record a narrow model, and compare the shape of every result with the expected one.
 
-    A number of channels that the code of a layer contains as it is would otherwise be noticed late
-    or never: view(b, n, -1, 64) of fewer channels gives fewer heads of 64.
+    A number of channels that is hard-coded in a layer would otherwise be noticed late or never:
+    view(b, n, -1, 64) of fewer channels gives fewer heads of 64.
     """
     expected = whole.recording
     advice = (

@@ -21,7 +21,7 @@ from motley.models.inference.streams import FixedChannels, Streams
 from motley.models.inputs import InputShape, TableShape, TokenShape, dims_of, example_inputs
 from motley.models.spec import BuiltWith, CrossLayer, ModelSpec, Stage, spec_of
 
-#: Batch sizes of the recordings: what differs between them depends on the batch.
+#: Batch sizes of the recordings: numbers that differ between them depend on the batch size.
 SMALL, LARGE = 2, 3
 
 
@@ -50,7 +50,7 @@ class fact(Generic[T]):  # noqa: N801  (used as a decorator, like cached_propert
 
 
 class Inference:
-    """What can be inferred about a model.
+    """The facts that can be inferred about a model.
 
     Every property raises `InferenceError` if its fact cannot be inferred.
     """
@@ -123,7 +123,7 @@ class Inference:
 
     @fact
     def stages(self) -> tuple[Stage, ...]:
-        """The stages, checked to compute what the model does."""
+        """The stages, checked to give the model's outputs."""
         single_output(self.model, self.training.two)
         stages = find_stages((self.training, self.evaluation), self.blocks, self.head)
         with _on_the_cpu():
@@ -242,7 +242,7 @@ def signature(model: nn.Module) -> tuple[Any, ...]:
 
 
 def _identity(value: Any) -> Any:
-    """Return something that is equal for builds that build the same: partials are compared."""
+    """Return a key of a build function. Partials with equal contents have equal keys."""
     if isinstance(value, partial):
         keywords = tuple((key, _identity(value.keywords[key])) for key in sorted(value.keywords))
         return _identity(value.func), tuple(map(_identity, value.args)), keywords
@@ -252,14 +252,14 @@ def _identity(value: Any) -> Any:
     return value if isinstance(value, Hashable) else id(value)
 
 
-#: Inferences by model and declaration, and by what the model was built with: all copies of a model
-#: share one.
+#: Inferences by model and declaration, and by the arguments of `build`: all copies of a model share
+#: one.
 _of_models: WeakKeyDictionary[nn.Module, tuple[ModelSpec, Inference]] = WeakKeyDictionary()
 _of_builds: dict[Any, Inference] = {}
 
 
 def inference_of(model: nn.Module) -> Inference:
-    """Return what can be inferred about a model. Models built in the same way share it."""
+    """Return the inference of a model. Models built in the same way share it."""
     spec = spec_of(model)
     known = _of_models.get(model)
     if known is not None and known[0] is spec:

@@ -1,8 +1,8 @@
-"""Record what a model computes: its operations in order, and which module each belongs to.
+"""Record the operations of a model in order, and which module each belongs to.
 
 The model runs once on inputs without values (torch's meta device), and a torch function mode notes
 every call. Nothing is traced symbolically, so Python code that looks at shapes, loops or unpacks
-works as it is. torch.fx and torch.export would also turn `self.training` and every width that the
+works unchanged. torch.fx and torch.export would also turn `self.training` and every width that the
 code reads into constants; here stages call the model's own modules, which keep reading them.
 """
 
@@ -162,7 +162,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 def record(model: nn.Module, inputs: Tensor, training: bool) -> Recording:
-    """Run a copy of a model on inputs, and return what it does.
+    """Run a copy of a model on inputs, and return the recording.
 
     If the inputs are on the meta device, so is the copy, and nothing is computed.
     """

@@ -1,4 +1,4 @@
-"""What each torch function does to the channels of its tensors.
+"""One rule per torch function: how the channels of its inputs become those of its outputs.
 
 A rule gets the factors of an operation's inputs (`factors.py`), unifies those that must be the same
 channels, and returns the factors of its outputs. A function without a rule whose output has the

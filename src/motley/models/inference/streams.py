@@ -131,7 +131,7 @@ class Streams:
         return fixed
 
     def lengths_of(self, value: int) -> tuple[Length, ...]:
-        """Return what every dimension of a value is made of."""
+        """Return the factors of every dimension of a value."""
         return tuple(self._length(dim) for dim in self._propagation.of(Ref(value)))
 
     @cached_property

@@ -9,7 +9,7 @@ from motley.engine.pool import SlotPool
 from motley.engine.slots import Slot
 
 
-class Spread:
+class DevicePools:
     """Pools of several devices, the home device's first."""
 
     def __init__(self, pools: Sequence[SlotPool]) -> None:

@@ -24,7 +24,7 @@ from motley.core.update import ClientUpdate
 from motley.engine.slots import Slot
 
 
-class AwaySlot(Slot):
+class OtherDeviceSlot(Slot):
     """A slot whose clients come from the home device and go back to it."""
 
     def __init__(self, clients: Clients, size: str, where: int, urgent: bool = False) -> None:
@@ -37,8 +37,8 @@ class AwaySlot(Slot):
         with self._on_both():
             here = replace(
                 job,
-                state=carried(job.state, self.device),
-                broadcast=carried(job.broadcast, self.device),
+                state=copied_to(job.state, self.device),
+                broadcast=copied_to(job.broadcast, self.device),
             )
             super().load(here, plan)
 
@@ -46,9 +46,11 @@ class AwaySlot(Slot):
         """End the client's training and copy its update to the home device."""
         with self._on_both():
             update = super().unload()
-            delta, payload = carried(update.delta, self.home), carried(update.payload, self.home)
             return replace(
-                update, delta=delta, payload=payload, loss=update.loss.to(self.home, copy=True)
+                update,
+                delta=copied_to(update.delta, self.home),
+                payload=copied_to(update.payload, self.home),
+                loss=update.loss.to(self.home, copy=True),
             )
 
     def follow(self) -> None:
@@ -75,7 +77,7 @@ class AwaySlot(Slot):
             yield
 
 
-def carried(state: State, device: torch.device) -> State:
+def copied_to(state: State, device: torch.device) -> State:
     """Return a state on another device; tensors that a method keeps in host memory stay there.
 
     Tensors are copied even if the device is the same one, as it is in tests.
