@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import random
 import sqlite3
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,6 +79,21 @@ def test_a_memory_is_a_copy(tmp_path: Path) -> None:
         found = store.get(0, 1)
         assert value(found) == 1
         assert not found["own"].requires_grad
+
+
+def test_a_store_may_be_collected_in_another_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node's worker has a second thread, in which Python may collect garbage."""
+    ignored: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    stores = [ClientStateStore(tmp_path)]
+    stores[0].put(0, 1, {"w": torch.ones(2)})
+    stores[0].save({0: 1})
+    thread = threading.Thread(target=stores.clear)
+    thread.start()
+    thread.join()
+    assert not ignored
 
 
 def test_names_come_in_one_order_wherever_they_were(tmp_path: Path) -> None:

@@ -316,7 +316,10 @@ class ClientStateFile:
         with self._explained("opened"):
             if path is not None:
                 _make_private(path)
-            self._database = sqlite3.connect(path or "", isolation_level=None)
+            # One thread uses the connection, but a garbage collection in another one may close it.
+            self._database = sqlite3.connect(
+                path or "", isolation_level=None, check_same_thread=False
+            )
             weakref.finalize(self, self._database.close)
             self._database.execute("PRAGMA page_size = 16384")
             self._database.execute("PRAGMA secure_delete = OFF")
