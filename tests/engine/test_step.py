@@ -99,6 +99,18 @@ def test_terms_add_up_and_a_new_backward_drops_them() -> None:
         torch.testing.assert_close(grad, plain[name])
 
 
+def test_gradients_of_some_names_are_those_of_all_names() -> None:
+    _, learner = learner_after_a_step()
+    whole = backward(learner)
+    names = ["head.bias", "layers.0.weight"]
+    assert set(names) < whole.keys()
+    learner.backward(learner.task_loss(learner.model(learner.inputs), learner.targets), names)
+    assert learner.grads.keys() == set(names)
+    assert all(torch.equal(grad, whole[name]) for name, grad in learner.grads.items())
+    learner.backward(learner.task_loss(learner.model(learner.inputs), learner.targets))
+    assert learner.grads.keys() == whole.keys(), "a backward pass without names is whole again"
+
+
 @pytest.mark.parametrize("term", ["norms", "norm-of-squares"])
 def test_terms_of_norms_have_no_gradient_where_nothing_has_moved(term: Proximal) -> None:
     federation = federation_of(*MLP, name="fedavg")

@@ -490,6 +490,36 @@ def test_fedreps_phases_touch_only_their_names() -> None:
     assert changed_then == start.keys() - private
 
 
+def test_fedreps_phases_compute_only_the_gradients_that_they_use() -> None:
+    settings = ("model.sizes=['resnet10']", "split.name=homogeneous", "method.name=FedRep")
+    federation = federation_of(*settings, "method.head_epochs=0.5", "federation.clients=40")
+    learner = seated(federation, federation.jobs(federation.initial_state())[0])
+    head = federation.split.private["resnet10"]
+    computed: set[str] = set()
+
+    def watch(tensor: torch.Tensor, name: str) -> None:
+        tensor.register_hook(lambda _: computed.add(name))
+
+    def watch_output(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
+        watch(output, "features")
+
+    for name, parameter in learner.weights.masters.items():
+        watch(parameter, name)
+    learner.model.get_submodule("layer4").register_forward_hook(watch_output)
+    phases = set()
+    for length in learner.lengths:
+        computed.clear()
+        learner.enter_phase()
+        learner.step(length)
+        learner.num_steps += 1
+        phases.add(learner.phase)
+        if learner.phase == 0:
+            assert computed == head, "backward must stop at the head"
+        else:
+            assert computed == (learner.params.keys() - head) | {"features"}
+    assert phases == {0, 1}
+
+
 def test_fedrep_by_hand() -> None:
     settings = (*ONE_MLP, "method.name=FedRep", "training.steps=1", *SGD)
     federation = federation_of(*settings, "method.head_epochs=0.2", "federation.clients=60")

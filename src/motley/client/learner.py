@@ -363,10 +363,10 @@ class Learner:
             return loss
         return _mixed(self._mix, loss, self.task.loss(logits, targets.flip(0))).squeeze()
 
-    def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of a loss; they replace those of the last `backward`."""
+    def backward(self, loss: Tensor, names: Collection[str] | None = None) -> None:
+        """Compute the gradients of a loss, see `Step.backward`."""
         self._proximal = None
-        self.weights.backward(loss)
+        self.weights.backward(loss, names)
         if not self.fused_optimizer:
             self.weights.gather()
 

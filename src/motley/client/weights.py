@@ -10,7 +10,7 @@ quarter of its kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -119,14 +119,18 @@ class Weights:
         #: one.
         self._reached: list[str] = []
 
-    def backward(self, loss: Tensor) -> None:
-        """Compute gradients, and leave them where they are (`raw_gradients`)."""
+    def backward(self, loss: Tensor, names: Collection[str] | None = None) -> None:
+        """Compute gradients, and leave them where they are (`raw_gradients`).
+
+        With `names`, autograd computes the gradients of these parameters only.
+        """
         for tensor in self._computing:
             tensor.grad = None
-        (loss if self.scale is None else loss * self.scale.value).backward()
+        computing = dict(zip(self.masters, self._computing, strict=True))
+        inputs = None if names is None else [computing[name] for name in names]
+        (loss if self.scale is None else loss * self.scale.value).backward(inputs=inputs)
         self.scaled = self.scale is not None
-        pairs = zip(self.masters, self._computing, strict=True)
-        self._reached = [name for name, tensor in pairs if tensor.grad is not None]
+        self._reached = [name for name, tensor in computing.items() if tensor.grad is not None]
 
     def gradients(self) -> State:
         """Return the gradients of the last `backward` by name, as `gather` leaves them."""

@@ -49,14 +49,14 @@ class FedRepClient(ClientAlgorithm):
     def train_step(self, step: Step) -> Tensor:
         private = self.info.split.private[step.size]
         if step.phase == HEAD:
+            names = [name for name in step.params if name in private]
             with step.preserve_buffers():
                 loss = self.loss(step)
-                step.backward(loss)
-            names = [name for name in step.params if name in private]
+                step.backward(loss, names)
         else:
-            loss = self.loss(step)
-            step.backward(loss)
             names = [name for name in step.params if name not in private]
+            loss = self.loss(step)
+            step.backward(loss, names)
         step.optimize(names, clip=True)
         return loss.detach()
 

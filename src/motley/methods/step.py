@@ -18,7 +18,7 @@ waiting for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol, TypeAlias
 
@@ -101,8 +101,12 @@ class Step(Protocol):
         """
         ...
 
-    def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of a loss; they replace those of the last `backward`."""
+    def backward(self, loss: Tensor, names: Collection[str] | None = None) -> None:
+        """Compute the gradients of a loss; they replace those of the last `backward`.
+
+        With `names`, only the gradients of these parameters. The pass ends where none of them is
+        left: for a model's head it costs next to nothing.
+        """
         ...
 
     def proximal(
