@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +16,7 @@ from motley.core.tensors import (
     difference,
     divide_,
     divided,
+    max_norm,
     norm,
     norms,
     scale_,
@@ -86,3 +88,26 @@ def test_nothing_in_common_is_nothing_to_do() -> None:
     divide_({}, 2.0)
     assert torch.equal(target["a"], torch.ones(2))
     assert total(target, {}) == difference({}, target) == scaled({}, 2.0) == divided({}, 2.0) == {}
+
+
+@pytest.mark.parametrize("special", [None, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_the_largest_absolute_value_is_torchs_norm(
+    dtype: torch.dtype, special: float | None
+) -> None:
+    numbers = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(shape, generator=numbers).to(dtype) for shape in ((40, 7), (), (3,))]
+    tensors[0] = tensors[0].t()
+    tensors[1].fill_(-9.0)
+    if special is not None:
+        tensors[0][3, 5] = special
+    plain = torch.stack([torch.linalg.vector_norm(tensor, math.inf) for tensor in tensors]).amax()
+    largest = max_norm([*tensors, torch.zeros(0), torch.tensor(100), torch.full((2,), 0.5)])
+    assert largest.dtype == torch.float64 and largest.dim() == 0
+    assert torch.equal(largest, plain.double()) or (largest.isnan() and plain.isnan())
+    assert special is not None or largest == 9
+
+
+def test_the_largest_absolute_value_of_nothing_and_of_zeros_is_zero() -> None:
+    assert max_norm([]) == 0 and max_norm([torch.tensor(3)]) == 0
+    assert not max_norm([-torch.zeros(4)]).signbit()
