@@ -359,6 +359,26 @@ def test_the_servers_mean_is_that_of_all_owners_duals(name: str, split: str) -> 
             torch.testing.assert_close(mean, total / owners, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["feddyn", "fedspeed", "fedimpro-dyn"])
+def test_the_center_of_feddyns_steps_is_computed_once_for_every_client(name: str) -> None:
+    """One learner trains clients one after the other, and each has a dual variable of its own."""
+    one_size = ("model.sizes=['resnet10']", "split.name=homogeneous")
+    federation, server = after(2, f"method.name={name}", *one_size)
+    jobs = [federation.job(server, 3, client) for client in server.client_state_rounds]
+    clients = federation.engine.clients  # type: ignore[attr-defined]
+    learner = clients.learner("resnet10")
+    for job in jobs[:2]:
+        job, client_state = clients.resume(job)
+        assert any(dual.any() for dual in client_state.values())
+        clients.seat(learner, job, clients.plan(job), client_state)
+        center = learner.scratch["center"]
+        places = {tensor.data_ptr() for tensor in center.values()}
+        for length in learner.lengths:
+            learner.step(length)
+        assert same_bits(center, {n: job.state[n] - dual for n, dual in client_state.items()})
+        assert {tensor.data_ptr() for tensor in center.values()} == places
+
+
 def test_the_dual_is_added_after_inco() -> None:
     """Where InCo is on, its target's change is refined first: h never passes through its normalisation."""
     federation, before = after(1, "method.name=feddyn", "server.inco.variant=official")

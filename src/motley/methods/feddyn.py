@@ -57,10 +57,13 @@ class FedDynClient(ClientAlgorithm):
         names = self.info.split.parameters_of(size)
         return {n: torch.zeros_like(tensor) for n, tensor in received.items() if n in names}
 
+    def before_training(self, step: Step) -> None:
+        # Steps are drawn to the same w - lambda_i in the whole round.
+        step.keep("center", difference(step.received, step.client_state))
+
     def after_backward(self, step: Step) -> None:
         # grads += alpha * (params - (received - lambda_i))
-        center = difference(step.received, step.client_state)
-        step.proximal(self.settings.alpha, center)
+        step.proximal(self.settings.alpha, step.scratch["center"])
 
     def finish(self, step: Step) -> tuple[State, State]:
         # lambda_i <- lambda_i + (theta - w)
