@@ -76,6 +76,28 @@ def test_low_precision_trains_close_to_fp32_and_keeps_small_changes(low: str, li
     assert any(not torch.equal(t, t.to(TYPES[low]).float()) for t in ends[low].values())
 
 
+@pytest.mark.parametrize("precision", ["fp32", *TYPES])
+def test_gradients_of_some_names_reach_their_masters(precision: str) -> None:
+    """Two kinds of steps in turns, as FedRep has them: each leaves the other's gradients out."""
+    model = build()
+    weights = Weights(model, precision)
+    images = torch.randn(8, *IMAGE, generator=torch.Generator().manual_seed(1))
+    images = images.to(next(model.parameters()).dtype)
+
+    def gradients(names: set[str] | None) -> State:
+        logits = model(images).float()
+        weights.backward(nn.functional.cross_entropy(logits, torch.arange(8)), names)
+        return {name: gradient.clone() for name, gradient in weights.gradients().items()}
+
+    whole = gradients(None)
+    head = {name for name in whole if name.startswith("head")}
+    assert head and head < whole.keys()
+    for names in (head, whole.keys() - head, head):
+        some = gradients(names)
+        assert some.keys() == names
+        assert all(torch.equal(gradient, whole[name]) for name, gradient in some.items())
+
+
 def test_batch_norms_stay_in_single_precision() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
     weights = Weights(model, "bf16")
