@@ -30,14 +30,17 @@ from motley.server.state import ServerState
 SETTING = ("training.epochs=1", "engine.workers=1", "engine.device=cpu")
 #: FedAvg is measured anyway. FjORD draws widths, and here sizes differ in depth.
 LEFT_OUT = ("fedavg", "fjord")
+#: Without one global model, the models of the round's clients are evaluated. This is all that FD
+#: and FedProto do more: they collect their means per class in the training steps.
+OWN_MODELS = "ten clients' models are evaluated, not five sizes"
 #: What a method does by its definition that FedAvg does not.
 MORE_WORK = {
     "ccvr": "features of all clients once per evaluation",
     "ccvr-moon": "MOON, and CCVR's features",
     "ccvr-prox": "features of all clients once per evaluation",
     "depthfl": "a loss at every exit, and its teachers",
-    "ditto": "two models train on every batch",
-    "fd": "outputs of all examples once more",
+    "ditto": f"two models train on every batch; {OWN_MODELS}",
+    "fd": OWN_MODELS,
     "feddf": "the server distills",
     "fedet": "the server distills",
     "fedgen": "the server trains a generator, and clients a second batch",
@@ -47,11 +50,12 @@ MORE_WORK = {
     "fedimpro-prox": "FedImpro's",
     "fedimpro-scaffold": "FedImpro's",
     "fedin": "a second pass through the intermediate layers",
-    "fedmd": "clients train on public images too",
-    "fedproto": "features of all examples once more",
-    "fedrep": "the head's own epochs",
+    "fedmd": f"clients train on public images too; {OWN_MODELS}",
+    "fedproto": OWN_MODELS,
+    "fedrep": f"the head's own epochs, forward; {OWN_MODELS}",
     "fedspeed": "two passes per step",
-    "heterofl": "a pass for the statistics",
+    "heterofl": "a pass over all clients' examples for the statistics",
+    "local": OWN_MODELS,
     "moon": "two more forward passes per step",
     "scalefl": "a loss at every exit",
 }
