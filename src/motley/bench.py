@@ -92,6 +92,7 @@ def measure(
         end = time.perf_counter()
         all_seconds.append(end - begin)
         begin = end
+    federation.end_workers()  # so that they do not disturb the next measurement
     seconds = all_seconds[warm_up:]
     records = [record.read() for record in pending[warm_up:]]
     phases = [record.seconds for record in records]

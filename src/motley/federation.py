@@ -395,7 +395,7 @@ class Federation:
     ) -> tuple[ServerState, PendingRecord]:
         """Like `run_round`, but do not wait for the evaluation.
 
-        A GPU may evaluate a round while the next one begins.
+        A GPU, or the worker processes of a CPU, evaluate a round while the next one begins.
         """
         with self.numerics():
             return rounds.run_round(self.context, server, done, speculation.finish_round)

@@ -43,6 +43,7 @@ def check_method(method: type[Method] | Configured | str, **arguments: Any) -> N
                 f"round {after.round_number}, run twice from the same state ({engine} engine)",
             )
             server = after
+        federation.end_workers()
         states[engine] = server
     _require_equal(states["debug"], states["local"], "the debug engine and the local engine")
     for name, tensor in states["local"].state.items():

@@ -201,6 +201,45 @@ def test_a_task_that_ends_its_process_is_reported() -> None:
         list(pool_of(lambda task: sys.exit(0)).run("task", numbers(2)))
 
 
+def test_workers_do_not_inherit_the_mode_of_the_moment_of_their_fork() -> None:
+    """They may be forked by an evaluation under no_grad, or between two rounds."""
+
+    def modes(task: WorkerTask) -> Result:
+        return Result((torch.get_num_threads(), torch.is_grad_enabled()), {})
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with torch.no_grad():
+            results = dict(pool_of(modes).run("task", numbers(2)))
+    finally:
+        torch.set_num_threads(threads)
+    assert [result.header for result in results.values()] == [(1, True)] * 2
+
+
+def test_a_worker_that_is_told_to_end_is_replaced(tmp_path: Path) -> None:
+    """A service manager that stops a run sends SIGTERM to all of its processes."""
+    gate = tmp_path / "gate"
+
+    def end_once(task: WorkerTask) -> Result:
+        if task.header == 1 and not gate.exists():
+            gate.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        return echo(task)
+
+    results = dict(pool_of(end_once).run("task", numbers(4)))
+    assert [results[number].header for number in range(4)] == [0, 1, 2, 3]
+
+
+def test_a_function_that_is_registered_later_is_used() -> None:
+    pool = pool_of(echo)
+    list(pool.run("task", numbers(2)))
+    pool.register("task", pid)
+    assert os.getpid() not in {result.header for _, result in pool.run("task", numbers(2))}
+    pool.close()
+
+
 def test_another_thread_forks_workers_of_its_own() -> None:
     """Linux ends workers with the thread that has forked them."""
     pool = pool_of(pid)
@@ -224,10 +263,25 @@ def test_many_jobs_go_in_waves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome("engine.workers=2", *settings) == outcome("engine.workers=1", *settings)
 
 
-def test_small_tasks_in_bundles_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def in_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give every worker half of a round's tasks at once."""
     monkeypatch.setattr("motley.engine.workers.BUNDLES", 1)
     monkeypatch.setattr("motley.engine.workers.BUNDLE_S", 1000.0)
-    settings = ("method.name=scaffold", "federation.clients_per_round=6", "evaluation.every=3")
+
+
+@pytest.mark.parametrize("method", one_method_per_kind())
+@pytest.mark.usefixtures("in_bundles")
+def test_bundles_change_no_bit_of_a_method(method: str) -> None:
+    """The clients of a bundle use one learner, one after the other, before their results are sent."""
+    settings = (*chosen(method), "federation.clients_per_round=6", "evaluation.every=3")
+    assert outcome("engine.workers=2", *settings) == outcome("engine.workers=1", *settings)
+
+
+@pytest.mark.parametrize("case", ["private heads", "16-bit uploads", "personalized scores"])
+@pytest.mark.usefixtures("in_bundles")
+def test_bundles_change_no_bit_of_what_clients_are_asked(case: str) -> None:
+    settings = (*COLLECTING[case], "federation.clients_per_round=6")
     assert outcome("engine.workers=2", *settings) == outcome("engine.workers=1", *settings)
 
 
@@ -436,6 +490,61 @@ def test_a_fork_of_the_owner_does_not_end_the_workers() -> None:
     pool.close()
 
 
+def test_a_fork_of_the_owner_does_not_write_to_its_memory() -> None:
+    pool = pool_of(slow_echo)
+    list(pool.run("task", filled(7.0)))
+    background = pool.start("task", filled(7.0))
+
+    def run_here() -> None:
+        list(pool.run("task", filled(-1.0)))
+
+    process = multiprocessing.get_context("fork").Process(target=run_here)
+    process.start()
+    process.join()
+    for result in background.results():
+        assert (result.tensors["x"]["x"] == 7.0).all()
+    pool.close()
+
+
+def slow_echo(task: WorkerTask) -> Result:
+    time.sleep(0.1)
+    return echo(task)
+
+
+def filled(value: float) -> list[WorkerTask]:
+    return [WorkerTask(number, {"x": {"x": torch.full((1000,), value)}}) for number in range(4)]
+
+
+@pytest.mark.usefixtures("alarms_interrupt")
+def test_interruptions_lose_no_task() -> None:
+    """Ctrl-C at random moments: what was started in the background is still computed."""
+    random = torch.Generator().manual_seed(1)
+    pool = pool_of(echo)
+    for _ in range(60):
+        background = pool.start("task", filled(3.0))
+        seconds = 0.02 * torch.rand((), generator=random).item()
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            for _ in range(1000):
+                list(pool.run("task", filled(5.0), bundle=2))
+        except KeyboardInterrupt:
+            pass
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        results = background.results()
+        assert [result.header for result in results] == [0, 1, 2, 3]
+        assert all((result.tensors["x"]["x"] == 3.0).all() for result in results)
+    pool.close()
+
+
+@pytest.fixture
+def alarms_interrupt() -> Iterator[None]:
+    """Let a timer do as Ctrl-C does."""
+    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
 def test_workers_end_with_the_last_reference_to_their_pool() -> None:
     pool = pool_of(echo)
     list(pool.run("task", numbers(2)))
@@ -549,6 +658,7 @@ def test_memory_that_is_not_used_any_more_is_returned() -> None:
     def num_mapped() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:motley")
 
+    of_other_tests = num_mapped()
     pool = pool_of(echo)
     list(pool.run("task", numbers(2)))
     handles, mapped = num_handles(), num_mapped()
@@ -558,6 +668,9 @@ def test_memory_that_is_not_used_any_more_is_returned() -> None:
     # One arena here, and one in each of the two workers.
     assert num_handles() <= handles + 1
     assert num_mapped() <= mapped + 3
+    for process in multiprocessing.active_children():
+        in_worker = Path(f"/proc/{process.pid}/maps").read_text().count("memfd:motley")
+        assert in_worker <= of_other_tests + 3
     pool.close()
 
 

@@ -52,6 +52,11 @@ class Batches:
         # the same bits.
         self._batch = torch.zeros(room[1:], dtype=dtype, device=device) if lean else None
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the prepared inputs, which are by far the largest of its tensors."""
+        return 0 if self._inputs is None else self._inputs.nbytes
+
     def load(self, plan: Plan) -> None:
         """Load a plan and point at its first batch."""
         self.rewind()

@@ -295,8 +295,12 @@ class BorrowedStates(ClientStateStore):
         self._after: State = {}
 
     def put(self, client: int, round_number: int, state: Mapping[str, Tensor]) -> None:
-        """Keep the client's state after the round."""
-        self._after = dict(state)
+        """Keep the client's state after the round.
+
+        A copy: it may be the learner's own tensors, and the worker's next client uses the learner
+        before this state is sent.
+        """
+        self._after = _copied(state)
 
     def recall(self, client: int, round_number: int) -> State:
         """Return the state that the client starts the round with."""

@@ -65,7 +65,7 @@ class SlotPool:
         return slots[0]
 
     def make_room(self, size: str, max_bytes: int) -> None:
-        """Drop idle slots of other sizes, so that they and one of this size take `max_bytes`."""
+        """Drop idle slots of other sizes until all slots take at most `max_bytes`, if possible."""
         others = [slot for slot in self if slot.size != size and not slot.busy]
         total = self._slot_bytes(size) + sum(self._slot_bytes(slot.size) for slot in others)
         for slot in others:
@@ -79,7 +79,9 @@ class SlotPool:
             state = self.clients.method.info.split.blueprints[size].module.state_dict()
             weights = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
             self._bytes[size] = COPIES * weights
-        return self._bytes[size]
+        of_size = self._slots.get(size, [])
+        batches = of_size[0].learner.batches.num_bytes if of_size else 0
+        return self._bytes[size] + batches
 
     def _free(self, size: str, urgent: bool) -> Slot | None:
         slots = self._slots.setdefault(size, [])

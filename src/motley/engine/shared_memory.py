@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -71,7 +72,7 @@ class Packing:
 
 
 class Arena:
-    """Memory that this process writes and others read."""
+    """Memory that this process writes and others read. It is released with its last reference."""
 
     _numbers = count()
 
@@ -79,13 +80,12 @@ class Arena:
         self.size = max(size, ALIGNMENT)
         #: No other arena of this process has this number.
         self.number = next(Arena._numbers)
+        #: The process that made it. A fork of that process inherits it, and must not write to it.
+        self.owner = os.getpid()
         self.handle = os.memfd_create("motley")
-        try:
-            os.ftruncate(self.handle, self.size)
-            self._memory = _mapped(self.handle, self.size)
-        except BaseException:
-            os.close(self.handle)
-            raise
+        self._close_handle = weakref.finalize(self, os.close, self.handle)
+        os.ftruncate(self.handle, self.size)
+        self._memory = _mapped(self.handle, self.size)
 
     def write(self, tensors: Iterable[tuple[Tensor, Place]]) -> None:
         """Copy tensors to their places."""
@@ -95,7 +95,7 @@ class Arena:
 
     def close(self) -> None:
         """Release the memory. It is freed when no other process has it mapped either."""
-        os.close(self.handle)
+        self._close_handle()
         self._memory = torch.empty(0, dtype=torch.uint8)
 
 
@@ -104,42 +104,41 @@ class Arenas:
 
     def __init__(self) -> None:
         self._free: list[Arena] = []
-        self._taken: list[Arena] = []
+        self._all: weakref.WeakSet[Arena] = weakref.WeakSet()
 
     @property
     def numbers(self) -> set[int]:
-        """The numbers of all arenas."""
-        return {arena.number for arena in (*self._free, *self._taken)}
+        """The numbers of all arenas that somebody still uses, or that are free."""
+        return {arena.number for arena in self._all}
 
     def take(self, size: int) -> Arena:
         """Return an arena with at least `size` bytes: the smallest free one, or a new one."""
-        large_enough = [arena for arena in self._free if arena.size >= size]
+        large_enough = []
+        for arena in self._free:
+            if arena.size >= size and arena.owner == os.getpid():
+                large_enough.append(arena)
         if large_enough:
             arena = min(large_enough, key=lambda arena: arena.size)
             self._free.remove(arena)
-        else:
-            self.drop_free()
-            arena = Arena(int(size * ROOM))
-        self._taken.append(arena)
+            return arena
+        self.drop_free()
+        arena = Arena(int(size * ROOM))
+        self._all.add(arena)
         return arena
 
     def give_back(self, arena: Arena) -> None:
         """Let an arena be used again: nobody reads its content any more."""
-        self._taken.remove(arena)
         self._free.append(arena)
 
     def drop_free(self) -> None:
         """Release the arenas that are free."""
-        for arena in self._free:
-            arena.close()
         self._free = []
 
     def close(self) -> None:
-        """Release all arenas."""
-        self.drop_free()
-        for arena in self._taken:
+        """Release all arenas, also those in use. For a fork, which has inherited them."""
+        self._free = []
+        for arena in self._all:
             arena.close()
-        self._taken = []
 
 
 class Channel:
@@ -154,24 +153,19 @@ class Channel:
         self._mapped: dict[int, Tensor] = {}
 
     def send(
-        self,
-        content: Any,
-        layouts: Sequence[Layout],
-        arena: Arena,
-        numbers: Collection[int],
-        peer: int,
+        self, content: Any, layouts: Sequence[Layout], arena: Arena, numbers: Collection[int]
     ) -> None:
         """Send a picklable object, and the tensors of some layouts, which are in an arena.
 
         `numbers` are those of all arenas that this side still has; the other side unmaps all
-        others. `peer` is the other side's process.
+        others.
         """
         is_new = arena.number not in self._sent
         dropped = self._sent - set(numbers)
         size = arena.size if is_new else 0
         self.connection.send((content, layouts, arena.number, size, dropped))
         if is_new:
-            send_handle(self.connection, arena.handle, peer)
+            send_handle(self.connection, arena.handle, None)  # the process id is for Windows
         self._sent = (self._sent - dropped) | {arena.number}
 
     def receive(self) -> tuple[Any, list[dict[str, State]]]:
@@ -189,8 +183,9 @@ class Channel:
         return content, [_tensors(memory, layout) for layout in layouts]
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection, and unmap the other side's arenas."""
         self.connection.close()
+        self._mapped = {}
 
 
 def pack(messages: Sequence[Groups]) -> tuple[int, list[tuple[Layout, list[tuple[Tensor, Place]]]]]:

@@ -38,6 +38,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias, cast
 
@@ -176,11 +177,11 @@ class WorkerPool:
         self.workers = workers
         self._functions: dict[str, Function] = {}
         self._preparations: list[Callable[[], object]] = []
-        #: Tasks that no worker has yet, in the order in which workers take them.
-        self._waiting: deque[tuple[_Batch, int]] = deque()
+        #: Batches with tasks that have not ended. Workers take tasks of the first one first.
+        self._open: list[_Batch] = []
         self._processes = _Processes()
         self._arenas = Arenas()
-        weakref.finalize(self, _end, self._processes, self._arenas)
+        weakref.finalize(self, self._processes.end)
 
     def register(
         self, name: str, function: Function, prepare: Callable[[], object] | None = None
@@ -189,6 +190,7 @@ class WorkerPool:
 
         `prepare` is called in this process before a fork, to make what all workers should share.
         """
+        self.close()
         self._functions[name] = function
         if prepare is not None:
             self._preparations.append(prepare)
@@ -205,13 +207,13 @@ class WorkerPool:
         try:
             num_yielded = 0
             while num_yielded < len(tasks):
-                if not batch.ended:
+                if num_yielded == len(batch.results):
                     self._advance(batch, timeout=None)
-                while batch.ended:
-                    yield batch.ended.popleft()
-                    num_yielded += 1
+                arrived = list(islice(batch.results.items(), num_yielded, None))
+                yield from arrived
+                num_yielded += len(arrived)
         finally:
-            if batch.num_open:
+            if not batch.is_complete:
                 self._cancel(batch)
 
     def start(self, name: str, tasks: Sequence[WorkerTask]) -> BackgroundTasks:
@@ -222,8 +224,9 @@ class WorkerPool:
         """End all workers, whatever they are doing. Tasks that they had start again when somebody
         waits for them.
         """
-        for worker in self._processes.end():
-            self._waiting.extendleft(worker.tasks)
+        for batch in self._open:
+            batch.restart()
+        self._processes.end()
         self._arenas.drop_free()
 
     # ----
@@ -231,14 +234,14 @@ class WorkerPool:
     def _submit(self, name: str, tasks: Sequence[WorkerTask], bundle: int = 1) -> _Batch:
         """Write tasks to shared memory, and hand them to idle workers."""
         size, packed = pack([task.tensors for task in tasks])
-        arena = self._arenas.take(size)
         headers = [task.header for task in tasks]
         layouts = [layout for layout, _ in packed]
-        batch = _Batch(name, headers, layouts, arena, bundle, num_open=len(tasks))
+        batch = _Batch(name, headers, layouts, self._arenas.take(size), bundle)
+        self._open.append(batch)
         try:
             for number, (_, new_tensors) in enumerate(packed):
-                arena.write(new_tensors)
-                self._waiting.append((batch, number))
+                batch.arena.write(new_tensors)
+                batch.waiting.append(number)
                 # At once: the first workers begin while the next tasks are written.
                 if (number + 1) % bundle == 0:
                     self._hand_out()
@@ -247,35 +250,33 @@ class WorkerPool:
             self._cancel(batch)
             raise
         if not tasks:
-            self._arenas.give_back(arena)
+            self._end_batch(batch)
         return batch
 
     def _hand_out(self) -> None:
         """Give every idle worker the next tasks."""
-        while self._waiting and not self._waiting[0][0].is_wanted:
-            self._close_task(self._waiting.popleft()[0])
-        if not self._waiting:
-            return
-        self._fork()
-        for worker in self._processes.workers:
-            if self._waiting and not worker.tasks:
-                self._give(worker)
+        for batch in list(self._open):
+            if not batch.is_wanted and not self._processes.any_has(batch):
+                self._end_batch(batch)
+        for batch in self._open:
+            if not batch.waiting or not batch.is_wanted:
+                continue
+            self._fork()
+            for worker in self._processes.workers:
+                if worker.batch is None and batch.waiting:
+                    self._give(worker, batch)
 
-    def _give(self, worker: _Worker) -> None:
-        """Give a worker the next tasks, which are all of one batch."""
-        batch = self._waiting[0][0]
-        while self._waiting and self._waiting[0][0] is batch and len(worker.tasks) < batch.bundle:
-            worker.tasks.append(self._waiting.popleft())
-        numbers = [number for _, number in worker.tasks]
+    def _give(self, worker: _Worker, batch: _Batch) -> None:
+        """Give a worker the next tasks of a batch."""
+        numbers = list(islice(batch.waiting, batch.bundle))
+        worker.batch, worker.numbers = batch, numbers
+        for _ in numbers:
+            batch.waiting.popleft()
+        content = (batch.name, [batch.headers[number] for number in numbers])
+        layouts = [batch.layouts[number] for number in numbers]
         # If the worker has ended, reading its results reports that.
         with suppress(BrokenPipeError, ConnectionResetError):
-            worker.channel.send(
-                (batch.name, [batch.headers[number] for number in numbers]),
-                [batch.layouts[number] for number in numbers],
-                batch.arena,
-                self._arenas.numbers,
-                worker.process.pid,
-            )
+            worker.channel.send(content, layouts, batch.arena, self._arenas.numbers)
 
     def _fork(self) -> None:
         """Fork the workers that are missing."""
@@ -286,7 +287,7 @@ class WorkerPool:
         if num_missing:
             for prepare in self._preparations:
                 prepare()
-            self._processes.fork(num_missing, self._functions)
+            self._processes.fork(num_missing, self._functions, self._arenas)
 
     def _advance(self, batch: _Batch, timeout: float | None) -> None:
         """Take the results that arrive within a time, and keep the workers busy.
@@ -297,7 +298,9 @@ class WorkerPool:
             try:
                 self._take_results(timeout)
             except BaseException:
-                self.close()  # an interruption: the rest of a message could not be read any more
+                # An interruption. A message may have been read or sent in part, so the workers
+                # cannot be used any more.
+                self.close()
                 raise
         if batch.error is not None:
             raise batch.error
@@ -306,41 +309,42 @@ class WorkerPool:
         self._hand_out()
         busy = {}
         for worker in self._processes.workers:
-            if worker.tasks:
+            if worker.batch is not None:
                 busy[worker.channel.connection] = worker
         assert busy or timeout is not None  # or this would wait without end
         for ready in wait(list(busy), timeout):
             worker = busy[cast(Connection, ready)]
-            tasks, batch = worker.tasks, worker.tasks[0][0]
+            if worker not in self._processes.workers:
+                continue  # ended since
+            batch, numbers = worker.batch, worker.numbers
+            assert batch is not None
             try:
-                results = worker.results()
-            except _IdleError:
+                results = worker.receive_results()
+            except _GoneError:
                 self._processes.drop(worker)
-                self._waiting.extendleft(tasks)
+                batch.waiting.extendleft(reversed(numbers))
                 continue
             except Exception as error:
                 batch.error = error
                 self._cancel(batch)
                 return
-            worker.tasks = []
-            for (_, number), result in zip(tasks, results, strict=True):
-                batch.ended.append((number, result))
-                self._close_task(batch)
+            for number, result in zip(numbers, results, strict=True):
+                batch.results.setdefault(number, result)
+            worker.batch, worker.numbers = None, []
+            if batch.is_complete:
+                self._end_batch(batch)
             self._hand_out()
 
-    def _close_task(self, batch: _Batch) -> None:
-        """Note that a task has ended, or is not needed."""
-        batch.num_open -= 1
-        if batch.num_open == 0:
+    def _end_batch(self, batch: _Batch) -> None:
+        """Let the memory of a batch be used again: no worker reads it any more."""
+        if batch in self._open:
+            self._open.remove(batch)
             self._arenas.give_back(batch.arena)
 
     def _cancel(self, batch: _Batch) -> None:
         """Drop the open tasks of a batch, and end all workers. Other batches' tasks start again."""
         self.close()
-        self._waiting = deque(task for task in self._waiting if task[0] is not batch)
-        if batch.num_open:
-            batch.num_open = 0
-            self._arenas.give_back(batch.arena)
+        self._end_batch(batch)
 
 
 class BackgroundTasks:
@@ -348,27 +352,26 @@ class BackgroundTasks:
 
     def __init__(self, pool: WorkerPool, batch: _Batch) -> None:
         self._pool, self._batch = pool, batch
-        self._count = batch.num_open
         weakref.finalize(self, batch.give_up)
 
     @property
     def ready(self) -> bool:
         """Whether `results` would return, or raise a task's exception, without waiting."""
+        batch = self._batch
         num_before = -1
-        while self._batch.num_open not in (0, num_before):
-            num_before = self._batch.num_open
+        # As long as results arrive: a worker may have sent several.
+        while not batch.is_complete and batch.error is None and len(batch.results) > num_before:
+            num_before = len(batch.results)
             with suppress(Exception):  # `results` raises it
-                self._pool._advance(self._batch, timeout=0)
-        return self._batch.num_open == 0
+                self._pool._advance(batch, timeout=0)
+        return batch.is_complete or batch.error is not None
 
     def results(self) -> list[Result]:
         """Wait for all results and return them in the order of their tasks."""
-        while self._batch.num_open:
-            self._pool._advance(self._batch, timeout=None)
-        if self._batch.error is not None:
-            raise self._batch.error
-        results = dict(self._batch.ended)
-        return [results[number] for number in range(self._count)]
+        batch = self._batch
+        while not batch.is_complete:
+            self._pool._advance(batch, timeout=None)
+        return [batch.results[number] for number in range(len(batch.headers))]
 
 
 @dataclass(eq=False)
@@ -382,13 +385,23 @@ class _Batch:
     arena: Arena
     #: How many tasks a worker is given at once.
     bundle: int
-    #: The number of tasks that have not ended.
-    num_open: int
-    #: The numbers and results of tasks that have ended.
-    ended: deque[tuple[int, Result]] = field(default_factory=deque)
+    #: The numbers of the tasks that no worker has.
+    waiting: deque[int] = field(default_factory=deque)
+    #: The results by the numbers of their tasks, in the order in which they came.
+    results: dict[int, Result] = field(default_factory=dict)
     error: Exception | None = None
     #: Whether somebody can still read the results.
     is_wanted: bool = True
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all tasks have ended."""
+        return len(self.results) == len(self.headers)
+
+    def restart(self) -> None:
+        """Let all tasks that have not ended wait for a worker."""
+        numbers = range(len(self.headers))
+        self.waiting = deque(number for number in numbers if number not in self.results)
 
     def give_up(self) -> None:
         """Let workers skip the tasks that they have not begun.
@@ -401,8 +414,8 @@ class _Batch:
 # ---- the processes
 
 
-class _IdleError(Exception):
-    """A worker has ended because it had been idle, in the moment in which it got a task."""
+class _GoneError(Exception):
+    """A worker was told to end, or has ended because it was idle, just as it got a task."""
 
 
 @dataclass(eq=False)
@@ -411,33 +424,38 @@ class _Worker:
 
     process: Any
     channel: Channel
-    #: The tasks that it has, all of one batch.
-    tasks: list[tuple[_Batch, int]] = field(default_factory=list)
+    #: The batch and the numbers of the tasks that it has; None and empty if it is idle.
+    batch: _Batch | None = None
+    numbers: list[int] = field(default_factory=list)
 
-    def results(self) -> list[Result]:
+    def receive_results(self) -> list[Result]:
         """Wait for the results of its tasks, or raise the exception of one of them."""
         try:
             content, tensors = self.channel.receive()
-        except (EOFError, OSError):
-            raise self._died() from None
+        except (EOFError, OSError) as error:
+            raise self._why_ended(error) from None
         if isinstance(content, _Failed):
             raise content.error from WorkerError(f"\n{content.text}")
         headers, seconds = content
         results = []
         for header, groups in zip(headers, tensors, strict=True):
             # Copied, because the worker's next result takes the same memory.
-            own = {}
+            copies = {}
             for group, shared in groups.items():
-                own[group] = {name: tensor.clone() for name, tensor in shared.items()}
-            results.append(Result(header, own, seconds / len(headers)))
+                copies[group] = {name: tensor.clone() for name, tensor in shared.items()}
+            results.append(Result(header, copies, seconds / len(headers)))
         return results
 
-    def _died(self) -> Exception:
+    def _why_ended(self, error: Exception) -> Exception:
+        """Return why the process ended; `error` itself if it has not ended."""
         self.process.join(timeout=5)
         code = self.process.exitcode
-        if code == _IDLE_CODE:
-            return _IdleError()
-        how = f"was killed by signal {-code}" if code and code < 0 else f"ended with code {code}"
+        if code is None:
+            return error
+        # A service manager that stops a run sends a signal to all of its processes.
+        if code in (_IDLE_CODE, -signal.SIGTERM, -signal.SIGHUP):
+            return _GoneError()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         return MotleyError(
             f"a worker process {how}. The most frequent reason is too little memory: use fewer "
             "workers (engine.workers; 1 needs the least memory)."
@@ -463,23 +481,28 @@ class _Processes:
     def drop_ended(self) -> None:
         """Forget idle workers that have ended. The end of a busy one is noticed by its result."""
         for worker in list(self.workers):
-            if not worker.tasks and not worker.process.is_alive():
+            if worker.batch is None and not worker.process.is_alive():
                 self.drop(worker)
+
+    def any_has(self, batch: _Batch) -> bool:
+        """Tell whether a worker has tasks of a batch."""
+        return any(worker.batch is batch for worker in self.workers)
 
     def drop(self, worker: _Worker) -> None:
         """Forget a worker that has ended."""
         worker.channel.close()
         self.workers.remove(worker)
 
-    def fork(self, count: int, functions: dict[str, Function]) -> None:
-        """Start workers."""
+    def fork(self, count: int, functions: dict[str, Function], arenas: Arenas) -> None:
+        """Start workers. `arenas` are those of this process."""
         self._owner = (os.getpid(), threading.get_native_id())
         context = multiprocessing.get_context("fork")
         for _ in range(count):
             here, there = context.Pipe()
-            inherited = [here, *(worker.channel.connection for worker in self.workers)]
+            channel = Channel(here)
+            channels = [channel, *(worker.channel for worker in self.workers)]
             process = context.Process(
-                target=_serve, args=(functions, there, inherited), daemon=True, name="worker"
+                target=_serve, args=(functions, there, channels, arenas), daemon=True, name="worker"
             )
             with _signals_deferred(), warnings.catch_warnings():
                 # Python 3.12 warns that threads of this process, such as those of a progress
@@ -487,13 +510,13 @@ class _Processes:
                 warnings.simplefilter("ignore", DeprecationWarning)
                 process.start()
                 there.close()
-                self.workers.append(_Worker(process, Channel(here)))
+                self.workers.append(_Worker(process, channel))
 
-    def end(self) -> list[_Worker]:
-        """End all workers, whatever they are doing, and return them."""
+    def end(self) -> None:
+        """End all workers, whatever they are doing."""
         ended, self.workers = self.workers, []
         if self._owner[0] != os.getpid():
-            return []  # a fork of their owner has inherited this object, but not the workers
+            return  # a fork of their owner has inherited this object, but not the workers
         with _signals_deferred():
             for worker in ended:
                 worker.process.kill()
@@ -501,13 +524,6 @@ class _Processes:
             for worker in ended:
                 worker.process.join()
                 worker.process.close()
-        return ended
-
-
-def _end(processes: _Processes, arenas: Arenas) -> None:
-    """End a pool that nobody refers to any more."""
-    processes.end()
-    arenas.close()
 
 
 @contextmanager
@@ -549,7 +565,10 @@ class _Failed:
 
 
 def _serve(
-    functions: dict[str, Function], connection: Connection, inherited: Sequence[Connection]
+    functions: dict[str, Function],
+    connection: Connection,
+    inherited_channels: Sequence[Channel],
+    inherited_arenas: Arenas,
 ) -> None:
     """Run tasks until the other side ends this process, or there is no task for IDLE_S seconds."""
     # A terminal sends a Ctrl-C to all processes. The one that forked the workers reacts to it, and
@@ -560,9 +579,10 @@ def _serve(
     # If that process is killed, a worker must not train on for minutes beside the resumed run.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Copies of the other side's ends. If they stayed open here, no worker would notice that the
-    # other side was killed.
-    for other in inherited:
+    # other side was killed, and memory that it has released would not be freed.
+    for other in inherited_channels:
         other.close()
+    inherited_arenas.close()
     # A garbage collection would write to every page that holds an object, and so copy it.
     gc.freeze()
     # Keep freed memory for the next step: returning it to the system after every step would double
@@ -571,8 +591,16 @@ def _serve(
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**30)
         libc.mallopt(_M_MMAP_THRESHOLD, 2**30)
+    # Not as the other side happened to have them when it forked this process. Its threads of OpenMP
+    # do not exist here, and more than one thread would wait for them.
+    torch.set_num_threads(1)
+    with torch.inference_mode(False), torch.enable_grad():
+        _run_tasks(functions, connection)
+
+
+def _run_tasks(functions: dict[str, Function], connection: Connection) -> None:
     channel, arenas = Channel(connection), Arenas()
-    with suppress(EOFError, OSError):  # the other side is gone
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the other side is gone
         while connection.poll(IDLE_S):
             (name, headers), tensors = channel.receive()
             begin = time.process_time()
@@ -596,7 +624,7 @@ def _send(channel: Channel, arenas: Arenas, content: Any, tensors: Sequence[Grou
     for _, new_tensors in packed:
         arena.write(new_tensors)
     layouts = [layout for layout, _ in packed]
-    channel.send(content, layouts, arena, arenas.numbers, os.getppid())
+    channel.send(content, layouts, arena, arenas.numbers)
     # The next task arrives after the other side has copied these results.
     arenas.give_back(arena)
 

@@ -274,7 +274,7 @@ def run_rounds(
 class _Delivery:
     """Hands rounds to the callbacks as soon as their records are complete.
 
-    On a GPU, a round may still be evaluated while the next one trains. Its record is kept here
+    A round may still be evaluated while the next one trains. Its record is kept here
     until the scores have arrived; the loop does not wait for them.
     """
 

@@ -72,7 +72,10 @@ class RoundRecord:
 
 
 class PendingRecord:
-    """A record whose scores and metrics a GPU may still compute while the next round begins."""
+    """A record whose scores and metrics may still be computed while the next round begins.
+
+    A GPU does so, and so do the worker processes of a CPU.
+    """
 
     def __init__(
         self,
