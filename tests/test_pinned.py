@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from motley.config import Config
+from motley.engine import DebugEngine, LocalEngine
 from motley.federation import Federation
 from motley.runs.checkpoint import fingerprint
 from motley.runs.run import resume_run, start_run
 from motley.server.state import ServerState
-from tests.conftest import tiny_config
+from tests.conftest import chosen, tiny_config
 
 RECORDED = Path(__file__).with_name("pinned.json")
 #: Relative difference that another CPU or another version of torch may make in so few steps.
@@ -80,6 +81,19 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "DepthFL": ("method.name=DepthFL", *EXITS, "method.ramp=2"),
     "InclusiveFL": ("method.name=InclusiveFL",),
+    "fedgen": chosen("fedgen"),
+    "ccvr": chosen("ccvr"),
+    "spherefed": chosen("spherefed"),
+    # Methods that distill at the server, and methods whose clients have models of their own.
+    "feddf": chosen("feddf"),
+    "fedet": chosen("fedet"),
+    "fedproto": chosen("fedproto"),
+    "fd": chosen("fd"),
+    "fedmd": chosen("fedmd"),
+    "local": chosen("local"),
+    "fedrep": (*chosen("fedrep"), "split.private=['head']", "server.ema_decay=0"),
+    "ditto": chosen("ditto"),
+    "fedbn": ("split.private=['normalization']", "server.ema_decay=0"),
     # InCo, its ablations, and methods on top of which it runs.
     "InCoAvg": ("method.name=InCoAvg",),
     "InCoAvg-paper": ("method.name=InCoAvg", "server.inco.variant=paper"),
@@ -171,6 +185,7 @@ def played(case: str) -> dict[str, Any]:
     accuracies = [score.accuracy for score in record.scores.values()]
     return {
         "hash": hash_of(server),
+        "clients": hash_of_clients(federation, server),
         "way": way(start.state, server.state),
         "train_loss": None if math.isnan(record.train_loss) else record.train_loss,
         "test_loss": sum(score.loss for score in record.scores.values()) / len(accuracies),
@@ -185,6 +200,19 @@ def hash_of(server: ServerState) -> str:
         f"{section}/{name}": t for section, state in sections.items() for name, t in state.items()
     }
     return fingerprint(whole)[:16]
+
+
+def hash_of_clients(federation: Federation, server: ServerState) -> str:
+    """Return a hash of the stored states of all clients; empty if they keep none."""
+    assert isinstance(federation.engine, LocalEngine | DebugEngine)
+    clients = federation.engine.clients
+    whole = {}
+    for client, number in server.client_state_rounds.items():
+        if not clients.keeps_state(federation.size_of(client, number)):
+            continue
+        for name, tensor in clients.memory.get(client, number).items():
+            whole[f"{client}/{name}"] = tensor
+    return fingerprint(whole)[:16] if whole else ""
 
 
 def way(start: Mapping[str, Tensor], end: Mapping[str, Tensor]) -> float:
@@ -213,6 +241,7 @@ def test_a_federation_ends_where_it_ended(case: str, recorded: dict[str, Any]) -
     found, expected = played(case), recorded["cases"][case]
     if machine() == recorded["machine"]:
         assert found["hash"] == expected["hash"]
+        assert found["clients"] == expected["clients"]
     for name in ("way", "train_loss", "test_loss"):
         if expected[name] is None:  # with differential privacy, clients do not report their loss
             assert found[name] is None
@@ -242,8 +271,9 @@ def main() -> None:
     cases = {}
     for case in CASES:
         cases[case] = played(case)
-        if case in before and cases[case]["hash"] != before[case]["hash"]:
-            print(f"changed: {case}")
+        for part in ("hash", "clients"):
+            if case in before and cases[case][part] != before[case].get(part):
+                print(f"changed: {case} ({part})")
     RECORDED.write_text(
         json.dumps({"machine": machine(), "cases": cases}, indent=1) + "\n", encoding="utf-8"
     )
