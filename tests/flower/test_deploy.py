@@ -136,7 +136,14 @@ def test_a_killed_server_resumes_and_a_killed_node_comes_back(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_server_that_is_told_to_end_does_not_wait_for_a_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("word", "number"),
+    [(b"motley.deploy.superlink", signal.SIGTERM), (b"deploy\0server", signal.SIGKILL)],
+    ids=["told", "without its parent"],
+)
+def test_a_server_that_ends_does_not_wait_for_a_run(
+    tmp_path: Path, word: bytes, number: int
+) -> None:
     """`motley deploy run` shows the run's output, an answer of the server that does not end."""
     config = three_nodes(*WAITING, "training.rounds=1000")
     with Deployment(tmp_path / "federation", config, insecure=True) as deployment:
@@ -146,11 +153,15 @@ def test_a_server_that_is_told_to_end_does_not_wait_for_a_run(tmp_path: Path) ->
         deployment.wait(lambda: len(deployment.lines()) >= 1)
         # The process of the run is killed, so that nobody tells the SuperLink that the run has ended.
         kill_all(deployment, b"flwr-serverapp", signal.SIGKILL)
-        kill_all(deployment, b"motley.deploy.superlink", signal.SIGTERM)
+        ended = named(deployment, word)
+        kill_all(deployment, word, number)
+        if number == signal.SIGKILL:
+            os.waitpid(*ended, 0)  # a SuperLink does not miss a parent that is a zombie
         end = time.monotonic() + 30
         while named(deployment, b"motley.deploy.superlink"):
             assert time.monotonic() < end
             time.sleep(0.1)
+        assert "Traceback" not in deployment.said("server")
 
 
 @pytest.mark.slow

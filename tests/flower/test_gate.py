@@ -153,6 +153,28 @@ def test_the_host_header_does_not_get_through() -> None:
 # ---- with Flower's own application behind the gate
 
 
+@pytest.mark.parametrize("stopping", [True, False])
+def test_a_request_that_a_server_cancels_as_it_ends_is_no_error(stopping: bool) -> None:
+    """The request for a run's output is open as long as the run."""
+
+    async def never(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def cancel() -> bool:
+        gate = FleetGate(never, PRIVATE, NODE_PATHS)
+        gate.waiting.stopping = lambda: stopping
+        scope = {"type": "http", "method": "POST", "path": "/v1/control/stream-logs"}
+        request = asyncio.ensure_future(
+            gate({**scope, "server": PRIVATE, "headers": []}, None, None)  # type: ignore[arg-type]
+        )
+        await asyncio.sleep(0)
+        request.cancel()
+        await asyncio.wait({request})
+        return request.cancelled()
+
+    assert asyncio.run(cancel()) != stopping
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> DeployFolder:
     made = create(tmp_path / "fed", three_nodes(), DeploySettings())

@@ -13,6 +13,7 @@ The gate does two more things that the SuperLink does not do itself:
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -98,7 +99,13 @@ class FleetGate:
         # header, which the caller chooses, or without it from the socket's own address.
         headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
         handler = self._handler(scope)
-        await handler({**scope, "headers": headers}, receive, send)
+        try:
+            await handler({**scope, "headers": headers}, receive, send)
+        except asyncio.CancelledError:
+            # A server that ends cancels requests that are still open, such as the one for a run's
+            # output, which ends with the run. Without this, the server would log a traceback.
+            if not self.waiting.stopping():
+                raise
 
     def check(self, scope: Scope) -> tuple[int, str]:
         """Return the HTTP status and the reason for refusing a request; status 0 lets it pass."""

@@ -174,7 +174,9 @@ def main(path: str, public_socket: str, private_socket: str) -> None:
         )
     )
     gate.waiting.stopping = lambda: server.should_exit
-    server.run(sockets=[public, private])
+    # Flower interrupts this process if its parent is gone. By then the server has shut down.
+    with suppress(KeyboardInterrupt):
+        server.run(sockets=[public, private])
 
 
 if __name__ == "__main__":
