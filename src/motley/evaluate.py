@@ -348,7 +348,7 @@ class _Size:
     @property
     def num_bytes(self) -> int:
         """The bytes of the model's weights."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
+        return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def start(self, part: State) -> AsyncCopy:
         """Evaluate this size's part of a state without waiting for the device."""

@@ -77,8 +77,7 @@ class SlotPool:
         """Return roughly how much memory a slot of a size takes between two clients."""
         if size not in self._bytes:
             state = self.clients.method.info.split.blueprints[size].module.state_dict()
-            weights = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-            self._bytes[size] = COPIES * weights
+            self._bytes[size] = COPIES * sum(tensor.nbytes for tensor in state.values())
         of_size = self._slots.get(size, [])
         batches = of_size[0].learner.batches.num_bytes if of_size else 0
         return self._bytes[size] + batches
