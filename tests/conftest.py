@@ -52,6 +52,28 @@ def chosen(name: str) -> tuple[str, ...]:
     return tuple(settings)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--shard I/N`, for processes that share a GPU and must not start at the same moment."""
+    parser.addoption("--shard", metavar="I/N", help="run only every N-th test, from the I-th on")
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k have left tests out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep one shard of the tests."""
+    shard = config.getoption("--shard")
+    if shard is None:
+        return
+    try:
+        number, count = (int(part) for part in shard.split("/"))
+    except ValueError:
+        number = count = 0
+    if not 1 <= number <= count:
+        raise pytest.UsageError(f"--shard {shard!r} is not I/N with 1 <= I <= N, such as 1/3")
+    left_out = [item for index, item in enumerate(items) if index % count != number - 1]
+    items[:] = items[number - 1 :: count]
+    config.hook.pytest_deselected(items=left_out)
+
+
 @pytest.fixture(autouse=True)
 def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Train clients in the tests' own process: pytest already keeps all cores busy.

@@ -84,6 +84,16 @@ def test_a_message_that_is_not_finite_is_refused() -> None:
     assert all(tensor.isfinite().all() for tensor in after.method_state.values())
 
 
+def test_a_round_of_diverging_clients_says_how_to_go_on() -> None:
+    federation = Federation(tiny_config("federation.clients_per_round=6"))
+    diverged = with_delta("fc.bias", torch.full((10,), float("nan")))
+    federation.engine = Tampered(  # type: ignore[assignment]
+        federation.engine, dict.fromkeys(range(6), diverged)
+    )
+    with pytest.raises(MotleyError, match=r"never had .* lower training\.optimizer\.lr or set"):
+        federation.run_round(federation.initial_state())
+
+
 def test_a_loss_that_is_not_finite_is_refused() -> None:
     """In fp16 a client whose every step was left out sends no change, and this."""
     federation = Federation(tiny_config("federation.clients_per_round=6"))

@@ -93,7 +93,9 @@ def config(method: str, clients: int = CLIENTS, *overrides: str) -> Config:
 
 def checkpoint_bytes(folder: Path, data: Dataset, method: str, clients: int) -> int:
     """Play one round with the same clients, however many there are, and return what its checkpoint weighs."""
-    federation = Federation(config(method, clients), dataset=data, memory_folder=folder / "clients")
+    federation = Federation(
+        config(method, clients), dataset=data, client_state_folder=folder / "clients"
+    )
     federation.sample = lambda number, attempt=0: list(range(A_ROUND))
     keeper = SaveCheckpoints(folder / "checkpoints", every=1, keep=1)
     keeper.on_start(federation, federation.initial_state())
@@ -133,9 +135,9 @@ def test_memories_in_host_memory_are_bounded_and_as_large_as_their_parts(
     federation = Federation(
         config("keeping", CLIENTS, "engine.client_state_host_gib=0.001"),
         dataset=data,
-        memory_folder=tmp_path,
+        client_state_folder=tmp_path,
     )
-    store = federation.engine.clients.memory  # type: ignore[attr-defined]
+    store = federation.engine.clients.states.store  # type: ignore[attr-defined]
     held: list[int] = []
     server = federation.initial_state()
     for _ in range(3):
@@ -143,7 +145,7 @@ def test_memories_in_host_memory_are_bounded_and_as_large_as_their_parts(
         assert not record.refused and not record.idle
     assert len(held) == 3 * A_ROUND
     assert 0.9 * MEBIBYTE < max(held) <= 0.001 * 2**30
-    federation.engine.save_memory(server.client_state_rounds)
+    federation.engine.save_client_states(server.client_state_rounds)
     assert len(server.client_state_rounds) > 2.8 * A_ROUND
     parts = {
         size: size_in_bytes(federation.split.build(size).state_dict())

@@ -339,7 +339,7 @@ def config_of(case: str, *overrides: str) -> Config:
 def federation_of(case: str, *overrides: str, folder: Path | None = None) -> Federation:
     _, _, shape, task, classes, per_position = CASES[case]
     dataset = data_of(shape, task, classes, per_position)
-    return Federation(config_of(case, *overrides), dataset=dataset, memory_folder=folder)
+    return Federation(config_of(case, *overrides), dataset=dataset, client_state_folder=folder)
 
 
 def played(federation: Federation, server: ServerState | None = None) -> tuple[ServerState, Any]:

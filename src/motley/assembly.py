@@ -1,7 +1,7 @@
 """Builds the objects that a configuration names, from its data set to its engine.
 
-A federation puts all of them together (`federation.py`); a node needs those of its one client
-(`node.py`).
+A federation puts all of them together (`federation.py`); a node builds only the objects that its
+one client needs (`node.py`).
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ from motley.server.own_models import EvaluateOwnModels
 from motley.server.pipeline import Stage, insert_stages
 from motley.server.recalibration import Recalibrate
 from motley.server.scale import Scale
+from motley.server.ties import Tie
 from motley.splits import SPLITS, Split
 from motley.tasks import CLASSIFICATION, Task
 
@@ -99,10 +100,11 @@ def deal_examples(config: Config, dataset: Dataset, partition: Partition | None 
 def client_tests(
     config: Config, train: Examples, test: Examples, partition: Partition
 ) -> tuple[Partition, Partition | None]:
-    """Return the examples that clients train on, and those of their own that they are tested on.
+    """Return each client's training examples, and the test examples of its own.
 
-    The latter are rows of the training set if some are held out (evaluation.client_test_fraction),
-    else rows of the test set; None if the run neither holds out examples nor scores clients.
+    The test examples are rows of the training set if some are held out
+    (evaluation.client_test_fraction), else rows of the test set; None if the run neither holds out
+    examples nor scores clients.
     """
     evaluation = config.evaluation
     if evaluation.client_test_fraction:
@@ -125,7 +127,9 @@ def load_public(
         return None
     images = public_images(public, dataset.train, held_out, config.seed, config.data.root_path)
     if isinstance(public, PublicDatasetSettings):
-        refuse_clients_images(images, dataset.train.inputs, f"public.name = {public.name!r}")
+        setting = f"public.name = {public.name!r}"
+        refuse_clients_images(images, dataset.train.inputs, setting)
+        refuse_clients_images(images, dataset.test.inputs, setting, "test")
     data = PublicData(images, config.data.transform)
     data.copy_to(device)
     return data
@@ -268,6 +272,8 @@ def build_pipeline(config: Config, split: Split, method: Method) -> list[Stage]:
         pipeline.append(ServerOptimizer(split.parameters, server.optimizer))
     pipeline.append(Apply(split.parameters, server.lr))
     pipeline.append(PostProcess(method.server))
+    if split.tied:
+        pipeline.append(Tie(split.tied))
     if server.ema_decay:
         pipeline.append(EMA(server.ema_decay))
     return insert_stages(pipeline, server.stages, split)
@@ -381,7 +387,7 @@ def build_clients(
         kernels=chosen_kernels(config),
         compiled=compiles(config),
         seed=config.seed,
-        memory=_store(config, folder, [data.device for data in copies]),
+        store=_store(config, folder, [data.device for data in copies]),
         elsewhere=copies[1:],
         dp=DPMechanism(config.privacy, config.seed, fresh_noise) if config.privacy.active else None,
         encoding=config.uplink.dtype,

@@ -82,7 +82,8 @@ def measure(
     pending: list[PendingRecord] = []
     begin = time.perf_counter()
     for number in range(warm_up + rounds):
-        server, record = federation.queue_round(server)
+        more_rounds = number + 1 < warm_up + rounds
+        server, record = federation.queue_round(server, more_rounds=more_rounds)
         # As in a run, the scores of a round are awaited only after the next round has been queued.
         if pending:
             pending[-1].read()

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from motley.config import Config, ModelSettings
@@ -22,8 +23,15 @@ from motley.data.device import DeviceData
 from motley.data.partition import Partition, PartitionSettings
 from motley.limits import check_fits
 from motley.methods import METHODS, Method
-from motley.models.inputs import KINDS, ArrayShape, ImageShape, SignalShape
-from motley.models.moments import norms_of
+from motley.models.inputs import (
+    KINDS,
+    ArrayShape,
+    ImageShape,
+    InputShape,
+    SignalShape,
+    example_inputs,
+)
+from motley.models.moments import normalizes_by_batch, norms_of
 from motley.models.pretrained import shapes_in
 from motley.splits import Split
 from motley.splits.base import STATISTICS
@@ -66,7 +74,7 @@ def check_optimizer(config: Config, device: torch.device) -> None:
 
 
 def check_dataset(dataset: Any) -> Dataset:
-    """Return the caller's data set; refuse those of other libraries, with a conversion hint."""
+    """Return the caller's data set; refuse other libraries' data sets, with a conversion hint."""
     if isinstance(dataset, Dataset):
         return dataset
     raise MotleyError(
@@ -100,37 +108,21 @@ def _type_name(value: object) -> str:
 
 
 def check_task(config: Config, task: Task, train: Examples, outputs: int) -> None:
-    """Refuse settings that need classes, or another kind of targets, if the task has none."""
-    numbers = train.targets.dtype.kind == "f"
-    if numbers != (task.targets == "numbers"):
-        actual = "numbers" if numbers else "class or token numbers"
-        raise MotleyError(
-            f"task.name = {task.name!r}: its targets are {task.targets}, and those of the data set "
-            f"are {actual} ({train.targets.dtype})."
-        )
-    if numbers and math.prod(train.targets.shape[1:]) != outputs:
-        raise MotleyError(
-            f"task.name = {task.name!r}: the targets have shape {train.targets.shape}, and "
-            f"Dataset.classes, the number of a model's outputs, is {outputs}."
-        )
-    if task.has_classes and train.targets.ndim != 1:
-        raise MotleyError(
-            f"task.name = {task.name!r}: needs one class per example, and the targets have shape "
-            f"{train.targets.shape}. Use task.name = 'next-token' for a target per position."
-        )
+    """Refuse settings that do not fit the task, and a task that does not fit the targets."""
+    _check_targets(task, train, outputs)
     requirements = METHODS[config.method.name].requirements
     if requirements.classes and not task.has_classes:
-        fitting = [repr(e.name) for e in METHODS if not e.item.requirements.classes]
         raise MotleyError(
             f"method.name = {config.method.name!r}: is defined for classes, and the task is "
-            f"{task.name!r}. Methods for any task: {', '.join(fitting)}."
+            f"{task.name!r}. Methods for any task: {_methods_for_any_task()}."
         )
     if config.public.active and not isinstance(train.shape, ImageShape):
         raise MotleyError(
             f"public.name = {config.public.name!r}: public inputs are images, and the data set has "
             f"{KINDS[type(train.shape)]}."
         )
-    task.with_label_smoothing(config.training.label_smoothing)
+    task.with_label_smoothing(config.training.label_smoothing)  # raises if the loss has none
+    _check_training_loss(config, task)
     _check_mixup(config, train)
     for target in config.evaluation.targets:
         if task.primary.percent and target > 1:
@@ -140,8 +132,54 @@ def check_task(config: Config, task: Task, train: Examples, outputs: int) -> Non
             )
 
 
+def _check_targets(task: Task, train: Examples, outputs: int) -> None:
+    """Refuse targets of another type or shape than the task has."""
+    setting = f"task.name = {task.name!r}"
+    targets = train.targets
+    are_numbers = targets.dtype.kind == "f"
+    if are_numbers != (task.targets == "numbers"):
+        actual = "numbers" if are_numbers else "class or token numbers"
+        raise MotleyError(
+            f"{setting}: its targets are {task.targets}, and the data set's "
+            f"targets are {actual} ({targets.dtype})."
+        )
+    if are_numbers and math.prod(targets.shape[1:]) != outputs:
+        raise MotleyError(
+            f"{setting}: the targets have shape {targets.shape}, and "
+            f"Dataset.classes, the number of a model's outputs, is {outputs}."
+        )
+    if task.has_classes and targets.ndim != 1:
+        raise MotleyError(
+            f"{setting}: needs one class per example, and the targets have shape "
+            f"{targets.shape}. Use task.name = 'next-token' for a target per position."
+        )
+
+
+def _methods_for_any_task() -> str:
+    """Return the names of the methods that do not need classes, for messages."""
+    names = [repr(entry.name) for entry in METHODS if not entry.item.requirements.classes]
+    return ", ".join(names)
+
+
+def _check_training_loss(config: Config, task: Task) -> None:
+    """Refuse changes of the training loss that would have no effect or no meaning."""
+    training = config.training
+    for name in ("label_smoothing", "logit_adjustment"):
+        value = getattr(training, name)
+        if value and METHODS[config.method.name].requirements.own_loss:
+            raise MotleyError(
+                f"training.{name} = {value:g}: has no effect on the loss of method "
+                f"{config.method.name!r}. Use training.{name} = 0."
+            )
+    if training.logit_adjustment and not task.has_classes:
+        raise MotleyError(
+            f"training.logit_adjustment = {training.logit_adjustment:g}: is for classes, and the "
+            f"task is {task.name!r}. Use training.logit_adjustment = 0."
+        )
+
+
 def _check_mixup(config: Config, train: Examples) -> None:
-    """Refuse mixup for inputs that have no mean, and for methods that use the class of an input."""
+    """Refuse mixup for inputs that have no mean, and for methods that are defined for classes."""
     mixup = config.training.mixup
     if not mixup:
         return
@@ -152,11 +190,10 @@ def _check_mixup(config: Config, train: Examples) -> None:
             f"{KINDS[type(train.shape)]} ({train.inputs.dtype}). Use training.mixup = 0."
         )
     if METHODS[config.method.name].requirements.classes:
-        fitting = [repr(e.name) for e in METHODS if not e.item.requirements.classes]
         raise MotleyError(
-            f"training.mixup = {mixup:g}: method {config.method.name!r} needs the class of every "
-            f"input, and a mixed input has two. Use training.mixup = 0, or one of the methods "
-            f"{', '.join(fitting)}."
+            f"training.mixup = {mixup:g}: method {config.method.name!r} is defined for classes, "
+            "and a mixed input has two. Use training.mixup = 0, or one of the methods "
+            f"{_methods_for_any_task()}."
         )
 
 
@@ -181,39 +218,77 @@ def check_batches_fit(config: Config, train: DeviceData, test_examples: int) -> 
     )
 
 
+def check_test_batches(
+    config: Config, split: Split, shape: InputShape, test: int, client_tests: Partition | None
+) -> None:
+    """Refuse test batches of one example if a model normalizes by the batch and cannot do it then.
+
+    `test` is the number of test examples, and `client_tests` has the clients' own ones.
+    """
+    counts = np.zeros(0) if client_tests is None else np.diff(client_tests.offsets)
+    batch_size = config.evaluation.batch_size
+    setting = f"evaluation.batch_size = {batch_size}"
+    if batch_size == 1 or test % batch_size == 1:
+        origin = f"{test} test examples have"
+    elif (counts % batch_size == 1).any():
+        setting = f"evaluation.per_client = {config.evaluation.per_client!r}"
+        origin = "some clients' own test examples have"
+    else:
+        return
+    for size, blueprint in split.blueprints.items():
+        if normalizes_by_batch(blueprint.module) and not _normalizes_one(split, size, shape):
+            raise MotleyError(
+                f"{setting}: {origin} a batch of one, and {size!r} normalizes a test batch by its "
+                "own statistics (split.normalization_statistics = "
+                f"{config.split.normalization_statistics!r}), which one example does not have. "
+                "Use other batches, or running statistics."
+            )
+
+
+def _normalizes_one(split: Split, size: str, shape: InputShape) -> bool:
+    """Tell whether every BatchNorm layer of a size sees several values of a single example."""
+    model = split.build(size).eval()
+    try:
+        with torch.no_grad():
+            model(example_inputs(shape, 1, "cpu"))
+    except ValueError as error:
+        return "more than 1 value per channel" not in str(error)
+    return True
+
+
 def check_weights_fit(split: Split, sizes: Iterable[str], device: torch.device) -> None:
     """Refuse a size if its state, model and gradients together exceed the device's total memory."""
     for size in sizes:
         weights = size_in_bytes(split.blueprints[size].module.state_dict())
-        what = f"model.sizes: three copies of the weights of {size!r} (state, model, gradients)"
-        check_fits(what, 3 * weights, device)
+        copies = f"model.sizes: three copies of the weights of {size!r} (state, model, gradients)"
+        check_fits(copies, 3 * weights, device)
 
 
 def check_client_state(config: Config, split: Split, method: Method) -> None:
     """Refuse client state if clients' parts change: a state belongs to one part."""
     if config.federation.size_assignment == "dynamic":
-        why = "federation.size_assignment = 'dynamic'"
-    elif split.moves:
-        why = f"split.channels = {getattr(config.split, 'channels', '')!r}"
+        cause = "federation.size_assignment = 'dynamic'"
+    elif split.parts_change:
+        cause = f"split.channels = {getattr(config.split, 'channels', '')!r}"
     else:
         return
     if config.uplink.dtype != "fp32":
         raise MotleyError(
             f"uplink.dtype = {config.uplink.dtype!r}: clients keep the rounding errors of their "
-            f"parts, which {why} changes from round to round. Use 'fp32', or parts that stay."
+            f"parts, which {cause} changes from round to round. Use 'fp32', or parts that stay."
         )
     if split.has_private:
         raise MotleyError(
             f"split.private = {list(config.split.private)}: clients keep private tensors of their "
-            f"parts, which {why} changes from round to round. Use parts that stay."
+            f"parts, which {cause} changes from round to round. Use parts that stay."
         )
     needs = method.requirements
     if needs.client_state or not needs.exchanges_weights:
         kept = "a state of their parts" if needs.exchanges_weights else "models of their own"
         raise MotleyError(
             f"method.name = {config.method.name!r}: its clients keep {kept}, and "
-            f"{why} changes their parts from round to round. Choose another method, or parts that "
-            "stay."
+            f"{cause} changes their parts from round to round. Choose another method, or parts "
+            "that stay."
         )
 
 
@@ -247,13 +322,14 @@ def check_merge(config: Config, method: Method) -> None:
                     f"= {getattr(merge, 'attackers', 0)}), and {size!r} has {count}. {remedy}"
                 )
         return
-    if info.split.moves:
+    if info.split.parts_change:
         return  # other clients hold a coordinate in other rounds
-    for name in info.split.frame:
-        owners = info.owners(name)
-        counts = torch.as_tensor(owners)
-        fewest = int(counts[counts > 0].min()) if (counts > 0).any() else 0
-        if 0 < fewest < rule.needed:
+    for name in info.split.meta_state:
+        owners = torch.as_tensor(info.owners(name))
+        # Coordinates without any owner are never merged.
+        is_too_few = (owners > 0) & (owners < rule.needed)
+        if is_too_few.any():
+            fewest = int(owners[is_too_few].min())
             raise MotleyError(
                 f"{setting}: needs {rule.needed} clients that hold a coordinate, and {name!r} has "
                 f"coordinates that {fewest} of the federation's clients hold. {remedy}"
@@ -311,7 +387,8 @@ def check_recalibration(config: Config, split: Split) -> None:
             "statistics, so there is nothing to recalibrate. "
             "Use server.statistics.name = 'averaged'."
         )
-    if any(name.endswith(STATISTICS) for names in split.private.values() for name in names):
+    private_names = set().union(*split.private.values())
+    if any(name.endswith(STATISTICS) for name in private_names):
         raise MotleyError(
             f"{setting}: running statistics are private (split.private = "
             f"{list(config.split.private)}), and every client has those of its own data. "

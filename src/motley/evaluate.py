@@ -32,8 +32,10 @@ from motley.engine.workers import (
     Result,
     WorkerPool,
     WorkerTask,
+    available_cores,
     is_worthwhile_in_background,
 )
+from motley.kernels.compiling import compiling_ahead
 from motley.methods.evaluation import TestSums, as_vector, totals
 from motley.models.inputs import dims_of
 from motley.settings import Settings
@@ -52,7 +54,7 @@ class EvaluationSettings(Settings):
     """Number of last evaluations that the reported mean of the last scores is over."""
     clients: Literal["round", "all"] = "round"
     """Whose own models are evaluated if clients have some (no weights are exchanged, a personal
-    model, or split.private). round: those of the round's clients. all: those of all clients that
+    model, or split.private). round: the models of the round's clients. all: of all clients that
     have trained so far. A size's score is the mean over its clients.
     """
     targets: tuple[Annotated[float, Field(gt=0)], ...] = ()
@@ -61,9 +63,9 @@ class EvaluationSettings(Settings):
     """
     per_client: Literal["off", "round", "all"] = "off"
     """Score clients on test examples of their own, beside the global score (docs/evaluation.md).
-    round: the clients of the round. all: all clients; if they have models of their own, those
-    that have trained. The test examples are those of the test set that belong to the client, or
-    held-out ones (client_test_fraction).
+    round: the clients of the round. all: all clients; if they have models of their own, all that
+    have trained. A client's test examples are its own examples in the test set, or held-out ones
+    (client_test_fraction).
     """
     per_client_every: int = Field(default=1, ge=1)
     """Evaluations between two scorings of the clients. The last round is always scored."""
@@ -164,7 +166,7 @@ class Evaluator:
         parts = {}
         for name in self._split.sizes:
             parts[name] = take(state, self._split.evaluated(name, round_number))
-        # Until a size was measured, it counts as a second: that tries the workers.
+        # A size that was never measured counts as one second, so that workers are tried.
         seconds = [self._seconds.get(name, 1.0) for name in parts]
         pool = self._workers
         if pool is not None and is_worthwhile_in_background(seconds, pool.workers):
@@ -291,7 +293,10 @@ class OwnModelScores:
 
 
 def mean_score(scores: Sequence[Score]) -> Score:
-    """Return the mean of every metric over scores; a class counts where it has test examples."""
+    """Return the mean of every metric over scores.
+
+    The accuracy of a class is the mean over the scores that have test examples of it.
+    """
     by_class: list[float | None] = []
     for accuracies in zip(*(score.class_accuracy for score in scores), strict=True):
         known = [accuracy for accuracy in accuracies if accuracy is not None]
@@ -312,8 +317,10 @@ class TestBatches:
     def __init__(self, data: DeviceData, batch_size: int) -> None:
         self.data, self.size = data, min(batch_size, len(data))
         self._rows = torch.arange(len(data), device=data.device).split(batch_size)
-        fits = len(data) * math.prod(dims_of(data.shape)) * torch.float32.itemsize <= PREPARED_BYTES
-        self._prepared = [data.batch(rows) for rows in self._rows] if fits else None
+        num_bytes = len(data) * math.prod(dims_of(data.shape)) * torch.float32.itemsize
+        self._prepared: list[tuple[Tensor, Tensor]] | None = None
+        if num_bytes <= PREPARED_BYTES:
+            self._prepared = [data.batch(rows) for rows in self._rows]
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self._prepared is not None:
@@ -334,7 +341,8 @@ class _Size:
     ) -> None:
         self.batches, self.device = batches, batches.data.device
         self.model = place(model, self.device).eval()
-        if self.device.type == "cuda":
+        self._has_kernels = self.device.type == "cuda" and bool(kernels)
+        if self._has_kernels:
             self.model = apply_kernels(self.model, kernels)
         self._compiled = compiled
         if compiled:
@@ -361,6 +369,9 @@ class _Size:
             # The server may change its state once it has been copied; it need not wait for more.
             server.wait_event(self.stream.record_event())
             if self._graph is None:
+                if self._has_kernels:
+                    with compiling_ahead(available_cores()):
+                        self._add_up()
                 # A capture needs a warm-up: libraries choose algorithms and allocate workspaces.
                 self._add_up()
                 torch.cuda.synchronize(self.device)

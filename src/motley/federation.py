@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from motley.checks import (
     check_precision,
     check_recalibration,
     check_task,
+    check_test_batches,
     check_weights_fit,
     refuse_global_model,
 )
@@ -59,6 +61,7 @@ from motley.engine import DebugEngine, Engine, Job, LocalEngine
 from motley.engine.device import choose_devices, numerics, request_hardware_queues
 from motley.evaluate import Evaluator, Score
 from motley.methods import Method
+from motley.models import InputShape
 from motley.objects import describe_federation
 from motley.privacy import Accountant, why_no_scores
 from motley.server import rounds, speculation
@@ -66,6 +69,7 @@ from motley.server.context import ReleaseLog, RoundContext
 from motley.server.exchange import make_job
 from motley.server.record import PendingRecord, RoundRecord
 from motley.server.sampling import ClientSampler, Sampler
+from motley.server.speculation import NextRound
 from motley.server.state import ServerState
 from motley.server.uplink import Uplink
 from motley.settings import Configured
@@ -122,12 +126,12 @@ class Federation:
         seed: int | None = None,
         settings: Mapping[str, Any] | None = None,
         dataset: Dataset | None = None,
-        memory_folder: Path | None = None,
+        client_state_folder: Path | None = None,
     ) -> None:
         """Put a federation together, from a configuration or from objects.
 
         Names, tables (as in a TOML file) and objects are all accepted. With a configuration, only
-        `dataset`, `partition`, `engine` and `memory_folder` may be given.
+        `dataset`, `partition`, `engine` and `client_state_folder` may be given.
 
         Args:
             config: A whole configuration, instead of the arguments that describe one.
@@ -142,7 +146,7 @@ class Federation:
             split: How sizes share the global state; by default "depth".
             method: A name, a subclass of `motley.Method`, or `MyMethod.configure(mu=0.1)`; by
                 default "fedavg".
-            server: What else the server does: `motley.InCo("paper")`, `motley.EMA(0.95)`,
+            server: Further steps of the server: `motley.InCo("paper")`, `motley.EMA(0.95)`,
                 `motley.ServerOptimizer("adam")`, stages of your own.
             training: Keys of `[training]`, such as {"epochs": 2, "optimizer": torch.optim.RMSprop}.
             task: The task's name, or keys of `[task]`, such as {"loss": my_loss, "metrics":
@@ -154,8 +158,8 @@ class Federation:
             settings: Tables of a configuration, above everything else, such as
                 {"evaluation": {"every": 5}}.
             dataset: The data set, instead of the one that the configuration names.
-            memory_folder: Client states are saved there; those that do not fit into memory are
-                kept there, too.
+            client_state_folder: Where client states are saved. States that do not fit into memory
+                are kept there, too.
         """
         described = {
             "models": models,
@@ -170,9 +174,9 @@ class Federation:
             "seed": seed,
             "settings": settings,
         }
-        given = [name for name, value in described.items() if value is not None]
         engine = "auto" if engine is None else engine
-        builder = None if isinstance(engine, str) else engine
+        engine_name = engine if isinstance(engine, str) else "auto"
+        build_external_engine = None if isinstance(engine, str) else engine
         #: Names of objects that only this process knows last as long as this list.
         self._in_memory: list[Entry[Any]] = []
         if config is None:
@@ -190,39 +194,39 @@ class Federation:
                 server=server,
                 training=training,
                 task=task,
-                engine=engine if isinstance(engine, str) else "auto",
+                engine=engine_name,
                 seed=1 if seed is None else seed,
                 settings=settings,
             )
             config, dataset = description.config, description.dataset
             self._in_memory, partition = description.in_memory, None
-        elif given:
-            raise MotleyError(
-                f"Federation: {', '.join(given)}: cannot be given beside a configuration. "
-                "Change the configuration instead."
-            )
-        elif isinstance(engine, str) and engine != "auto":
-            raise MotleyError(
-                f"Federation: engine = {engine!r}: the configuration has engine.name = "
-                f"{config.engine.name!r}."
-            )
+        else:
+            _require_only_config(config, described, engine_name)
         #: The server state after the last round of `run`; None before the first one.
         self.server: ServerState | None = None
-        self._assemble(config, dataset, partition, memory_folder, builder)
-
-    def _assemble(
-        self,
-        config: Config,
-        dataset: Dataset | None,
-        partition: Any,
-        memory_folder: Path | None,
-        engine: Callable[[Federation], Engine] | None,
-    ) -> None:
-        """Build everything that a configuration names."""
-        check_engine(config, external=engine is not None)
+        #: The training of a round that was queued before the round before it had ended.
+        self._next_round = NextRound()
+        check_engine(config, external=build_external_engine is not None)
         if config.engine.device != "cpu":
             request_hardware_queues()
         self.config = config
+        self._choose_devices()
+        train_data = self._load_data(dataset)
+        self._build_split(train_data[0])
+        shape = train_data[0].shape
+        held_out = self._deal_examples(partition, external=build_external_engine is not None)
+        check_test_batches(config, self.split, shape, len(self.dataset.test), self.client_tests)
+        self._build_method(shape, held_out)
+        self._build_server()
+        self._build_evaluator()
+        if build_external_engine is not None:
+            self.engine: Engine = build_external_engine(self)
+        else:
+            self.engine = self._build_engine(train_data, client_state_folder)
+
+    def _choose_devices(self) -> None:
+        """Choose the devices, and check that they can train as configured."""
+        config = self.config
         devices = choose_devices(config.engine.device)
         #: The devices on which clients train. The first is the home device, which does everything
         #: else.
@@ -231,38 +235,65 @@ class Federation:
         check_precision(config.engine.precision, self.device)
         check_optimizer(config, self.device)
 
+    def _load_data(self, dataset: Dataset | None) -> list[DeviceData]:
+        """Load the data set, or check the caller's. Return its training set on every device."""
+        config = self.config
         self.dataset = load_dataset_of(config) if dataset is None else check_dataset(dataset)
         self.dataset.check_inferred_classes()
+        kernel = "augment" in chosen_kernels(config)
         copies = []
         for device in self.devices:
             copies.append(
-                device_data(self.dataset.train, config.data.transform, device, augment=True)
+                device_data(
+                    self.dataset.train,
+                    config.data.transform,
+                    device,
+                    augment=True,
+                    kernel=kernel,
+                )
             )
-        shape, classes = copies[0].shape, self.dataset.classes
         #: The loss and the metrics.
         self.task = config.task.build(self.dataset.task)
-        check_task(config, self.task, self.dataset.train, classes)
+        check_task(config, self.task, self.dataset.train, self.dataset.classes)
         check_batches_fit(config, copies[0], len(self.dataset.test))
+        return copies
 
+    def _build_split(self, train_data: DeviceData) -> None:
+        """Build the split, and check that its models fit the device and the data."""
+        config, shape, classes = self.config, train_data.shape, self.dataset.classes
         self.split = build_split(config, shape, classes)
         check_weights_fit(self.split, self.split.sizes, self.device)
         target_dims = self.dataset.train.targets.shape[1:]
         check_outputs(self.split, self.split.sizes, shape, classes, self.task, target_dims)
         check_recalibration(config, self.split)
-        # Before sizes are assigned, because a partition reports too many clients for the data set.
-        self._partition, held_out = None, np.zeros(0, dtype=np.int64)
+
+    def _deal_examples(self, partition: Any, external: bool) -> np.ndarray:
+        """Deal the examples to clients; return those that are held out as public data.
+
+        `external`: the clients are elsewhere and may have other examples, which only they know.
+        """
+        config = self.config
+        self._partition: Partition | None = None
         #: The test examples of every client: rows of the training set if they are held out
         #: (evaluation.client_test_fraction), else of the test set. None if clients have none, or if
         #: they are elsewhere.
         self.client_tests: Partition | None = None
-        if engine is None or config.public.name == "held-out":
-            dealt = deal_examples(config, self.dataset, partition)
-            held_out = dealt.held_out
-            # Clients elsewhere may have other examples, and only they know which.
-            if engine is None:
-                self._partition, self.client_tests = client_tests(
-                    config, self.dataset.train, self.dataset.test, dealt.partition
-                )
+        if external and config.public.name != "held-out":
+            return np.zeros(0, dtype=np.int64)
+        dealt = deal_examples(config, self.dataset, partition)
+        if not external:
+            self._partition, self.client_tests = client_tests(
+                config, self.dataset.train, self.dataset.test, dealt.partition
+            )
+        return dealt.held_out
+
+    def _build_method(self, shape: InputShape, held_out: np.ndarray) -> None:
+        """Assign sizes to the clients and build the method.
+
+        Not before the examples are dealt: a partition reports if there are too many clients for the
+        data set.
+        """
+        config = self.config
         #: The size of every client, by client id. Dynamic sizes differ per round: use `size_of`.
         self.sizes = client_sizes(config, self.split, shape)
         #: (client, round) -> the client's size.
@@ -273,12 +304,15 @@ class Federation:
             self.split,
             self.sizes,
             shape,
-            classes,
+            self.dataset.classes,
             self.size_of,
             public,
             self.task,
         )
 
+    def _build_server(self) -> None:
+        """Build the server's part of a round: its stages, privacy accounting and sampling."""
+        config = self.config
         self.pipeline = build_pipeline(config, self.split, self.method)
         self.collections = build_collections(config, self.split, self.method, self.size_of)
         self.score_clients = build_score_clients(config, self.split, self.method, self.size_of)
@@ -291,30 +325,36 @@ class Federation:
         self.sample: Sampler = ClientSampler(
             federation.clients, federation.clients_per_round, config.seed, federation.sampler
         )
+
+    def _build_evaluator(self) -> None:
+        """Build the evaluator, and on a CPU the worker processes that it shares with the engine."""
+        config = self.config
         self._workers = build_workers(config, self.devices)
         self.evaluator = Evaluator(
             self.split,
             self._test_data,
-            classes,
+            self.dataset.classes,
             config.evaluation,
             kernels=chosen_kernels(config),
             compiled=compiles(config),
             task=self.task,
             workers=self._workers,
         )
-        if engine is not None:
-            self.engine: Engine = engine(self)
-        else:
-            clients = build_clients(
-                config,
-                self.method,
-                copies,
-                self.partition,
-                memory_folder,
-                test_set=lambda: self.evaluator.batches,
-                tests=self._build_client_tests(copies[0]),
-            )
-            self.engine = build_engine(config, clients, self._workers)
+
+    def _build_engine(
+        self, train_data: Sequence[DeviceData], client_state_folder: Path | None
+    ) -> DebugEngine | LocalEngine:
+        """Return the engine that trains the clients on this machine."""
+        clients = build_clients(
+            self.config,
+            self.method,
+            train_data,
+            self.partition,
+            client_state_folder,
+            test_set=lambda: self.evaluator.batches,
+            tests=self._build_client_tests(train_data[0]),
+        )
+        return build_engine(self.config, clients, self._workers)
 
     @property
     def partition(self) -> Partition:
@@ -355,6 +395,8 @@ class Federation:
         `list(federation.run(10))` runs ten rounds at once. `server` is the state after the last
         round whose record was yielded.
         """
+        if rounds is not None and (not isinstance(rounds, Integral) or rounds < 0):
+            raise MotleyError(f"run(rounds={rounds!r}): should be a whole number, 0 or more.")
         server = self._server_or_initial()
         total = self.config.training.rounds
         last = total if rounds is None else server.round_number + rounds
@@ -366,10 +408,13 @@ class Federation:
             )
         try:
             while server.round_number < last:
-                server, record = self.run_round(server)
+                more_rounds = server.round_number + 1 < last
+                server, pending = self.queue_round(server, more_rounds=more_rounds)
+                record = pending.read()
                 self.server = server
                 yield record
         finally:
+            self._next_round.drop()
             self.end_workers()
 
     def initial_state(self) -> ServerState:
@@ -391,14 +436,27 @@ class Federation:
         return after, pending.read()
 
     def queue_round(
-        self, server: ServerState, done: Callable[[int], None] = lambda client: None
+        self,
+        server: ServerState,
+        done: Callable[[int], None] = lambda client: None,
+        *,
+        more_rounds: bool = False,
     ) -> tuple[ServerState, PendingRecord]:
         """Like `run_round`, but do not wait for the evaluation.
 
         A GPU, or the worker processes of a CPU, evaluate a round while the next one begins.
+
+        `more_rounds`: the caller is going to run another round from the returned state. With
+        `engine.overlap_rounds`, its training is queued at once.
         """
+        overlaps = more_rounds and self.config.engine.overlap_rounds
+        finish = partial(
+            speculation.finish_round, next_round=self._next_round if overlaps else None
+        )
         with self.numerics():
-            return rounds.run_round(self.context, server, done, speculation.finish_round)
+            return rounds.run_round(
+                self.context, server, done, self._next_round.train_clients, finish
+            )
 
     def end_workers(self) -> None:
         """End the worker processes that train and evaluate on a CPU. A later round starts others.
@@ -503,7 +561,7 @@ class Federation:
         size = self.sizes[client]
         part = take(server.model, self.split.evaluated(size, server.round_number))
         model = self.split.build(size).to(self.device)
-        model.load_state_dict(self.engine.clients.own_model(client, size, trained, part))
+        model.load_state_dict(self.engine.clients.states.own_model(client, size, trained, part))
         return model.eval()
 
     def to_device(self, server: ServerState) -> ServerState:
@@ -513,3 +571,18 @@ class Federation:
     def numerics(self) -> AbstractContextManager[None]:
         """Return the context in which this federation's precision and number of threads apply."""
         return numerics(self.config.engine.precision, self.config.engine.threads)
+
+
+def _require_only_config(config: Config, described: Mapping[str, Any], engine_name: str) -> None:
+    """Raise if arguments that describe a federation were given beside a configuration."""
+    given = [name for name, value in described.items() if value is not None]
+    if given:
+        raise MotleyError(
+            f"Federation: {', '.join(given)}: cannot be given beside a configuration. "
+            "Change the configuration instead."
+        )
+    if engine_name != "auto":
+        raise MotleyError(
+            f"Federation: engine = {engine_name!r}: the configuration has engine.name = "
+            f"{config.engine.name!r}."
+        )

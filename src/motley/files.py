@@ -13,7 +13,7 @@ from typing import Any
 
 from motley.core.errors import MotleyError
 
-#: Characters that Markdown or HTML give a meaning to, and what is written instead.
+#: Characters that Markdown or HTML give a meaning to, and their replacements.
 _MARKDOWN = str.maketrans(
     {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "\\|", "`": "\\`", "[": "\\[", "]": "\\]"}
 )

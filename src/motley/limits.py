@@ -159,7 +159,7 @@ def check_expansion(what: str, stored: int, expanded: int) -> None:
             f"{what} would expand from {size_text(stored)} to {size_text(expanded)}. More than "
             f"{size_text(BOMB_BYTES)} and {BOMB_RATIO} times as much is taken for an attack. If it "
             f"is not one, save the data without compression, or set the environment variable "
-            f"{LIMIT_VARIABLE} to what may be taken, as in 8GB."
+            f"{LIMIT_VARIABLE} to the memory that may be taken, as in 8GB."
         )
 
 
@@ -185,8 +185,8 @@ def bounded(what: str, stored: int | None = None) -> Iterator[None]:
         except MemoryError:
             raise MotleyError(
                 f"{what} takes more than {size_text(limit.bytes)} of memory, which is the limit. "
-                f"If this is intended, set the environment variable {LIMIT_VARIABLE} to what may "
-                "be taken, as in 8GB."
+                f"If this is intended, set the environment variable {LIMIT_VARIABLE} to the "
+                "memory that may be taken, as in 8GB."
             ) from None
 
 

@@ -96,8 +96,8 @@ class Client:
         """
         with self._numerics():
             updates = self._engine.train([job], lambda client: None)
-        self._engine.save_memory({job.client: job.round_number})
-        self._engine.forget_memory({job.client: forget})
+        self._engine.save_client_states({job.client: job.round_number})
+        self._engine.forget_client_states({job.client: forget})
         return updates[0] if updates else None
 
     def collect(self, job: Job) -> Collection | None:

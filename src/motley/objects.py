@@ -8,7 +8,7 @@ folder for it is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +87,12 @@ def describe_federation(
     writer = _Writer()
     dataset = data if isinstance(data, Dataset) else None
     table: dict[str, Any] = {"seed": seed, "model": writer.models(models)}
+    if not (isinstance(data, Dataset | str | Mapping) or callable(data)):
+        raise MotleyError(
+            f"data: is {describe(data)}; the name of a data set is expected, or a "
+            "motley.data.Dataset, which motley.data.from_datasets(train, test) makes of PyTorch's "
+            "data sets, tensors and arrays."
+        )
     table["data"] = writer.named(DATASETS, data, "data")
     if task is not None:
         table["task"] = writer.task(task)
@@ -126,7 +132,8 @@ def _federation(
     table = {}
     if clients is not None:
         table["clients"] = clients
-        if clients_per_round is None and clients < 5:
+        # Another type than int is refused with the rest of the configuration.
+        if clients_per_round is None and isinstance(clients, int) and clients < 5:
             table["clients_per_round"] = clients
     if clients_per_round is not None:
         table["clients_per_round"] = clients_per_round
@@ -235,7 +242,7 @@ class _Writer:
         """Return the table of the server's parts. Users' stages keep the order of the list."""
         table: dict[str, Any] = {}
         stages = []
-        for part in parts:
+        for part in parts if isinstance(parts, Iterable) else [parts]:
             if isinstance(part, InCo | EMA):
                 table |= part.table
             elif isinstance(part, ServerOptimizer):

@@ -4,33 +4,31 @@ Costs are counted on a model without values (on torch's meta device): nothing is
 plan for a fleet takes seconds on any machine. A client's memory is the larger of two peaks:
 
 - of a training step: the weights, a copy of them as they were received, the optimizer's state, and
-  the most that the forward and the backward pass hold at once;
+  the most that the forward and the backward pass hold at once, with the copies of its weight that a
+  convolution makes while it runs, and the workspace of an LSTM;
 - of the exchange with the server, which counts if the optimizer keeps no state: the weights, the
   received copy, the delta, and the two copies of the delta that its encoding needs.
 
-Not counted are the libraries' scratch space and a method's extras (a second model, control
+Not counted are other scratch space of libraries and a method's extras (a second model, control
 variates). A process that is a node also needs a fixed amount of memory: see `NODE_RUNTIME`.
 """
 
 from __future__ import annotations
 
 import csv
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from motley.client.encoding import Encoding, encoded
 from motley.client.training import TrainingSettings
 from motley.core.errors import MotleyError, unknown
 from motley.core.meta import on_meta
+from motley.counting import LiveBytes, LSTMsOfCPUs, flop_counter
 from motley.limits import allocating, is_out_of_memory
 from motley.models.inputs import InputShape, example_inputs
 from motley.splits import Split
@@ -54,7 +52,7 @@ class Cost:
     """The costs of one size."""
 
     parameters: int
-    #: Of a training step, forward and backward.
+    #: Of a training step, forward and backward; a multiplication and an addition are two.
     flops: int
     #: Bytes that the forward pass leaves for the backward pass.
     activations: int
@@ -67,7 +65,7 @@ class Cost:
 
     @property
     def memory(self) -> int:
-        """Bytes that a client needs."""
+        """Bytes that a client needs: the larger of its two peaks."""
         return max(self.step_memory, self.exchange_memory)
 
 
@@ -90,39 +88,6 @@ class Budget:
         return all(limit is None or value <= limit for value, limit in pairs)
 
 
-class LiveBytes(TorchDispatchMode):
-    """Tracks the memory that a computation allocates and frees.
-
-    `now` is the number of bytes that are allocated, `peak` its maximum so far. Tensors in
-    `existing` are not counted.
-    """
-
-    def __init__(self, existing: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
-        for tensor in existing:
-            self._seen.add(tensor.untyped_storage())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(results):
-            if isinstance(tensor, torch.Tensor):
-                self._follow(tensor.untyped_storage())
-        return results
-
-    def _follow(self, storage: Any) -> None:
-        if storage in self._seen:
-            return
-        self._seen.add(storage)
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, storage.nbytes())
-
-    def _free(self, count: int) -> None:
-        self.now -= count
-
-
 def cost_of(
     split: Split,
     size: str,
@@ -136,7 +101,7 @@ def cost_of(
         model = build_on_meta(size, split.blueprints[size].build).train()
         inputs = example_inputs(shape, training.batch_size)
         existing = [*model.parameters(), *model.buffers()]
-        with LiveBytes(existing) as live, FlopCounterMode(display=False) as counter:
+        with LSTMsOfCPUs(), LiveBytes(existing) as live, flop_counter() as counter:
             loss = _outputs(model, inputs, size).square().mean()
             activations = live.now
             loss.backward()
@@ -227,7 +192,11 @@ def _read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             )
         # utf-8-sig: spreadsheets write a byte order mark, which would be part of the first column.
         with file.open(newline="", encoding="utf-8-sig") as lines:
-            reader = csv.DictReader(lines)
+            header = lines.readline()
+            lines.seek(0)
+            # Spreadsheets write semicolons where numbers have a decimal comma.
+            is_semicolon = ";" in header and "," not in header
+            reader = csv.DictReader(lines, delimiter=";" if is_semicolon else ",")
             columns = list(reader.fieldnames or [])
             _check_columns(file, columns)
             has_rows = False

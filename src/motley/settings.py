@@ -30,7 +30,7 @@ Table: TypeAlias = Mapping[str, Any]
 
 
 def allowing(values: str) -> WrapValidator:
-    """Return a validator for a number or a word, whose message says what is allowed.
+    """Return a validator for a number or a word, whose message names the allowed values.
 
     pydantic reports one problem for the number and one for the word.
     """
@@ -382,6 +382,8 @@ def _problems(
             yield f"{label}{given}: is a table; set a key of it: {keys}."
         elif item["type"] == "tuple_type":
             yield f"{label}{given}: should be a list."
+        elif item["type"] == "too_short":
+            yield f"{label}{given}: at least {context['min_length']} is needed."
         elif item["type"] == "missing":
             yield f"{label}: is required and was not given."
         else:

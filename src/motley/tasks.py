@@ -33,7 +33,7 @@ RowFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class MetricInfo:
-    """What tables and reports need to know about a metric."""
+    """A metric's name, unit and direction, for tables and reports."""
 
     #: The name in records, tables and reports.
     name: str
@@ -94,7 +94,12 @@ class Metric(MetricInfo):
         With them, rows of different clients can be summed separately.
         """
         assert self.values is not None
-        values = self.values(outputs, targets)
+        values: object = self.values(outputs, targets)
+        if not isinstance(values, Tensor):
+            raise MotleyError(
+                f"task.metrics: {self.name!r} returned {describe(values)}; a tensor with one value "
+                "per row is expected."
+            )
         if values.dim() == 0 or len(values) != len(targets):
             raise MotleyError(
                 f"task.metrics: {self.name!r} returned shape {tuple(values.shape)} for "
@@ -249,7 +254,7 @@ def as_loss(item: Any) -> Loss:
 
 
 class Task:
-    """A task: its loss and its metrics, of which the first is the primary one."""
+    """A task: its loss and its metrics. The first metric is the primary one."""
 
     name: ClassVar[str]
     #: Whether targets are class numbers of shape (N,): partitions by label, accuracy per class, and
@@ -285,7 +290,12 @@ class Task:
     def example_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each example, with shape (N,), in single precision."""
         rows, row_targets = self.rows(outputs, targets)
-        values = self.loss_function.values(rows, row_targets)
+        values: object = self.loss_function.values(rows, row_targets)
+        if not isinstance(values, Tensor):
+            raise MotleyError(
+                f"task.loss: returned {describe(values)}; a tensor with one value per row is "
+                "expected."
+            )
         if values.dim() == 0 or len(values) != len(rows):
             raise MotleyError(
                 f"task.loss: returned shape {tuple(values.shape)} for {len(rows)} rows. A loss "
@@ -347,7 +357,7 @@ class Task:
         )
 
     def expected_outputs(self, targets: Sequence[int], outputs: int) -> str:
-        """Return in words what a model must return for one example."""
+        """Return, in words, the outputs that a model must return for one example."""
         raise NotImplementedError
 
     def fits(self, shape: Sequence[int], targets: Sequence[int], outputs: int) -> bool:

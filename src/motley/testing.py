@@ -17,7 +17,7 @@ def check_method(method: type[Method] | Configured | str, **arguments: Any) -> N
     """Check a method on a small federation, and raise AssertionError if it breaks a promise.
 
     - Its `requirements` agree with the hooks it overrides (else MotleyError).
-    - The same round from the same state gives the same bits: what a method remembers is in the
+    - The same round from the same state gives the same bits: a method's memory is in the
       client state and in the server state, and nowhere else. So runs can be resumed, and rounds
       repeated.
     - The debug engine, which builds everything anew for every client, and the local engine, which
@@ -25,7 +25,7 @@ def check_method(method: type[Method] | Configured | str, **arguments: Any) -> N
     - No update is rejected, and the global state stays finite.
 
     The federation has clients of two sizes and trains for three rounds on a CPU. `arguments` are
-    those of `motley.Federation`, such as `models` or `settings`, if the method needs others.
+    passed to `motley.Federation`, such as `models` or `settings`, if the method needs others.
     """
     federations = {engine: _federation(method, engine, arguments) for engine in ("debug", "local")}
     states = {}

@@ -70,6 +70,17 @@ def test_a_data_set_knows_its_shape_and_checks_its_labels() -> None:
         Dataset("mine", Examples(images(0, 5, 7, 3), labels(0)), part, 3)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_data_set_refuses_inputs_that_are_not_finite(value: float) -> None:
+    whole = np.zeros((3, 2, 2, 1), np.float32)
+    holed = whole.copy()
+    holed[1, 0, 1, 0] = value
+    good, bad = Examples(whole, labels(3, 2)), Examples(holed, labels(3, 2))
+    for part, parts in (("train", (bad, good)), ("test", (good, bad))):
+        with pytest.raises(MotleyError, match=f"input 1 of the {part} part holds a number that is"):
+            Dataset("mine", *parts, 2)
+
+
 def test_data_root_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

@@ -81,6 +81,17 @@ def test_items_keep_their_order_and_their_labels() -> None:
         assert same.test.clients.tolist() == [0, 1]
 
 
+def test_images_of_pillow_with_more_than_8_bits_are_refused() -> None:
+    """Pillow cuts them off at 255, so the data set would be of white images."""
+    pixels = np.arange(0, 64 * 1024, 1024, dtype=np.uint16).reshape(8, 8)
+    for values, mode in ((pixels, "I;16"), (pixels / np.float32(65535), "F")):
+        pairs = [(Image.fromarray(values), "ab"[i % 2]) for i in range(20)]
+        assert refused(pairs) == (
+            f"train[0]: is an image with pixels of the type '{mode}'. Scale it to 8 bits per "
+            "channel, or give an array of floats."
+        )
+
+
 def test_clients_as_an_array_and_held_out_examples() -> None:
     inputs = torch.arange(20.0)[:, None]
     names = ["x", "y"] * 10
@@ -175,7 +186,8 @@ def test_bad_items_are_named(train: Any, options: dict[str, Any], message: str) 
 
 def test_parts_that_do_not_fit_are_refused() -> None:
     train = (torch.zeros(20, 3), LABELS)
-    assert "test inputs are" in refused(train, (torch.zeros(2, 4), LABELS[:2]))
+    said = "test inputs are rows of a table, 4 numbers, and training inputs are rows of a table, 3"
+    assert said in refused(train, (torch.zeros(2, 4), LABELS[:2]))
     assert "give test_clients too" in refused(train, train, clients=np.arange(20))
     texts = ([[0.0]] * 4, np.array(["a", "b", "a", "b"]))
     other = ([[0.0]], np.array(["c"]))

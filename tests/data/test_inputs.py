@@ -173,3 +173,12 @@ def test_both_engines_train_on_any_input(shape: InputShape) -> None:
             states.append({**server.state})
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
     assert not torch.equal(states[0]["head.bias"], torch.zeros(4))
+
+
+def test_images_of_both_parts_have_the_same_type() -> None:
+    """Bytes are divided by 255 and floats are not, so the test pixels would be 255 times larger."""
+    pixels = np.arange(2 * 8 * 8, dtype=np.uint8).reshape(2, 8, 8, 1)
+    labels = np.array([0, 1])
+    train, test = Examples(pixels, labels), Examples(pixels.astype(np.float32), labels)
+    with pytest.raises(MotleyError, match="train images are of the type uint8 but test images"):
+        Dataset("mine", train, test, 2)

@@ -167,6 +167,17 @@ def test_numbers_that_are_categories(tmp_path: Path) -> None:
     assert data.shape.categories[0] > 40
 
 
+def test_whole_numbers_are_the_same_categories_with_and_without_a_point(tmp_path: Path) -> None:
+    """A column is written with 3.0 by pandas if it lacks a value somewhere, else with 3."""
+    rows = [("" if i == 7 else f"{i % 3}.0", "ill" if i % 3 else "well") for i in range(30)]
+    train = write(tmp_path, csv_text(rows, header="code,outcome"))
+    test = write(tmp_path, "code,outcome\n2,ill\n0,well\n2.0,ill\n7,ill\n,ill\n", "test.csv")
+    data = read(train, test=str(test), categories=("code",), missing="mean").dataset
+    assert data.shape == TableShape(0, (4,))
+    assert data.train.inputs[:3].tolist() == [[1], [2], [3]] and data.train.inputs[7] == 0
+    assert data.test.inputs.tolist() == [[3], [1], [3], [0], [0]]
+
+
 def test_features_and_unnamed_columns(tmp_path: Path) -> None:
     rows = [(i, *row) for i, row in enumerate(ROWS)]
     path = write(tmp_path, csv_text(rows, header=f",{HEADER}"))

@@ -163,9 +163,9 @@ def test_extreme_alphas_and_many_clients_end(cls: Any, alpha: float, clients: in
 )
 def test_a_hundred_thousand_clients_are_ordinary(partition: PartitionSettings) -> None:
     labels = np.tile(np.arange(10), 100_000)
-    start = time.perf_counter()
+    start = time.process_time()
     assert_deals_all(partition.split(labels, 100_000, seed=0), len(labels), 100_000)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 # --- promises of each

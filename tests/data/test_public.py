@@ -13,7 +13,7 @@ from motley.core.errors import MotleyError
 from motley.data import load_dataset
 from motley.data.dataset import DATASETS, Dataset, DataSource, Examples
 from motley.data.partition import Partition
-from motley.data.public import PublicData, fit_images
+from motley.data.public import NoiseSettings, PublicData, fit_images, public_images
 from motley.federation import Federation
 from motley.methods import METHODS, Method, Requirements
 from tests.conftest import tiny_config
@@ -157,13 +157,31 @@ def test_sizes_and_channels_are_converted() -> None:
         fit_images(np.zeros((1, 8, 8, 2), dtype=np.uint8), (8, 8, 3), "public.name = 'x'")
 
 
-def test_images_of_the_clients_training_set_are_refused_by_content(tmp_path: Path) -> None:
+def test_bytes_are_not_public_for_images_of_other_numbers() -> None:
+    """Bytes become 0 to 1, and the clients' models were trained on another range."""
+    floats = np.random.default_rng(3).random((4, 8, 8, 1), dtype=np.float32)
+    nothing = np.zeros(0, dtype=np.int64)
+    noise = NoiseSettings(name="noise", samples=3)
+    train = Examples(floats, np.zeros(4, dtype=np.int64))
+    assert len(public_images(noise, train, nothing, 0, None)) == 3
+    train = Examples(floats * 2 - 1, np.zeros(4, dtype=np.int64))
+    with pytest.raises(MotleyError, match="the clients' images are numbers beyond 0 to 1"):
+        public_images(noise, train, nothing, 0, None)
+
+
+def test_images_of_the_clients_data_set_are_refused_by_content(tmp_path: Path) -> None:
     images = np.random.default_rng(3).integers(0, 256, (50, 8, 8, 1), dtype=np.uint8)
     images[7] = TRAIN.inputs[100]
     file = tmp_path / "public.npz"
     np.savez(file, x_train=images, y_train=np.zeros(50, dtype=np.int64))
     with pytest.raises(
         MotleyError, match=r"public.name = 'npz': 1 of its 50 images are also train"
+    ):
+        federation_of("public.name=npz", f"public.path={file}")
+    images[7] = load_dataset("digits").test.inputs[5]
+    np.savez(file, x_train=images, y_train=np.zeros(50, dtype=np.int64))
+    with pytest.raises(
+        MotleyError, match=r"public.name = 'npz': 1 of its 50 images are also test images"
     ):
         federation_of("public.name=npz", f"public.path={file}")
     images[7] = 0

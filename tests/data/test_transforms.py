@@ -242,6 +242,27 @@ def test_batches_have_their_channels_last_in_memory(name: str, channels: int) ->
         assert images.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("padding", [0, 2])
+def test_images_are_stored_as_blocks_of_memory(padding: int) -> None:
+    """An array may be a view with its channels moved, and the GPU's kernel reads it as a block."""
+    planes = np.random.default_rng(0).integers(0, 256, (12, 3, 10, 10), dtype=np.uint8)
+    moved = planes.transpose(0, 2, 3, 1)
+    transform = TransformSettings(crop_padding=padding, flip=True)
+    both = [
+        device_data(
+            Examples(images, np.zeros(12, dtype=np.int64)),
+            transform,
+            torch.device("cpu"),
+            augment=True,
+        )
+        for images in (moved, moved.copy())
+    ]
+    assert both[0].inputs.is_contiguous()
+    rows = torch.arange(12)
+    batches = [data.batch(rows, draws())[0] for data in both]
+    assert torch.equal(*batches)
+
+
 @pytest.mark.parametrize("name", ["nothing", "all of the inco variant", "resized crop"])
 def test_labels_and_images_follow_the_rows_asked_for(name: str) -> None:
     given, transform, rows = examples(), TransformSettings(**TRANSFORMS[name]), [5, 0, 5, 11]

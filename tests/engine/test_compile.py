@@ -87,9 +87,9 @@ def test_kernels_are_all_none_or_listed_and_compiled_models_have_none_for_layers
     assert names() == names("engine.kernels=true") == set(ALL)
     assert names("engine.kernels=false") == set()
     assert names("engine.kernels=[norm]") == {"norm"}
-    assert names("engine.compile=true") == {"optimizer"}
+    assert names("engine.compile=true") == {"augment", "optimizer"}
     with pytest.raises(
         MotleyError,
-        match=r"engine\.kernels.*'x': should be 'conv', 'norm', 'optimizer', 'pool' or 'stem'",
+        match=r"engine\.kernels.*'x': should be 'augment', 'conv', 'norm', 'optimizer', 'pool' or 'stem'",
     ):
         load_config(overrides=["engine.kernels=[x]"])

@@ -17,6 +17,7 @@ REGULARIZED = (
     "data.transform.jitter=0.2",
     "training.mixup=0.3",
     "training.label_smoothing=0.1",
+    "training.logit_adjustment=1",
 )
 
 

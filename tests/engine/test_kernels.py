@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,15 +15,24 @@ from torch import nn
 from motley.client.fused import apply_kernels
 from motley.client.training import AdamSettings, OptimizerSettings, SGDSettings, reset
 from motley.client.weights import Weights, working_type
+from motley.data import Examples
+from motley.data.device import DRAWS, ImageData, device_data
+from motley.data.transforms import TransformSettings
 from motley.engine.device import numerics
+from motley.engine.slots import Slot
+from motley.federation import Federation
 from motley.kernels import AVAILABLE
+from motley.kernels.compiling import compiling_ahead
 from motley.models import MODELS, ImageShape
 from motley.models.preact import PreActSettings
 from motley.models.resnet import ResNetSettings
 from motley.splits.width import Scaler
+from tests.conftest import tiny_config
 
 if AVAILABLE:
-    from motley.kernels import convolve
+    import triton
+
+    from motley.kernels import convolve, pool, stem
     from motley.kernels import norm as norm_kernels
     from motley.kernels.layers import FusedBatchNorm, FusedConv2d, FusedMaxPool2d, FusedStem
 
@@ -329,30 +339,155 @@ def test_max_pooling_equals_torchs(shape: tuple[int, ...], twice: bool) -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        (64, 128, 256, 4, 2, 3),
-        (64, 256, 256, 2, 1, 3),
-        (64, 256, 512, 2, 2, 2),
-        (9, 64, 128, 8, 2, 1),
+        (64, 64, 64, 8, 1, 3, 1),
+        (64, 64, 128, 8, 2, 3, 1),
+        (64, 64, 128, 8, 2, 1, 0),
+        (64, 128, 256, 4, 2, 3, 1),
+        (64, 256, 256, 2, 1, 3, 1),
+        (64, 256, 512, 2, 2, 2, 0),
+        (64, 512, 512, 1, 1, 1, 0),
+        (9, 96, 32, 5, 2, 3, 1),
+        (130, 32, 64, 7, 3, 5, 2),
+        (16, 64, 96, 1, 2, 3, 1),
+        (3, 64, 64, 6, 1, 3, 0),
     ],
 )
-def test_a_convolutions_weight_gradient_equals_torchs(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float16, 2e-3), (torch.bfloat16, 1e-2), (torch.float32, 2e-3)]
+)
+def test_convolutions_equal_torchs(
+    shape: tuple[int, ...], dtype: torch.dtype, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against torch's in double precision, on the CPU; single precision is multiplied in tf32."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     torch.manual_seed(0)
-    count, inputs, outputs, side, stride, kernel = shape
-    padding = 1 if kernel == 3 else 0
+    count, inputs, outputs, side, stride, kernel, padding = shape
     plain = nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=padding, bias=False)
-    plain = plain.to("cuda", torch.bfloat16).to(memory_format=torch.channels_last)
-    fused = FusedConv2d.of(deepcopy(plain))
-    x = torch.randn(count, inputs, side, side, device="cuda", dtype=torch.bfloat16).to(
-        memory_format=torch.channels_last
+    fused = FusedConv2d.of(
+        deepcopy(plain).to("cuda", dtype).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     )
+    plain.weight.data = fused.weight.detach().double().cpu()
+    x = torch.randn(count, inputs, side, side, device="cuda", dtype=dtype)
+    x = x.to(memory_format=torch.channels_last).requires_grad_()
     assert convolve.applies(x, fused)
-    ins = [x.clone().requires_grad_(), x.clone().requires_grad_()]
-    wanted, given = plain(ins[0]), fused(ins[1])
-    g = torch.randn_like(wanted)
-    wanted.backward(g)
-    given.backward(g)
-    pairs = ((given, wanted), (fused.weight.grad, plain.weight.grad), (ins[1].grad, ins[0].grad))
-    assert all(float((a.float() - b.float()).norm() / b.float().norm()) < 1e-2 for a, b in pairs)  # type: ignore[union-attr]
+    exact_x = x.detach().double().cpu().requires_grad_()
+    wanted, given = plain(exact_x), fused(x)
+    g = torch.randn_like(wanted).to(dtype)
+    wanted.backward(g.double())
+    given.backward(g.cuda())
+    assert fused.weight.grad is not None and plain.weight.grad is not None
+    assert x.grad is not None and exact_x.grad is not None
+    assert fused.weight.grad.stride() == fused.weight.stride()
+    for mine, exact in (
+        (given, wanted),
+        (fused.weight.grad, plain.weight.grad),
+        (x.grad, exact_x.grad),
+    ):
+        mine = mine.double().cpu()
+        assert float((mine - exact).norm() / exact.norm()) < limit
+
+
+def test_large_convolutions_and_fp32_are_left_to_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    layer = FusedConv2d.of(nn.Conv2d(64, 64, 3, padding=1, bias=False)).cuda()
+    layer = layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def images(side: int) -> torch.Tensor:
+        x = torch.zeros(128, 64, side, side, device="cuda")
+        return x.to(memory_format=torch.channels_last)
+
+    assert convolve.applies(images(8), layer)
+    assert not convolve.applies(images(32), layer)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert not convolve.applies(images(8), layer)
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"crop_padding": 4, "flip": True, "cutout": 16}, {"cutout": 5}]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_prepared_batches_are_those_of_torchs_operations(
+    change: dict[str, Any], dtype: torch.dtype
+) -> None:
+    numbers = np.random.default_rng(0)
+    images = numbers.integers(0, 256, (50, 32, 32, 3), dtype=np.uint8)
+    examples = Examples(images, np.zeros(50, dtype=np.int64))
+    transform = TransformSettings(mean=(0.4,) * 3, std=(0.2,) * 3, **{"flip": True, **change})
+    rows = torch.from_numpy(numbers.integers(0, 50, 70)).cuda()
+    draws = torch.from_numpy(numbers.random((70, DRAWS), dtype=np.float32)).cuda()
+    batches = []
+    for kernel in (False, True):
+        data = device_data(examples, transform, torch.device("cuda"), augment=True, kernel=kernel)
+        assert isinstance(data, ImageData) and data._kernel == kernel
+        into = torch.zeros(70, 32, 32, 3, device="cuda", dtype=dtype)
+        data.fill(into, rows, draws)
+        batches.append(into)
+    assert torch.equal(*batches)
+
+
+def test_large_images_and_other_transforms_are_prepared_by_torch() -> None:
+    def has_kernel(side: int, **change: Any) -> bool:
+        images = np.zeros((2, side, side, 3), dtype=np.uint8)
+        transform = TransformSettings(flip=True, **change)
+        examples = Examples(images, np.zeros(2, dtype=np.int64))
+        data = device_data(examples, transform, torch.device("cuda"), augment=True, kernel=True)
+        assert isinstance(data, ImageData)
+        return data._kernel
+
+    assert has_kernel(64)
+    assert not has_kernel(128)
+    assert not has_kernel(64, rotate=10)
+    assert not has_kernel(64, resize=32)
+
+
+def test_kernels_that_were_compiled_ahead_are_not_compiled_again() -> None:
+    """All of a convolution's: the pass computes nothing, and the real one finds them."""
+    kernels = (convolve._convolve, convolve._gradient)
+    for kernel in kernels:
+        kernel.device_caches.clear()  # tests before this one may have compiled them
+
+    def compiled() -> int:
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+    layer = FusedConv2d.of(nn.Conv2d(160, 160, 3, padding=1, bias=False))
+    layer = layer.cuda().half().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = torch.randn(8, 160, 4, 4, device="cuda", dtype=torch.float16)
+    x = x.to(memory_format=torch.channels_last).requires_grad_()
+    with compiling_ahead(2):
+        layer(x).sum().backward()
+    ahead = compiled()
+    layer(x).sum().backward()
+    torch.cuda.synchronize()
+    assert ahead > 0 and compiled() == ahead
+
+
+def test_short_batches_find_the_kernels_that_a_slot_has_compiled() -> None:
+    federation = Federation(
+        tiny_config("engine.device=cuda", "engine.precision=fp16", "training.batch_size=64")
+    )
+    (job, *_) = federation.jobs(federation.initial_state())
+    clients = federation.engine.clients  # type: ignore[attr-defined]
+    slot = Slot(clients, job.size)
+    clients.seat(slot.learner, job, clients.plan(job), {})
+    kernels = [
+        kernel
+        for module in (convolve, norm_kernels, pool, stem)
+        for kernel in vars(module).values()
+        if isinstance(kernel, triton.runtime.JITFunction)
+    ]
+    for kernel in kernels:
+        kernel.device_caches.clear()
+
+    def compiled() -> int:
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+    slot._compile_kernels()
+    ahead = compiled()
+    for length in (64, 63, 50, 37, 21, 17, 9, 5):
+        slot.learner.batches.rewind()
+        slot.learner.step(length)
+    torch.cuda.synchronize()
+    assert ahead > 0 and compiled() == ahead
 
 
 def test_bf16_results_are_rounded_to_the_nearest() -> None:

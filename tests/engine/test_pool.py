@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
+from motley.client.job import Job
+from motley.client.learner import Learner
 from motley.core.errors import MotleyError
 from motley.engine.local import LocalEngine
 from motley.engine.pool import SlotPool
@@ -85,6 +88,61 @@ def test_slots_are_made_when_needed_and_kept() -> None:
     assert len(slots) == 6 and not any(slot.busy for slot in slots)
     federation.run_round(server)
     assert list(pool) == slots
+
+
+def test_slots_are_free_again_after_an_interruption_while_one_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A notebook goes on after Ctrl-C. It would wait forever for a slot that nobody trains in."""
+    federation = Federation(tiny_config("federation.clients_per_round=6"))
+    server, _ = federation.run_round(federation.initial_state())
+    load, lead = Learner.load, Slot.lead
+    clients: list[int] = []
+    led: list[Slot] = []
+
+    def interrupted(learner: Learner, job: Job, *arguments: Any) -> None:
+        clients.append(job.client)
+        if len(clients) == 3:
+            raise KeyboardInterrupt
+        load(learner, job, *arguments)
+
+    def noted(slot: Slot) -> None:
+        led.append(slot)
+        lead(slot)
+
+    monkeypatch.setattr(Learner, "load", interrupted)
+    monkeypatch.setattr(Slot, "lead", noted)
+    with pytest.raises(KeyboardInterrupt):
+        federation.run_round(server)
+    slots = list(federation.engine.pool)  # type: ignore[attr-defined]
+    assert not any(slot.busy for slot in slots)
+    # What comes next on the server's stream must not run beside their work on a GPU.
+    assert led == slots
+    after, _ = federation.run_round(server)
+    expected, _ = Federation(federation.config).run_round(server)
+    assert fingerprint(after.state) == fingerprint(expected.state)
+
+
+def test_a_slot_is_free_again_after_an_interrupted_personalization(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scoring = (
+        "evaluation.per_client=all",
+        "evaluation.client_test_fraction=0.2",
+        "evaluation.personalize_epochs=0.2",
+    )
+    federation = Federation(tiny_config("model.sizes=['mlp1']", *scoring))
+    load = Learner.load
+
+    def interrupted(learner: Learner, job: Job, *arguments: Any) -> None:
+        if job.collection == "personalized-score":
+            raise KeyboardInterrupt
+        load(learner, job, *arguments)
+
+    monkeypatch.setattr(Learner, "load", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        federation.run_round(federation.initial_state())
+    assert not any(slot.busy for slot in federation.engine.pool)  # type: ignore[attr-defined]
 
 
 def test_urgent_jobs_have_slots_of_their_own_while_there_is_room() -> None:

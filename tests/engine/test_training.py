@@ -22,8 +22,10 @@ from motley.data import Examples
 from motley.data.device import DRAWS, MORE_DRAWS
 from motley.data.partition import Partition
 from motley.federation import Federation
+from motley.methods.base import ClientAlgorithm, Method, Requirements
+from motley.methods.step import Step
 from motley.models.inputs import TokenShape
-from motley.tasks import CLASSIFICATION
+from motley.tasks import CLASSIFICATION, TASKS
 from tests.conftest import tiny_config
 
 
@@ -211,7 +213,7 @@ def test_more_draws_leave_the_first_ones_as_they_are() -> None:
     assert many.unique().numel() > 0.99 * many.numel()
 
 
-# ---- mixup and label smoothing
+# ---- mixup, label smoothing and logit adjustment
 
 
 def test_mixup_draws_one_weight_per_batch_and_changes_no_batch() -> None:
@@ -278,10 +280,45 @@ def test_label_smoothing_is_in_the_training_loss_only() -> None:
     assert federation.evaluate(state) == plain.evaluate(state)
 
 
+def test_logit_adjustment_adds_the_logarithms_of_the_clients_shares_of_the_classes() -> None:
+    skewed = ("data.partition.name=dirichlet", "data.partition.alpha=0.1")
+    federation, update = one_client("training.logit_adjustment=0.7", *skewed)
+    clients = federation.engine.clients  # type: ignore[attr-defined]
+    labels = clients.data.targets[torch.from_numpy(clients.partition.of(0))]
+    counts = torch.bincount(labels, minlength=10)
+    assert (counts == 0).any(), "a class that the client does not have"
+    shares = counts.clamp(min=0.5) / counts.clamp(min=0.5).sum()
+
+    def loss(model: nn.Module, made: Plan) -> Tensor:
+        inputs, targets = clients.data.batch(made.rows[0, : made.lengths[0]])
+        return F.cross_entropy(model(inputs) + 0.7 * shares.log(), targets)
+
+    for name, delta in expected_update(federation, loss).items():
+        torch.testing.assert_close(update.delta[name], delta, atol=1e-5, rtol=1e-4)
+
+
+def test_logit_adjustment_is_for_the_clients_own_examples() -> None:
+    federation, _ = one_client("training.logit_adjustment=1")
+    learner = federation.engine.clients.learner("resnet10")  # type: ignore[attr-defined]
+    logits, targets = torch.randn(4, 10), torch.arange(4)
+    assert torch.equal(learner.task_loss(logits, targets), F.cross_entropy(logits, targets))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("training.mixup=0.2", "method.name=fedproto"), r"mixup = 0.2: method 'fedproto' needs"),
+        (
+            ("training.logit_adjustment=1", "method.name=spherefed"),
+            r"logit_adjustment = 1: has no effect on the loss of method 'spherefed'",
+        ),
+        (
+            ("training.label_smoothing=0.1", "method.name=spherefed"),
+            r"label_smoothing = 0.1: has no effect on the loss of method 'spherefed'",
+        ),
+        (
+            ("training.mixup=0.2", "method.name=fedproto"),
+            r"mixup = 0.2: method 'fedproto' is defined",
+        ),
         (
             ("training.label_smoothing=0.1", "task.loss=torch.nn.functional:mse_loss"),
             r"label_smoothing = 0.1: is for the loss 'cross-entropy'",
@@ -291,6 +328,38 @@ def test_label_smoothing_is_in_the_training_loss_only() -> None:
 def test_what_does_not_go_together_is_refused(settings: tuple[str, ...], message: str) -> None:
     with pytest.raises(MotleyError, match=message):
         Federation(tiny_config("server.ema_decay=0", *settings))
+
+
+class PlainLoss(Method):
+    """A user's method with torch's loss."""
+
+    class Client(ClientAlgorithm):
+        def loss(self, step: Step) -> Tensor:
+            return F.cross_entropy(step.model(step.inputs), step.targets)
+
+    requirements = Requirements(own_training=True)
+
+
+@pytest.mark.parametrize(
+    "setting", ["label_smoothing = 0.1", "mixup = 0.2", "logit_adjustment = 1"]
+)
+@pytest.mark.parametrize("engine", ["debug", "local"])
+def test_a_method_that_does_not_use_the_tasks_loss_is_noticed(setting: str, engine: str) -> None:
+    method = ("method.name=tests.engine.test_training:PlainLoss", f"engine.name={engine}")
+    federation = Federation(tiny_config("training.steps=1", *method, f"training.{setting}"))
+    with pytest.raises(MotleyError, match=rf"training.{setting}: has no effect, because"):
+        federation.run_round(federation.initial_state())
+    plain = Federation(tiny_config("training.steps=1", *method))
+    _, record = plain.run_round(plain.initial_state())
+    assert not record.refused
+
+
+def test_tokens_have_no_classes_to_adjust() -> None:
+    tokens = Examples(
+        np.zeros((40, 6), dtype=np.int64), np.arange(40) % 4, input_shape=TokenShape(6, 9)
+    )
+    with pytest.raises(MotleyError, match=r"logit_adjustment = 0.5: is for classes"):
+        check_task(tiny_config("training.logit_adjustment=0.5"), TASKS["next-token"], tokens, 4)
 
 
 def test_tokens_cannot_be_mixed() -> None:

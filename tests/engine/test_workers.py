@@ -10,24 +10,28 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from motley.core.errors import MotleyError
+from motley.core.own_code import RemoteError
 from motley.engine.base import EngineSettings
 from motley.engine.pool import SlotPool
 from motley.engine.shared_memory import pack
 from motley.engine.slots import Slot
 from motley.engine.workers import (
     Result,
-    WorkerError,
     WorkerPool,
     WorkerTask,
     bundle_size,
+    dealt,
     is_worthwhile,
     is_worthwhile_in_background,
     num_workers,
@@ -81,7 +85,7 @@ def no_workers_of_other_tests() -> Iterator[None]:
 
 def outcome(*overrides: str, folder: Path | None = None) -> tuple[object, ...]:
     """Return everything that a short run computes, but its times."""
-    federation = Federation(tiny_config(*SHORT, *overrides), memory_folder=folder)
+    federation = Federation(tiny_config(*SHORT, *overrides), client_state_folder=folder)
     server = federation.initial_state()
     lines = []
     for _ in range(federation.config.training.rounds):
@@ -95,7 +99,7 @@ def outcome(*overrides: str, folder: Path | None = None) -> tuple[object, ...]:
     stored = {}
     for client, number in server.client_state_rounds.items():
         if federation.method.requirements.client_state:
-            stored[client] = fingerprint(federation.engine.clients.memory.get(client, number))  # type: ignore[attr-defined]
+            stored[client] = fingerprint(federation.engine.clients.states.store.get(client, number))  # type: ignore[attr-defined]
     return lines, states, stored
 
 
@@ -263,10 +267,30 @@ def test_many_jobs_go_in_waves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome("engine.workers=2", *settings) == outcome("engine.workers=1", *settings)
 
 
+def test_the_expected_time_of_private_clients_is_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their updates report one step, however many they have taken."""
+    expected: list[float] = []
+
+    def noted(seconds: Sequence[float], workers: int) -> int:
+        expected.extend(seconds)
+        return 1
+
+    # The clock of a worker goes on by a second per task.
+    clock = count()
+    monkeypatch.setattr("time.process_time", lambda: float(next(clock)))
+    monkeypatch.setattr("motley.engine.local.bundle_size", noted)
+    settings = ("privacy.clip=1.0", "privacy.noise=0.5", "model.sizes=['mlp1']", "engine.workers=2")
+    federation = Federation(tiny_config(*settings, "training.steps=5", "evaluation.every=9"))
+    server, _ = federation.run_round(federation.initial_state())
+    expected.clear()
+    federation.run_round(server)
+    federation.end_workers()
+    assert expected == pytest.approx([1.0] * 4)
+
+
 @pytest.fixture
 def in_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every worker half of a round's tasks at once."""
-    monkeypatch.setattr("motley.engine.workers.BUNDLES", 1)
     monkeypatch.setattr("motley.engine.workers.BUNDLE_S", 1000.0)
 
 
@@ -287,11 +311,21 @@ def test_bundles_change_no_bit_of_what_clients_are_asked(case: str) -> None:
 
 def test_only_small_tasks_travel_in_bundles() -> None:
     assert bundle_size([0.5] * 100, 2) == 1
-    assert bundle_size([0.001] * 100, 2) == 5
-    assert bundle_size([0.0001] * 100, 2) == 100 // 8
-    assert bundle_size([0.0001] * 3, 2) == 1
-    assert bundle_size([0.0] * 16, 2) == 2
+    assert bundle_size([0.001] * 100, 2) == 13  # four bundles of 13 ms for each worker
+    assert bundle_size([0.0001] * 100, 2) == 50
+    assert bundle_size([0.0001] * 3, 2) == 2
+    assert bundle_size([0.0] * 16, 2) == 8
     assert bundle_size([], 2) == 1
+
+
+@given(st.lists(st.integers(1, 9)), st.integers(1, 7))
+def test_bundles_take_about_equally_long(seconds: list[int], bundle: int) -> None:
+    longest_first = sorted(seconds, reverse=True)
+    in_turns = dealt(longest_first, bundle)
+    assert sorted(in_turns, reverse=True) == longest_first
+    sums = [sum(in_turns[first : first + bundle]) for first in range(0, len(seconds), bundle)]
+    if len(seconds) % bundle == 0 and sums:
+        assert max(sums) - min(sums) <= max(seconds)
 
 
 # ---- the number of workers
@@ -341,7 +375,7 @@ def test_workers_are_used_only_if_they_save_time(monkeypatch: pytest.MonkeyPatch
     assert not is_worthwhile([5.0], 2)
     assert not is_worthwhile([0.01] * 4, 2)
     assert not is_worthwhile([5.0, 0.01], 2)  # the longest task alone takes as long
-    assert not is_worthwhile([0.0005] * 1000, 2)  # sending so many small tasks takes as long
+    assert not is_worthwhile([0.0001] * 1000, 2)  # sending so many small tasks takes as long
 
 
 def test_tasks_run_in_the_background_if_that_saves_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -708,7 +742,7 @@ def test_an_exception_of_a_worker_is_raised_here(
     pool = pool_of(failing(error))
     with pytest.raises(raised, match=text) as info:
         list(pool.run("task", numbers(4)))
-    assert isinstance(info.value.__cause__, WorkerError)
+    assert isinstance(info.value.__cause__, RemoteError)
     assert "in fail" in str(info.value.__cause__)
     assert not multiprocessing.active_children()
 
@@ -761,6 +795,8 @@ def test_a_signal_during_a_fork_is_not_lost() -> None:
 ORPHANS = """
 import os, time
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from motley.engine.workers import Result, WorkerPool, WorkerTask
 
 def sleep(task):

@@ -26,7 +26,7 @@ class NoisyClient(ClientAlgorithm):
 
     def loss(self, step: Step) -> Tensor:
         logits = step.model(step.inputs + 0.1 * torch.randn_like(step.inputs))
-        return nn.functional.cross_entropy(nn.functional.dropout(logits, 0.2), step.targets)
+        return step.task_loss(nn.functional.dropout(logits, 0.2), step.targets)
 
 
 class Noisy(Method):
@@ -97,7 +97,7 @@ class EveryClientHook(ClientAlgorithm):
         previous = with_prefix(step.client_state, "previous/")
         pull = (logits - step.frozen(step.received, step.inputs)).square().mean()
         push = (logits - step.frozen(previous, step.inputs)).square().mean()
-        loss = nn.functional.cross_entropy(logits, step.targets)
+        loss = step.task_loss(logits, step.targets)
         return loss + 0.01 * pull - 0.001 * push.clamp(max=1.0)
 
     def after_backward(self, step: Step) -> None:

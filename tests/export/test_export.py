@@ -14,11 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 import motley
+from motley.assembly import load_dataset_of
+from motley.config import load_config
 from motley.core.errors import MotleyError
 from motley.data.device import device_data
 from motley.export.card import read_card
 from motley.export.export import export_model
-from motley.export.formats import FORMATS
+from motley.export.formats import FORMATS, Runner
 from motley.export.loading import LoadedExport, LoadedRun
 from motley.federation import Federation
 from motley.runs.metrics import MetricsLog
@@ -277,3 +279,45 @@ def test_damaged_cards_are_refused(run: Path, tmp_path: Path) -> None:
     file.write_text("{")
     with pytest.raises(MotleyError, match=r"card.json cannot be read"):
         motley.load(tmp_path / "out")
+
+
+def test_a_file_is_measured_on_the_test_examples_of_a_run_with_fewer_clients(
+    tmp_path: Path,
+) -> None:
+    """Clients that data.max_clients leaves out are not tested in the run, nor by the export."""
+    lines = ["age,person,label"]
+    for number in range(120):
+        lines.append(f"{number % 17},p{number % 6},{'yes' if number % 17 > 8 else 'no'}")
+    (tmp_path / "table.csv").write_text("\n".join(lines))
+    settings = (
+        "data.name=files",
+        f"data.path={tmp_path / 'table.csv'}",
+        "data.files.client=person",
+        "data.max_clients=3",
+        "data.max_per_client=10",
+        "data.partition.name=natural",
+        "federation.clients=3",
+        "federation.clients_per_round=3",
+        "model.sizes=['table1']",
+        "training.rounds=1",
+    )
+    config = load_config(preset="digits-small", overrides=(*FAST, *settings))
+    start_run(config, tmp_path / "run")
+    loaded = LoadedRun(tmp_path / "run")
+    tests = load_dataset_of(config).test
+    np.testing.assert_array_equal(loaded.dataset.test.inputs, tests.inputs)
+    exported = export_model(loaded, "table1", "safetensors", tmp_path / "out")
+    assert exported.card.test_examples == len(tests) == 12
+    assert exported.card.score == pytest.approx(exported.card.recorded_score)
+
+
+def test_a_file_whose_outputs_are_not_numbers_is_refused(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_broken(name: str, file: Path) -> Runner:
+        return lambda inputs: torch.full((len(inputs), 10), torch.nan)
+
+    monkeypatch.setattr("motley.export.export.open_runner", open_broken)
+    with pytest.raises(MotleyError, match="outputs differ from those of the trained model by nan"):
+        export_model(LoadedRun(run), "mlp1", "torch", tmp_path / "out")
+    assert not (tmp_path / "out" / "card.json").exists()

@@ -25,6 +25,7 @@ from motley.export.rows import RowReader
 from motley.models.inputs import ImageShape, SignalShape, TableShape, TokenShape
 from motley.runs.run import start_run
 from tests.cli.conftest import call
+from tests.conftest import tiny_config
 from tests.export.conftest import FAST, Export
 
 PLAIN = TransformSettings()
@@ -166,6 +167,7 @@ def test_arrays_of_other_shapes_and_values_are_refused(tmp_path: Path) -> None:
         "has shape (5, 5); the model takes images of shape (8, 8, 1), or several": np.zeros((5, 5)),
         "has shape (2, 3, 8, 8)": np.zeros((2, 3, 8, 8), np.uint8),
         "has shape ()": np.array(3),
+        "has shape (0, 8, 8, 1): there is no input in it": np.zeros((0, 8, 8, 1)),
         "pixels from 0 to 7; floating-point pixels must be in 0 to 1": np.eye(8) * 7,
         "pixels from -1 to 0; allowed are 0 to 255": np.full((8, 8), -1),
         "a value that is not finite": np.full((8, 8), np.nan),
@@ -202,12 +204,81 @@ def test_images_of_another_size_are_scaled_only_if_asked(tmp_path: Path) -> None
     assert read_inputs(file, colour, resize=True).max() == 1.0
 
 
+def test_images_with_16_bits_are_refused(tmp_path: Path) -> None:
+    """Pillow cuts them off at 255, so almost all of them would become white."""
+    image = pytest.importorskip("PIL.Image")
+    pixels = np.arange(0, 64 * 1024, 1024, dtype=np.uint16).reshape(8, 8)
+    image.fromarray(pixels).save(tmp_path / "x.png")
+    message = "has pixels of the type 'I;16'; save it with 8 bits per channel"
+    assert message in said(tmp_path / "x.png")
+    image.fromarray(pixels.astype(np.float32) / 65535).save(tmp_path / "x.tif")
+    assert "has pixels of the type 'F'" in said(tmp_path / "x.tif")
+
+
 def test_grey_images_need_no_channel() -> None:
     images = np.arange(128, dtype=np.uint8).reshape(2, 8, 8)
     assert GREY.read_array(images, "x").shape == (2, 8, 8, 1)
     assert GREY.read_array(images[0], "x").shape == (1, 8, 8, 1)
     floats = GREY.read_array(images / 255, "x")
     torch.testing.assert_close(GREY.prepare(floats), GREY.prepare(images.reshape(2, 8, 8, 1)))
+
+
+def test_numbers_beyond_0_to_1_are_used_as_the_data_set_has_them(tmp_path: Path) -> None:
+    """A byte does not stand for any of them: it would be divided by 255, which nobody asked for."""
+    image = pytest.importorskip("PIL.Image")
+    generator = np.random.default_rng(0)
+    images = generator.normal(size=(90, 8, 8, 1)).astype(np.float32)
+    np.savez(tmp_path / "own.npz", x_train=images, y_train=np.arange(90) % 3)
+    settings = (
+        "data.name=files",
+        f"data.path={tmp_path / 'own.npz'}",
+        "data.transform.resize=0",
+        "data.partition.name=iid",
+        "model.sizes=['mlp1']",
+        "training.rounds=1",
+    )
+    start_run(load_config(preset="digits-small", overrides=(*FAST, *settings)), tmp_path / "run")
+    assert call("export", tmp_path / "run", "-o", tmp_path / "out").code == 0
+    np.save(tmp_path / "new.npy", images[:2])
+    image.new("L", (8, 8)).save(tmp_path / "new.png")
+    for folder in (tmp_path / "run", tmp_path / "out"):
+        loaded = motley.load(folder)
+        with torch.no_grad():
+            expected = loaded.model("mlp1")(torch.from_numpy(images[:2]).permute(0, 3, 1, 2))
+        predictions = loaded.predict(images[:2], "mlp1")
+        found = torch.tensor([prediction.outputs for prediction in predictions])
+        torch.testing.assert_close(found, expected)
+        answer = call("predict", folder, tmp_path / "new.npy", "--json")
+        assert answer.code == 0 and len(json.loads(answer.out)) == 2
+        answer = call("predict", folder, tmp_path / "new.png")
+        assert answer.code == 2 and "numbers that are not in 0 to 1" in answer.err
+    assert "take the data set's numbers" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_model_that_normalizes_with_its_batch_needs_several_inputs(tmp_path: Path) -> None:
+    settings = ("model.sizes=['resnet10']", "model.resnet.width=0.125", "training.rounds=1")
+    by_batch = "split.normalization_statistics=batch"
+    start_run(tiny_config(*FAST, *settings, by_batch), tmp_path / "run")
+    loaded = LoadedRun(tmp_path / "run")
+    images = loaded.dataset.test.inputs[:3]
+    files = []
+    for number, image in enumerate(images):
+        files.append(tmp_path / f"{number}.npy")
+        np.save(files[-1], image)
+    assert call("export", tmp_path / "run", "-o", tmp_path / "out").code == 0
+    with torch.no_grad():
+        expected = loaded.model("resnet10")(loaded.inputs.prepare(images)).softmax(1).amax(1)
+    for folder in (tmp_path / "run", tmp_path / "out"):
+        answer = call("predict", folder, *files, "--json")
+        assert answer.code == 0, answer.err
+        found = [row["classes"][0]["probability"] for row in json.loads(answer.out)]
+        torch.testing.assert_close(torch.tensor(found), expected)
+        answer = call("predict", folder, files[0])
+        assert answer.code == 2 and "it cannot predict for one input alone" in answer.err
+    assert "never a single one" in (tmp_path / "out" / "README.md").read_text()
+    # 257 inputs are two batches, neither of which has a single input.
+    many = np.concatenate([loaded.dataset.test.inputs, images])[:257]
+    assert len(loaded.predict(many, "resnet10")) == 257
 
 
 # ---- other inputs
@@ -218,10 +289,14 @@ def test_rows_of_a_table_are_read_from_csv(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
     file.write_text("age,weight,kind\n61,80.5,2\n40,70,0\n")
     np.testing.assert_array_equal(read_inputs(file, table), [[61, 80.5, 2], [40, 70, 0]])
+    tabs = tmp_path / "rows.tsv"
+    tabs.write_text("age\tweight\tkind\n61\t80.5\t2\n")
+    np.testing.assert_array_equal(read_inputs(tabs, table), [[61, 80.5, 2]])
     wrong = {
         "": "has no line of numbers",
         "a,b\n1,2\n": "has shape (1, 2); the model takes rows of a table of shape (3,)",
         "1,2,0\n1,x,0\n": "line 2: has a cell that is not a number",
+        "1,?,0\n1,2,0\n": "line 1: has a cell that is not a number",
         "1,2,0\n1,2\n": "line 2: has 2 cells, and the lines before it have 3",
         "1,2,3\n": "column 2: category 3: must be one of 0 to 2",
         "1,2,0.5\n": "column 2: category 0.5: must be one of 0 to 2",
@@ -281,6 +356,35 @@ def test_rows_of_the_users_own_table_are_encoded_as_in_training(
     file.write_text("weight,age,colour\n70,,green\n")
     answer = call("predict", tmp_path / "out", file)
     assert answer.code == 2 and "new.csv, line 2, column 'age': has no value" in answer.err
+
+
+def test_a_table_that_has_changed_since_the_training_is_refused(tmp_path: Path) -> None:
+    """Further rows shift the mean, by which the rows to predict would be standardized."""
+    lines = ["size,colour,label"]
+    for number in range(60):
+        lines.append(f"{number % 7},{('red', 'green')[number % 2]},{('no', 'yes')[number % 2]}")
+    table = tmp_path / "table.csv"
+    table.write_text("\n".join(lines))
+    settings = (
+        "data.name=files",
+        f"data.path={table}",
+        "model.sizes=['table1']",
+        "training.rounds=1",
+        "data.partition.name=iid",
+    )
+    start_run(load_config(preset="digits-small", overrides=(*FAST, *settings)), tmp_path / "run")
+    assert call("export", tmp_path / "run", "-o", tmp_path / "out").code == 0
+    (tmp_path / "new.csv").write_text("size,colour\n3,red\n")
+    before = call("predict", tmp_path / "out", tmp_path / "new.csv", "--json")
+    table.write_text("\n".join([*lines, *["900,red,no"] * 5]))
+    for command in (
+        ("predict", tmp_path / "run", tmp_path / "new.csv"),
+        ("export", tmp_path / "run"),
+    ):
+        answer = call(*command)
+        assert answer.code == 2 and "table.csv: has changed since" in answer.err
+    after = call("predict", tmp_path / "out", tmp_path / "new.csv", "--json")
+    assert after.code == 0 and after.out == before.out
 
 
 def test_the_end_of_a_text_is_read_as_numbers(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ Misdeed = Callable[[Message, Message], list[Message]]
 
 An exception among its answers is raised by who pulls them; an event keeps who pulls them waiting until it is set.
 """
-NEVER_S = 30.0
+NEVER_S = 300.0
 """Longest wait in seconds: a test should fail and not hang."""
 
 

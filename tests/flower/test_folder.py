@@ -226,6 +226,7 @@ def test_rejected_node_files(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(MotleyError) as raised:
         read_node(file)
     assert said in str(raised.value)
+    assert str(file) in str(raised.value)
 
 
 def test_the_command_writes_a_folder_once(tmp_path: Path) -> None:

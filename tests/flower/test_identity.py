@@ -174,10 +174,10 @@ def test_nobody_waits_for_a_revoked_client_but_a_run_begins_with_all(
 
     grid.before = in_rounds({1: revoke})
     began = time.monotonic()
-    settings = three_nodes(rounds(3), "engine.flower.wait_s=30")
+    settings = three_nodes(rounds(3), "engine.flower.wait_s=300")
     serve(grid, settings, tmp_path / "run", registrar=keys)
     assert [list(found) for found in refusals(tmp_path / "run")] == [["1"]] * 3
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 150  # half of wait_s, also on a busy machine
     with pytest.raises(MotleyError) as raised:
         serve(grid, three_nodes(), tmp_path / "other", registrar=keys)
     assert str(raised.value) == (

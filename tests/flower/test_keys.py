@@ -231,6 +231,9 @@ def test_a_key_belongs_to_one_client(folder: DeployFolder, tmp_path: Path) -> No
     admit(folder, 1, new_key(tmp_path / "new"))
     with pytest.raises(MotleyError, match=r"old.pub: is the key of node-1. Every client"):
         admit(folder, 2, old)
+    shutil.copy(old, public(folder, 2))
+    with pytest.raises(MotleyError, match=r"node-2/key.pub: is the key of node-1. Every client"):
+        admit(folder, 2, None)
     shutil.copy(public(folder, 0), public(folder, 2))
     with pytest.raises(MotleyError, match=r"node-2/key.pub: is also the key of client 0"):
         bound_keys(folder)

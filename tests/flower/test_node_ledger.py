@@ -183,6 +183,23 @@ def test_a_limit_refuses_runs_without_noise(
         assert "privacy.max_epsilon = 100: the run has privacy.noise = 0, and without" in said.err
 
 
+def test_a_limit_refuses_collections_of_runs_without_noise(grid: Grid, tmp_path: Path) -> None:
+    """A server could ask for one without having introduced itself."""
+
+    def limit_before_the_collection(message: Message) -> None:
+        if message.metadata.message_type == "train.collect":
+            grid.before = lambda message: None
+            limit(grid, "max_epsilon = 100.0")
+
+    grid.before = limit_before_the_collection
+    settings = ("method.name=heterofl", "training.rounds=1", "training.steps=1")
+    serve(grid, three_nodes(*settings), tmp_path / "run")
+    (line,) = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
+    assert list(line["refused"]) == ["1"]
+    log = (grid.nodes[999].parent / "node.log").read_text()
+    assert "privacy.max_epsilon = 100: the run has privacy.noise = 0, and without" in log
+
+
 @pytest.mark.parametrize("noise", [0.1, 4.0, 300.0])
 def test_the_updates_that_are_left_are_those_that_fit(tmp_path: Path, noise: float) -> None:
     settings = {"client": 0, "memory": str(tmp_path), "privacy": {"max_epsilon": 20.0}}

@@ -136,11 +136,14 @@ def test_labels_beyond_the_runs_classes_are_reported_at_the_node(
 def test_a_node_with_little_memory_gives_freed_memory_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: str, gives_back: bool
 ) -> None:
-    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    for variable in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX"):
+        monkeypatch.delenv(variable, raising=False)
     file = min(write_nodes(tmp_path).values())
     text = file.read_text().replace('size = "resnet10"', "")
     file.write_text(f"{text}[budget]\n{limits}\n")
-    assert ("MALLOC_MMAP_THRESHOLD_" in worker_environment(read_node(file), file)) == gives_back
+    environment = worker_environment(read_node(file), file)
+    assert ("MALLOC_MMAP_THRESHOLD_" in environment) == gives_back
+    assert environment["MALLOC_ARENA_MAX"] == "1"
 
 
 def full_width(folder: Path, size: str, rounds: int) -> Config:

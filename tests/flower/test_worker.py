@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import os
 import re
 import signal
@@ -17,8 +18,10 @@ import pytest
 
 pytest.importorskip("flwr")
 
+import httpx
 from flwr.app import Message, RecordDict
 from flwr.common.serde import message_to_proto
+from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
 
 from motley.deploy import worker
 from motley.deploy.worker import (
@@ -30,6 +33,7 @@ from motley.deploy.worker import (
     WorkerError,
     WorkerSettings,
     run_tasks,
+    task_client,
 )
 from motley.runs.checkpoint import fingerprint, load_checkpoint
 from motley.runs.run import start_run
@@ -51,6 +55,38 @@ def edit(deployment: Deployment, client: int, more: str) -> None:
     file = deployment.folder.nodes / f"node-{client}" / "node.toml"
     kept = [line for line in file.read_text().splitlines() if line.partition(" ")[0] not in more]
     file.write_text("\n".join((more, *kept)) + "\n")
+
+
+def test_the_content_of_a_message_is_freed_when_it_is_not_used_any_more() -> None:
+    """Without a pass over cyclic garbage, which may come after the training."""
+    content = PullObjectResponse(object_found=True, object_content=bytes(1000)).SerializeToString()
+
+    class SuperNode(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), SuperNode)
+    Thread(target=server.serve_forever, daemon=True).start()
+    client = task_client(f"127.0.0.1:{server.server_port}", "token")
+    gc.collect()
+    gc.disable()
+    try:
+        received = client.PullObject(PullObjectRequest())
+        in_memory = [thing for thing in gc.get_objects() if type(thing) is httpx.Response]
+    finally:
+        gc.enable()
+        client.close()
+        server.shutdown()
+        server.server_close()
+    assert received.object_content == bytes(1000)
+    assert not in_memory
 
 
 def answered(deployment: Deployment, client: int) -> int:

@@ -77,6 +77,7 @@ SERVERS = {
     ),
     **{name: (f"method.name={name}",) for name in ON_FEDIMPRO},
     **{name: (f"method.name={name}", "method.every=1") for name in CCVR},
+    "nested-all": ("method.name=nested", "method.students=all"),
     "spherefed-momentum": ("method.name=spherefed", "server.optimizer.name=momentum"),
     "scaffold-weights": (
         "method.name=scaffold",
@@ -91,7 +92,7 @@ WITH_A_SPLIT = {"heterofl", "fjord", "scalefl", "depthfl", "inclusivefl"}
 """Methods for parts in width or with exits, which the tests of those parts go through; here, over depth alone."""
 OWN_MODELS = {entry.name for entry in METHODS if not entry.item.requirements.exchanges_weights}
 """Methods whose clients keep models of their own: there is no delta for InCo, and no global model."""
-OVER_DEPTH = {*WITH_A_SPLIT, "fedgen", "spherefed", "feddf", "fedet"}
+OVER_DEPTH = {*WITH_A_SPLIT, "fedgen", "spherefed", "feddf", "fedet", "nested"}
 """These, and methods whose own tests go through other splits."""
 CASES = {
     **{
@@ -139,7 +140,7 @@ class Watched:
 
 
 def federation_of(case: str, *more: str, folder: Path | None = None) -> Federation:
-    return Federation(tiny_config(*FAST, *CASES[case], *more), memory_folder=folder)
+    return Federation(tiny_config(*FAST, *CASES[case], *more), client_state_folder=folder)
 
 
 def played(federation: Federation, server: ServerState, rounds: int) -> ServerState:
@@ -151,7 +152,7 @@ def played(federation: Federation, server: ServerState, rounds: int) -> ServerSt
 
 def everything(federation: Federation, server: ServerState) -> dict[str, str]:
     """Return hashes of all that a server holds and of what the clients it names remember."""
-    memory = federation.engine.clients.memory  # type: ignore[attr-defined]
+    memory = federation.engine.clients.states.store  # type: ignore[attr-defined]
     needs = federation.method.requirements
     remembers = needs.client_state or not needs.exchanges_weights or federation.split.has_private
     hashes = {section: fingerprint(state) for section, state in sections_of(server).items()}
@@ -167,7 +168,7 @@ def everything(federation: Federation, server: ServerState) -> dict[str, str]:
 def test_slots_debug_and_a_resumed_run_end_alike(case: str, tmp_path: Path) -> None:
     first = federation_of(case, folder=tmp_path / "clients")
     half = played(first, first.initial_state(), 1)
-    first.engine.save_memory(half.client_state_rounds)
+    first.engine.save_client_states(half.client_state_rounds)
     save_checkpoint(tmp_path / "checkpoints", half, keep=1)
     whole = everything(first, played(first, half, 1))
 

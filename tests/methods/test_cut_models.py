@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+from motley.federation import Federation
 from motley.methods.fedimpro import OWN
 from motley.methods.fedin_pool import IN
 from tests.methods.turns import after
@@ -64,3 +66,30 @@ def test_classifier_rows_by_label_in_a_transformer_too() -> None:
         row for row in range(10) if not torch.equal(server.state["head.weight"][row], before[row])
     }
     assert moved == held and len(held) < 10
+
+
+def without_momentum(input_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+    """Return a network whose BatchNorm looks at its number of batches when it trains."""
+    return nn.Sequential(
+        nn.Conv2d(input_shape[0], 4, 3, padding=1),
+        nn.BatchNorm2d(4, momentum=None),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3, padding=1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, num_classes),
+    )
+
+
+@pytest.mark.parametrize("name", ["fedimpro", "fedin", "fedgen", "fedproto"])
+def test_a_model_may_look_at_values(name: str) -> None:
+    """Shapes of features are computed without values where that is possible."""
+    federation = Federation(
+        models={"small": without_momentum},
+        data="digits",
+        method=name,
+        training={"rounds": 1, "steps": 1},
+        settings={"engine": {"device": "cpu", "workers": 1}},
+    )
+    _, record = federation.run_round(federation.initial_state())
+    assert not record.refused

@@ -39,7 +39,7 @@ def after(rounds: int, *overrides: str) -> tuple[Federation, ServerState]:
 
 
 def memories(federation: Federation, server: ServerState) -> dict[int, State]:
-    store = federation.engine.clients.memory  # type: ignore[attr-defined]
+    store = federation.engine.clients.states.store  # type: ignore[attr-defined]
     return {client: store.get(client, made) for client, made in server.client_state_rounds.items()}
 
 
@@ -69,9 +69,14 @@ def test_a_term_of_no_weight_is_fedavg_bit_for_bit(
 
 @pytest.mark.parametrize(("name", "exactly"), [("scaffold", True), ("moon", False)])
 def test_the_first_turn_is_fedavgs(name: str, exactly: bool) -> None:
-    """Control variates are zero, and a previous model is the received one, so two gradients cancel."""
-    _, plain = after(1, *SGD)
-    _, other = after(1, *SGD, f"method.name={name}")
+    """Control variates are zero, and a previous model is the received one, so two gradients cancel.
+
+    MOON's cancel up to rounding. Two steps only: after more, a rounding error may have moved an activation across the
+    kink of a ReLU, which changes the gradients by much more.
+    """
+    few_steps = () if exactly else ("training.steps=2",)
+    _, plain = after(1, *SGD, *few_steps)
+    _, other = after(1, *SGD, *few_steps, f"method.name={name}")
     for key, tensor in plain.state.items():
         torch.testing.assert_close(
             other.state[key], tensor, rtol=0 if exactly else 1e-4, atol=0 if exactly else 1e-6
@@ -368,7 +373,7 @@ def test_the_center_of_feddyns_steps_is_computed_once_for_every_client(name: str
     clients = federation.engine.clients  # type: ignore[attr-defined]
     learner = clients.learner("resnet10")
     for job in jobs[:2]:
-        job, client_state = clients.resume(job)
+        job, client_state = clients.states.resume(job)
         assert any(dual.any() for dual in client_state.values())
         clients.seat(learner, job, clients.plan(job), client_state)
         center = learner.scratch["center"]

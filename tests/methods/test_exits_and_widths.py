@@ -67,7 +67,7 @@ def seated(*overrides: str, client: int = 5, round_number: int = 2) -> tuple[Fed
     clients: Any = federation.engine.clients  # type: ignore[attr-defined]
     job = federation.job(federation.initial_state(), round_number, client)
     learner = clients.learner(job.size)
-    job, client_state = clients.resume(job)
+    job, client_state = clients.states.resume(job)
     clients.seat(learner, job, clients.plan(job), client_state)
     return federation, learner
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from motley.client.clients import COLLECTED
+from motley.client.clients import COLLECTION_BATCH_FACTOR
 from motley.core.merge import add_shares
 from motley.core.part import State, add_at, select, take
 from motley.federation import Federation
@@ -32,12 +32,12 @@ WIDTH = ("split.name=width", "split.rates=[1,0.5,0.25]", "model.sizes=['resnet14
 GRID = ("split.cuts=[2,3,6]", "split.rates=[0.5,0.75,1]", "model.sizes=['resnet14']")
 INCO = ("server.inco.variant=official",)
 RULES = ("leading", "rolling", "random")
-OTHERS = ("fedin", "fedimpro", "fedgen", "ccvr", "spherefed", "feddf", "fedet")
+OTHERS = ("fedin", "fedimpro", "fedgen", "ccvr", "spherefed", "feddf", "fedet", "nested")
 #: Methods whose clients keep models of their own: there is no delta and no global model.
 OWN_MODELS = {e.name for e in METHODS if not e.item.requirements.exchanges_weights}
 NOT_HERE = {*WITH_A_SPLIT, *OWN_MODELS, *(e.name for e in METHODS if e.name.startswith(OTHERS))}
 """Methods with a split of their own, those whose server state has names that are no parameters', and those that need
-whole heads or public images.
+whole heads, whole blocks or public images.
 """
 CASES = {
     **{
@@ -75,7 +75,7 @@ def federation_of(*overrides: str, folder: Path | None = None) -> Federation:
     shared = [
         o for o in FAST if not any(o.startswith(f"{p.partition('=')[0]}=") for p in overrides)
     ]
-    return Federation(tiny_config(*shared, *overrides), memory_folder=folder)
+    return Federation(tiny_config(*shared, *overrides), client_state_folder=folder)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -84,7 +84,7 @@ def test_slots_debug_and_a_resumed_run_end_alike(case: str, tmp_path: Path) -> N
     overrides = (*CASES[case], *INCO)
     first = federation_of(*overrides, folder=tmp_path / "clients")
     half = played(first, first.initial_state(), 1)
-    first.engine.save_memory(half.client_state_rounds)
+    first.engine.save_client_states(half.client_state_rounds)
     save_checkpoint(tmp_path / "checkpoints", half, keep=1)
     whole = everything(first, played(first, half, 1))
 
@@ -106,7 +106,7 @@ def covered(federation: Federation, clients: list[int], round_number: int) -> St
         size = federation.size_of(client, round_number)
         for piece in federation.split.part(size, round_number, client).values():
             counts = held.setdefault(
-                piece.name, torch.zeros(federation.split.frame[piece.name].shape)
+                piece.name, torch.zeros(federation.split.meta_state[piece.name].shape)
             )
             add_at(counts, piece.index, 1.0)
     return {name: counts > 0 for name, counts in held.items()}
@@ -223,7 +223,7 @@ def test_owners_are_counted_by_coordinate_where_parts_are_pieces() -> None:
 def test_the_server_keeps_the_mean_over_all_owners_of_what_clients_keep(name: str) -> None:
     """SCAFFOLD's c and FedDyn's h: every coordinate over the clients that hold it, those yet to come at zero."""
     federation, server = after(3, *WIDTH, f"method.name={name}")
-    store = federation.engine.clients.memory  # type: ignore[attr-defined]
+    store = federation.engine.clients.states.store  # type: ignore[attr-defined]
     sums: State = {key: torch.zeros_like(tensor) for key, tensor in server.method_state.items()}
     for client, made in server.client_state_rounds.items():
         part = federation.split.part(federation.sizes[client])
@@ -330,7 +330,7 @@ def test_the_pass_leaves_each_size_with_the_statistics_of_its_clients_examples(
     mean, variance = (
         (torch.stack(values).sum(0) / sum(counts)).detach() for values in (means, variances)
     )
-    assert (max(counts) > COLLECTED * batch_size) == (batch_size == 4)
+    assert (max(counts) > COLLECTION_BATCH_FACTOR * batch_size) == (batch_size == 4)
     torch.testing.assert_close(end.ema[f"{size}/bn1.running_mean"], mean, rtol=1e-4, atol=1e-5)
     if batch_size == 2000:
         torch.testing.assert_close(

@@ -82,7 +82,7 @@ CASES: dict[str, tuple[str, ...]] = {
 
 
 def federation_of(*overrides: str, folder: Path | None = None) -> Federation:
-    return Federation(tiny_config(*QUICK, *overrides), memory_folder=folder)
+    return Federation(tiny_config(*QUICK, *overrides), client_state_folder=folder)
 
 
 def played(
@@ -177,7 +177,7 @@ def test_debug_slots_and_a_resumed_run_agree(case: str, tmp_path: Path) -> None:
     plain, plain_records = played(debug, 3)
     first = federation_of(*CASES[case], folder=tmp_path / "clients")
     half, half_records = played(first, 1)
-    first.engine.save_memory(half.client_state_rounds)
+    first.engine.save_client_states(half.client_state_rounds)
     save_checkpoint(tmp_path / "checkpoints", half, keep=1)
     resumed = federation_of(*CASES[case], "engine.slots=2", folder=tmp_path / "clients")
     saved = load_checkpoint(tmp_path / "checkpoints")
@@ -250,7 +250,7 @@ class Breaking:
 def test_a_rejected_update_rolls_the_clients_own_tensors_back(case: str) -> None:
     federation = federation_of(*CASES[case], *EVERYBODY)
     server, _ = played(federation, 1)
-    memory = federation.engine.clients.memory  # type: ignore[attr-defined]
+    memory = federation.engine.clients.states.store  # type: ignore[attr-defined]
     before = dict(memory.get(0, 1))
     federation.engine = Breaking(federation.engine)  # type: ignore[assignment]
     server, (record,) = played(federation, 1, server)
@@ -265,7 +265,7 @@ def test_private_tensors_that_are_not_finite_are_rejected_although_nobody_sees_t
     refused = ("training.steps=1", "server.min_fraction=0", *SGD)
     federation = federation_of(*ONE_MLP, "split.private=head.bias", *refused)
     clients = federation.engine.clients  # type: ignore[attr-defined]
-    first = clients._initial_private("mlp2")
+    first = clients.states.initial_private("mlp2")
     first["head.bias"][:] = torch.tensor([3e38] * 10)
     clients.training = clients.training.model_copy(
         update={"optimizer": clients.training.optimizer.model_copy(update={"weight_decay": -1e3})}
@@ -405,7 +405,7 @@ def test_heads_of_different_widths_do_not_keep_bodies_apart() -> None:
 
     builds = {"two": partial(build, 2), "five": partial(build, 5)}
     split = Depth(builds, SplitSettings(private=("out",)))
-    assert split.frame.keys() == {"body.weight", "body.bias"}
+    assert split.meta_state.keys() == {"body.weight", "body.bias"}
     assert split.initial_private("five", 1)["out.weight"].shape == (5, 3)
     with pytest.raises(MotleyError, match=r"'two' declares no head .*: 'body', 'out'\."):
         Depth(builds, SplitSettings(private=("head",)))
@@ -445,6 +445,22 @@ def test_clients_that_never_trained_are_left_out() -> None:
         federation.client_model(server, never)
     with pytest.raises(MotleyError, match=r"split.private = \['head'\]: there is no global model"):
         federation.evaluate(server.model)
+
+
+def test_a_size_without_private_tensors_has_its_part_as_its_own_model() -> None:
+    """Only the deeper size has the layer that is private."""
+    federation = federation_of(*MLP, *EVERYBODY, "split.private=['layers.2']")
+    server, (*_, record) = played(federation, 2)
+    private = federation.split.private
+    assert not private["mlp2"] and private["mlp3"]
+    client = federation.sizes.index("mlp2")
+    model = federation.client_model(server, client)
+    same_bits(model.state_dict(), take(server.model, federation.split.evaluated("mlp2", 2)))
+    correct = 0
+    for images, labels in federation.evaluator.batches:
+        correct += int((model(images).argmax(1) == labels).sum())
+    accuracy = correct / len(federation.dataset.test)
+    assert record.scores["mlp2"].accuracy == pytest.approx(accuracy, abs=1e-6)
 
 
 def test_the_global_model_of_ditto_can_be_evaluated_too() -> None:
@@ -768,7 +784,7 @@ def test_a_tensor_that_is_not_private_any_more_does_not_leave_the_client(tmp_pat
     """A server may send a node another configuration with every message."""
     first = federation_of(*CASES["FedPer"], *EVERYBODY, folder=tmp_path)
     server, _ = played(first, 1)
-    first.engine.save_memory(server.client_state_rounds)
+    first.engine.save_client_states(server.client_state_rounds)
     other = federation_of(*MLP, *EVERYBODY, "split.private=layers.0", folder=tmp_path)
     start = other.initial_state()
     changed = ServerState(1, start.state, client_state_rounds=server.client_state_rounds)
@@ -780,13 +796,13 @@ def test_another_method_does_not_see_a_personal_model(tmp_path: Path) -> None:
     """SCAFFOLD sends the change of its client state, which must not be Ditto's."""
     first = federation_of(*CASES["Ditto"], *EVERYBODY, folder=tmp_path)
     server, _ = played(first, 1)
-    first.engine.save_memory(server.client_state_rounds)
+    first.engine.save_client_states(server.client_state_rounds)
     other = federation_of(*MLP, *EVERYBODY, "method.name=scaffold", folder=tmp_path)
     start = other.initial_state()
     changed = ServerState(
         1, start.state, None, start.method_state, client_state_rounds=server.client_state_rounds
     )
-    _, client_state = other.engine.clients.resume(other.jobs(changed)[0])  # type: ignore[attr-defined]
+    _, client_state = other.engine.clients.states.resume(other.jobs(changed)[0])  # type: ignore[attr-defined]
     assert client_state == {}
 
 

@@ -48,7 +48,7 @@ def seated(federation: Federation, job: Job) -> Learner:
     """Return a learner with a job's client in it, before its first step."""
     clients = federation.engine.clients  # type: ignore[attr-defined]
     learner: Learner = clients.learner(job.size)
-    job, client_state = clients.resume(job)
+    job, client_state = clients.states.resume(job)
     clients.seat(learner, job, clients.plan(job), client_state)
     return learner
 

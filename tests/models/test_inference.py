@@ -145,6 +145,29 @@ def test_stages_follow_the_mode_the_batch_size_and_the_weights_of_the_model() ->
     assert owned(model, chain_of(model)[:1]) == ["shift", "first.weight", "first.bias"]
 
 
+class Masked(nn.Module):
+    """A model that writes into a tensor by index, within a stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(1, 6, 3), nn.Conv2d(6, 4, 3)
+        self.head = nn.Linear(4, CLASS_COUNT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.a(x))
+        x[:, :, 0] = 0.0
+        x = self.b(x)
+        x[:, :2] = F.relu(x[:, 2:])
+        return self.head(x.mean((2, 3)))
+
+
+def test_stages_repeat_assignments_to_parts_of_a_tensor() -> None:
+    model = made(Masked)
+    assert [stage.name for stage in chain_of(model)] == ["a", "b", "head"]
+    images = torch.randn(3, *IMAGE)
+    assert torch.equal(run(chain_of(model), images), model(images))
+
+
 def test_stages_get_gradients_and_run_with_other_weights() -> None:
     model = made(foreign.vit).eval()
     images = torch.randn(3, *IMAGE)
@@ -362,6 +385,19 @@ def test_streams_that_fail_the_check_are_not_cut() -> None:
     assert "permuting these channels changes" in streams.fixed[0].reason
 
 
+class PooledByNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = nn.Conv2d(1, 6, 3), nn.Linear(6, CLASS_COUNT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.linalg.vector_norm(self.a(x).flatten(2), 1, 2))
+
+
+def test_the_order_of_a_vector_norm_is_not_taken_for_a_dimension() -> None:
+    assert inference_of(made(PooledByNorm)).streams.widths == {"a": 6}
+
+
 class Assorted(nn.Module):
     """Many ways to write a network: groups, splits, concatenations, einsum, attention."""
 
@@ -388,6 +424,47 @@ class Assorted(nn.Module):
         x = torch.einsum("btc,cd->btd", x, self.tied)
         outputs, _ = self.rnn(x)
         return self.head(outputs.amax(1))
+
+
+class RecurrentBlock(nn.Module):
+    """A recurrent layer in a block, with a projection of its outputs."""
+
+    def __init__(self, levels: int) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(16, 16, levels, batch_first=True, proj_size=5)
+        self.out = nn.Linear(5, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.rnn(x)[0])
+
+
+class RecurrentBlocks(nn.Module):
+    """Two such blocks on the rows of an image."""
+
+    def __init__(self, levels: int = 1) -> None:
+        super().__init__()
+        self.embed = nn.Linear(IMAGE[2], 16)
+        self.blocks = nn.Sequential(RecurrentBlock(levels), RecurrentBlock(levels))
+        self.head = nn.Linear(16, CLASS_COUNT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(x[:, 0])).mean(1))
+
+
+def test_gates_in_blocks_are_tensors_of_their_own() -> None:
+    pairs = {pair.target: pair.chunks for pair in cross_layers_of(made(RecurrentBlocks))}
+    assert pairs == {
+        "blocks.1.rnn.weight_ih_l0": 4,
+        "blocks.1.rnn.weight_hh_l0": 4,
+        "blocks.1.rnn.weight_hr_l0": 1,
+        "blocks.1.out.weight": 1,
+    }
+
+
+def test_a_recurrent_layer_of_several_levels_in_blocks_is_helped_once() -> None:
+    pairs = cross_layers_of(made(partial(RecurrentBlocks, levels=2)))
+    assert {pair.target for pair in pairs if pair.target.startswith("blocks.1.")}
+    assert len(pairs) == len({pair.target for pair in pairs})
 
 
 def test_many_operations_are_cut_and_still_fit() -> None:

@@ -7,9 +7,11 @@ import copy
 import pytest
 import torch
 
-from motley.config import ModelSettings
+from motley.assembly import build_split
+from motley.config import ModelSettings, parse_overrides, resolve
 from motley.federation import Federation
 from motley.models import MODELS, ImageShape
+from motley.models.inputs import TableShape, example_inputs
 from motley.models.projection import representation_and_answer, with_projection
 from motley.models.stages import features
 from tests.conftest import refused, tiny_config
@@ -58,3 +60,12 @@ def test_a_width_is_not_negative() -> None:
         refused("model.projection=-1")
         == "model.projection = -1: should be greater than or equal to 0."
     )
+
+
+@pytest.mark.parametrize("size", ["logistic", "table2"])
+def test_networks_for_tables_may_have_a_projection(size: str) -> None:
+    """They ask their head for its type, and a projection is no linear layer."""
+    shape = TableShape(3, (2,))
+    settings = (f"model.sizes=['{size}']", "model.projection=4")
+    split = build_split(resolve("", [parse_overrides(settings)]), shape, 5)
+    assert split.build(size)(example_inputs(shape, 2)).shape == (2, 5)

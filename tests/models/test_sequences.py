@@ -18,6 +18,7 @@ from motley.core.errors import MotleyError
 from motley.core.part import State, select, take
 from motley.models import MODELS, CrossLayer
 from motley.models.channels import CLASSES, positions
+from motley.models.chunks import chunks_of
 from motley.models.inputs import InputShape, SignalShape, TableShape, TokenShape
 from motley.models.lstm import LSTM, LSTMLayer, in_one_block
 from motley.models.same_shape import same_shape_layers
@@ -174,6 +175,46 @@ def test_gates_are_paired_from_the_first_layer_of_their_shape() -> None:
     ]
     same = MODELS["lstm3"].cross_layers(build("lstm-every", "lstm3"))
     assert CrossLayer("layers.0.weight_ih_l0", "layers.1.weight_ih_l0", 4) in same
+
+
+@pytest.mark.parametrize("case", ["decoder", "encoder", "lstm-every"])
+def test_layers_of_one_shape_have_the_chunks_of_the_released_pairs(case: str) -> None:
+    """Whatever the layers are chosen by, query, key and value, and gates, are tensors of their own."""
+    model = build(case)
+    released = {
+        pair.target: pair.chunks for pair in MODELS[CASES[case].sizes[-1]].cross_layers(model)
+    }
+    by_shape = {pair.target: pair.chunks for pair in same_shape_layers(model)}
+    common = released.keys() & by_shape.keys()
+    assert common and all(by_shape[name] == released[name] for name in common)
+    assert max(by_shape.values()) > 1
+    if case != "lstm-every":
+        assert by_shape["blocks.1.attn.qkv.bias"] == 3
+        assert by_shape["blocks.1.attn.proj.weight"] == 1
+
+
+def test_chunks_of_torchs_own_layers() -> None:
+    model = nn.ModuleDict(
+        {
+            "lstm": nn.LSTM(6, 5, num_layers=2, proj_size=3),
+            "gru": nn.GRU(6, 4),
+            "rnn": nn.RNN(6, 4),
+            "attention": nn.MultiheadAttention(6, 2, add_bias_kv=True),
+            "block": nn.ModuleDict({"qkv": nn.Linear(6, 18), "proj": nn.Linear(18, 18)}),
+        }
+    )
+    chunks = {name: chunks_of(model, name) for name, _ in model.named_parameters()}
+    assert {name for name, count in chunks.items() if count == 3} == {
+        *(f"gru.{name}" for name, _ in model["gru"].named_parameters()),
+        "attention.in_proj_weight",
+        "attention.in_proj_bias",
+        "block.qkv.weight",
+        "block.qkv.bias",
+    }
+    four = {name for name, count in chunks.items() if count == 4}
+    assert len(four) == 8 and not any("weight_hr" in name for name in four)
+    for name, parameter in model.named_parameters():
+        assert parameter.shape[0] % chunks[name] == 0
 
 
 # ---- widths

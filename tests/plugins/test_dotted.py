@@ -191,7 +191,7 @@ def test_names_and_options_of_models(importable: Path) -> None:
         "split.name=grouped",
     )
     federation = Federation(config)
-    shapes = {name: tuple(tensor.shape) for name, tensor in federation.split.frame.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in federation.split.meta_state.items()}
     assert shapes["little/head.weight"] == (10, 4) and shapes["big/head.weight"] == (10, 8)
     values = config.model_dump(mode="json")
     assert values["model"]["factories"] == {"little": "mine:small", "big": "mine:small"}

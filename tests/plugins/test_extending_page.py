@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import motley.methods
 from motley.flower.settings import read_node
 from tests.cli.conftest import call
 
@@ -28,8 +29,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_modules: None
         sys.modules.pop(module, None)
 
 
+def unnamed_python() -> list[str]:
+    """Return the blocks of Python that do not begin with a file's name."""
+    return [text for language, text in BLOCKS if language == "python" and text[0] != "#"]
+
+
+def test_the_excerpt_of_scaffold_is_in_its_file() -> None:
+    source = Path(motley.methods.__file__).with_name("scaffold.py").read_text(encoding="utf-8")
+    (excerpt,) = [text for text in unnamed_python() if text.startswith("class ScaffoldClient")]
+    for line in excerpt.splitlines():
+        code, _, _comment = line.partition("  #")
+        assert code.strip() in source
+
+
 def test_python_without_a_file_name_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    programs = [text for language, text in BLOCKS if language == "python" and text[0] != "#"]
+    programs = [text for text in unnamed_python() if not text.startswith("class ")]
     assert len(programs) == 2
     sys.path.append(str(folder))
     for program in programs:

@@ -122,7 +122,7 @@ def test_a_notebooks_things_train_and_leave(digits: Dataset) -> None:
     assert federation.evaluate()["small"] == second[0].scores["small"]
 
     # The shared layers are one tensor, and the head of another shape is each size's own.
-    names = set(federation.split.frame)
+    names = set(federation.split.meta_state)
     assert {"1.weight", "3.weight", "5.weight"} <= names
 
 
@@ -208,14 +208,16 @@ def test_names_tables_and_settings_objects(digits: Dataset) -> None:
         ({"models": 3}, "models: is an int; a mapping from names to functions"),
         ({"models": {"one": small_net()}}, "models['one']: is a Sequential, one module; every"),
         ({"models": {"one": partial(small_net, hide=3)}}, "hide"),
-        ({"data": 3}, "data: is an int; a function that returns a motley.data.Dataset"),
-        ({"data": np.zeros(3)}, "data: is a ndarray; a function that returns"),
+        ({"data": 3}, "data: is an int; the name of a data set is expected, or a motley.data.Da"),
+        ({"data": np.zeros(3)}, "data: is a ndarray; the name of a data set is expected"),
         ({"method": small_net}, "is a function; a subclass of motley.Method is expected."),
         ({"method": "fedprx"}, "method.name: unknown method 'fedprx'. Did you mean 'fedprox'?"),
         ({"server": ["inco"]}, "server: a str is not a part of the server. Allowed are "),
         ({"server": [motley.InCo("papr")]}, "server.inco.variant = 'papr'"),
         ({"training": {"epoch": 1}}, "training.epoch = 1: unknown key 'epoch'. Did you mean"),
         ({"clients": 0}, "federation.clients = 0"),
+        ({"clients": "four"}, "federation.clients = 'four': should be a valid integer"),
+        ({"server": "ema"}, "server: a str is not a part of the server. Allowed are "),
         ({"engine": "fast"}, "engine.name = 'fast': should be"),
     ],
 )
@@ -223,6 +225,28 @@ def test_wrong_arguments_are_named(digits: Dataset, arguments: dict[str, Any], s
     with pytest.raises(MotleyError) as raised:
         motley.Federation(**{"models": {"one": small_net}, "data": digits, **arguments})
     assert said in str(raised.value)
+
+
+def test_one_part_of_the_server_needs_no_list(digits: Dataset) -> None:
+    federation = motley.Federation(models=["mlp1"], data=digits, server=motley.EMA(0.5))
+    assert federation.config.server.ema_decay == 0.5
+
+
+@pytest.mark.parametrize("rounds", [-1, 1.5, "3"])
+def test_a_wrong_number_of_rounds_is_named(digits: Dataset, rounds: Any) -> None:
+    federation = motley.Federation(models=["mlp1"], data=digits, clients=4)
+    with pytest.raises(
+        MotleyError, match=r"^run\(rounds=.*\): should be a whole number, 0 or more"
+    ):
+        list(federation.run(rounds))
+    assert not list(federation.run(np.int64(0)))  # type: ignore[arg-type]
+
+
+def test_a_data_set_describes_itself_in_a_line(digits: Dataset) -> None:
+    assert repr(digits) == (
+        "Dataset('few', classification, 10 classes, train=Examples(300: images, 8 x 8, grey), "
+        "test=Examples(100: images, 8 x 8, grey))"
+    )
 
 
 def test_a_configuration_and_objects_exclude_each_other(digits: Dataset) -> None:

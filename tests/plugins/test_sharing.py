@@ -46,7 +46,7 @@ def test_equal_names_and_shapes_are_shared_and_other_shapes_are_not() -> None:
         assert placed[size]["0.wide.weight"] == f"{owner}/0.wide.weight"
         assert placed[size]["0.wide.bias"] == f"{owner}/0.wide.bias"
         assert placed[size]["0.head.weight"] == f"{owner}/0.head.weight"
-    assert tuple(three.frame["large/0.wide.weight"].shape) == (8, 5)
+    assert tuple(three.meta_state["large/0.wide.weight"].shape) == (8, 5)
 
 
 def test_merging_averages_every_tensor_over_its_owners() -> None:
@@ -94,7 +94,7 @@ def test_a_registered_family_needs_no_settings_table() -> None:
     try:
         changes = ("data.transform.resize=0", "model.sizes=mynet1", "model.resnet={}")
         federation = Federation(tiny_config(*changes))
-        assert tuple(federation.split.frame["1.weight"].shape) == (10, 64)
+        assert tuple(federation.split.meta_state["1.weight"].shape) == (10, 64)
         config = tiny_config(*changes, "model.options.hidden=11")
         with pytest.raises(MotleyError, match="11"):
             Federation(config)

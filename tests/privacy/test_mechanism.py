@@ -11,6 +11,7 @@ import torch
 
 from motley.core.errors import MotleyError
 from motley.core.part import State
+from motley.engine import LocalEngine
 from motley.federation import Federation
 from motley.privacy import DPMechanism, PrivacySettings
 from motley.privacy.mechanism import clip_by_norm
@@ -120,6 +121,20 @@ def test_every_upload_is_bounded_and_says_nothing_else(engine: str) -> None:
         assert math.isnan(answer.loss)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("keeps", ["split.private=head", "method.name=ditto", "method.name=moon"])
+def test_a_client_that_diverges_does_not_keep_a_broken_model(keeps: str) -> None:
+    """The server cannot reject its update, which becomes zero, nor see the loss."""
+    federation = Federation(tiny_config(*CLIPPED, keeps, "training.optimizer.lr=1e38"))
+    _, record = federation.run_round(federation.initial_state())
+    assert not record.refused
+    engine = federation.engine
+    assert isinstance(engine, LocalEngine)
+    for client in record.clients:
+        stored = engine.clients.states.store.load(client, 1)
+        assert stored
+        assert all(tensor.isfinite().all() for tensor in stored.values())
+
+
 def test_a_wide_bound_without_noise_changes_no_bit() -> None:
     plain = uploads(Federation(tiny_config(BATCH)))
     wide = uploads(Federation(tiny_config(BATCH, "privacy.clip=1e9")))
@@ -203,7 +218,7 @@ def test_settings_that_contradict_each_other() -> None:
     )
     assert "privacy.delta = 1" in refused("privacy.delta=1")
     assert refused("privacy.clip=1", "server.max_norm=2").startswith(
-        "server.max_norm = 2: epsilon for privacy.clip = 1 is that of a mean of noised deltas"
+        "server.max_norm = 2: epsilon for privacy.clip = 1 is computed for a mean of noised deltas"
     )
     assert tiny_config("privacy.clip=1", "server.max_norm=auto").server.max_norm == "auto"
 

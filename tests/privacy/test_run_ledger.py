@@ -266,28 +266,31 @@ def test_an_attempt_that_was_merged_and_undone_is_charged(tmp_path: Path) -> Non
     assert log.ledger.rounds == {"mlp1": {(6, 4, 1.0): 2}}
 
 
+class Push(Callback):
+    """Has client 4 send a delta within its clip that moves the state too far."""
+
+    def on_start(self, federation: Federation, server: Any) -> None:
+        train = federation.engine.train
+
+        def pushing(jobs: Any, done: Any) -> Any:
+            answers = train(jobs, done)
+            for answer in answers:
+                if not isinstance(answer, Failure) and answer.client == 4:
+                    for tensor in answer.delta.values():
+                        tensor.fill_(4e3)
+            return answers
+
+        federation.engine.train = pushing  # type: ignore[method-assign]
+
+
+LOOSE = ("privacy.clip=1e6", "privacy.noise=1e-6", "training.rounds=1")
+
+
 @pytest.mark.parametrize("in_folder", [True, False])
 def test_without_an_excluded_update_only_a_clients_own_noise_counts(
     tmp_path: Path, in_folder: bool
 ) -> None:
-    """Client 4 sends a delta within its clip that moves the state too far, and is left out."""
-    loose = ("privacy.clip=1e6", "privacy.noise=1e-6", "training.rounds=1")
-    config = tiny_config(*SETTINGS, *loose)
-
-    class Push(Callback):
-        def on_start(self, federation: Federation, server: Any) -> None:
-            train = federation.engine.train
-
-            def pushing(jobs: Any, done: Any) -> Any:
-                answers = train(jobs, done)
-                for answer in answers:
-                    if not isinstance(answer, Failure) and answer.client == 4:
-                        for tensor in answer.delta.values():
-                            tensor.fill_(1e4)
-                return answers
-
-            federation.engine.train = pushing  # type: ignore[method-assign]
-
+    config = tiny_config(*SETTINGS, *LOOSE)
     if in_folder:
         _, server = start_run(config, tmp_path / "run", [Push()])
     else:
@@ -296,6 +299,61 @@ def test_without_an_excluded_update_only_a_clients_own_noise_counts(
         server, record = federation.run_round(federation.initial_state())
         assert list(record.refused) == [4]
     assert server.ledger.rounds == {"mlp1": {(6, 4, 1.0): 1}}
+
+
+@pytest.mark.parametrize("in_folder", [True, False])
+def test_an_excluded_update_is_charged_even_if_no_other_is_of_its_size(
+    tmp_path: Path, in_folder: bool
+) -> None:
+    """Everyone sees that the round ended without client 4, which depends on its update."""
+    sizes = (
+        "split.name=depth",
+        "model.sizes=['mlp1','mlp3']",
+        "federation.clients_per_round=6",
+        "federation.sizes=['mlp1','mlp1','mlp1','mlp1','mlp3','mlp1']",
+    )
+    config = tiny_config(*SETTINGS, *LOOSE, *sizes)
+    if in_folder:
+        _, server = start_run(config, tmp_path / "run", [Push()])
+    else:
+        federation = Federation(config)
+        Push().on_start(federation, None)
+        server, record = federation.run_round(federation.initial_state())
+        assert list(record.refused) == [4]
+    assert server.ledger.rounds == {"mlp1": {(5, 5, 1.0): 1}, "mlp3": {(1, 1, 1.0): 1}}
+
+
+# ---- the new model
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        ("evaluation.per_client=round", "evaluation.client_test_fraction=0.2"),
+        ("split.name=depth", "split.private=head"),
+    ],
+    ids=["global model", "own models"],
+)
+def test_the_mean_is_on_disk_before_clients_get_the_new_model(
+    tmp_path: Path, scores: tuple[str, ...]
+) -> None:
+    """Clients that report scores receive the model after the round, and the run is killed then."""
+    folder = tmp_path / "run"
+
+    class DieBeforeScores(Callback):
+        def on_start(self, federation: Federation, server: Any) -> None:
+            def die(*arguments: Any) -> Any:
+                raise Killed
+
+            federation.engine.collect = die  # type: ignore[method-assign]
+
+    every_round = ("privacy.reveal_scores=true", "evaluation.every=1")
+    config = tiny_config(*SETTINGS, *every_round, *scores)
+    with pytest.raises(Killed):
+        start_run(config, folder, [DieBeforeScores()])
+    lines = [json.loads(line) for line in (folder / NAME).read_text().splitlines()]
+    assert len(lines) == 3
+    assert "asked" in lines[1] and "merged" in lines[2]
 
 
 # ---- the same round twice
@@ -319,6 +377,15 @@ def test_a_mean_of_the_same_clients_twice_is_one_sampling_with_less_noise() -> N
     assert once < twice
     assert twice == pytest.approx(directly(math.sqrt(4 / 3) * 2 / 2, 1, asked=4, clients=6))
     assert PrivacyLedger.from_json(counter.ledger.to_json()) == counter.ledger  # type: ignore[arg-type]
+
+
+def test_a_smaller_sample_the_second_time_does_not_lower_epsilon() -> None:
+    counter = ReleaseCounter(accountant())
+    counter.add_mean(1, 0, range(6), range(6))
+    once = counter.accountant.epsilon(counter.ledger)["model"]
+    counter.add_mean(1, 0, [3], [3])
+    assert counter.ledger.rounds == {"mlp1": {(6, 6, 1 / (1 / 6 + 1)): 1}}
+    assert counter.accountant.epsilon(counter.ledger)["model"] > once
 
 
 def test_two_independent_samplings_would_be_counted_too_low() -> None:

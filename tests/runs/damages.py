@@ -234,7 +234,7 @@ def _add_files(prefix: str, file: str, kinds: str) -> None:
     """Add the damages that any file can have."""
     contents: dict[str, Callable[[bytes], bytes]] = {
         "empty": lambda content: b"",
-        "truncated": lambda content: content[: len(content) // 2],
+        "truncated": _truncated,
         "garbage": lambda content: b"\x93" * len(content),
         "not utf-8": lambda content: content[:20] + b"\xff\xfe" + content[20:],
     }
@@ -246,6 +246,13 @@ def _add_files(prefix: str, file: str, kinds: str) -> None:
         else:
             change = contents[kind]
             DAMAGES[f"{prefix}: {kind}"] = lambda run, change=change: _rewrite(run / file, change)
+
+
+def _truncated(content: bytes) -> bytes:
+    """Return half of a file. A TOML file ends before a value: after a whole line it would be valid."""
+    half = content[: len(content) // 2]
+    last_assignment = half.rfind(b" = ")
+    return half if last_assignment < 0 else half[: last_assignment + 3]
 
 
 def _to_folder(path: Path) -> None:

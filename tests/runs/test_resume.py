@@ -318,7 +318,7 @@ def test_killed_while_client_states_and_checkpoints_are_saved(
     """Killed before file operations of the second and third save, which begin at 10 and 20.
 
     The client states are on disk by then, and the checkpoint that refers to them is not. (Kills
-    while client states are written: tests/engine/test_memory.py.)
+    while client states are written: tests/engine/test_state_store.py.)
     """
     folder = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):

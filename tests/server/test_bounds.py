@@ -90,6 +90,16 @@ def test_the_first_round_is_bounded_by_its_own_median() -> None:
     assert accepted_norms(check)[1] == pytest.approx(1.2)
 
 
+def test_an_update_of_nan_does_not_take_away_the_limits_of_others() -> None:
+    updates = [update(client, 1.0, var=0.4) for client in range(4)]
+    updates += [update(4, math.nan, var=math.nan), update(5, 4.0, var=30.0)]
+    check = checked(bounds(), updates)
+    # The received parameters would allow 15; for buffers there is no other limit.
+    assert accepted_norms(check)[5] == pytest.approx(3.0)
+    assert check.verdict.rejected == {4: "it holds a number that is not finite."}, "30 is clipped"
+    assert float(check.updates[5].delta["running_var"]) == pytest.approx(1.2)
+
+
 def test_the_first_round_of_one_client_is_bounded_by_its_weights() -> None:
     # The received parameters have norm 5.
     assert accepted_norms(checked(bounds(), [update(0, 14.0)])) == {0: 14.0}

@@ -67,6 +67,16 @@ def scores_of(*overrides: str) -> ClientScores:
 # ---- the numbers, computed by hand
 
 
+@pytest.mark.parametrize("place", range(4))
+def test_a_client_that_diverged_leaves_no_worst_tenth(place: int) -> None:
+    """Sorted with NaN, 1 or 5 would be the worst, depending on the order of the clients."""
+    errors = [1.0, 5.0, 3.0]
+    errors.insert(place, math.nan)
+    result = spread(errors, [1] * 4, higher_is_better=False)
+    numbers = (result.mean, result.weighted, result.worst_tenth, result.std, result.min, result.max)
+    assert all(math.isnan(number) for number in numbers) and result.clients == 4
+
+
 def test_the_spread_of_known_scores() -> None:
     """Four clients with 10, 30, 10 and 50 examples."""
     result = spread([0.9, 0.5, 0.7, 0.1], [10, 30, 10, 50], higher_is_better=True)
@@ -177,6 +187,38 @@ def test_one_pass_gives_the_scores_of_one_client_after_the_other(
     assert [one.client for one in local.scores] == [0, 1, 2, 3, 4, 5]
     assert local.sizes == ["mlp1", "mlp2", "mlp3"]
     assert (local.scores[0].personalized is None) == (settings is ALL)
+
+
+def test_a_score_does_not_depend_on_other_clients_with_statistics_of_test_batches() -> None:
+    """The examples of one client are a batch then, and are normalized by their own statistics."""
+    scores = {}
+    for engine in ("debug", "local"):
+        config = tiny_config(
+            *ALL,
+            "model.sizes=['resnet10']",
+            "split.normalization_statistics=batch",
+            "training.rounds=1",
+            f"engine.name={engine}",
+        )
+        _, (record,) = played(Federation(config), rounds=1)
+        scores[engine] = record.client_scores
+    assert scores["debug"] == scores["local"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("evaluation.batch_size=358",), r"evaluation\.batch_size = 358: 359 test examples"),
+        ((*ALL, "federation.clients=200"), r"evaluation\.per_client = 'all': some clients"),
+    ],
+)
+def test_a_batch_of_one_without_statistics_is_refused(
+    settings: tuple[str, ...], message: str
+) -> None:
+    """The last maps of the network are one pixel large, so one example has one value."""
+    batch_statistics = ("model.sizes=['resnet10']", "split.normalization_statistics=batch")
+    with pytest.raises(MotleyError, match=message):
+        Federation(tiny_config(*batch_statistics, *settings))
 
 
 def test_the_scores_are_those_of_the_global_models_parts() -> None:

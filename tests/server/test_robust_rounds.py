@@ -76,11 +76,11 @@ class Attacked:
     def collect(self, jobs: Sequence[Job]) -> Sequence[Collection | Failure]:
         return self.engine.collect(jobs)
 
-    def save_memory(self, rounds: dict[int, int]) -> None:
-        self.engine.save_memory(rounds)
+    def save_client_states(self, rounds: dict[int, int]) -> None:
+        self.engine.save_client_states(rounds)
 
-    def forget_memory(self, rounds: dict[int, int]) -> None:
-        self.engine.forget_memory(rounds)
+    def forget_client_states(self, rounds: dict[int, int]) -> None:
+        self.engine.forget_client_states(rounds)
 
 
 def attacked(config: Config, value: float) -> Federation:

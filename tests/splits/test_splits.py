@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
+from motley.assembly import build_split
+from motley.config import parse_overrides, resolve
 from motley.core.errors import MotleyError
 from motley.core.part import take
 from motley.federation import Federation
 from motley.models import CrossLayer
-from motley.splits import Split
+from motley.models.inference.facts import random_inputs
+from motley.models.inputs import SignalShape
+from motley.splits import Split, SplitSettings
+from motley.splits.depth import Depth
+from motley.splits.trained import trained_model
 from tests.conftest import tiny_config
 
 VIT = (
@@ -117,3 +127,42 @@ def test_one_size_is_the_same_under_every_split() -> None:
             server, _ = federation.run_round(server)
         ends.append(take(server.state, federation.split.part("resnet10")))
     assert all(torch.equal(ends[0][name], other[name]) for other in ends[1:] for name in ends[0])
+
+
+def small_network(input_shape: tuple[int, int, int], num_classes: int, **norm: Any) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(input_shape[0], 4, 3, padding=1),
+        nn.BatchNorm2d(4, **norm),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3, padding=1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, num_classes),
+    )
+
+
+def test_a_trained_network_for_signals_of_several_widths_runs() -> None:
+    """It has one-dimensional batch norms."""
+    settings = ("model.sizes=['cnn1d-2']", "model.cnn1d.width=8", "split.name=ordered")
+    shape = SignalShape(3, 16)
+    split = build_split(resolve("", [parse_overrides(settings)]), shape, 4)
+    model = trained_model(split, split.initial(1), split.sizes[-1])
+    assert model(random_inputs(shape, 2)).shape == (2, 4)
+
+
+def test_statistics_without_a_momentum_are_refused_for_several_widths() -> None:
+    """They would never change, because each width has seen other batches."""
+    with pytest.raises(MotleyError, match=r"split\.name = 'ordered'.*momentum = None"):
+        Federation(
+            models={"small": partial(small_network, momentum=None)},
+            data="digits",
+            split={"name": "ordered", "rates": [1.0, 0.5]},
+        )
+
+
+def test_no_batch_norm_keeps_statistics_if_test_batches_are_normalized_by_themselves() -> None:
+    """Those of three dimensions did."""
+    model = nn.Sequential(nn.Conv3d(1, 2, 1), nn.BatchNorm3d(2), nn.Flatten(), nn.Linear(16, 3))
+    settings = SplitSettings(normalization_statistics="batch")
+    split = Depth({"one": lambda: model}, settings)
+    assert not [name for name in split.meta_state if "running" in name]

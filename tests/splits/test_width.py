@@ -135,7 +135,7 @@ def test_a_stream_has_one_index_set_and_the_part_is_a_model(
     part = split.part(size, round_number, client)
     chosen: dict[str, list[int]] = {}
     for name, piece in part.items():
-        tensor = split.frame[piece.name]
+        tensor = split.meta_state[piece.name]
         for dim, axis in enumerate(split.axes[name]):
             if axis is None:
                 continue
@@ -288,7 +288,7 @@ def test_statistics_are_shared_or_a_size_has_its_own_or_there_are_none(statistic
     )
     server, record = federation.run_round(federation.initial_state())
     assert not record.refused and all(torch.isfinite(t).all() for t in server.state.values())
-    assert {n: t.shape for n, t in federation.split.frame.items()} == {
+    assert {n: t.shape for n, t in federation.split.meta_state.items()} == {
         n: t.shape for n, t in server.state.items()
     }
     kept = [name for name in server.state if "running_" in name]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from motley.config import load_config
 from motley.core.errors import MotleyError
 from motley.studies.declaration import load_study, studies
 from motley.studies.sweep import plan_cells
@@ -81,7 +82,8 @@ def test_cells_have_the_settings_of_the_paper() -> None:
             'against = "HetroAvg"',
             "unknown line 'HetroAvg'. Did you mean 'HeteroAvg'?",
         ),
-        ("seeds = [1, 2]", "seeds = [1, 1]", "seeds: a name is given twice"),
+        ("seeds = [1, 2]", "seeds = [1, 1]", "seeds: 1 is given twice"),
+        ("seeds = [1, 2]", "seeds = []", "seeds = []: at least 1 is needed"),
         ("seeds = [1, 2]", 'measure = "worst"', "unknown measure 'worst'"),
         (
             "[[cases]]",
@@ -104,6 +106,27 @@ def test_unknown_studies_and_files() -> None:
         load_study("inco-tabel2")
     with pytest.raises(MotleyError, match="no such"):
         load_study("nowhere.toml")
+
+
+def test_the_configuration_of_a_run_is_no_study(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    for text in ("[training]\nrounds = 3", '[data]\nname = "digits"'):
+        assert "is no study, which has a list [[data]] and a list [[methods]]. If it is the " in (
+            message := rejection(file, text)
+        )
+        assert message.endswith(f"configuration of one run: motley run {file}")
+    file.write_text(SWEEP)
+    with pytest.raises(MotleyError, match=r"mine\.toml: is a study, .*: motley study "):
+        load_config(file)
+
+
+def test_rounds_to_needs_a_target(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(SWEEP)
+    with pytest.raises(MotleyError, match=r"^--score = 'rounds-to': data set 'digits' has no tar"):
+        plan_cells(load_study(str(file)), "full", score="rounds-to")
+    file.write_text(SWEEP + "\n[targets]\ndigits = [80.0]\n")
+    assert plan_cells(load_study(str(file)), "full", score="rounds-to")[0].target == 80.0
 
 
 def test_a_users_study_runs_in_full_and_a_papers_table_quickly(sweep: Path) -> None:

@@ -1,6 +1,6 @@
 """Every run of every built-in study can be built: its names exist and its settings are consistent.
 
-Most data sets are not available here, so random images of their shapes replace them. The cells
+Most data sets are not available here, so images of their shapes replace them. The cells
 that cannot be built are listed as missing, and are exactly those named here.
 """
 
@@ -30,7 +30,7 @@ LIBRARY = studies()
 #: Studies of the campaign that train images: they run on a GPU for hours, so they must be right.
 CAMPAIGN = [
     str(Path(__file__).parents[2] / "campaign" / f"{name}.toml")
-    for name in ("inco-table2", "beyond", "unrelated")
+    for name in ("inco-table2", "inco-fashion", "beyond", "precision", "unrelated")
 ]
 #: What only the user can provide: study -> name -> how the reason begins.
 NEEDED = {"inco-table2-vit": {"inco-table2-vit": "needs ImageNet weights"}}
@@ -40,11 +40,17 @@ def columns(study: Study) -> list[str]:
     return [column.name for column in study.data]
 
 
-def dataset(name: str) -> Dataset:
-    """Return a few random images of a data set's shape."""
+def dataset(name: str, pixel: int = 0) -> Dataset:
+    """Return a few images of a data set's shape, all of one color."""
     height, width, channels = (8, 8, 1) if name == "digits" else SHAPES[name][:3]
-    examples = Examples(np.zeros((40, height, width, channels), dtype=np.uint8), np.arange(40) % 10)
+    images = np.full((40, height, width, channels), pixel, dtype=np.uint8)
+    examples = Examples(images, np.arange(40) % 10)
     return Dataset(name, examples, examples, 10)
+
+
+def public_dataset(name: str, **options: object) -> Dataset:
+    """Return images that are none of the clients' images, which would be refused."""
+    return dataset(name, pixel=1)
 
 
 #: The settings that were built already. Studies have many in common.
@@ -66,6 +72,7 @@ def not_built_yet(configs: Iterator[Config]) -> Iterator[Config]:
 def data_available(monkeypatch: pytest.MonkeyPatch) -> None:
     """Assume that all data sets are available, and build no evaluator: five times as fast."""
     monkeypatch.setattr(sweep, "_missing_data", lambda *arguments: iter(()))
+    monkeypatch.setattr("motley.data.public.load_dataset", public_dataset)
     monkeypatch.setattr("motley.federation.Evaluator", lambda *arguments, **options: None)
 
 
@@ -95,6 +102,28 @@ def test_every_run_can_be_built(name: str) -> None:
             dataset=dataset(config.data.name),
             partition=partition,
         )
+
+
+@pytest.mark.usefixtures("data_available")
+def test_the_ceiling_takes_as_many_steps_as_a_rounds_clients() -> None:
+    """One size at one client, against the mean over the clients of the federated runs."""
+    (beyond,) = [name for name in CAMPAIGN if Path(name).stem == "beyond"]
+    configs = {cell.method: cell.runs[0].config for cell in planned(beyond)}
+
+    def steps_per_round(config: Config) -> float:
+        labels = np.arange(50_000) % 10
+        partition = config.data.partition.split(labels, config.federation.clients, config.seed)
+        steps = []
+        for examples in partition.sizes.tolist():
+            epoch = config.training.epoch_lengths(examples, 2)
+            steps.append(config.training.local_steps(len(epoch)))
+        return config.federation.clients_per_round * float(np.mean(steps))
+
+    federated = steps_per_round(configs["EMA 0.95"])
+    ceilings = [name for name in configs if name.startswith("central ")]
+    assert len(ceilings) == 3
+    for name in ceilings:
+        assert steps_per_round(configs[name]) == pytest.approx(federated, rel=0.01), name
 
 
 def flat(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

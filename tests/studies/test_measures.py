@@ -79,3 +79,25 @@ def test_units() -> None:
 def test_the_accuracy_of_one_size() -> None:
     lines = [{**line, "accuracy": {"mlp1": 0.25, "mlp2": 0.75, "mean": 0.5}} for line in LINES]
     assert Measure("last").of(lines, tiny_config(), None, size="mlp2") == 75.0
+
+
+@pytest.mark.parametrize("percent", [28, 29, 57, 57.3, 58])
+def test_a_target_that_is_reached_exactly(percent: float) -> None:
+    """100 * 0.57 is 56.99999999999999."""
+    accuracy = round(percent / 100, 6)
+    lines = [{**LINES[0], "accuracy": {"mlp1": accuracy, "mean": accuracy}}]
+    assert Measure("rounds-to").of(lines, tiny_config(), percent) == 1
+    assert Measure("rounds-to").of(lines, tiny_config(), percent + 0.1) is None
+
+
+def test_scores_of_the_clients_that_have_the_whole_model() -> None:
+    scores = {"mean": 0.5, "sizes": {"mlp2-w0.5": {"mean": 0.4}, "mlp2-w1": {"mean": 0.8}}}
+    lines = [{**line, "client_scores": scores} for line in LINES]
+    config = tiny_config("split.name=width", "split.rates=[0.5,1]", "model.sizes=['mlp2']")
+    assert Measure("client-mean").of(lines, config, None) == pytest.approx(50.0)
+    whole = Measure("client-mean").of(lines, config, None, whole=True)
+    assert whole == pytest.approx(80.0)
+    half = Measure("client-mean").of(lines, config, None, size="mlp2-w0.5")
+    assert half == pytest.approx(40.0)
+    no_whole_model = tiny_config("model.sizes=['mlp1','mlp2']")
+    assert Measure("client-mean").of(lines, no_whole_model, None, whole=True) is None

@@ -11,7 +11,7 @@ import pytest
 from motley.config import parse_overrides
 from motley.core.errors import MotleyError
 from motley.studies.declaration import load_study
-from motley.studies.results import missing
+from motley.studies.results import collect, columns, missing
 from motley.studies.sweep import Cell, missing_in_motley, plan_cells
 
 
@@ -190,3 +190,27 @@ def test_a_line_can_show_one_size(sweep: Path) -> None:
     assert cell.size == "mlp3" and cell.runs
     sweep.write_text(sweep.read_text().replace('size = "mlp3"', 'size = "mlp4"'))
     assert any("unknown size 'mlp4'" in reason for reason in missing(cells(sweep)))
+
+
+def test_another_measure_keeps_only_papers_numbers_of_its_kind(sweep: Path) -> None:
+    """A paper's accuracy is compared with the best and the last accuracy, and nothing else."""
+    clients = {"evaluation": {"per_client": "all", "client_test_fraction": 0.2}}
+    sweep.write_text(sweep.read_text() + "\n[targets]\ndigits = [60]\n")
+
+    def papers(score: str) -> list[float | None]:
+        planned = cells(sweep, methods=["HeteroAvg"], score=score, overrides=clients)
+        return [cell.paper.mean if cell.paper else None for cell in planned]
+
+    assert papers("") == papers("last") == papers("best") == [50.0]
+    assert papers("client-mean") == papers("rounds-to") == [None]
+
+
+def test_a_target_is_in_the_titles_of_rounds_only(sweep: Path) -> None:
+    sweep.write_text(sweep.read_text() + "\n[targets]\ndigits = [60]\n")
+
+    def titles(score: str) -> list[str]:
+        planned = cells(sweep, score=score)
+        return [title for title, _ in columns(collect(planned, sweep.parent / "no runs"))]
+
+    assert titles("last") == ["digits, alpha 1 (last, %)"]
+    assert titles("rounds-to") == ["digits, alpha 1 (rounds-to to 60 %, rounds)"]

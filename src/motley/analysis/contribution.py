@@ -7,7 +7,7 @@ model after the local update. W_d is the worst-case margin (`margin.py`). "D wit
 training examples of all other clients of the federation, together; so client k counts p_k = n_k/N.
 The expectation over Delta is taken over one local update, the one that the run itself computed.
 The column "received" has the margin of theta on the same examples, so that contribution - received
-is what the local update added.
+is the local update's contribution.
 
     contribution(m) >= W_d(training set of m) - |W_d(D_m) - W_d(training set of m)|
                        - 2 C_d(D_m, D without D_m)                                   (Theorem 4.1)
@@ -117,7 +117,7 @@ def label_term(one: Labelled, other: Labelled) -> float:
 
 
 def common_classes(one: Labelled, other: Labelled) -> list[int]:
-    """Return the classes of which both sides have examples."""
+    """Return the classes that both sides have examples of."""
     return sorted(set(one.labels.tolist()) & set(other.labels.tolist()))
 
 
@@ -254,11 +254,14 @@ BOUND_STYLES = {"bound": "v-", "distance": "x--"}
 
 def _draw(rows: list[tuple[Any, ...]]) -> Figure:
     """Draw the means of the clients' numbers over rounds: margins above, the bound below."""
-    layers = list(dict.fromkeys(row[4] for row in rows))
-    figure = new_figure(5 * len(layers) + 2, 7)
-    axes = figure.subplots(2, len(layers), squeeze=False)
-    for column, layer in enumerate(layers):
-        rows_of_layer = [row for row in rows if row[4] == layer and row[2] == ALL]
+    means: dict[str, list[tuple[Any, ...]]] = {}  # by layer
+    for row in rows:
+        _run, _round, client, _size, layer = row[:5]
+        if client == ALL:
+            means.setdefault(layer, []).append(row)
+    figure = new_figure(5 * len(means) + 2, 7)
+    axes = figure.subplots(2, len(means), squeeze=False)
+    for column, (layer, rows_of_layer) in enumerate(means.items()):
         _draw_curves(axes[0, column], rows_of_layer, MARGIN_STYLES)
         _draw_curves(axes[1, column], rows_of_layer, BOUND_STYLES)
         axes[0, column].set(title=f"margins at {layer}", ylabel="Euclidean distance")

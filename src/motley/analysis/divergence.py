@@ -6,13 +6,12 @@ FedImpro, Section 5.1 and Figures 2b, 3 and 9:
 
 S are the clients of a round, and theta_mean is the server's average, whose weights p_m are the
 clients' numbers of examples (Section 3.1). The outer mean is unweighted, as in the paper. The
-divergence of a layer or of a stage is that of its parameters alone.
+divergence of a layer or of a stage is over its parameters alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -99,7 +98,7 @@ def _squared_distances(models: Models, weights: Sequence[float]) -> list[dict[st
     for model in models:
         squares = {}
         for name, tensor in model.items():
-            # Where nobody holds a coordinate, 0 / 0 is NaN and is left out by nansum.
+            # If no client holds a coordinate, 0 / 0 is NaN, and nansum leaves it out.
             mean = sums[name] / totals[name]
             squares[name] = float((tensor.detach() - mean).square().nansum())
         distances.append(squares)
@@ -175,31 +174,45 @@ def _in_order(stages: Mapping[str, str], values: Mapping[str, float]) -> list[st
 
 def _draw_with_curves(rows: list[tuple[Any, ...]], settings: DivergenceSettings) -> Figure:
     """Draw the two plots of `draw`, and one more of chosen layers or stages over rounds."""
-    present = list(dict.fromkeys(row[2] for row in rows if row[2] != WHOLE))
-    names = settings.curves or (present if settings.per == "stage" else [])
-    for name in names:
-        if name not in present:
-            message = unknown(settings.per, name, present)
-            raise MotleyError(f"divergence.curves = {name!r}: {message}")
+    names = _names_of_curves(rows, settings)
     ylabel = "mean distance to the mean"
     if not names:
         return draw(rows, ylabel)
     figure = new_figure(18, 4)
     over_rounds, per_layer, curves_axis = figure.subplots(1, 3)
     draw_on(over_rounds, per_layer, rows, ylabel)
+    _draw_curves(curves_axis, rows, names, settings.normalize)
+    return figure
+
+
+def _names_of_curves(rows: list[tuple[Any, ...]], settings: DivergenceSettings) -> Sequence[str]:
+    """Return the layers or stages to draw over rounds: from the settings, or all stages."""
+    present = list(dict.fromkeys(row[2] for row in rows if row[2] != WHOLE))
+    for name in settings.curves:
+        if name not in present:
+            message = unknown(settings.per, name, present)
+            raise MotleyError(f"divergence.curves = {name!r}: {message}")
+    if settings.curves:
+        return settings.curves
+    return present if settings.per == "stage" else []
+
+
+def _draw_curves(
+    axis: Axes, rows: list[tuple[Any, ...]], names: Sequence[str], normalize: bool
+) -> None:
+    """Draw the divergence of some layers or stages over rounds, one curve per run and layer."""
+    curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for run, number, layer, value in rows:
+        curves.setdefault((run, layer), []).append((number, value))
     for run in dict.fromkeys(row[0] for row in rows):
         for name in names:
-            points = [(row[1], row[3]) for row in rows if row[0] == run and row[2] == name]
-            if not points:
-                continue
-            scale = max(value for _, value in points) if settings.normalize else 1.0
-            numbers = [number for number, _ in points]
-            values = [value / max(scale, 1e-12) for _, value in points]
-            curves_axis.plot(numbers, values, label=f"{run}, {name}")
-    title = "over rounds, divided by the maximum" if settings.normalize else "over rounds"
-    curves_axis.set(title=title, xlabel="round")
-    curves_axis.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
-    return figure
+            if (run, name) in curves:
+                numbers, values = zip(*curves[run, name], strict=True)
+                scale = max(*values, 1e-12) if normalize else 1.0
+                axis.plot(numbers, [value / scale for value in values], label=f"{run}, {name}")
+    title = "over rounds, divided by the maximum" if normalize else "over rounds"
+    axis.set(title=title, xlabel="round")
+    axis.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def in_global_shape(
@@ -215,7 +228,7 @@ def in_global_shape(
     for local in sorted(split.parameters_of(size)):
         piece, tensor = part[local], values[local]
         if piece.index is not None:
-            shape = split.frame[piece.name].shape
+            shape = split.meta_state[piece.name].shape
             value = torch.zeros(shape, device=tensor.device)
             count = torch.zeros(shape, device=tensor.device)
             add_at(value, piece.index, tensor)
@@ -256,28 +269,21 @@ def draw(rows: list[tuple[Any, ...]], ylabel: str) -> Figure:
 
 def draw_on(over_rounds: Axes, per_layer: Axes, rows: list[tuple[Any, ...]], ylabel: str) -> None:
     """Draw both plots of `draw` on given axes."""
-    colors = cycle(f"C{number}" for number in range(10))
     styles = {WHOLE: "o-", LOW: ":", HIGH: "--"}
-    for run in dict.fromkeys(row[0] for row in rows):
-        color = next(colors)
-        # Whole model or level -> (round, value); and, of the newest checkpoint, (layer, value).
-        curves: dict[str, list[tuple[int, float]]] = {}
-        newest: list[tuple[str, float]] = []
-        last = max(row[1] for row in rows if row[0] == run)
-        for other_run, number, layer, value in rows:
-            if other_run != run:
-                continue
-            if layer in styles:
-                curves.setdefault(layer, []).append((number, value))
-            elif number == last:
-                newest.append((layer, value))
+    for position, run in enumerate(dict.fromkeys(row[0] for row in rows)):
+        color = f"C{position % 10}"
+        rows_of_run = [row[1:] for row in rows if row[0] == run]
         for part, style in styles.items():
-            if part in curves:
+            points = [(number, value) for number, layer, value in rows_of_run if layer == part]
+            if points:
                 label = run if part == WHOLE else f"{run}, {part}"
-                points = zip(*curves[part], strict=True)
-                over_rounds.plot(*points, style, color=color, label=label)
-        layer_names = [layer for layer, _ in newest]
-        layer_values = [value for _, value in newest]
+                over_rounds.plot(*zip(*points, strict=True), style, color=color, label=label)
+        newest = max(number for number, _, _ in rows_of_run)
+        layer_names, layer_values = [], []
+        for number, layer, value in rows_of_run:
+            if number == newest and layer not in styles:
+                layer_names.append(layer)
+                layer_values.append(value)
         per_layer.plot(layer_names, layer_values, ".-", color=color, label=run)
     over_rounds.set(title="whole model", xlabel="round", ylabel=ylabel)
     per_layer.set(title="per layer, newest checkpoint")

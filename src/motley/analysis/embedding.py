@@ -112,7 +112,7 @@ def embedding(paths: Sequence[Path], settings: EmbeddingSettings) -> Findings:
 
 
 def chosen_classes(federation: Federation, classes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the classes to draw: those of the settings, or the first ones."""
+    """Return the classes to draw: from the settings, or the first ones."""
     count = federation.dataset.classes
     for label in classes:
         if label >= count:
@@ -123,7 +123,7 @@ def chosen_classes(federation: Federation, classes: tuple[int, ...]) -> tuple[in
 def chosen_clients(
     federation: Federation, server: ServerState, settings: EmbeddingSettings
 ) -> list[int]:
-    """Return the clients to draw: those of the settings, or one for each of the chosen sizes.
+    """Return the clients to draw: from the settings, or one for each of the chosen sizes.
 
     Clients that the run sampled for the round come before others of their size.
     """

@@ -2,7 +2,7 @@
 
 The stages are those that the model declares (`models/spec.py`). A model that branches, such as one
 with early exits, declares no chain of stages but its blocks; features are then the blocks' outputs.
-For a model that declares nothing they are those of its children that have parameters.
+For a model that declares nothing they are the outputs of its children that have parameters.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def cut(model: nn.Module, stage: str, key: str, size: str = "") -> CutModel:
             f"(motley.models.spec), so it cannot be cut. Allowed: {INPUT}."
         )
     chain = chain_of(model)
-    names = [one.name for one in chain[:-1]]
+    names = [stage.name for stage in chain[:-1]]
     if stage == S_OUT:
         count = len(names)
     elif stage in names:

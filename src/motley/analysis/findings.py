@@ -106,14 +106,15 @@ def save(
     writer.writerows(findings.rows)
     table = folder / f"{name}.csv"
     write_atomically(table, text.getvalue().encode())
+    rows = []
+    for row in findings.rows:
+        finite = [_finite(value) for value in row]
+        rows.append(dict(zip(findings.columns, finite, strict=True)))
     content = {
         "analysis": name,
         "settings": {} if settings is None else settings.model_dump(mode="json"),
         "notes": list(findings.notes),
-        "rows": [
-            {key: _finite(value) for key, value in zip(findings.columns, row, strict=True)}
-            for row in findings.rows
-        ],
+        "rows": rows,
     }
     numbers = folder / f"{name}.json"
     write_atomically(numbers, (json.dumps(content, indent=1) + "\n").encode())

@@ -3,7 +3,7 @@
     CGV = sum_m p_m |g_m - g|^2,    g = sum_m p_m g_m,    p_m = n_m / N
 
 g_m is the gradient of client m's mean loss F_m, and n_m its number of examples (Section 3.1).
-The gradients are those of the clients of the round after a checkpoint, before their first step: of
+They are computed for the clients of the round after a checkpoint, before their first step: of
 each client's mean loss over all of its examples, at the part that it receives. The variance of a
 layer is over the clients that hold it. Theorem 4.2 is about the high level of a model, so the sums
 over both levels are reported, too.

@@ -70,7 +70,7 @@ class MarginSettings(Settings):
     steps: int = Field(50, ge=1)
     """Maximum number of DeepFool's steps per example."""
     candidates: int = Field(10, ge=1)
-    """DeepFool looks for the nearest boundary to this many classes, those of the highest logits."""
+    """DeepFool looks for the nearest boundary to the classes with the highest logits, this many."""
 
 
 class GlobalMarginSettings(MarginSettings):
@@ -109,10 +109,10 @@ def misclassified_points(
     steps: int,
     candidates: int,
 ) -> Tensor:
-    """Return a misclassified point near each input, or NaN where none was found (DeepFool).
+    """Return a misclassified point near each input, or NaN if none was found (DeepFool).
 
     With f_j = logit_j - logit_y of a class j other than y, and w_j its gradient, the nearest
-    linearized boundary is that of the j with the smallest |f_j| / |w_j|, and the step to it is
+    linearized boundary belongs to the j with the smallest |f_j| / |w_j|, and the step to it is
     |f_j| / |w_j|^2 w_j.
     """
     result = torch.full_like(inputs, torch.nan)
@@ -167,6 +167,8 @@ def nearest_on_line(
     This is the input itself if it is misclassified. Points that are NaN stay so.
     """
     shape = (-1, *[1] * (inputs.dim() - 1))
+    # Fractions of the way from the input to the point. The model classifies correctly at `near`
+    # and wrongly at `far`.
     near = torch.zeros(len(inputs), device=inputs.device)
     far = torch.ones(len(inputs), device=inputs.device)
     far[classify(inputs).argmax(1) != labels] = 0
@@ -220,7 +222,7 @@ def cut_stage(federation: Federation, size: str, key: str) -> str:
 
 
 def frozen(model: nn.Module, layer: str, key: str) -> CutModel:
-    """Cut a model at a layer, without gradients of its parameters: only those of inputs count."""
+    """Return a model cut at a layer, without gradients of its parameters: only inputs need them."""
     return cut(model.requires_grad_(False), layer, key)
 
 

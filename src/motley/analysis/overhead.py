@@ -14,7 +14,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from motley.analysis.findings import Findings, analysis, new_figure
 from motley.client.clients import own_randomness
@@ -23,9 +22,9 @@ from motley.config import Config
 from motley.core.errors import MotleyError
 from motley.core.part import State, size_in_bytes
 from motley.core.update import ClientUpdate
+from motley.counting import LiveBytes, flop_counter
 from motley.engine import DebugEngine, Job
 from motley.federation import Federation
-from motley.plan import LiveBytes
 from motley.runs.folder import RunFolder
 from motley.runs.metrics import MetricsLog
 from motley.server.exchange import complete_update
@@ -145,13 +144,13 @@ def trace_step(engine: DebugEngine, job: Job) -> StepCost:
     clients = engine.clients
     with own_randomness(clients.device):
         learner, plan = clients.learner(job.size), clients.plan(job)
-        job, client_state = clients.resume(job)
+        job, client_state = clients.states.resume(job)
         clients.seat(learner, job, plan, client_state)
         learner.step(plan.lengths[0])
         learner.batches.rewind()
         learner.drop_gradients()
         permanent = _permanent_tensors(learner)
-        with LiveBytes(permanent) as live, FlopCounterMode(display=False) as counter:
+        with LiveBytes(permanent) as live, flop_counter() as counter:
             learner.step(plan.lengths[0])
     permanent_bytes = sum(tensor.nbytes for tensor in permanent)
     return StepCost(counter.get_total_flops(), permanent_bytes + live.peak)

@@ -1,4 +1,4 @@
-"""Reconstruction attacks: what features reveal about images.
+"""Reconstruction attacks: how much features reveal about images.
 
 FedIN, Sections 4.3 and 5.5; FedImpro, Appendix F.7. An attacker who sees features s and knows the
 extractor f searches for an image with the same features, by gradient descent on its pixels:
@@ -6,7 +6,7 @@ extractor f searches for an image with the same features, by gradient descent on
     min_x  mean (f(x) - s)^2 / var(s) + smoothness * total variation(x)
 
 FedIN's objective is the first term alone, from an image of noise. Features with noise, or the mean
-over several images, reveal less. Noise is added to what the attacker sees, either in standard
+over several images, reveal less. Noise is added to the features that the attacker sees, in standard
 deviations of the features (FedIN's z) or absolute (FedImpro's epsilon, on its shared means).
 """
 
@@ -61,12 +61,13 @@ class PrivacySettings(Settings):
     """Settings of the analysis `privacy`."""
 
     known: tuple[Known, ...] = ("features", "mean")
-    """What the attacker sees. features: those of each image. mean: their mean over all attacked
-    images. class mean: the mean over (up to 500) examples of an image's class. client mean: the
-    mean over (up to 500) examples of `client`. FedImpro's clients share class means.
+    """The features that the attacker sees, one attack for each. features: of a single image. mean:
+    the mean over all attacked images. class mean: the mean over (up to 500) examples of an image's
+    class. client mean: the mean over (up to 500) examples of `client`. FedImpro's clients share
+    class means.
     """
     noise: tuple[Annotated[float, Field(ge=0)], ...] = (0.0, 0.8)
-    """Levels of the Gaussian noise on what the attacker sees; 0.8 is FedIN's."""
+    """Levels of the Gaussian noise on these features; 0.8 is FedIN's."""
     noise_unit: Literal["sigma", "absolute"] = "sigma"
     """sigma: levels are in standard deviations of the features. absolute: they are the noise's
     standard deviation, as in FedImpro.
@@ -232,7 +233,7 @@ def mean_features(extract: Callable[[Tensor], Tensor], images: Tensor) -> Tensor
 
 @dataclass(frozen=True)
 class Attack:
-    """One attack: what is known, the level of the noise, and the start."""
+    """One attack: the known features, the level of the noise, and the start."""
 
     known: Known
     noise: float

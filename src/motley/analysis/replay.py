@@ -62,7 +62,7 @@ def open_run(path: Path) -> Iterator[tuple[Federation, list[ServerState]]]:
         client_states = Path(temporary) / "clients"
         if folder.clients.exists():
             shutil.copytree(folder.clients, client_states)
-        federation = Federation(folder.read_config(), memory_folder=client_states)
+        federation = Federation(folder.read_config(), client_state_folder=client_states)
         refuse_global_model(federation.method)  # analyses are about deltas and the global model
         servers = []
         for checkpoint in saved:

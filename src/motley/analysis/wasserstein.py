@@ -6,8 +6,8 @@ W is the Wasserstein distance of order 1. For features of several dimensions, th
 computed: the mean, over random directions, of the distance of the projections. It is exact in one
 dimension and never larger than the true distance.
 
-The clients are those of the round after a checkpoint, after their local updates. The features are
-those that each stage of a client's model computes from the client's own examples. Clients are
+The clients are taken from the round after a checkpoint, after their local updates. Their features
+are computed by each stage of a client's model from the client's own examples. Clients are
 compared in pairs that have a class in common and features of the same shape.
 """
 

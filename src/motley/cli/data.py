@@ -36,7 +36,6 @@ from motley.data.files.summary import (
     class_counts,
     class_name,
     client_counts,
-    describe_shape,
     fitting_models,
     training_clients,
     warnings_about,
@@ -46,6 +45,7 @@ from motley.data.plot import draw_clients
 from motley.data.sources import SOURCES
 from motley.extras import require
 from motley.files import output_file
+from motley.models.inputs import describe_shape
 from motley.settings import validate
 
 data = typer.Typer(
@@ -106,7 +106,7 @@ def check_command(
         [], "--set", metavar="KEY=VALUE", help="A setting of [data.files]; repeatable."
     ),
 ) -> None:
-    """Read your own file or folder and print what a run would see.
+    """Read your own file or folder and print its columns and examples as a run would see them.
 
     The exit status is 1 if it cannot be used; the message says where and why.
     """
@@ -145,29 +145,29 @@ def plot_command(
 ) -> None:
     """Draw how many examples of each class every client has.
 
-    The clients are those of a run: your file's natural clients if it has any, else those of
+    The clients are a run's: your file's natural clients if it has any, else the clients of
     data.partition.
     """
     require("matplotlib", "motley data plot")
     overrides = [*_file_overrides(target, client, "", []), *set_]
     is_config = path is not None and path.suffix == ".toml"
-    if path is not None and not is_config:
+    is_data = path is not None and not is_config
+    if is_data:
         overrides = ["data.name=files", f"data.path={path}", *overrides]
     config = load_config(path if is_config else None, preset=preset, overrides=overrides)
     with output_file(out) as file:
         dataset, names = _load(config)
-        chosen = parse_overrides(overrides)
-        if path is not None and not is_config and names:
-            config = _with_natural_clients(config, dataset, chosen)
+        if is_data and names:
+            config = _with_natural_clients(config, dataset, parse_overrides(overrides))
         partition = deal_examples(config, dataset).partition
-        counts = _counts(partition, dataset)
-        title = f"{path or config.preset or config.data.name}: {config.data.partition.name}"
         is_natural = config.data.partition.name == "natural" and len(partition) == len(names)
-        client_names = list(names) if is_natural else list(map(str, range(len(partition))))
+        client_names = names if is_natural else map(str, range(len(partition)))
         classes = [""]
         if dataset.task == "classification":
             classes = [class_name(dataset, number) for number in range(dataset.classes)]
-        draw_clients(counts, classes, client_names, title, file)
+        title = f"{path or config.preset or config.data.name}: {config.data.partition.name}"
+        counts = _counts(partition, dataset)
+        draw_clients(counts, classes, list(client_names), title, file)
     classes_note = f", {dataset.classes} classes" if len(classes) > 1 else ""
     _say(Console(), f"{out}: {len(partition)} clients{classes_note}")
 
@@ -216,10 +216,11 @@ def _print_reading(console: Console, path: Path, reading: Reading, settings: Fil
     _say(console, f"{path}: {FORMAT_NAMES[reading.format]}")
     split = ""
     if reading.held_out:
-        of_what = "client" if reading.client_names else "class"
-        if dataset.task != "classification" and not reading.client_names:
-            of_what = "part"
-        split = f" ({settings.test_fraction:.0%} of every {of_what} are held out)"
+        if reading.client_names:
+            group = "client"
+        else:
+            group = "class" if dataset.task == "classification" else "part"
+        split = f" ({settings.test_fraction:.0%} of every {group} are held out)"
     train_count, test_count = len(dataset.train), len(dataset.test)
     rows = {
         "examples": f"{train_count:,} for training, {test_count:,} for testing{split}",

@@ -87,7 +87,7 @@ def chosen_size(sizes: tuple[str, ...], size: str, client: int | None) -> str:
 
 
 def print_export(console: Console, exported: Exported) -> None:
-    """Print what was written, and how well it works."""
+    """Print the written files, and how well the model works."""
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     card = exported.card
     say(

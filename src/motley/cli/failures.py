@@ -1,7 +1,8 @@
 """Turn exceptions into messages and exit statuses. Only this module does so.
 
 status 1   a bug in Motley: the message says so and names a file with the traceback
-status 2   something the user can fix: a wrong setting, a damaged file, a full disk, no memory
+status 2   something the user can fix: a wrong setting, a damaged file, a full disk, no memory, an
+           exception in the user's own code
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from safetensors import SafetensorError
 
 from motley.cli.terminal import Console
 from motley.core.errors import MotleyError
+from motley.core.own_code import failure_in_own_code, own_files
 from motley.limits import is_out_of_memory
 
 #: If this environment variable is set, every failure also prints its traceback.
@@ -58,14 +60,24 @@ DAMAGED = (
 def handle(error: Exception) -> int:
     """Print the message of a failed command to stderr and return its exit status."""
     message = explain(error)
+    own_failure = failure_in_own_code(error)
     status = 2
-    if message is None:
+    if own_failure is not None and not _is_explained_alone(error):
+        message = f"{own_failure} {_save_traceback(error)}"
+    elif message is None:
         message = _bug(error)
         status = 1
     if os.environ.get(DEBUG):
         _to_stderr("".join(traceback.format_exception(error)))
     _to_stderr(Text.assemble(("motley:", "bold red"), " ", message))
     return status
+
+
+def _is_explained_alone(error: Exception) -> bool:
+    """Tell whether a message needs no place in a user's code, even if the error passed it."""
+    if isinstance(error, OSError) and error.errno in CANNOT_WRITE:
+        return True
+    return isinstance(error, MotleyError) or is_out_of_memory(error)
 
 
 def explain(error: Exception) -> str | None:
@@ -94,7 +106,7 @@ def explain(error: Exception) -> str | None:
 
 
 def _is_parsing(error: RecursionError) -> bool:
-    """Tell whether a recursion was that of Python's JSON or TOML parser, over a user's file."""
+    """Tell whether Python's JSON or TOML parser recursed too deeply in a user's file."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package in ("json", "tomllib"):
@@ -121,21 +133,32 @@ def _first_line(error: Exception) -> str:
 
 
 def _bug(error: Exception) -> str:
-    """Write the traceback of an unexpected exception to a file; return a message that names it."""
+    """Return the message about an unexpected exception, whose traceback is saved."""
+    summary = f"{type(error).__name__}: {_first_line(error)}"
+    files = own_files()
+    if files:
+        # A hook that forgets its `return`, for example, is only noticed in Motley's code.
+        return (
+            f"{summary} This is a bug in Motley, or your own code ({', '.join(files)}) returns "
+            f"something else than is expected. {_save_traceback(error)}"
+        )
+    return (
+        f"this is a bug in Motley, not in your input: {summary} {_save_traceback(error)} "
+        "Please report it with the command you ran."
+    )
+
+
+def _save_traceback(error: Exception) -> str:
+    """Write an exception's traceback to a file; return a sentence that names it."""
     text = f"motley {' '.join(sys.argv[1:])}\n\n" + "".join(traceback.format_exception(error))
     try:
         descriptor, name = tempfile.mkstemp(prefix="motley-error-", suffix=".txt")
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
-        where = f"The traceback is in {name}."
+        return f"The traceback is in {name}."
     except OSError:
         _to_stderr(text)
-        where = "The traceback is above."
-    summary = f"{type(error).__name__}: {_first_line(error)}"
-    return (
-        f"this is a bug in Motley, not in your input: {summary} {where} "
-        "Please report it with the command you ran."
-    )
+        return "The traceback is above."
 
 
 def _to_stderr(text: str | Text) -> None:

@@ -207,7 +207,7 @@ def _list_settings(which: str, as_markdown: bool) -> None:
 
 
 def _described(setting: Setting) -> Text:
-    """Return one line with a key, its default, type and allowed values, and one to describe it."""
+    """Return two lines: a key with its default, type and allowed values; and its description."""
     default = f" = {setting.default}" if setting.default else " (required)"
     allowed = f": {setting.allowed}" if setting.allowed else ""
     return Text.assemble(
@@ -271,9 +271,8 @@ def _names() -> Table:
     table.add_column("stands for")
     table.add_column("description")
     for prefix, (summary, settings) in PREFIXES.items():
-        table.add_row(
-            f"{prefix}*", _written({k: v for k, v in settings.items() if v is not True}), summary
-        )
+        shown = {key: value for key, value in settings.items() if value is not True}
+        table.add_row(f"{prefix}*", _written(shown), summary)
     for ablation, settings in ABLATIONS.items():
         table.add_row(f"InCo* {ablation}", _written(settings), "an ablation of the InCo paper")
     for name, (summary, settings) in SYSTEMS.items():
@@ -281,11 +280,8 @@ def _names() -> Table:
     for stem, settings in STEMS.items():
         table.add_row(f"*{stem}", _written(settings), f"Fed{stem}, Hetero{stem} or InCo{stem}")
     for name, (summary, settings) in VARIANTS.items():
-        table.add_row(
-            name,
-            _written({k: v for k, v in settings.items() if k != "server.inco.variant"}),
-            summary,
-        )
+        shown = {key: value for key, value in settings.items() if key != "server.inco.variant"}
+        table.add_row(name, _written(shown), summary)
     return table
 
 

@@ -15,6 +15,7 @@ from motley.cli.terminal import Console, visible
 from motley.config.schema import ModelSettings
 from motley.core.errors import MotleyError
 from motley.methods import METHODS
+from motley.methods.nested import students_of
 from motley.models.facts import classifiers_of, cross_layers_of, head_of
 from motley.models.inputs import ArrayShape, ImageShape, InputShape, SignalShape, TokenShape
 from motley.models.report import ModelReport, check_trainable, report_of, shared_parameters
@@ -22,7 +23,7 @@ from motley.models.spec import spec_of
 from motley.models.stages import chain_of
 from motley.settings import validate
 from motley.splits import SPLITS
-from motley.splits.base import Blueprint
+from motley.splits.base import Blueprint, Split
 from motley.splits.inclusive import last_blocks
 
 #: Width at which a split in width is tried.
@@ -101,7 +102,9 @@ def parse_shape(text: str, vocabulary: int) -> InputShape:
 
 def _print_sizes(console: Console, blueprints: dict[str, Blueprint]) -> None:
     modules = {name: blueprint.module for name, blueprint in blueprints.items()}
-    counts = {name: sum(p.numel() for p in module.parameters()) for name, module in modules.items()}
+    counts = {}
+    for name, module in modules.items():
+        counts[name] = sum(parameter.numel() for parameter in module.parameters())
     table = Table("size", "class", Column("parameters", justify="right"))
     for name, module in modules.items():
         table.add_row(name, type(module).__name__, f"{counts[name]:,}")
@@ -164,32 +167,42 @@ def _print_uses(console: Console, blueprints: dict[str, Blueprint]) -> None:
 
 def uses(blueprints: dict[str, Blueprint]) -> dict[str, str]:
     """Return why the sizes cannot be used, by method or split; empty if they can."""
-    cutting = [entry.name for entry in METHODS if entry.item.requirements.stages]
-    names = [name for name in cutting if name.partition("-")[0] not in cutting or "-" not in name]
-    everyone: dict[str, Callable[[str, Blueprint], object]] = {
+    # With several sizes, "nested" has a row of its own.
+    cutting = ", ".join(_methods_that_cut(with_nested=len(blueprints) == 1))
+    reasons = {
+        "split depth": _reason(partial(_depth, blueprints)),
+        "InCo": _reason(partial(_require_pairs, blueprints)),
+    }
+    if len(blueprints) > 1:
+        reasons["nested"] = _reason(lambda: students_of(_depth(blueprints)))
+    needs_of_each_size: dict[str, Callable[[str, Blueprint], object]] = {
         "split width, FedRolex (rate 0.5)": partial(_try_split, "width"),
         "split ordered (FjORD)": partial(_try_split, "ordered"),
         "split inclusive": last_blocks,
-        f"methods that cut models: {', '.join(names)}": lambda _, blueprint: chain_of(
-            blueprint.module
-        ),
+        f"methods that cut models: {cutting}": _require_stages,
         f"methods that know the last layer: {', '.join(KNOW_LAST_LAYER)}": _require_classifier,
     }
-    reasons = {
-        "split depth": _reason(partial(_try_depth, blueprints)),
-        "InCo": _reason(partial(_require_pairs, blueprints)),
-    }
-    for label, need in everyone.items():
-        why_not: dict[str, str] = {}
+    for label, need in needs_of_each_size.items():
+        texts = []
         for name, blueprint in blueprints.items():
             reason = _reason(partial(need, name, blueprint))
             if reason:
-                why_not[name] = reason
-        if len(blueprints) == 1:
-            reasons[label] = "".join(why_not.values())
-        else:
-            reasons[label] = " ".join(f"{name}: {reason}" for name, reason in why_not.items())
+                texts.append(reason if len(blueprints) == 1 else f"{name}: {reason}")
+        reasons[label] = " ".join(texts)
     return reasons
+
+
+def _methods_that_cut(with_nested: bool) -> list[str]:
+    """Return the methods that cut models into stages."""
+    cutting = [entry.name for entry in METHODS if entry.item.requirements.stages]
+    names = []
+    for name in cutting:
+        # Combinations such as fedimpro-prox have the same needs as their base.
+        base, dash, _ = name.partition("-")
+        is_combination = bool(dash) and base in cutting
+        if not is_combination and (with_nested or name != "nested"):
+            names.append(name)
+    return names
 
 
 def _reason(need: Callable[[], object]) -> str:
@@ -205,6 +218,10 @@ def _require_pairs(blueprints: dict[str, Blueprint]) -> None:
         raise MotleyError("No layers of one shape follow each other in repeated blocks.")
 
 
+def _require_stages(name: str, blueprint: Blueprint) -> None:
+    chain_of(blueprint.module)
+
+
 def _require_classifier(name: str, blueprint: Blueprint) -> None:
     if not classifiers_of(blueprint.module):
         head_of(blueprint.module)  # says why
@@ -216,9 +233,9 @@ def _try_split(split: str, name: str, blueprint: Blueprint) -> None:
     cls({name: blueprint.build}, settings)
 
 
-def _try_depth(blueprints: dict[str, Blueprint]) -> None:
+def _depth(blueprints: dict[str, Blueprint]) -> Split:
     builds = {name: blueprint.build for name, blueprint in blueprints.items()}
-    SPLITS["depth"](builds, SPLITS["depth"].Settings())
+    return SPLITS["depth"](builds, SPLITS["depth"].Settings())
 
 
 def _say(console: Console, text: str, style: str = "") -> None:

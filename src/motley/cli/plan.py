@@ -47,21 +47,32 @@ def plan(
     costs = costs_in(config, synthetic)
     console = Console()
     if fleet is None:
-        console.print(table([(size, size, cost) for size, cost in costs.items()], config, "size"))
+        console.print(_table_of_sizes(costs, config))
         return
     chosen = [largest_fitting(costs, budget) for budget in fleet]
     if len(fleet) <= MAX_ROWS:
         rows = [_row(budget, size, costs) for budget, size in zip(fleet, chosen, strict=True)]
         console.print(table(rows, config, "client"))
     else:
-        console.print(table([(size, size, cost) for size, cost in costs.items()], config, "size"))
-        unfit = [b.client for b, size in zip(fleet, chosen, strict=True) if size is None]
-        if unfit:
-            more = f" and {len(unfit) - 10:,} more" if len(unfit) > 10 else ""
-            names = ", ".join(unfit[:10]) + more
-            console.print(f"no size fits: {names}", highlight=False, markup=False, soft_wrap=True)
+        console.print(_table_of_sizes(costs, config))
+        _print_unfit(console, fleet, chosen)
     counts = Counter(size or "none" for size in chosen)
     console.print(", ".join(f"{size}: {counts[size]}" for size in (*costs, "none") if counts[size]))
+
+
+def _table_of_sizes(costs: dict[str, Cost], config: Config) -> Table:
+    return table([(size, size, cost) for size, cost in costs.items()], config, "size")
+
+
+def _print_unfit(console: Console, fleet: list[Budget], chosen: list[str | None]) -> None:
+    """Print the first clients that no size fits, if there are any."""
+    unfit = [budget.client for budget, size in zip(fleet, chosen, strict=True) if size is None]
+    if not unfit:
+        return
+    names = ", ".join(unfit[:10])
+    if len(unfit) > 10:
+        names += f" and {len(unfit) - 10:,} more"
+    console.print(f"no size fits: {names}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _row(budget: Budget, size: str | None, costs: dict[str, Cost]) -> tuple[str, str, Cost | None]:
@@ -101,14 +112,17 @@ def table(rows: list[tuple[str, str, Cost | None]], config: Config, first: str) 
         f"a node's process takes about {NODE_RUNTIME / 1e6:.0f} MB more than `import torch`"
     )
     result = Table(caption=caption, caption_justify="left")
-    for name in [first] if first == "size" else [first, "size"]:
-        result.add_column(name, overflow="fold")
+    names_clients = first != "size"
+    result.add_column(first, overflow="fold")
+    if names_clients:
+        result.add_column("size", overflow="fold")
     # Short two-line headers and no_wrap: rich must never truncate a number.
     for header in COLUMNS:
         result.add_column(header, justify="right", no_wrap=True)
     for name, size, cost in rows:
         numbers = ("",) * len(COLUMNS) if cost is None else _numbers(cost)
-        result.add_row(*([name] if first == "size" else [name, size]), *numbers)
+        names = (name, size) if names_clients else (name,)
+        result.add_row(*names, *numbers)
     return result
 
 

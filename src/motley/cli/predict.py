@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import typer
 from rich.table import Table
@@ -17,7 +18,7 @@ from motley.cli.terminal import Console
 from motley.cli.warnings import warn_about
 from motley.core.errors import MotleyError
 from motley.export.files import read_inputs
-from motley.export.loading import LoadedRun, load
+from motley.export.loading import LoadedExport, LoadedRun, load
 from motley.export.predict import Prediction, Predictor
 from motley.splits.early_exit import exit_costs, exits_of
 
@@ -52,21 +53,19 @@ def predict(
     warn_about(path, model=checkpoint is None)
     loaded = load(path, checkpoint)
     size = chosen_size(loaded.sizes, size, client)
-    if isinstance(loaded, LoadedRun):
-        predictor = loaded.predictor(size, client)
-    elif client is None:
-        predictor = loaded.predictor(size)
-    else:
-        raise MotleyError(f"--client {client}: {path} is an exported model.")
-    names: list[str] = []
-    predictions: list[Prediction] = []
+    predictor = _predictor_of(loaded, path, size, client)
     # All files are read before anything is computed, so that a wrong one is reported at once.
     arrays = []
     for file in files:
         arrays.append(read_inputs(file, predictor.inputs, predictor.rows, resize=resize))
+    names: list[str] = []
+    predictions: list[Prediction] = []
     for file, array in zip(files, arrays, strict=True):
         for row in range(len(array)):
             names.append(str(file) if len(array) == 1 else f"{file}[{row}]")
+    if predictor.by_batch:
+        arrays = [_together(arrays)]
+    for array in arrays:
         predictions += predictor.predict_stored(array, top, exit_threshold)
     if as_json:
         print(json.dumps(_as_plain(names, predictions), indent=1))
@@ -74,6 +73,27 @@ def predict(
     Console(markup=False, emoji=False).print(_table(names, predictions))
     if exit_threshold is not None:
         _print_cost(predictor, predictions)
+
+
+def _together(arrays: list[np.ndarray]) -> np.ndarray:
+    """Return the inputs of all files as one array, for a model that normalizes with its batch."""
+    types = sorted({str(array.dtype) for array in arrays})
+    if len(types) > 1:
+        raise MotleyError(
+            f"the files have inputs of the types {' and '.join(types)}, and the model normalizes "
+            "with the statistics of its batch. Give files of one type."
+        )
+    return np.concatenate(arrays)
+
+
+def _predictor_of(
+    loaded: LoadedRun | LoadedExport, path: Path, size: str, client: int | None
+) -> Predictor:
+    if isinstance(loaded, LoadedRun):
+        return loaded.predictor(size, client)
+    if client is not None:
+        raise MotleyError(f"--client {client}: {path} is an exported model.")
+    return loaded.predictor(size)
 
 
 def _as_plain(names: list[str], predictions: list[Prediction]) -> list[dict[str, Any]]:
@@ -97,17 +117,22 @@ def _table(names: list[str], predictions: list[Prediction]) -> Table:
     table = Table("file")
     has_classes = bool(predictions and predictions[0].classes)
     has_exits = bool(predictions and predictions[0].exit is not None)
-    for column in ("class", "probability") if has_classes else ("value",):
-        table.add_column(column, justify="right" if column != "class" else "left")
+    if has_classes:
+        table.add_column("class")
+        table.add_column("probability", justify="right")
+    else:
+        table.add_column("value", justify="right")
     if has_exits:
         table.add_column("exit", justify="right")
     for name, prediction in zip(names, predictions, strict=True):
-        ending = [str(prediction.exit)] if has_exits else []
+        exit_cell = [str(prediction.exit)] if has_exits else []
         if not has_classes:
-            table.add_row(name, ", ".join(f"{value:.6g}" for value in prediction.outputs), *ending)
-        for number, (label, probability) in enumerate(prediction.classes):
-            table.add_row(name if number == 0 else "", label, f"{probability:.2%}", *ending)
-            ending = [""] if has_exits else []
+            values = ", ".join(f"{value:.6g}" for value in prediction.outputs)
+            table.add_row(name, values, *exit_cell)
+        for label, probability in prediction.classes:
+            table.add_row(name, label, f"{probability:.2%}", *exit_cell)
+            # Name and exit are printed beside the most probable class only.
+            name, exit_cell = "", [""] * len(exit_cell)
     return table
 
 

@@ -76,7 +76,7 @@ def _warnings(folder: RunFolder, before: Config, config: Config) -> list[str]:
     ):
         warnings.append(
             f"{config.method.name} schedules its training by the total number of rounds, and "
-            f"rounds 1 to {rounds_done} ran with another total. The result differs from that of a "
-            "run which had it from the start."
+            f"rounds 1 to {rounds_done} ran with another total. The result differs from a run "
+            "that had this total from the start."
         )
     return warnings

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,53 +79,69 @@ def title(config: Config) -> str:
 
 def print_outcome(console: Console, folder: RunFolder) -> None:
     """Print the results of a run."""
-    # Paths and names are printed as they are: no colours, no markup, no line breaks.
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     config, missing_code = folder.read_config_for_display()
     if missing_code:
-        say(missing_code)
+        _say(console, missing_code)
     lines = MetricsLog(folder.metrics).read()
     if not lines:
-        say(f"{folder.path} has no finished round yet.")
+        _say(console, f"{folder.path} has no finished round yet.")
         return
     result = outcome(lines, config.evaluation.last_k, config.evaluation.targets)
     preset = f"preset {config.preset}, " if config.preset else ""
     about = f" ({preset}split {config.split.name}, seed {config.seed})"
     console.print(Text.assemble((title(config), "bold"), about))
-    say(f"round {result.rounds} of {config.training.rounds}")
+    _say(console, f"round {result.rounds} of {config.training.rounds}")
+    _print_scores(console, result, lines)
+    metrics = stage_metrics(lines[-1])
+    if metrics:
+        numbers = ", ".join(f"{name} {_written(value)}" for name, value in metrics.items())
+        _say(console, f"{config.method.name}, last round: {numbers}")
+    down, up = result.bytes_down / 1e6, result.bytes_up / 1e6
+    _say(console, f"communication: {down:,.1f} MB down, {up:,.1f} MB up")
+    epsilon = spent_epsilon(folder) or result.epsilon
+    if epsilon:
+        _print_epsilon(console, epsilon, config)
+    phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in result.seconds.items())
+    total = sum(result.seconds.values())
+    _say(console, f"time: {total:.1f} s, {total / result.rounds:.2f} s per round ({phases})")
+
+
+def _print_scores(console: Console, result: Outcome, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Print the scores of sizes and of clients, and when targets were reached."""
     if result.scores:
         console.print(score_table(result))
         others = other_metrics(lines)
         if others:
-            say(f"mean over sizes, last evaluation: {others}")
+            _say(console, f"mean over sizes, last evaluation: {others}")
     else:
         reasons = [line["why_no_scores"] for line in lines if line.get("why_no_scores")]
-        say(f"no scores: {reasons[-1]}" if reasons else "no round has been evaluated yet")
+        no_scores = f"no scores: {reasons[-1]}" if reasons else "no round has been evaluated yet"
+        _say(console, no_scores)
     if result.client_scores is not None:
-        say(client_headline(result.client_scores))
+        _say(console, client_headline(result.client_scores))
         console.print(client_table(result))
     for target, number in result.rounds_to.items():
         reached = f"first reached in round {number}" if number is not None else "not reached"
-        say(f"{result.metric.text(target, 1)} mean {result.metric.name}: {reached}")
-    metrics = stage_metrics(lines[-1])
-    if metrics:
-        numbers = ", ".join(f"{name} {_written(value)}" for name, value in metrics.items())
-        say(f"{config.method.name}, last round: {numbers}")
-    down, up = result.bytes_down / 1e6, result.bytes_up / 1e6
-    say(f"communication: {down:,.1f} MB down, {up:,.1f} MB up")
-    epsilon = spent_epsilon(folder) or result.epsilon
-    if epsilon:
-        model = _epsilon(epsilon.get("model"))
-        upload = _epsilon(epsilon.get("upload"))
-        say(
-            f"client-level epsilon: {model} (adversary sees the global models), "
-            f"{upload} (adversary sees individual updates), delta {config.privacy.delta:g}"
-        )
-        if config.reveals_scores:
-            say("epsilon does not cover the scores that clients report (privacy.reveal_scores)")
-    phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in result.seconds.items())
-    total = sum(result.seconds.values())
-    say(f"time: {total:.1f} s, {total / result.rounds:.2f} s per round ({phases})")
+        score = f"{result.metric.text(target, 1)} mean {result.metric.name}"
+        _say(console, f"{score}: {reached}")
+
+
+def _print_epsilon(console: Console, epsilon: Mapping[str, Any], config: Config) -> None:
+    model = _epsilon(epsilon.get("model"))
+    upload = _epsilon(epsilon.get("upload"))
+    _say(
+        console,
+        f"client-level epsilon: {model} (adversary sees the global models), "
+        f"{upload} (adversary sees individual updates), delta {config.privacy.delta:g}",
+    )
+    if config.reveals_scores:
+        note = "epsilon does not cover the scores that clients report (privacy.reveal_scores)"
+        _say(console, note)
+
+
+def _say(console: Console, text: str) -> None:
+    """Print text, which may have paths and names in it, without colours, markup or line breaks."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _written(value: float | None) -> str:
@@ -241,37 +256,41 @@ def _score(metric: MetricInfo, value: float | None) -> str:
 
 def side_by_side(folders: Sequence[RunFolder]) -> Table:
     """Return a table with one column per run: main settings, scores, traffic and time."""
-    plain = [as_plain(folder, with_fingerprint=False) for folder in folders]
-    sizes: list[str] = []
-    for run in plain:
-        sizes += [size for size in run["scores"] if size not in sizes and size != OVERALL]
+    runs = [as_plain(folder, with_fingerprint=False) for folder in folders]
     table = Table("")
     for folder in folders:
         table.add_column(str(folder.path), justify="right", overflow="fold")
-    for name in ("data", "method", "inco", "split", "preset", "seed"):
-        values = [str(run[name] or "") for run in plain]
+    for key in ("data", "method", "inco", "split", "preset", "seed"):
+        values = [str(run[key] or "") for run in runs]
         if any(values):
-            table.add_row(name, *values)
-    table.add_row(
-        "round", *(f"{run['round']} of {run['rounds']}" for run in plain), end_section=True
-    )
-    metrics = {run["metric"] for run in plain}
-    # Runs of different tasks can be shown beside each other: each column has its own metric.
-    word = metrics.pop() if len(metrics) == 1 else "score"
-    if word == "score":
-        table.add_row("metric", *(run["metric"] for run in plain))
-    for key in ("last", "best"):
-        for size in (*sizes, OVERALL):
-            row = [_score_text(run, size, key) for run in plain]
-            name = f"{key} {word}, {size}"
-            table.add_row(
-                name, *row, style="bold" if size == OVERALL else "", end_section=size == OVERALL
-            )
-    _add_client_rows(table, plain)
-    table.add_row("MB down", *(f"{run['bytes']['down'] / 1e6:,.1f}" for run in plain))
-    table.add_row("MB up", *(f"{run['bytes']['up'] / 1e6:,.1f}" for run in plain))
-    table.add_row("seconds", *(f"{sum(run['seconds'].values()):,.1f}" for run in plain))
+            table.add_row(key, *values)
+    rounds = [f"{run['round']} of {run['rounds']}" for run in runs]
+    table.add_row("round", *rounds, end_section=True)
+    _add_score_rows(table, runs)
+    _add_client_rows(table, runs)
+    table.add_row("MB down", *(f"{run['bytes']['down'] / 1e6:,.1f}" for run in runs))
+    table.add_row("MB up", *(f"{run['bytes']['up'] / 1e6:,.1f}" for run in runs))
+    table.add_row("seconds", *(f"{sum(run['seconds'].values()):,.1f}" for run in runs))
     return table
+
+
+def _add_score_rows(table: Table, runs: Sequence[Mapping[str, Any]]) -> None:
+    """Add the last and the best score of every size that some run has, and of their mean."""
+    sizes: dict[str, None] = {}  # used as an ordered set
+    for run in runs:
+        sizes |= dict.fromkeys(run["scores"])
+    sizes.pop(OVERALL, None)
+    metrics = [run["metric"] for run in runs]
+    # Runs of different tasks can be shown beside each other: each column has its own metric.
+    has_one_metric = len(set(metrics)) == 1
+    if not has_one_metric:
+        table.add_row("metric", *metrics)
+    word = metrics[0] if has_one_metric else "score"
+    for key in ("last", "best"):
+        for size in sizes:
+            table.add_row(f"{key} {word}, {size}", *_score_texts(runs, size, key))
+        means = _score_texts(runs, OVERALL, key)
+        table.add_row(f"{key} {word}, {OVERALL}", *means, style="bold", end_section=True)
 
 
 def _add_client_rows(table: Table, runs: Sequence[Mapping[str, Any]]) -> None:
@@ -296,9 +315,13 @@ def _metric(run: Mapping[str, Any]) -> MetricInfo:
     return MetricInfo(run["metric"], run["higher_is_better"], run["percent"])
 
 
-def _score_text(run: Mapping[str, Any], size: str, key: str) -> str:
-    value = run["scores"].get(size, {}).get(key)
-    return _score(_metric(run), value)
+def _score_texts(runs: Sequence[Mapping[str, Any]], size: str, key: str) -> list[str]:
+    """Return one score of a size per run; empty if the run does not have it."""
+    texts = []
+    for run in runs:
+        value = run["scores"].get(size, {}).get(key)
+        texts.append(_score(_metric(run), value))
+    return texts
 
 
 def as_plain(folder: RunFolder, *, with_fingerprint: bool = True) -> dict[str, Any]:

@@ -39,7 +39,14 @@ from motley.studies.runner import (
     unfinished_runs,
 )
 from motley.studies.side_by_side import run_side_by_side
-from motley.studies.sweep import SCALES, Cell, PlannedRun, missing_in_motley, plan_cells
+from motley.studies.sweep import (
+    SCALES,
+    Cell,
+    PlannedRun,
+    missing_in_motley,
+    num_runs,
+    plan_cells,
+)
 
 _SCALES = "; ".join(f"{name}: {meaning.summary}" for name, meaning in SCALES.items())
 _FIRST = "demo"
@@ -74,7 +81,7 @@ def study(
         help="Runs at once, each in a process of its own. Several GPUs are shared out among them.",
     ),
     plan_only: bool = typer.Option(
-        False, "--plan", help="Print what would run and what is missing, and exit."
+        False, "--plan", help="Print which runs are left and which are missing, and exit."
     ),
     out: Path = typer.Option(
         Path("runs/studies"), help="Folder for runs and tables. Studies share their runs."
@@ -93,10 +100,10 @@ def study(
         )
         return
     import_beside(Path(name) if name.endswith(".toml") else None)
-    chosen = load_study(name)
-    scale = scale or chosen.scale
+    declared = load_study(name)
+    scale = scale or declared.scale
     cells = plan_cells(
-        chosen,
+        declared,
         scale,
         data=data,
         cases=case,
@@ -106,21 +113,38 @@ def study(
         score=score,
     )
     todo = unfinished_runs(cells, out)
-    _announce(console, chosen, scale, cells, todo)
+    _announce(console, declared, scale, cells, todo)
     if plan_only:
         return
     if not any(cell.runs for cell in cells):
         raise MotleyError(
-            f"study {chosen.name!r}: none of it can run here. What is missing is listed above."
+            f"study {declared.name!r}: none of it can run here. The list above says why."
         )
     with output_folder(out):
         pass  # raises before the first run if the folder cannot be written
 
     def save_results() -> list[Result]:
         results = collect(cells, out)
-        save(chosen, scale, cells, results, out)
+        save(declared, scale, cells, results, out)
         return results
 
+    _run(console, todo, out, jobs, save_results)
+    for cell in cells:
+        warn_about(*(run_path(out, run) for run in cell.runs if finished(out, run)))
+    _print_results(console, save_results())
+    folder = results_folder(declared, scale, out)
+    _print_plain(console, f"kept in {folder}")
+    _print_plain(console, f"as a page: motley report {folder}")
+
+
+def _run(
+    console: Console,
+    todo: Sequence[tuple[Cell, PlannedRun]],
+    out: Path,
+    jobs: int,
+    save_results: Callable[[], object],
+) -> None:
+    """Run the unfinished runs. On Ctrl-C, say how to continue, and exit."""
     try:
         save_results()
         with _Watcher(console, todo, save_results) as watcher:
@@ -130,21 +154,13 @@ def study(
                 run_side_by_side(todo, out, watcher, jobs)
     except KeyboardInterrupt:
         again = shlex.join(["motley", *sys.argv[1:]])
-        console.print(
-            f"\nStopped. The same command continues: {again}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        _print_plain(console, f"\nStopped. The same command continues: {again}")
         raise SystemExit(130) from None
-    for cell in cells:
-        warn_about(*(run_path(out, run) for run in cell.runs if finished(out, run)))
-    _print_results(console, save_results())
-    folder = results_folder(chosen, scale, out)
-    console.print(f"kept in {folder}", highlight=False, markup=False, soft_wrap=True)
-    console.print(
-        f"as a page: motley report {folder}", highlight=False, markup=False, soft_wrap=True
-    )
+
+
+def _print_plain(console: Console, text: str | Text) -> None:
+    """Print text as it is: without markup or highlighted numbers, wrapped by the terminal."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _list() -> Table:
@@ -171,28 +187,23 @@ def _announce(
     cells: Sequence[Cell],
     todo: Sequence[tuple[Cell, PlannedRun]],
 ) -> None:
-    heading = Text.assemble((study.name, "bold"), f": {study.summary}")
-    console.print(heading, highlight=False, soft_wrap=True)
+    _print_plain(console, Text.assemble((study.name, "bold"), f": {study.summary}"))
     if study.note:
-        console.print(study.note, highlight=False, markup=False, soft_wrap=True)
+        _print_plain(console, study.note)
     for reason, names in missing(cells).items():
-        console.print(
-            f"missing: {', '.join(names)}: {reason}", highlight=False, markup=False, soft_wrap=True
-        )
-    runs = len({run.key for cell in cells for run in cell.runs})
+        _print_plain(console, f"missing: {', '.join(names)}: {reason}")
+    runs = num_runs(cells)
     rounds = sum(run.config.training.rounds for _, run in todo)
-    console.print(
+    _print_plain(
+        console,
         f"scale {scale} ({SCALES[scale].summary}): {runs} runs, {runs - len(todo)} finished, "
         f"{len(todo)} to go ({rounds:,} rounds)",
-        highlight=False,
-        soft_wrap=True,
     )
     if scale != "full":
-        console.print(
+        _print_plain(
+            console,
             "This is a shortened study: its numbers will differ from those at --scale full "
             f"({SCALES['full'].summary}).",
-            highlight=False,
-            soft_wrap=True,
         )
 
 
@@ -235,11 +246,9 @@ class _Watcher(StudyWatcher):
     def on_run(self, cell: Cell, run: PlannedRun) -> None:
         self.number += 1
         where = f"run {self.number}/{self.runs}"
-        self.console.print(
+        _print_plain(
+            self.console,
             f"{where}: {cell.method}, {cell.column}, seed {run.seed} ({self._time_left()} left)",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
         )
         self.bar.update(self.task, description=f"{where}: {cell.method}")
 
@@ -261,11 +270,8 @@ class _Watcher(StudyWatcher):
 
     def on_failure(self, cell: Cell, run: PlannedRun, reason: str) -> None:
         self.left[run.key] = 0
-        self.console.print(
-            f"  left out: {cell.method}, {cell.column}, seed {run.seed}: {reason}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
+        _print_plain(
+            self.console, f"  left out: {cell.method}, {cell.column}, seed {run.seed}: {reason}"
         )
 
     def _rounds_left(self) -> int:

@@ -1,6 +1,6 @@
 """One client's side of a federation: everything that it needs to train one part of one size.
 
-job.py          what the server asks of a client
+job.py          the server's request to a client
 learner.py      a client in training: the `Step` that its algorithm sees
 training.py     the `[training]` table, and the plan of a round that follows from it
 batches.py      the batches of a plan, on the device

@@ -1,5 +1,5 @@
-"""A client's batches on the device, read by a counter there: no step asks the host for the next
-one.
+"""A client's batches on the device. On a GPU a counter there points at the next one, so that a
+captured step can be replayed; on a CPU the counter is a plain number.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ class Batches:
         lean: bool = False,
     ) -> None:
         device = data.device
-        #: The type of a batch: that in which the model computes, except for tokens and tables.
+        #: The type of a batch: the one that the model computes in, except for tokens and tables.
         self.dtype = dtype = input_dtype(data.shape, dtype)
         self.data = data
+        #: The number of the current batch: on the host for a CPU, on the device for a GPU.
+        self._position = 0
         self._cursor = torch.zeros(1, dtype=torch.long, device=device)
         self._rows = torch.zeros((longest, batch_size), dtype=torch.long, device=device)
         self._draws = torch.zeros((longest, batch_size, data.num_draws), device=device)
@@ -69,17 +71,23 @@ class Batches:
         if plan.mix is not None:
             self._mix[:steps].copy_(self._pinned(plan.mix), non_blocking=True)
         if self._inputs is not None:
+            rows = self._rows[:steps].flatten()
             draws = self._draws[:steps].flatten(0, 1) if self.data.random else None
-            self.data.fill(self._inputs[:steps].flatten(0, 1), self._rows[:steps].flatten(), draws)
-            self._targets[:steps] = self.data.targets[self._rows[:steps]]
+            self.data.fill(self._inputs[:steps].flatten(0, 1), rows, draws)
+            targets = self.data.targets.index_select(0, rows)
+            self._targets[:steps].flatten(0, 1).copy_(targets)
 
     def rewind(self) -> None:
         """Point at the first batch."""
-        self._cursor.zero_()
+        self._position = 0
+        if self._cursor.is_cuda:
+            self._cursor.zero_()
 
     def mix(self) -> Tensor:
         """Return the weight of an example's own input in the current batch, for mixup."""
-        return self._mix.index_select(0, self._cursor)
+        if self._cursor.is_cuda:
+            return self._mix.index_select(0, self._cursor)
+        return self._mix[self._position : self._position + 1]
 
     def next(self, length: int) -> tuple[Tensor, Tensor]:
         """Return the first `length` examples of the current batch, and point at the next batch."""
@@ -95,7 +103,10 @@ class Batches:
                 self.data.fill(self._batch[:length], rows, draws)
                 inputs = self.data.from_prepared(self._batch[:length])
                 targets = self.data.targets[rows]
-        self._cursor.add_(1)
+        if self._cursor.is_cuda:
+            self._cursor.add_(1)
+        else:
+            self._position += 1
         return inputs.to(self.dtype), targets
 
     def first(self, count: int, lengths: Sequence[int]) -> Tensor:
@@ -113,12 +124,10 @@ class Batches:
         return self.data.batch(self._rows.flatten()[chosen], draws)[0].to(self.dtype)
 
     def _first(self, room: Tensor, length: int) -> Tensor:
-        """Return the current batch's part of a tensor. On a CPU the counter can be read, so no copy
-        is needed.
-        """
+        """Return the current batch's part of a tensor. On a CPU it is a view, not a copy."""
         if room.is_cuda:
             return room.index_select(0, self._cursor)[0, :length]
-        return room[int(self._cursor), :length]
+        return room[self._position, :length]
 
     def _pinned(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory() if self.data.device.type == "cuda" else tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Collection as Names
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -12,21 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from motley.client.attack import UploadAttack
-from motley.client.encoding import Encoding, encoded, without_residual
+from motley.client.client_states import ClientStates
+from motley.client.encoding import Encoding, encoded
 from motley.client.job import CLIENT_SCORES, Job
 from motley.client.learner import Learner
-from motley.client.own_model import (
-    MODEL,
-    PERSONAL,
-    PRIVATE,
-    prefixed,
-    state_of_method,
-    stored_under,
-)
 from motley.client.scoring import PERSONALIZED, SCORE, ClientTests
 from motley.client.state_store import ClientStateStore
 from motley.client.training import NO_STEPS, Plan, TrainingSettings, make_plan
-from motley.core.device import on_device
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.core.randomness import key
@@ -42,7 +34,7 @@ from motley.privacy.mechanism import DPMechanism
 #: Returns the images and labels of a test set, in batches on the home device.
 TestSet: TypeAlias = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 #: Collection batches are this many times larger than training batches: no activations are kept.
-COLLECTED = 8
+COLLECTION_BATCH_FACTOR = 8
 
 
 class Clients:
@@ -59,7 +51,7 @@ class Clients:
         kernels: Names[str] = (),
         compiled: bool = False,
         seed: int,
-        memory: ClientStateStore,
+        store: ClientStateStore,
         elsewhere: Sequence[DeviceData] = (),
         dp: DPMechanism | None = None,
         encoding: Encoding = "fp32",
@@ -78,7 +70,7 @@ class Clients:
         a job loses its state once its client has a copy, so the caller must not need it again.
         """
         self.method, self.data, self.partition, self.training = method, data, partition, training
-        self.precision, self.seed, self.memory = precision, seed, memory
+        self.precision, self.seed = precision, seed
         self.kernels, self.compiled = kernels, compiled
         self.dp, self.encoding, self.lean = dp, encoding, lean
         self._attack = attack
@@ -90,8 +82,18 @@ class Clients:
         self._personalizes = personalize_epochs > 0
         #: The examples on each device that clients train on; the home device comes first.
         self.copies = [data, *elsewhere]
-        self._first_private: dict[str, State] = {}
+        #: What clients keep between rounds.
+        self.states = ClientStates(
+            method,
+            store,
+            encoding=encoding,
+            seed=seed,
+            device=data.device,
+            drops_received=self._drops_received,
+        )
         self._smallest: dict[str, int] = {}
+        #: Size and number of examples -> local steps in a round.
+        self._local_steps: dict[tuple[str, int], int] = {}
         smallest = max(self.smallest_batch(size) for size in method.info.split.sizes)
         if training.batch_size < smallest:
             raise MotleyError(
@@ -128,6 +130,7 @@ class Clients:
             compiled=self.compiled,
             lean=self.lean,
             task=self.training_task,
+            classes=self.method.info.classes,
         )
 
     def smallest_batch(self, size: str) -> int:
@@ -146,8 +149,13 @@ class Clients:
 
     def local_steps(self, job: Job) -> int:
         """Return how many steps a job takes."""
-        epoch = self.training.epoch_lengths(self.samples(job.client), self.smallest_batch(job.size))
-        return self.training.local_steps(len(epoch), self.method.extra_epochs)
+        samples = self.samples(job.client)
+        steps = self._local_steps.get((job.size, samples))
+        if steps is None:
+            epoch = self.training.epoch_lengths(samples, self.smallest_batch(job.size))
+            steps = self.training.local_steps(len(epoch), self.method.extra_epochs)
+            self._local_steps[job.size, samples] = steps
+        return steps
 
     def plan(self, job: Job) -> Plan:
         """Draw a job's batches."""
@@ -172,105 +180,6 @@ class Clients:
             return key(self.seed, "personalized score")
         return self.seed
 
-    def keeps_state(self, size: str) -> bool:
-        """Return whether clients of a size have a stored state after an accepted update."""
-        needs = self.method.requirements
-        return bool(
-            needs.client_state
-            or not needs.exchanges_weights
-            or self.method.info.split.private[size]
-            or self.encoding != "fp32"
-        )
-
-    def check_states(self, rounds: Mapping[int, int]) -> None:
-        """Raise if the stored state of one of these clients (client -> round) cannot be read."""
-        sizes = self.method.info.split.sizes
-        keeping = [size for size in sizes if self.keeps_state(size)]
-        if not keeping:
-            return
-        expected: Mapping[int, int] = rounds
-        if len(keeping) < len(sizes):
-            of_sizes = {}
-            for client, round_number in rounds.items():
-                if self.method.info.size_of(client, round_number) in keeping:
-                    of_sizes[client] = round_number
-            expected = of_sizes
-        self.memory.check(expected)
-
-    def stored_state(self, job: Job) -> State:
-        """Return the stored state that a job's client starts from; empty if it has none."""
-        if job.client_state_round is None or not self.keeps_state(job.size):
-            return {}
-        return self.memory.recall(job.client, job.client_state_round)
-
-    def resume(self, job: Job) -> tuple[Job, State]:
-        """Return a job with the weights that its client starts from, and the client's state.
-
-        The weights are those that the job carries, completed by the client's private tensors. If
-        the method exchanges no weights, they are those of the client's own model; before its first
-        accepted update a client has none and starts from the weights in the job. The state is the
-        stored one, or the initial one.
-        """
-        needs = self.method.requirements
-        private = self.method.info.split.private[job.size]
-        keeps_something = needs.client_state or not needs.exchanges_weights or private
-        if job.client_state_round is None or not keeps_something:
-            if private:
-                job = self._completed(job, self._initial_private(job.size))
-            if not needs.client_state:
-                return job, {}
-            return job, self.method.client.initial_client_state(job.size, job.state)
-        stored = without_residual(self.memory.recall(job.client, job.client_state_round))
-        client_state = state_of_method(stored)
-        if not needs.exchanges_weights:
-            job = replace(job, state=stored_under(MODEL, stored))
-        elif private:
-            job = self._completed(job, stored_under(PRIVATE, stored))
-        elif needs.personal_model:
-            client_state = stored_under(PERSONAL, stored)
-            if job.collection in ("evaluation", *CLIENT_SCORES):
-                job = replace(job, state=self.method.client.personal_model(client_state))
-        return job, client_state
-
-    def _completed(self, job: Job, private: State) -> Job:
-        """Return a job with the client's private tensors beside those that the server sent.
-
-        They must be all that are private now and no others: a tensor that is not private any more
-        would leave the client with its next delta.
-        """
-        if private.keys() != self.method.info.split.private[job.size]:
-            raise MotleyError(
-                f"the private tensors of client {job.client} after round {job.client_state_round} "
-                f"are not those that split.private = "
-                f"{list(self.method.info.split.settings.private)} names."
-            )
-        state = {**job.state, **private}
-        if self._drops_received:
-            job.state.clear()
-        return replace(job, state=state)
-
-    def _initial_private(self, size: str) -> State:
-        """Return the private tensors of a client of a size before its first training."""
-        if size not in self._first_private:
-            tensors = self.method.info.split.initial_private(size, self.seed)
-            self._first_private[size] = {n: on_device(t, self.device) for n, t in tensors.items()}
-        return self._first_private[size]
-
-    def own_model(self, client: int, size: str, round_number: int, part: State) -> State:
-        """Return a client's model after a round: `part`, completed by what the client keeps.
-
-        Without private tensors it is all the client's own, and `part` is not used.
-        """
-        stored = self.memory.get(client, round_number)
-        needs = self.method.requirements
-        if not needs.exchanges_weights:
-            return stored_under(MODEL, stored)
-        if needs.personal_model:
-            return self.method.client.personal_model(stored_under(PERSONAL, stored))
-        if self.method.info.split.private[size]:
-            return {**part, **stored_under(PRIVATE, stored)}
-        return part
-
     @property
     def _drops_received(self) -> bool:
         """Whether a job loses its state once its client has a copy.
@@ -290,39 +199,45 @@ class Clients:
     def finish(self, learner: Learner) -> ClientUpdate:
         """Take a client out of its learner: store its state, and return its update."""
         assert learner.job is not None
+        job = learner.job
         if self.lean:
             learner.drop_moments()
-        needs = self.method.requirements
-        private = self.method.info.split.private[learner.job.size]
+        private = self.method.info.split.private[job.size]
         delta: State = {}
-        if needs.exchanges_weights:
-            delta = {n: tensor for n, tensor in learner.delta().items() if n not in private}
+        if self.method.requirements.exchanges_weights:
+            for name, tensor in learner.delta().items():
+                if name not in private:
+                    delta[name] = tensor
         payload, client_state, loss = learner.result()
-        if (payload and not needs.payload) or bool(client_state) != needs.client_state:
-            raise TypeError(
-                f"{type(self.method.client).__name__}.finish returned a payload of "
-                f"{sorted(payload)} and a client state of {sorted(client_state)}; its method "
-                f"declares {needs}."
-            )
-        if needs.personal_model:
-            client_state = prefixed(PERSONAL, client_state)
-        if private & payload.keys():
-            raise TypeError(
-                f"{type(self.method.client).__name__}.finish returned {sorted(payload)} as its "
-                "payload, which has names of private tensors (split.private)."
-            )
-        kept = learner.state if not needs.exchanges_weights else {}
-        if kept:
-            client_state = {**client_state, **prefixed(MODEL, kept)}
-        elif private:
-            kept = {name: tensor for name, tensor in learner.state.items() if name in private}
-            client_state = {**client_state, **prefixed(PRIVATE, kept)}
-        if kept:
+        self._check_declared(payload, client_state, private)
+        own_tensors = self.states.own_tensors(job.size, learner.state)
+        if own_tensors:
             # The server cannot see that a model is broken. It rejects a loss that is not finite,
             # and the client then continues from the model before this round.
-            broken = ~max_norm(kept.values()).isfinite()
+            broken = ~max_norm(own_tensors.values()).isfinite()
             loss = loss.masked_fill(broken, torch.nan)
-        return self.update(learner.job, delta, payload, client_state, loss, learner.num_steps)
+        to_store = self.states.to_store(client_state, own_tensors)
+        if self.dp is not None:
+            # The server sees neither the loss nor that the model is broken, so it accepts the
+            # update. The client itself has to continue from the model before this round.
+            received = self.states.own_tensors(job.size, learner.received)
+            before = self.states.to_store(learner.client_state, received)
+            to_store = _finite_or(to_store, before)
+        return self.update(job, delta, payload, to_store, loss, learner.num_steps)
+
+    def _check_declared(self, payload: State, client_state: State, private: Names[str]) -> None:
+        """Raise if a client algorithm returned something else than its method declares."""
+        needs, returned = self.method.requirements, type(self.method.client).__name__
+        if (payload and not needs.payload) or bool(client_state) != needs.client_state:
+            raise TypeError(
+                f"{returned}.finish returned a payload of {sorted(payload)} and a client state of "
+                f"{sorted(client_state)}; its method declares {needs}."
+            )
+        if not payload.keys().isdisjoint(private):
+            raise TypeError(
+                f"{returned}.finish returned {sorted(payload)} as its payload, which has names of "
+                "private tensors (split.private)."
+            )
 
     def update(
         self,
@@ -341,17 +256,17 @@ class Clients:
         """
         client, round_number = job.client, job.round_number
         if self.dp is not None:
-            self.memory.put(client, round_number, client_state)
+            self.states.store.put(client, round_number, client_state)
             delta = self._attacked(job, self.dp.privatize(delta, round_number, client))
             return ClientUpdate(client=client, delta=delta, num_examples=1, num_steps=1)
         delta = self._attacked(job, delta)
         if self.encoding != "fp32":
             before = {}
             if job.client_state_round is not None:
-                before = self.memory.recall(client, job.client_state_round)
+                before = self.states.store.load(client, job.client_state_round)
             delta, residual = encoded(delta, before, self.encoding)
             client_state = {**client_state, **residual}
-        self.memory.put(client, round_number, client_state)
+        self.states.store.put(client, round_number, client_state)
         return ClientUpdate(
             client=client,
             delta=delta,
@@ -362,7 +277,7 @@ class Clients:
         )
 
     def _attacked(self, job: Job, delta: State) -> State:
-        """Return what the client sends instead of its delta if it is a simulated attacker."""
+        """Return a simulated attacker's upload; the deltas of other clients are unchanged."""
         if self._attack is None:
             return delta
         parameters = self.method.info.split.parameters_of(job.size)
@@ -388,7 +303,7 @@ class Clients:
             "epochs": 1.0,
             "steps": 0,
             "drop_last": False,
-            "batch_size": COLLECTED * self.training.batch_size,
+            "batch_size": COLLECTION_BATCH_FACTOR * self.training.batch_size,
         }
         whole = self.training.model_copy(update=once)
         plan = make_plan(
@@ -402,12 +317,12 @@ class Clients:
         )
         if job.collection == "statistics":
             if self.method.info.split.private[job.size]:
-                job, _ = self.resume(job)
+                job, _ = self.states.resume(job)
             learner.receive(job.state)
             with learner.weights.single_precision(), learner.without_compilation():
                 values = batch_moments(learner.model, learner.examples(plan))
         else:
-            job, client_state = self.resume(job)
+            job, client_state = self.states.resume(job)
             self.seat(learner, job, NO_STEPS, client_state)
             learner.seed_step()
             with learner.weights.single_precision(), learner.without_compilation():
@@ -425,7 +340,7 @@ class Clients:
         self, learner: Learner, job: Job, batches: Iterable[tuple[Tensor, Tensor]]
     ) -> State:
         """Return what a client's own model counts on some test examples."""
-        job, client_state = self.resume(job)
+        job, client_state = self.states.resume(job)
         self.seat(learner, job, NO_STEPS, client_state)
         with evaluating(learner):
             return self.method.client.evaluate(learner, batches)
@@ -468,6 +383,18 @@ class Clients:
     def add_same_score(self, answer: Collection) -> Collection:
         """Return the answer of a client that has too few examples to train: its score stays."""
         return replace(answer, values={**answer.values, PERSONALIZED: answer.values[SCORE]})
+
+
+def _finite_or(after: State, before: State) -> State:
+    """Return `after`, or the values of `before` if one of `after` is infinite or NaN.
+
+    The device chooses, so that the host does not wait for the training. States with other names
+    or shapes than before are kept as they are.
+    """
+    if {n: t.shape for n, t in after.items()} != {n: t.shape for n, t in before.items()}:
+        return after
+    broken = ~max_norm(after.values()).isfinite()
+    return {name: torch.where(broken, before[name], tensor) for name, tensor in after.items()}
 
 
 @contextmanager

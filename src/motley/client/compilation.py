@@ -1,4 +1,4 @@
-"""Models compiled by torch (`engine.compile`): any model, without knowing what it is made of.
+"""Models compiled by torch (`engine.compile`): any model, whatever its layers.
 
 A model is compiled in place, so that its class, its attributes and the names of its tensors stay as
 they are. Only calls of the whole model are compiled: a method that runs some of its stages runs

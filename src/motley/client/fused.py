@@ -1,7 +1,7 @@
 """Motley's kernels put into a model from outside.
 
 A small network's step on a GPU is bound by the number of its kernels and by how well they share the
-GPU with those of other clients, not by arithmetic. Models are plain modules that know nothing of
+GPU with other clients' kernels, not by arithmetic. Models are plain modules that know nothing of
 this. The engine replaces modules of its own copy of a model, one for one: a layer by a layer with a
 kernel, and a residual block by a block that runs its norm, addition and ReLU as one kernel. A
 replacement has the same children and parameters under the same names, so a model's state does not
@@ -79,6 +79,7 @@ def _layer(layer: nn.Module, kernels: Collection[str]) -> nn.Module | None:
         type(layer) is nn.Conv2d
         and "conv" in kernels
         and layer.bias is None
+        and layer.padding_mode == "zeros"
         and not isinstance(layer.padding, str)
     ):
         return FusedConv2d.of(layer)

@@ -1,4 +1,4 @@
-"""A job: what the server asks of one client in a round."""
+"""A job: the server's request to one client in a round."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ class Job:
     #: The round of the client's last accepted update, which is the round of the client state to
     #: use. None: no such round yet.
     client_state_round: int | None = None
-    #: For `Engine.collect`: what is collected.
+    #: For `Engine.collect`: the kind of collection.
     collection: CollectionName = "method"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -23,8 +23,10 @@ from motley.client.fused import apply_kernels
 from motley.client.job import Job
 from motley.client.optimizers import Optimizer
 from motley.client.training import Plan, TrainingSettings
+from motley.client.training_loss import TrainingLoss
 from motley.client.weights import Weights, working_type
 from motley.core.device import on_device, place, use_generator
+from motley.core.dotted import describe
 from motley.core.errors import MotleyError
 from motley.core.part import State, by_type
 from motley.core.randomness import key
@@ -33,18 +35,27 @@ from motley.data.device import DeviceData
 from motley.kernels import AVAILABLE
 from motley.methods.base import ClientAlgorithm
 from motley.methods.step import Proximal
-from motley.tasks import CLASSIFICATION, Task
+from motley.models.tied import names_for_a_call
+from motley.tasks import Task
 
-#: What is computed with a model and a batch of inputs.
+#: A forward function: from a model and a batch of inputs to outputs.
 Forward: TypeAlias = Callable[[nn.Module, Tensor], Tensor]
 
 
 def shapes_of(*states: State) -> object:
     """Return a key for the names and shapes of states, whatever the order of their names."""
-    return tuple(
-        tuple(sorted((name, tuple(tensor.shape)) for name, tensor in state.items()))
-        for state in states
-    )
+    shapes = []
+    for state in states:
+        shapes.append(tuple(sorted((name, tensor.shape) for name, tensor in state.items())))
+    return tuple(shapes)
+
+
+class _Group(NamedTuple):
+    """Tensors of a model that have one type, as they are now and as the client received them."""
+
+    names: list[str]
+    live: list[Tensor]
+    received: list[Tensor]
 
 
 class _Forward(nn.Module):
@@ -79,9 +90,11 @@ def _restored(groups: list[list[Tensor]]) -> Iterator[None]:
     They are restored behind autograd's back (`.data`), because it may keep some of them for a
     backward pass that is still to come, and does not need their values.
     """
-    copies = [[torch.empty_like(tensor) for tensor in group] for group in groups]
-    for copy, group in zip(copies, groups, strict=True):
+    copies = []
+    for group in groups:
+        copy = [torch.empty_like(tensor) for tensor in group]
         torch._foreach_copy_(copy, group)
+        copies.append(copy)
     yield
     for group, copy in zip(groups, copies, strict=True):
         torch._foreach_copy_([tensor.data for tensor in group], copy)
@@ -105,13 +118,15 @@ class Learner:
         kernels: Collection[str] = (),
         compiled: bool = False,
         lean: bool = False,
-        task: Task = CLASSIFICATION,
+        task: Task,
+        classes: int,
     ) -> None:
         """`kernels`: names of Motley's kernels to use on a GPU. `compiled`: compile the model."""
         device = data.device
         self._kernels = frozenset(kernels) if device.type == "cuda" and AVAILABLE else frozenset()
         self.model = apply_kernels(place(model, device).train(), self._kernels)
-        self._compiled, self.task = compiled, task
+        self._compiled, self._classes = compiled, classes
+        self._training_loss = TrainingLoss(task, training, classes, device)
         if compiled:
             compile_model(self.model)
         self.algorithm, self.training, self.data, self.device = algorithm, training, data, device
@@ -123,13 +138,13 @@ class Learner:
         self._working_type = working_type(precision)
         #: The model's own tensors, which are rounded to 16 bits in fp16 and bf16.
         self._computing: State = self.model.state_dict()
+        self._call_names = names_for_a_call(self.model)
         self.params: State = {n: tensor.detach() for n, tensor in self.weights.masters.items()}
         self.state: State = {n: self.params.get(n, t) for n, t in self._computing.items()}
         self.received: State = {n: torch.empty_like(tensor) for n, tensor in self.state.items()}
         buffers = by_type(tensor for name, tensor in self.state.items() if name not in self.params)
         self._buffers = [group for group in buffers if group]
-        self._received_by_type = by_type(self.received.values())
-        self._state_by_type = by_type(self.state.values())
+        self._groups = self._grouped_by_type()
         #: Tensors for a broadcast, a client state and scratch values, by the shapes of the first
         #: two.
         self._rooms: dict[object, tuple[State, State, dict[str, State]]] = {}
@@ -148,8 +163,6 @@ class Learner:
         self.batches = Batches(data, training.batch_size, longest, working_type(precision), lean)
         self.inputs = self.targets = self._no_batch = torch.zeros(0, dtype=self.batches.dtype)
         self._loss = torch.zeros((), device=device)
-        #: With mixup, the weight of an example's own input and target in this step.
-        self._mix: Tensor | None = None
         self.num_steps = self.total_steps = self.epoch_steps = 0
         self.phase = 0
         self._seed = 0
@@ -157,6 +170,19 @@ class Learner:
         #: The rows of all examples of the client.
         self.rows = np.zeros(0, dtype=np.int64)
         self.generator = torch.Generator(device) if device.type == "cuda" else None
+
+    def _grouped_by_type(self) -> list[_Group]:
+        """Return the tensors of the model in groups, because grouped operations need one type."""
+        floating: list[str] = []
+        others: list[str] = []
+        for name, tensor in self.state.items():
+            (floating if tensor.is_floating_point() else others).append(name)
+        groups = []
+        for names in (floating, others):
+            if names:
+                live = [self.state[name] for name in names]
+                groups.append(_Group(names, live, [self.received[name] for name in names]))
+        return groups
 
     def _make_optimizer(
         self, tensors: Iterable[Tensor], weights: Weights | None = None
@@ -182,12 +208,10 @@ class Learner:
     def receive(self, state: State) -> None:
         """Copy a part into the model. Passes that need no method use this without `load`."""
         with torch.no_grad():
-            given = by_type(state[name] for name in self.received)
-            groups = zip(self._received_by_type, self._state_by_type, given, strict=True)
-            for received, live, values in groups:
-                if values:
-                    torch._foreach_copy_(received, values)
-                    torch._foreach_copy_(live, values)
+            for names, live, received in self._groups:
+                values = [state[name] for name in names]
+                torch._foreach_copy_(received, values)
+                torch._foreach_copy_(live, values)
         self.sync()
 
     def load(self, job: Job, client_state: State, plan: Plan, seed: int) -> None:
@@ -210,6 +234,8 @@ class Learner:
         self._loss.zero_()
         if not plan.lengths:
             return  # a collection or an evaluation
+        if self._training_loss.needs_counts:
+            self._training_loss.load(self.class_counts(self._classes))
         self.seed_training()
         self.use_generator()
         if self.generator is None:
@@ -218,13 +244,20 @@ class Learner:
         with self.without_compilation():
             self.algorithm.before_training(self)
 
-    @torch.no_grad()
     def _copy_in(self, room: State, values: Mapping[str, Tensor]) -> None:
         """Copy tensors that may be in host memory, without waiting for the device."""
+        if not room:
+            return  # as in FedAvg, which has neither a broadcast nor a client state
         groups = zip(by_type(room.values()), by_type(values[name] for name in room), strict=True)
-        for into, given in groups:
-            if into:
-                torch._foreach_copy_(into, given, non_blocking=True)
+        with torch.no_grad():
+            for into, given in groups:
+                if into:
+                    torch._foreach_copy_(into, given, non_blocking=True)
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Whether its steps may launch Motley's own kernels."""
+        return bool(self._kernels)
 
     @property
     def finished(self) -> bool:
@@ -281,15 +314,13 @@ class Learner:
         """
         whole = length == self.training.batch_size
         with self._compilation() if whole else self.without_compilation():
-            if self.training.mixup:
-                self._mix = self.batches.mix()
-            self.inputs, self.targets = self.batches.next(length)
-            if self._mix is not None:
-                self.inputs = _mixed(self._mix, self.inputs, self.inputs.flip(0))
+            mix = self.batches.mix() if self.training.mixup else None
+            inputs, self.targets = self.batches.next(length)
+            self.inputs = self._training_loss.begin_batch(inputs, mix)
             self._loss.add_(self.algorithm.train_step(self).float())
         # Let go of the batch, so that a captured graph can use its memory again.
         self.inputs = self.targets = self._no_batch
-        self._mix = None
+        self._training_loss.end_batch()
         self.drop_gradients()
 
     def _compilation(self) -> AbstractContextManager[None]:
@@ -301,7 +332,7 @@ class Learner:
 
     @contextmanager
     def captured(self, steps: int) -> Iterator[None]:
-        """Do what a capture of some steps needs before and after it."""
+        """Reserve memory in our own optimizers for a capture of some steps, and settle it after."""
         fused: list[Any] = []
         if self.fused_optimizer:
             fused = [self.optimizer, *self._optimizers.values()]
@@ -313,20 +344,26 @@ class Learner:
 
     def delta(self) -> State:
         """Return how far parameters and buffers are from the received ones."""
+        differences: State = {}
         with torch.no_grad():
-            floats, others = (
-                torch._foreach_sub(live, received) if live else ()
-                for live, received in zip(self._state_by_type, self._received_by_type, strict=True)
-            )
-        differences = iter(floats), iter(others)
-        return {n: next(differences[not t.is_floating_point()]) for n, t in self.received.items()}
+            for names, live, received in self._groups:
+                differences.update(zip(names, torch._foreach_sub(live, received), strict=True))
+        return {name: differences[name] for name in self.received}
 
     def result(self) -> tuple[State, State, Tensor]:
         """Return payload, next client state and summed loss, all on the device."""
+        if self.num_steps:
+            self._training_loss.check_used(self.algorithm.settings.name)
         self.seed_step()
         self.use_generator()
         with self.without_compilation():
-            payload, client_state = self.algorithm.finish(self)
+            result: object = self.algorithm.finish(self)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise MotleyError(
+                f"finish of {type(self.algorithm).__name__} returned {describe(result)}; a pair of "
+                "the payload and the next client state is expected, two mappings of tensors."
+            )
+        payload, client_state = result
         return payload, client_state, self._loss.clone()
 
     def drop_moments(self) -> None:
@@ -355,16 +392,13 @@ class Learner:
         return self.weights.gradients()
 
     def task_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the task's mean loss of a batch, in single precision."""
-        loss = self.task.loss(logits, targets)
-        # With mixup, the batch's inputs belong to two targets. Other targets, such as those of
-        # generated features, are one per input.
-        if self._mix is None or targets is not self.targets:
-            return loss
-        return _mixed(self._mix, loss, self.task.loss(logits, targets.flip(0))).squeeze()
+        """Return the task's mean loss of a batch, see `Step.task_loss`."""
+        return self._training_loss(logits, targets, own=targets is self.targets)
 
     def backward(self, loss: Tensor, names: Collection[str] | None = None) -> None:
         """Compute the gradients of a loss, see `Step.backward`."""
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise MotleyError(_wrong_loss(type(self.algorithm).__name__, loss))
         self._proximal = None
         self.weights.backward(loss, names)
         if not self.fused_optimizer:
@@ -473,8 +507,9 @@ class Learner:
         self.model.eval()
         try:
             with torch.no_grad(), self.without_compilation():
-                own = {f"model.{n}": tensor for n, tensor in self._in_model_types(state).items()}
-                output: Tensor = functional_call(module, own, (inputs,))
+                given = self._in_model_types(state)
+                own = {f"model.{name}": given[first] for name, first in self._call_names.items()}
+                output: Tensor = functional_call(module, own, (inputs,), tie_weights=False)
         finally:
             self.model.train()
         return output
@@ -494,10 +529,10 @@ class Learner:
     def keep(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Copy tensors into `scratch[name]`, which stays in place."""
         room = self.scratch.setdefault(name, {})
-        for key_, value in tensors.items():
-            if key_ not in room:
-                room[key_] = on_device(torch.empty_like(value), self.device)
-        self._copy_in({key_: room[key_] for key_ in tensors}, tensors)
+        for tensor_name, value in tensors.items():
+            if tensor_name not in room:
+                room[tensor_name] = on_device(torch.empty_like(value), self.device)
+        self._copy_in({tensor_name: room[tensor_name] for tensor_name in tensors}, tensors)
 
     def as_inputs(self, images: Tensor) -> Tensor:
         """Return images in the type in which the model computes."""
@@ -511,11 +546,12 @@ class Learner:
         """Return the client's first `count` inputs of this round, as it trained on them."""
         return self.batches.first(count, self.lengths)
 
-    def present_classes(self, num_classes: int) -> Tensor:
-        """Return 1 for every class of which the client has an example, and 0 for the others."""
-        rows = torch.from_numpy(self.rows).to(self.device)
+    def class_counts(self, num_classes: int) -> Tensor:
+        """Return how many examples the client has of each class."""
+        targets = self.data.targets[torch.from_numpy(self.rows).to(self.device)]
+        # Not torch.bincount, which waits for a GPU.
         zeros = torch.zeros(num_classes, device=self.device)
-        return zeros.index_fill_(0, self.data.targets[rows], 1.0)
+        return zeros.index_add_(0, targets, torch.ones_like(targets, dtype=zeros.dtype))
 
     # ---- collections
 
@@ -526,6 +562,20 @@ class Learner:
             yield self.data.batch(rows[step, :length])
 
 
+def _wrong_loss(algorithm: str, loss: object) -> str:
+    """Return the message about a loss of a method, usually a user's own, that has no gradient."""
+    if not isinstance(loss, Tensor):
+        problem = f"is {describe(loss)}"
+    elif loss.numel() != 1:
+        problem = f"has the shape {tuple(loss.shape)}"
+    else:
+        problem = "does not depend on any parameter that is trained"
+    return (
+        f"the loss of {algorithm} {problem}; a tensor with the mean loss of the batch, computed "
+        "from the model's outputs, is expected."
+    )
+
+
 def _divide_by_lengths(tensors: State, lengths: tuple[Tensor, ...]) -> None:
     """Divide each tensor by its length, in place.
 
@@ -534,11 +584,6 @@ def _divide_by_lengths(tensors: State, lengths: tuple[Tensor, ...]) -> None:
     """
     tiny = torch.finfo(lengths[0].dtype).tiny
     torch._foreach_div_(list(tensors.values()), torch._foreach_clamp_min(lengths, tiny))
-
-
-def _mixed(weight: Tensor, own: Tensor, other: Tensor) -> Tensor:
-    """Return the mean of two tensors, in their type."""
-    return (weight * own + (1 - weight) * other).to(own.dtype)
 
 
 def _call(model: nn.Module, inputs: Tensor) -> Tensor:

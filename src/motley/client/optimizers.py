@@ -3,8 +3,8 @@
 The first step of any `torch.optim.Optimizer` imports torch's compiler: more than a second, and
 70 MB, which is as much as a small client needs altogether. These classes call the same fused
 kernels with the same arguments, so the results are the same bits
-(tests/engine/test_optimizers.py). They have what Motley uses of torch's class: `param_groups`,
-`state`, `step` and `zero_grad`.
+(tests/engine/test_optimizers.py). They have the attributes of torch's class that Motley uses:
+`param_groups`, `state`, `step` and `zero_grad`.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     lr = 0.01
     alpha = 0.9
 
-The arguments of its constructor that have a number, a list of numbers or a text as their default
-are the keys of the table.
+The keys of the table are the constructor's arguments whose defaults are numbers, lists of numbers
+or texts.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from motley.core.async_copy import to_device
 from motley.data.device import DeviceData
 from motley.data.partition import Partition
+from motley.models.moments import normalizes_by_batch
 from motley.tasks import Task
 
 #: Names of the sums in a client's answer: before and after local training.
@@ -70,6 +71,12 @@ class ClientTests:
         One pass over the examples of all these clients, which all have this model. The result is in
         double precision on the device; the host does not wait for it.
         """
+        if normalizes_by_batch(model):
+            # A client's score must not depend on the examples of others.
+            return torch.cat([self._sums(model, [client]) for client in clients])
+        return self._sums(model, clients)
+
+    def _sums(self, model: nn.Module, clients: Sequence[int]) -> Tensor:
         sums: Tensor | None = None
         for inputs, targets, places in self.batches(clients):
             outputs, row_targets = self.task.rows(model(inputs), targets)

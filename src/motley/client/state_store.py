@@ -132,12 +132,11 @@ class ClientStateStore:
             if oldest not in self._spilled:
                 self._discard_round(*oldest)
 
-    def recall(self, client: int, round_number: int) -> State:
-        """Return the state that a client starts a round with, and drop those that will not be named
-        again.
+    def load(self, client: int, round_number: int) -> State:
+        """Return the state that a client starts a round with, and drop older ones.
 
-        The state that the server named before stays: if the round that made this one is lost, the
-        server names that one again.
+        The previous state is kept: if the round that made this one is lost, the server asks for the
+        previous one again.
         """
         before, now = self._named.get(client, (None, None))
         if now != round_number:
@@ -286,7 +285,7 @@ class ClientStateStore:
 class BorrowedStates(ClientStateStore):
     """The store of a worker process: one client's state, which another process has read.
 
-    What the client stores stays in memory, for the worker to send back.
+    States that the client stores stay in memory, for the worker to send back.
     """
 
     def __init__(self, stored: State) -> None:
@@ -302,7 +301,7 @@ class BorrowedStates(ClientStateStore):
         """
         self._after = _copied(state)
 
-    def recall(self, client: int, round_number: int) -> State:
+    def load(self, client: int, round_number: int) -> State:
         """Return the state that the client starts the round with."""
         return self._stored
 

@@ -58,10 +58,10 @@ class OptimizerSettings(Settings):
         weights: Weights | None = None,
         scale: LossScale | None = None,
     ) -> Optimizer:
-        """Return the optimizer; on a GPU one that a graph can capture, with its learning rate
-        there.
+        """Return the optimizer.
 
-        A fused one reads the gradients of the parameters' 16-bit copies, and writes these copies.
+        On a GPU a graph can capture its steps, and its learning rate is a tensor there. A fused
+        optimizer reads the gradients of the parameters' 16-bit copies, and writes these copies.
         With a loss scale, steps with gradients that are not finite are skipped.
         """
         cuda = device.type == "cuda"
@@ -196,13 +196,19 @@ class TrainingSettings(Settings):
     max_grad_norm: float = Field(default=0.0, ge=0)
     """Maximum norm of the gradient; 0: no clipping."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-    """Weight that a target gives to all classes alike, in the clients' training loss only. 0: all
-    weight is on the example's class.
+    """Weight that is spread evenly over all classes, in the clients' training loss only. The rest
+    is on the example's class.
     """
     mixup: float = Field(default=0.0, ge=0, le=100)
     """Parameter of mixup: an input becomes w times itself plus (1 - w) times another input of its
     batch, and its loss the same mean of the losses for both targets; w is drawn for each batch
     from Beta(mixup, mixup). 0: off.
+    """
+    logit_adjustment: float = Field(default=0.0, ge=0, le=10)
+    """Strength (tau) of logit adjustment, against clients with unequal shares of the classes: in
+    the clients' training loss, tau log p is added to the logit of a class that has the share p of
+    the client's examples. 1: balanced softmax. 0: off. Best without label smoothing, which it
+    turns in favour of classes that the client does not have.
     """
     lr_decay: float = Field(default=1.0, gt=0, le=1)
     """The learning rate of round t is lr * lr_decay ** (t - 1)."""
@@ -214,19 +220,22 @@ class TrainingSettings(Settings):
 
     def lr(self, round_number: int) -> float:
         """Return the learning rate of a round (the first is 1)."""
-        drops = sum(round_number > drop for drop in self.lr_milestones)
-        return self.optimizer.lr * self.lr_decay ** (round_number - 1) * self.lr_gamma**drops
+        passed = sum(round_number > milestone for milestone in self.lr_milestones)
+        return self.optimizer.lr * self.lr_decay ** (round_number - 1) * self.lr_gamma**passed
 
     def epoch_lengths(self, samples: int, smallest: int) -> list[int]:
         """Return the lengths of an epoch's batches, none of them shorter than `smallest`."""
         full, rest = divmod(samples, self.batch_size)
-        keep_rest = rest >= smallest and (full == 0 or not self.drop_last)
-        return [self.batch_size] * full + [rest] * (rest > 0 and keep_rest)
+        lengths = [self.batch_size] * full
+        dropped = self.drop_last and full > 0
+        if rest and rest >= smallest and not dropped:
+            lengths.append(rest)
+        return lengths
 
     def local_steps(self, epoch_steps: int, extra_epochs: float = 0.0) -> int:
         """Return the number of steps in a round, given the number of steps in an epoch.
 
-        `extra_epochs` are those of the method (`Method.extra_epochs`).
+        `extra_epochs`: the method's (`Method.extra_epochs`).
         """
         if not epoch_steps:
             return 0
@@ -286,10 +295,10 @@ def make_plan(
     steps = training.local_steps(len(epoch), extra_epochs)
     lengths = [epoch[step % len(epoch)] for step in range(steps)]
     rows = np.zeros((steps, training.batch_size), dtype=np.int64)
-    numbers = generator(seed, "batches", round_number, client)
+    rng = generator(seed, "batches", round_number, client)
     for step, length in enumerate(lengths):
         if step % len(epoch) == 0:
-            order = numbers.permutation(examples)
+            order = rng.permutation(examples)
         first = (step % len(epoch)) * training.batch_size
         rows[step, :length] = order[first : first + length]
     draws = None
@@ -297,16 +306,16 @@ def make_plan(
         # Each group of numbers has its own key, so that the first one is the same with and without
         # the second.
         shape = (steps, training.batch_size, DRAWS)
-        numbers = generator(seed, "augmentation", round_number, client)
-        draws = torch.from_numpy(numbers.random(shape, dtype=np.float32))
+        rng = generator(seed, "augmentation", round_number, client)
+        draws = torch.from_numpy(rng.random(shape, dtype=np.float32))
         if num_draws > DRAWS:
             shape = (steps, training.batch_size, num_draws - DRAWS)
-            numbers = generator(seed, "more augmentation", round_number, client)
-            more = torch.from_numpy(numbers.random(shape, dtype=np.float32))
+            rng = generator(seed, "more augmentation", round_number, client)
+            more = torch.from_numpy(rng.random(shape, dtype=np.float32))
             draws = torch.cat([draws, more], dim=2)
     mix = None
     if training.mixup:
-        numbers = generator(seed, "mixup", round_number, client)
-        weights = numbers.beta(training.mixup, training.mixup, steps)
+        rng = generator(seed, "mixup", round_number, client)
+        weights = rng.beta(training.mixup, training.mixup, steps)
         mix = torch.from_numpy(weights.astype(np.float32))
     return Plan(lengths, torch.from_numpy(rows), draws, len(epoch), mix)

@@ -94,7 +94,10 @@ class LossScale:
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters: list[Tensor] = []
+    for group in optimizer.param_groups:
+        parameters.extend(group["params"])
+    return parameters
 
 
 class Weights:
@@ -111,26 +114,30 @@ class Weights:
         #: The 16-bit copy of each master, or None if the model computes with the master itself.
         self.copies: list[Tensor | None] = [copies.get(name) for name in whole]
         self._pairs = [(self.masters[name], copy) for name, copy in copies.items()]
-        self._computing: list[Tensor] = list(whole.values())
-        self.scale = LossScale(self._computing[0].device) if precision == "fp16" else None
-        #: Whether the gradients, where `backward` left them, are those of the scaled loss.
+        #: The parameters that the model computes with: the copies, and masters without a copy.
+        self._computing = whole
+        device = next(iter(whole.values())).device
+        self.scale = LossScale(device) if precision == "fp16" else None
+        #: Whether the gradients that `backward` left still contain the loss scale.
         self.scaled = False
         #: The names that the last loss reached. Others may still have the gradients of an earlier
         #: one.
         self._reached: list[str] = []
 
     def backward(self, loss: Tensor, names: Collection[str] | None = None) -> None:
-        """Compute gradients, and leave them where they are (`raw_gradients`).
+        """Compute gradients, and leave them on the tensors that the model computes with
+        (`raw_gradients`).
 
         With `names`, autograd computes the gradients of these parameters only.
         """
-        for tensor in self._computing:
+        for tensor in self._computing.values():
             tensor.grad = None
-        computing = dict(zip(self.masters, self._computing, strict=True))
-        inputs = None if names is None else [computing[name] for name in names]
+        inputs = None if names is None else [self._computing[name] for name in names]
         (loss if self.scale is None else loss * self.scale.value).backward(inputs=inputs)
         self.scaled = self.scale is not None
-        self._reached = [name for name, tensor in computing.items() if tensor.grad is not None]
+        self._reached = [
+            name for name, tensor in self._computing.items() if tensor.grad is not None
+        ]
 
     def gradients(self) -> State:
         """Return the gradients of the last `backward` by name, as `gather` leaves them."""
@@ -155,16 +162,16 @@ class Weights:
 
     def gather(self) -> None:
         """Copy the gradients to the masters, in single precision and without the loss's scale."""
-        rooms, gradients = [], []
+        master_gradients, gradients = [], []
         for master, copy in self._pairs:
             if copy.grad is not None:
                 if master.grad is None:
                     master.grad = torch.zeros_like(master)
-                rooms.append(master.grad)
+                master_gradients.append(master.grad)
                 gradients.append(copy.grad)
                 copy.grad = None
-        if rooms:
-            torch._foreach_copy_(rooms, gradients)
+        if master_gradients:
+            torch._foreach_copy_(master_gradients, gradients)
         if self.scaled and self.scale is not None:
             scaled = [master.grad for master in self.masters.values() if master.grad is not None]
             torch._foreach_div_(scaled, self.scale.value)

@@ -27,6 +27,7 @@ def missing_plugins(values: Table) -> list[str]:
 
 
 def _missing(table: TableOf, values: Table) -> Iterator[str]:
+    """Yield the names in a table, and in the tables inside of it, that cannot be resolved."""
     choice = table.choice
     if isinstance(choice, RegistryChoice):
         name = values.get(choice.key, choice.default)
@@ -36,20 +37,26 @@ def _missing(table: TableOf, values: Table) -> Iterator[str]:
         inner, value = table_of(field), values.get(key)
         if inner is not None and isinstance(value, Mapping):
             yield from _missing(inner, value)
+    # These tables name members of registries in fields of their own.
     if table.cls is ModelSettings:
-        factories = values.get("factories", {})
-        for size in values.get("sizes", ()):
-            if factories.get(size, size) not in MODELS:
-                yield str(size)
-    if table.cls is TaskSettings:
+        yield from _missing_models(values)
+    elif table.cls is TaskSettings:
         saved = TaskSettings.model_construct(**values)
         for _, registry, name in saved.references():
             if name not in registry:
                 yield name
-    if table.cls is ServerSettings:
+    elif table.cls is ServerSettings:
         for stage in values.get("stages", ()):
             if stage.get("name") not in STAGES:
                 yield str(stage.get("name"))
+
+
+def _missing_models(values: Table) -> Iterator[str]:
+    """Yield the sizes whose model is not here. A size is a model's name unless it has a factory."""
+    factories = values.get("factories", {})
+    for size in values.get("sizes", ()):
+        if factories.get(size, size) not in MODELS:
+            yield str(size)
 
 
 def for_display(values: Table) -> Config:
@@ -78,7 +85,11 @@ def _value(field: FieldInfo | None, value: Any) -> Any:
     if table is not None and isinstance(value, Mapping):
         return _constructed(table, value)
     if isinstance(value, list):
-        return tuple(_Saved.model_construct(**x) if isinstance(x, Mapping) else x for x in value)
+        entries = []
+        for entry in value:
+            is_table = isinstance(entry, Mapping)
+            entries.append(_Saved.model_construct(**entry) if is_table else entry)
+        return tuple(entries)
     return value
 
 
@@ -87,7 +98,7 @@ class _Saved(Settings, extra="allow"):
 
 
 def _open(base: type[Settings]) -> type[Settings]:
-    """Return a class that takes any key beside those of `base`."""
+    """Return a class that takes any key beside the keys of `base`."""
     config = ConfigDict(extra="allow")
     saved: type[Settings] = type("Saved", (base,), {"model_config": config})
     return saved

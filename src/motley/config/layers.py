@@ -52,8 +52,8 @@ def load_config(
 ) -> Config:
     """Read a run's configuration: a preset, then a TOML file on top, then `a.b=c` overrides.
 
-    Without a file and a preset, the preset is quickstart, so settings that are not overridden are
-    those of the quickstart (an EMA, for example), not the defaults. A file without a preset starts
+    Without a file and a preset, the preset is quickstart, so settings that are not overridden have
+    the quickstart's values (an EMA, for example), not the defaults. A file without a preset starts
     from the defaults.
 
     Relative paths in the file start from the file's folder, those in overrides from the working
@@ -65,26 +65,36 @@ def load_config(
 def load_with_origins(
     file: Path | None = None, *, preset: str = "", overrides: Iterable[str] = ()
 ) -> Resolved:
-    """Read a run's configuration as `load_config` does, and note where each value comes from."""
-    given = absolute_paths(read_toml(file), file.parent) if file else {}
+    """Return a run's configuration as `load_config` does, and where each value comes from."""
+    given: Table = {}
+    if file:
+        values = read_toml(file)
+        if isinstance(values.get("methods"), list):
+            raise MotleyError(
+                f"{file}: is a study, not the configuration of one run: motley study {file}"
+            )
+        given = absolute_paths(values, file.parent)
     chosen = parse_overrides(overrides)
     sources = {"--set": chosen.get("preset"), "--preset": preset, str(file): given.get("preset")}
     if file is None:
         sources["default"] = DEFAULT_PRESET
-    origin, preset = next(
-        ((origin, str(name)) for origin, name in sources.items() if name), ("default", "")
-    )
-    resolved = resolve_with_origins(preset, [Layer(given, str(file)), Layer(chosen, "--set")])
+    # The first of the sources that names a preset.
+    origin, preset_name = "default", ""
+    for source, named in sources.items():
+        if named:
+            origin, preset_name = source, str(named)
+            break
+    resolved = resolve_with_origins(preset_name, [Layer(given, str(file)), Layer(chosen, "--set")])
     return Resolved(resolved.config, {**resolved.origins, "preset": origin})
 
 
 def resolve(preset: str, layers: Iterable[Table]) -> Config:
-    """Put layers of settings onto a preset, each above those before it."""
+    """Return the configuration of a preset with layers of settings on it, the last one on top."""
     return resolve_with_origins(preset, [Layer(layer, "") for layer in layers]).config
 
 
 def resolve_with_origins(preset: str, layers: Iterable[Layer]) -> Resolved:
-    """Put layers of settings onto a preset, and note where each value comes from."""
+    """Like `resolve`, and return where each value comes from too."""
     if preset:
         layers = [Layer(_preset_values(preset), f"preset {preset}"), *layers]
     values: dict[str, Any] = {}
@@ -114,7 +124,7 @@ def with_overrides(config: Config, overrides: Iterable[str]) -> Config:
 def _origins(layer: Layer, plain: Table) -> dict[str, str]:
     """Return the origin of every key of a layer.
 
-    In `plain`, the layer's settings, a paper's name of a method is replaced by what it stands for.
+    In `plain`, the layer's settings, a paper's name of a method is replaced by its settings.
     """
     written, replaced = flat(layer.values), flat(plain)
     origins = dict.fromkeys(replaced, layer.origin)
@@ -246,7 +256,7 @@ def read_toml(file: Path) -> dict[str, Any]:
 
 
 def read_resolved(file: Path) -> Config:
-    """Read a configuration file that was saved with a run."""
+    """Return the configuration that was saved with a run."""
     return from_saved(read_toml(file))
 
 

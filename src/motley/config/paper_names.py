@@ -157,6 +157,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "a personal model beside the global one, over whatever split is set",
         {"method.name": "ditto", "server.inco.variant": "off"},
     ),
+    "FedLC": (
+        "over whatever split is set",
+        {"method.name": "fedlc", "server.inco.variant": "off"},
+    ),
     "CCVR": (
         "after FedAvg, over whatever split is set",
         {"method.name": "ccvr", "server.inco.variant": "off"},
@@ -179,21 +183,24 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+
+def _all_names() -> dict[str, dict[str, Any]]:
+    """Return every name with the settings that it stands for."""
+    names: dict[str, dict[str, Any]] = {}
+    for name, (_, settings) in (*VARIANTS.items(), *SYSTEMS.items()):
+        names[name] = settings
+    for prefix, (_, sharing) in PREFIXES.items():
+        for stem, method in STEMS.items():
+            names[prefix + stem] = {**sharing, **method}
+    _, inco = PREFIXES["InCo"]
+    for stem, method in STEMS.items():
+        for ablation, without in ABLATIONS.items():
+            names[f"InCo{stem} {ablation}"] = {**inco, **without, **method}
+    return names
+
+
 #: Name -> the settings it stands for.
-NAMES: dict[str, dict[str, Any]] = {
-    **{name: meaning for name, (_, meaning) in VARIANTS.items()},
-    **{name: settings for name, (_, settings) in SYSTEMS.items()},
-    **{
-        prefix + stem: {**how, **what}
-        for prefix, (_, how) in PREFIXES.items()
-        for stem, what in STEMS.items()
-    },
-    **{
-        f"InCo{stem} {without}": {**PREFIXES["InCo"][1], **off, **what}
-        for stem, what in STEMS.items()
-        for without, off in ABLATIONS.items()
-    },
-}
+NAMES = _all_names()
 
 
 def spelled_out(values: Table, below: Table) -> Table:
@@ -207,9 +214,11 @@ def spelled_out(values: Table, below: Table) -> Table:
     if name not in NAMES:
         raise MotleyError("method.name: " + unknown("method", name, METHODS.names(), also=NAMES))
     meaning = dict(NAMES[name])
-    under = _get(below, "server.inco.variant")
-    if meaning.get("server.inco.variant", "off") != "off" and under not in (None, "off"):
-        meaning["server.inco.variant"] = under
+    has_inco = meaning.get("server.inco.variant", "off") != "off"
+    variant_below = _get(below, "server.inco.variant")
+    if has_inco and variant_below not in (None, "off"):
+        # The name says that InCo is on; a lower layer may say which variant of it.
+        meaning["server.inco.variant"] = variant_below
     values = _with(values, "method.name", meaning.pop("method.name"))
     if name in SYSTEMS and _get(values, "server.inco") is None:
         # InCo in a lower layer, such as a preset, is not part of the named paper's method.

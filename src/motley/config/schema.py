@@ -382,7 +382,7 @@ class ServerSettings(Settings):
     max_norm_factor: float = Field(default=3.0, gt=1)
     """For max_norm = "auto": the multiple of the median norm that is accepted."""
     norm_action: Literal["clip", "reject"] = "clip"
-    """What happens to an update beyond `max_norm`. clip: it is scaled down to the limit, unless it
+    """The treatment of an update beyond `max_norm`. clip: it is scaled down to the limit, unless it
     is a hundred times as long. reject: it does not count.
     """
     max_step_factor: float = Field(default=30.0, ge=0)
@@ -588,7 +588,7 @@ class Config(Settings):
             self._check_private()
             return
         delta, model = "no delta to work on", "no global model"
-        # The setting, its value, the value that changes nothing, and what it would work on.
+        # The setting, its value, its neutral value, and why it would have no effect.
         without_effect: list[tuple[str, object, object, str]] = [
             ("server.inco.variant", self.server.inco.variant, "off", delta),
             ("server.optimizer.name", self.server.optimizer.name, "none", delta),
@@ -640,26 +640,32 @@ class Config(Settings):
 
     def _check_public(self) -> None:
         name, public = self.method.name, self.public
-        if METHODS[name].requirements.public_data and not public.active:
+        needs_public = METHODS[name].requirements.public_data
+        if needs_public and not public.active:
             sources = [repr(source) for source in PUBLIC.classes if source != "none"]
             raise MotleyError(
                 f"method.name = {name!r}: needs public images. Set public.name to one of "
                 f"{', '.join(sources)}."
             )
-        if public.active and not METHODS[name].requirements.public_data:
-            users = [repr(e.name) for e in METHODS if e.item.requirements.public_data]
+        if public.active and not needs_public:
+            users = [repr(entry.name) for entry in METHODS if entry.item.requirements.public_data]
             raise MotleyError(
                 f"public.name = {public.name!r}: has no effect with method.name = {name!r}; "
                 f"it is for {', '.join(users)}."
             )
-        if not isinstance(public, PublicDatasetSettings) or public.name != self.data.name:
-            return
-        # Two files of the user's own may differ. On a node neither has a name here.
-        if public.path == self.data.path and (public.path or public.name not in ("npz", "files")):
+        if isinstance(public, PublicDatasetSettings) and self._is_private_data(public):
             raise MotleyError(
                 f"public.name = {public.name!r}: is the clients' own data set. Use public.name = "
                 "'held-out', which takes training examples that no client gets, or another one."
             )
+
+    def _is_private_data(self, public: PublicDatasetSettings) -> bool:
+        """Tell whether the public data set is the one that the clients train on."""
+        if public.name != self.data.name or public.path != self.data.path:
+            return False
+        # On a node, neither of two files of the user's own has a path here, and they may differ.
+        is_users_file = public.name in ("npz", "files")
+        return bool(public.path) or not is_users_file
 
     def _check_merge(self) -> None:
         merge = self.server.merge.name
@@ -673,8 +679,8 @@ class Config(Settings):
             )
         if self.privacy.active:
             raise MotleyError(
-                f"{setting}: epsilon for privacy.clip = {self.privacy.clip:g} is that of a mean of "
-                "noised deltas. Use server.merge.name = 'mean'."
+                f"{setting}: epsilon for privacy.clip = {self.privacy.clip:g} is computed for a "
+                "mean of noised deltas. Use server.merge.name = 'mean'."
             )
         requirements = METHODS[self.method.name].requirements
         if requirements.own_aggregation and not requirements.robust_merge:
@@ -732,9 +738,9 @@ class Config(Settings):
         max_norm = self.server.max_norm
         if isinstance(max_norm, float) and max_norm > 0:
             raise MotleyError(
-                f"server.max_norm = {max_norm:g}: epsilon for {clip} is that of a mean of noised "
-                "deltas, and scaling some of them down changes their noise. Use server.max_norm = "
-                "'auto' or 'off'; the server verifies privacy.clip in any case."
+                f"server.max_norm = {max_norm:g}: epsilon for {clip} is computed for a mean of "
+                "noised deltas, and scaling some of them down changes their noise. Use "
+                "server.max_norm = 'auto' or 'off'; the server verifies privacy.clip in any case."
             )
         if self.uplink.dtype != "fp32":
             raise MotleyError(

@@ -22,6 +22,8 @@ from motley.core.errors import MotleyError
 
 _NAME = r"[^\W\d]\w*"
 _PATH = re.compile(rf"({_NAME}(?:\.{_NAME})*):({_NAME}(?:\.{_NAME})*)")
+#: The modules that dotted paths have named in this process.
+_imported: set[str] = set()
 
 
 def is_dotted(name: str) -> bool:
@@ -39,6 +41,11 @@ def module_of(path: str) -> str:
     return _parts(path)[0]
 
 
+def imported_modules() -> frozenset[str]:
+    """Return the modules that dotted paths have named, for messages about failures."""
+    return frozenset(_imported)
+
+
 def import_dotted(path: str) -> Any:
     """Import the object that a dotted path names.
 
@@ -46,6 +53,7 @@ def import_dotted(path: str) -> Any:
     """
     module_name, names = _parts(path)
     item: Any = _import(module_name)
+    _imported.add(module_name)
     module = item
     for name in names.split("."):
         if not hasattr(item, name):
@@ -85,7 +93,7 @@ def subclass_of(base: type, described: str) -> Callable[[Any], Any]:
 
 
 def describe(item: object) -> str:
-    """Return what an object is, for messages: "the class Net", "a function", "a dict"."""
+    """Return a description of an object for messages: "the class Net", "a function", "a dict"."""
     if isinstance(item, type):
         return f"the class {item.__name__}"
     if isinstance(item, ModuleType):
@@ -166,7 +174,7 @@ def _own_folders() -> list[str]:
 
 
 def _failed(name: str, error: Exception) -> str:
-    """Return what happened in a user's module, and where."""
+    """Return the error in a user's module, and its place."""
     where = ""
     if isinstance(error, SyntaxError):
         where = f" ({error.filename}, line {error.lineno})"

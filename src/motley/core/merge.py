@@ -43,10 +43,11 @@ class Aggregate:
 def merge(state: Mapping[str, Tensor], updates: Iterable[ClientUpdate]) -> Aggregate:
     """Return the weighted mean delta of every coordinate over its owners.
 
-    Names without an owner are absent. There are four cases: whole tensors have one weight per name
-    and are added in one grouped call per client; pieces of tensors (see `_Pieces`) have a weight
-    per coordinate; so do tensors with row weights; integer tensors are collected and averaged at
-    the end in double precision.
+    Names without an owner are absent. There are three cases:
+
+    - Whole tensors have one weight per name, and are added in one grouped call per client.
+    - Pieces of tensors, and tensors with row weights, have a weight per coordinate (`_Pieces`).
+    - Integer tensors are collected and averaged at the end in double precision.
     """
     totals: State = {}
     # The sum of the weights of the clients that hold the whole tensor, by name.

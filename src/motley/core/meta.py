@@ -22,8 +22,8 @@ DRAWS_VALUES: tuple[Any, ...] = (
 class _WithoutInitialization(TorchFunctionMode):
     """Leaves out random initialization.
 
-    Tensors on the meta device have no values, so that drawing some has no effect, but a cost: torch
-    does it with code that imports torch's compiler, which takes more than a second and 70 MB.
+    Tensors on the meta device have no values, so drawing some has no effect. But it costs time and
+    memory: torch imports its compiler for it, which takes more than a second and 70 MB.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

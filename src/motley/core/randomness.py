@@ -17,10 +17,13 @@ import torch
 
 def key(seed: int, purpose: str, *which: int | str) -> int:
     """Return a 63-bit hash of the arguments."""
-    # Slashes inside a part are escaped, so that different arguments never give the same text.
     parts = []
     for part in (seed, purpose, *which):
-        parts.append(str(part).replace("\\", "\\\\").replace("/", "\\/"))
+        text = str(part)
+        if "/" in text or "\\" in text:
+            # Escaped, so that different arguments never give the same text.
+            text = text.replace("\\", "\\\\").replace("/", "\\/")
+        parts.append(text)
     text = "/".join(parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 

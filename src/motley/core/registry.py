@@ -47,7 +47,7 @@ class Registry(Generic[T]):
         """Create an empty registry.
 
         Args:
-            kind: What is registered, for messages.
+            kind: The kind of the entries, for messages.
             group: The group of entry points that belong here.
             accept: See `accept_with`.
         """

@@ -37,7 +37,7 @@ from motley.core.merge import Aggregate, merge
 from motley.core.part import Index, Piece, State, is_view, open_grid, select
 from motley.core.update import ClientUpdate
 
-#: What happens to coordinates that too few clients hold.
+#: The treatment of coordinates that too few clients hold.
 TooFew: TypeAlias = Literal["keep", "mean"]
 #: The name of the number that `Aggregate.metrics` has: the share of the coordinates (with Krum, of
 #: the updates) that were held by too few clients.
@@ -57,7 +57,7 @@ class RobustRule(MergeRule, Protocol):
 
     @property
     def too_few(self) -> TooFew:
-        """What happens to coordinates that too few clients hold."""
+        """The treatment of coordinates that too few clients hold."""
         ...
 
     @property
@@ -71,13 +71,13 @@ class RobustRule(MergeRule, Protocol):
 
 @dataclass(frozen=True)
 class Median:
-    """The median of every coordinate over its owners, of which there must be three."""
+    """The median of every coordinate over its owners, if there are at least three."""
 
     too_few: TooFew = "keep"
 
     @property
     def needed(self) -> int:
-        """With two values the median is the mean, which one client can move anywhere."""
+        """Three: the median of two values is their mean, which one client can move anywhere."""
         return 3
 
     def __call__(self, state: Mapping[str, Tensor], updates: Sequence[ClientUpdate]) -> Aggregate:
@@ -101,7 +101,7 @@ class TrimmedMean:
 
     @property
     def needed(self) -> int:
-        """One value must remain when one is dropped on either side."""
+        """Three, so that a value remains if one is dropped on either side; one if `trim` is 0."""
         return 3 if self.trim > 0 else 1
 
     def __call__(self, state: Mapping[str, Tensor], updates: Sequence[ClientUpdate]) -> Aggregate:
@@ -253,7 +253,7 @@ class Krum:
 
     @property
     def needed(self) -> int:
-        """Blanchard et al. require n > 2 f + 2."""
+        """The least n with n > 2 f + 2, as Blanchard et al. require it."""
         return 2 * self.attackers + 3
 
     def __call__(self, state: Mapping[str, Tensor], updates: Sequence[ClientUpdate]) -> Aggregate:
@@ -319,8 +319,10 @@ def _part_key(update: ClientUpdate) -> tuple[tuple[str, str], ...]:
 def _index_key(piece: Piece) -> str:
     if piece.index is None:
         return ""
-    chosen = [str(one) if isinstance(one, slice) else str(one.tolist()) for one in piece.index]
-    return "|".join(chosen)
+    keys = []
+    for chosen in piece.index:
+        keys.append(str(chosen) if isinstance(chosen, slice) else str(chosen.tolist()))
+    return "|".join(keys)
 
 
 @dataclass(frozen=True)
@@ -328,8 +330,8 @@ class CenteredClipping:
     """The mean of the deltas, each clipped to a distance of `radius` from the current estimate.
 
     The estimate v starts at zero, and v <- v + mean of clip(delta_i - v, radius) is repeated
-    `iterations` times.
-    A client moves a coordinate by at most the radius, however few hold it.
+    `iterations` times. A client moves a coordinate by at most the radius per iteration, however few
+    hold it.
 
     radius: the distance, or None for the median over the round's clients, relative to the square
         root of their numbers of parameters: small parts then get a smaller radius. A median needs
@@ -345,7 +347,7 @@ class CenteredClipping:
 
     @property
     def needed(self) -> int:
-        """The median of the distances needs three clients; a given radius needs one."""
+        """Three for a median of the distances, one if the radius is given."""
         return 1 if self.radius is not None else 3
 
     def __call__(self, state: Mapping[str, Tensor], updates: Sequence[ClientUpdate]) -> Aggregate:
@@ -374,27 +376,35 @@ class CenteredClipping:
             for local, piece in update.part.items():
                 around[local] = update.delta[local] - select(center[piece.name], piece.index)
             differences.append(around)
-        for is_parameter in (True, False):
-            groups: list[list[str]] = []
-            for update in updates:
-                groups.append([n for n in update.part if self._is(update, n, is_parameter)])
-            radius = self.radius if is_parameter else None
-            if not is_parameter and self.radius == math.inf:
-                continue
-            _clip_differences(differences, groups, radius)
+        # Parameters and buffers are clipped apart, because they differ in scale.
+        parameters = [self._names(update, of_parameters=True) for update in updates]
+        _clip_differences(differences, parameters, self.radius)
+        if self.radius != math.inf:  # which asks for the mean: nothing is clipped
+            buffers = [self._names(update, of_parameters=False) for update in updates]
+            _clip_differences(differences, buffers, None)
         clipped = []
         for update, around in zip(updates, differences, strict=True):
             clipped.append(replace(update, delta=around, weight=1.0))
         return clipped
 
-    def _is(self, update: ClientUpdate, local: str, is_parameter: bool) -> bool:
-        return (update.part[local].name in self.parameters) == is_parameter
+    def _names(self, update: ClientUpdate, of_parameters: bool) -> list[str]:
+        """Return the names of an update's parameters, or those of its buffers."""
+        names = []
+        for local, piece in update.part.items():
+            if (piece.name in self.parameters) == of_parameters:
+                names.append(local)
+        return names
 
 
 def _clip_differences(
     differences: Sequence[State], groups: Sequence[list[str]], radius: float | None
 ) -> None:
-    """Scale the named tensors of each client down to the radius; replaces entries of its state."""
+    """Scale the tensors of each client that `groups` names down to the radius, all by one factor.
+
+    The scaled tensors replace those in `differences`. Without a radius, it is the median distance
+    of the clients.
+    """
+    # Some clients may have none of these tensors.
     holders = [number for number, names in enumerate(groups) if names]
     if not holders:
         return

@@ -68,25 +68,30 @@ def copy_(target: Tensors, values: Tensors) -> None:
 
 def swap_(first: Tensors, second: Tensors) -> None:
     """Exchange the values of two states with the same names, in place."""
-    _, ones, others = _paired(first, second)
-    for some, more in zip(by_type(ones), by_type(others), strict=True):
-        if some:
-            copies = [torch.empty_like(tensor) for tensor in some]
-            torch._foreach_copy_(copies, some)
-            torch._foreach_copy_(some, more)
-            torch._foreach_copy_(more, copies)
+    _, first_tensors, second_tensors = _paired(first, second)
+    pairs_of_type = zip(by_type(first_tensors), by_type(second_tensors), strict=True)
+    for ours, theirs in pairs_of_type:
+        if ours:
+            copies = [torch.empty_like(tensor) for tensor in ours]
+            torch._foreach_copy_(copies, ours)
+            torch._foreach_copy_(ours, theirs)
+            torch._foreach_copy_(theirs, copies)
 
 
 def total(first: Tensors, second: Tensors) -> State:
     """Return `first + second`."""
-    names, ones, others = _paired(first, second)
-    return dict(zip(names, torch._foreach_add(ones, others), strict=True)) if names else {}
+    names, first_tensors, second_tensors = _paired(first, second)
+    if not names:
+        return {}
+    return dict(zip(names, torch._foreach_add(first_tensors, second_tensors), strict=True))
 
 
 def difference(first: Tensors, second: Tensors) -> State:
     """Return `first - second`."""
-    names, ones, others = _paired(first, second)
-    return dict(zip(names, torch._foreach_sub(ones, others), strict=True)) if names else {}
+    names, first_tensors, second_tensors = _paired(first, second)
+    if not names:
+        return {}
+    return dict(zip(names, torch._foreach_sub(first_tensors, second_tensors), strict=True))
 
 
 def scaled(values: Tensors, factor: Factor) -> State:
@@ -128,14 +133,16 @@ def max_norm(tensors: Iterable[Tensor]) -> Tensor:
     if not by_dtype:
         return torch.zeros((), device=tensors[0].device if tensors else None)
     largest = [_largest(alike).double() for alike in by_dtype.values()]
-    return torch.stack(largest).amax()
+    return largest[0] if len(largest) == 1 else torch.stack(largest).amax()
 
 
 def _largest(tensors: list[Tensor]) -> Tensor:
-    """Return the largest absolute value of tensors of one type, and NaN if one of them has it."""
+    """Return the largest absolute value of tensors of one type; NaN if one of them holds a NaN."""
     if tensors[0].device.type == "cpu":
         # Ten times as fast as this norm on a CPU, which torch computes value by value.
-        extremes = [extreme for tensor in tensors for extreme in torch.aminmax(tensor)]
+        extremes: list[Tensor] = []
+        for tensor in tensors:
+            extremes += torch.aminmax(tensor)
         return torch.stack(extremes).abs().amax()
     # Not torch.nn.utils.get_total_norm, which takes the host longer: there is one call per client
     # and round.

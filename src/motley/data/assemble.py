@@ -126,44 +126,74 @@ def assemble(
             f"{with_clients.where(0)} has a client and {without.where(0)} has none: either both "
             "parts name the client of each example, or none does."
         )
-    names: tuple[str, ...] = classes
-    inferred = False
     if task == "regression":
-        train_targets, test_targets = _numbers(train), _numbers(test)
-        outputs = outputs or int(np.prod(train_targets.shape[1:], dtype=np.int64))
+        targets = _regression_targets(train, test, outputs)
     elif isinstance(train.targets, np.ndarray):
-        train_targets = class_targets(train.targets, train.where)
-        test_targets = class_targets(np.asarray(test.targets), test.where)
         if task == "next-token" and isinstance(shape, TokenShape):
             outputs = outputs or shape.vocabulary
-        inferred = not outputs and not names and task == "classification"
-        largest = max(int(train_targets.max()), int(test_targets.max(initial=0)))
-        if inferred:
-            count = len(train) + len(test)
-            check_class_numbers(largest + 1, count, train.where(0), tested=tested)
-        outputs = outputs or len(names) or largest + 1
+        targets = _numbered_targets(train, test, task, classes, outputs, tested)
     else:
-        names = names or sorted_names(train.targets)
-        if tested:
-            check_class_count(names, len(train), train.where(0))
-        train_targets = class_numbers(train.targets, names, train.where, "training")
-        test_targets = class_numbers(list(test.targets), names, test.where, "test")
-        outputs = len(names)
+        targets = _named_targets(train, test, classes, tested)
     train_clients = test_clients = None
     client_names: tuple[str, ...] = ()
     if train.clients is not None and test.clients is not None:
         train_clients, test_clients, client_names = client_numbers(train.clients, test.clients)
     dataset = Dataset(
         name,
-        Examples(train.inputs, train_targets, train_clients, shape),
-        Examples(test.inputs, test_targets, test_clients, shape),
-        outputs,
-        classes_inferred=inferred,
+        Examples(train.inputs, targets.train, train_clients, shape),
+        Examples(test.inputs, targets.test, test_clients, shape),
+        targets.outputs,
+        classes_inferred=targets.inferred,
         tested=tested,
         task=task,
-        class_names=names,
+        class_names=targets.names,
     )
     return Assembled(dataset, client_names, held_out)
+
+
+@dataclass(frozen=True, eq=False)
+class _Targets:
+    """The targets of both parts as numbers."""
+
+    train: np.ndarray
+    test: np.ndarray
+    #: The number of outputs that a model needs: classes, tokens, or numbers per example.
+    outputs: int
+    names: tuple[str, ...] = ()
+    #: The number of classes was taken from the largest label.
+    inferred: bool = False
+
+
+def _regression_targets(train: Records, test: Records, outputs: int) -> _Targets:
+    train_targets, test_targets = _numbers(train), _numbers(test)
+    outputs = outputs or int(np.prod(train_targets.shape[1:], dtype=np.int64))
+    return _Targets(train_targets, test_targets, outputs)
+
+
+def _numbered_targets(
+    train: Records, test: Records, task: str, names: tuple[str, ...], outputs: int, tested: bool
+) -> _Targets:
+    """Return targets that are class or token numbers already."""
+    train_targets = class_targets(np.asarray(train.targets), train.where)
+    test_targets = class_targets(np.asarray(test.targets), test.where)
+    inferred = not outputs and not names and task == "classification"
+    largest = max(int(train_targets.max()), int(test_targets.max(initial=0)))
+    if inferred:
+        count = len(train) + len(test)
+        check_class_numbers(largest + 1, count, train.where(0), tested=tested)
+    outputs = outputs or len(names) or largest + 1
+    return _Targets(train_targets, test_targets, outputs, names, inferred)
+
+
+def _named_targets(train: Records, test: Records, names: tuple[str, ...], tested: bool) -> _Targets:
+    """Number the classes of targets that are texts, by `names` or else in sorted order."""
+    train_names, test_names = list(train.targets), list(test.targets)
+    names = names or sorted_names(train_names)
+    if tested:
+        check_class_count(names, len(train), train.where(0))
+    train_targets = class_numbers(train_names, names, train.where, "training")
+    test_targets = class_numbers(test_names, names, test.where, "test")
+    return _Targets(train_targets, test_targets, len(names), names)
 
 
 def _with_clean_labels(records: Records) -> Records:

@@ -13,14 +13,14 @@ from motley.core.errors import MotleyError
 from motley.core.randomness import generator
 from motley.data.partition import Partition
 
-#: What users can do if clients have no test examples of their own.
+#: Advice for users if clients have no test examples of their own.
 ADVICE = "Use evaluation.client_test_fraction to hold out some of every client's training examples."
 
 
 def hold_out(
     partition: Partition, targets: np.ndarray, fraction: float, seed: int
 ) -> tuple[Partition, Partition]:
-    """Return the examples that clients train on, and those that they are tested on.
+    """Divide each client's examples into training examples and test examples.
 
     Of its n examples, a client holds out `fraction * n`, rounded, but at least one, and it keeps at
     least one for training. A client with a single example holds out none. The choice depends only
@@ -59,11 +59,11 @@ def held_out_positions(targets: np.ndarray, fraction: float, seed: int, client: 
     count = min(max(1, round(fraction * samples)), samples - 1)
     if count < 1:
         return np.zeros(0, dtype=np.int64)
-    numbers = generator(seed, "client tests", client)
-    order = numbers.permutation(samples)
+    rng = generator(seed, "client tests", client)
+    order = rng.permutation(samples)
     if targets.ndim == 1:
         order = order[np.argsort(targets[order], kind="stable")]
-    places = (np.arange(count) + numbers.random()) * (samples / count)
+    places = (np.arange(count) + rng.random()) * (samples / count)
     # Rounding may put the last place at the end itself.
     return order[np.minimum(places.astype(np.int64), samples - 1)]
 
@@ -84,14 +84,14 @@ def natural_tests(
         )
     owners = np.flatnonzero(partition.sizes)
     names_of_examples = train_clients[partition.indices]
-    # The natural client of each client's first example, which should be that of all its examples.
+    # The natural client of each client's first example. All its examples should have the same one.
     names = names_of_examples[partition.offsets[owners]]
     is_mixed = np.repeat(names, partition.sizes[owners]) != names_of_examples
     by_name = np.argsort(names)
     names, owners = names[by_name], owners[by_name]
     if is_mixed.any() or (np.diff(names) == 0).any():
         raise MotleyError(
-            "evaluation.per_client: a client's test examples are those of one natural client, and "
+            "evaluation.per_client: a client is tested on the examples of one natural client, and "
             "the partition mixes or divides the natural clients of the data set. "
             f"Use data.partition.name = 'natural'. Or: {ADVICE}"
         )

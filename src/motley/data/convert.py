@@ -75,15 +75,17 @@ def from_datasets(
     keys = (input_key, target_key)
     parts = [_collect(train, "train", keys, clients, resize)]
     if test is not None:
-        parts.append(_collect(test, "test", keys, _clients_of_test(clients, test_clients), resize))
+        clients_of_test = _clients_of_test(clients, test_clients)
+        parts.append(_collect(test, "test", keys, clients_of_test, resize))
+    # Both parts together, because padding is to the largest input of either.
     arrays = _stack(parts, pad)
-    train_targets = parts[0].targets
-    shaped, shape = shaped_inputs(arrays[0], inputs, "train")
+    train_inputs, shape = shaped_inputs(arrays[0], inputs, "train")
+    train_records = parts[0].records(train_inputs)
     test_records = None
     if test is not None:
-        test_shaped, test_shape = shaped_inputs(arrays[1], inputs, "test")
+        test_inputs, test_shape = shaped_inputs(arrays[1], inputs, "test")
         shape = common_shape(shape, test_shape, "test")
-        test_records = parts[1].records(test_shaped)
+        test_records = parts[1].records(test_inputs)
     names: tuple[str, ...] = ()
     outputs = 0
     if isinstance(classes, int):
@@ -91,10 +93,10 @@ def from_datasets(
     elif classes is not None:
         names = tuple(classes)
     if task == "auto":
-        task = _task_of(train_targets, shape)
+        task = _task_of(parts[0].targets, shape)
     return assemble(
         name,
-        parts[0].records(shaped),
+        train_records,
         test_records,
         shape,
         task=task,
@@ -207,8 +209,9 @@ def _items(source: Any, part: str, keys: tuple[str, str], clients: Clients, resi
         inputs.append(_resized(array, resize, where) if resize else array)
         targets.append(target)
         if row == 0:
-            what = f"{part}: {count} examples of shape {array.shape}"
-            check_fits(what, count * array.nbytes, torch.device("cpu"))
+            # The other inputs are taken to be as large as the first one.
+            all_inputs = f"{part}: {count} examples of shape {array.shape}"
+            check_fits(all_inputs, count * array.nbytes, torch.device("cpu"))
         if isinstance(clients, str):
             names.append(str(_value(item, clients, where, "clients")))
         elif callable(clients):
@@ -262,6 +265,12 @@ def _as_array(value: Any, where: str) -> np.ndarray:
     """Return an input as an array. Images of Pillow with a palette become colours."""
     mode = getattr(value, "mode", None)
     if isinstance(mode, str) and hasattr(value, "convert") and mode not in ("L", "RGB"):
+        # Pillow would cut 16-bit values off at 255. These modes are I, I;16, I;16B and F.
+        if mode.startswith(("I", "F")):
+            raise MotleyError(
+                f"{where}: is an image with pixels of the type {mode!r}. Scale it to 8 bits per "
+                "channel, or give an array of floats."
+            )
         value = value.convert("RGB")
     try:
         array = to_numpy(value)
@@ -287,8 +296,8 @@ def _targets(values: list[Any], part: str) -> Sequence[str] | np.ndarray:
         for row, value in enumerate(values):
             if not isinstance(value, str):
                 raise MotleyError(
-                    f"{part}[{row}]: the target is {value!r}, and that of {part}[0] is the text "
-                    f"{values[0]!r}."
+                    f"{part}[{row}]: the target is {value!r}, and the target of {part}[0] is the "
+                    f"text {values[0]!r}."
                 )
         return [str(value) for value in values]
     arrays = [_as_array(value, f"{part}[{row}]: the target") for row, value in enumerate(values)]
@@ -297,8 +306,8 @@ def _targets(values: list[Any], part: str) -> Sequence[str] | np.ndarray:
             raise MotleyError(f"{part}[{row}]: the target {values[row]!r} is not a number.")
         if array.shape != arrays[0].shape:
             raise MotleyError(
-                f"{part}[{row}]: the target has the shape {array.shape}, and that of {part}[0] "
-                f"{arrays[0].shape}."
+                f"{part}[{row}]: the target has the shape {array.shape}, and the target of "
+                f"{part}[0] has {arrays[0].shape}."
             )
     return np.stack(arrays)
 
@@ -308,8 +317,8 @@ def _targets(values: list[Any], part: str) -> Sequence[str] | np.ndarray:
 
 def _resized(image: np.ndarray, side: int, where: str) -> np.ndarray:
     """Return an image with `side` pixels on each side."""
-    channels_first = image.ndim == 3 and image.shape[0] in (1, 3, 4)
-    channels_first = channels_first and image.shape[2] not in (1, 3, 4)
+    first_may_be_channels = image.ndim == 3 and image.shape[0] in (1, 3, 4)
+    channels_first = first_may_be_channels and image.shape[2] not in (1, 3, 4)
     if image.ndim == 2:
         image = image[..., np.newaxis]
     if image.ndim != 3 or image.dtype.kind not in "uf" or not image.size:
@@ -330,11 +339,14 @@ def _stack(parts: list[_Part], pad: bool) -> list[np.ndarray]:
     """Return the inputs of each part as one array."""
     if not pad:
         return [_stacked(part) for part in parts]
-    dims = {array.ndim for part in parts for array in part.inputs}
-    if len(dims) > 1:
-        raise MotleyError(f"pad: inputs have {' and '.join(map(str, sorted(dims)))} dimensions.")
-    largest = np.max([array.shape for part in parts for array in part.inputs], axis=0)
-    return [_padded(part, tuple(int(length) for length in largest)) for part in parts]
+    shapes = []
+    for part in parts:
+        shapes += [array.shape for array in part.inputs]
+    ranks = {len(shape) for shape in shapes}
+    if len(ranks) > 1:
+        raise MotleyError(f"pad: inputs have {' and '.join(map(str, sorted(ranks)))} dimensions.")
+    largest = tuple(np.max(shapes, axis=0).tolist())
+    return [_padded(part, largest) for part in parts]
 
 
 def _stacked(part: _Part) -> np.ndarray:

@@ -19,7 +19,7 @@ from motley.core.dotted import describe, parameter_names, path_of, required_para
 from motley.core.errors import MotleyError
 from motley.core.registry import Registry
 from motley.data.files.settings import FileSettings
-from motley.models.inputs import ImageShape, InputShape, TokenShape, dims_of
+from motley.models.inputs import ImageShape, InputShape, TokenShape, describe_shape, dims_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +68,11 @@ class Examples:
                 f"not {clients.dtype} of shape {clients.shape}."
             )
 
+    def __repr__(self) -> str:
+        """Describe the examples, for notebooks; the arrays may have millions of numbers."""
+        clients = "" if self.clients is None else f", {len(np.unique(self.clients))} clients"
+        return f"Examples({len(self)}: {describe_shape(self.shape)}{clients})"
+
     def _check_images(self) -> None:
         if self.inputs.dtype not in (np.uint8, np.float32) or self.inputs.ndim != 4:
             raise MotleyError(
@@ -102,6 +107,13 @@ class Examples:
         """Return some of the examples."""
         clients = None if self.clients is None else self.clients[rows]
         return Examples(self.inputs[rows], self.targets[rows], clients, self.input_shape)
+
+    @property
+    def any_range(self) -> bool:
+        """Whether these are images of floats beyond 0 to 1. No byte stands for such a number."""
+        if not isinstance(self.shape, ImageShape) or self.inputs.dtype != np.float32:
+            return False
+        return bool(self.inputs.min(initial=0) < 0 or self.inputs.max(initial=1) > 1)
 
     @property
     def shape(self) -> InputShape:
@@ -142,6 +154,32 @@ class Dataset:
                 f"data set {self.name!r}: train inputs are {self.train.inputs.shape[1:]} "
                 f"but test inputs are {self.test.inputs.shape[1:]}."
             )
+        same_type = self.train.inputs.dtype == self.test.inputs.dtype
+        if isinstance(self.shape, ImageShape) and len(self.test) and not same_type:
+            # Bytes are divided by 255 and floats are not, so the same pixels would differ.
+            raise MotleyError(
+                f"data set {self.name!r}: train images are of the type {self.train.inputs.dtype} "
+                f"but test images {self.test.inputs.dtype}. Convert them to the same type."
+            )
+        self._check_finite("train", self.train.inputs)
+        self._check_finite("test", self.test.inputs)
+
+    def _check_finite(self, part: str, inputs: np.ndarray) -> None:
+        """Reject NaN and infinity, with which every update would be rejected later."""
+        # The sum is finite if and only if all values are, and needs no array of the same size.
+        if np.issubdtype(inputs.dtype, np.integer) or np.isfinite(inputs.sum(dtype=np.float64)):
+            return
+        row = int(np.flatnonzero(~np.isfinite(inputs.reshape(len(inputs), -1)).all(1))[0])
+        raise MotleyError(
+            f"data set {self.name!r}: input {row} of the {part} part holds a number that is not "
+            "finite."
+        )
+
+    def __repr__(self) -> str:
+        """Describe the data set, for notebooks."""
+        outputs = f"{self.classes} {'outputs' if self.task == 'regression' else 'classes'}"
+        parts = f"train={self.train!r}, test={self.test!r}"
+        return f"Dataset({self.name!r}, {self.task}, {outputs}, {parts})"
 
     def _check_targets(self, part: str, examples: Examples) -> None:
         if not len(examples):

@@ -17,8 +17,12 @@ from torch import Tensor
 from motley.core.errors import MotleyError
 from motley.data.dataset import Examples
 from motley.data.transforms import TransformSettings
+from motley.kernels import AVAILABLE
 from motley.limits import allocating, check_fits
 from motley.models.inputs import ImageShape, InputShape, dims_of, input_dtype
+
+if AVAILABLE:
+    from motley.kernels import augment as augment_kernel
 
 #: Random numbers reserved per image, by column: 0 to 3 for the crop (a padded crop uses only the
 #: first two), 4 for the flip, 5 and 6 for the cutout.
@@ -28,11 +32,19 @@ MORE_DRAWS = 3
 
 
 def device_data(
-    examples: Examples, transform: TransformSettings, device: torch.device, *, augment: bool
+    examples: Examples,
+    transform: TransformSettings,
+    device: torch.device,
+    *,
+    augment: bool,
+    kernel: bool = False,
 ) -> DeviceData:
-    """Put examples on a device. Images are transformed; other inputs are used as they are."""
+    """Put examples on a device. Images are transformed; other inputs are used as they are.
+
+    `kernel`: on a GPU, prepare batches with Motley's own kernel if the transform allows it.
+    """
     if isinstance(examples.shape, ImageShape):
-        return ImageData(examples, transform, device, augment=augment)
+        return ImageData(examples, transform, device, augment=augment, kernel=kernel)
     transform.refuse_other_inputs(examples.shape)
     return DeviceData(examples, device)
 
@@ -77,10 +89,12 @@ class DeviceData:
         """Return the inputs and targets of the given rows.
 
         `draws` holds `num_draws` numbers in [0, 1) per example, for augmentation. Without it
-        nothing is augmented.
+        nothing is augmented. Images are (N, C, H, W), and channels last in memory.
         """
-        dtype = input_dtype(self.shape, torch.float32)
-        return self.inputs[rows].to(dtype), self.targets[rows]
+        return self._inputs_of(rows, draws), self.targets[rows]
+
+    def _inputs_of(self, rows: Tensor, draws: Tensor | None) -> Tensor:
+        return self.inputs[rows].to(input_dtype(self.shape, torch.float32))
 
     # ---- prepared batches: memory that is filled once per round and read step by step
 
@@ -90,7 +104,7 @@ class DeviceData:
 
     def fill(self, into: Tensor, rows: Tensor, draws: Tensor | None) -> None:
         """Write a batch of inputs into prepared memory, converted to its dtype."""
-        into.copy_(self.batch(rows, draws)[0])
+        into.copy_(self._inputs_of(rows, draws))
 
     def from_prepared(self, prepared: Tensor) -> Tensor:
         """Return prepared inputs as the model takes them, without a copy."""
@@ -107,10 +121,12 @@ class ImageData(DeviceData):
         device: torch.device,
         *,
         augment: bool,
+        kernel: bool = False,
     ) -> None:
         self.device = device
         self.transform = transform
-        images = torch.from_numpy(examples.inputs)
+        # The kernel reads an image as one block of memory, so a transposed array is copied.
+        images = torch.from_numpy(examples.inputs).contiguous()
         _, self.height, self.width, stored_channels = images.shape
         stored_shape = ImageShape(stored_channels, self.height, self.width)
         self.shape: ImageShape = transform.shape_of(stored_shape)
@@ -139,16 +155,23 @@ class ImageData(DeviceData):
         self.shift, self.scale = shift.to(device), scale.to(device)
         self._rows = torch.arange(self.height, device=device)
         self._columns = torch.arange(self.width, device=device)
+        plain = not (transform.resize or transform.resized_crop)
+        plain = plain and not (transform.rotate or transform.jitter)
+        on_gpu = kernel and AVAILABLE and device.type == "cuda"
+        #: Whether the kernel prepares batches: it crops, flips, normalizes and cuts out.
+        self._kernel = on_gpu and plain and stored_channels == self.channels
+        if self._kernel:
+            values = self.height * self.width * self.channels
+            self._kernel = values <= augment_kernel.MOST_VALUES
 
     def _note(self) -> str:
         resize = self.transform.resize
         return f", data.transform.resize = {resize}" if resize else ""
 
-    def batch(self, rows: Tensor, draws: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the images (N, C, H, W; channels last in memory) and labels of the given rows."""
+    def _inputs_of(self, rows: Tensor, draws: Tensor | None) -> Tensor:
         if self.random and draws is not None:
-            return self._augmented(rows, draws), self.targets[rows]
-        return self._resized(self._normalized(self._unpadded[rows])), self.targets[rows]
+            return self._augmented(rows, draws)
+        return self._resized(self._normalized(self._unpadded[rows]))
 
     def prepared_dims(self) -> tuple[int, ...]:
         """Return height, width and channels: prepared images are channels last."""
@@ -156,7 +179,20 @@ class ImageData(DeviceData):
 
     def fill(self, into: Tensor, rows: Tensor, draws: Tensor | None) -> None:
         """Write a batch of images into `into` (N, H, W, C), converted to its dtype."""
-        into.copy_(self.batch(rows, draws)[0].permute(0, 2, 3, 1))
+        if self._kernel and draws is not None:
+            augment_kernel.augment(
+                self.inputs,
+                rows,
+                draws,
+                self.shift,
+                self.scale,
+                into,
+                padding=self.transform.crop_padding,
+                flip=self.transform.flip,
+                cutout=self.transform.cutout,
+            )
+            return
+        into.copy_(self._inputs_of(rows, draws).permute(0, 2, 3, 1))
 
     def from_prepared(self, prepared: Tensor) -> Tensor:
         """Return prepared images (N, H, W, C) as (N, C, H, W), without a copy."""

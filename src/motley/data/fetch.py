@@ -31,8 +31,8 @@ CHUNK_BYTES = 1 << 20
 TIMEOUT_S = 30
 #: How often a cut connection is resumed without having received anything.
 MAX_IDLE_TRIES = 3
-#: Limits on what a server or an archive may make us write. CINIC-10's archive, the largest, has
-#: 0.7 GB and 270,000 files.
+#: Limits on the files that a server or an archive may make us write. CINIC-10's archive, the
+#: largest, has 0.7 GB and 270,000 files.
 MAX_DOWNLOAD_BYTES = 4_000_000_000
 MAX_UNPACKED_BYTES = 8_000_000_000
 MAX_MEMBERS = 500_000
@@ -163,7 +163,7 @@ def _receive_all(address: str, name: str, partial: Path, report: Report) -> None
 
 
 def _receive(address: str, name: str, partial: Path, report: Report) -> None:
-    """Make one request, and write what it returns."""
+    """Make one request, and write the answer."""
     start = _size_of(partial)
     headers = {"User-Agent": USER_AGENT}
     if start:

@@ -112,7 +112,7 @@ def hold_out(
 ) -> np.ndarray:
     """Return a mask of the test examples: a fraction of each group, and of each class in it.
 
-    `groups` are the clients' numbers, or those of the classes, or None for one group. Each group
+    `groups` are client numbers, class numbers, or None for a single group. Each group
     keeps at least one training example. Examples of a class that would have no training example
     stay in the training part.
     """

@@ -53,7 +53,7 @@ class Partition:
 
     @classmethod
     def from_owners(cls, owners: np.ndarray, clients: int) -> Partition:
-        """Build a partition from each sample's owner. Clients' samples are in ascending order."""
+        """Return the partition with these owners. A client's samples are in ascending order."""
         sizes = np.bincount(owners, minlength=clients)
         indices = np.argsort(owners, kind="stable").astype(np.int64, copy=False)
         return cls(indices, _offsets(sizes))
@@ -192,9 +192,9 @@ class Dirichlet(DisjointPartition):
     def _best_counts(
         self, class_sizes: list[int], clients: int, minimum: int, rng: np.random.Generator
     ) -> np.ndarray:
-        """Return counts of shape (classes, clients).
+        """Draw counts of shape (classes, clients) until every client has the minimum.
 
-        These are the first ones drawn that meet the minimum, or else those that come closest to it.
+        If no try succeeds, the one with the smallest shortfall is returned.
         """
         best_counts, best_shortfall = np.empty(0), np.inf
         tries = max(1, min(TRIES, DRAWS // (clients * len(class_sizes))))
@@ -363,7 +363,7 @@ class Natural(PartitionSettings):
     name: Literal["natural"] = "natural"
 
     def split(self, labels: np.ndarray, clients: int, seed: int) -> Partition:
-        """Raise: labels do not tell whose example it is."""
+        """Raise a MotleyError: labels do not tell whose example it is."""
         raise MotleyError(
             "data.partition.name = 'natural': the data set does not record whose examples they "
             "are. Use a data set that does, such as femnist, or another partition."
@@ -502,9 +502,9 @@ def _counts_from_shares(samples: int, log_shares: np.ndarray) -> np.ndarray:
 def _transfers(sizes: np.ndarray, minimum: int) -> tuple[np.ndarray, np.ndarray]:
     """Return how many samples each client gives and takes so that none is below the minimum.
 
-    The result is the same as taking one sample at a time from the client that is largest at that
-    moment, without the loop: all givers come down to one level, which is found by bisection, except
-    that the first few of them stay one above it.
+    The result is the same as taking one sample at a time from the largest client, but without a
+    loop over samples. All givers end at one level, which is found by bisection; the first few of
+    them stay one sample above it, so that the totals match.
     """
     taken = np.maximum(minimum - sizes, 0)
     low, high = minimum, int(sizes.max()) + 1

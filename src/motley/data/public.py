@@ -9,7 +9,8 @@ The `[public]` table names their source:
 Their labels are dropped here, so no method can use them. Every choice is keyed by the run's seed.
 The server and the nodes therefore have the same images in the same order, and a message can name
 them by row. The clients' own data set is refused as public data by name, and images that are also
-among the clients' training images are refused by content: CINIC-10, for example, contains CIFAR-10.
+among the clients' training or test images are refused by content: CINIC-10, for example, contains
+CIFAR-10.
 """
 
 from __future__ import annotations
@@ -251,9 +252,14 @@ def public_images(
             f"public.name = {settings.name!r}: the clients' examples are no images. "
             "Use public.name = 'held-out'."
         )
+    if train.any_range:
+        raise MotleyError(
+            f"public.name = {settings.name!r}: the clients' images are numbers beyond 0 to 1, and "
+            "public images are bytes, which become 0 to 1. Use public.name = 'held-out'."
+        )
     if isinstance(settings, NoiseSettings):
-        pixels = generator(seed, "public", "noise")
-        return pixels.integers(0, 256, (settings.samples, *shape), dtype=np.uint8)
+        rng = generator(seed, "public", "noise")
+        return rng.integers(0, 256, (settings.samples, *shape), dtype=np.uint8)
     assert isinstance(settings, PublicDatasetSettings)
     dataset = load_dataset(settings.name, root=root, path=settings.file_path, tested=False)
     images = dataset.train.inputs
@@ -296,19 +302,25 @@ def fit_images(images: np.ndarray, shape: tuple[int, ...], setting: str) -> np.n
     return resized
 
 
-def refuse_clients_images(public: np.ndarray, train: np.ndarray, setting: str) -> None:
-    """Refuse public images that are also training images of the clients, byte for byte."""
+def refuse_clients_images(
+    public: np.ndarray, images: np.ndarray, setting: str, part: str = "training"
+) -> None:
+    """Refuse public images that are also training or test images of the clients, byte for byte.
+
+    `part` says which of them `images` are. A test image is unlabelled here too, but a model that
+    was distilled on it is not tested on unseen images.
+    """
     hashes = [hashlib.blake2b(image.tobytes()).digest() for image in public]
     # Only hashes of public images are kept: there may be millions of training images.
     of_public, of_both = set(hashes), set()
-    for image in train:
+    for image in images:
         digest = hashlib.blake2b(image.tobytes()).digest()
         if digest in of_public:
             of_both.add(digest)
     shared = sum(digest in of_both for digest in hashes)
     if shared:
         raise MotleyError(
-            f"{setting}: {shared} of its {len(public)} images are also training images of the "
+            f"{setting}: {shared} of its {len(public)} images are also {part} images of the "
             "clients' data set, so they are not public. Use another data set, or "
             "public.name = 'held-out'."
         )

@@ -103,4 +103,8 @@ class DataSettings(Settings):
             files=self.files,
             max_per_client=self.max_per_client,
         )
+        return self.limited(dataset)
+
+    def limited(self, dataset: Dataset) -> Dataset:
+        """Return a data set within the limits on clients and examples."""
         return limit_clients(dataset, self.max_clients, self.max_per_client)

@@ -95,7 +95,7 @@ def _serve(folder: DeployFolder, process: subprocess.Popen[bytes]) -> int:
     settings = folder.read_settings()
     nodes = len(admitted_keys(folder))
     print(f"serving at {settings.address}, {nodes} nodes registered", flush=True)
-    # Without the SuperExec no run would ever start, and nobody would be told.
+    # Without the SuperExec no run would ever start, and there would be no message about it.
     while process.poll() is None:
         with running(superexec_command(folder), folder.flower) as superexec:
             wait_for_either(process, superexec)

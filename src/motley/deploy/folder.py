@@ -114,7 +114,7 @@ class DeploySettings(Settings):
 
     @property
     def address(self) -> str:
-        """Host and port."""
+        """The server's host and port, as HOST:PORT."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -157,14 +157,14 @@ class DeployFolder:
 
     @classmethod
     def open(cls, path: Path) -> DeployFolder:
-        """Open a folder that `motley deploy init` made."""
+        """Return the folder that `motley deploy init` made, after checking that it is one."""
         folder = cls(path)
         if not folder.settings.exists():
             raise MotleyError(f"{path} is no deployment: there is no {folder.settings.name} in it.")
         return folder
 
     def read_settings(self) -> DeploySettings:
-        """Return the server's address."""
+        """Return the settings of the deployment, such as the server's address."""
         try:
             values = tomllib.loads(self.settings.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

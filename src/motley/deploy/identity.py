@@ -63,7 +63,7 @@ def _read_revoked(folder: DeployFolder) -> dict[bytes, tuple[str, str]]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
-        # Without the list nobody knows which keys must stay out.
+        # Without the list, revoked keys would be admitted again.
         raise MotleyError(f"{folder.revoked_keys}: cannot be read: {error}.") from None
     keys = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -114,19 +114,22 @@ def admit(folder: DeployFolder, client: int, new: Path | None) -> str:
             f"client {client} has no key yet: --key should be the key.pub that "
             f"`motley deploy keygen` made on its machine."
         )
-    content = _read_bytes(new if new is not None else file)
-    key = parse_public_key(content, str(new if new is not None else file))
-    owner = bound_keys(folder).get(key, client)
-    was_revoked_as = revoked_keys(folder).get(key, f"node-{client}")
-    if owner != client or was_revoked_as != f"node-{client}":
-        other = f"client {owner}" if owner != client else was_revoked_as
+    source = file if new is None else new
+    content = _read_bytes(source)
+    key = parse_public_key(content, str(source))
+    node = f"node-{client}"
+    bound_to = bound_keys(folder).get(key, client)
+    revoked_as = revoked_keys(folder).get(key, node)
+    if bound_to != client or revoked_as != node:
+        owner = f"client {bound_to}" if bound_to != client else revoked_as
         raise MotleyError(
-            f"{new}: is the key of {other}. Every client needs its own: motley deploy keygen "
+            f"{source}: is the key of {owner}. Every client needs its own: motley deploy keygen "
             "makes one."
         )
-    if file.exists() and key_in(file) != key and key_in(file) not in revoked_keys(folder):
-        _add_revoked(folder, client, file.read_bytes())
-    if not file.exists() or key_in(file) != key:
+    present_key = key_in(file) if file.exists() else None
+    if present_key != key:
+        if present_key is not None and present_key not in revoked_keys(folder):
+            _add_revoked(folder, client, file.read_bytes())
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, content)
     _remove_revoked(folder, key)
@@ -229,7 +232,7 @@ class FolderRegistrar:
         try:
             listed = self.control.all_nodes()
         except NoServerError:
-            return  # a busy server: the next poll asks again, and nobody is admitted meanwhile
+            return  # a busy server: the next poll asks again, and no node is admitted meanwhile
         self._keys = {node.node_id: bytes(node.public_key) for node in listed}
 
     def revoked(self) -> Collection[int]:

@@ -41,9 +41,11 @@ from motley.models import MODELS
 GIVEN_UP_S = 5.0
 #: Seconds that a node waits before it tries again.
 AGAIN_S = 5.0
-#: glibc maps every block of at least 256 KiB separately, so that freeing it unmaps it, and uses one
-#: arena. By default, every thread of Flower's transfers would keep an arena with free memory.
-GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**18), "MALLOC_ARENA_MAX": "1"}
+#: One arena for glibc's malloc. By default, every thread of Flower's transfers would keep an arena
+#: with free memory.
+ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
+#: glibc maps every block of at least 256 KiB separately, so that freeing it unmaps it.
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**18)}
 #: The number of last lines of a SuperNode's output in which the reason for its end is looked up.
 TAIL = 50
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -238,7 +240,7 @@ def worker_environment(node: NodeSettings, file: Path) -> dict[str, str]:
     With a memory limit, freed memory is returned to the system at once. Otherwise glibc's malloc
     keeps some of it, between blocks in use, which saves page faults and so makes steps faster.
     """
-    variables = environment(home_of(file))
+    variables = {**ONE_ARENA, **environment(home_of(file))}
     if node.budget.memory_mb is not None:
         variables = {**GIVE_BACK, **variables}
     if node.code:

@@ -45,7 +45,7 @@ def restrict_access(paths: Iterable[Path], name: Path) -> None:
             if stat.S_ISLNK(status.st_mode) or not status.st_mode & OTHERS:
                 continue
             if status.st_mode & stat.S_ISVTX:
-                failed.append(path)  # a shared folder such as /tmp is nobody's own
+                failed.append(path)  # a shared folder such as /tmp, which belongs to the system
                 continue
             path.chmod(stat.S_IMODE(status.st_mode) & ~OTHERS)
             restricted.append(path)

@@ -1,9 +1,9 @@
 """Limits the answers of nodes while they arrive, before the SuperLink stores them.
 
-A node announces an answer with the ids of its pieces, and sends the pieces one by one. Nothing says
-how large the answer will be, so the pieces are counted. From the piece on that exceeds the limit,
-all pieces of the answer are refused, and so is the run that asks for them: it would wait for the
-rest until its own limit.
+A node announces an answer with the ids of its pieces, and sends the pieces one by one. The size
+of an answer is not announced, so the pieces are added up. The piece that exceeds the limit is
+refused, and so are all later pieces of the answer. The run's request for the answer is refused too,
+because it would wait for the rest until its own limit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Reply:
 
 
 class Replies:
-    """The answers that are arriving, and those that were refused."""
+    """The answers that are arriving, and the refused ones."""
 
     def __init__(self, limit_mib: Callable[[], float]) -> None:
         """`limit_mib` returns the largest size of an answer in MiB."""

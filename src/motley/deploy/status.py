@@ -27,11 +27,8 @@ def nodes_of_clients(folder: DeployFolder, nodes: Sequence[Any]) -> dict[int, An
 
 def missing_clients(nodes: Mapping[int, Any], clients: int) -> list[int]:
     """Return the clients whose nodes are not online."""
-    return [
-        client
-        for client in range(clients)
-        if client not in nodes or nodes[client].status != "online"
-    ]
+    online = {client for client, node in nodes.items() if node.status == "online"}
+    return [client for client in range(clients) if client not in online]
 
 
 def node_table(folder: DeployFolder, nodes: Sequence[Any]) -> Table:

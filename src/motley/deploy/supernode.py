@@ -3,7 +3,8 @@
     python -m motley.deploy.supernode FLAGS_OF_FLOWER_SUPERNODE
 
 If `motley deploy node` is killed, Flower's own command would live on. It would stay connected and
-fetch messages that nobody works on, and the server would refuse the node when it is started again.
+fetch messages without answering them, and the server would refuse the node when it is started
+again.
 """
 
 from __future__ import annotations

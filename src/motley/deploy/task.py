@@ -3,13 +3,13 @@
     python -m motley.deploy.task SUPERNODE MODULE:ATTRIBUTE MAX_IDLE_MB
 
 Every line of the standard input is the token of one message's task and the time at which it was
-written. On the standard output the process reports what it does, in the words of worker.py: that it
-has fetched a message, every two seconds that it is alive, and after a message whether it stays. The
-app's own output goes to the standard error. The process ends with its input, or after a message
-that leaves it with more resident memory than MAX_IDLE_MB.
+written. The process reports on its standard output, in the words of worker.py: when it has fetched
+a message, every two seconds while it is alive, and whether it stays after a message. The app's own
+output goes to the standard error. The process ends when its input ends, or after a message that
+leaves it with more resident memory than MAX_IDLE_MB.
 
-For one message this does what Flower's `flwr-clientapp` does, without its installation of the app
-that the server sent along: the client app is the one that is named on the command line.
+It takes the place of Flower's `flwr-clientapp`, which would install the app that the server sent
+along. Here the command line names the client app.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Reports:
         while True:
             try:
                 self.say(ALIVE, time.process_time())
-            except OSError:  # the node is gone, and nobody would read the answer
+            except OSError:  # the node is gone, so the answer would not be read
                 os._exit(1)
             if idle.wait(ALIVE_S):
                 return
@@ -166,7 +166,7 @@ def heartbeat_function(client: RuntimeHttpClient) -> Callable[[], bool]:
 
 
 def fetch(client: RuntimeHttpClient, reports: Reports) -> tuple[Message, Context]:
-    """Fetch the message of a task; tell the node which one it is before its content is here."""
+    """Fetch the message of a task. The node is told its id before the content has arrived."""
     task = client.PullTaskInput(PullTaskInputRequest())
     TaskIdentity.task_id = task.task_id
     TaskIdentity.run_id = task.run.run_id

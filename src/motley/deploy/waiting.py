@@ -57,7 +57,7 @@ class WaitingNodes:
     """The nodes that wait for a message."""
 
     app: App
-    #: Whether the server is about to stop: then nobody waits any longer.
+    #: Whether the server is about to stop: then no request is held back any longer.
     stopping: Callable[[], bool] = lambda: False
     hold_s: float = HOLD_S
     #: Node -> set when there is a message for it. Only nodes that wait are in it.

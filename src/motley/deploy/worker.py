@@ -56,6 +56,7 @@ from flwr.supercore.interceptors import (
     RuntimeVersionHttpInterceptor,
     SuperExecAuthHttpInterceptor,
 )
+from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.runtime.run_clientapp import push_message, push_task_output
@@ -168,7 +169,7 @@ class Worker:
     """A process that runs the client app on one message after the other.
 
     Every message's token goes to its standard input, because every user of the machine could read
-    an argument. The process reports on its standard output what it does; see the words above.
+    an argument. The process reports its progress on its standard output, in the words above.
     """
 
     def __init__(self, address: str, settings: WorkerSettings) -> None:
@@ -218,28 +219,25 @@ class Worker:
     ) -> bool:
         """Hand a message over, wait until it is dealt with, and return whether the worker stays.
 
-        This ends early if the node ends, and raises a WorkerError if the worker ends, freezes or
-        stalls, or if nobody waits for its answer any more. `another` returns the token of another
-        message, or an empty text. It is called while the content of this message has not arrived,
-        and a DroppedError is raised if there is one.
+        It returns early if the node ends. A WorkerError is raised if the worker ends, freezes or
+        stalls, or if the server no longer waits for its answer.
+
+        `another` returns the token of another message, or an empty text. It is called while the
+        content of this message has not arrived, and a DroppedError is raised if there is one.
         """
-        assert self._process.stdin is not None
         self._busy = True
         self.message, self.sending = None, False
         killed_before = oom_kills()
         progress = Progress(self._settings.stall_s)
-        #: When to look for another message; never before this one was fetched.
+        # When to look for another message; never before this one was fetched.
         look_at = math.inf
         try:
-            self._process.stdin.write(f"{token} {time.time()}\n")
-            self._process.stdin.flush()
+            self._send(token)
         except OSError:  # the worker has just died
             raise self._died(killed_before) from None
         while node.poll() is None:
-            try:
-                word, value = self._reports.get(timeout=POLL_S)
-            except Empty:
-                word, value = "", ""
+            # Reports with any other word come from the app's own code; they have no meaning here.
+            word, value = self._next_report()
             if word == FETCHED:
                 self.message = message_from_proto(MessageProto.FromString(base64.b64decode(value)))
                 look_at = time.monotonic() + ANOTHER_S
@@ -255,7 +253,6 @@ class Worker:
                 self._busy = False
                 self._last_used = time.monotonic()
                 return word == STAYS
-            # Anything else comes from the app's own code; it has no meaning here.
             progress.check(self.message)
             if time.monotonic() > look_at:
                 look_at = time.monotonic() + ANOTHER_S
@@ -263,6 +260,19 @@ class Worker:
                 if next_token:
                     raise DroppedError(next_token)
         return False
+
+    def _send(self, token: str) -> None:
+        """Hand the token of a message over, with the time at which this was done (task.py)."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{token} {time.time()}\n")
+        self._process.stdin.flush()
+
+    def _next_report(self) -> tuple[str, str]:
+        """Return the word and the value of the next report; empty after POLL_S without any."""
+        try:
+            return self._reports.get(timeout=POLL_S)
+        except Empty:
+            return "", ""
 
     def _died(self, killed_before: int) -> WorkerError:
         """Return why the process ended."""
@@ -352,6 +362,21 @@ def oom_kills() -> int:
     return int(count[1]) if count else 0
 
 
+class FreeResponses:
+    """Lets the memory of a response be freed as soon as it is no longer used.
+
+    A response of httpx and its stream refer to each other, so its content and that of its request
+    would stay in memory until Python next looks for such cycles, which can be after the training. A
+    message has the client's whole part in it, and the answer has its delta.
+    """
+
+    def intercept(self, context: ProtobufRequestContext, call_next: ProtobufCall) -> httpx.Response:
+        """Send the request; replace the stream of the response, which has been read."""
+        response = call_next(context)
+        response.stream = httpx.ByteStream(response.content)
+        return response
+
+
 def task_client(address: str, token: str, **options: Any) -> RuntimeHttpClient:
     """Return a client of the SuperNode's Runtime API that acts for one message's task."""
     return RuntimeHttpClient.from_server_address(
@@ -361,6 +386,7 @@ def task_client(address: str, token: str, **options: Any) -> RuntimeHttpClient:
         interceptors=[
             RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"),
             RuntimeTokenHttpInterceptor(token),
+            FreeResponses(),
         ],
         **options,
     )
@@ -370,7 +396,7 @@ def answer_with_error(address: str, token: str, message: Message | None, reason:
     """Answer a message in place of a worker that cannot do it any more.
 
     `message` is None if the worker had not fetched it; then it is fetched here. If the worker died
-    in the moment of fetching, nobody can say which message it was. Then the task is left as it is:
+    in the moment of fetching, it is not known which message it was. Then the task is left as it is:
     the SuperNode answers by itself when it misses the task's heartbeat, after a minute.
     """
     client = task_client(address, token)
@@ -402,7 +428,7 @@ def fetch_without_content(client: RuntimeHttpClient) -> Message | None:
 def finish_dropped(address: str, token: str) -> None:
     """Finish the task of a message that was dropped.
 
-    It gets no answer: nobody waits for one, and the SuperNode would take it for the answer to the
+    It gets no answer: the run has ended, and the SuperNode would take it for the answer to the
     message after it. If the task were left alone, the SuperNode would answer by itself.
     """
     client = task_client(address, token)
@@ -445,7 +471,7 @@ def run_tasks(node: subprocess.Popen[bytes], source: TaskSource, settings: Worke
     """
     client = source.connect()
     worker: Worker | None = None
-    #: The token of the message that replaced a dropped one.
+    # The token of the message that replaced a dropped one.
     next_token = ""
     try:
         while node.poll() is None:
@@ -456,17 +482,14 @@ def run_tasks(node: subprocess.Popen[bytes], source: TaskSource, settings: Worke
                     worker = None
                 time.sleep(POLL_S)
                 continue
-            if worker is not None and not worker.alive:
-                worker.end()
-                worker = None
-            if worker is None:
-                worker = Worker(source.address, settings)
+            worker = _living(worker) or Worker(source.address, settings)
+            stays = False
             try:
                 stays = worker.answer(token, node, lambda: next_task(client))
             except DroppedError as dropped:
                 worker.end()
                 finish_dropped(source.address, token)
-                next_token, stays = dropped.next_token, False
+                next_token = dropped.next_token
             except WorkerError as failure:
                 worker.end()
                 reason = keep_text(failure, settings.log)
@@ -474,7 +497,6 @@ def run_tasks(node: subprocess.Popen[bytes], source: TaskSource, settings: Worke
                     end_supernode(node)
                     return RECONNECT
                 answer_with_error(source.address, token, worker.message, reason)
-                stays = False
             if not stays or settings.keep_alive_s == 0:
                 worker.end()
                 worker = None
@@ -483,3 +505,11 @@ def run_tasks(node: subprocess.Popen[bytes], source: TaskSource, settings: Worke
         if worker is not None:
             worker.end()
     return node.returncode
+
+
+def _living(worker: Worker | None) -> Worker | None:
+    """Return the worker if it can take a message. If it has died, free its resources."""
+    if worker is None or worker.alive:
+        return worker
+    worker.end()
+    return None

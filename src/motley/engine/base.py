@@ -20,7 +20,7 @@ from motley.methods.base import Collection
 from motley.settings import Settings
 
 #: The kernels of `motley.kernels.ALL`.
-KernelName = Literal["conv", "norm", "optimizer", "pool", "stem"]
+KernelName = Literal["augment", "conv", "norm", "optimizer", "pool", "stem"]
 
 
 class FlowerSettings(Settings):
@@ -70,17 +70,25 @@ class EngineSettings(Settings):
     core, or one in all if workers cannot be used (`threads` above 1, `compile`, a visible GPU,
     another system than Linux). Changes no result.
     """
-    kernels: tuple[KernelName, ...] = ("conv", "norm", "optimizer", "pool", "stem")
-    """Motley's own kernels to use on a GPU; true: all, false: none. conv: weight gradients of small
-    maps in 16 bits. norm: batch norm with addition and ReLU. optimizer: one kernel over all
-    tensors. pool: max pooling. stem: the first convolution. Those for layers (conv, norm, pool,
-    stem) are for ResNets, and are not used in compiled models. No effect in the debug engine.
+    kernels: tuple[KernelName, ...] = ("augment", "conv", "norm", "optimizer", "pool", "stem")
+    """Motley's own kernels to use on a GPU; true: all, false: none. augment: crop, flip,
+    normalization and cutout of a client's batches. conv: convolutions on small maps and their
+    gradients, in tf32, fp16 and bf16. norm: batch norm with addition and ReLU. optimizer: one
+    kernel over all tensors. pool: max pooling. stem: the first convolution. Those for layers (conv,
+    norm, pool, stem) are for ResNets, and are not used in compiled models. No effect in the debug
+    engine.
     """
     compile: bool = False
     """Compile models with torch.compile, for batches of the full batch size. The first round takes
     up to half a minute longer per size. Needs a C++ compiler on a CPU, and Triton on a GPU. No
     effect in the debug engine and on clients that train in one batched step (vmap_clients). Changes
     the last bits of results.
+    """
+    overlap_rounds: bool = False
+    """On a GPU, queue the training of the next round before the check of this round's updates is
+    read, so that the GPU never waits for the host. Changes no result. Two rounds' updates are in
+    memory at once, and a round that has to be repeated takes longer, because training that is
+    queued is not cut off. No effect on a CPU and in private runs.
     """
     client_state_gpu_fraction: float = Field(default=0.125, ge=0, le=1)
     """Fraction of a GPU's memory for the clients' state between rounds; the rest of the state is
@@ -105,7 +113,7 @@ class EngineSettings(Settings):
 
     @property
     def kernel_names(self) -> frozenset[str]:
-        """The kernels that a run uses on a GPU: a compiled model has no use for those of layers."""
+        """The kernels that a run uses on a GPU. A compiled model uses no kernels for layers."""
         chosen = frozenset(self.kernels)
         return chosen - LAYERS if self.compile else chosen
 
@@ -140,10 +148,10 @@ class Engine(Protocol):
         """
         ...
 
-    def save_memory(self, rounds: Mapping[int, int]) -> None:
+    def save_client_states(self, rounds: Mapping[int, int]) -> None:
         """Make the clients' states of the given rounds (client -> round) durable."""
         ...
 
-    def forget_memory(self, rounds: Mapping[int, int]) -> None:
+    def forget_client_states(self, rounds: Mapping[int, int]) -> None:
         """Drop the clients' states of rounds before the given ones (client -> round)."""
         ...

@@ -41,7 +41,7 @@ class DebugEngine:
     def _train(self, job: Job, plan: Plan) -> Learner:
         """Return a fresh learner after all steps of a plan."""
         learner = self.clients.learner(job.size)
-        job, client_state = self.clients.resume(job)
+        job, client_state = self.clients.states.resume(job)
         self.clients.seat(learner, job, plan, client_state)
         learner.use_generator()
         for length in plan.lengths:
@@ -70,10 +70,10 @@ class DebugEngine:
             return self.clients.add_same_score(answer)
         return self.clients.add_personalized(answer, self._train(job, plan))
 
-    def save_memory(self, rounds: Mapping[int, int]) -> None:
+    def save_client_states(self, rounds: Mapping[int, int]) -> None:
         """Write the clients' states."""
-        self.clients.memory.save(rounds)
+        self.clients.states.store.save(rounds)
 
-    def forget_memory(self, rounds: Mapping[int, int]) -> None:
+    def forget_client_states(self, rounds: Mapping[int, int]) -> None:
         """Delete the clients' states of rounds before the given ones."""
-        self.clients.memory.forget_older(rounds)
+        self.clients.states.store.forget_older(rounds)

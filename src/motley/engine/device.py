@@ -29,13 +29,16 @@ def choose_devices(setting: str) -> list[torch.device]:
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if setting == "auto":
-        return [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]
+        if not count:
+            return [torch.device("cpu")]
+        return [torch.device("cuda", index) for index in range(count)]
     names = [name.strip() for name in setting.split(",")]
     if not all(re.fullmatch(r"cpu|cuda|cuda:\d+", name) for name in names):
         raise _refused(
             setting, "allowed are auto, cpu, cuda, cuda:N, or several GPUs: cuda:0,cuda:1"
         )
-    if len({name.partition(":")[0] for name in names}) > 1:
+    kinds = {name.partition(":")[0] for name in names}
+    if len(kinds) > 1:
         raise _refused(
             setting,
             "several devices are GPUs only: allowed is cpu, or a list such as cuda:0,cuda:1",

@@ -34,6 +34,7 @@ from motley.engine.workers import (
     WorkerPool,
     WorkerTask,
     bundle_size,
+    dealt,
     is_worthwhile,
 )
 from motley.methods.base import Collection
@@ -60,8 +61,8 @@ class LocalEngine:
     ) -> None:
         self.clients, self.stack = clients, stack
         self._stacks: dict[str, Stack] = {}
-        per_size = slots or (4 if clients.device.type == "cuda" else 1)
-        pools = [SlotPool(clients, per_size, where) for where in range(len(clients.devices))]
+        slots_per_size = slots or (4 if clients.device.type == "cuda" else 1)
+        pools = [SlotPool(clients, slots_per_size, where) for where in range(len(clients.devices))]
         self.pool: SlotPool | DevicePools = DevicePools(pools) if len(pools) > 1 else pools[0]
         self._pools = pools
         self._workers = workers
@@ -89,7 +90,7 @@ class LocalEngine:
             if self.stack > 1:
                 jobs, updates = self._train_stacked(jobs, done)
             jobs = self._longest_first(jobs)
-            if self._pay([self._expected_seconds(job) for job in jobs]):
+            if self._workers_save_time([self._expected_seconds(job) for job in jobs]):
                 updates += self._train_in_workers(jobs, done)
             else:
                 updates += self._train_in_slots(jobs, done)
@@ -112,10 +113,11 @@ class LocalEngine:
                         updates.append(slot.unload())
                         done(updates[-1].client)
         finally:
-            for slot in busy:
+            # After an error, too. The slots are used again: by a caller who catches the error, and
+            # after a round that was queued early (`speculation.NextRound`).
+            for slot in self.pool:
                 slot.busy = False
-        for slot in self.pool:
-            slot.lead()
+                slot.lead()
         return updates
 
     def _train_stacked(
@@ -125,12 +127,12 @@ class LocalEngine:
         others: list[Job] = []
         updates: list[ClientUpdate] = []
         for size, queue in self._queues(self._longest_first(jobs)).items():
-            of_size = [job for job, _ in queue]
+            jobs_of_size = [job for job, _ in queue]
             if not can_stack(self.clients, size):
-                others += of_size
+                others += jobs_of_size
                 continue
-            for first in range(0, len(of_size), self.stack):
-                together = of_size[first : first + self.stack]
+            for first in range(0, len(jobs_of_size), self.stack):
+                together = jobs_of_size[first : first + self.stack]
                 stack = self._stack(size, len(together))
                 stack.follow()
                 updates += stack.train(together)
@@ -151,7 +153,7 @@ class LocalEngine:
 
     # ---- in worker processes
 
-    def _pay(self, seconds: Sequence[float]) -> bool:
+    def _workers_save_time(self, seconds: Sequence[float]) -> bool:
         """Tell whether worker processes do jobs sooner than this process would.
 
         `seconds` are how long the jobs take here. A job whose time is not known should be assumed
@@ -172,7 +174,7 @@ class LocalEngine:
         with closing(self._in_workers("train", [(job, None) for job in jobs], seconds)) as results:
             for job, result in results:
                 tensors = result.tensors
-                self.clients.memory.put(job.client, job.round_number, tensors["client state"])
+                self.clients.states.store.put(job.client, job.round_number, tensors["client state"])
                 num_examples, num_steps = result.header
                 update = ClientUpdate(
                     client=job.client,
@@ -183,6 +185,7 @@ class LocalEngine:
                     loss=tensors["loss"]["loss"],
                 )
                 updates.append(update)
+                # Not the update's number of steps, which private clients report as 1.
                 self._step_seconds[job.size] = result.seconds / self.clients.local_steps(job)
                 done(job.client)
         return updates
@@ -199,10 +202,10 @@ class LocalEngine:
         takes. The caller must close the generator, or the workers would go on after an exception.
         """
         assert self._workers is not None
-        bundle = bundle_size(seconds, self._workers.workers)
         length = WAVE * self._workers.workers
         for first in range(0, len(jobs), length):
-            wave = jobs[first : first + length]
+            bundle = bundle_size(seconds[first : first + length], self._workers.workers)
+            wave = dealt(jobs[first : first + length], bundle)
             # Client states are read in this process. They may be in an SQLite file, and a fork must
             # not use a connection to it.
             tasks = [self._task(job, answer) for job, answer in wave]
@@ -211,12 +214,12 @@ class LocalEngine:
                     yield wave[number][0], result
 
     def _task(self, job: Job, answer: Collection | None) -> WorkerTask:
-        """Return what a worker needs for a job."""
+        """Return the task for a worker that does a job."""
         header = (replace(job, state={}, broadcast={}), answer and replace(answer, values={}))
         tensors = {
             "state": job.state,
             "broadcast": job.broadcast,
-            "client state": self.clients.stored_state(job),
+            "client state": self.clients.states.stored(job),
             "values": answer.values if answer is not None else {},
         }
         return WorkerTask(header, tensors)
@@ -229,7 +232,7 @@ class LocalEngine:
         job = replace(job, state=task.tensors["state"], broadcast=task.tensors["broadcast"])
         if answer is not None:
             answer = replace(answer, values=task.tensors["values"])
-        self.clients.memory = BorrowedStates(task.tensors["client state"])
+        self.clients.states.store = BorrowedStates(task.tensors["client state"])
         for pool in self._pools:
             pool.make_room(job.size, KEPT_BYTES)
         return job, answer
@@ -245,7 +248,7 @@ class LocalEngine:
         tensors = {
             "delta": update.delta,
             "payload": update.payload,
-            "client state": self.clients.memory.get(job.client, job.round_number),
+            "client state": self.clients.states.store.get(job.client, job.round_number),
             "loss": {"loss": update.loss},
         }
         return Result((update.num_examples, update.num_steps), tensors)
@@ -288,7 +291,7 @@ class LocalEngine:
     def _collect(self, jobs: Sequence[tuple[Job, Collection | None]]) -> list[Collection]:
         """Return the collection of every job, in order."""
         seconds = [self._collect_seconds.get((job.collection, job.size), 1.0) for job, _ in jobs]
-        if not self._pay(seconds):
+        if not self._workers_save_time(seconds):
             return [self._ask(job, answer) for job, answer in jobs]
         collections: dict[int, Collection] = {}
         with closing(self._in_workers("collect", jobs, seconds)) as results:
@@ -305,13 +308,13 @@ class LocalEngine:
             return slot.personalize(job, answer)
         return self.clients.collect(slot.learner, job)
 
-    def save_memory(self, rounds: Mapping[int, int]) -> None:
+    def save_client_states(self, rounds: Mapping[int, int]) -> None:
         """Write the clients' states."""
-        self.clients.memory.save(rounds)
+        self.clients.states.store.save(rounds)
 
-    def forget_memory(self, rounds: Mapping[int, int]) -> None:
+    def forget_client_states(self, rounds: Mapping[int, int]) -> None:
         """Delete the clients' states of rounds before the given ones."""
-        self.clients.memory.forget_older(rounds)
+        self.clients.states.store.forget_older(rounds)
 
     # ---- the order of jobs
 

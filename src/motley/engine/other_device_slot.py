@@ -82,6 +82,8 @@ def copied_to(state: State, device: torch.device) -> State:
 
     Tensors are copied even if the device is the same one, as it is in tests.
     """
-    return {
-        n: t.to(device, copy=True) if t.device.type == device.type else t for n, t in state.items()
-    }
+    copied = {}
+    for name, tensor in state.items():
+        same_type = tensor.device.type == device.type
+        copied[name] = tensor.to(device, copy=True) if same_type else tensor
+    return copied

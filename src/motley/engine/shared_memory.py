@@ -1,6 +1,6 @@
 """Messages with tensors between processes of one machine, through memory that they share.
 
-The sender copies tensors into an arena and sends where they are; the receiver maps the arena and
+The sender copies tensors into an arena and sends their offsets; the receiver maps the arena and
 reads them there. An arena is anonymous memory (memfd): unlike files in /dev/shm, which containers
 limit to a few megabytes, it is limited by the machine's memory only, and it is gone with the last
 process that uses it, however that process ends.
@@ -13,11 +13,10 @@ import mmap
 import os
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,9 +31,11 @@ ALIGNMENT = 64
 ROOM = 1.25
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor is in an arena."""
+class Place(NamedTuple):
+    """The location of a tensor in an arena.
+
+    A tuple, because a round sends hundreds of them, and tuples are pickled and hashed fast.
+    """
 
     offset: int
     dtype: torch.dtype
@@ -45,11 +46,16 @@ Layout: TypeAlias = Mapping[str, Mapping[str, Place]]
 
 
 class Packing:
-    """Places in an arena for tensors. The same tensor in several messages has one place."""
+    """Places in an arena for tensors. The same tensor in several messages has one place.
+
+    All tensors must live until they are packed: their identities and addresses tell which are the
+    same.
+    """
 
     def __init__(self) -> None:
         self.size = 0
-        self._places: dict[object, Place] = {}
+        self._by_identity: dict[int, Place] = {}
+        self._by_address: dict[object, Place] = {}
 
     def add(self, groups: Groups) -> tuple[Layout, list[tuple[Tensor, Place]]]:
         """Return the places of a message's tensors, and those tensors that have no place yet."""
@@ -58,17 +64,50 @@ class Packing:
         for group, tensors in groups.items():
             layout[group] = {}
             for name, tensor in tensors.items():
-                # All tensors are alive while they are packed, so equal addresses mean equal values.
-                key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-                place = self._places.get(key)
+                # Most clients of a size are sent the same objects, and this is the fastest test.
+                place = self._by_identity.get(id(tensor))
+                if place is None:
+                    place = self._by_address.get(_address(tensor))
                 if place is None or not tensor.numel():
-                    place = Place(self.size, tensor.dtype, tuple(tensor.shape))
-                    self._places[key] = place
-                    num_bytes = tensor.numel() * tensor.element_size()
-                    self.size += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+                    place = self._add_tensor(tensor)
                     new.append((tensor, place))
                 layout[group][name] = place
         return layout, new
+
+    def _add_tensor(self, tensor: Tensor) -> Place:
+        place = Place(self.size, tensor.dtype, tuple(tensor.shape))
+        self._by_identity[id(tensor)] = self._by_address[_address(tensor)] = place
+        self.size += _aligned(tensor.numel() * tensor.element_size())
+        return place
+
+
+def _address(tensor: Tensor) -> object:
+    """Return what two tensors have in common if they are views of the same numbers."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _aligned(num_bytes: int) -> int:
+    """Return the next multiple of ALIGNMENT."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class Memory:
+    """An arena's memory in one process. The mapping ends with the last tensor that is in it."""
+
+    def __init__(self, handle: int, size: int) -> None:
+        self._bytes = torch.frombuffer(mmap.mmap(handle, size), dtype=torch.uint8)
+        #: The whole memory as numbers of a type, because making such a view is slow.
+        self._as_type: dict[torch.dtype, Tensor] = {}
+
+    def at(self, place: Place) -> Tensor:
+        """Return the tensor at a place."""
+        numel = math.prod(place.shape)
+        if numel == 0:
+            return torch.empty(place.shape, dtype=place.dtype)
+        if place.dtype not in self._as_type:
+            self._as_type[place.dtype] = self._bytes.view(place.dtype)
+        numbers = self._as_type[place.dtype]
+        return numbers.narrow(0, place.offset // place.dtype.itemsize, numel).view(place.shape)
 
 
 class Arena:
@@ -77,7 +116,7 @@ class Arena:
     _numbers = count()
 
     def __init__(self, size: int) -> None:
-        self.size = max(size, ALIGNMENT)
+        self.size = max(_aligned(size), ALIGNMENT)
         #: No other arena of this process has this number.
         self.number = next(Arena._numbers)
         #: The process that made it. A fork of that process inherits it, and must not write to it.
@@ -85,18 +124,19 @@ class Arena:
         self.handle = os.memfd_create("motley")
         self._close_handle = weakref.finalize(self, os.close, self.handle)
         os.ftruncate(self.handle, self.size)
-        self._memory = _mapped(self.handle, self.size)
+        self._memory: Memory | None = Memory(self.handle, self.size)
 
     def write(self, tensors: Iterable[tuple[Tensor, Place]]) -> None:
         """Copy tensors to their places."""
+        assert self._memory is not None
         for tensor, place in tensors:
             if tensor.numel():
-                _at(self._memory, place).copy_(tensor.detach())
+                self._memory.at(place).copy_(tensor.detach())
 
     def close(self) -> None:
         """Release the memory. It is freed when no other process has it mapped either."""
         self._close_handle()
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = None
 
 
 class Arenas:
@@ -150,7 +190,7 @@ class Channel:
         #: The numbers of arenas that the other side has mapped.
         self._sent: set[int] = set()
         #: The arenas of the other side by their numbers.
-        self._mapped: dict[int, Tensor] = {}
+        self._mapped: dict[int, Memory] = {}
 
     def send(
         self, content: Any, layouts: Sequence[Layout], arena: Arena, numbers: Collection[int]
@@ -176,11 +216,11 @@ class Channel:
         if size:
             handle = recv_handle(self.connection)
             try:
-                self._mapped[number] = _mapped(handle, size)
+                self._mapped[number] = Memory(handle, size)
             finally:
                 os.close(handle)
         memory = self._mapped[number]
-        return content, [_tensors(memory, layout) for layout in layouts]
+        return content, _tensors(memory, layouts)
 
     def close(self) -> None:
         """Close the connection, and unmap the other side's arenas."""
@@ -195,23 +235,17 @@ def pack(messages: Sequence[Groups]) -> tuple[int, list[tuple[Layout, list[tuple
     return packing.size, packed
 
 
-def _mapped(handle: int, size: int) -> Tensor:
-    """Return an arena's memory as bytes. The mapping ends with the last tensor that uses it."""
-    return torch.frombuffer(mmap.mmap(handle, size), dtype=torch.uint8)
-
-
-def _tensors(memory: Tensor, layout: Layout) -> dict[str, State]:
-    """Return the tensors of a layout."""
-    groups: dict[str, State] = {}
-    for group, places in layout.items():
-        groups[group] = {name: _at(memory, place) for name, place in places.items()}
-    return groups
-
-
-def _at(memory: Tensor, place: Place) -> Tensor:
-    """Return the tensor at a place."""
-    num_bytes = math.prod(place.shape) * place.dtype.itemsize
-    if num_bytes == 0:
-        return torch.empty(place.shape, dtype=place.dtype)
-    taken = memory[place.offset : place.offset + num_bytes]
-    return taken.view(place.dtype).view(place.shape)
+def _tensors(memory: Memory, layouts: Sequence[Layout]) -> list[dict[str, State]]:
+    """Return the tensors of some layouts. Those that several layouts have are one object."""
+    tensor_at: dict[Place, Tensor] = {}
+    messages = []
+    for layout in layouts:
+        groups: dict[str, State] = {}
+        for group, places in layout.items():
+            groups[group] = {}
+            for name, place in places.items():
+                if place not in tensor_at:
+                    tensor_at[place] = memory.at(place)
+                groups[group][name] = tensor_at[place]
+        messages.append(groups)
+    return messages

@@ -5,6 +5,7 @@ replays its graphs. On a CPU the same slot runs its steps eagerly. A captured st
 of broadcast and client state and for one phase of the method; others are captured anew. A batch
 shorter than the batch size runs eagerly on the slot's stream when its length first occurs, and is
 captured if it occurs again.
+
 All graphs of a slot share their memory: no two of them run at once, and none leaves anything in it
 for another one.
 """
@@ -19,11 +20,13 @@ import torch
 from motley.client.clients import Clients
 from motley.client.job import Job
 from motley.client.learner import shapes_of
-from motley.client.training import Plan
+from motley.client.training import Plan, TrainingSettings
 from motley.core.graphs import capture
 from motley.core.part import State
 from motley.core.update import ClientUpdate
 from motley.engine.timeline import Timeline
+from motley.engine.workers import available_cores
+from motley.kernels.compiling import compiling_ahead
 from motley.methods.base import Collection
 
 #: Eager steps before a capture, in which libraries choose their algorithms and the optimizer
@@ -34,9 +37,27 @@ SHORT = 16
 #: Steps of the longer of a slot's two graphs. The host launches less often, and the GPU waits less
 #: between steps.
 CHUNK = 4
-#: Graphs by their number of full steps; those of short batches have the negative length of the
-#: batch as their key.
+#: Graphs by their number of full steps. A short batch's graph has the negative length of the batch
+#: as its key.
 Graphs: TypeAlias = dict[int, torch.cuda.CUDAGraph]
+
+
+def lengths_to_compile(training: TrainingSettings) -> list[int]:
+    """Return lengths of batches whose steps launch all kernels that a client needs.
+
+    The last batch of a client can have any length. Kernels are not compiled for each of them, but
+    some have variants for short batches, for very short ones, and for powers of two
+    (`motley.kernels.compiled_in`). Compiled one by one when such a batch is first met, they would
+    take most of the first round.
+    """
+    full = training.batch_size
+    lengths = [full]
+    if not training.drop_last:
+        for short in (full - 1, full // 2, full // 4 + 1, full // 4, full // 16 + 1):
+            # One example is too few for batch norm.
+            if 2 <= short < full and short not in lengths:
+                lengths.append(short)
+    return lengths
 
 
 class Slot:
@@ -66,7 +87,7 @@ class Slot:
         with self._on_stream():
             if self.timeline is not None:
                 self.timeline.begin(self, job)
-            job, client_state = self.clients.resume(job)
+            job, client_state = self.clients.states.resume(job)
             if self.stream is not None:
                 self._graphs = self._captured(job, client_state)
             self.clients.seat(self.learner, job, plan, client_state)
@@ -92,7 +113,7 @@ class Slot:
     def _short(self, graphs: Graphs, length: int) -> torch.cuda.CUDAGraph | None:
         """Return the graph for a short batch, captured when its length occurs a second time.
 
-        `graphs` are those of the current phase.
+        `graphs` are the current phase's.
         """
         if self.stream is None:
             return None
@@ -105,8 +126,9 @@ class Slot:
         return graphs.get(-length)
 
     def _steps_ahead(self) -> int:
-        """Return how many steps can be replayed at once: none if the next batch is short, or on a
-        CPU. They are all of one phase.
+        """Return how many steps of one phase can be replayed at once.
+
+        0 if the next batch is short, or on a CPU.
         """
         if not self._graphs:
             return 0
@@ -136,15 +158,15 @@ class Slot:
             return self.clients.add_same_score(answer)
         self.follow()
         self.timeline = None  # it shows the training of rounds, and this is an evaluation
-        self.load(job, plan)
         try:
+            self.load(job, plan)
             while not self.learner.finished:
                 self.advance()
             with self._on_stream():
                 answer = self.clients.add_personalized(answer, self.learner)
         finally:
             self.busy = False
-        self.lead()
+            self.lead()
         return answer
 
     def follow(self) -> None:
@@ -171,10 +193,24 @@ class Slot:
             by_phase: dict[int, Graphs] = {}
             for phase in range(self.learner.algorithm.num_phases):
                 self.learner.phase = phase
+                self._compile_kernels()
                 self._warm_up()
                 by_phase[phase] = {steps: self._capture(steps, batch_size) for steps in (1, CHUNK)}
             self._captures[shapes] = by_phase
         return self._captures[shapes]
+
+    def _compile_kernels(self) -> None:
+        """Compile Motley's kernels for a step, all at once: one by one is slow.
+
+        The values that the step computes are overwritten by the next load.
+        """
+        if not self.learner.uses_kernels:
+            return
+        self.learner.use_generator()
+        with compiling_ahead(available_cores()):
+            for length in lengths_to_compile(self.learner.training):
+                self.learner.batches.rewind()
+                self.learner.step(length)
 
     def _warm_up(self) -> None:
         self.learner.use_generator()

@@ -35,6 +35,7 @@ from motley.core.randomness import key
 from motley.core.update import ClientUpdate
 from motley.models.inputs import dims_of, input_dtype
 from motley.models.lstm import LSTMLayer
+from motley.models.tied import second_names
 
 #: Eager steps before a capture.
 WARM_UP = 3
@@ -47,12 +48,15 @@ def can_stack(clients: Clients, size: str) -> bool:
         return False
     if clients.method.info.split.private[size]:
         return False
-    if clients.training.max_grad_norm or clients.training.mixup or clients.precision in TYPES:
+    training = clients.training
+    if training.max_grad_norm or training.mixup or training.logit_adjustment:
         return False
-    if not clients.training.optimizer.elementwise:
+    if clients.precision in TYPES:
+        return False
+    if not training.optimizer.elementwise:
         return False
     module = clients.method.info.split.blueprints[size].module
-    if any(True for _ in module.buffers()):
+    if any(True for _ in module.buffers()) or second_names(module):
         return False
     if any(isinstance(layer, nn.RNNBase | LSTMLayer) for layer in module.modules()):
         return False  # torch has no batching rule for recurrent layers

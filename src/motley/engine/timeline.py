@@ -65,10 +65,11 @@ class Timeline:
 
     def spans(self) -> list[Span]:
         """Return the spans so far; waits for the device."""
-        return [
-            Span(*who, slot, where, self._seconds(start, where), self._seconds(end, where))
-            for who, slot, where, start, end in self._closed
-        ]
+        spans = []
+        for who, slot, where, start, end in self._closed:
+            seconds = self._seconds(start, where), self._seconds(end, where)
+            spans.append(Span(*who, slot, where, *seconds))
+        return spans
 
     def _mark(self, where: int) -> Mark:
         if self.devices[where].type != "cuda":
@@ -88,9 +89,7 @@ class Timeline:
 
 
 def draw(spans: Sequence[Span], path: Path, rounds: int = 3) -> None:
-    """Draw the last rounds: one row per slot, one bar per client with its number, one colour per
-    size.
-    """
+    """Draw the last rounds: one row per slot, one bar per client, one colour per size."""
     last = max(span.round_number for span in spans)
     shown = [span for span in spans if span.round_number > last - rounds]
     first = min(span.start for span in shown)
@@ -110,9 +109,9 @@ def draw(spans: Sequence[Span], path: Path, rounds: int = 3) -> None:
         axes.text(left + width / 2, row, str(span.client), ha="center", va="center", fontsize=7)
     for size in sizes:
         axes.barh(0, 0, color=f"C{sizes.index(size)}", label=size)
-    names = [
-        f"device {device}, slot {slot}" if several else f"slot {slot}" for device, slot in places
-    ]
+    names = []
+    for device, slot in places:
+        names.append(f"device {device}, slot {slot}" if several else f"slot {slot}")
     axes.set_yticks(range(len(rows)), names)
     axes.set_xlabel("ms")
     axes.set_title(f"rounds {max(1, last - rounds + 1)} to {last}: clients in slots")

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import multiprocessing
 import os
 import pickle
@@ -40,19 +41,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 
 from motley.core.errors import MotleyError
+from motley.core.own_code import RemoteError, place_in_own_code
 from motley.engine.base import EngineSettings
 from motley.engine.shared_memory import Arena, Arenas, Channel, Groups, Layout, pack
 
 #: Seconds that workers must save to be used, and seconds that sending a task and its result takes.
-OVERHEAD, TASK_OVERHEAD = 0.005, 0.0003
-#: Small tasks are given to a worker in bundles of about this many seconds, and at least this many
-#: bundles per worker.
-BUNDLE_S, BUNDLES = 0.005, 4
+OVERHEAD, TASK_OVERHEAD = 0.005, 0.0001
+#: Small tasks are given to a worker in bundles of at most this many seconds.
+BUNDLE_S = 0.015
 #: Seconds without a task after which a worker ends. It holds the memory of its learners, and the
 #: next task starts another one.
 IDLE_S = 60.0
@@ -70,7 +71,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """What a worker is given: a small object that can be pickled, and tensors."""
+    """The input of a task: a small object that can be pickled, and tensors."""
 
     header: Any
     tensors: Groups
@@ -78,7 +79,7 @@ class WorkerTask:
 
 @dataclass(frozen=True)
 class Result:
-    """What a task returns: a small object that can be pickled, and tensors."""
+    """The result of a task: a small object that can be pickled, and tensors."""
 
     header: Any
     tensors: Groups
@@ -88,10 +89,7 @@ class Result:
 
 
 Function: TypeAlias = Callable[[WorkerTask], Result]
-
-
-class WorkerError(Exception):
-    """The traceback of a worker's exception, as its cause."""
+T = TypeVar("T")
 
 
 # ---- whether to use workers
@@ -105,7 +103,7 @@ def available_cores() -> int:
         return os.cpu_count() or 1
 
 
-def obstacle(engine: EngineSettings, devices: Sequence[torch.device]) -> str | None:
+def why_no_workers(engine: EngineSettings, devices: Sequence[torch.device]) -> str | None:
     """Say why clients cannot train in worker processes; None if they can."""
     if engine.name == "debug":
         return "engine.name = 'debug' trains one client at a time"
@@ -127,7 +125,7 @@ def obstacle(engine: EngineSettings, devices: Sequence[torch.device]) -> str | N
 
 def num_workers(engine: EngineSettings, devices: Sequence[torch.device]) -> int:
     """Return the number of worker processes; 1 if everything runs in this process."""
-    reason = obstacle(engine, devices)
+    reason = why_no_workers(engine, devices)
     if engine.workers == 0:
         return 1 if reason else available_cores()
     if engine.workers > 1 and reason:
@@ -157,14 +155,20 @@ def is_worthwhile_in_background(seconds: Sequence[float], workers: int) -> bool:
 def bundle_size(seconds: Sequence[float], workers: int) -> int:
     """Return how many tasks a worker should be given at once, given how long each one takes.
 
-    Every message wakes a process, so tasks of less than a few milliseconds travel together. There
-    are several bundles per worker nevertheless, or one worker would wait for the others in the end.
+    Every message wakes a process, so small tasks travel in bundles of at most BUNDLE_S seconds.
+    Every worker gets equally many bundles, so that none is idle while another one has one more.
     """
-    if not seconds:
-        return 1
-    mean = sum(seconds) / len(seconds)
-    enough = round(BUNDLE_S / mean) if mean > 0 else len(seconds)
-    return max(1, min(enough, len(seconds) // (BUNDLES * workers)))
+    bundles_per_worker = math.ceil(sum(seconds) / workers / BUNDLE_S)
+    return max(1, math.ceil(len(seconds) / (workers * max(1, bundles_per_worker))))
+
+
+def dealt(tasks: Sequence[T], bundle: int) -> list[T]:
+    """Order tasks, of which the longest come first, so that bundles take about equally long."""
+    num_bundles = math.ceil(len(tasks) / bundle)
+    in_turns: list[T] = []
+    for first in range(num_bundles):
+        in_turns.extend(tasks[first::num_bundles])
+    return in_turns
 
 
 # ---- the pool
@@ -221,8 +225,8 @@ class WorkerPool:
         return BackgroundTasks(self, self._submit(name, tasks))
 
     def close(self) -> None:
-        """End all workers, whatever they are doing. Tasks that they had start again when somebody
-        waits for them.
+        """End all workers, whatever they are doing. Unfinished tasks start again when their results
+        are requested.
         """
         for batch in self._open:
             batch.restart()
@@ -435,7 +439,7 @@ class _Worker:
         except (EOFError, OSError) as error:
             raise self._why_ended(error) from None
         if isinstance(content, _Failed):
-            raise content.error from WorkerError(f"\n{content.text}")
+            raise content.error from RemoteError(f"\n{content.text}", content.place)
         headers, seconds = content
         results = []
         for header, groups in zip(headers, tensors, strict=True):
@@ -558,10 +562,11 @@ def _signals_deferred() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Failed:
-    """The exception of a task, and its traceback as text."""
+    """The exception of a task, its traceback as text, and its place in a user's own code."""
 
     error: Exception
     text: str
+    place: str | None
 
 
 def _serve(
@@ -609,7 +614,8 @@ def _run_tasks(functions: dict[str, Function], connection: Connection) -> None:
                 for header, groups in zip(headers, tensors, strict=True):
                     results.append(functions[name](WorkerTask(header, groups)))
             except Exception as error:
-                failed = _Failed(_portable(error), traceback.format_exc())
+                text, place = traceback.format_exc(), place_in_own_code(error)
+                failed = _Failed(_portable(error), text, place)
                 _send(channel, arenas, failed, [])
             else:
                 content = [result.header for result in results], time.process_time() - begin

@@ -1,4 +1,4 @@
-"""The card of an exported model: what it is, how well it works, and how to load it.
+"""The card of an exported model: its origin, how well it works, and how to load it.
 
 card.json is for programs, and is all that `motley predict FOLDER` needs beside the model's file.
 README.md has the same content for people.
@@ -76,6 +76,10 @@ class Card:
     commit: str
     versions: dict[str, str]
     config: dict[str, Any]
+    #: Pixels are floats that are not in 0 to 1 (`InputFormat.any_range`). Earlier cards lack it.
+    any_range: bool = False
+    #: The model normalizes with its batch (`normalizes_by_batch`). Earlier cards lack it.
+    by_batch: bool = False
 
     @property
     def score(self) -> float | None:
@@ -103,7 +107,8 @@ class Card:
     def inputs(self) -> InputFormat:
         """Return the format of the inputs."""
         transform = validate(TransformSettings, self.config["data"]["transform"])
-        return InputFormat(shape_from_json(self.input_shape), self.input_dtype, transform)
+        shape = shape_from_json(self.input_shape)
+        return InputFormat(shape, self.input_dtype, transform, self.any_range)
 
     def row_reader(self) -> RowReader | None:
         """Return a reader of the user's own tables and texts, if the run's data came from some."""
@@ -129,6 +134,7 @@ def read_card(folder: Path) -> Card:
     file = folder / CARD
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
+        content = {"any_range": False, "by_batch": False, **content}
         card = Card(**{field.name: content[field.name] for field in fields(Card)})
         if card.format not in FORMATS:
             raise ValueError(f"format = {card.format!r}: should be one of {', '.join(FORMATS)}")
@@ -238,12 +244,14 @@ def _input_text(card: Card) -> str:
         return text
     stored = inputs.shape
     pixels = "bytes, 0 to 255" if inputs.dtype == "uint8" else "numbers in 0 to 1"
+    if inputs.any_range:
+        pixels = "numbers as the data set has them"
     if card.with_normalization:
         return (
             f"{text} The order is height, width, channels; pixels are {pixels}. The file scales "
             "and normalizes them itself."
         )
-    steps = ["scale pixels to 0..1"]
+    steps = ["take the data set's numbers" if inputs.any_range else "scale pixels to 0..1"]
     if inputs.transform.channels > stored.channels:
         steps.append(f"copy the channel to {inputs.transform.channels} channels")
     if inputs.transform.mean:
@@ -272,6 +280,16 @@ def _columns_text(rows: Mapping[str, Any]) -> str:
 
 
 def _output_text(card: Card) -> str:
+    text = _values_text(card)
+    if card.by_batch:
+        text += (
+            "\n\nThe model normalizes with the statistics of its batch: an output depends on the "
+            "other inputs. Give it many inputs at once, never a single one."
+        )
+    return text
+
+
+def _values_text(card: Card) -> str:
     if card.task == "regression":
         return f"{card.outputs} predicted number{'s' * (card.outputs > 1)}."
     outputs = "classes" if card.task == "classification" else "tokens"

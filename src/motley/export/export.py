@@ -17,6 +17,7 @@ from motley.export.inputs import InputFormat, WithNormalization
 from motley.export.loading import LoadedExport, LoadedRun
 from motley.export.predict import Predictor
 from motley.files import output_folder
+from motley.models.moments import normalizes_by_batch
 from motley.splits.early_exit import AtExit
 from motley.splits.exits import WithExits
 from motley.tasks import Task
@@ -84,7 +85,7 @@ def export_model(
         predictor = _reopened(folder, card)
         test = _first(run.dataset.test, test_examples)
         difference = _difference(predictor, model, run.inputs, test)
-        if difference > TOLERANCE:
+        if not difference <= TOLERANCE:  # also if it is NaN
             (folder / CARD).unlink()
             raise MotleyError(
                 f"{folder / card.file}: its outputs differ from those of the trained model by "
@@ -179,7 +180,7 @@ def _card(
     client: int | None,
 ) -> Card:
     environment = run.environment()
-    # The recorded score is that of the size's global model.
+    # The recorded score belongs to the size's global model.
     is_recorded = client is None and not exit_number
     return Card(
         format=name,
@@ -207,6 +208,8 @@ def _card(
         versions={"motley": __version__, "torch": torch.__version__},
         # A tracking URI may contain a password.
         config=run.config.model_dump(mode="json", exclude={"run": {"mlflow"}}),
+        any_range=run.inputs.any_range,
+        by_batch=normalizes_by_batch(model),
     )
 
 

@@ -9,6 +9,8 @@ import numpy as np
 
 from motley.core.errors import MotleyError
 from motley.data.files.archive import DAMAGED, check_archive
+from motley.data.files.images import COLOUR_MODES, GREY_MODES
+from motley.data.files.table import parse_number
 from motley.export.inputs import InputFormat
 from motley.export.rows import RowReader
 from motley.extras import require
@@ -30,7 +32,7 @@ def read_inputs(
     """Return the inputs in a file, in the format of the data set: (N, ...).
 
     `rows` reads tables and texts if the run's data set was the user's own. With `resize`, an image
-    file of another size is scaled to that of the data set's images.
+    file of another size is scaled to the size of the data set's images.
     """
     if not path.exists():
         raise MotleyError(f"{path}: there is no such file.")
@@ -72,6 +74,12 @@ def read_image(path: Path, inputs: InputFormat, *, resize: bool) -> np.ndarray:
                     f"{path}: has {image.width}x{image.height} pixels; at most {MAX_PIXELS:,} are "
                     "read."
                 )
+            # Pillow would cut 16-bit values off at 255.
+            if image.mode not in GREY_MODES | COLOUR_MODES:
+                raise MotleyError(
+                    f"{path}: has pixels of the type {image.mode!r}; save it with 8 bits per "
+                    "channel."
+                )
             converted = image.convert("L" if shape.channels == 1 else "RGB")
     except MotleyError:
         raise
@@ -86,7 +94,7 @@ def read_image(path: Path, inputs: InputFormat, *, resize: bool) -> np.ndarray:
             )
         converted = converted.resize(wanted, Image.Resampling.BILINEAR)
     array = np.asarray(converted, dtype=np.uint8)
-    if inputs.dtype == "float32":
+    if inputs.dtype == "float32" and not inputs.any_range:
         return inputs.read_array((array / 255).astype(np.float32), str(path))
     return inputs.read_array(array, str(path))
 
@@ -118,15 +126,18 @@ def _array_name(path: Path, names: list[str]) -> str:
 def _read_csv(path: Path) -> np.ndarray:
     """Return the numbers of a CSV file, whose first line may have the names of the columns."""
     rows: list[list[float]] = []
+    delimiter = "," if path.suffix.lower() == ".csv" else "\t"
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            for line, cells in enumerate(csv.reader(file), 1):
+            for line, cells in enumerate(csv.reader(file, delimiter=delimiter), 1):
                 if not cells:
                     continue
                 try:
                     rows.append([float(cell) for cell in cells])
                 except ValueError:
-                    if rows or line > 1:
+                    # A first line with some numbers is a row that lacks others, not a header.
+                    has_number = any(parse_number(cell) is not None for cell in cells)
+                    if rows or line > 1 or has_number:
                         raise MotleyError(
                             f"{path}, line {line}: has a cell that is not a number."
                         ) from None

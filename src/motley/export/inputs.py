@@ -30,16 +30,19 @@ class InputFormat:
     """One input as the data set stores it, and the transform to the model's input.
 
     Images are stored as (height, width, channels), in bytes or, if `dtype` is float32, in 0 to 1.
+    `any_range`: the data set's floats go beyond that. They are used as they are, and no byte stands
+    for one of them.
     """
 
     shape: InputShape
     dtype: str
     transform: TransformSettings
+    any_range: bool = False
 
     @classmethod
     def of(cls, examples: Examples, transform: TransformSettings) -> InputFormat:
         """Describe the inputs of a data set."""
-        return cls(examples.shape, str(examples.inputs.dtype), transform)
+        return cls(examples.shape, str(examples.inputs.dtype), transform, examples.any_range)
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -76,10 +79,12 @@ class InputFormat:
         accepted = [dims]
         if isinstance(self.shape, ImageShape) and self.shape.channels == 1:
             accepted.append(dims[:2])  # grey images need no dimension for their one channel
-        for one in accepted:
-            if array.shape == one:
+        for accepted_dims in accepted:
+            if array.shape == accepted_dims:
                 array = array[None]
-            if array.ndim and array.shape[1:] == one:
+            if array.ndim and array.shape[1:] == accepted_dims:
+                if not len(array):
+                    raise MotleyError(f"{where}: has shape {array.shape}: there is no input in it.")
                 return self._converted(array.reshape(len(array), *dims), where)
         raise MotleyError(
             f"{where}: has shape {array.shape}; the model takes {KINDS[type(self.shape)]} of shape "
@@ -98,7 +103,7 @@ class InputFormat:
         if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
             raise MotleyError(f"{where}: holds a value that is not finite.")
         if isinstance(self.shape, ImageShape):
-            return _as_pixels(array, where)
+            return self._as_pixels(array, where)
         array = array.astype(np.float32)
         if isinstance(self.shape, TableShape):
             for number, categories in enumerate(self.shape.categories):
@@ -106,20 +111,27 @@ class InputFormat:
                 _check_range(array[:, column], categories, f"{where}: column {column}: category")
         return array
 
-
-def _as_pixels(array: np.ndarray, where: str) -> np.ndarray:
-    """Return pixels as bytes, or as floats in 0 to 1."""
-    lowest, highest = array.min(initial=0), array.max(initial=0)
-    if np.issubdtype(array.dtype, np.floating):
-        if lowest < 0 or highest > 1:
+    def _as_pixels(self, array: np.ndarray, where: str) -> np.ndarray:
+        """Return pixels as bytes, or as floats in the range of the data set's."""
+        lowest, highest = array.min(initial=0), array.max(initial=0)
+        if np.issubdtype(array.dtype, np.floating):
+            if not self.any_range and (lowest < 0 or highest > 1):
+                raise MotleyError(
+                    f"{where}: has pixels from {lowest:g} to {highest:g}; floating-point pixels "
+                    "must be in 0 to 1, and bytes in 0 to 255. They must not be normalized yet."
+                )
+            return array.astype(np.float32)
+        if self.any_range:
             raise MotleyError(
-                f"{where}: has pixels from {lowest:g} to {highest:g}; floating-point pixels must "
-                "be in 0 to 1, and bytes in 0 to 255. They must not be normalized yet."
+                f"{where}: has whole numbers as pixels, and the data set has floating-point "
+                "numbers that are not in 0 to 1. Convert the pixels as it was done for the data "
+                "set, and give them as .npy."
             )
-        return array.astype(np.float32)
-    if lowest < 0 or highest > 255:
-        raise MotleyError(f"{where}: has pixels from {lowest} to {highest}; allowed are 0 to 255.")
-    return array.astype(np.uint8)
+        if lowest < 0 or highest > 255:
+            raise MotleyError(
+                f"{where}: has pixels from {lowest} to {highest}; allowed are 0 to 255."
+            )
+        return array.astype(np.uint8)
 
 
 def _check_range(numbers: np.ndarray, count: int, what: str) -> None:

@@ -34,8 +34,10 @@ from motley.export.rows import RowReader
 from motley.federation import Federation
 from motley.files import read_json_object
 from motley.methods import METHODS
+from motley.models.moments import normalizes_by_batch
 from motley.runs.checkpoint import checkpoints, read_checkpoint
 from motley.runs.folder import RunFolder
+from motley.runs.integrity import trained_on
 from motley.runs.metrics import MetricsLog, scores_of
 from motley.server.state import ServerState
 from motley.splits import Split
@@ -75,7 +77,7 @@ class LoadedRun:
         if wanted not in rounds:
             known = ", ".join(map(str, rounds))
             raise MotleyError(
-                f"--checkpoint {wanted}: {self.path} has checkpoints of the rounds {known}."
+                f"checkpoint {wanted}: {self.path} has checkpoints of the rounds {known}."
             )
         return rounds[wanted]
 
@@ -95,15 +97,29 @@ class LoadedRun:
     @cached_property
     def dataset(self) -> Dataset:
         """The run's data set. The shapes of the models depend on it."""
-        return load_dataset_of(self.config) if self._reading is None else self._reading.dataset
+        if self._reading is None:
+            return load_dataset_of(self.config)
+        return self.config.data.limited(self._reading.dataset)
 
     @cached_property
     def rows(self) -> RowReader | None:
-        """Reads further rows of the user's own tables and texts."""
-        files = self.config.data.files
-        if self._reading is None or files is None:
+        """Reads further rows of the user's own tables and texts.
+
+        Their columns and characters are numbered by the training rows, so these must still be the
+        ones that the run was trained on.
+        """
+        data = self.config.data
+        if self._reading is None or data.files is None:
             return None
-        return RowReader.of(self._reading, files)
+        reader = RowReader.of(self._reading, data.files)
+        depends_on_rows = reader.encoder is not None or bool(reader.vocabulary)
+        if depends_on_rows and not trained_on(self.folder, self.dataset.train):
+            raise MotleyError(
+                f"{data.path}: has changed since {self.path} was trained on it. Means, categories "
+                "and characters of the changed file may have other numbers than the model "
+                "learned. Put the earlier file back."
+            )
+        return reader
 
     @cached_property
     def task(self) -> Task:
@@ -113,7 +129,7 @@ class LoadedRun:
     @cached_property
     def inputs(self) -> InputFormat:
         """The format of the inputs."""
-        return InputFormat.of(self.dataset.test, self.config.data.transform)
+        return InputFormat.of(self.dataset.train, self.config.data.transform)
 
     @cached_property
     def split(self) -> Split:
@@ -166,7 +182,7 @@ class LoadedRun:
             states = Path(temporary) / "clients"
             if self.folder.clients.exists():
                 shutil.copytree(self.folder.clients, states)
-            federation = Federation(self.config, dataset=self.dataset, memory_folder=states)
+            federation = Federation(self.config, dataset=self.dataset, client_state_folder=states)
             model = federation.client_model(federation.to_device(self.server), client)
             size = federation.size_of(client, self.server.round_number)
         return size, at_full_width(model).to("cpu")
@@ -175,7 +191,14 @@ class LoadedRun:
     def predictor(self, size: str = "", client: int | None = None) -> Predictor:
         """Return an object that predicts with the model of a size, or with a client's own."""
         model = self.model(size) if client is None else self.client_model(client)[1]
-        return Predictor(model, self.inputs, self.task.name, self.class_names, rows=self.rows)
+        return Predictor(
+            model,
+            self.inputs,
+            self.task.name,
+            self.class_names,
+            rows=self.rows,
+            by_batch=normalizes_by_batch(model),
+        )
 
     def predict(
         self,
@@ -187,7 +210,7 @@ class LoadedRun:
     ) -> list[Prediction]:
         """Return a prediction for each input of an array, as the data set stores inputs.
 
-        The model is that of a size, or a client's own.
+        The model is a size's global model, or a client's own.
         """
         return self.predictor(size, client).predict(array, top, exit_threshold)
 
@@ -199,7 +222,7 @@ class LoadedRun:
         return None
 
     def environment(self) -> dict[str, Any]:
-        """Return what environment.json says; an empty mapping if it cannot be read."""
+        """Return the content of environment.json; an empty mapping if it cannot be read."""
         return read_json_object(self.folder.environment)
 
 
@@ -252,6 +275,7 @@ class LoadedExport:
             card.class_names,
             card.with_normalization,
             card.row_reader(),
+            card.by_batch,
         )
 
     def predict(

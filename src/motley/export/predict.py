@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,6 +48,8 @@ class Predictor:
     takes_stored: bool = False
     #: Reads the user's own tables and texts, if the run's data set came from such files.
     rows: RowReader | None = None
+    #: The model normalizes with its batch, so predictions need several inputs at once.
+    by_batch: bool = False
 
     @torch.no_grad()
     def outputs(self, stored: np.ndarray, batch_size: int = BATCH) -> Tensor:
@@ -96,8 +99,17 @@ class Predictor:
         self, stored: np.ndarray, top: int = 1, exit_threshold: float | None = None
     ) -> list[Prediction]:
         """Return a prediction for each input that `InputFormat.read_array` has checked."""
+        if self.by_batch and len(stored) < 2:
+            raise MotleyError(
+                "the model normalizes with the statistics of its batch "
+                "(split.normalization_statistics = 'batch'), so it cannot predict for one input "
+                "alone. Give several inputs of different classes together."
+            )
         if exit_threshold is None:
-            return [self._prediction(outputs, top, None) for outputs in self.outputs(stored)]
+            # Batches of about the same size: the last one might have a single input otherwise.
+            batches = max(1, math.ceil(len(stored) / BATCH))
+            outputs = self.outputs(stored, math.ceil(len(stored) / batches))
+            return [self._prediction(row, top, None) for row in outputs]
         early = self.stop_early(stored, exit_threshold)
         predictions = []
         for logits, number in zip(early.logits, early.exits.tolist(), strict=True):

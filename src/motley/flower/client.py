@@ -197,34 +197,41 @@ def collect(node: NodeSettings, request: Request, clients: ClientCache) -> Recor
     A run with [privacy] has no collections: the values that they report, including the number of
     examples, are neither clipped nor noised. A node therefore refuses them in such a run, whatever
     the server asks. Only scores can be allowed (privacy.reveal_scores).
+    A node with a limit on epsilon answers none in a run without noise either.
     """
     job = read_job(node, request)
-    privacy = request.config.privacy
-    is_score = job.collection in ("evaluation", *CLIENT_SCORES)
-    if privacy.active and not (is_score and privacy.reveal_scores):
-        reason = "the job asks for a collection, but runs with [privacy] have none."
-        if is_score:
-            reason = "the job asks for a score, but the run has privacy.reveal_scores = false."
-        raise NodeError("refused-by-node", reason)
-    if job.collection == "evaluation" and not request.config.has_own_models:
-        reason = "the job asks for the score of the client's own model, and it has none."
-        raise NodeError("refused-by-node", reason)
-    if job.collection in CLIENT_SCORES and request.config.evaluation.per_client == "off":
-        reason = "the job asks for the client's score; the run has evaluation.per_client = 'off'."
-        raise NodeError("refused-by-node", reason)
-    if job.collection == "statistics" and request.config.server.statistics.name != "recalibrate":
-        reason = (
-            "the job asks for BatchNorm statistics; "
-            "the run has server.statistics.name = 'averaged'."
-        )
-        raise NodeError("refused-by-node", reason)
+    refuse_other_collections(request, job)
+    # Here too: a server need not introduce itself or train before it asks for a collection.
+    require_room(node, request)
     collection = client_of(node, request, job.size, clients).collect(job)
     if collection is None:
         return answer(job)
     num_examples = collection.samples
-    if privacy.active and job.collection == "evaluation":
+    if request.config.privacy.active and job.collection == "evaluation":
         num_examples = 1  # how many the client trains on is withheld
     return answer(job, num_examples=num_examples, payload=collection.values)
+
+
+def refuse_other_collections(request: Request, job: Job) -> None:
+    """Refuse a collection that the run's configuration does not allow."""
+    config = request.config
+    is_score = job.collection in ("evaluation", *CLIENT_SCORES)
+    reason = ""
+    if config.privacy.active and not is_score:
+        reason = "the job asks for a collection, but runs with [privacy] have none."
+    elif config.privacy.active and not config.privacy.reveal_scores:
+        reason = "the job asks for a score, but the run has privacy.reveal_scores = false."
+    elif job.collection == "evaluation" and not config.has_own_models:
+        reason = "the job asks for the score of the client's own model, and it has none."
+    elif job.collection in CLIENT_SCORES and config.evaluation.per_client == "off":
+        reason = "the job asks for the client's score; the run has evaluation.per_client = 'off'."
+    elif job.collection == "statistics" and config.server.statistics.name != "recalibrate":
+        reason = (
+            "the job asks for BatchNorm statistics; "
+            "the run has server.statistics.name = 'averaged'."
+        )
+    if reason:
+        raise NodeError("refused-by-node", reason)
 
 
 def answer(

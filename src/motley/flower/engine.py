@@ -76,17 +76,16 @@ class FlowerEngine:
             if isinstance(answer, Failure):
                 answers.append(answer)
             elif answer.num_examples:
-                answers.append(
-                    Collection(
-                        job.client, answer.num_examples, answer.payload, job.size, job.round_number
-                    )
+                collection = Collection(
+                    job.client, answer.num_examples, answer.payload, job.size, job.round_number
                 )
+                answers.append(collection)
         return sorted(answers, key=lambda answer: answer.client)
 
-    def save_memory(self, rounds: Mapping[int, int]) -> None:
+    def save_client_states(self, rounds: Mapping[int, int]) -> None:
         """Do nothing: a node saves its client's state before it answers."""
 
-    def forget_memory(self, rounds: Mapping[int, int]) -> None:
+    def forget_client_states(self, rounds: Mapping[int, int]) -> None:
         """Tell each node with its next job which client states are no longer needed."""
         self._forget = rounds
 
@@ -99,9 +98,11 @@ class FlowerEngine:
             if job.client not in nodes:
                 yield job, Failure(job.client, self.nodes.why_absent(job.client))
         asked = [job for job in jobs if job.client in nodes]
+        # Not kept in a variable: the messages have every client's part of the model in them.
         numbers = self.grid.push_messages(
             [self._message(job, nodes[job.client], message_type) for job in asked]
         )
+        # Flower's id of a message -> its job, until the answer has arrived.
         waiting = dict(zip(numbers, asked, strict=True))
         begun = time.monotonic()
         while waiting:
@@ -109,22 +110,23 @@ class FlowerEngine:
                 if isinstance(reply, Refused):
                     job = waiting.pop(reply.sent)
                     yield job, Failure(job.client, f"its answer was refused: {reply.reason}")
-                    continue
-                job = waiting.pop(reply.metadata.reply_to_message_id)
-                yield job, self._answer(job, nodes[job.client], reply)
+                else:
+                    job = waiting.pop(reply.metadata.reply_to_message_id)
+                    yield job, self._answer(job, nodes[job.client], reply)
             passed = time.monotonic() - begun
             if passed > self.settings.timeout_s:
                 break
-            pause = max(FIRST_S, PAUSE_FRACTION * passed)
-            time.sleep(min(pause, POLL_S) if waiting else 0)
+            if waiting:
+                time.sleep(min(max(FIRST_S, PAUSE_FRACTION * passed), POLL_S))
         for sent, job in waiting.items():
-            fault = (
-                "announced an answer that did not come whole"
-                if self.answers.give_up(sent)
-                else "did not answer"
-            )
-            limit = f"{self.settings.timeout_s:g} s (engine.flower.timeout_s)"
-            yield job, Failure(job.client, f"it {fault} within {limit}.")
+            yield job, self._no_answer(sent, job)
+
+    def _no_answer(self, sent: str, job: Job) -> Failure:
+        """Stop waiting for the answer to a message, and return the failure of its client."""
+        has_begun = self.answers.give_up(sent)
+        fault = "announced an answer that did not come whole" if has_begun else "did not answer"
+        limit = f"{self.settings.timeout_s:g} s (engine.flower.timeout_s)"
+        return Failure(job.client, f"it {fault} within {limit}.")
 
     def _message(self, job: Job, node: int, message_type: str) -> Message:
         about = self.nodes.content(
@@ -163,9 +165,10 @@ class FlowerEngine:
     def _update(self, job: Job, content: RecordDict) -> ClientUpdate:
         about: Any = content["update"]
         arrays: Any = content["arrays"]
-        for name, expected in (("client", job.client), ("round", job.round_number)):
-            if (given := number(about, name)) != expected:
-                raise MotleyError(f"it is for {name} {given}; {name} {expected} was asked.")
+        for name, asked in (("client", job.client), ("round", job.round_number)):
+            answered = number(about, name)
+            if answered != asked:
+                raise MotleyError(f"it is for {name} {answered}; {name} {asked} was asked.")
         size = size_in_bytes(arrays) / 2**20
         limit = self.settings.max_reply_mib
         if size > limit:

@@ -89,7 +89,7 @@ def read_test_examples(node: NodeSettings, request: Request) -> Examples:
 
 
 def check_examples(node: NodeSettings, request: Request, part: str, examples: Examples) -> None:
-    """Refuse inputs and labels that are not those of the federation."""
+    """Refuse inputs and labels that do not fit the federation."""
     if examples.shape != request.shape:
         raise MotleyError(
             f"data: {part} inputs are {examples.shape}; the federation's are {request.shape}."

@@ -1,14 +1,13 @@
 """A node's own privacy ledger, and the limit on the epsilon of its updates.
 
-The server says in every message how much noise a run has, and it decides how often it asks. A node
-that relies on neither counts for itself: every update that leaves it is a line in its memory
-folder, on disk before the update is sent, across runs and restarts of the server. From the node's
-point of view, each update is a Gaussian mechanism of its own. The server sees it, so neither the
-sampling of clients nor the noise of others counts in the node's favour. The updates of all runs
-compose, whatever noise each of them had.
+The server chooses a run's noise, which every message states, and how often it asks. A node need
+not rely on either. It counts for itself: it writes a line to its memory folder before each update
+is sent, across runs and restarts of the server. From the node's point of view, each update is a
+Gaussian mechanism of its own. The server sees it, so neither the sampling of clients nor the noise
+of others counts in the node's favour. The updates of all runs compose, even with different noise.
 
-Updates of different data sets are counted apart. A data set is known by its name and by where
-node.toml says that it is stored: a file that is edited keeps its count.
+Updates of different data sets are counted apart. A data set is identified by its name and its path
+in node.toml, so a file that is edited keeps its count.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class NodeLedger:
         entry = {
             "data": self.data,
             "noise": noise,
-            "run": str(run),  # Flower's number, which is beyond what other readers of JSON can hold
+            "run": str(run),  # Flower's number: too large for readers of JSON that use doubles
             "round": job.round_number,
         }
         Path(self.node.memory).mkdir(parents=True, exist_ok=True)

@@ -72,7 +72,7 @@ class Nodes:
         self.grid, self.settings = grid, config.engine.flower
         self.answers = answers_from(grid, self.settings.max_reply_mib * 2**20)
         self.registrar = registrar
-        #: What nodes check their own data against.
+        #: The facts that nodes compare their own data with.
         self.about_data: dict[str, int | str] = {
             "inputs": shape_to_json(dataset.shape),
             "classes": dataset.classes,

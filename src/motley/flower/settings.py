@@ -149,12 +149,15 @@ class NodeSettings(Settings):
 
 
 def read_node(file: Path) -> NodeSettings:
-    """Read a node.toml. Its paths are relative to its folder."""
+    """Return the settings in a node.toml. Its paths are relative to its folder."""
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise MotleyError(f"{file}: cannot be read: {error}.") from None
-    node = validate(NodeSettings, values)
+    try:
+        node = validate(NodeSettings, values)
+    except MotleyError as error:
+        raise MotleyError(f"{file}: {error}") from None
     here = file.absolute().parent
     data: dict[str, Any] = {}
     for key in ("path", "root", "partition", "public"):

@@ -53,6 +53,18 @@ def simulate(
         "init_args": {"num_cpus": os.cpu_count(), "log_to_driver": False, "logging_level": "ERROR"},
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
     }
+    plugins = plugins_of(config)
+    settings = _settings_of_all_nodes(config, path, [module_of(plugin.path) for plugin in plugins])
+    # Ray's workers are processes of their own, with this one's environment.
+    folders = dict.fromkeys(plugin.folder for plugin in plugins if plugin.folder)
+    inherited = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*folders, inherited]))
+    run_simulation(app, build(settings), config.federation.clients, backend_config=backend)
+    return runs[0]
+
+
+def _settings_of_all_nodes(config: Config, path: Path, modules: Iterable[str]) -> NodeSettings:
+    """Return settings that serve for every simulated node."""
     partition = config.data.partition
     lists = str(partition.path.expanduser()) if isinstance(partition, FromFile) else ""
     data = NodeData(
@@ -64,17 +76,10 @@ def simulate(
         partition=lists,
         public=getattr(config.public, "path", ""),
     )
-    plugins = plugins_of(config)
-    every = NodeSettings(
+    return NodeSettings(
         client=0,
         data=data,
         memory=str((path / "clients").absolute()),
         repeatable=True,
-        modules=tuple(module_of(plugin.path) for plugin in plugins),
+        modules=tuple(modules),
     )
-    # Ray's workers are processes of their own, with this one's environment.
-    folders = dict.fromkeys(plugin.folder for plugin in plugins if plugin.folder)
-    inherited = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*folders, inherited]))
-    run_simulation(app, build(every), config.federation.clients, backend_config=backend)
-    return runs[0]

@@ -13,7 +13,7 @@ AVAILABLE = find_spec("triton") is not None
 #: Kernels that replace layers of a model. They are not used in compiled models.
 LAYERS = frozenset({"conv", "norm", "pool", "stem"})
 #: All kernels, by the names that `engine.kernels` may list.
-ALL = LAYERS | {"optimizer"}
+ALL = LAYERS | {"augment", "optimizer"}
 
 #: Arguments that depend on the batch size: kernels are not recompiled for their values.
 LENGTHS = ("rows", "span", "blocks")

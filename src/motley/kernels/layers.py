@@ -63,7 +63,7 @@ class FusedBatchNormReLU(FusedBatchNorm):
 
 
 class FusedConv2d(nn.Conv2d):
-    """A convolution with Motley's weight-gradient kernel for small maps in 16 bits."""
+    """A convolution. In training, small maps use Motley's kernels (`convolve.applies`)."""
 
     @classmethod
     def of(cls, convolution: nn.Conv2d) -> FusedConv2d:

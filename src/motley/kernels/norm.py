@@ -23,11 +23,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from motley.kernels import LENGTHS, compiled_in, twin
+from motley.kernels.compiling import launch
 
 #: The largest number of rows that one program holds in registers.
 FEW_ROWS = 1024
+
+
+@triton.jit
+def _relu(x):
+    """Keep NaN, as torch does: a diverged model must not look like one whose outputs are zero."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -89,7 +97,7 @@ def _forward(
     if ADD:
         out += tl.load(add + at, mask=inside, other=0.0).to(tl.float32)
     if RELU:
-        out = tl.maximum(out, 0.0)
+        out = _relu(out)
     tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
     tl.store(mean + channel, m, mask=known)
     tl.store(rstd + channel, r, mask=known)
@@ -219,7 +227,7 @@ def _apply_forward(
         if ADD:
             out += tl.load(add + at, mask=inside, other=0.0).to(tl.float32)
         if RELU:
-            out = tl.maximum(out, 0.0)
+            out = _relu(out)
         tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
     if tl.program_id(0) == 0:
         tl.store(mean + channel, m, mask=known)
@@ -278,7 +286,7 @@ def _scale(
     if ADD:
         out += tl.load(add + at, mask=inside, other=0.0).to(tl.float32)
     if RELU:
-        out = tl.maximum(out, 0.0)
+        out = _relu(out)
     tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
 
 
@@ -365,11 +373,15 @@ class _NormAddRelu(torch.autograd.Function):
         if rows <= FEW_ROWS:
             tile = few(rows, channels)
             grid: tuple[int, ...] = (triton.cdiv(channels, tile["CHANNELS"]),)
-            _forward[grid](*tensors, rows, channels, norm.eps, norm.momentum, **kind, **tile)
+            launch(
+                _forward, grid, *tensors, rows, channels, norm.eps, norm.momentum, **kind, **tile
+            )
         else:
             tall = many(x)
             sums = weight.new_empty((tall.blocks, 2, channels))
-            _block_moments[tall.blocks, tall.sides](
+            launch(
+                _block_moments,
+                (tall.blocks, tall.sides),
                 x,
                 sums,
                 rows,
@@ -378,7 +390,7 @@ class _NormAddRelu(torch.autograd.Function):
                 SPAN=compiled_in(len(x), tall.summed),
                 **tall.tile,
             )
-            _apply_forward[triton.cdiv(rows, tall.applied), tall.sides](
+            launch(_apply_forward, (triton.cdiv(rows, tall.applied), tall.sides),
                 *tensors, sums, rows, tall.applied, tall.blocks, channels, norm.eps, norm.momentum,
                 SPAN=compiled_in(len(x), tall.applied), BLOCKS=tall.most, **kind, **tall.tile,
             )  # fmt: skip
@@ -387,6 +399,7 @@ class _NormAddRelu(torch.autograd.Function):
         return y, twin(y)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         x, y, weight, bias, mean, rstd = ctx.saved_tensors
         given = [
@@ -402,15 +415,15 @@ class _NormAddRelu(torch.autograd.Function):
         if rows <= FEW_ROWS:
             tile = few(rows, channels)
             grid: tuple[int, ...] = (triton.cdiv(channels, tile["CHANNELS"]),)
-            _backward[grid](*entered, *left, rows, channels, **kind, **tile)
+            launch(_backward, grid, *entered, *left, rows, channels, **kind, **tile)
         else:
             tall = many(x)
             sums = weight.new_empty((tall.blocks, 2, channels))
-            _block_gradients[tall.blocks, tall.sides](
+            launch(_block_gradients, (tall.blocks, tall.sides),
                 *entered, sums, rows, tall.summed, channels,
                 SPAN=compiled_in(len(x), tall.summed), **kind, **tall.tile,
             )  # fmt: skip
-            _apply_backward[triton.cdiv(rows, tall.applied), tall.sides](
+            launch(_apply_backward, (triton.cdiv(rows, tall.applied), tall.sides),
                 *entered, *left, sums, rows, tall.applied, tall.blocks, channels,
                 SPAN=compiled_in(len(x), tall.applied), BLOCKS=tall.most, **kind, **tall.tile,
             )  # fmt: skip
@@ -430,7 +443,7 @@ def scale_add_relu(x: Tensor, add: Tensor | None, norm: nn.BatchNorm2d, relu: bo
     y = torch.empty_like(x)
     if add is not None:
         add = add.contiguous(memory_format=torch.channels_last)
-    _scale[(triton.cdiv(x.numel(), 1024),)](
+    launch(_scale, (triton.cdiv(x.numel(), 1024),),
         x, x if add is None else add, norm.weight, norm.bias, norm.running_mean, norm.running_var,
         y, x.numel(), x.shape[1], norm.eps, ADD=add is not None, RELU=relu, BLOCK=1024,
     )  # fmt: skip

@@ -25,6 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from motley.kernels.compiling import launch
+
 
 class LossScale(Protocol):
     """The factor on the loss in fp16, on the device (`motley.client.weights.LossScale`)."""
@@ -265,10 +267,18 @@ class Fused(torch.optim.Optimizer):
                 (scale.value, scale.good, found_inf),
                 (scale.HIGHEST, scale.LOWEST, scale.PATIENCE),
             )
-            _look[(len(table),)](
-                self._base, shadow, table, found_inf, COPIES=copies, FIELDS=FIELDS, PIECE=PIECE
+            launch(
+                _look,
+                (len(table),),
+                self._base,
+                shadow,
+                table,
+                found_inf,
+                COPIES=copies,
+                FIELDS=FIELDS,
+                PIECE=PIECE,
             )
-        _step[(len(table),)](
+        launch(_step, (len(table),),
             self._base, shadow, table, self.lr, self.counter, len(table), *states,
             *factors, self.weight_decay, *limits, **kind, PULLED=self._pulls is not None,
             COPIES=copies, SCALED=self.weights is not None and self.weights.scaled,

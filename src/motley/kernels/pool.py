@@ -12,8 +12,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from motley.kernels import LENGTHS, twin
+from motley.kernels.compiling import launch
 
 #: Values that one program computes.
 TILE = 2048
@@ -35,7 +37,7 @@ def _forward(
         inside = (a >= 0) & (a < height) & (b >= 0) & (b < width)
         at = ((n * height + a) * width + b)[:, None] * channels + channel[None, :]
         value = tl.load(x + at, mask=known & inside[:, None], other=float("-inf")).to(tl.float32)
-        larger = value > best
+        larger = (value > best) | (value != value)  # NaN counts as largest, as in torch
         best = tl.where(larger, value, best)
         tap = tl.where(larger, t, tap).to(tl.int8)
     at = row[:, None] * channels + channel[None, :]
@@ -84,8 +86,20 @@ def _pooled(x: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
     where = torch.empty_like(y, dtype=torch.int8) if keep else y
     rows = y.numel() // channels
     grid, tile = _grid(rows, channels)
-    _forward[grid](
-        x, y, where, rows, height, width, shape[2], shape[3], channels, KEEP=keep, **tile
+    launch(
+        _forward,
+        grid,
+        x,
+        y,
+        where,
+        rows,
+        height,
+        width,
+        shape[2],
+        shape[3],
+        channels,
+        KEEP=keep,
+        **tile,
     )
     return y, where
 
@@ -100,6 +114,7 @@ class _MaxPool(torch.autograd.Function):
         return y, twin(y)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Tensor:
         (where,) = ctx.saved_tensors
         given = [
@@ -114,7 +129,7 @@ class _MaxPool(torch.autograd.Function):
         dx = torch.empty(ctx.shape, **kind)
         rows = dx.numel() // channels
         grid, tile = _grid(rows, channels)
-        _backward[grid](
+        launch(_backward, grid,
             given[0], given[-1], where, dx, rows, height, width,
             where.shape[2], where.shape[3], channels,
             TWIN=len(given) == 2, **tile,

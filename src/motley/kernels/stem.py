@@ -13,11 +13,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from motley.kernels import LENGTHS, compiled_in
+from motley.kernels.compiling import launch
+from motley.kernels.convolve import matches, output_side
 
 #: The largest number of values in a row of taps.
 MOST_INNER = 64
+#: Inputs and outputs must have fewer values than this: places in them are 32-bit numbers.
+MOST_VALUES = 2**31
 #: Output channels per program.
 OUTPUTS = 64
 #: Output positions that a program processes at a time.
@@ -94,7 +99,7 @@ class _Stem(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
         outputs, channels, height, width = weight.shape
         sides = [
-            (side + 2 * padding - taps) // stride + 1
+            output_side(side, taps, stride, padding)
             for side, taps in zip(x.shape[2:], (height, width), strict=True)
         ]
         shape = (len(x), outputs, *sides)
@@ -111,10 +116,11 @@ class _Stem(torch.autograd.Function):
             "PRECISION": "tf32" if torch.backends.cudnn.allow_tf32 else "ieee",
         }
         grid = triton.cdiv(ctx.shape[0], ROWS), triton.cdiv(outputs, OUTPUTS)
-        _forward[grid](x, weight, y, *ctx.shape, **ctx.kind, ROWS=ROWS, num_warps=4)
+        launch(_forward, grid, x, weight, y, *ctx.shape, **ctx.kind, ROWS=ROWS, num_warps=4)
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         outputs, channels, height, width = weight.shape
@@ -123,7 +129,9 @@ class _Stem(torch.autograd.Function):
         span = triton.cdiv(rows, BLOCKS * ROWS) * ROWS
         blocks = triton.cdiv(rows, span)
         sums = torch.empty((blocks, outputs, height, width, channels), device=x.device)
-        _gradient[blocks, height, triton.cdiv(outputs, OUTPUTS)](
+        launch(
+            _gradient,
+            (blocks, height, triton.cdiv(outputs, OUTPUTS)),
             x,
             dy,
             sums,
@@ -141,8 +149,9 @@ def applies(x: Tensor, convolution: torch.nn.Conv2d) -> bool:
     """Tell whether the kernel can be used.
 
     Images must be in channels-last format and need no gradient, and rows of taps must be short.
+    Images that are smaller than the taps are left to torch, which says so.
     """
-    taps = convolution.kernel_size[1] * x.shape[1]
+    taps = convolution.kernel_size[1] * convolution.in_channels
     square = len({*convolution.stride}) == 1 and len({*convolution.padding}) == 1
     plain = (
         convolution.bias is None
@@ -150,12 +159,16 @@ def applies(x: Tensor, convolution: torch.nn.Conv2d) -> bool:
         and convolution.dilation == (1, 1)
         and square
     )
-    return (
-        plain
-        and taps <= MOST_INNER
-        and not x.requires_grad
-        and x.is_contiguous(memory_format=torch.channels_last)
-    )
+    if not plain or taps > MOST_INNER or x.requires_grad or not matches(x, convolution.weight):
+        return False
+    stride, padding = convolution.stride[0], int(convolution.padding[0])
+    values = len(x) * convolution.out_channels
+    for side, length in zip(x.shape[2:], convolution.kernel_size, strict=True):
+        positions = output_side(side, length, stride, padding)
+        if positions < 1:
+            return False
+        values *= positions
+    return max(values, x.numel()) < MOST_VALUES
 
 
 def convolve(x: Tensor, convolution: torch.nn.Conv2d) -> Tensor:

@@ -1,4 +1,4 @@
-"""The contract of a method: a client half, a server half, and what the two of them need.
+"""The contract of a method: a client half, a server half, and a declaration of their needs.
 
 Every hook has a default that makes it FedAvg, so a method is "FedAvg, except for this". The client
 half runs where the client is and sees a `Step` (`step.py`, which has the rules for steps). The
@@ -8,6 +8,7 @@ the rest of Motley reads this declaration, and never looks at the hooks that a c
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
@@ -61,6 +62,9 @@ class Requirements:
     collection: bool = False
     #: Models are cut at their stages, so every model must declare them (`motley.models.stages`).
     stages: bool = False
+    #: Clients minimize another loss than the task's, so label smoothing and logit adjustment would
+    #: have no effect and are refused.
+    own_loss: bool = False
     #: Targets are class numbers, one per example: the method masks, counts, averages or distills
     #: per class. It is refused for other tasks (`motley.tasks.Task.has_classes`).
     classes: bool = False
@@ -97,9 +101,10 @@ class Requirements:
 
     def combined(self, other: Requirements) -> Requirements:
         """Return the requirements of two methods that run on top of each other."""
-        either = {
-            one.name: getattr(self, one.name) or getattr(other, one.name) for one in fields(self)
-        }
+        either = {}
+        for requirement in fields(self):
+            name = requirement.name
+            either[name] = getattr(self, name) or getattr(other, name)
         for promise in ("exchanges_weights", "private_parts", "robust_merge"):
             either[promise] = getattr(self, promise) and getattr(other, promise)
         return Requirements(**either)
@@ -135,7 +140,7 @@ class ClientAlgorithm:
         return {}
 
     def shared(self, size: str, tensors: State) -> State:
-        """Return those of a client's tensors that are in its part: all but private ones."""
+        """Return a client's tensors without the private ones, which are not in its part."""
         private = self.info.split.private[size]
         if not private:
             return tensors
@@ -348,6 +353,25 @@ def check_requirements(method: type[Method]) -> None:
             f"declares payload = {needs.payload} and client_state = {needs.client_state}. "
             "Change its `requirements`."
         )
+    _check_arguments(method)
+
+
+def _check_arguments(method: type[Method]) -> None:
+    """Check that hooks take the arguments that they are called with, before anything is trained."""
+    for half, default in ((method.Client, ClientAlgorithm), (method.Server, ServerAlgorithm)):
+        for hook, original in vars(default).items():
+            is_hook = inspect.isfunction(original) and not hook.startswith("_")
+            if not is_hook or not _overrides(method, hook):
+                continue
+            arguments = list(inspect.signature(original).parameters)
+            own = inspect.signature(getattr(half, hook))
+            try:
+                own.bind(*arguments)
+            except TypeError:
+                raise TypeError(
+                    f"{half.__name__}.{hook}{own} is called as {hook}({', '.join(arguments)}) "
+                    "and cannot take these arguments."
+                ) from None
 
 
 def _accept(item: Any) -> type[Method]:

@@ -1,7 +1,7 @@
 """CCVR: the last layer is calibrated on virtual features after training.
 
 Luo et al., No Fear of Heterogeneity: Classifier Calibration for Federated Learning with Non-IID
-Data, NeurIPS 2021. Training is that of another method, here FedAvg. Afterwards every client passes
+Data, NeurIPS 2021. Clients train by another method, here FedAvg. Afterwards every client passes
 its data through the final model and sends, for each class c, the number n of its examples and the
 mean m and covariance S of their features, the inputs of the last layer. The server computes mean
 and covariance of all clients' features (written with the means' distances, which loses fewer
@@ -158,10 +158,12 @@ class CCVRServer(ServerAlgorithm):
         """Draw features for one layer from the distributions of the sizes that have it."""
         features, labels = [], []
         for size in sizes:
-            answers = [one for one in collections if one.size == size]
+            answers = [collection for collection in collections if collection.size == size]
             if not answers:
                 continue
-            gaussians = pooled([one.values for one in answers], self.info.classes, layer.width)
+            gaussians = pooled(
+                [answer.values for answer in answers], self.info.classes, layer.width
+            )
             numbers = virtual_numbers(gaussians.counts, self.settings)
             generator = torch.Generator(gaussians.mean.device)
             round_number = answers[0].round_number
@@ -264,7 +266,7 @@ def square_root(covariance: Tensor) -> Tensor:
 
     Unlike Cholesky's factor it exists for singular covariances, which are common: some features are
     always zero, and a class may have fewer examples than features. It also changes little if the
-    covariance does, so that rounding errors do not change what is drawn.
+    covariance does, so that rounding errors do not change the draws.
     """
     values, vectors = torch.linalg.eigh(covariance)
     return (vectors * values.clamp_min(0).sqrt()) @ vectors.t()

@@ -48,6 +48,7 @@ from motley.core.randomness import generator
 from motley.core.tensors import add_, copy_, norm, scale_, total
 from motley.core.update import ClientUpdate
 from motley.data.public import PublicData
+from motley.models.tied import names_for_a_call
 from motley.splits.base import Split, is_described_by_its_state
 
 #: Public images that pass through a client's model at once.
@@ -80,9 +81,9 @@ def draw_batches(
 ) -> PublicBatches:
     """Draw the images of a round's steps: passes over all images, each in a new random order."""
     batch_size = min(batch_size, images)
-    numbers = generator(seed, "distillation", round_number)
+    rng = generator(seed, "distillation", round_number)
     passes = math.ceil(steps * batch_size / images)
-    order = np.concatenate([numbers.permutation(images) for _ in range(passes)])
+    order = np.concatenate([rng.permutation(images) for _ in range(passes)])
     rows = order[: steps * batch_size].reshape(steps, batch_size)
     distinct, positions = np.unique(rows, return_inverse=True)
 
@@ -106,6 +107,7 @@ class ServerModels:
         self._split = split
         self._modules: dict[str, nn.Module] = {}
         self._norms: dict[str, list[nn.Module]] = {}
+        self._call_names: dict[str, Mapping[str, str]] = {}
 
     def logits(
         self, size: str, state: State, images: Tensor, *, adapt_statistics: bool = False
@@ -122,10 +124,15 @@ class ServerModels:
             else:
                 module = place(self._split.build(size), images.device)
             self._modules[size] = module.eval()
-            self._norms[size] = [m for m in module.modules() if isinstance(m, _BatchNorm)]
+            self._call_names[size] = names_for_a_call(module)
+            self._norms[size] = [
+                layer for layer in module.modules() if isinstance(layer, _BatchNorm)
+            ]
         for layer in self._norms[size]:
             layer.train(adapt_statistics)
-        logits: Tensor = functional_call(self._modules[size], state, (images,))
+        own = {name: state[first] for name, first in self._call_names[size].items()}
+        module = self._modules[size]
+        logits: Tensor = functional_call(module, own, (images,), tie_weights=False)
         return logits
 
 
@@ -259,7 +266,9 @@ class SizeTrainer:
         `targets` has tensors with one row per distinct public image, `rates` the learning rate of
         each step. Returns the global state after it, and the mean loss over steps and sizes.
         """
-        names = {piece.name for part in parts.values() for piece in part.values()}
+        names: set[str] = set()
+        for part in parts.values():
+            names.update(piece.name for piece in part.values())
         self._load({name: tensor for name, tensor in state.items() if name in names})
         sum_of_losses = torch.zeros((), device=batches.rows.device)
         for rows, positions, lr in zip(batches.rows, batches.positions, rates, strict=True):
@@ -314,7 +323,8 @@ class SizeTrainer:
         own = take(self._tensors, part)
         logits = self._models.logits(size, own, images, adapt_statistics=self._adapt)
         loss = self._loss(logits.float(), targets)
-        names = list(dict.fromkeys(p.name for p in part.values() if p.name in self._parameters))
+        names_of_part = dict.fromkeys(piece.name for piece in part.values())
+        names = [name for name in names_of_part if name in self._parameters]
         params = [self._tensors[name] for name in names]
         grads = torch.autograd.grad(loss, params, allow_unused=True)
         of_size = {n: grad for n, grad in zip(names, grads, strict=True) if grad is not None}

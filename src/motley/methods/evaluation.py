@@ -1,7 +1,7 @@
 """The sums from which a model is scored on a test set.
 
-They are sums over examples, so those of batches and of clients can be added. Methods that exchange
-no weights have no global model: their clients evaluate their own models where they are, and send
+They are sums over examples, so the sums of batches and of clients can be added. Methods that
+exchange no weights have no global model: their clients evaluate their own models locally, and send
 these sums.
 """
 
@@ -51,7 +51,7 @@ class TestSums:
         sums[LOSS] += self.task.example_losses(outputs, targets).double().sum()
         sums[EXAMPLES] += len(targets)
         rows, row_targets = self.task.rows(outputs, targets)
-        sums[METRICS] += torch.cat([m.sums(rows, row_targets) for m in self.task.metrics])
+        sums[METRICS] += torch.cat([metric.sums(rows, row_targets) for metric in self.task.metrics])
         if self.task.has_classes:
             correct = (outputs.argmax(1) == targets).double()
             sums[CORRECT].index_add_(0, targets, correct)

@@ -13,7 +13,7 @@ unrelated.
 - The paper averages outputs after the softmax; HtFLlib averages logits and takes the softmax of
   their mean: `outputs = "logits"`.
 - The paper leaves the client itself out of the mean; HtFLlib does not: `average = "all"`.
-- The averages are those of the last round's clients. An image of a class that none of them has adds
+- The averages are over the last round's clients. An image of a class that none of them has adds
   nothing to the second term.
 """
 

@@ -9,7 +9,7 @@ from the mean logits of all clients of the round, whatever their architectures:
 
 with Adam and a learning rate that falls along a cosine. The students are the sizes of the round's
 clients; a size that no client of the round trained stays as it is. Sizes that share parts are
-trained together, see `distillation.py`, which also says what happens to BatchNorm's statistics.
+trained together, see `distillation.py`, also for BatchNorm's statistics.
 
 The paper takes up to 10,000 steps per round and stops early by the accuracy on labelled validation
 images. Public images have no labels here, so there is no early stopping, and the default is 100
@@ -69,7 +69,7 @@ class FedDFServer(ServerAlgorithm):
 
     def __init__(self, settings: MethodSettings, info: FederationInfo) -> None:
         super().__init__(settings, info)
-        if self.settings.statistics == "adapt" and info.split.moves:
+        if self.settings.statistics == "adapt" and info.split.parts_change:
             raise MotleyError(
                 "method.statistics = 'adapt': the channels of a size change from round to round, "
                 "and running statistics of copied channels cannot follow. Use 'frozen'."

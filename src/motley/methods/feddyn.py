@@ -2,13 +2,16 @@
 
 Acar et al., Federated Learning Based on Dynamic Regularization, ICLR 2021. A client minimizes
 
-    f_i(theta) - <grad_i, theta> + alpha / 2 |theta - w|^2,    then    grad_i <- grad_i - alpha (w_i
-    - w)
+    f_i(theta) - <grad_i, theta> + alpha / 2 |theta - w|^2
 
-and the server keeps h <- h - alpha / N (sum of w_i - w) and sets w to the clients' mean minus h /
-alpha. Both are kept here divided by -alpha: a client keeps lambda_i, the sum of its deltas so far,
-and the server keeps the mean of lambda_i over all N clients that hold a layer, which it adds to
-their mean delta. With this, the gradient of the two extra terms is
+ends at w_i, and updates grad_i. The server updates h, and sets w to the clients' mean minus
+h / alpha:
+
+    grad_i <- grad_i - alpha (w_i - w),    h <- h - alpha / N sum of (w_i - w)
+
+Both are kept here divided by -alpha: a client keeps lambda_i, the sum of its deltas so far, and the
+server keeps the mean of lambda_i over all N clients that hold a layer, which it adds to their mean
+delta. With this, the gradient of the two extra terms is
 
     alpha (theta - w + lambda_i)
 

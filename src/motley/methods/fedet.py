@@ -158,10 +158,11 @@ def shared_head(split: Split) -> dict[str, list[str]]:
             "shapes, and Fed-ET exchanges them between sizes. Set model.projection, which gives "
             "all sizes a last layer of one width."
         )
-    return {
-        size: [f"{head_of(blueprint.module)}.{name}" for name in exchanged]
-        for size, blueprint in split.blueprints.items()
-    }
+    paths = {}
+    for size, blueprint in split.blueprints.items():
+        head = head_of(blueprint.module)
+        paths[size] = [f"{head}.{name}" for name in exchanged]
+    return paths
 
 
 class FedETServer(ServerAlgorithm):

@@ -208,7 +208,7 @@ class FedGenServer(ServerAlgorithm):
         module = info.split.blueprints[size].module
         self._head = _Head(deepcopy(module).eval())
         self._head_names = owned(module, chain_of(module)[-1:])
-        self._width = shape_behind(chain_of(module)[:-1], info.input_shape).numel()
+        self._width = shape_behind(module, -1, info.input_shape).numel()
 
     def init(self) -> State:
         if not self.settings.active:
@@ -339,7 +339,7 @@ class FedGen(Method):
             chain = chain_of(blueprint.module)
             state = blueprint.module.state_dict()
             head = {name: state[name].shape for name in owned(blueprint.module, chain[-1:])}
-            head["features"] = shape_behind(chain[:-1], info.input_shape)
+            head["features"] = shape_behind(blueprint.module, -1, info.input_shape)
             if len(head["features"]) != 1:
                 raise MotleyError(
                     f"model.sizes: the head of {size!r} reads features of shape "

@@ -120,8 +120,9 @@ class FedImproSettings(MethodSettings):
     often.
     """
     ratio: float = Field(default=1.0, gt=0)
-    """Number of drawn features per example of the batch. With labels = "balanced", rounded up to a
-    multiple of the number of classes.
+    """Number of drawn features per example of the batch. With labels = "balanced", the next larger
+    multiple of the number of classes, as in the released code: 130 for a batch of 128 and 10
+    classes, and 140 for one of 130.
     """
     normalization: Literal["joint", "separate"] = "joint"
     """joint: real and drawn features are one batch for batch norm. separate: two batches, and only
@@ -293,7 +294,7 @@ class FedImproServer(ServerAlgorithm):
     def update(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
         statistics = {name: tensor for name, tensor in own.items() if name.startswith(OWN)}
         for group in dict.fromkeys(self._groups[update.size] for update in updates):
-            payloads = [u.payload for u in updates if self._groups[u.size] == group]
+            payloads = self._payloads(updates, group)
             for name, (value, known) in self._merged(payloads).items():
                 before = statistics[f"{OWN}{group}/{name}"]
                 change = (1 - self.settings.beta_g) * known * (value - before)
@@ -305,19 +306,26 @@ class FedImproServer(ServerAlgorithm):
         """Return the loss on drawn features and its weight, the deviation they are drawn with, and
         how far apart the clients' means are, both as root mean squares over classes and values.
         """
-        spreads = [t for n, t in own.items() if n.startswith(OWN) and n.endswith("/spread")]
-        spread = torch.cat([tensor.flatten() for tensor in spreads])
+        spreads = []
+        for name, tensor in own.items():
+            if name.startswith(OWN) and name.endswith("/spread"):
+                spreads.append(tensor.flatten())
+        spread = torch.cat(spreads)
         is_variance = self.settings.spread == "variance"
         variance = spread.clamp_min(0) if is_variance else spread.square()
         apart = []
         for group in dict.fromkeys(self._groups[update.size] for update in updates):
-            means = [u.payload[f"{OWN}mean"] for u in updates if self._groups[u.size] == group]
+            means = [payload[f"{OWN}mean"] for payload in self._payloads(updates, group)]
             apart.append(torch.stack(means).var(0, correction=0).flatten())
         return {
             **super().metrics(own, updates),
             "deviation": variance.mean().sqrt(),
             "means_apart": torch.cat(apart).mean().sqrt(),
         }
+
+    def _payloads(self, updates: Sequence[ClientUpdate], group: str) -> list[State]:
+        """Return the payloads of the clients whose sizes share the statistics of a group."""
+        return [update.payload for update in updates if self._groups[update.size] == group]
 
     def _merged(self, payloads: Sequence[State]) -> dict[str, tuple[Tensor, Tensor | float]]:
         """Return the statistics of several clients together, each with 1 for the classes of which
@@ -330,7 +338,10 @@ class FedImproServer(ServerAlgorithm):
         is_variance = self.settings.spread == "variance"
         variance = spread if is_variance else spread.square()
         counts = [payload[f"{OWN}counts"] for payload in payloads]
-        whole = pooled([Moments(*one) for one in zip(counts, mean, variance, strict=True)])
+        moments_of_clients = []
+        for client_moments in zip(counts, mean, variance, strict=True):
+            moments_of_clients.append(Moments(*client_moments))
+        whole = pooled(moments_of_clients)
         merged_spread = whole.variance if is_variance else whole.variance.sqrt()
         counted = whole.counts[:, None]
         return {
@@ -361,4 +372,5 @@ def spread_of(deviation: float, settings: FedImproSettings) -> float:
 
 
 def _without_own(state: State) -> State:
-    return {n: tensor for n, tensor in state.items() if not n.startswith((OWN, REPORTED))}
+    prefixes = (OWN, REPORTED)
+    return {name: tensor for name, tensor in state.items() if not name.startswith(prefixes)}

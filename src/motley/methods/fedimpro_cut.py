@@ -22,9 +22,9 @@ class Cut:
         self.names: dict[str, str] = {}
         for size, chain in self._chains.items():
             self._low_stages[size] = self._count_low_stages(size, stage or self._middle_stage(size))
-            low = chain[: self._low_stages[size]]
-            self.shapes[size] = shape_behind(low, image)
-            self.names[size] = low[-1].name
+            low = self._low_stages[size]
+            self.shapes[size] = shape_behind(self._blueprints[size].module, low, image)
+            self.names[size] = chain[low - 1].name
 
     def levels(self, chain: Chain, size: str) -> tuple[Chain, Chain]:
         """Return the low and the high level of a model of a size."""
@@ -37,7 +37,7 @@ class Cut:
         return f"{self.names[size]}-{'x'.join(map(str, self.shapes[size]))}"
 
     def _count_low_stages(self, size: str, stage: str) -> int:
-        names = [one.name for one in self._chains[size][:-1]]
+        names = [bound.name for bound in self._chains[size][:-1]]
         if stage not in names:
             raise MotleyError(
                 f"method.cut = {stage!r}: model {size!r}: {unknown('stage', stage, names)}"

@@ -34,7 +34,7 @@ def moments(features: Tensor, labels: Tensor, classes: int) -> Moments:
 
 
 def pooled(parts: Sequence[Moments]) -> Moments:
-    """Return the moments of all examples together, from those of disjoint groups of examples."""
+    """Return the moments of all examples together, from the moments of disjoint groups."""
     counts, mean, variance = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
     total = counts.sum(0)
     whole = (counts[..., None] * mean).sum(0) / total.clamp_min(1)[:, None]
@@ -49,7 +49,7 @@ def balanced(labels: Tensor, classes: int, count: int) -> Tensor:
 
 
 def repeated(labels: Tensor, count: int) -> Tensor:
-    """Return `count` labels: those of a batch, repeated as often as needed."""
+    """Return `count` labels: a batch's labels, repeated as often as needed."""
     return labels.repeat(-(-count // len(labels)))[:count]
 
 

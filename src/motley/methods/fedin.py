@@ -267,9 +267,9 @@ class FedINServer(ServerAlgorithm):
     settings: FedInSettings
 
     def broadcast(self, own: State, state: State, round_number: int, client: int) -> State:
-        numbers = generator(self.info.seed, "features", round_number, client)
+        rng = generator(self.info.seed, "features", round_number, client)
         shapes = self._sent_shapes(self.info.size_of(client, round_number))
-        return draw(own, client, shapes, self.settings.samples, numbers)
+        return draw(own, client, shapes, self.settings.samples, rng)
 
     def update(self, own: State, state: State, updates: Sequence[ClientUpdate]) -> State:
         return collect(own, updates, self.settings.pool, self.settings.stale)
@@ -346,8 +346,8 @@ def feature_shapes(split: Split, image: InputShape) -> dict[str, Shapes]:
     """Return the shapes of s_in and s_out of one image, for every size."""
     shapes = {}
     for size, blueprint in split.blueprints.items():
-        chain = chain_of(blueprint.module)
-        shapes[size] = shape_behind(chain[:1], image), shape_behind(chain[:-1], image)
+        model = blueprint.module
+        shapes[size] = shape_behind(model, 1, image), shape_behind(model, -1, image)
     return shapes
 
 

@@ -63,24 +63,23 @@ def collect(pool: State, updates: Sequence[ClientUpdate], capacity: int, stale: 
     return after
 
 
-def draw(
-    pool: State, client: int, shapes: Shapes, count: int, numbers: np.random.Generator
-) -> State:
-    """Return the features of `count` clients other than this one, of these shapes; none if there
-    are none.
+def draw(pool: State, client: int, shapes: Shapes, count: int, rng: np.random.Generator) -> State:
+    """Draw the features of `count` other clients of these shapes; empty if the pool has none.
 
     If the pool has fewer, some are drawn twice, because a step is captured for one shape of the
     broadcast.
     """
-    others = [
-        entry
-        for entry in entries(pool)
-        if entry.client != client and _shapes(pool, entry) == shapes
-    ]
+    others = []
+    for entry in entries(pool):
+        if entry.client != client and _shapes(pool, entry) == shapes:
+            others.append(entry)
     if not others or not count:
         return {}
-    chosen = [others[at] for at in numbers.choice(len(others), count, replace=len(others) < count)]
-    return {end: torch.cat([pool[entry.name(end)] for entry in chosen]) for end in (IN, OUT)}
+    drawn = rng.choice(len(others), count, replace=len(others) < count)
+    features = {}
+    for end in (IN, OUT):
+        features[end] = torch.cat([pool[others[number].name(end)] for number in drawn])
+    return features
 
 
 def _shapes(pool: State, entry: Entry) -> Shapes:

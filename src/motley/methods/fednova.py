@@ -125,14 +125,18 @@ def _divided(update: ClientUpdate, a: Tensor, names: set[str]) -> ClientUpdate:
 
 
 def effective(state: State, updates: Sequence[ClientUpdate], a: Tensor, names: set[str]) -> State:
-    """Return tau_eff, the mean of `a` over owners: one number per name, or one per coordinate of
-    names of which clients hold pieces.
+    """Return tau_eff, the mean of `a` over owners, by name.
 
-    All of it on the device: a host that read `a` would wait for the round's training.
+    It is one number per name, or one per coordinate if some client holds only a piece of the
+    tensor. All of it is computed on the device: a host that read `a` would wait for the round's
+    training.
     """
-    in_pieces = set()
+    in_pieces: set[str] = set()
+    held: list[set[str]] = []  # per update
     for update in updates:
-        in_pieces |= {piece.name for piece in update.part.values() if piece.index is not None}
+        pieces = update.part.values()
+        in_pieces |= {piece.name for piece in pieces if piece.index is not None}
+        held.append({piece.name for piece in pieces})
     in_pieces &= names
     per_coordinate = []
     for update, value in zip(updates, a.float(), strict=True):
@@ -141,13 +145,11 @@ def effective(state: State, updates: Sequence[ClientUpdate], a: Tensor, names: s
         for local, piece in part.items():
             values[local] = value.expand(select(state[piece.name], piece.index).shape)
         per_coordinate.append(replace(update, part=part, delta=values))
-    names_of = [{piece.name for piece in update.part.values()} for update in updates]
-    whole = sorted(set().union(*names_of) & names - in_pieces)
-    weights = [
-        update.weight * (name in held_names)
-        for name in whole
-        for update, held_names in zip(updates, names_of, strict=True)
-    ]
-    owned = tensor_on(weights, a.dtype, a.device).reshape(len(whole), len(updates))
-    means = ((owned * a).sum(1) / owned.sum(1)).float()
+    whole = sorted(set().union(*held) & names - in_pieces)
+    flat_weights: list[float] = []  # of a matrix with one row per name and one column per update
+    for name in whole:
+        for update, held_names in zip(updates, held, strict=True):
+            flat_weights.append(update.weight if name in held_names else 0.0)
+    weights = tensor_on(flat_weights, a.dtype, a.device).reshape(len(whole), len(updates))
+    means = ((weights * a).sum(1) / weights.sum(1)).float()
     return {**dict(zip(whole, means, strict=True)), **merge(state, per_coordinate).delta}

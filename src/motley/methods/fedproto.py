@@ -19,7 +19,7 @@ Where paper and code leave a choice:
 - A class that no client of a round has keeps its prototype. An image of a class without a prototype
   adds nothing to the second term.
 
-Predictions are those of the classifier. The record's metric `method/prototype_accuracy` is the
+The classifier makes the predictions. The record's metric `method/prototype_accuracy` is the
 accuracy of the nearest global prototype, which the paper uses for inference.
 """
 

@@ -7,8 +7,8 @@ Collins et al., Exploiting Shared Representations for Personalized Federated Lea
     phi_i <- phi after further steps on f_i(h_i, phi), with h_i fixed
 
 The server averages the bodies. The steps on the head are `head_epochs` epochs, and those on the
-body `training.epochs` epochs after them. The head is what `split.private` names (by default the
-model's head), the body the rest. Each of the two has an optimizer of its own. Running statistics
+body `training.epochs` epochs after them. `split.private` names the head's tensors (by default the
+model's head); the body is the rest. Each of the two has an optimizer of its own. Running statistics
 belong to the second phase: in the first, batches are normalized by their own statistics, and the
 running ones stay as they are.
 """

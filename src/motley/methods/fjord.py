@@ -8,8 +8,8 @@ batch, a client minimizes
     CE(z_p),    or with self-distillation    CE(z_max) + CE(softmax(z_max), detached; z_p)
 
 Over networks of one width this is FedAvg. The width is drawn on the device, and a narrow output is
-that of the wide network with masked channels (`splits/ordered_dropout.py`). No step depends on the
-host, but a narrow forward pass costs as much as a wide one.
+computed by the wide network with masked channels (`splits/ordered_dropout.py`). No step depends on
+the host, but a narrow forward pass costs as much as a wide one.
 """
 
 from __future__ import annotations

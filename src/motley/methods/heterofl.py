@@ -64,7 +64,8 @@ class HeteroFLClient(ClientAlgorithm):
     settings: HeteroFLSettings
 
     def before_training(self, step: Step) -> None:
-        step.keep("classes", {"present": step.present_classes(self.info.classes)})
+        has_class = step.class_counts(self.info.classes) > 0
+        step.keep("classes", {"present": has_class.float()})
 
     def loss(self, step: Step) -> Tensor:
         logits = step.model(step.inputs)
@@ -136,13 +137,14 @@ class HeteroFLServer(ServerAlgorithm):
     def collection_clients(self, round_number: int) -> Sequence[int]:
         if self.settings.statistics != "pass" or not self.info.is_evaluated(round_number):
             return ()
-        has_statistics = any(name.endswith("running_mean") for name in self.info.split.frame)
+        has_statistics = any(name.endswith("running_mean") for name in self.info.split.meta_state)
         return range(len(self.info.sizes)) if has_statistics else ()
 
     def apply_collection(
         self, own: State, state: State, collections: Sequence[Collection]
     ) -> tuple[State, State]:
-        updates = [self._statistics(state, one) for one in collections if one.values]
+        answers = [collection for collection in collections if collection.values]
+        updates = [self._statistics(state, answer) for answer in answers]
         return own, apply(state, merge(state, updates), ())
 
     def _statistics(self, state: State, collection: Collection) -> ClientUpdate:

@@ -10,7 +10,7 @@ This is the paper's formula; in the released code the mix is never applied. The 
 transformers. In ResNets the last block is that of stage 4, and of the larger size's blocks in that
 stage, only tensors of the same shape as the last block's take part. InCo comes after it.
 
-What the sizes share is the split's choice. `split.name = "inclusive"` is the paper's: a size keeps
+The split chooses the shared tensors. `split.name = "inclusive"` is the paper's: a size keeps
 its last block and its head to itself. With "depth" all layers are shared, with "grouped" none,
 which are the aggregations of FedIN's Tables 1 and 3.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from pydantic import Field
@@ -46,7 +46,7 @@ class InclusiveFLSettings(MethodSettings):
     name: str = "inclusivefl"
     beta: float = Field(default=0.2, ge=0, le=1)
     """Weight of the next larger size's delta in the delta of a size's last block (momentum
-    distillation). 0: no distillation; what remains is the sharing of layers that split.name
+    distillation). 0: no distillation, only the sharing of layers that split.name
     chooses.
     """
 
@@ -95,7 +95,7 @@ class InclusiveFLServer(ServerAlgorithm):
         if size not in self._lessons:
             return {}
         larger, lessons = self._lessons[size]
-        sources = {source for names in lessons.values() for source in names}
+        sources = set(chain.from_iterable(lessons.values()))
         means = _mean_of_size(state, larger, sources, updates)
         if not means:
             return {}

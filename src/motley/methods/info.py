@@ -59,6 +59,11 @@ class Training(Protocol):
         ...
 
     @property
+    def label_smoothing(self) -> float:
+        """Weight that is spread evenly over all classes in the clients' loss."""
+        ...
+
+    @property
     def optimizer(self) -> Optimizer:
         """The clients' optimizer."""
         ...
@@ -155,7 +160,7 @@ class FederationInfo:
                     whole[piece.name] += clients[size]
                     continue
                 if piece.name not in pieces:
-                    pieces[piece.name] = torch.zeros(self.split.frame[piece.name].shape)
+                    pieces[piece.name] = torch.zeros(self.split.meta_state[piece.name].shape)
                 add_at(pieces[piece.name], piece.index, float(clients[size]))
         owners: dict[str, int | Tensor] = dict(whole)
         for name, counts in pieces.items():

@@ -29,8 +29,8 @@ class LastLayer:
 def last_layers(split: Split, method: str) -> dict[str, LastLayer]:
     """Return the last layer of every size. Sizes that share it have equal entries.
 
-    Raise an error that names the method if a size has no last layer of its own kind: exactly one
-    linear layer, all of which the size holds.
+    A method that asks needs exactly one linear last layer, which the size holds as a whole. If a
+    size has none, the error names the method.
     """
     layers = {}
     for size, blueprint in split.blueprints.items():

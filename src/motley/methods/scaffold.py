@@ -29,7 +29,7 @@ from torch import Tensor
 from motley.core.merge import Aggregate, add_shares
 from motley.core.part import Part, State, take
 from motley.core.randomness import key
-from motley.core.tensors import difference, divide_, scale_, subtract_
+from motley.core.tensors import difference, divide_, scale_, subtract_, total
 from motley.core.update import ClientUpdate
 from motley.methods.base import (
     METHODS,
@@ -109,10 +109,10 @@ class ScaffoldServer(ServerAlgorithm):
         change = self._merged_payload(own, updates)
         if divides_by_all:
             # The sum over the round's clients is their number times the (robust) mean.
-            nothing = {name: torch.zeros_like(c) for name, c in own.items()}
-            sampled = add_shares(nothing, updates, _ones, self.info.owners)
-            change = {name: sampled[name] * tensor for name, tensor in change.items()}
-        return {name: c + change[name] if name in change else c for name, c in own.items()}
+            zeros = {name: torch.zeros_like(c) for name, c in own.items()}
+            sampled_shares = add_shares(zeros, updates, _ones, self.info.owners)
+            change = {name: sampled_shares[name] * tensor for name, tensor in change.items()}
+        return {**own, **total(own, change)}
 
     def _merged_payload(self, own: State, updates: Sequence[ClientUpdate]) -> State:
         """Return the mean of the changes over the clients that took part and hold a coordinate, or
@@ -156,7 +156,7 @@ def initial_control(split: Split, settings: ScaffoldSettings, seed: int) -> Stat
 
 
 def _covered(merged: Aggregate, name: str) -> Tensor:
-    """Return the change of one name, with 0 for coordinates that nobody changed."""
+    """Return the change of one name, with 0 for coordinates without an owner."""
     mask = merged.covered[name]
     return merged.delta[name] if mask is None else torch.where(mask, merged.delta[name], 0)
 

@@ -147,7 +147,10 @@ class SphereFedServer(ServerAlgorithm):
         state = dict(state)
         collections = finite(collections)
         for layer in dict.fromkeys(self._layers.values()):
-            answers = [one.values for one in collections if self._layers[one.size] == layer]
+            answers = []
+            for collection in collections:
+                if self._layers[collection.size] == layer:
+                    answers.append(collection.values)
             if answers:
                 gram = sum_of([answer[GRAM] for answer in answers], (layer.width, layer.width))
                 shape = (layer.width, self.info.classes)
@@ -185,6 +188,7 @@ class SphereFed(Method):
     Server = SphereFedServer
     requirements = Requirements(
         own_training=True,
+        own_loss=True,
         own_aggregation=True,
         collection=True,
         stages=True,

@@ -97,15 +97,17 @@ class Step(Protocol):
     def task_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the task's mean loss of a batch, in single precision.
 
-        For classification this is cross-entropy.
+        For classification this is cross-entropy, with label smoothing if the run asks for it. If
+        `targets` is `step.targets` itself, mixup and logit adjustment are part of the loss, too
+        (`motley.client.training_loss`).
         """
         ...
 
     def backward(self, loss: Tensor, names: Collection[str] | None = None) -> None:
-        """Compute the gradients of a loss; they replace those of the last `backward`.
+        """Compute the gradients of a loss; they replace the gradients of the last `backward`.
 
-        With `names`, only the gradients of these parameters. The pass ends where none of them is
-        left: for a model's head it costs next to nothing.
+        With `names`, only these parameters get gradients, and the pass ends at the first layer that
+        has one of them: for a model's head it costs next to nothing.
         """
         ...
 
@@ -178,6 +180,6 @@ class Step(Protocol):
         """
         ...
 
-    def present_classes(self, num_classes: int) -> Tensor:
-        """Return 1 for every class of which the client has an example, and 0 for the others."""
+    def class_counts(self, num_classes: int) -> Tensor:
+        """Return how many examples the client has of each class. Not for use in a step."""
         ...

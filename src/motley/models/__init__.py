@@ -1,4 +1,4 @@
-"""Model families: plain modules, and what each family declares about itself (`spec.py`).
+"""Model families: plain modules, and each family's declaration of its parts (`spec.py`).
 
 A family registers one `ModelSpec` per size: how to build it, which layers cross-layer gradients may
 pair, at which stages a method may cut it (`stages.py`), and which channels belong together. Nothing

@@ -1,4 +1,4 @@
-"""Users' own models in a configuration: what their names stand for, and their options.
+"""Users' own models in a configuration: the meaning of their names, and their options.
 
 A name in `model.sizes` or `[model.factories]` may be the dotted path of a `ModelSpec`, or of a
 function or class that builds a module (`motley.models.user`). `[model.options]` are its settings.
@@ -60,7 +60,9 @@ def with_options(spec: ModelSpec, options: Mapping[str, Any]) -> tuple[ModelSpec
     The options that the model does not name are left out: another size may take them.
     """
     names = option_names(spec)
-    chosen = {key: value for key, value in options.items() if names is None or key in names}
+    chosen = dict(options)
+    if names is not None:
+        chosen = {key: value for key, value in options.items() if key in names}
     if spec.options_class is not None:
         return spec, validate(spec.options_class, chosen, "model.options")
     if isinstance(spec, FactorySpec):

@@ -66,6 +66,24 @@ KINDS: dict[type[Any], str] = {
 S = TypeVar("S", ImageShape, SignalShape, TokenShape, TableShape)
 
 
+def describe_shape(shape: InputShape) -> str:
+    """Return the kind of input and its size in words."""
+    if isinstance(shape, ImageShape):
+        colours = {1: "grey", 3: "colour"}.get(shape.channels, f"{shape.channels} channels")
+        return f"images, {shape.height} x {shape.width}, {colours}"
+    if isinstance(shape, SignalShape):
+        return f"signals, {shape.channels} channels of length {shape.length}"
+    if isinstance(shape, TableShape):
+        categories = len(shape.categories)
+        text = f"rows of a table, {shape.numbers} number{'s' * (shape.numbers != 1)}"
+        if categories:
+            text += f" and {categories} {'category' if categories == 1 else 'categories'}"
+        return text
+    if isinstance(shape, ArrayShape):
+        return f"arrays of shape {shape.dims}"
+    return f"token sequences of length {shape.length}, vocabulary {shape.vocabulary}"
+
+
 def dims_of(shape: InputShape) -> tuple[int, ...]:
     """Return the dimensions of one input as the model gets it, without the batch dimension."""
     if isinstance(shape, TokenShape):

@@ -36,7 +36,7 @@ class LSTMSettings(Settings):
     hidden: int = Field(256, ge=1)
     """Number of units per layer."""
     output: Literal["last", "mean", "every"] = "last"
-    """What the head reads. last: the last position, for one target per sequence. mean: the mean
+    """The head's input. last: the last position, for one target per sequence. mean: the mean
     over all positions. every: each position, for one target per position.
     """
 
@@ -44,9 +44,9 @@ class LSTMSettings(Settings):
 class LSTMLayer(nn.Module):
     """One layer, with the tensors of `torch.nn.LSTM` under their names.
 
-    `nn.LSTM` moves its weights to one block of memory whenever it meets other tensors, also those
-    that `functional_call` lends it. Captured steps and optimizers keep the addresses of weights, so
-    this layer leaves them where they are, and on a GPU copies them to one block in each call.
+    `nn.LSTM` moves its weights to one block of memory whenever they are replaced, also for one call
+    by `functional_call`. But captured steps and optimizers keep the addresses of weights. So this
+    layer never moves them; on a GPU it copies them to one block in each call.
     """
 
     def __init__(self, inputs: int, hidden: int) -> None:
@@ -134,7 +134,7 @@ class LSTM(nn.Module):
 
 
 def cross_layers(model: nn.Module) -> list[CrossLayer]:
-    """Pair the first layer's weights with those of later layers, gate by gate.
+    """Pair the first layer's weights with the weights of later layers, gate by gate.
 
     If the first layer has another number of inputs, the weights on inputs start from the second.
     """

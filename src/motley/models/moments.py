@@ -28,6 +28,14 @@ def norms_of(model: nn.Module) -> dict[str, _BatchNorm]:
     return norms
 
 
+def normalizes_by_batch(model: nn.Module) -> bool:
+    """Tell whether a BatchNorm layer has no running statistics: an output then depends on the other
+    examples of its batch, in evaluation too.
+    """
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return any(norm.running_mean is None for norm in norms)
+
+
 def batch_moments(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> State:
     """Pass batches of (images, labels) through a model; return the moments of BatchNorm's inputs.
 

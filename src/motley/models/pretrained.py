@@ -34,11 +34,11 @@ def first_layer(module: nn.Module) -> list[str]:
 def load_weights(
     state: State, file: Path, first_layers: Collection[str], *, allow_new_first_layer: bool = False
 ) -> State:
-    """Return a state in which the tensors of a file replace those of the same name and shape.
+    """Return a state in which tensors of a file replace tensors of the same name and shape.
 
-    A warning names the others. If tensors of the first layers are among them, which are names in
-    `state`, this is an error: the layers after it were trained for its outputs, and a model that
-    starts from them with a random first layer has lost most of its training.
+    A warning names the tensors that were not replaced. It is an error if one of them is in
+    `first_layers` (names in `state`): the later layers were trained on the outputs of the first, so
+    a model with a random first layer has lost most of its training.
     """
     setting = f"model.weights = {str(file)!r}"
     weights = _read(file, setting)

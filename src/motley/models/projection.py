@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from motley.core.errors import MotleyError
 from motley.models.facts import InferenceError, head_of
 from motley.models.heads import ProjectionHead
-from motley.models.inputs import InputShape, example_inputs
+from motley.models.inputs import InputShape
 from motley.models.spec import declare, spec_of
-from motley.models.stages import chain_of, run
+from motley.models.stages import chain_of, run, shape_of
 
 
 def with_projection(model: nn.Module, width: int) -> nn.Module:
@@ -45,9 +44,11 @@ def with_projection(model: nn.Module, width: int) -> nn.Module:
 
 def representation_width(blueprint: nn.Module, shape: InputShape) -> int:
     """Return the width of the input of a model's last layer. The model is on the meta device."""
-    with torch.no_grad():
-        representation, _ = representation_and_answer(blueprint, example_inputs(shape, 2, "meta"))
-    return representation.flatten(1).shape[1]
+    return shape_of(
+        blueprint,
+        lambda model, inputs: representation_and_answer(model, inputs)[0].flatten(1),
+        shape,
+    ).numel()
 
 
 def representation_and_answer(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """One size: its parameters and what is known about it."""
+    """One size: its parameters and the known facts about it."""
 
     parameters: int
     tensors: int

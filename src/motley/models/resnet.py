@@ -4,7 +4,7 @@ A block computes relu(f(x) + s(x)), where s is the identity or, if the shape cha
 convolution and a norm. A stem is followed by four stages of such blocks, global average pooling and
 a linear layer. The sizes are nested: the tensors of a shallower network are a subset of a deeper
 network's, with the same names and shapes (10 in 14 in 22 in 26, 10 in 18 in 22), so clients of
-different sizes can share one state. Names are those of torchvision, so its weights can be loaded.
+different sizes can share one state. Names are torchvision's, so its weights can be loaded.
 """
 
 from __future__ import annotations
@@ -230,8 +230,8 @@ def _pairs(stage: nn.Sequential) -> Iterator[Pair]:
 def channels(model: nn.Module) -> Channels:
     """Return the streams: one per stage, and one per convolution inside a block.
 
-    A stage's stream is that of its shortcuts and block outputs. The stem writes the stream of stage
-    1, unless the stage begins with a convolution on its shortcut (bottlenecks).
+    A stage's stream runs through its shortcuts and block outputs. The stem writes the stream of
+    stage 1, unless the stage begins with a convolution on its shortcut (bottlenecks).
     """
     assert isinstance(model, ResNet)
     first_block = next(iter(model.layer1))

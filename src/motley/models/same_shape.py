@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from motley.models.chunks import chunks_of
 from motley.models.facts import blocks_of
-from motley.models.lstm import LSTMLayer
 from motley.models.spec import CrossLayer
 from motley.models.stages import is_within
 
@@ -29,16 +29,10 @@ def same_shape_layers(model: nn.Module) -> list[CrossLayer]:
             continue
         first = first_layers.setdefault((stage, type(layer), tuple(shapes)), name)
         if first != name:
-            chunks = gates_of(layer)
-            pairs += [CrossLayer(f"{first}.{key}", f"{name}.{key}", chunks) for key, _ in shapes]
+            for key, _ in shapes:
+                target = f"{name}.{key}"
+                pairs.append(CrossLayer(f"{first}.{key}", target, chunks_of(model, target)))
     return pairs
-
-
-def gates_of(layer: nn.Module) -> int:
-    """Return of how many gates the tensors of a recurrent layer consist; 1 for other layers."""
-    if isinstance(layer, nn.LSTM | LSTMLayer):
-        return 4
-    return 3 if isinstance(layer, nn.GRU) else 1
 
 
 def _stage_of(blocks: tuple[str, ...], name: str) -> str | None:

@@ -23,7 +23,7 @@ from motley.settings import Settings
 class CrossLayer(NamedTuple):
     """A pair of parameters of equal shape (InCo, Section 3.2).
 
-    The gradient of the shallow one ("layer 0") is mixed into that of the deep one.
+    The shallow one's gradient ("layer 0") is mixed into the deep one's.
     """
 
     source: str
@@ -55,7 +55,7 @@ class BuiltWith(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One size: how to build it, and what splits and methods may do with it."""
+    """One size: how to build it, and its parts that splits and methods use."""
 
     #: (the family's settings, input shape, classes) -> a new module, initialized with torch's
     #: global random generator. For a model that is not Motley's own, the first argument is an

@@ -9,6 +9,7 @@ declared in the model's `ModelSpec` (`spec.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import NamedTuple
 
@@ -71,7 +72,9 @@ def features(model: nn.Module, x: Tensor) -> Tensor:
 
 def owned(model: nn.Module, stages: Sequence[BoundStage]) -> list[str]:
     """Return the names of the parameters that belong to given stages, in the model's order."""
-    members = {member for stage in stages for member in stage.members}
+    members: set[str] = set()
+    for stage in stages:
+        members.update(stage.members)
     names = []
     for name, _ in model.named_parameters():
         if any(is_within(name, member) for member in members):
@@ -84,7 +87,32 @@ def is_within(name: str, member: str) -> bool:
     return name == member or name.startswith(f"{member}.")
 
 
-def shape_behind(stages: Sequence[BoundStage], shape: InputShape) -> torch.Size:
-    """Return the shape of the stages' output for one input. The stages are on the meta device."""
+def shape_behind(model: nn.Module, end: int, shape: InputShape) -> torch.Size:
+    """Return the shape of one input's features behind the stages `chain_of(model)[:end]`.
+
+    The model is on the meta device.
+    """
+    return shape_of(model, lambda model, inputs: run(chain_of(model)[:end], inputs), shape)
+
+
+def shape_of(
+    model: nn.Module, compute: Callable[[nn.Module, Tensor], Tensor], shape: InputShape
+) -> torch.Size:
+    """Return the shape of what is computed of one input. The model is on the meta device."""
     with torch.no_grad():
-        return run(stages, example_inputs(shape, 2, "meta")).shape[1:]
+        try:
+            outputs = compute(model, example_inputs(shape, 2, "meta"))
+        except MotleyError:
+            raise
+        except Exception:
+            # Some models look at values, as BatchNorm without a momentum does when it trains.
+            outputs = compute(_with_zeros(model), example_inputs(shape, 2, "cpu"))
+    return outputs.shape[1:]
+
+
+def _with_zeros(model: nn.Module) -> nn.Module:
+    """Return a copy of a model without values that has some, all of them zero."""
+    copy = deepcopy(model).to_empty(device="cpu").eval()
+    for tensor in (*copy.parameters(), *copy.buffers()):
+        tensor.zero_()
+    return copy

@@ -45,7 +45,7 @@ class LogisticRegression(nn.Module):
 
     def columns(self, x: Tensor) -> Tensor:
         """Return the numbers, and one column per value of each category."""
-        pieces = [x[:, : self.numbers].to(self.head.weight.dtype)]
+        pieces = [x[:, : self.numbers].to(next(self.head.parameters()).dtype)]
         for column, values in enumerate(self.categories, self.numbers):
             numbers = torch.arange(values, device=x.device)
             pieces.append((x[:, column : column + 1] == numbers).to(pieces[0].dtype))
@@ -78,7 +78,7 @@ class TableNet(nn.Module):
 
     def embed(self, x: Tensor) -> Tensor:
         """Return the numbers, and the embedding of each category."""
-        pieces = [x[:, : self.numbers].to(self.head.weight.dtype)]
+        pieces = [x[:, : self.numbers].to(next(self.head.parameters()).dtype)]
         for column, embedding in enumerate(self.embeddings, self.numbers):
             pieces.append(embedding(x[:, column].long()))
         return torch.cat(pieces, dim=1)

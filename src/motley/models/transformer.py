@@ -51,7 +51,7 @@ class DecoderSettings(TransformerSettings):
     """Settings of all decoders."""
 
     output: Literal["every", "last"] = "every"
-    """What the head reads. every: each position, for one target per position. last: the last
+    """The head's input. every: each position, for one target per position. last: the last
     position, for one target per sequence.
     """
 
@@ -204,7 +204,7 @@ PAIRED = {"attn.qkv": 3, "attn.proj": 1, "mlp.fc1": 1, "mlp.fc2": 1, "norm1": 1,
 
 
 def cross_layers(model: nn.Module) -> list[CrossLayer]:
-    """Pair the weights of the first block with those of every later one.
+    """Pair the weights of the first block with the weights of every later block.
 
     Blocks have one shape, so each layer is paired with the same layer of the first block: the
     reading of "layers with matching shapes" (InCo, Section 3.2) for a transformer.

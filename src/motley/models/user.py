@@ -89,7 +89,8 @@ def _accepted_arguments(factory: Callable[..., Any]) -> list[str]:
             raise MotleyError(
                 f"model {factory_name(factory)!r} needs an argument {parameter.name!r}. A factory "
                 f"is called without arguments, or with {' and '.join(ARGUMENTS)} if it names them. "
-                f"Give {parameter.name!r} a default, or wrap the factory in a function."
+                f"Give {parameter.name!r} a default, or wrap the factory in a function. With a "
+                "default, model.options sets it in a configuration."
             )
     return accepted
 

@@ -4,7 +4,7 @@ An image is cut into square patches, which become tokens. A class token is prepe
 position embeddings are added, and `depth` pre-norm blocks of attention and MLP follow. The
 normalized class token after the last block is the feature. A size is a depth: InCo's "ViT-S/8" to
 "ViT-S/12" are depths 8 to 12 with patches of 16 pixels, and each has the first blocks of the next
-one. Parameter names and shapes are those of timm, so its weights can be loaded.
+one. Parameters have the names and shapes of timm's, so its weights can be loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from motley.settings import Settings
 
 
 class ViTSettings(Settings):
-    """Settings of all vision transformers. The defaults are those of ViT-S/16."""
+    """Settings of all vision transformers. The defaults describe ViT-S/16."""
 
     patch: int = Field(16, ge=1)
     """Side of a patch in pixels; it must divide the image's height and width."""

@@ -1,1 +1,1 @@
-"""The papers' settings and our own, one TOML file each; the first line says what it is."""
+"""The papers' settings and our own, one TOML file each; its first line is a summary."""

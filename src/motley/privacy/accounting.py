@@ -142,7 +142,7 @@ class Accountant:
         """
         key = tuple(sorted(clients_per_size.items()))
         if key not in self._fewest_owners:
-            shapes = self.split.frame
+            shapes = self.split.meta_state
             owners = {name: torch.zeros(shapes[name].shape) for name in self.split.parameters}
             for size, count in clients_per_size.items():
                 for piece in self.split.part(size).values():

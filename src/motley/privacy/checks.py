@@ -48,7 +48,7 @@ def refuse_leaks(
             "that clients would report are not noised. Use evaluation.per_client = 'off', or "
             "privacy.reveal_scores = true if epsilon need not cover them."
         )
-    buffers = sorted(name for name in split.frame if name not in split.parameters)
+    buffers = sorted(name for name in split.meta_state if name not in split.parameters)
     if buffers:
         normalization = split.settings.normalization_statistics
         batch = "" if normalization == "batch" else "'batch', which keeps no statistics, or "
@@ -57,7 +57,7 @@ def refuse_leaks(
             f"and clients would send their buffers unprotected ({buffers[0]!r} is one of "
             f"{len(buffers)}). Use {batch}models without batch norm."
         )
-    if split.moves or dynamic_sizes:
+    if split.parts_change or dynamic_sizes:
         raise MotleyError(
             f"{setting}: epsilon is known only if every client keeps its part. split.channels and "
             "federation.size_assignment must not change parts from round to round."

@@ -37,7 +37,7 @@ class LedgerFile:
     """A file of sealed JSON lines, which only its owner can read."""
 
     def __init__(self, path: Path, advice: str) -> None:
-        """`advice` says what to do about a file that is damaged or missing."""
+        """`advice`: for messages about a file that is damaged or missing."""
         self.path, self.advice = path, advice
         self.head = path.with_name(path.name + ".head")
         #: The entries that were read or appended so far, and the file's size then: while the size
@@ -113,7 +113,7 @@ class LedgerFile:
                 os.ftruncate(descriptor, self._size)
             raise
 
-    # ---- checking what is on disk
+    # ---- checking the files
 
     def _verify(self, content: bytes) -> None:
         """Read the complete lines of the file."""

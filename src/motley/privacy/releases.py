@@ -1,13 +1,13 @@
 """Counts the releases of a run: the updates that clients were asked for, and the global models.
 
-This is the one place that decides what a round costs if it was abandoned, interrupted or run twice.
+Only this module decides the cost of a round that was abandoned, interrupted or run twice.
 
 Updates (`epsilon.upload`). A client that is asked may have answered, whether or not its answer
 arrived, was accepted, or led to a round that was kept. So every request counts, in every attempt,
 of a round that a crash took back as well as of the same round when it is run again. The second
 answer is not the first one again: a node draws new noise for every answer
 (`mechanism.py`). In a simulation on a CPU it would be, because noise follows from the seed there;
-it is counted nevertheless, so that epsilon is that of the same rounds on nodes.
+it is counted nevertheless, so that epsilon is the same as for these rounds on nodes.
 
 Global models (`epsilon.model`). A mean of accepted updates counts, also if the round that it
 belonged to was lost: others may have received the model before. If the same round and attempt is
@@ -32,14 +32,14 @@ from motley.privacy.accounting import Accountant, PrivacyLedger, SampledMechanis
 
 
 class ReleaseCounter:
-    """Counts releases one by one, beginning with those of a ledger."""
+    """Counts releases one by one, on top of the releases in a ledger."""
 
     def __init__(self, accountant: Accountant, before: PrivacyLedger | None = None) -> None:
         self.accountant = accountant
         before = before or PrivacyLedger()
         self._uploads = client_numbers(before.uploads)
         self._rounds = {size: Counter(counts) for size, counts in before.rounds.items()}
-        #: (round, attempt) -> what is counted for it, by size.
+        #: (round, attempt) -> the releases counted for it, by size.
         self._merged: dict[tuple[int, int], dict[str, SampledMechanism]] = {}
 
     @property
@@ -72,7 +72,10 @@ class ReleaseCounter:
             if earlier is not None:
                 counts[earlier] -= 1
                 owners = 1 / (1 / earlier.owners + 1 / mechanism.owners)
-                mechanism = mechanism._replace(owners=owners)
+                # A run without a checkpoint may be resumed with other settings of the sampling. The
+                # larger sample then counts: the smaller one may be a part of it.
+                most_sampled = max(earlier.sampled, mechanism.sampled)
+                mechanism = mechanism._replace(sampled=most_sampled, owners=owners)
             counts[mechanism] += 1
             counted[size] = mechanism
         return self.ledger

@@ -43,7 +43,7 @@ def style(number: int) -> dict[str, Any]:
 
 
 def line_of(series: Series, labels: Sequence[str]) -> dict[str, Any]:
-    """Return the line style of a series; `labels` are those of all series, in order."""
+    """Return the line style of a series; `labels` are the labels of all series, in order."""
     return reference_style(style(labels.index(series.label)), series.is_reference)
 
 
@@ -199,7 +199,7 @@ def _against(
     name: str,
     unit: str,
 ) -> go.Figure:
-    """Draw the primary metric against a cumulative cost; `cost` is that of one line of metrics."""
+    """Draw the primary metric against a cumulative cost; `cost` returns the cost of one round."""
     figure = go.Figure()
     for label, series in panel.distinct.items():
         run = series.runs[0]
@@ -209,9 +209,8 @@ def _against(
             total += cost(line)
             line_scores = scores_of(line)
             if series.headline in line_scores:
-                value = run.metric.scaled(line_scores[series.headline])
                 costs.append(round(total, 3))
-                values.append(round(value, 2 if run.metric.percent else 6))
+                values.append(_shown(run.metric, line_scores[series.headline]))
         _add_line(figure, costs, values, line_of(series, labels), label, label)
     title = f"{panel.metric.name} against {name}"
     figure.update_layout(title=title, xaxis_title=unit, yaxis_title=_axis(panel))
@@ -252,18 +251,7 @@ def classes(panel: Panel) -> go.Figure | None:
     There is one row per series, or one row per size if there is only one series. Returns None if
     no run has accuracies per class.
     """
-    rows: dict[str, list[float | None]] = {}
-    for label, series in panel.distinct.items():
-        lines = [line for line in series.runs[0].evaluated if line.get("class_accuracy")]
-        if not lines:
-            continue
-        by_size: dict[str, list[float | None]] = lines[-1]["class_accuracy"]
-        if len(panel.distinct) == 1:
-            for size, accuracies in by_size.items():
-                rows[size] = [_percent(value) for value in accuracies]
-        else:
-            per_class = zip(*by_size.values(), strict=True)
-            rows[label] = [_percent(_mean(over_sizes)) for over_sizes in per_class]
+    rows = _class_accuracies(panel)
     if not rows:
         return None
     names = list(rows)[::-1]  # plotly draws the first row of a heat map at the bottom
@@ -281,6 +269,23 @@ def classes(panel: Panel) -> go.Figure | None:
     figure.update_layout(title=f"accuracy per class, last evaluation, {scope}", xaxis_title="class")
     figure.update_xaxes(dtick=1 if len(rows[names[0]]) <= MAX_TICKED_CLASSES else None)
     return figure
+
+
+def _class_accuracies(panel: Panel) -> dict[str, list[float | None]]:
+    """Return the rows of the heat map `classes`, in percent."""
+    rows: dict[str, list[float | None]] = {}
+    for label, series in panel.distinct.items():
+        lines = [line for line in series.runs[0].evaluated if line.get("class_accuracy")]
+        if not lines:
+            continue
+        by_size: dict[str, list[float | None]] = lines[-1]["class_accuracy"]
+        if len(panel.distinct) == 1:
+            for size, accuracies in by_size.items():
+                rows[size] = [_percent(value) for value in accuracies]
+        else:
+            per_class = zip(*by_size.values(), strict=True)
+            rows[label] = [_percent(_mean(over_sizes)) for over_sizes in per_class]
+    return rows
 
 
 def _percent(value: float | None) -> float | None:
@@ -382,13 +387,14 @@ def _sorted_scores(
 
 
 def _shown(metric: MetricInfo, value: float) -> float:
+    """Return a score as figures show it: accuracies in percent, and rounded."""
     return round(metric.scaled(value), 2 if metric.percent else 6)
 
 
 def client_curves(panel: Panel, labels: Sequence[str], key: str, name: str) -> go.Figure | None:
     """Draw a number of the clients' scores over rounds, for the first run of every series.
 
-    `key` is that of `motley.runs.metrics.summarize_clients`, and `name` is its name in the title.
+    `key` is a key of `motley.runs.metrics.summarize_clients`, and `name` its name in the title.
     None if no run has it.
     """
     figure = go.Figure()

@@ -225,7 +225,10 @@ def _scores(panel: Panel, labels: list[str]) -> list[Any]:
     if len(panel.series) == 1:
         return [figures.sizes(panel, next(iter(panel.series.values())))]
     drawn = [figures.scores(panel, size, labels) for size in panel.sizes]
-    values = [value for figure in drawn for trace in figure.data for value in trace.y]
+    values: list[float] = []
+    for figure in drawn:
+        for trace in figure.data:
+            values += trace.y
     if values:
         # The same scale for all sizes, so that the figures can be compared.
         low, high = min(values), max(values)
@@ -298,8 +301,14 @@ def _configurations(data: ReportData) -> Iterator[str]:
 
 def _table(rows: Rows) -> str:
     """Return a table whose first row and column are headings. Empty columns are left out."""
-    columns = [number for number in range(len(rows[0])) if any(row[number] for row in rows[1:])]
-    head, *body = [[escape(row[number]) for number in columns] for row in rows]
+    columns = []
+    for number in range(len(rows[0])):
+        if any(row[number] for row in rows[1:]):
+            columns.append(number)
+    cells_of_rows = []
+    for row in rows:
+        cells_of_rows.append([escape(row[number]) for number in columns])
+    head, *body = cells_of_rows
     headings = "".join(f"<th>{cell}</th>" for cell in head)
     lines = []
     for first, *others in body:

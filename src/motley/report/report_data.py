@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -45,7 +46,7 @@ class Run:
 
     @classmethod
     def read(cls, path: Path) -> Run:
-        """Read a run's folder."""
+        """Return the run in a folder."""
         folder = RunFolder.open(path)
         config, missing_code = folder.read_config_for_display()
         return cls(
@@ -124,7 +125,8 @@ class Series:
     def has_scores(self, size: str) -> bool:
         """Return whether any run has a score of this size."""
         key = self.key(size)
-        return any(key in scores_of(line) for run in self.runs for line in run.evaluated)
+        lines = chain.from_iterable(run.evaluated for run in self.runs)
+        return any(key in scores_of(line) for line in lines)
 
     def curve(self, size: str) -> tuple[list[int], list[list[float]]]:
         """Return the rounds that all runs have evaluated, and their scores; accuracies in percent.
@@ -148,7 +150,10 @@ class Series:
         rounds = sorted(common_rounds or ())
         values = []
         for number in rounds:
-            values.append([fmean(curve[number] for curve in curves) for curves in curves_by_seed])
+            means = []
+            for curves in curves_by_seed:
+                means.append(fmean(curve[number] for curve in curves))
+            values.append(means)
         return rounds, values
 
 
@@ -239,7 +244,7 @@ class ReportData:
 
 
 def gather(paths: Iterable[Path]) -> ReportData:
-    """Read runs and studies from their folders."""
+    """Return the data of a report on the runs and studies in some folders."""
     data = ReportData()
     runs: list[Run] = []
     studies: list[tuple[Path, dict[str, Any]]] = []

@@ -215,7 +215,7 @@ class ReportServer:
     async def _answer(self, request: Request | Response) -> Response:
         if isinstance(request, Response):
             return request
-        # Another name may be that of a web page which has been made to resolve to this machine (DNS
+        # Another name may belong to a web page which has been made to resolve to this machine (DNS
         # rebinding), so that its scripts could read the report through the user's browser.
         hosts = (LOOPBACK, "localhost")
         if request.host not in (*hosts, *(f"{host}:{self.server_port}" for host in hosts)):

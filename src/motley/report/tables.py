@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -78,36 +78,67 @@ CLIENT_COLUMNS = {
 
 
 def clients(panel: Panel) -> Rows:
-    """Return the last scores of clients of every series, over seeds.
+    """Return the last scores of clients of every series, over distinct seeds.
 
     One row for all clients of a series, and one per size if there are several.
     """
     rows = [["", "clients", "global", *CLIENT_COLUMNS]]
     for series in panel.distinct.values():
-        tables = [run.outcome(()).client_scores for run in series.runs]
-        scored = [table for table in tables if table and table.get("clients")]
-        if not scored:
+        by_seed = _client_tables(series)
+        if not by_seed:
             continue
         metric = series.runs[0].metric
-        rows.append(_client_row(series.label, metric, scored))
-        sizes = list(scored[0]["sizes"])
+        rows.append(_client_row(series.label, metric, by_seed))
+        sizes: dict[str, None] = {}  # used as an ordered set
+        for tables in by_seed:
+            for table in tables:
+                sizes |= dict.fromkeys(table["sizes"])
         if len(sizes) > 1:
             for size in sizes:
-                rows.append(_client_row(f"{series.label}, {size}", metric, scored, size))
+                rows.append(_client_row(f"{series.label}, {size}", metric, by_seed, size))
     return rows
 
 
+def _client_tables(series: Series) -> list[list[dict[str, Any]]]:
+    """Return, per seed, the last tables of the clients' scores of its runs that have any."""
+    by_seed = []
+    for runs in series.by_seed.values():
+        tables = [run.outcome(()).client_scores for run in runs]
+        scored = [table for table in tables if table and table.get("clients")]
+        if scored:
+            by_seed.append(scored)
+    return by_seed
+
+
 def _client_row(
-    name: str, metric: MetricInfo, scored: Sequence[dict[str, Any]], size: str = ""
+    name: str, metric: MetricInfo, by_seed: Sequence[Sequence[dict[str, Any]]], size: str = ""
 ) -> list[str]:
-    counts = {str(_table_of(table, False, size).get("clients", 0)) for table in scored}
-    row = [name, ", ".join(sorted(counts))]
-    global_scores = [table["global"].get(size or OVERALL) for table in scored]
-    row.append(_spread_text(metric, [metric.scaled(v) for v in global_scores if v is not None]))
+    counts: set[str] = set()
+    for tables in by_seed:
+        counts.update(str(_table_of(table, False, size).get("clients", 0)) for table in tables)
+    global_scores = []
+    for tables in by_seed:
+        global_scores.append([table["global"].get(size or OVERALL) for table in tables])
+    row = [name, ", ".join(sorted(counts)), _of_seeds(metric, global_scores)]
     for personalized, key in CLIENT_COLUMNS.values():
-        values = [_table_of(table, personalized, size).get(key) for table in scored]
-        row.append(_spread_text(metric, [metric.scaled(v) for v in values if v is not None]))
+        values = []
+        for tables in by_seed:
+            values.append([_table_of(table, personalized, size).get(key) for table in tables])
+        row.append(_of_seeds(metric, values))
     return row
+
+
+def _of_seeds(metric: MetricInfo, by_seed: Iterable[Iterable[float | None]]) -> str:
+    """Return mean and deviation over seeds as text, given the values of each seed's runs.
+
+    Several runs of one seed count once, with their mean. Missing values are left out.
+    """
+    means = []
+    for values in by_seed:
+        shown = [metric.scaled(value) for value in values if value is not None]
+        if shown:
+            means.append(fmean(shown))
+    return _spread_text(metric, means)
 
 
 def _table_of(scores: dict[str, Any], personalized: bool, size: str) -> dict[str, Any]:
@@ -147,7 +178,8 @@ def _common_target(best: Sequence[float], metric: MetricInfo) -> list[float]:
     else:
         return []
     direction = math.floor if metric.higher_is_better else math.ceil
-    common = round(direction(weakest / unit) * unit, 12)
+    # 0.57 / 0.01 is slightly less than 57. Scores have six digits.
+    common = round(direction(round(weakest / unit, 6)) * unit, 12)
     return [common] if common > 0 else []
 
 
@@ -173,7 +205,8 @@ def costs(panel: Panel) -> Rows:
         row.append(f"{fmean(outcome.bytes_down for outcome in outcomes) / 1e6:,.1f}")
         row.append(f"{fmean(outcome.bytes_up for outcome in outcomes) / 1e6:,.1f}")
         row.append(f"{seconds:,.1f}")
-        row.append(f"{seconds / max(outcome.rounds for outcome in outcomes):.2f}")
+        # Runs may have different numbers of rounds, if some have not finished.
+        row.append(f"{seconds / fmean(outcome.rounds for outcome in outcomes):.2f}")
         rows.append(row)
     return rows
 

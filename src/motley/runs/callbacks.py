@@ -104,7 +104,7 @@ class SaveCheckpoints(Callback):
         self.save(server)
         # Also if nothing was left to save: an interrupted round may have begun a transaction in
         # the client store, and an open transaction keeps the file locked.
-        self.federation.engine.save_memory(server.client_state_rounds)
+        self.federation.engine.save_client_states(server.client_state_rounds)
 
     def save(self, server: ServerState) -> None:
         """Save a checkpoint, unless this round has one already.
@@ -116,7 +116,7 @@ class SaveCheckpoints(Callback):
         if server.round_number <= self.saved_round:
             return
         engine = self.federation.engine
-        engine.save_memory(server.client_state_rounds)
+        engine.save_client_states(server.client_state_rounds)
         facts = {}
         if self.facts is not None:
             self.facts.flush()
@@ -125,7 +125,7 @@ class SaveCheckpoints(Callback):
         self.saved_round = server.round_number
         self.client_states.append(server.client_state_rounds)
         if len(self.client_states) == self.keep:
-            engine.forget_memory(self.client_states[0])
+            engine.forget_client_states(self.client_states[0])
 
 
 class WriteTensorBoard(Callback):

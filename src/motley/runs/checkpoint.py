@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,6 +84,8 @@ class Metadata(NamedTuple):
     sha256: dict[str, str] | None
     #: Checksums of the run's data and logs at that time (`integrity.RunFacts`).
     facts: dict[str, Any]
+    #: Section -> the names of its tensors in their order; empty in checkpoints of earlier versions.
+    names: dict[str, list[str]]
 
 
 def save_checkpoint(
@@ -131,6 +133,8 @@ def _write(
         "round": server.round_number,
         "sections": list(sections),
         "section_sha256": checksums,
+        # safetensors keeps no order, and a sum over tensors in another order has other last bits.
+        "names": {name: list(tensors) for name, tensors in sections.items()},
         "ledger": {"rounds": server.ledger.rounds_to_json()},
         "config": _saved_config(config) if config is not None else None,
         "facts": dict(facts),
@@ -274,6 +278,7 @@ def _parse_metadata(values: dict[str, Any]) -> Metadata:
     config, facts = renamed.get("config"), renamed.get("facts", {})
     if not isinstance(config, dict | None) or not isinstance(facts, dict):
         raise ValueError("config and facts should be tables")
+    names = {section: list(names) for section, names in renamed.get("names", {}).items()}
     return Metadata(
         round_number=int(renamed["round"]),
         sections=list(renamed["sections"]),
@@ -282,6 +287,7 @@ def _parse_metadata(values: dict[str, Any]) -> Metadata:
         config=config,
         sha256=renamed.get("section_sha256"),
         facts=facts,
+        names=names,
     )
 
 
@@ -300,6 +306,8 @@ def read_checkpoint(checkpoint: Path) -> ServerState:
             tensors = load_file(file)
             if metadata.sha256 is None:
                 _require_finite(tensors)
+            if name in metadata.names:
+                tensors = _in_order(tensors, metadata.names[name])
             if name in (_ROUNDS, _UPLOADS):
                 of_clients[name] = _from_tensors(tensors)
         except (OSError, ValueError, SafetensorError) as error:
@@ -324,6 +332,13 @@ def read_checkpoint(checkpoint: Path) -> ServerState:
         stage_states=stage_states,
         ledger=ledger,
     )
+
+
+def _in_order(tensors: State, names: Sequence[str]) -> State:
+    """Return tensors in the order that they had when they were saved."""
+    if sorted(names) != sorted(tensors):
+        raise ValueError("its tensors are not those that server.json names")
+    return {name: tensors[name] for name in names}
 
 
 def _reason(error: object) -> object:

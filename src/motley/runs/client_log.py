@@ -65,13 +65,13 @@ class ClientLine(BaseModel):
 def to_line(round_number: int, scores: ClientScores) -> dict[str, Any]:
     """Return the scores of a round as the JSON object that the log holds."""
     sizes: dict[str, dict[str, Any]] = {}
-    for one in scores.scores:
-        lists = sizes.setdefault(one.size, {"clients": [], "examples": [], "scores": []})
-        lists["clients"].append(one.client)
-        lists["examples"].append(one.examples)
-        lists["scores"].append(_number(one.score))
-        if one.personalized is not None:
-            lists.setdefault("personalized", []).append(_number(one.personalized))
+    for score in scores.scores:
+        lists = sizes.setdefault(score.size, {"clients": [], "examples": [], "scores": []})
+        lists["clients"].append(score.client)
+        lists["examples"].append(score.examples)
+        lists["scores"].append(_number(score.score))
+        if score.personalized is not None:
+            lists.setdefault("personalized", []).append(_number(score.personalized))
     return {
         "round": round_number,
         "metric": scores.metric.name,

@@ -54,6 +54,7 @@ CHANGEABLE = (
     "engine.slots",
     "engine.workers",
     "engine.threads",
+    "engine.overlap_rounds",
     "engine.client_state_gpu_fraction",
     "engine.client_state_host_gib",
     "engine.flower.",
@@ -327,7 +328,7 @@ def find_problems(folder: RunFolder, *, model: bool = False) -> list[str]:
     """Return one sentence per change of the folder that the run did not make.
 
     The tensors of checkpoints are not read here, which would take long. `model`: the model of the
-    newest checkpoint is used, so it matters whether it is that of the last round, too.
+    newest checkpoint is used, so report also if it is not the last round's.
     """
     problems = []
     if model:
@@ -343,7 +344,7 @@ def find_problems(folder: RunFolder, *, model: bool = False) -> list[str]:
     try:
         changes = changed_settings(folder, metadata, folder.read_config())
     except MotleyError:
-        # Names in it may be those of users' own code, which is not here.
+        # It may name users' own code, which is not here.
         before, now = flat(metadata.config or {}), flat(read_toml(folder.config))
         changes = _saved_difference(before, now) if before else {}
     if changes:

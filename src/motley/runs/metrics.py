@@ -120,7 +120,7 @@ def summarize_clients(scores: ClientScores) -> dict[str, Any]:
 
 
 def _spreads(spread_of: Callable[[str | None], Spread | None], sizes: list[str]) -> dict[str, Any]:
-    """Return the numbers of all clients, and those of each size in a table `sizes`."""
+    """Return the numbers of all clients, and of each size in a table `sizes`."""
     tables = {}
     for size in (None, *sizes):
         spread = spread_of(size)
@@ -211,7 +211,7 @@ class SpreadTable(BaseModel):
 
 
 class SpreadsTable(SpreadTable):
-    """The numbers of all clients, and those of each size."""
+    """The numbers of all clients, and of each size."""
 
     sizes: dict[str, SpreadTable] | None = None
 

@@ -52,7 +52,7 @@ def _overview(folder: RunFolder) -> RunOverview:
         return RunOverview(folder.path, state=f"unreadable: {str(error).splitlines()[0]}")
     summary = outcome(lines, config.evaluation.last_k, ())
     mean = summary.scores.get(OVERALL)
-    # Accuracy needs no name, and its unit says what it is.
+    # Accuracy needs no name: percent says enough.
     name = "" if summary.metric.percent else f" {summary.metric.name}"
     if summary.rounds >= config.training.rounds:
         state = "finished"

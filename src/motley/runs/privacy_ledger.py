@@ -3,7 +3,7 @@
 Checkpoints cannot hold this. A run that is killed goes back to its last checkpoint, but the updates
 that clients have sent since then cannot be taken back. So one line is on disk before clients are
 asked, in every attempt at a round, and one before a new global model leaves the server. Resuming
-counts all lines, also those of rounds that are run again (`motley.privacy.releases`). Within one
+counts all lines, also of rounds that are run again (`motley.privacy.releases`). Within one
 run folder, epsilon therefore never decreases.
 """
 
@@ -36,7 +36,7 @@ ROUNDING = 1e-5
 
 
 class RunLedger:
-    """The ledger of a run in its folder. It counts what it writes."""
+    """The ledger of a run in its folder. Each written line is counted."""
 
     def __init__(
         self,

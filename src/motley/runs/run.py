@@ -46,7 +46,7 @@ from motley.settings import flat
 
 log = logging.getLogger("motley.runs")
 
-#: Changes that a resumed run does not accept unless it is told to, by what has changed.
+#: Kinds of changes that a resumed run accepts only if it is told to.
 ACCEPTABLE = ("metrics", "data")
 
 
@@ -68,7 +68,7 @@ def start_run(
     if profile:
         require("matplotlib", "--profile")
     require_loggers(config)
-    federation = Federation(config, memory_folder=path / "clients", engine=engine)
+    federation = Federation(config, client_state_folder=path / "clients", engine=engine)
     if profile and not isinstance(federation.engine, LocalEngine):
         raise MotleyError(
             f"engine.name = {config.engine.name!r}: --profile needs the local engine, "
@@ -105,7 +105,7 @@ def resume_run(
     with folder.locked():
         config = folder.read_config()
         _settle_edits(folder, config, warn)
-        federation = Federation(config, memory_folder=folder.clients, engine=engine)
+        federation = Federation(config, client_state_folder=folder.clients, engine=engine)
         data = data_checksums(federation)
         remove_unfinished(folder.checkpoints)
         restored = _restore(folder, federation, warn)
@@ -192,7 +192,7 @@ def _check_client_states(federation: Federation, server: ServerState) -> None:
     """
     if isinstance(federation.engine, DebugEngine | LocalEngine):
         try:
-            federation.engine.clients.check_states(server.client_state_rounds)
+            federation.engine.clients.states.check(server.client_state_rounds)
         except MotleyError as error:
             raise ClientStateError(str(error)) from None
 
@@ -251,8 +251,12 @@ def run_rounds(
     delivery = _Delivery(callbacks, server)
     latest = server
     try:
-        while latest.round_number < federation.config.training.rounds:
-            latest, record = federation.queue_round(latest, delivery.client_finished)
+        rounds = federation.config.training.rounds
+        while latest.round_number < rounds:
+            more_rounds = latest.round_number + 1 < rounds
+            latest, record = federation.queue_round(
+                latest, delivery.client_finished, more_rounds=more_rounds
+            )
             delivery.deliver()
             delivery.add(latest, record)
     except Exception as error:
@@ -336,7 +340,7 @@ def _require_same_model(folder: RunFolder, federation: Federation, checkpoint: S
     A moving average has the tensors of the global state. The states of the method and of the stages
     may have other tensors after every round; checksums tell whether they are damaged.
     """
-    configured = _layout(federation.split.frame)
+    configured = _layout(federation.split.meta_state)
     sections = {"": checkpoint.state}
     if checkpoint.ema is not None:
         sections["ema: "] = checkpoint.ema

@@ -48,10 +48,11 @@ def merge_updates(
     timer = Timer()
     after = replace(server, round_number=server.round_number + 1)
     check = None
+    all_metrics: Metrics = {}
     with timer.phase("merge"):
         if updates:
-            after, of_stages = run_stages(context.pipeline, after, updates)
-            metrics = {**(metrics or {}), **of_stages}
+            after, stage_metrics = run_stages(context.pipeline, after, updates)
+            all_metrics = {**(metrics or {}), **stage_metrics}
             accepted = {update.client: after.round_number for update in updates}
             rounds = client_numbers(after.client_state_rounds).updated(accepted)
             after = replace(after, client_state_rounds=rounds)
@@ -59,7 +60,7 @@ def merge_updates(
             after = check.server
             if context.bounds is not None:
                 after = context.bounds.remember(after, updates)
-    return Merged(after, metrics if updates and metrics else {}, check, timer.seconds)
+    return Merged(after, all_metrics, check, timer.seconds)
 
 
 def find_responsible(
@@ -69,7 +70,7 @@ def find_responsible(
     problem: str,
     max_excluded: int,
 ) -> dict[int, str] | None:
-    """Return the clients without whose updates the state is usable, each with a reason.
+    """Find updates without which the state is usable; return their clients, each with a reason.
 
     Updates are left out one by one, the largest first (root mean square of all that was sent),
     until the state passes its check. Then each one is put back if the state still passes with it,

@@ -48,7 +48,7 @@ from motley.server.state import ServerState
 
 Group: TypeAlias = Literal["parameters", "buffers", "payload"]
 GROUPS: tuple[Group, ...] = ("parameters", "buffers", "payload")
-#: What a reason calls a group.
+#: Group -> its name in reasons.
 WORDS = {"parameters": "delta", "buffers": "change of its buffers", "payload": "payload"}
 
 #: Under this name the norms of accepted updates are kept in `ServerState.stage_states`.
@@ -84,7 +84,7 @@ class Measured:
 
 
 class BoundedUpdates:
-    """Updates, clipped where they are to be, and the numbers that decide which are rejected.
+    """Updates, some of them clipped, and the numbers that decide which are rejected.
 
     metrics: the number of clipped updates, for the round's record.
     """
@@ -96,13 +96,15 @@ class BoundedUpdates:
         self._numbers: AsyncCopy | None = None
         self.metrics: Metrics = {}
         if measured:
-            pairs = [torch.stack([one.value.double(), one.limit.double()]) for one in measured]
+            pairs = []
+            for number in measured:
+                pairs.append(torch.stack([number.value.double(), number.limit.double()]))
             self._numbers = AsyncCopy(torch.stack(pairs))
         clipped: dict[int, Tensor] = {}
-        for one in measured:
-            if one.clips:
-                beyond = one.value > one.limit
-                clipped[one.client] = clipped.get(one.client, beyond) | beyond
+        for number in measured:
+            if number.clips:
+                beyond = number.value > number.limit
+                clipped[number.client] = clipped.get(number.client, beyond) | beyond
         if clipped:
             self.metrics = {"bounds/clipped": torch.stack(list(clipped.values())).sum()}
 
@@ -142,7 +144,7 @@ class UpdateBounds:
     factor: for "auto", the multiple of the median.
     clips: whether updates beyond a limit are scaled down to it; otherwise they are rejected.
     parameters_of: size -> the client's own names of its parameters.
-    privacy: what clients have promised. With it, "auto" adds nothing to that.
+    privacy: the clients' promised clipping. "auto" adds no limit to it.
     channel_noise: `uplink.noise`, which is added to deltas after they were clipped.
     """
 
@@ -194,7 +196,7 @@ class UpdateBounds:
                 history[key] = values
         return server.with_stage_state(STAGE, history)
 
-    # ---- what is measured
+    # ---- the measured norms
 
     def _tensors(self, update: ClientUpdate, group: Group) -> State:
         """Return the floating-point tensors of a group, by the client's names."""
@@ -204,7 +206,10 @@ class UpdateBounds:
         else:
             values = update.delta
             parameters = self.parameters_of(update.size)
-            names = [n for n in values if (n in parameters) == (group == "parameters")]
+            names = []
+            for name in values:
+                if (name in parameters) == (group == "parameters"):
+                    names.append(name)
         return {name: values[name] for name in names if values[name].is_floating_point()}
 
     def _norms(self, update: ClientUpdate) -> dict[Group, Tensor]:
@@ -221,7 +226,7 @@ class UpdateBounds:
         return math.sqrt(max(count, 1))
 
     def _promise(self, update: ClientUpdate) -> Measured:
-        """Compare a whole delta with what clipping, noise and the channel's noise explain.
+        """Compare a whole delta with the norm that clipping, noise and the channel's noise explain.
 
         The norm of Gaussian noise is concentrated around the square root of its dimension.
         """
@@ -260,9 +265,10 @@ class UpdateBounds:
                 relative.append(other_norms[group] / self._root(other, group))
         limits: list[Tensor] = []
         if len(relative) >= MAJORITY:
-            limits.append(self.factor * root * _or_infinity(torch.stack(relative).median()))
+            # An update with a NaN is rejected, but it must not take away the limit of the others.
+            limits.append(self.factor * root * _or_infinity(torch.stack(relative).nanmedian()))
         if group == "parameters":
-            received = [update.received[n] for n in self._tensors(update, group)]
+            received = [update.received[name] for name in self._tensors(update, group)]
             limits.append(self.factor * total_norm(received).clamp(min=root))
         return torch.stack(limits).amin() if limits else None
 

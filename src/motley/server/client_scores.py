@@ -54,8 +54,15 @@ class Spread:
 
 
 def spread(scores: Sequence[float], examples: Sequence[int], higher_is_better: bool) -> Spread:
-    """Summarize the scores of at least one client, given its numbers of test examples."""
+    """Summarize the scores of at least one client, given its numbers of test examples.
+
+    If a score is NaN, because its client's local training diverged, all numbers are: NaN has no
+    place in an order, so the worst tenth would depend on the order of the clients.
+    """
     count = len(scores)
+    if any(math.isnan(score) for score in scores):
+        nan = math.nan
+        return Spread(count, nan, nan, nan, nan, nan, nan)
     mean = math.fsum(scores) / count
     products = [score * weight for score, weight in zip(scores, examples, strict=True)]
     worst_first = sorted(scores, reverse=not higher_is_better)
@@ -90,7 +97,7 @@ class ClientScores:
     scores: the clients that have a score, in the order of their ids.
     unscored: the clients that were asked and have none: no test examples, no usable answer, or a
         score that is not a number (r2 of a single example).
-    bytes_down, bytes_up: what asking them took, which is not part of the round's own traffic.
+    bytes_down, bytes_up: the traffic of asking them, which is not counted in the round's own.
     """
 
     metric: MetricInfo
@@ -100,24 +107,29 @@ class ClientScores:
     bytes_up: int = 0
 
     def spread(self, size: str | None = None) -> Spread | None:
-        """Summarize the scores of all clients, or of those of a size; None if there are none."""
+        """Summarize the scores of all clients, or of one size's; None if there are none."""
         chosen = self._of(size)
-        scores = [one.score for one in chosen]
-        return self._spread(scores, [one.examples for one in chosen])
+        scores = [score.score for score in chosen]
+        return self._spread(scores, [score.examples for score in chosen])
 
     def personalized_spread(self, size: str | None = None) -> Spread | None:
         """Summarize the personalized scores; None if there are none."""
         chosen = self._of(size)
-        scores = [one.personalized for one in chosen if one.personalized is not None]
-        return self._spread(scores, [one.examples for one in chosen]) if scores else None
+        scores = []
+        for score in chosen:
+            if score.personalized is not None:
+                scores.append(score.personalized)
+        return self._spread(scores, [score.examples for score in chosen]) if scores else None
 
     @property
     def sizes(self) -> list[str]:
         """The sizes of the scored clients, in the order in which they first occur."""
-        return list(dict.fromkeys(one.size for one in self.scores))
+        return list(dict.fromkeys(score.size for score in self.scores))
 
     def _of(self, size: str | None) -> list[ClientScore]:
-        return [one for one in self.scores if size is None or one.size == size]
+        if size is None:
+            return list(self.scores)
+        return [score for score in self.scores if score.size == size]
 
     def _spread(self, scores: Sequence[float], examples: Sequence[int]) -> Spread | None:
         return spread(scores, examples, self.metric.higher_is_better) if scores else None
@@ -250,7 +262,7 @@ class PendingClientScores:
             )
             if not math.isnan(score.score):
                 scores.append(score)
-        scored = {one.client for one in scores}
+        scored = {score.client for score in scores}
         return ClientScores(
             metric=self._metric,
             scores=scores,

@@ -112,7 +112,7 @@ class MethodCollection:
 
 @dataclass(frozen=True)
 class Collected:
-    """The server state after all collections of a round, and what they cost."""
+    """The server state after all collections of a round, and their traffic and time."""
 
     server: ServerState
     evaluation: PendingScores | None
@@ -160,7 +160,7 @@ def run_collections(
 def _apply(
     stage: CollectionStage, engine: Engine, server: ServerState, collections: Sequence[Collection]
 ) -> tuple[CollectionResult, dict[int, str]]:
-    """Apply the answers of a stage; leave those of nodes out that would spoil the server state.
+    """Apply the answers of a stage, except answers of nodes that would spoil the server state.
 
     An answer may be valid and still hold 1e30. If the state is not usable, every answer is tried on
     its own to find the responsible ones.
@@ -184,7 +184,7 @@ def _apply(
         if StateCheck(server, result.server, (), 0.0).problem is None:
             return result, left_out
     reason = f"the collection was undone: {problem}."
-    return CollectionResult(server), {one.client: reason for one in collections}
+    return CollectionResult(server), {collection.client: reason for collection in collections}
 
 
 class Asking(Protocol):

@@ -89,7 +89,7 @@ def start_check(
 ) -> UpdateCheck:
     """Start to check updates.
 
-    Payloads of nodes elsewhere are tried one by one; those of our own clients are not.
+    Payloads of nodes elsewhere are tried one by one; our own clients are trusted.
     """
 
     def error(update: ClientUpdate) -> str | None:

@@ -1,4 +1,4 @@
-"""InCo Aggregation: the delta of a shallow layer refines those of deeper layers of its shape.
+"""InCo Aggregation: the delta of a shallow layer refines the deltas of deeper layers of its shape.
 
 Chan, Zhou, Zhao, Jiang and Ngai, "Internal Cross-layer Gradients for Extending Homogeneity to
 Heterogeneity in Federated Learning", ICLR 2024.
@@ -46,7 +46,7 @@ class IncoOff(Settings):
 class IncoSettings(IncoOff):
     """A variant of InCo, and the values that differ from it.
 
-    The fields' defaults are those of the authors' released code ("official"). "paper" is Algorithm
+    The fields' defaults follow the authors' released code ("official"). "paper" is Algorithm
     1 to the letter: no clamps, no epsilon (1e-30 only prevents 0/0), and raw products. Line 8 takes
     alpha and beta from Theorem 3.1, whose g carry no prime, although line 7 has just defined the
     normalized g'. Section 5.4 explains a falling beta by shrinking gradients, which a cosine would
@@ -67,7 +67,7 @@ class IncoSettings(IncoOff):
 
     variant: Literal["paper", "official"] = "official"
     layers: Literal["released", "same-shape"] = "released"
-    """The layers that are refined. released: those of the authors' code; in a ResNet the
+    """The layers that are refined. released: as in the authors' code; in a ResNet the
     convolutions of a stage's later blocks, by conv2 of its first block, and in a ViT the weight of
     each norm2, by norm1. In an LSTM or a transformer for text, which they do not have, the weights
     of later layers, by the first layer of that shape. same-shape: all layers of one shape in a

@@ -40,7 +40,7 @@ class RobustSettings(MergeSettings):
     """A robust rule."""
 
     too_few: TooFew = "keep"
-    """What happens to coordinates that too few clients of a round hold: keep leaves them as they
+    """The treatment of coordinates that too few clients of a round hold: keep leaves them as they
     are in this round, mean averages them without protection. The metric method/merge_too_few is
     their share. Three clients are needed; krum needs 2 * attackers + 3 clients of a size.
     """

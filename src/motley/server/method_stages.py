@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from motley.core.dotted import describe
+from motley.core.errors import MotleyError
 from motley.core.merge import Aggregate
 from motley.core.update import ClientUpdate
 from motley.methods.base import ServerAlgorithm
@@ -27,9 +29,19 @@ class AggregateUpdates:
     ) -> StageResult:
         """Ignore the aggregate so far: there is none yet."""
         aggregate = self.algorithm.aggregate(server.method_state, server.state, updates)
+        if not isinstance(aggregate, Aggregate):
+            raise self._wrong("aggregate", aggregate, "a motley.core.merge.Aggregate")
         method_state = self.algorithm.update(server.method_state, server.state, updates)
+        if not isinstance(method_state, Mapping):
+            raise self._wrong("update", method_state, "a mapping of tensors")
         metrics = {**self.algorithm.metrics(method_state, updates), **aggregate.metrics}
         return StageResult(replace(server, method_state=method_state), aggregate, metrics)
+
+    def _wrong(self, hook: str, result: object, expected: str) -> MotleyError:
+        algorithm = type(self.algorithm).__name__
+        return MotleyError(
+            f"{hook} of {algorithm} returned {describe(result)}; {expected} is expected."
+        )
 
 
 @dataclass(frozen=True)

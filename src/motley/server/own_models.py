@@ -1,7 +1,7 @@
 """The evaluation of clients' own models: of methods that exchange no weights, of personal models
 beside the global one, and of models with private tensors (`split.private`).
 
-The global model alone is not what clients use then. After an evaluated round, clients score their
+Clients then do not use the global model alone. After an evaluated round, clients score their
 own models where these are, on the test set of the federation or, on a node, on the node's own. A
 client with private tensors is sent its part of the global state for that. They answer with sums
 (`motley.methods.evaluation`), as in a collection. A size's score is the mean over the clients of

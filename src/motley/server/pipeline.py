@@ -5,9 +5,11 @@ The order of the stages is the order of the list, which `assembly.build_pipeline
     AggregateUpdates -> Scale -> InCo -> MethodCorrection -> ServerOptimizer -> Apply -> PostProcess
     -> EMA
 
+Models that have a tensor under two names add a stage `Tie` before the EMA.
+
 A stage is called with the server state, the aggregated delta so far and the accepted updates, and
-returns what it changes. It never modifies its arguments. To add one of your own, write a class like
-this:
+returns a new state and a new aggregate. It never modifies its arguments. To add one of your own,
+write a class like this:
 
     import torch
     from motley import ServerStage, StageResult, StageSettings
@@ -36,11 +38,12 @@ and name it in the configuration:
 
 `federation.pipeline` is the list itself, to which any object with a `name` can be added.
 
-The place matters: `Apply` adds the delta to the global state, so a stage after it that changes the
-delta is an error. Before "optimizer", if there is one, a stage
-sees the clients' mean delta; between "optimizer" and "apply", the optimizer's step. The metric of
-this example is `record.metrics["clip/norm"]`. A round without an accepted update runs no stage and
-has no metrics.
+The place matters. `Apply` adds the delta to the global state, so a stage after it that changes the
+delta is an error. Before "optimizer", if there is one, a stage sees the clients' mean delta;
+between "optimizer" and "apply", the optimizer's step.
+
+The metric of this example is `record.metrics["clip/norm"]`. A round without an accepted update runs
+no stage and has no metrics.
 
 Stages may be queued behind a GPU that is still training (`speculation.py`), so they must not read a
 value from the device: no `.item()`, no `if` on a tensor. Metrics are returned as tensors and are
@@ -110,6 +113,11 @@ def run_stages(
     applied = False
     for stage in stages:
         result = stage(server, aggregate, updates)
+        if not isinstance(result, StageResult):
+            raise MotleyError(
+                f"stage {stage.name!r} returned {describe(result)}; a motley.StageResult is "
+                "expected."
+            )
         if applied and result.aggregate is not aggregate:
             raise MotleyError(
                 f"stage {stage.name!r} changes the aggregated delta after it was applied to the "
@@ -144,7 +152,7 @@ class ServerStage(ABC):
     name: str = ""
 
     def __init__(self, settings: Any, split: Split) -> None:
-        """Keep the stage's settings and the split, whose `parameters` tells them from buffers."""
+        """Keep the settings, and the split, which tells parameters from buffers."""
         self.settings, self.split = settings, split
         self.name = self.name or type(self).__name__.lower()
 

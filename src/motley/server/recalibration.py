@@ -1,7 +1,7 @@
-"""Recalibrated BatchNorm statistics: those of the evaluated model on all clients' data.
+"""Recalibrated BatchNorm statistics: computed with the evaluated model on all clients' data.
 
 A round averages the running statistics of a few clients, whose labels are skewed and whose weights
-are not those of the merged model. Recalibration (`server.statistics.name = "recalibrate"`) replaces
+differ from the merged model's. Recalibration (`server.statistics.name = "recalibrate"`) replaces
 the result. Every client gets its part of the model that will be evaluated, passes its examples
 through it once, without augmentation and in single precision, and reports per BatchNorm layer and
 channel
@@ -44,7 +44,7 @@ from motley.splits.base import Split
 
 @dataclass(frozen=True)
 class Recalibrate:
-    """Replace the running statistics of the evaluated model by those of the clients' data.
+    """Replace the running statistics of the evaluated model by statistics of the clients' data.
 
     is_due: round -> whether statistics are recalibrated after it.
     num_clients: the number of all clients, who are asked; None: only the clients of the round are.
@@ -95,10 +95,9 @@ class Recalibrate:
 def pool(model: State, reports: Sequence[tuple[Part, State]]) -> State:
     """Return a model with the running statistics of all clients' inputs together.
 
-    A report is a client's part of the model with its moments (`batch_moments`). Coordinates that
-    nobody reported keep
-    their statistics, and so do those whose pooled statistics are not finite: from such a state no
-        client could train.
+    A report is a client's part of the model with its moments (`batch_moments`). Coordinates that no
+    client reported keep their statistics, and so do those whose pooled statistics are not finite:
+    no client could train from such a state.
     """
     totals: dict[str, State] = {}
     variances: dict[str, str] = {}

@@ -6,25 +6,26 @@
     finish_round    Reject invalid updates (`validation.py`). Merge the others, and check the state
                     that results (`state_check.py`): if it is not usable, find the responsible
                     updates (`aggregation.py`) and merge again without them. Then end the round.
-    merge_updates   Run the stages of the aggregation (`pipeline.py`).
+    merge_updates   Run the stages of the aggregation (`pipeline.py`). If no weights are exchanged,
+                    there is nothing to aggregate.
     end_round       Ask clients for collections, such as BatchNorm statistics (`collection.py`).
                     Start to evaluate every size.
                     If clients have models of their own, they are asked for the scores of these
-                    instead (`own_models.py`). If no weights are exchanged, nothing is aggregated.
+                    instead (`own_models.py`).
                     If the run asks for it, score clients on their own test examples
                     (`client_scores.py`).
 
-Every function takes a server state and returns what it computes; nothing is changed in place. If a
-round is interrupted, the state before it is still whole and can be saved.
+Every function takes a server state and returns its results; nothing is changed in place. If a round
+is interrupted, the state before it is still whole and can be saved.
 
-`speculation.finish_round` can take the place of `finish_round`. It keeps a GPU busy and gives the
-same results; nothing here depends on it.
+`speculation.py` has functions that can take the place of `train_clients` and `finish_round`. They
+keep a GPU busy and give the same results; nothing here depends on them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from motley.core.errors import MotleyError
@@ -32,7 +33,7 @@ from motley.core.update import ClientUpdate
 from motley.engine.base import Done
 from motley.evaluate import PendingScores
 from motley.limits import allocating
-from motley.privacy import Accountant
+from motley.privacy import Accountant, PrivacyLedger
 from motley.privacy.releases import ReleaseCounter
 from motley.server.aggregation import Merged, find_responsible, merge_updates
 from motley.server.client_scores import PendingClientScores, start_client_scores
@@ -43,7 +44,7 @@ from motley.server.metrics import PendingMetrics
 from motley.server.record import PendingRecord, RoundRecord
 from motley.server.state import ServerState
 from motley.server.timing import Timer, add_up
-from motley.server.validation import UpdateCheck
+from motley.server.validation import NOT_FINITE, UpdateCheck
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,10 @@ class Attempt:
 
     updates: the updates that have the right shapes.
     check: tells which of them are valid, once the device has computed them.
-    failures: client -> why there is no update of it, or not one of the right shapes.
+    failures: client -> why it has sent no update, or one of wrong shapes.
     idle: clients that had no batch to train on.
-    was_merged: the updates were merged, but the state that they gave was not usable.
+    number: 0, or higher if the round was repeated with other clients.
+    was_merged: the updates were merged, but the merged state was not usable.
     """
 
     clients: list[int]
@@ -65,6 +67,7 @@ class Attempt:
     bytes_down: int
     bytes_up: int
     seconds: dict[str, float]
+    number: int = 0
     was_merged: bool = False
 
     @property
@@ -79,6 +82,7 @@ class Ending:
 
     rejected: client -> why its answer in a collection was rejected.
     excluded: client -> why its update, which seemed valid, was left out of the merge.
+    ledger: all releases, if the mean of this round is already in the release log.
     """
 
     server: ServerState
@@ -90,6 +94,7 @@ class Ending:
     bytes_up: int
     seconds: dict[str, float]
     excluded: dict[int, str] = field(default_factory=dict)
+    ledger: PrivacyLedger | None = None
 
 
 @dataclass(frozen=True)
@@ -104,31 +109,38 @@ class Undone:
     problem: str | None = None
 
 
+#: Samples and trains the clients of an attempt; the number is that of the attempt.
+TrainClients = Callable[[RoundContext, ServerState, int, Done], Attempt]
 #: Rejects an attempt's invalid updates and ends the round, if enough are left.
 FinishRound = Callable[[RoundContext, ServerState, Attempt], Ending | Undone]
 
 
 def run_round(
-    context: RoundContext, server: ServerState, done: Done, finish: FinishRound | None = None
+    context: RoundContext,
+    server: ServerState,
+    done: Done,
+    train: TrainClients | None = None,
+    finish: FinishRound | None = None,
 ) -> tuple[ServerState, PendingRecord]:
     """Run the round after `server`; return the server state after it, and the round's record.
 
     While too few updates are valid, or the state after the merge is not usable, the round is
     repeated with other clients. `done` is called with the id of every client that has finished.
-    `finish` takes the place of `finish_round`.
+    `train` and `finish` take the place of `train_clients` and `finish_round`.
     """
+    train = train or train_clients
     finish = finish or finish_round
     failed: list[Attempt] = []
     problem: str | None = None
     while len(failed) < context.attempts:
-        attempt = train_clients(context, server, len(failed), done)
+        attempt = train(context, server, len(failed), done)
         ending = finish(context, server, attempt)
         if isinstance(ending, Ending):
             return record_round(context, failed, attempt, ending)
         problem = ending.problem
         undone = replace(attempt, failures=ending.rejected, was_merged=problem is not None)
         if undone.was_merged and context.release_log is not None:
-            note_merge(context.release_log, server.round_number + 1, len(failed), undone)
+            note_merge(context.release_log, server.round_number + 1, undone, True)
         failed.append(undone)
     tried = f"round {server.round_number + 1} was tried {context.attempts} times (server.attempts)"
     if problem is not None:
@@ -138,10 +150,15 @@ def run_round(
             "lower the learning rate; server.max_norm and server.merge limit what clients can do."
         )
     reasons = [f"client {client}: {reason}" for client, reason in failed[-1].rejected.items()]
-    raise MotleyError(
+    message = (
         f"{tried} and never had {context.min_fraction:.0%} of its updates (server.min_fraction). "
         f"The last time: {' '.join(reasons)}"
     )
+    if NOT_FINITE in failed[-1].rejected.values():
+        message += (
+            " If training diverges, lower training.optimizer.lr or set training.max_grad_norm."
+        )
+    raise MotleyError(message)
 
 
 def train_clients(
@@ -173,6 +190,7 @@ def train_clients(
         bytes_down=bytes_down(jobs),
         bytes_up=bytes_up(answers),
         seconds=timer.seconds,
+        number=attempt_number,
     )
 
 
@@ -196,7 +214,13 @@ def finish_round(context: RoundContext, server: ServerState, attempt: Attempt) -
             return Undone({**undone, **attempt.rejected}, merged.problem)
         rest = [update for update in accepted if update.client not in excluded]
         merged = merge_updates(context, server, rest, metrics)
-    return end_round(context, merged, attempt.clients, excluded)
+    ledger = None
+    if context.release_log is not None:
+        # Before clients are asked for scores of the new model: they receive it.
+        number = merged.server.round_number
+        ledger = note_merge(context.release_log, number, attempt, bool(excluded))
+    ending = end_round(context, merged, attempt.clients, excluded)
+    return replace(ending, ledger=ledger)
 
 
 def enough_updates(context: RoundContext, attempt: Attempt) -> bool:
@@ -207,6 +231,7 @@ def enough_updates(context: RoundContext, attempt: Attempt) -> bool:
 def num_dispensable(context: RoundContext, attempt: Attempt) -> int:
     """Return how many more updates may be left out before the round has too few."""
     sampled = len(attempt.clients)
+    # 1e-9: a tenth of 30 clients is 3, whatever the rounding of 0.1 * 30.
     needed = math.ceil(context.min_fraction * sampled - 1e-9)
     return sampled - len(attempt.rejected) - needed
 
@@ -247,13 +272,17 @@ def end_round(
     )
 
 
-def note_merge(log: ReleaseLog, round_number: int, number: int, attempt: Attempt) -> None:
-    """Account for an attempt that was merged and undone.
+def note_merge(
+    log: ReleaseLog, round_number: int, attempt: Attempt, is_chosen: bool
+) -> PrivacyLedger:
+    """Account for the merge of an attempt's updates; return all releases so far.
 
-    That it was undone is known from now on, and depends on each of its updates.
+    `is_chosen`: updates were left out because of their effect on the state, or the attempt was
+    undone for it. Everyone sees this, and it depends on every update. So those that were left out
+    are charged too, also if all clients of a size are among them.
     """
     accepted = [update.client for update in attempt.check.verdict.accepted]
-    log.add_mean(round_number, number, attempt.clients, accepted, True)
+    return log.add_mean(round_number, attempt.number, attempt.clients, accepted, is_chosen)
 
 
 def count_requests(
@@ -261,10 +290,10 @@ def count_requests(
 ) -> ReleaseCounter:
     """Count the requests to clients in a round, for runs without a `release_log`."""
     counter = ReleaseCounter(accountant, server.ledger)
-    for number, attempt in enumerate(attempts):
-        counter.add_request(server.round_number, number, attempt.clients)
+    for attempt in attempts:
+        counter.add_request(server.round_number, attempt.number, attempt.clients)
         if attempt.was_merged:
-            note_merge(counter, server.round_number, number, attempt)
+            note_merge(counter, server.round_number, attempt, True)
     return counter
 
 
@@ -273,26 +302,24 @@ def record_round(
 ) -> tuple[ServerState, PendingRecord]:
     """Account for the privacy spent, and assemble the round's record.
 
-    `failed` are the attempts at the round before the one that has ended. They cost privacy, time
-    and traffic too.
+    `failed` are the earlier attempts at this round. They cost privacy, time and traffic too.
     """
     server, verdict = ending.server, attempt.check.verdict.without(ending.excluded)
     epsilon: dict[str, float] = {}
     if context.accountant is not None:
-        accepted = [update.client for update in verdict.accepted]
-        log: ReleaseLog
-        if context.release_log is not None:
-            log = context.release_log
-        else:
-            log = count_requests(context.accountant, server, [*failed, attempt])
-        ledger = log.add_mean(
-            server.round_number, len(failed), attempt.clients, accepted, bool(ending.excluded)
-        )
+        ledger = ending.ledger
+        if ledger is None:
+            log: ReleaseLog | None = context.release_log
+            if log is None:
+                log = count_requests(context.accountant, server, [*failed, attempt])
+            ledger = note_merge(log, server.round_number, attempt, bool(ending.excluded))
         server = replace(server, ledger=ledger)
         epsilon = context.accountant.epsilon(ledger)
     is_evaluated = context.algorithm.info.is_evaluated(server.round_number)
     attempts = [*failed, attempt]
-    seconds = [one.seconds for one in attempts] + [one.check.verdict.seconds for one in attempts]
+    seconds: list[Mapping[str, float]] = [each.seconds for each in attempts]
+    seconds += [each.check.verdict.seconds for each in attempts]
+    seconds.append(ending.seconds)
     record = RoundRecord(
         round_number=server.round_number,
         clients=attempt.clients,
@@ -303,9 +330,9 @@ def record_round(
         num_steps=sum(update.num_steps for update in verdict.accepted),
         epsilon=epsilon,
         why_no_scores=context.why_no_scores if is_evaluated else "",
-        seconds=add_up([*seconds, ending.seconds]),
-        bytes_down=ending.bytes_down + sum(one.bytes_down for one in attempts),
-        bytes_up=ending.bytes_up + sum(one.bytes_up for one in attempts),
+        seconds=add_up(seconds),
+        bytes_down=ending.bytes_down + sum(each.bytes_down for each in attempts),
+        bytes_up=ending.bytes_up + sum(each.bytes_up for each in attempts),
     )
     pending = PendingRecord(record, ending.evaluation, ending.metrics, ending.client_scores)
     return server, pending

@@ -16,7 +16,9 @@ class Sampler(Protocol):
     def __call__(self, round_number: int, attempt: int = 0, /) -> list[int]:
         """Return different client ids in ascending order.
 
-        A repeated round samples anew, with attempt 1, 2, ...
+        A repeated round samples anew, with attempt 1, 2, ... The answer must depend on these two
+        numbers only: it may be asked for twice, and before the round before has ended
+        (`speculation.py`).
         """
         ...
 
@@ -36,12 +38,12 @@ class ClientSampler:
 
     def __call__(self, round_number: int, attempt: int = 0, /) -> list[int]:
         """Return the clients of a round, in the order of their ids."""
-        numbers: np.random.Generator | np.random.RandomState
+        rng: np.random.Generator | np.random.RandomState
         if self.rule == "fedml" and attempt == 0:
-            numbers = np.random.RandomState(round_number - 1)
+            rng = np.random.RandomState(round_number - 1)
         elif attempt == 0:
-            numbers = generator(self.seed, "clients", round_number)
+            rng = generator(self.seed, "clients", round_number)
         else:
-            numbers = generator(self.seed, "clients", round_number, attempt)
-        clients = numbers.choice(self.num_clients, self.clients_per_round, replace=False)
+            rng = generator(self.seed, "clients", round_number, attempt)
+        clients = rng.choice(self.num_clients, self.clients_per_round, replace=False)
         return sorted(clients.tolist())

@@ -45,8 +45,8 @@ class ServerState:
 
     @property
     def sections(self) -> dict[str, State]:
-        """All tensors, by what they belong to: "state", "ema", "method_state", and "stage-NAME" for
-        every stage of the pipeline that keeps something. Empty sections are left out.
+        """All tensors by section: "state", "ema", "method_state", and "stage-NAME" for every stage
+        of the pipeline that keeps tensors. Empty sections are left out.
         """
         sections = {
             "state": self.state,

@@ -41,7 +41,7 @@ STAGE = "step-history"
 LARGEST = 1e15
 #: Steps that are kept, and the number from which on they are used.
 HISTORY, ENOUGH = 20, 5
-#: What messages call the sections.
+#: Section -> its name in messages.
 WORDS = {
     "state": "the global state",
     "ema": "its moving average",
@@ -139,7 +139,7 @@ def _described(largest: float) -> str:
 
 
 def _sections(server: ServerState) -> dict[str, State]:
-    """Return all tensors of a server state, without those of the checks themselves."""
+    """Return all tensors of a server state, except the state of the checks themselves."""
     sections = server.sections
     for name in (STAGE, BOUNDS):
         sections.pop(STAGE_PREFIX + name, None)

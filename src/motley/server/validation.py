@@ -228,11 +228,12 @@ def collection_error(
     return _error_of_trying("collection", use)
 
 
-def _error_of_trying(what: str, use: Callable[[], None]) -> str | None:
+def _error_of_trying(kind: str, use: Callable[[], None]) -> str | None:
+    """Return the error of using a client's "payload" or "collection"; None if there is none."""
     try:
         use()
     except Exception as error:  # a method may raise anything when a node sends it nonsense
-        return f"the method cannot use its {what}: {error!r}"
+        return f"the method cannot use its {kind}: {error!r}"
     return None
 
 
@@ -293,7 +294,7 @@ def _is_possible(metric: Metric, sums: Sequence[float]) -> bool:
 
 
 def moments_error(model: State, part: Part, moments: State) -> str | None:
-    """Say why a report is not the moments of BatchNorm's inputs in a part; None if it is."""
+    """Say why a report cannot be the moments of BatchNorm's inputs in a part; None if it can."""
     problem = _moments_problem(model, part, moments)
     return f"its statistics were refused: {problem}." if problem else None
 
@@ -316,7 +317,7 @@ def _moments_problem(model: State, part: Part, moments: State) -> str | None:
             return f"{name!r} holds a number that is not finite"
     for prefix in layers_in(moments):
         count, total, squares = (moments[prefix + name] for name in MOMENTS)
-        # No numbers have n q < s^2 (Cauchy-Schwarz). Clients compute with rounding, hence the
+        # By Cauchy-Schwarz, total^2 <= count * squares. Clients compute with rounding, hence the
         # tolerance.
         if (count < 0).any() or (count * squares < total.square() * (1 - 1e-6)).any():
             return f"{prefix!r} has moments that no inputs have"

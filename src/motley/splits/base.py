@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from motley.core.dotted import subclass_of
@@ -24,6 +25,7 @@ from motley.models import CrossLayer, ModelSpec
 from motley.models.facts import cross_layers_of
 from motley.models.same_shape import same_shape_layers
 from motley.models.spec import spec_of
+from motley.models.tied import second_names
 from motley.settings import Settings
 from motley.splits.private import private_names
 
@@ -155,6 +157,7 @@ class Split(ABC):
         #: its own.
         self.private = private_names(settings.private, modules)
         self.check()
+        self._check_tied()
 
     def draw_up(self, builds: Mapping[str, Callable[[], nn.Module]]) -> dict[str, Blueprint]:
         """Return the blueprint of every size. Here each architecture is a size."""
@@ -201,7 +204,7 @@ class Split(ABC):
             return build()
 
     @property
-    def moves(self) -> bool:
+    def parts_change(self) -> bool:
         """Whether a client's part changes from round to round."""
         return False
 
@@ -228,12 +231,14 @@ class Split(ABC):
 
     @cached_property
     def _parts(self) -> dict[str, Part]:
-        return {
-            size: {name: Piece(self._placed(size, name)) for name in blueprint.module.state_dict()}
-            for size, blueprint in self.blueprints.items()
-        }
+        parts: dict[str, Part] = {}
+        for size, blueprint in self.blueprints.items():
+            names = blueprint.module.state_dict()
+            parts[size] = {name: Piece(self._placed(size, name)) for name in names}
+        return parts
 
     def _placed(self, size: str, name: str) -> str:
+        """Return the global name of a tensor of a size, also if it is a per-size statistic."""
         per_size = self.settings.normalization_statistics == "per-size"
         if per_size and name.endswith(STATISTICS):
             return f"{size}/{name}"
@@ -252,14 +257,14 @@ class Split(ABC):
         return state
 
     @cached_property
-    def frame(self) -> State:
+    def meta_state(self) -> State:
         """All tensors of the global state, on torch's meta device: names, shapes and dtypes."""
-        frame: State = {}
+        state: State = {}
         for size in reversed(self._largest_first):
             for name, tensor in self.blueprints[size].module.state_dict().items():
                 if name not in self.private[size]:
-                    frame[self._placed(size, name)] = tensor
-        return frame
+                    state[self._placed(size, name)] = tensor
+        return state
 
     def initial_private(self, size: str, seed: int) -> State:
         """Return the private tensors that a client of a size starts with.
@@ -275,22 +280,64 @@ class Split(ABC):
     def zeros(self) -> State:
         """Return zeros for all global parameters, as control variates and dual variables start."""
         zeros = {}
-        for name, tensor in self.frame.items():
+        for name, tensor in self.meta_state.items():
             if name in self.parameters:
                 zeros[name] = torch.zeros(tensor.shape, dtype=tensor.dtype)
         return zeros
 
     def parameters_of(self, size: str) -> frozenset[str]:
         """Return the names of the parameters in a size's part; its other tensors are buffers."""
-        names = frozenset(name for name, _ in self.blueprints[size].module.named_parameters())
-        return names - self.private[size]
+        return self._parameters_by_size[size]
+
+    @cached_property
+    def _parameters_by_size(self) -> dict[str, frozenset[str]]:
+        """`parameters_of` every size. It is asked once per update, and a module is slow to walk."""
+        by_size = {}
+        for size in self.sizes:
+            names = frozenset(name for name, _ in self.blueprints[size].module.named_parameters())
+            by_size[size] = names - self.private[size]
+        return by_size
 
     @cached_property
     def parameters(self) -> frozenset[str]:
         """The global names of parameters. All others are buffers, which no method corrects."""
-        return frozenset(
-            self._placed(size, name) for size in self.sizes for name in self.parameters_of(size)
-        )
+        parameters: set[str] = set()
+        for size in self.sizes:
+            parameters.update(self._placed(size, name) for name in self.parameters_of(size))
+        return frozenset(parameters)
+
+    @cached_property
+    def tied(self) -> dict[str, str]:
+        """The second name of a tensor that a model has under two names -> its first name.
+
+        Both are global names. The first one is the parameter's; a second name counts as a buffer.
+        """
+        tied: dict[str, str] = {}
+        for size, blueprint in self.blueprints.items():
+            for second, first in second_names(blueprint.module).items():
+                if second not in self.private[size]:
+                    tied[self._placed(size, second)] = self._placed(size, first)
+        return tied
+
+    def _check_tied(self) -> None:
+        """Refuse tied tensors that could not stay equal."""
+        for size, blueprint in self.blueprints.items():
+            private = self.private[size]
+            for second, first in second_names(blueprint.module).items():
+                prefix = f"model.sizes: {first!r} and {second!r} of {size!r} are one tensor, and"
+                if (first in private) != (second in private):
+                    raise MotleyError(
+                        f"{prefix} only one of the names is private (split.private = "
+                        f"{list(self.settings.private)}). Name both or none."
+                    )
+                if first in private:
+                    continue
+                place = self._placed(size, second)
+                if place in self.parameters or self.tied[place] != self._placed(size, first):
+                    raise MotleyError(
+                        f"{prefix} two in another size. Use split.name = 'grouped', which shares "
+                        "nothing between sizes."
+                    )
 
     @cached_property
     def cross_layers(self) -> tuple[CrossLayer, ...]:
@@ -300,11 +347,10 @@ class Split(ABC):
     @cached_property
     def same_shape_layers(self) -> tuple[CrossLayer, ...]:
         """The pairs of all layers of one shape in a stage, under their global names."""
+        shapes = {name: tensor.shape for name, tensor in self.meta_state.items()}
         pairs = self._placed_pairs(lambda blueprint: same_shape_layers(blueprint.module))
         # Layers of a narrow size may have one shape although the whole layers have not.
-        return tuple(
-            pair for pair in pairs if self.frame[pair.source].shape == self.frame[pair.target].shape
-        )
+        return tuple(pair for pair in pairs if shapes[pair.source] == shapes[pair.target])
 
     def _placed_pairs(
         self, pairs_of: Callable[[Blueprint], Sequence[CrossLayer]]
@@ -335,7 +381,8 @@ def is_own_model(model: nn.Module) -> bool:
     """Tell whether a model is one of Motley's own, without modules of a user in it."""
     if not type(model).__module__.startswith(OWN_MODELS):
         return False
-    return all(type(m).__module__.startswith((OWN_MODELS, "torch.nn.")) for m in model.modules())
+    packages = (OWN_MODELS, "torch.nn.")
+    return all(type(module).__module__.startswith(packages) for module in model.modules())
 
 
 def is_described_by_its_state(blueprint: nn.Module) -> bool:
@@ -353,7 +400,7 @@ def _without_statistics(build: Callable[[], nn.Module]) -> nn.Module:
     """Build a model whose batch norms keep no statistics and always normalize with their batch."""
     model = build()
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+        if isinstance(module, _BatchNorm):
             module.track_running_stats = False
             module.running_mean = module.running_var = module.num_batches_tracked = None
     return model

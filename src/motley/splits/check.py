@@ -37,6 +37,11 @@ def check_outputs(
             _check(_outputs(blueprint, size, shape, "meta"), size, classes, task, target_dims)
             continue
         model = split.build(size)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise MotleyError(
+                f"model.sizes: {size!r} has no parameter that can be trained: it has none, or all "
+                "have requires_grad = False."
+            )
         for training in (True, False):
             outputs = _outputs(model.train(training), size, shape)
             _check(outputs, size, classes, task, target_dims)

@@ -49,11 +49,12 @@ class Depth(Split):
 
     def _check_sharing(self) -> None:
         """Reject users' sizes that have nothing in common with any other size."""
-        owners = Counter(
-            self.global_name(size, name) for size in self.sizes for name in self.parameters_of(size)
-        )
+        names_of: dict[str, list[str]] = {}
+        owners: Counter[str] = Counter()
         for size in self.sizes:
-            names = [self.global_name(size, name) for name in self.parameters_of(size)]
+            names_of[size] = [self.global_name(size, name) for name in self.parameters_of(size)]
+            owners.update(names_of[size])
+        for size, names in names_of.items():
             if names and all(owners[name] == 1 for name in names):
                 raise MotleyError(
                     f"model.sizes: {size!r} has no parameter with the same name and shape as one "

@@ -84,7 +84,7 @@ class Grid(Width):
     Settings = GridSettings
     settings: GridSettings
 
-    def uncut(self, level: int) -> nn.Module:
+    def full_width_model(self, level: int) -> nn.Module:
         """Return the model of a level at full width."""
         model, settings = self.base(), self.settings
         has_own_class = isinstance(model, ResNet | ViT)

@@ -34,7 +34,7 @@ class Inclusive(Depth):
 
 
 def last_blocks(size: str, blueprint: Blueprint) -> tuple[str, ...]:
-    """Return the last group of a size's blocks: all of a ViT's, those of a ResNet's stage 4."""
+    """Return the last group of a size's blocks: all blocks of a ViT, stage 4 of a ResNet."""
     blocks = blocks_of(blueprint.module)
     if not blocks:
         raise MotleyError(

@@ -35,17 +35,12 @@ def _leading(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _resize(module: Any) -> None:
+    """Update the attributes of a layer that say how wide it is."""
     if isinstance(module, nn.modules.conv._ConvTransposeNd):
         module.in_channels = module.weight.shape[0]
         module.out_channels = module.weight.shape[1] * module.groups
     elif isinstance(module, nn.modules.conv._ConvNd):
-        depthwise = module.groups == module.in_channels
-        if depthwise and module.groups > 1:
-            # The groups of a depthwise convolution are its channels.
-            multiplier = module.out_channels // module.groups
-            module.groups = module.weight.shape[0] // multiplier
-        module.out_channels = module.weight.shape[0]
-        module.in_channels = module.weight.shape[1] * module.groups
+        _resize_convolution(module)
     elif isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, nn.Embedding):
@@ -62,15 +57,29 @@ def _resize(module: Any) -> None:
     elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is not None:
         module.normalized_shape = tuple(module.weight.shape)
     elif isinstance(module, nn.GroupNorm) and module.weight is not None:
-        if module.num_groups == module.num_channels:
-            module.num_groups = len(module.weight)
-        module.num_channels = len(module.weight)
-        if module.num_channels % module.num_groups:
-            raise MotleyError(
-                f"split.rates: {module.num_channels} channels do not divide into the "
-                f"{module.num_groups} groups of a group norm (groups = {module.num_groups} in the "
-                "model's table). Choose rates whose channels do, or norm = 'batch'."
-            )
+        _resize_group_norm(module)
+
+
+def _resize_convolution(module: nn.modules.conv._ConvNd) -> None:
+    depthwise = module.groups == module.in_channels
+    if depthwise and module.groups > 1:
+        # The groups of a depthwise convolution are its channels.
+        multiplier = module.out_channels // module.groups
+        module.groups = module.weight.shape[0] // multiplier
+    module.out_channels = module.weight.shape[0]
+    module.in_channels = module.weight.shape[1] * module.groups
+
+
+def _resize_group_norm(module: nn.GroupNorm) -> None:
+    if module.num_groups == module.num_channels:  # one group per channel
+        module.num_groups = len(module.weight)
+    module.num_channels = len(module.weight)
+    if module.num_channels % module.num_groups:
+        raise MotleyError(
+            f"split.rates: {module.num_channels} channels do not divide into the "
+            f"{module.num_groups} groups of a group norm (groups = {module.num_groups} in the "
+            "model's table). Choose rates whose channels do, or norm = 'batch'."
+        )
 
 
 def _resize_recurrent(module: nn.RNNBase) -> None:

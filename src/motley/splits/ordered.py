@@ -6,6 +6,7 @@ of all narrower ones, so a row is averaged over the clients that have at least i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Literal
 
@@ -96,7 +97,7 @@ class Ordered(Width):
     def _placed(self, size: str, name: str) -> str:
         return name
 
-    def _piece(self, size: str, name: str, chosen: dict[str, slice | Tensor | None]) -> Piece:  # type: ignore[override]
+    def _piece(self, size: str, name: str, chosen: Mapping[str, slice | Tensor | None]) -> Piece:
         piece = super()._piece(size, name, chosen)
         rows = len(self._inside(self.rates[size]))
         if not name.endswith(ROWS) or (rows == len(self.rates) and piece.index is None):
@@ -104,13 +105,12 @@ class Ordered(Width):
         return Piece(name, (slice(0, rows), *(piece.index or (slice(None),))))
 
     @cached_property
-    def frame(self) -> State:
+    def meta_state(self) -> State:
         """All tensors of the global state, without values. Statistics have one row per width."""
-        whole = self.without_private(self.whole.module.state_dict())
-        return {
-            name: self._rows(tensor) if name.endswith(ROWS) else tensor
-            for name, tensor in whole.items()
-        }
+        state = {}
+        for name, tensor in self.without_private(self.whole.module.state_dict()).items():
+            state[name] = self._rows(tensor) if name.endswith(ROWS) else tensor
+        return state
 
     def _rows(self, like: Tensor) -> Tensor:
         return torch.empty((len(self.rates), *like.shape), dtype=like.dtype, device="meta")
@@ -118,7 +118,7 @@ class Ordered(Width):
     def initial(self, seed: int) -> State:
         """Return the initial weights of the whole model, and initial statistics."""
         whole = self._drawn(self.whole.build, seed).state_dict()
-        return {
-            name: initial_statistics(name, tensor) if name.endswith(ROWS) else whole[name]
-            for name, tensor in self.frame.items()
-        }
+        state = {}
+        for name, tensor in self.meta_state.items():
+            state[name] = initial_statistics(name, tensor) if name.endswith(ROWS) else whole[name]
+        return state

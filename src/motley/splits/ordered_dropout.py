@@ -27,13 +27,21 @@ class OrderedBatchNorm(nn.BatchNorm2d):
     choice: Tensor | None = None
     running_mean: Tensor | None
     running_var: Tensor | None
+    #: The class of the ordinary norm.
+    kind: type[nn.BatchNorm1d | nn.BatchNorm2d] = nn.BatchNorm2d
 
     @classmethod
     def of(cls, norm: nn.BatchNorm1d | nn.BatchNorm2d, widths: int) -> OrderedBatchNorm:
         """Make one from an ordinary norm, with its parameters and `widths` rows of statistics."""
+        if norm.momentum is None and norm.track_running_stats:
+            raise MotleyError(
+                "split.name = 'ordered': a batch norm with momentum = None averages all batches "
+                "alike, and each width has seen other batches. Give it a momentum, such as 0.1."
+            )
         ordered = cls(
             norm.num_features, norm.eps, norm.momentum, track_running_stats=norm.track_running_stats
         )
+        ordered.kind = nn.BatchNorm1d if isinstance(norm, nn.BatchNorm1d) else nn.BatchNorm2d
         ordered.weight, ordered.bias = norm.weight, norm.bias
         for name in ("running_mean", "running_var"):
             row = getattr(norm, name)

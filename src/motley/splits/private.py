@@ -63,7 +63,8 @@ def _matching(choice: str, size: str, model: nn.Module) -> set[str]:
     if choice == NORMALIZATION:
         norms = [path for path, module in model.named_modules() if isinstance(module, NORMS)]
         return _within(tensors, norms)
-    modules = [path for path, _ in model.named_modules() if path and fnmatchcase(path, choice)]
+    paths = [path for path, _ in model.named_modules() if path]  # "" is the model itself
+    modules = [path for path in paths if fnmatchcase(path, choice)]
     by_name = {name for name in tensors if fnmatchcase(name, choice)}
     return by_name | _within(tensors, modules)
 
@@ -81,7 +82,11 @@ def _head(choice: str, size: str, model: nn.Module) -> Sequence[str]:
 
 def _within(tensors: set[str], paths: Sequence[str]) -> set[str]:
     """Return the tensors that are inside of one of the modules."""
-    return {name for name in tensors if any(is_within(name, path) for path in paths)}
+    inside = set()
+    for name in tensors:
+        if any(is_within(name, path) for path in paths):
+            inside.add(name)
+    return inside
 
 
 def _without_match(choice: str, chosen: Sequence[str], models: Mapping[str, nn.Module]) -> str:

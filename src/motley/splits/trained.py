@@ -35,8 +35,8 @@ def at_full_width(model: nn.Module) -> nn.Module:
     return model
 
 
-def _widest(ordered: OrderedBatchNorm) -> nn.BatchNorm2d:
-    norm = nn.BatchNorm2d(
+def _widest(ordered: OrderedBatchNorm) -> nn.BatchNorm1d | nn.BatchNorm2d:
+    norm = ordered.kind(
         ordered.num_features,
         ordered.eps,
         ordered.momentum,

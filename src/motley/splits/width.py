@@ -79,12 +79,11 @@ class WidthSettings(SplitSettings):
 
     def whole(self, architectures: tuple[str, ...]) -> str | None:
         """Return the size of rate 1, the last if there are several (levels of `grid`)."""
-        full_width = [
-            size
-            for size, rate in zip(self.sizes(architectures), self.rates, strict=True)
-            if rate == 1
-        ]
-        return full_width[-1] if full_width else None
+        whole = None
+        for size, rate in zip(self.sizes(architectures), self.rates, strict=True):
+            if rate == 1:
+                whole = size
+        return whole
 
 
 @SPLITS.register(
@@ -108,10 +107,10 @@ class Width(Split):
         ((self.architecture, self.base),) = builds.items()
         sizes = self.settings.sizes((self.architecture,))
         self.rates = dict(zip(sizes, self.settings.rates, strict=True))
-        self.whole = Blueprint.of(self.architecture, partial(self.uncut, len(sizes) - 1))
+        self.whole = Blueprint.of(self.architecture, partial(self.full_width_model, len(sizes) - 1))
         return {size: self._blueprint(level) for level, size in enumerate(sizes)}
 
-    def uncut(self, level: int) -> nn.Module:
+    def full_width_model(self, level: int) -> nn.Module:
         """Return the model of a size at full width."""
         return self.base()
 
@@ -128,7 +127,7 @@ class Width(Split):
         if spec.channels is None and spec.built_with is not None:
             rate = self.settings.rates[level]
             try:
-                whole = build_on_meta(self.architecture, partial(self.uncut, level))
+                whole = build_on_meta(self.architecture, partial(self.full_width_model, level))
                 cut = build_on_meta(self.architecture, partial(self._cut, level))
                 check_cut(inference_of(whole), cut, lambda axis: num_kept(axis, rate))
             except InferenceError as error:
@@ -136,7 +135,7 @@ class Width(Split):
 
     def _cut(self, level: int) -> nn.Module:
         """Return a new model of a size, with fewer channels."""
-        model, rate = self.uncut(level), self.settings.rates[level]
+        model, rate = self.full_width_model(level), self.settings.rates[level]
         shapes = {}
         for name, tensor in _tensors(model).items():
             lengths = []
@@ -149,7 +148,7 @@ class Width(Split):
         narrow(model, shapes)
         attributes = width_attributes_of(self.whole.module)
         resize_attributes(model, attributes, lambda axis: num_kept(axis, rate))
-        # A new object: what was inferred about the whole model is not true of this one.
+        # A new object: facts that were inferred about the whole model are not true of this one.
         return declare(model, replace(spec_of(model)))
 
     def _build_narrow(self, level: int) -> nn.Module:
@@ -193,7 +192,7 @@ class Width(Split):
         return name
 
     @property
-    def moves(self) -> bool:
+    def parts_change(self) -> bool:
         return self.settings.channels != "leading"
 
     def whole_part(self, size: str, round_number: int = 0, client: int = 0) -> Part:
@@ -208,14 +207,13 @@ class Width(Split):
 
     @lru_cache(maxsize=256)  # noqa: B019  (a split lives as long as its federation)
     def _part(self, size: str, round_number: int, client: int) -> Part:
-        streams = {
-            axis for tensor_axes in self.axes.values() for axis in tensor_axes if axis is not None
-        }
-        chosen = {axis.stream: self._chosen(axis, size, round_number, client) for axis in streams}
-        return {
-            name: self._piece(size, name, chosen)
-            for name in self.blueprints[size].module.state_dict()
-        }
+        chosen: dict[str, slice | Tensor | None] = {}  # by stream
+        for tensor_axes in self.axes.values():
+            for axis in tensor_axes:
+                if axis is not None and axis.stream not in chosen:
+                    chosen[axis.stream] = self._chosen(axis, size, round_number, client)
+        names = self.blueprints[size].module.state_dict()
+        return {name: self._piece(size, name, chosen) for name in names}
 
     def _chosen(
         self, axis: Axis, size: str, round_number: int, client: int
@@ -225,8 +223,8 @@ class Width(Split):
         if count == axis.width:
             return None
         if round_number and self.settings.channels == "random":
-            numbers = generator(self.seed, "channels", round_number, client, axis.stream)
-            return torch.from_numpy(numbers.permutation(axis.width)[:count]).sort().values
+            rng = generator(self.seed, "channels", round_number, client, axis.stream)
+            return torch.from_numpy(rng.permutation(axis.width)[:count]).sort().values
         first = (round_number - 1) % axis.width if round_number else 0
         if first + count <= axis.width:
             return slice(first, first + count)
@@ -246,38 +244,40 @@ class Width(Split):
         return Piece(name, tuple(index))
 
     @cached_property
-    def frame(self) -> State:
+    def meta_state(self) -> State:
         """All tensors of the global state, without values, including per-size statistics."""
-        return self.without_private(self._whole_frame)
+        return self.without_private(self._whole_meta_state)
 
     @cached_property
-    def _whole_frame(self) -> State:
-        """The frame if nothing were private."""
+    def _whole_meta_state(self) -> State:
+        """`meta_state` if nothing were private."""
         per_size = self.settings.normalization_statistics == "per-size"
-        frame: State = {}
+        state: State = {}
         for size in self.sizes:
             tensors = self.blueprints[size].module.state_dict()
             for name, piece in self.whole_part(size).items():
-                frame[piece.name] = tensors[name]
+                state[piece.name] = tensors[name]
         for name, tensor in self.whole.module.state_dict().items():
             if not (per_size and name.endswith(STATISTICS)):
-                frame[name] = tensor
-        return frame
+                state[name] = tensor
+        return state
 
     def initial(self, seed: int) -> State:
         """Return the initial weights of the whole model, and initial per-size statistics."""
         whole = self._drawn(self.whole.build, seed).state_dict()
-        return {
-            name: whole[name] if name in whole else initial_statistics(name, tensor)
-            for name, tensor in self.frame.items()
-        }
+        state = {}
+        for name, tensor in self.meta_state.items():
+            state[name] = whole[name] if name in whole else initial_statistics(name, tensor)
+        return state
 
-    def without_private(self, frame: State) -> State:
+    def without_private(self, tensors: State) -> State:
         """Return the tensors of the whole model that some size shares."""
         if not self.has_private:
-            return frame
-        shared = {piece.name for size in self.sizes for piece in self.part(size).values()}
-        return {name: tensor for name, tensor in frame.items() if name in shared}
+            return tensors
+        shared: set[str] = set()
+        for size in self.sizes:
+            shared.update(piece.name for piece in self.part(size).values())
+        return {name: tensor for name, tensor in tensors.items() if name in shared}
 
 
 def _tensors(model: nn.Module) -> State:

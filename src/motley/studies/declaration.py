@@ -156,7 +156,7 @@ class Study(Settings):
     """The scale if --scale is not given. For built-in studies of papers it is "quick"."""
     preset: str = ""
     set: Layer = Field(default_factory=dict)
-    seeds: tuple[Annotated[int, Field(ge=0)], ...] = (1,)
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(1,), min_length=1)
     measure: Measure = Measure("mean-of-last-k")
     needs: dict[str, str] = Field(default_factory=dict)
     """Settings that only the user can provide -> a description of them."""
@@ -180,8 +180,9 @@ class Study(Settings):
             "seeds": self.seeds,
         }
         for table, names in tables.items():
-            if len(set(names)) != len(names):
-                raise self._error(table, "a name is given twice.")
+            twice = [name for number, name in enumerate(names) if name in names[:number]]
+            if twice:
+                raise self._error(table, f"{twice[0]!r} is given twice.")
         for row in self.methods:
             if row.size and row.whole:
                 raise self._error(row.name, "give either size or whole, not both.")
@@ -231,7 +232,13 @@ def load_study(name: str) -> Study:
     """Return a built-in study by its name, or a user's study by its .toml file."""
     if name.endswith(".toml"):
         file = Path(name)
-        return _study(file.stem, _absolute_paths(read_toml(file), file.parent))
+        values = read_toml(file)
+        if not {"methods", "data"} & set(values) or isinstance(values.get("data"), dict):
+            raise MotleyError(
+                f"{file}: is no study, which has a list [[data]] and a list [[methods]]. If it is "
+                f"the configuration of one run: motley run {file}"
+            )
+        return _study(file.stem, _absolute_paths(values, file.parent))
     built_in = studies()
     if name not in built_in:
         problem = unknown("study", name, built_in)

@@ -98,12 +98,17 @@ class Measure(str):
         """Return the value of this measure for a run, or None if it has none.
 
         Scores are means over all sizes, unless `size` names one or `whole` asks for the whole
-        model's. `target` is the score for "rounds-to"; an accuracy in percent.
+        model's. Scores of clients are those of all clients, or of the clients that have that size.
+        `target` is the score for "rounds-to"; an accuracy in percent.
         """
+        if whole and not size:
+            whole_size = whole_model(config)
+            if whole_size is None:
+                return None
+            size = whole_size
         if self in CLIENTS:
             return self._of_clients(lines, config.evaluation.last_k, size)
-        if not size:
-            size = (whole_model(config) or "") if whole else OVERALL
+        size = size or OVERALL
         metric = metric_of(lines)
         if self in SCORES:
             summary = outcome(lines, config.evaluation.last_k, ()).scores.get(size)
@@ -113,8 +118,10 @@ class Measure(str):
                 return None
             evaluated = [line for line in lines if size in scores_of(line)]
             rounds = [line["round"] for line in evaluated]
-            values = [metric.scaled(scores_of(line)[size]) for line in evaluated]
-            return rounds_to(target, rounds, values, metric)
+            values = [scores_of(line)[size] for line in evaluated]
+            # Not the scores times 100: 100 * 0.57 is less than 57. Scores have six digits.
+            unscaled = round(target / 100, 12) if metric.percent else target
+            return rounds_to(unscaled, rounds, values, metric)
         layer = self.partition(":")[2]
         fractions = []
         for line in lines:

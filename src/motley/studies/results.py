@@ -17,10 +17,10 @@ from motley.core.errors import MotleyError
 from motley.files import markdown_text, write_atomically
 from motley.runs.metrics import ACCURACY, OVERALL, MetricsLog, metric_of
 from motley.studies.declaration import Study
-from motley.studies.measures import CLIENTS, SCORES, whole_model
+from motley.studies.measures import CLIENTS, ROUNDS, SCORES, whole_model
 from motley.studies.runner import finished, run_path
 from motley.studies.statistics import Difference, Spread, against_paper, paired, spread
-from motley.studies.sweep import SCALES, Cell
+from motley.studies.sweep import SCALES, Cell, num_runs
 from motley.tasks import MetricInfo
 
 
@@ -136,7 +136,11 @@ def table_row(result: Result) -> tuple[str, ...]:
 
 def used_columns(rows: Sequence[Sequence[str]]) -> list[int]:
     """Return the indices of the columns that have text in at least one row."""
-    return [number for number in range(len(COLUMNS)) if any(row[number] for row in rows)]
+    used = []
+    for number in range(len(COLUMNS)):
+        if any(row[number] for row in rows):
+            used.append(number)
+    return used
 
 
 def columns(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
@@ -144,9 +148,9 @@ def columns(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
     for _, group in groupby(results, key=lambda result: result.cell.column):
         members = list(group)
         cell = members[0].cell
-        metric = next((one.metric for one in members if one.runs), ACCURACY)
+        metric = next((result.metric for result in members if result.runs), ACCURACY)
         target = ""
-        if cell.target is not None:
+        if cell.target is not None and cell.measure == ROUNDS:
             target = f" to {cell.target:g} {'%' if metric.percent else metric.name}"
         unit = cell.measure.unit_of(metric)
         yield f"{cell.column or 'all'} ({cell.measure}{target}, {unit})", members
@@ -203,7 +207,7 @@ def _to_json(
         "note": study.note,
         "scale": scale,
         "scale_means": SCALES[scale].summary,
-        "planned_runs": len({run.key for cell in cells for run in cell.runs}),
+        "planned_runs": num_runs(cells),
         "cells": rows,
         "missing": missing(cells),
     }
@@ -221,7 +225,7 @@ class SavedCell(BaseModel, strict=True):
 
     method: str
     column: str
-    #: Seed -> the run's folder, relative to that of the study.
+    #: Seed -> the run's folder, relative to the study's folder.
     runs: dict[str, str]
     shows: str = OVERALL
     line: list[str] = Field(min_length=len(COLUMNS), max_length=len(COLUMNS))
@@ -239,7 +243,7 @@ class SavedStudy(BaseModel, strict=True):
     scale_means: str
     planned_runs: int = 0
     cells: list[SavedCell]
-    #: Reason -> the names of what is missing.
+    #: Reason -> the names of the missing rows and columns.
     missing: dict[str, list[str]]
 
 

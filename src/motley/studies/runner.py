@@ -14,6 +14,7 @@ from pathlib import Path
 
 from motley.config import Config
 from motley.core.errors import MotleyError
+from motley.core.own_code import failure_in_own_code
 from motley.federation import Federation
 from motley.runs.callbacks import Callback
 from motley.runs.checkpoint import last_round
@@ -37,7 +38,7 @@ class StudyWatcher:
         """Called after a run has finished."""
 
     def on_failure(self, cell: Cell, run: PlannedRun, reason: str) -> None:
-        """Called if a run was rejected. The study continues with the next run."""
+        """Called if a run was rejected or failed. The study continues with the next run."""
 
 
 def run_path(out: Path, run: PlannedRun) -> Path:
@@ -66,13 +67,22 @@ def unfinished_runs(cells: Iterable[Cell], out: Path) -> list[tuple[Cell, Planne
 
 
 def run_study(todo: Sequence[tuple[Cell, PlannedRun]], out: Path, watcher: StudyWatcher) -> None:
-    """Run everything in order. A run that is rejected is reported to the watcher and skipped."""
+    """Run everything in order.
+
+    A run that is rejected, or in which a user's own code fails, is reported to the watcher and
+    skipped.
+    """
     for cell, run in todo:
         watcher.on_run(cell, run)
         try:
             start_or_resume(run_path(out, run), run.config, [_Progress(watcher, cell, run)])
         except MotleyError as error:
             watcher.on_failure(cell, run, str(error))
+        except Exception as error:
+            reason = failure_in_own_code(error)
+            if reason is None:
+                raise
+            watcher.on_failure(cell, run, reason)
         else:
             watcher.on_finished(cell, run)
 
@@ -91,7 +101,7 @@ class _Progress(Callback):
 
 
 def start_or_resume(path: Path, config: Config, callbacks: Sequence[Callback] = ()) -> None:
-    """Run the run of a configuration in its folder, from where it is, to its end."""
+    """Start the run of a configuration in its folder, or resume it, and run it to its end."""
     folder = RunFolder(path)
     if folder.config.exists():
         resume_run(path, callbacks)

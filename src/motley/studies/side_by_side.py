@@ -27,8 +27,9 @@ import torch
 
 from motley.config import Config, read_resolved
 from motley.core.errors import MotleyError
+from motley.core.own_code import failure_in_own_code
 from motley.engine.device import choose_devices
-from motley.engine.workers import available_cores, obstacle
+from motley.engine.workers import available_cores, why_no_workers
 from motley.runs.folder import RunFolder
 from motley.runs.interrupt import one_interrupt
 from motley.studies.runner import StudyWatcher, run_path, start_or_resume
@@ -38,7 +39,8 @@ from motley.studies.sweep import Cell, PlannedRun
 STAGGER = 4.0
 #: Seconds between two looks at the processes.
 POLL = 0.2
-#: The exit status of a run that was rejected, with the reason on its standard error.
+#: The exit status of a run that was rejected or failed in a user's own code. The reason is on its
+#: standard error.
 REJECTED = 2
 #: Linux's number of the option that sends a process a signal when its parent dies.
 _PR_SET_PDEATHSIG = 1
@@ -77,11 +79,11 @@ def run_side_by_side(
                         time.sleep(STAGGER)
                     continue
                 time.sleep(POLL)
-                for one in list(running):
-                    _report_progress(one, watcher)
-                    if one.process.poll() is not None:
-                        running.remove(one)
-                        _report_end(one, watcher)
+                for started in list(running):
+                    _report_progress(started, watcher)
+                    if started.process.poll() is not None:
+                        running.remove(started)
+                        _report_end(started, watcher)
         finally:
             _stop(running)
 
@@ -114,12 +116,12 @@ def _start(
             env=environment,
             # A terminal sends Ctrl-C to all processes of its group. This process passes it on.
             start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=end_with_parent if sys.platform == "linux" else None,
         )
     return _Process(cell, run, RunFolder(path), process, log, gpu)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Have this process receive SIGTERM when its parent is killed: it then saves a checkpoint."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -127,7 +129,7 @@ def _end_with_parent() -> None:
 def _shared_out(config: Config, jobs: int) -> Config:
     """Return a configuration that uses its share of the cores, which changes no result."""
     engine = config.engine
-    if engine.workers or obstacle(engine, _devices(config)):
+    if engine.workers or why_no_workers(engine, _devices(config)):
         return config
     workers = max(1, available_cores() // jobs)
     return config.model_copy(update={"engine": engine.model_copy(update={"workers": workers})})
@@ -145,9 +147,9 @@ def _free_gpu(config: Config, running: Sequence[_Process]) -> int | None:
     if _devices(config)[0].type == "cpu":
         return None
     users = [0] * torch.cuda.device_count()
-    for one in running:
-        if one.gpu is not None:
-            users[one.gpu] += 1
+    for started in running:
+        if started.gpu is not None:
+            users[started.gpu] += 1
     return users.index(min(users))
 
 
@@ -159,39 +161,41 @@ def _visible_gpus() -> list[str]:
     return [str(number) for number in range(torch.cuda.device_count())]
 
 
-def _report_progress(one: _Process, watcher: StudyWatcher) -> None:
+def _report_progress(started: _Process, watcher: StudyWatcher) -> None:
     """Tell the watcher how many rounds a run has written."""
     try:
-        with one.folder.metrics.open("rb") as file:
+        with started.folder.metrics.open("rb") as file:
             rounds = sum(1 for _ in file)
     except OSError:
         return  # it has not begun
-    if rounds != one.rounds:
-        one.rounds = rounds
-        watcher.on_progress(one.cell, one.run, rounds)
+    if rounds != started.rounds:
+        started.rounds = rounds
+        watcher.on_progress(started.cell, started.run, rounds)
 
 
-def _report_end(one: _Process, watcher: StudyWatcher) -> None:
-    if one.process.returncode == 0:
-        watcher.on_finished(one.cell, one.run)
+def _report_end(started: _Process, watcher: StudyWatcher) -> None:
+    if started.process.returncode == 0:
+        watcher.on_finished(started.cell, started.run)
         return
-    lines = one.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    if one.process.returncode == REJECTED:
-        watcher.on_failure(one.cell, one.run, lines[-1] if lines else "it gave no reason")
+    lines = started.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    if started.process.returncode == REJECTED:
+        watcher.on_failure(started.cell, started.run, lines[-1] if lines else "it gave no reason")
         return
     end = "\n".join(lines[-15:])
     watcher.on_failure(
-        one.cell, one.run, f"its process ended with status {one.process.returncode}:\n{end}"
+        started.cell,
+        started.run,
+        f"its process ended with status {started.process.returncode}:\n{end}",
     )
 
 
 def _stop(running: Sequence[_Process]) -> None:
     """Interrupt runs and wait until each has saved its checkpoint."""
-    for one in running:
-        if one.process.poll() is None:
-            one.process.send_signal(signal.SIGINT)
-    for one in running:
-        one.process.wait()
+    for started in running:
+        if started.process.poll() is None:
+            started.process.send_signal(signal.SIGINT)
+    for started in running:
+        started.process.wait()
 
 
 def main(path: str, config: str) -> int:
@@ -200,6 +204,12 @@ def main(path: str, config: str) -> int:
         start_or_resume(Path(path), read_resolved(Path(config)))
     except MotleyError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
+        return REJECTED
+    except Exception as error:
+        reason = failure_in_own_code(error)
+        if reason is None:
+            raise
+        print(" ".join(reason.split()), file=sys.stderr)
         return REJECTED
     except KeyboardInterrupt:
         return 130

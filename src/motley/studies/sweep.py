@@ -29,7 +29,7 @@ from motley.studies.declaration import (
     PaperNumber,
     Study,
 )
-from motley.studies.measures import Measure, whole_model
+from motley.studies.measures import ROUNDS, SCORES, Measure, whole_model
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ IMMATERIAL: Any = {
         "device",
         "slots",
         "workers",
+        "overlap_rounds",
         "client_state_host_gib",
         "client_state_gpu_fraction",
         "flower",
@@ -151,7 +152,8 @@ def plan_cells(
 
     `data`, `cases` and `methods` select by name; without them, everything is selected except data
     sets that run only if they are named. `seeds` is the maximum number of seeds; 0 leaves it to
-    the scale. `score` is a measure that replaces the study's.
+    the scale. `score` is a measure that replaces the study's; papers' numbers of another kind are
+    then left out.
     """
     if scale not in SCALES:
         raise MotleyError(f"--scale: {unknown('scale', scale, SCALES)}")
@@ -167,11 +169,26 @@ def plan_cells(
             cells = [planner.cell(row, column, case) for row in rows]
             planned.extend(_against_reference(cells))
     if score:
-        planned = [replace(cell, measure=_measure(score)) for cell in planned]
+        measure = _measure(score)
+        planned = [_with_measure(cell, measure) for cell in planned]
     for cell in planned:
         if cell.runs:
-            cell.measure.check_config(cell.runs[0].config, "--score" if score else "measure")
+            key = "--score" if score else "measure"
+            cell.measure.check_config(cell.runs[0].config, key)
+            if cell.measure == ROUNDS and cell.target is None:
+                raise MotleyError(
+                    f"{key} = {ROUNDS!r}: data set {cell.data!r} has no target. Give one accuracy "
+                    f"in percent per case: [targets] with {cell.data} = [80.0]."
+                )
     return planned
+
+
+def num_runs(cells: Iterable[Cell]) -> int:
+    """Return the number of different runs of some cells. Cells may share runs."""
+    keys: set[str] = set()
+    for cell in cells:
+        keys.update(run.key for run in cell.runs)
+    return len(keys)
 
 
 def _measure(score: str) -> Measure:
@@ -179,6 +196,15 @@ def _measure(score: str) -> Measure:
         return Measure.checked(score)
     except ValueError as error:
         raise MotleyError(f"--score: {error}") from None
+
+
+def _with_measure(cell: Cell, measure: Measure) -> Cell:
+    """Return a cell with another measure. The paper's number is dropped if it is about another
+    quantity: rounds, for example, are not compared with accuracies.
+    """
+    both_are_scores = measure in SCORES and cell.measure in SCORES
+    paper = cell.paper if both_are_scores or measure == cell.measure else None
+    return replace(cell, measure=measure, paper=paper)
 
 
 def _against_reference(cells: list[Cell]) -> list[Cell]:
@@ -261,9 +287,9 @@ class _Planner:
 def _data_layers(study: Study, column: DataColumn) -> list[Table]:
     """Return the settings of the study and of a data set, each overriding those before it.
 
-    A path that the study gives for all of its data sets, and how to read it (`data.files`), are
-    meant for those that are read from a file. They are moved into their layers, because a layer
-    that names another data set drops them from the layers below it.
+    A study may give one path, and how to read it (`data.files`), for all data sets that are read
+    from a file. These settings are moved into the layers of the data sets, because a layer that
+    names another data set drops them from the layers below it.
     """
     layer = column.layer
     if column.reader not in DATASETS:

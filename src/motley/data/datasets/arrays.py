@@ -1,4 +1,4 @@
-"""Named arrays from a .npz file whose keys are known, with a limit on what it may unpack to."""
+"""Named arrays from a .npz file whose keys are known, with a limit on its unpacked size."""
 
 from __future__ import annotations
 

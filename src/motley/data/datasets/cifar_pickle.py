@@ -147,7 +147,7 @@ def _type_name(value: object) -> str:
 def _byte_array(shape: object, dtype: object, fortran: object, content: object) -> np.ndarray:
     """Return the bytes as an array, after checking that their number matches the shape."""
     if not isinstance(dtype, _Bytes):
-        raise _RefusedError("an array whose dtype is not that of unsigned bytes")
+        raise _RefusedError("an array that is not of unsigned bytes")
     if not isinstance(content, bytes):
         raise _RefusedError(f"an array whose content is a {_type_name(content)}")
     if not isinstance(shape, tuple) or len(shape) > 4:

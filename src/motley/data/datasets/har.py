@@ -1,7 +1,7 @@
 """UCI HAR: six activities of 30 people, recorded by a phone at the waist.
 
 Every example is a window of 2.56 seconds: 9 signals (body acceleration, gyroscope and total
-acceleration, each along x, y and z) of 128 samples. Units are those of the release (g, radian per
+acceleration, each along x, y and z) of 128 samples. Units are the release's (g, radian per
 second). Two forms are read:
 
 - the release: the folders `train` and `test` with `Inertial Signals`, `subject_*.txt`, `y_*.txt`;

@@ -7,7 +7,7 @@ The four `processed.*.data` files of UCI's heart disease data, one per hospital,
   are rows with missing values: 303, 261, 46 and 130 patients are left;
 - the chest pain type and the ECG result become indicator columns, without their first value, which
   makes 13 columns;
-- 66 % of a hospital's patients, stratified by the label, are for training. The draw is that of
+- 66 % of a hospital's patients, stratified by the label, are for training. They are drawn by
   scikit-learn's `train_test_split` with the seed that FLamby uses, so these are the same patients;
 - columns are standardized. For the data set `heart`, each hospital uses the mean and deviation of
   its own training part, and no statistics leave a hospital, as in FLamby's federated runs. For
@@ -86,7 +86,7 @@ def load(source: DataSource) -> Dataset:
     paper="Ogier du Terrail et al. 2022 (FLamby), arXiv:2210.04620",
 )
 def load_pooled(source: DataSource) -> Dataset:
-    """Like `load`, with one mean and deviation per column for all hospitals."""
+    """Like `load`, but columns are standardized over all hospitals together."""
     source.refuse_path("heart-pooled")
     return _load(POOLED_LAYOUT, source, pooled=True)
 

@@ -58,21 +58,9 @@ def read_arrays(
 
     Declared sizes are checked first. Arrays of Python objects are rejected, being pickles.
     """
-    if path.is_dir():
-        raise MotleyError(f"{path} is a folder; data set 'npz' reads one file. {REMEDY}")
-    if not path.exists():
-        raise MotleyError(f"there is no file {path}.")
-    if not path.is_file():
-        raise MotleyError(f"{path} is not a regular file.")
+    _check_is_file(path)
     try:
-        with path.open("rb") as file:
-            start = file.read(len(_NPY_MAGIC))
-        if start == _NPY_MAGIC:
-            raise MotleyError(f"{path} holds a single array. {REMEDY}")
-        if not zipfile.is_zipfile(path):
-            raise MotleyError(
-                f"{path} is not a .npz file, or is truncated: it starts with {start!r}. {REMEDY}"
-            )
+        _check_is_npz(path)
         check_archive(path)
         with np.load(path, allow_pickle=False) as archive:
             missing = [key for key in keys if key not in archive]
@@ -85,6 +73,26 @@ def read_arrays(
             return {key: _read_array(archive, key, path) for key in wanted}
     except DAMAGED as error:
         raise MotleyError(f"{path} is truncated or damaged: {error}") from error
+
+
+def _check_is_file(path: Path) -> None:
+    if path.is_dir():
+        raise MotleyError(f"{path} is a folder; data set 'npz' reads one file. {REMEDY}")
+    if not path.exists():
+        raise MotleyError(f"there is no file {path}.")
+    if not path.is_file():
+        raise MotleyError(f"{path} is not a regular file.")
+
+
+def _check_is_npz(path: Path) -> None:
+    with path.open("rb") as file:
+        start = file.read(len(_NPY_MAGIC))
+    if start == _NPY_MAGIC:
+        raise MotleyError(f"{path} holds a single array. {REMEDY}")
+    if not zipfile.is_zipfile(path):
+        raise MotleyError(
+            f"{path} is not a .npz file, or is truncated: it starts with {start!r}. {REMEDY}"
+        )
 
 
 def _read_array(archive: np.lib.npyio.NpzFile, key: str, path: Path) -> np.ndarray:

@@ -28,7 +28,7 @@ _MAGIC = b"\x93NUMPY"
 
 
 def check_archive(path: Path) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Return the shape and type of each array of a .npz file, after checking what it declares.
+    """Return the shape and type of each array of a .npz file, after checking its declarations.
 
     Arrays of Python objects, which are pickles, keep their type; reading them is refused elsewhere.
     """

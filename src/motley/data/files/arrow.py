@@ -49,7 +49,7 @@ def read_parquet(
     only: Collection[str] = (),
     resize: int = 0,
 ) -> Table:
-    """Read a Parquet file. Its declared sizes are checked before anything is decompressed."""
+    """Return a Parquet file as a table. Its declared sizes are checked before decompression."""
     require("pyarrow", "reading Parquet files")
     check_file(path)
     import pyarrow as pa
@@ -146,8 +146,8 @@ def from_arrow(
 ) -> Table:
     """Turn a table of Arrow into one of numbers, texts, arrays and images.
 
-    `names` are all columns of the file, of which the table may have some. `class_names` are names
-    for the whole numbers in some columns; such a column becomes a text.
+    `names` has all columns of the file, also those that were not read into the table. `class_names`
+    are names for the whole numbers in some columns; such a column becomes a text.
     """
     import pyarrow as pa
 
@@ -181,23 +181,21 @@ def _column(
 ) -> Column:
     import pyarrow as pa
 
-    arrow_type = values.type
-    if pa.types.is_dictionary(arrow_type):
-        if as_text or pa.types.is_string(arrow_type.value_type):
+    if pa.types.is_dictionary(values.type):
+        value_type = values.type.value_type
+        if as_text or pa.types.is_string(value_type):
             return Column(name, "text", _texts(values, marks))
-        values = values.cast(arrow_type.value_type)
-        arrow_type = values.type
-    if isinstance(arrow_type, pa.ExtensionType):
-        arrow_type = arrow_type.storage_type
-        values = values.cast(arrow_type)
-    if as_text and not pa.types.is_nested(arrow_type):
+        values = values.cast(value_type)
+    if isinstance(values.type, pa.ExtensionType):
+        values = values.cast(values.type.storage_type)
+    # Before booleans become numbers: as texts they are "true" and "false".
+    if as_text and not pa.types.is_nested(values.type):
         return Column(name, "text", _texts(values, marks))
-    if pa.types.is_boolean(arrow_type):
+    if pa.types.is_boolean(values.type):
         values = values.cast(pa.int8())
-        arrow_type = values.type
-    if pa.types.is_null(arrow_type) or pa.types.is_decimal(arrow_type):
+    elif pa.types.is_null(values.type) or pa.types.is_decimal(values.type):
         values = values.cast(pa.float64())
-        arrow_type = values.type
+    arrow_type = values.type
     if pa.types.is_integer(arrow_type) or pa.types.is_floating(arrow_type):
         return Column(name, "number", _numbers(values, where))
     if pa.types.is_string(arrow_type) or pa.types.is_large_string(arrow_type):
@@ -253,30 +251,16 @@ def _as_text(value: Any, marks: frozenset[str]) -> str | None:
 def _array(values: pa.ChunkedArray, where: str) -> np.ndarray:
     """Return nested lists of numbers, all of one shape, as an array."""
     import pyarrow as pa
-    import pyarrow.compute as pc
 
-    rows = len(values)
-    shape: list[int] = [rows]
+    shape = [len(values)]
     flat = values.combine_chunks()
     while pa.types.is_nested(flat.type):
         if isinstance(flat, pa.ExtensionArray):
             flat = flat.storage
         if not hasattr(flat, "flatten") or pa.types.is_struct(flat.type):
             raise MotleyError(f"{where}: lists must hold numbers, not {shown(str(flat.type))}.")
-        if flat.null_count:
-            row = flat.is_null().to_pylist().index(True)
-            raise MotleyError(f"{where}, row {row // math.prod(shape[1:]) + 1}: is missing.")
-        lengths = np.asarray(pc.list_value_length(flat).to_numpy(zero_copy_only=False))
-        different = lengths != lengths[0]
-        if different.any():
-            inner = int(np.argmax(different))
-            raise MotleyError(
-                f"{where}: the list in row {inner // math.prod(shape[1:]) + 1} has "
-                f"{lengths[inner]} values and the one in row 1 {lengths[0]}. All must be equal."
-            )
-        shape.append(int(lengths[0]))
-        if not lengths[0]:
-            raise MotleyError(f"{where}: the lists are empty.")
+        lists_per_row = math.prod(shape[1:])
+        shape.append(_length_of_lists(flat, lists_per_row, where))
         flat = flat.flatten()
     if not (pa.types.is_integer(flat.type) or pa.types.is_floating(flat.type)) or flat.null_count:
         raise MotleyError(f"{where}: lists must hold numbers, none of them missing.")
@@ -287,14 +271,34 @@ def _array(values: pa.ChunkedArray, where: str) -> np.ndarray:
     return np.array(numbers)
 
 
-def _is_image(kind: pa.DataType) -> bool:
+def _length_of_lists(lists: pa.Array, lists_per_row: int, where: str) -> int:
+    """Return the length of all lists of one level of nesting. They must be equally long."""
+    import pyarrow.compute as pc
+
+    if lists.null_count:
+        missing = lists.is_null().to_pylist().index(True)
+        raise MotleyError(f"{where}, row {missing // lists_per_row + 1}: is missing.")
+    lengths = np.asarray(pc.list_value_length(lists).to_numpy(zero_copy_only=False))
+    is_different = lengths != lengths[0]
+    if is_different.any():
+        number = int(np.argmax(is_different))
+        raise MotleyError(
+            f"{where}: the list in row {number // lists_per_row + 1} has "
+            f"{lengths[number]} values and the one in row 1 {lengths[0]}. All must be equal."
+        )
+    if not lengths[0]:
+        raise MotleyError(f"{where}: the lists are empty.")
+    return int(lengths[0])
+
+
+def _is_image(arrow_type: pa.DataType) -> bool:
     """Tell whether a type is the one in which `datasets` saves images."""
     import pyarrow as pa
 
-    if not pa.types.is_struct(kind):
+    if not pa.types.is_struct(arrow_type):
         return False
-    names = {kind.field(index).name for index in range(kind.num_fields)}
-    return names == {"bytes", "path"} and pa.types.is_binary(kind.field("bytes").type)
+    names = {arrow_type.field(index).name for index in range(arrow_type.num_fields)}
+    return names == {"bytes", "path"} and pa.types.is_binary(arrow_type.field("bytes").type)
 
 
 def _images(values: pa.ChunkedArray, where: str, resize: int) -> np.ndarray:

@@ -13,9 +13,9 @@ from motley.data.arrays import shaped_inputs
 from motley.data.files.settings import FileSettings
 from motley.data.files.table import Column, Table, parse_number, shown
 from motley.data.files.text import cut_or_pad, token_numbers, vocabulary_of
-from motley.data.labels import sorted_names, whole_number
+from motley.data.labels import clean_labels, sorted_names, whole_number
 from motley.limits import check_data
-from motley.models.inputs import InputShape, TableShape, TokenShape
+from motley.models.inputs import InputShape, TableShape, TokenShape, describe_shape
 
 TARGET_NAMES = ("target", "label", "labels", "class", "y")
 #: A column of texts with more different values than this, in more than a tenth of the rows, is
@@ -28,8 +28,19 @@ class Roles:
     """The names of the columns that have each role."""
 
     target: str
+    #: Empty if there are no natural clients.
     client: str
     features: tuple[str, ...]
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The columns in which no value can be filled in: the target, and the client if any."""
+        return (self.target, self.client) if self.client else (self.target,)
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """All columns that have a role."""
+        return (*self.features, *self.required)
 
 
 def columns_read_as_text(settings: FileSettings) -> frozenset[str]:
@@ -48,22 +59,24 @@ def columns_to_read(settings: FileSettings) -> frozenset[str]:
 
 def choose_roles(table: Table, settings: FileSettings) -> Roles:
     """Return the roles of a table's columns; names that are not columns are errors."""
-    names = list(table.columns)
-    for key in ("drop", "features", "categories"):
+    for name in settings.drop:
+        if name not in table.names:  # not `columns`, which lacks the dropped ones
+            raise MotleyError(_unknown_column(table, "data.files.drop", name))
+    for key in ("features", "categories"):
         for name in getattr(settings, key):
-            if name not in (table.names if key == "drop" else table.columns):
+            if name not in table.columns:
                 raise MotleyError(_unknown_column(table, f"data.files.{key}", name))
     if settings.client and settings.client not in table.columns:
         raise MotleyError(_unknown_column(table, "data.files.client", settings.client))
     target = _target(table, settings)
     if target == settings.client:
         raise MotleyError(f"{table.path}: column {target!r} cannot be both target and client.")
-    features = settings.features or tuple(
-        name for name in names if name not in (target, settings.client)
-    )
-    for name in features:
-        if name == target:
-            raise MotleyError(f"{table.path}: data.files.features: {name!r} is the target.")
+    if target in settings.features:
+        raise MotleyError(f"{table.path}: data.files.features: {target!r} is the target.")
+    features = settings.features
+    if not features:
+        others = [name for name in table.columns if name not in (target, settings.client)]
+        features = tuple(others)
     if not features:
         raise MotleyError(f"{table.path}: there is no column besides the target {target!r}.")
     return Roles(target, settings.client, features)
@@ -80,7 +93,8 @@ def _unknown_column(table: Table, setting: str, name: str) -> str:
 def listed(names: Sequence[str]) -> str:
     """Return a sentence with the names of the columns, or of some of them."""
     shown_names = ", ".join(map(repr, names[:20]))
-    return f"Columns: {shown_names}{f' and {len(names) - 20} more' if len(names) > 20 else ''}."
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return f"Columns: {shown_names}{more}."
 
 
 def _target(table: Table, settings: FileSettings) -> str:
@@ -101,8 +115,7 @@ def _target(table: Table, settings: FileSettings) -> str:
 
 def check_same_columns(train: Table, test: Table, roles: Roles) -> None:
     """Refuse a test table that lacks a column, or has values of another type in it."""
-    wanted = [*roles.features, roles.target, *([roles.client] if roles.client else [])]
-    for name in wanted:
+    for name in roles.used:
         if name not in test.columns:
             raise MotleyError(f"{test.path}: has no column {name!r}, which {train.path} has.")
         train_kind, test_kind = train.columns[name].kind, test.columns[name].kind
@@ -120,28 +133,39 @@ def missing_counts(table: Table, names: Sequence[str]) -> dict[str, int]:
 
 
 def handle_missing(table: Table, roles: Roles, how: str) -> Table:
-    """Refuse rows with missing values, or leave them out; "mean" keeps those of features."""
-    needed = [roles.target, *([roles.client] if roles.client else [])]
+    """Return a table in which no value is missing that `how` (data.files.missing) does not allow.
+
+    "refuse": a missing value is an error. "drop": the rows with missing values are left out.
+    "mean": features may lack values, which the encoder fills in.
+    """
     if how == "drop":
-        incomplete = np.zeros(len(table), dtype=bool)
-        for name in (*needed, *roles.features):
-            incomplete |= table.columns[name].missing
-        if incomplete.all():
-            raise MotleyError(f"{table.path}: every row has a missing value; no row is left.")
-        return table.rows(~incomplete) if incomplete.any() else table
-    checked = needed if how == "mean" else [*needed, *roles.features]
-    for name in checked:
+        return _complete_rows(table, roles)
+    for name in roles.required if how == "mean" else (*roles.required, *roles.features):
         missing = table.columns[name].missing
-        if missing.any():
-            role = "target" if name == roles.target else "client" if name == roles.client else ""
-            what = f"the {role} (column {name!r})" if role else f"column {name!r}"
-            remedies = "'drop' to leave out such rows"
-            remedies += "" if role else ", or 'mean' to fill them in"
-            raise MotleyError(
-                f"{table.where(int(np.argmax(missing)))}: {what} has no value; {missing.sum()} of "
-                f"{len(table)} rows lack it. Set data.files.missing to {remedies}."
-            )
+        if not missing.any():
+            continue
+        remedies = "'drop' to leave out such rows"
+        if name == roles.target:
+            subject = f"the target (column {name!r})"
+        elif name == roles.client:
+            subject = f"the client (column {name!r})"
+        else:
+            subject = f"column {name!r}"
+            remedies += ", or 'mean' to fill them in"
+        raise MotleyError(
+            f"{table.where(int(np.argmax(missing)))}: {subject} has no value; {missing.sum()} of "
+            f"{len(table)} rows lack it. Set data.files.missing to {remedies}."
+        )
     return table
+
+
+def _complete_rows(table: Table, roles: Roles) -> Table:
+    incomplete = np.zeros(len(table), dtype=bool)
+    for name in roles.used:
+        incomplete |= table.columns[name].missing
+    if incomplete.all():
+        raise MotleyError(f"{table.path}: every row has a missing value; no row is left.")
+    return table.rows(~incomplete) if incomplete.any() else table
 
 
 # ---- targets
@@ -238,10 +262,22 @@ class Encoder:
                     "precision."
                 )
         for position, (name, names) in enumerate(self.categories.items(), len(self.numbers)):
-            number_of = {category: number for number, category in enumerate(names, start=1)}
-            texts = table.columns[name].values
-            rows[:, position] = [number_of.get(text, 0) for text in texts]
+            rows[:, position] = _category_numbers(table.columns[name].values, names)
         return rows
+
+
+def _category_numbers(texts: np.ndarray, names: tuple[str, ...]) -> list[int]:
+    """Return the number of each text among the training part's categories; 0 if it is not there.
+
+    If these are whole numbers, 3 and 3.0 are one category.
+    """
+    number_of = {name: number for number, name in enumerate(clean_labels(names), start=1)}
+    are_whole = all(whole_number(name) is not None for name in names)
+    numbers = {}
+    for text in set(texts.tolist()):
+        whole = whole_number(text) if are_whole and text is not None else None
+        numbers[text] = number_of.get(text if whole is None else str(whole), 0)
+    return [numbers[text] for text in texts.tolist()]
 
 
 def fit_encoder(table: Table, features: Sequence[str], settings: FileSettings) -> Encoder:
@@ -291,7 +327,9 @@ def _mean_and_scale(column: Column, table: Table) -> tuple[float, float]:
 
 def _categories(column: Column, table: Table, asked: bool) -> tuple[str, ...]:
     texts = [text for text in column.values.tolist() if text is not None]
-    names = sorted_names(texts)
+    # pandas writes a column of whole numbers with a missing value as 3.0, and another part of the
+    # table, or rows to predict, as 3.
+    names = sorted_names(clean_labels(texts))
     if not names:
         raise MotleyError(
             f"{table.path}: column {column.name!r} has no value in any training row. Leave it out "
@@ -311,18 +349,10 @@ def table_inputs(
     train: Table, test: Table | None, features: Sequence[str], settings: FileSettings
 ) -> tuple[np.ndarray, np.ndarray | None, InputShape, Encoder | None]:
     """Return the inputs of both parts, their shape, and the encoder of a table's rows."""
-    first = train.columns[features[0]]
     if settings.inputs == "text":
         return (*_text_inputs(train, test, features, settings.sequence_length), None)
-    if len(features) == 1 and first.kind in ("array", "image"):
-        where = f"{train.path}, column {first.name!r}"
-        inputs, shape = shaped_inputs(first.values, settings.inputs, where)
-        if test is None:
-            return inputs, None, shape, None
-        where = f"{test.path}, column {first.name!r}"
-        test_values = test.columns[first.name].values
-        test_inputs, test_shape = shaped_inputs(test_values, settings.inputs, where)
-        return inputs, test_inputs, common_shape(shape, test_shape, str(test.path)), None
+    if len(features) == 1 and train.columns[features[0]].kind in ("array", "image"):
+        return (*_array_inputs(train, test, features[0], settings), None)
     if settings.inputs not in ("auto", "table", "array", "signal"):
         raise MotleyError(
             f"{train.path}: data.files.inputs = {settings.inputs!r} does not fit columns of "
@@ -330,19 +360,32 @@ def table_inputs(
         )
     encoder = fit_encoder(train, features, settings)
     inputs = encoder.inputs(train)
-    rows = None if test is None else encoder.inputs(test)
-    if settings.inputs in ("array", "signal"):
-        if encoder.categories:
-            name = next(iter(encoder.categories))
-            raise MotleyError(
-                f"{train.path}: column {name!r} has categories; data.files.inputs = "
-                f"{settings.inputs!r} needs numbers."
-            )
-        inputs, shape = shaped_inputs(inputs, settings.inputs, str(train.path))
-        if rows is not None:
-            rows, _ = shaped_inputs(rows, settings.inputs, str(train.path))
-        return inputs, rows, shape, encoder
-    return inputs, rows, encoder.shape, encoder
+    test_inputs = None if test is None else encoder.inputs(test)
+    if settings.inputs not in ("array", "signal"):
+        return inputs, test_inputs, encoder.shape, encoder
+    if encoder.categories:
+        name = next(iter(encoder.categories))
+        raise MotleyError(
+            f"{train.path}: column {name!r} has categories; data.files.inputs = "
+            f"{settings.inputs!r} needs numbers."
+        )
+    inputs, shape = shaped_inputs(inputs, settings.inputs, str(train.path))
+    if test_inputs is not None:
+        test_inputs, _ = shaped_inputs(test_inputs, settings.inputs, str(train.path))
+    return inputs, test_inputs, shape, encoder
+
+
+def _array_inputs(
+    train: Table, test: Table | None, name: str, settings: FileSettings
+) -> tuple[np.ndarray, np.ndarray | None, InputShape]:
+    """Return the inputs of both parts from one column of arrays or images, and their shape."""
+    where = f"{train.path}, column {name!r}"
+    inputs, shape = shaped_inputs(train.columns[name].values, settings.inputs, where)
+    if test is None:
+        return inputs, None, shape
+    where = f"{test.path}, column {name!r}"
+    test_inputs, test_shape = shaped_inputs(test.columns[name].values, settings.inputs, where)
+    return inputs, test_inputs, common_shape(shape, test_shape, str(test.path))
 
 
 def common_shape(train: InputShape, test: InputShape, where: str) -> InputShape:
@@ -351,7 +394,10 @@ def common_shape(train: InputShape, test: InputShape, where: str) -> InputShape:
         test = test._replace(vocabulary=max(train.vocabulary, test.vocabulary))
         train = train._replace(vocabulary=test.vocabulary)
     if train != test:
-        raise MotleyError(f"{where}: test inputs are {test} and training inputs {train}.")
+        raise MotleyError(
+            f"{where}: test inputs are {describe_shape(test)}, and training inputs are "
+            f"{describe_shape(train)}."
+        )
     return train
 
 

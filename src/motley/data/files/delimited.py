@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -77,44 +77,64 @@ def _read(
     for position, name in enumerate(names):
         if name and is_read(name, drop, only):
             builders[position] = ColumnBuilder(name, name in text_columns, marks)
-    lines: list[int] = []
-    chunk: list[list[str]] = []
-    chunk_rows = max(100, min(20_000, CHUNK_CELLS // len(names)))
-
-    def add_chunk() -> None:
-        columns = list(zip(*chunk, strict=True))
-        chunk_lines = lines[-len(chunk) :]
-        for position, builder in builders.items():
-            builder.add(columns[position], chunk_lines, path)
-        chunk.clear()
-
+    reader = _ChunkedReader(path, builders, len(names))
     if not header:
-        chunk.append(first)
-        lines.append(rows.line_num)  # type: ignore[attr-defined]
+        reader.add(first, rows.line_num)  # type: ignore[attr-defined]
     for row in _filled(rows):
-        line = rows.line_num  # type: ignore[attr-defined]
-        if len(row) != len(names):
-            raise MotleyError(
-                f"{path}, line {line}: has {len(row)} values and the first line {len(names)}."
-            )
-        chunk.append(row)
-        lines.append(line)
-        if len(lines) > MAX_ROWS:
-            raise MotleyError(f"{path} has more than {MAX_ROWS:,} rows.")
-        if len(chunk) == chunk_rows:
-            add_chunk()
-    if chunk:
-        add_chunk()
-    if not lines:
+        reader.add(row, rows.line_num)  # type: ignore[attr-defined]
+    reader.end_chunk()
+    if not reader.lines:
         raise MotleyError(f"{path} has a header line and no rows.")
-    numbers = np.array(lines, dtype=np.int64)
+    numbers = np.array(reader.lines, dtype=np.int64)
     columns = {builder.name: builder.build(numbers, path) for builder in builders.values()}
-    notes = []
-    unnamed = [str(position) for position, name in enumerate(names, start=1) if not name]
-    if unnamed:
-        notes.append(f"columns without a name are not used: column {', '.join(unnamed[:10])}")
     named = tuple(name for name in names if name)
-    return Table(path, columns, numbers, named, "line", tuple(notes))
+    return Table(path, columns, numbers, named, "line", _notes_on_unnamed(names))
+
+
+def _notes_on_unnamed(names: Sequence[str]) -> tuple[str, ...]:
+    """Return a remark on the columns without a name, or none."""
+    unnamed = [str(position) for position, name in enumerate(names, start=1) if not name]
+    if not unnamed:
+        return ()
+    return (f"columns without a name are not used: column {', '.join(unnamed[:10])}",)
+
+
+class _ChunkedReader:
+    """Collects rows, and hands them to the builders of the columns chunk by chunk.
+
+    Texts of a whole file would take many times the memory of the numbers that they stand for.
+    """
+
+    def __init__(self, path: Path, builders: Mapping[int, ColumnBuilder], num_columns: int) -> None:
+        self._path, self._builders, self._num_columns = path, builders, num_columns
+        self._chunk: list[list[str]] = []
+        self._chunk_rows = max(100, min(20_000, CHUNK_CELLS // num_columns))
+        #: The line number of every row.
+        self.lines: list[int] = []
+
+    def add(self, row: list[str], line: int) -> None:
+        """Add a row, which ends in this line of the file."""
+        if len(row) != self._num_columns:
+            raise MotleyError(
+                f"{self._path}, line {line}: has {len(row)} values and the first line "
+                f"{self._num_columns}."
+            )
+        self._chunk.append(row)
+        self.lines.append(line)
+        if len(self.lines) > MAX_ROWS:
+            raise MotleyError(f"{self._path} has more than {MAX_ROWS:,} rows.")
+        if len(self._chunk) == self._chunk_rows:
+            self.end_chunk()
+
+    def end_chunk(self) -> None:
+        """Hand the collected rows to the builders."""
+        if not self._chunk:
+            return
+        columns = list(zip(*self._chunk, strict=True))
+        chunk_lines = self.lines[-len(self._chunk) :]
+        for position, builder in self._builders.items():
+            builder.add(columns[position], chunk_lines, self._path)
+        self._chunk.clear()
 
 
 def _filled(rows: Iterator[list[str]]) -> Iterator[list[str]]:

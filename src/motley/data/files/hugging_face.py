@@ -57,7 +57,7 @@ def read_saved_dataset(
     only: Collection[str] = (),
     resize: int = 0,
 ) -> Table:
-    """Read one split that `save_to_disk` wrote."""
+    """Return one split that `save_to_disk` wrote, as a table."""
     require("pyarrow", "reading a folder of Hugging Face's datasets")
     import pyarrow as pa
 

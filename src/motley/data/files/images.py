@@ -150,7 +150,7 @@ def _find(folder: Path, depth: int) -> tuple[list[Path], int]:
 
 
 def read_image_files(images: Sequence[ImageFile], resize: int) -> np.ndarray:
-    """Decode image files into one array (N, height, width, channels)."""
+    """Return decoded image files as one array (N, height, width, channels)."""
     paths = [image.path for image in images]
 
     def source(index: int) -> Path:

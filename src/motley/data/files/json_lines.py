@@ -38,11 +38,9 @@ def read_json_lines(
                 continue
             record = _parse(line, path, number)
             if not lines:
-                if len(record) > MAX_COLUMNS:
-                    raise MotleyError(
-                        f"{path}: {len(record):,} keys are more than {MAX_COLUMNS:,}."
-                    )
                 names = tuple(record)
+                if len(names) > MAX_COLUMNS:
+                    raise MotleyError(f"{path}: {len(names):,} keys are more than {MAX_COLUMNS:,}.")
                 cells = {name: [] for name in names if is_read(name, drop, only)}
             for name in record:
                 if name not in names:
@@ -88,34 +86,39 @@ def _column(
     marks: frozenset[str],
 ) -> Column:
     """Return a column after checking that all of its values have one type."""
-    first_type = ""
+    cells: list[Any] = []
+    column_type = ""  # of the first value that is not missing, which is in line `first_line`
     first_line = 0
-    for row, value in enumerate(values):
-        if isinstance(value, str):
-            values[row] = value = None if value.strip().lower() in marks else value.strip()
-        elif isinstance(value, float) and math.isnan(value):
-            values[row] = value = None
-        if value is None:
+    for value, line in zip(values, lines, strict=True):
+        if _is_missing(value, marks):
+            cells.append(None)
             continue
-        type_name = _type_name(value, f"{path}, line {lines[row]}, column {name!r}")
+        cell = value.strip() if isinstance(value, str) else value
+        type_name = _type_name(cell, f"{path}, line {line}, column {name!r}")
         if as_text and type_name != "list":
-            values[row] = _as_text(value)
-            type_name = "text"
-        if first_type and type_name != first_type:
+            cell, type_name = _as_text(cell), "text"
+        if not column_type:
+            column_type, first_line = type_name, line
+        if type_name != column_type:
             raise MotleyError(
-                f"{path}, column {name!r}: mixed types: a {first_type} in line {first_line} and a "
-                f"{type_name} in line {lines[row]}."
+                f"{path}, column {name!r}: mixed types: a {column_type} in line {first_line} and a "
+                f"{type_name} in line {line}."
             )
-        if not first_type:
-            first_type, first_line = type_name, lines[row]
-    if first_type == "list":
-        return Column(name, "array", _list_array(name, values, lines, path))
-    if first_type == "text":
-        texts = np.empty(len(values), dtype=object)
-        texts[:] = values
+        cells.append(cell)
+    if column_type == "list":
+        return Column(name, "array", _list_array(name, cells, lines, path))
+    if column_type == "text":
+        texts = np.empty(len(cells), dtype=object)
+        texts[:] = cells
         return Column(name, "text", texts)
-    numbers = [math.nan if value is None else float(value) for value in values]
+    numbers = [math.nan if cell is None else float(cell) for cell in cells]
     return Column(name, "number", np.array(numbers, dtype=np.float64))
+
+
+def _is_missing(value: Any, marks: frozenset[str]) -> bool:
+    if isinstance(value, str):
+        return value.strip().lower() in marks
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _type_name(value: Any, where: str) -> str:

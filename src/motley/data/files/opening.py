@@ -1,4 +1,4 @@
-"""Open the user's files with limits on what is read from them.
+"""Open the user's files with limits on how much is read from them.
 
 Data files may come from anywhere, so nothing in them is trusted: sizes are checked before memory is
 allocated, and lines are read with a limit.

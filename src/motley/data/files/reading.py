@@ -66,7 +66,7 @@ MAGIC = {b"PAR1": "parquet", b"PK\x03\x04": "npz"}
 
 @dataclass(frozen=True)
 class ColumnSummary:
-    """What `motley data check` prints about a column."""
+    """The facts about a column that `motley data check` prints."""
 
     name: str
     role: str
@@ -76,7 +76,7 @@ class ColumnSummary:
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """A data set, and what was seen while it was read."""
+    """A data set, and notes that were made while it was read."""
 
     dataset: Dataset
     format: str
@@ -95,7 +95,7 @@ class Reading:
 def read_files(
     path: Path, settings: FileSettings, *, name: str = "files", tested: bool = True
 ) -> Reading:
-    """Read a file or folder. Without `tested`, all examples are training examples."""
+    """Return the data set in a file or folder. Without `tested`, it has no test examples."""
     path = path.expanduser()
     file_format = format_of(path, settings.format)
     test_path = Path(settings.test).expanduser() if settings.test and tested else None
@@ -149,7 +149,7 @@ def _folder_format(folder: Path) -> str:
             return "text"
     raise MotleyError(
         f"{folder}: there are no images, no text files and no data set of Hugging Face in it. For "
-        "a table, give the path of its file, and that of a test file with data.files.test."
+        "a table, give the path of its file, and a test file with data.files.test."
     )
 
 
@@ -219,9 +219,10 @@ def _read_npz(
     optional = ("x_test", "y_test", "clients_train", "clients_test")
     arrays = read_arrays(path, required, optional)
     if test_path is not None:
-        own_test = read_arrays(test_path, ("x_test", "y_test"), ("clients_test",))
+        # The test file replaces the test part that the first file may have.
+        test_arrays = read_arrays(test_path, ("x_test", "y_test"), ("clients_test",))
         arrays = {key: value for key, value in arrays.items() if not key.endswith("_test")}
-        arrays.update(own_test)
+        arrays.update(test_arrays)
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise MotleyError(f"{path}: x_test and y_test must be there together, or neither.")
     inputs, shape = shaped_inputs(arrays["x_train"], settings.inputs, f"{path}: x_train")
@@ -283,26 +284,23 @@ def _read_text(
     path: Path, test_path: Path | None, settings: FileSettings, tested: bool, name: str
 ) -> Reading:
     _refuse_task(path, settings, ("next-token",))
-    train_path = path
-    if path.is_dir() and (path / "train").is_dir():
-        train_path = path / "train"
-        if test_path is None and (path / "test").is_dir() and tested:
-            test_path = path / "test"
+    train_path, included_test_path = _text_parts(path)
+    if tested and test_path is None:
+        test_path = included_test_path
+    held_out = tested and test_path is None
     train_files = read_texts(train_path, settings.encoding)
+    test_files: list[TextFile] = []
     if test_path is not None:
         test_files = read_texts(test_path, settings.encoding)
-    elif tested:
+    elif held_out:
         # The end of each text, not windows from all over it: neighbouring windows are too alike.
         cut_files = [_cut_text(file, settings.test_fraction) for file in train_files]
         train_files = [head for head, _ in cut_files]
         test_files = [tail for _, tail in cut_files]
-    else:
-        test_files = []
     vocabulary = vocabulary_of([file.text for file in train_files])
-    notes: list[str] = []
     length = settings.sequence_length
     has_clients = train_path.is_dir()
-    train = _text_records(train_files, vocabulary, length, has_clients, notes)
+    train, too_short = _text_records(train_files, vocabulary, length, has_clients)
     if not len(train):
         longest = max(len(file.text) for file in train_files)
         raise MotleyError(
@@ -311,18 +309,33 @@ def _read_text(
         )
     test = None
     if tested:
-        test = _text_records(test_files, vocabulary, length, has_clients, [])
+        test, _ = _text_records(test_files, vocabulary, length, has_clients)
         if not len(test):
             raise MotleyError(
                 f"{test_path or path}: the test text is too short for one example of "
                 f"data.files.sequence_length = {length}. Set it lower, or test_fraction higher."
             )
+    notes = [_note_on_short_texts(too_short)] if too_short else []
     shape = TokenShape(length, len(vocabulary) + 1)
     assembled = assemble(
         name, train, test, shape, task="next-token", outputs=shape.vocabulary, tested=tested
     )
     reading = _reading(assembled, "text", notes)
-    return replace(reading, held_out=tested and test_path is None, vocabulary=vocabulary)
+    return replace(reading, held_out=held_out, vocabulary=vocabulary)
+
+
+def _text_parts(path: Path) -> tuple[Path, Path | None]:
+    """Return the training part and the test part of a file or folder, if it has these parts."""
+    if not path.is_dir() or not (path / "train").is_dir():
+        return path, None
+    test_path = path / "test"
+    return path / "train", test_path if test_path.is_dir() else None
+
+
+def _note_on_short_texts(clients: list[str]) -> str:
+    more = ", ..." if len(clients) > 5 else ""
+    listed = ", ".join(clients[:5]) + more
+    return f"texts that are too short for an example ({len(clients)}): {listed}"
 
 
 def _cut_text(file: TextFile, fraction: float) -> tuple[TextFile, TextFile]:
@@ -331,12 +344,9 @@ def _cut_text(file: TextFile, fraction: float) -> tuple[TextFile, TextFile]:
 
 
 def _text_records(
-    files: list[TextFile],
-    vocabulary: tuple[str, ...],
-    length: int,
-    has_clients: bool,
-    notes: list[str],
-) -> Records:
+    files: list[TextFile], vocabulary: tuple[str, ...], length: int, has_clients: bool
+) -> tuple[Records, list[str]]:
+    """Return the windows of all texts, and the clients whose text is too short for one."""
     characters = sum(len(file.text) for file in files)
     check_data(f"{characters:,} characters as tokens", 16 * characters)
     inputs: list[np.ndarray] = []
@@ -350,15 +360,13 @@ def _text_records(
         inputs.append(windows)
         targets.append(next_tokens)
         clients += [file.client] * len(windows)
-    if too_short:
-        listed = ", ".join(too_short[:5]) + (", ..." if len(too_short) > 5 else "")
-        notes.append(f"texts that are too short for an example ({len(too_short)}): {listed}")
+    # There may be no files, and nothing to concatenate.
     empty = np.zeros((0, length), dtype=np.int64)
     all_inputs = np.concatenate([*inputs, empty])
     all_targets = np.concatenate([*targets, empty])
     names = clients if has_clients else None
     where = str(files[0].path) if files else ""
-    return Records(all_inputs, all_targets, names, lambda row: f"{where}: window {row}")
+    return Records(all_inputs, all_targets, names, lambda row: f"{where}: window {row}"), too_short
 
 
 # ---- tables
@@ -406,62 +414,63 @@ def _read_table_files(
 ) -> Reading:
     file_format = format_of(path, settings.format)
     if file_format == "huggingface":
-        path, own_test = split_folders(path)
+        path, saved_test_path = split_folders(path)
         if tested:
-            test_path = test_path or own_test
+            test_path = test_path or saved_test_path
     whole = _read_table(path, file_format, settings)
     roles = choose_roles(whole, settings)
-    used = [*roles.features, roles.target, *([roles.client] if roles.client else [])]
-    missing = missing_counts(whole, used)
     train = handle_missing(whole, roles, settings.missing)
-    notes = list(whole.notes)
-    if len(train) < len(whole):
-        notes.append(f"{len(whole) - len(train)} rows with missing values are left out")
+    num_left_out = len(whole) - len(train)
     test = None
     if test_path is not None:
         test = _read_table(test_path, file_format, settings)
         check_same_columns(train, test, roles)
         test = handle_missing(test, roles, settings.missing)
     task = task_of(train, roles.target, settings.task)
-    if test is None and tested:
+    held_out = tested and test_path is None
+    if held_out:
         # Split before the encoder is fitted, so that it does not see the test rows.
-        rows = np.zeros((len(train), 0), dtype=np.float32)
-        train_rows, test_rows = split_records(
-            _table_records(train, rows, roles, task),
-            task,
-            settings.test_fraction,
-            settings.test_seed,
-        )
-        train, test = train.rows(train_rows), train.rows(test_rows)
+        train, test = _split_table(train, roles, task, settings)
     inputs, test_inputs, shape, encoder = table_inputs(train, test, roles.features, settings)
     test_records = None
     if test is not None and test_inputs is not None:
         test_records = _table_records(test, test_inputs, roles, task)
-    declared = dict(train.class_names).get(roles.target, ())
+    classes: tuple[str, ...] = ()
+    if task == "classification":
+        classes = settings.classes or dict(train.class_names).get(roles.target, ())
     assembled = assemble(
         name,
         _table_records(train, inputs, roles, task),
         test_records,
         shape,
         task=task,
-        classes=(settings.classes or declared) if task == "classification" else (),
+        classes=classes,
         tested=tested,
     )
+    notes = list(whole.notes)
+    if num_left_out:
+        notes.append(f"{num_left_out} rows with missing values are left out")
     if encoder is not None and encoder.constant:
         notes.append(f"all training rows have one value in: {', '.join(encoder.constant[:10])}")
-    summaries = tuple(
-        _summary(column, roles, missing.get(name, 0), settings)
-        for name, column in whole.columns.items()
-    )
     return Reading(
         assembled.dataset,
         file_format,
         assembled.client_names,
-        tested and test_path is None,
+        held_out,
         tuple(notes),
-        summaries,
+        _summaries(whole, roles, settings),
         encoder,
     )
+
+
+def _split_table(
+    table: Table, roles: Roles, task: str, settings: FileSettings
+) -> tuple[Table, Table]:
+    """Return the rows of a table for training, and the held-out ones for testing."""
+    no_inputs = np.zeros((len(table), 0), dtype=np.float32)
+    records = _table_records(table, no_inputs, roles, task)
+    train_rows, test_rows = split_records(records, task, settings.test_fraction, settings.test_seed)
+    return table.rows(train_rows), table.rows(test_rows)
 
 
 def _table_records(table: Table, inputs: np.ndarray, roles: Roles, task: str) -> Records:
@@ -471,23 +480,34 @@ def _table_records(table: Table, inputs: np.ndarray, roles: Roles, task: str) ->
     return Records(inputs, targets, clients_of(table, roles.client), table.where)
 
 
-def _summary(column: Column, roles: Roles, missing: int, settings: FileSettings) -> ColumnSummary:
-    role = "not used"
+def _summaries(table: Table, roles: Roles, settings: FileSettings) -> tuple[ColumnSummary, ...]:
+    missing = missing_counts(table, roles.used)
+    summaries = []
+    for name, column in table.columns.items():
+        role = _role_of(column, roles, settings)
+        values = _describe_values(column)
+        summaries.append(ColumnSummary(name, role, values, missing.get(name, 0)))
+    return tuple(summaries)
+
+
+def _role_of(column: Column, roles: Roles, settings: FileSettings) -> str:
+    """Return the role of a column as `motley data check` prints it."""
     if column.name == roles.target:
-        role = "target"
-    elif column.name == roles.client:
-        role = "client"
-    elif column.name in roles.features:
-        names = {"number": "number", "text": "category", "array": "array", "image": "image"}
-        role = names[column.kind]
-        if settings.inputs == "text" and column.kind == "text":
-            role = "text"
+        return "target"
+    if column.name == roles.client:
+        return "client"
+    if column.name not in roles.features:
+        return "not used"
+    if column.kind == "text":
+        return "text" if settings.inputs == "text" else "category"
+    return column.kind
+
+
+def _describe_values(column: Column) -> str:
     if column.kind == "number":
         present = column.values[~np.isnan(column.values)]
-        values = f"{present.min():g} to {present.max():g}" if len(present) else "none"
-    elif column.kind == "text":
+        return f"{present.min():g} to {present.max():g}" if len(present) else "none"
+    if column.kind == "text":
         distinct = len({text for text in column.values.tolist() if text is not None})
-        values = f"{distinct} different"
-    else:
-        values = f"{column.values.dtype}, shape {column.values.shape[1:]}"
-    return ColumnSummary(column.name, role, values, missing)
+        return f"{distinct} different"
+    return f"{column.values.dtype}, shape {column.values.shape[1:]}"

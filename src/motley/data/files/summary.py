@@ -9,7 +9,6 @@ from motley.data.files.reading import Reading
 from motley.models.inputs import (
     ArrayShape,
     ImageShape,
-    InputShape,
     SignalShape,
     TableShape,
 )
@@ -18,24 +17,6 @@ from motley.models.inputs import (
 IMBALANCE = 20
 #: Networks learn targets of this size only slowly.
 LARGE_TARGETS = 10
-
-
-def describe_shape(shape: InputShape) -> str:
-    """Return the kind of input and its size in words."""
-    if isinstance(shape, ImageShape):
-        colours = {1: "grey", 3: "colour"}.get(shape.channels, f"{shape.channels} channels")
-        return f"images, {shape.height} x {shape.width}, {colours}"
-    if isinstance(shape, SignalShape):
-        return f"signals, {shape.channels} channels of length {shape.length}"
-    if isinstance(shape, TableShape):
-        categories = len(shape.categories)
-        text = f"rows of a table, {shape.numbers} number{'s' * (shape.numbers != 1)}"
-        if categories:
-            text += f" and {categories} {'category' if categories == 1 else 'categories'}"
-        return text
-    if isinstance(shape, ArrayShape):
-        return f"arrays of shape {shape.dims}"
-    return f"token sequences of length {shape.length}, vocabulary {shape.vocabulary}"
 
 
 def fitting_models(dataset: Dataset) -> list[str]:

@@ -28,12 +28,12 @@ class TextFile:
 
     @property
     def client(self) -> str:
-        """The client's name: that of the file, without its ending."""
+        """The client's name: the file's name without its ending."""
         return self.path.stem
 
 
 def read_texts(path: Path, encoding: str = "auto") -> list[TextFile]:
-    """Read one text file, or all text files of a folder."""
+    """Return one text file, or all text files of a folder, with their texts."""
     if not path.is_dir():
         return [TextFile(path, _read(path, encoding))]
     files = text_files(path)
@@ -48,11 +48,8 @@ def text_files(folder: Path) -> list[Path]:
         entries = sorted(folder.iterdir())
     except OSError as error:
         raise MotleyError(f"{folder} cannot be read: {error}.") from None
-    return [
-        entry
-        for entry in entries
-        if entry.suffix.lower() in ENDINGS and not entry.name.startswith(".")
-    ]
+    visible = [entry for entry in entries if not entry.name.startswith(".")]
+    return [entry for entry in visible if entry.suffix.lower() in ENDINGS]
 
 
 def _read(path: Path, encoding: str) -> str:

@@ -7,7 +7,7 @@ computed when it is first asked for, and checked on real numbers (`check.py`). A
 inferred is refused with the reason; the model can still be trained in every way that does not need
 it.
 
-The rules are those of structured pruning: which rows and columns of which weights must be removed
+The rules are known from structured pruning: which rows and columns of which weights must be removed
 together (Fang et al., "DepGraph: Towards Any Structural Pruning", CVPR 2023). Here they follow from
 one analysis of dimensions, and the result is checked by permutations.
 """

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
+from motley.models.chunks import chunks_of
 from motley.models.inference.record import InferenceError, Operation, Recording, Ref
 from motley.models.spec import CrossLayer
 
@@ -53,14 +54,17 @@ def find_head(model: nn.Module, recording: Recording, classes: int) -> tuple[str
                     "classes. Let the factory take num_classes, or declare ModelSpec.head."
                 )
             return path, number
-        values = recording.values
-        inputs = [v for v in operation.inputs if values[v].depends and values[v].floating]
-        if len(set(inputs)) != 1:
+        inputs = set()
+        for number in operation.inputs:
+            tensor = recording.values[number]
+            if tensor.depends and tensor.floating:
+                inputs.add(number)
+        if len(inputs) != 1:
             raise InferenceError(
-                f"{recording.describe(operation)} computes the output from {len(set(inputs))} "
+                f"{recording.describe(operation)} computes the output from {len(inputs)} "
                 "tensors, so there is no single last layer. Declare ModelSpec.head."
             )
-        value = inputs[0]
+        (value,) = inputs
     raise InferenceError(
         f"{type(model).__name__} has no linear layer or convolution that computes its output. "
         "Declare ModelSpec.head."
@@ -97,7 +101,7 @@ def find_blocks(model: nn.Module, recording: Recording) -> tuple[str, ...]:
     best: list[str] = []
     best_size = 0
     for paths in by_class.values():
-        size = sum(p.numel() for path in paths for p in model.get_submodule(path).parameters())
+        size = _num_parameters(model, paths)
         if (len(paths) > 1 or _is_only_child(model, paths[0])) and size > best_size:
             best, best_size = paths, size
     best = _innermost(model, best, list(by_class.values()))
@@ -109,19 +113,29 @@ def find_blocks(model: nn.Module, recording: Recording) -> tuple[str, ...]:
 
 
 def _innermost(model: nn.Module, blocks: list[str], others: list[list[str]]) -> list[str]:
-    """Return the blocks inside of blocks, if they are most of them: a stage is a row of blocks."""
+    """Return the modules inside of `blocks` if they make up most of them, else `blocks`.
 
-    def size(paths: list[str]) -> int:
-        return sum(p.numel() for path in paths for p in model.get_submodule(path).parameters())
-
+    The modules that looked like blocks are then stages, and the modules in them are the blocks.
+    """
+    prefixes = tuple(f"{path}." for path in blocks)
     for paths in others:
-        inside = [path for path in paths if any(path.startswith(f"{b}.") for b in blocks)]
+        inside = [path for path in paths if path.startswith(prefixes)]
         # A convolution with its norm is a layer of a block, not a block.
         if any(len(_matrices(model.get_submodule(path))) < 2 for path in inside):
             continue
-        if len(inside) > len(blocks) and size(inside) >= MOST_OF_A_STAGE * size(blocks):
+        if len(inside) <= len(blocks):
+            continue
+        if _num_parameters(model, inside) >= MOST_OF_A_STAGE * _num_parameters(model, blocks):
             return _innermost(model, inside, others)
     return blocks
+
+
+def _num_parameters(model: nn.Module, paths: Iterable[str]) -> int:
+    """Return the number of parameters in some modules of a model."""
+    count = 0
+    for path in paths:
+        count += sum(parameter.numel() for parameter in model.get_submodule(path).parameters())
+    return count
 
 
 def _is_only_child(model: nn.Module, path: str) -> bool:
@@ -132,22 +146,34 @@ def _is_only_child(model: nn.Module, path: str) -> bool:
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that may be blocks, with their paths."""
     for path, parent in model.named_modules():
         if not isinstance(parent, CONTAINERS):
             continue
         for name, child in parent.named_children():
-            layers = [
-                m for m in child.modules() if next(m.parameters(recurse=False), None) is not None
-            ]
-            is_layer = isinstance(parent, nn.ModuleList) and len(layers) == 1
-            if isinstance(child, (nn.ModuleList, nn.ModuleDict, *NORMS)):
-                continue
-            # A Sequential of blocks, such as a stage of a ResNet, is no block itself.
-            inner = [m for m in child.children() if len(list(m.parameters())) > 1]
-            if isinstance(child, nn.Sequential) and any(list(m.children()) for m in inner):
-                continue
-            if len(layers) > 1 or is_layer:
+            if _may_be_block(child, in_list=isinstance(parent, nn.ModuleList)):
                 yield (f"{path}.{name}" if path else name), child
+
+
+def _may_be_block(module: nn.Module, in_list: bool) -> bool:
+    """Tell whether a module may be a block: it has several layers, or is a layer in a list."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict, *NORMS)):
+        return False
+    if isinstance(module, nn.Sequential) and _contains_blocks(module):
+        return False
+    num_layers = 0
+    for layer in module.modules():
+        if next(layer.parameters(recurse=False), None) is not None:
+            num_layers += 1
+    return num_layers > 1 or (in_list and num_layers == 1)
+
+
+def _contains_blocks(sequence: nn.Sequential) -> bool:
+    """Tell whether a sequence consists of blocks, as a stage of a ResNet does."""
+    for child in sequence.children():
+        if len(list(child.parameters())) > 1 and list(child.children()):
+            return True
+    return False
 
 
 def find_pairs(model: nn.Module, blocks: tuple[str, ...]) -> list[CrossLayer]:
@@ -156,9 +182,10 @@ def find_pairs(model: nn.Module, blocks: tuple[str, ...]) -> list[CrossLayer]:
     - Blocks with several layer norms of one shape (Transformers): the first norm of a block helps
       the others of the same block.
     - Other blocks: blocks that follow each other in one container are a stage. A weight of its
-      first block helps the weights of the same shape of all later blocks. If several fit, it is the
-      last one that later blocks have too: conv2 of a ResNet's basic block.
-    - Recurrent layers of several levels: a weight of the first level helps those of later ones.
+      first block helps the weights of the same shape of all later blocks. If several fit, the
+      last one that later blocks have too is taken: conv2 of a ResNet's basic block.
+    - Recurrent layers of several levels: a weight of the first level helps the weights of later
+      levels.
     """
     pairs: list[CrossLayer] = []
     first = ""
@@ -171,9 +198,13 @@ def find_pairs(model: nn.Module, blocks: tuple[str, ...]) -> list[CrossLayer]:
         if not helped:
             first = path
         pairs += helped
+    # Recurrent layers inside of blocks are helped by the first block already.
+    helped_names = {pair.target for pair in pairs}
     for path, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
-            pairs += _recurrent_pairs(path, module)
+            for pair in _recurrent_pairs(model, path, module):
+                if pair.target not in helped_names:
+                    pairs.append(pair)
     return pairs
 
 
@@ -197,11 +228,13 @@ def _block_pairs(model: nn.Module, first: str, later: str) -> list[CrossLayer]:
     targets = _matrices(model.get_submodule(later))
     if not any(sources.get(name) == shape for name, shape in targets.items()):
         return []
+    # Shape -> the last weight of the first block that has it, and that the later block has too.
+    source_of = {shape: name for name, shape in sources.items() if name in targets}
     pairs = []
     for target, shape in targets.items():
-        fitting = [name for name in sources if sources[name] == shape and name in targets]
-        if fitting:
-            pairs.append(CrossLayer(f"{first}.{fitting[-1]}", f"{later}.{target}"))
+        if shape in source_of:
+            source, name = f"{first}.{source_of[shape]}", f"{later}.{target}"
+            pairs.append(CrossLayer(source, name, chunks_of(model, name)))
     return pairs
 
 
@@ -210,10 +243,9 @@ def _matrices(block: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in block.named_parameters() if p.dim() > 1}
 
 
-def _recurrent_pairs(path: str, module: nn.RNNBase) -> list[CrossLayer]:
+def _recurrent_pairs(model: nn.Module, path: str, module: nn.RNNBase) -> list[CrossLayer]:
     prefix = f"{path}." if path else ""
     firsts: dict[tuple[str, tuple[int, ...]], str] = {}
-    gates = {"LSTM": 4, "GRU": 3}.get(module.mode, 1)
     pairs = []
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.dim() < 2:
@@ -223,7 +255,8 @@ def _recurrent_pairs(path: str, module: nn.RNNBase) -> list[CrossLayer]:
         key = (role + direction, tuple(parameter.shape))
         first = firsts.setdefault(key, name)
         if first != name:
-            pairs.append(CrossLayer(f"{prefix}{first}", f"{prefix}{name}", gates))
+            target = f"{prefix}{name}"
+            pairs.append(CrossLayer(f"{prefix}{first}", target, chunks_of(model, target)))
     return pairs
 
 

@@ -22,7 +22,7 @@ TOLERANCE = 1e-3
 
 @torch.no_grad()
 def randomize(model: nn.Module) -> None:
-    """Give a model random weights, none of which is 0.
+    """Give a model random weights without zeros.
 
     Initial weights may hide mistakes: biases are 0, and so are some last layers of blocks.
     """
@@ -38,7 +38,7 @@ def randomize(model: nn.Module) -> None:
 
 
 def random_state(state: State) -> State:
-    """Return random weights in the shapes of a state, none of which is 0."""
+    """Return random weights without zeros, in the shapes of a state."""
     generator = torch.Generator().manual_seed(0)
     result = {}
     for name, tensor in state.items():

@@ -19,7 +19,7 @@ class Factor:
 
     def __init__(self, size: int, fixed: str = "") -> None:
         self.size = size
-        #: Why no channel of it can be left out, or empty.
+        #: Why none of its channels can be left out; empty if they can.
         self._fixed = fixed
         self._same: Factor | None = None
         self._parts: list[Factor] = []
@@ -34,7 +34,7 @@ class Factor:
 
     @property
     def fixed(self) -> str:
-        """Why no channel of it can be left out, or empty."""
+        """Why none of its channels can be left out; empty if they can."""
         return self.root._fixed
 
     def fix(self, reason: str) -> None:
@@ -92,14 +92,19 @@ def unify(a: Sequence[Factor], b: Sequence[Factor]) -> bool:
 def align(a: Sequence[Factor], b: Sequence[Factor]) -> bool:
     """Give two dimensions factors of the same sizes, so that they stay equally long when cut.
 
-    Factors of which one is fixed are both fixed.
+    If one of two such factors is fixed, both are.
     """
     return _match(a, b, same=False)
 
 
 def _match(a: Sequence[Factor], b: Sequence[Factor], same: bool) -> bool:
-    at = 0
+    """Split two dimensions until their factors have the same sizes, and join them pair by pair.
+
+    Return False if the dimensions do not fit. `same` is True for `unify`, False for `align`.
+    """
+    at = 0  # the position of the pair in both dimensions
     while True:
+        # Splitting a factor changes the dimensions, so they are resolved anew for every pair.
         left, right = resolve(a), resolve(b)
         if at >= len(left) or at >= len(right):
             return len(left) == len(right)

@@ -61,7 +61,7 @@ class Traced(int):
 
     @classmethod
     def of(cls, number: int, source: SizeOf | Attribute) -> Traced:
-        """Mark a number."""
+        """Return a number that knows where it comes from."""
         traced = cls(number)
         traced.source = source
         return traced
@@ -69,7 +69,7 @@ class Traced(int):
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor: its shape, and the parameter or buffer that it is, if it is one."""
+    """A tensor: its shape, and its name if it is a parameter or a buffer."""
 
     shape: tuple[int, ...]
     #: Its name in the model.

@@ -1,4 +1,4 @@
-"""One rule per torch function: how the channels of its inputs become those of its outputs.
+"""One rule per torch function: how channels of its inputs become channels of its outputs.
 
 A rule gets the factors of an operation's inputs (`factors.py`), unifies those that must be the same
 channels, and returns the factors of its outputs. A function without a rule whose output has the
@@ -9,7 +9,7 @@ shape of its inputs is taken to work on every element by itself; the check with 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,14 @@ from motley.models.inference.record import (
 )
 
 Rule = Callable[["Propagation", Operation], None]
+#: The rule of every function that has one, by its canonical name.
 RULES: dict[str, Rule] = {}
+
+#: Why positions of a map or signal cannot be left out.
+POSITIONS = "positions of a map or signal"
+
+# In the rules, `x` is an operation's main input, as in torch's documentation. A dimension is a list
+# of factors, an empty one if it has length 1 and is broadcast (`factors.py`).
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -168,11 +175,12 @@ def _elementwise(run: Propagation, operation: Operation) -> None:
         rank = len(run.shape(value))
         dims: Dims = [[] for _ in range(rank)]
         for ref in _tensors(operation):
-            for at, dim in enumerate(reversed(run.of(ref)), 1):
-                if dims[-at]:
-                    run.unify(operation, dims[-at], dim)
+            # Shapes are aligned at their last dimension.
+            for from_end, dim in enumerate(reversed(run.of(ref)), 1):
+                if dims[-from_end]:
+                    run.unify(operation, dims[-from_end], dim)
                 elif dim:
-                    dims[-at] = dim
+                    dims[-from_end] = dim
         run._dims[value] = dims
 
 
@@ -230,50 +238,71 @@ def _bias(run: Propagation, operation: Operation, bias: Ref | None, dim: Dim) ->
 
 @rule("conv1d", "conv2d", "conv3d")
 def _convolution(run: Propagation, operation: Operation) -> None:
-    _any_convolution(run, operation, operation.argument(6, "groups", 1), transposed=False)
+    _fix_positions(run, operation)
+    x = run.of(operation.argument(0, "input"))
+    # The weight has the shape (output channels, input channels of one group, *kernel).
+    written, read_in_group = run.of(operation.argument(1, "weight"))[:2]
+    groups = operation.argument(6, "groups", 1)
+    if groups == 1:
+        run.unify(operation, x[1], read_in_group)
+    else:
+        inputs_per_group = size_of(x[1]) // groups
+        group = _convolution_groups(run, operation, groups, inputs_per_group)
+        unify(x[1], [*group, *resolve(read_in_group)])
+        # In a depthwise convolution whole groups are left out, so their outputs stay together.
+        is_depthwise = inputs_per_group == 1
+        fixed = "outputs per channel of a depthwise convolution" if is_depthwise else ""
+        unify(written, [*group, *new_dim(size_of(written) // groups, fixed)])
+        run.sized(operation, groups, group)
+    _set_convolved(run, operation, written)
 
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def _transposed_convolution(run: Propagation, operation: Operation) -> None:
-    _any_convolution(run, operation, operation.argument(6, "groups", 1), transposed=True)
-
-
-def _any_convolution(run: Propagation, operation: Operation, groups: int, transposed: bool) -> None:
-    x, weight = run.of(operation.argument(0, "input")), operation.argument(1, "weight")
-    fixed = "positions of a map or signal"
-    for dim in (*run.of(weight)[2:], *x[2:]):
-        fix(dim, fixed)
-    first, second = run.of(weight)[:2]
-    channels = size_of(x[1])
-    if groups == 1:
-        read, written = (first, second) if transposed else (second, first)
-        run.unify(operation, x[1], read)
-    else:
-        read_in_group = channels // groups
-        # One dimension of the weight counts (group, channel), the other the channels of a group.
-        whole, inside = (x[1], resolve(second)) if transposed else (resolve(first), x[1])
-        # All groups are kept, and some channels inside of each. A depthwise convolution has one
-        # channel per group, so there the groups themselves are the channels.
-        shared = f"groups of {run.recording.describe(operation)}" if read_in_group > 1 else ""
-        group = new_dim(groups, shared)
-        if transposed:
-            run.unify(operation, x[1], first)
-            written_in_group = size_of(second)
-            unify(whole, [*group, *new_dim(read_in_group)])
-            written = [*group, *resolve(second)]
-        else:
-            written_in_group = size_of(first) // groups
-            unify(inside, [*group, *(resolve(second) or new_dim(read_in_group))])
-            multiplier = "outputs per channel of a depthwise convolution"
-            fixed_inside = multiplier if not shared else ""
-            unify(whole, [*group, *new_dim(written_in_group, fixed_inside)])
-            written = resolve(first)
+    _fix_positions(run, operation)
+    x = run.of(operation.argument(0, "input"))
+    # The weight has the shape (input channels, output channels of one group, *kernel).
+    read, written_in_group = run.of(operation.argument(1, "weight"))[:2]
+    groups = operation.argument(6, "groups", 1)
+    run.unify(operation, x[1], read)
+    written = written_in_group
+    if groups > 1:
+        inputs_per_group = size_of(x[1]) // groups
+        group = _convolution_groups(run, operation, groups, inputs_per_group)
+        unify(x[1], [*group, *new_dim(inputs_per_group)])
+        written = [*group, *resolve(written_in_group)]
         run.sized(operation, groups, group)
+    _set_convolved(run, operation, written)
+
+
+def _convolution_groups(
+    run: Propagation, operation: Operation, groups: int, inputs_per_group: int
+) -> Dim:
+    """Return the dimension that counts the groups of a convolution.
+
+    All groups are kept, and some channels inside of each. A depthwise convolution has one channel
+    per group, so there the groups themselves are the channels.
+    """
+    is_depthwise = inputs_per_group == 1
+    return new_dim(groups, "" if is_depthwise else f"groups of {run.recording.describe(operation)}")
+
+
+def _fix_positions(run: Propagation, operation: Operation) -> None:
+    """Fix all dimensions of a convolution's input and weight but the batch and the channels."""
+    x = run.of(operation.argument(0, "input"))
+    weight = run.of(operation.argument(1, "weight"))
+    for dim in (*weight[2:], *x[2:]):
+        fix(dim, POSITIONS)
+
+
+def _set_convolved(run: Propagation, operation: Operation, written: Dim) -> None:
+    """Set the output of a convolution, which has the channels `written`."""
+    batch = run.of(operation.argument(0, "input"))[0]
     bias = operation.argument(2, "bias")
     if bias is not None:
         unify(run.of(bias)[0], written)
-    spatial = [new_dim(size, fixed) for size in run.shape(operation.outputs[0])[2:]]
-    run.set(operation, [x[0], resolve(written), *spatial])
+    spatial = [new_dim(size, POSITIONS) for size in run.shape(operation.outputs[0])[2:]]
+    run.set(operation, [batch, resolve(written), *spatial])
 
 
 @rule("batch_norm", "instance_norm")
@@ -289,9 +318,9 @@ def _layer_norm(run: Propagation, operation: Operation) -> None:
     x = run.of(operation.argument(0, "input"))
     sizes = operation.argument(1, "normalized_shape")
     for ref in _tensors(operation)[1:]:
-        dims = run.of(ref)
-        for own, dim in zip(dims, x[-len(dims) :], strict=True):
-            run.unify(operation, own, dim)
+        weight = run.of(ref)
+        for weight_dim, dim in zip(weight, x[-len(weight) :], strict=True):
+            run.unify(operation, weight_dim, dim)
     for size, dim in zip(sizes, x[-len(sizes) :], strict=True):
         run.sized(operation, size, dim)
     run.set(operation, x)
@@ -349,9 +378,11 @@ def _recurrent(run: Propagation, operation: Operation) -> None:
         channels = new_dim(width)
         for direction in range(directions):
             start = (layer * directions + direction) * per_cell
+            # The weights for the input and for the state, and the biases if there are any.
             cell = weights[start : start + per_cell]
-            run.unify(operation, run.of(cell[0])[1], read)
-            run.unify(operation, run.of(cell[1])[1], channels)
+            input_weight, state_weight = run.of(cell[0]), run.of(cell[1])
+            run.unify(operation, input_weight[1], read)
+            run.unify(operation, state_weight[1], channels)
             for ref in cell:
                 unify(run.of(ref)[0], [*new_dim(gates, "gates of a recurrent cell"), *channels])
         # The states of all layers are one tensor, so all layers keep the same channels.
@@ -365,12 +396,12 @@ def _recurrent(run: Propagation, operation: Operation) -> None:
 
 @rule("multi_head_attention_forward")
 def _multi_head_attention(run: Propagation, operation: Operation) -> None:
+    # In the order of torch.nn.functional.multi_head_attention_forward.
     query, key, value = (run.of(ref) for ref in operation.args[:3])
-    heads = operation.args[4]
+    embed_dim, heads = operation.args[3:5]
+    in_weight, in_bias, bias_k, bias_v = operation.args[5:9]
+    out_weight, out_bias = operation.args[11:13]
     width = size_of(query[-1])
-    in_weight, in_bias = operation.args[5], operation.args[6]
-    bias_k, bias_v = operation.args[7], operation.args[8]
-    out_weight, out_bias = operation.args[11], operation.args[12]
     inner = [*new_dim(heads, "heads of an attention"), *new_dim(width // heads)]
     three = new_dim(3, "query, key and value")
     if in_weight is not None:
@@ -387,13 +418,13 @@ def _multi_head_attention(run: Propagation, operation: Operation) -> None:
     for bias in (bias_k, bias_v):
         if bias is not None:
             run.unify(operation, run.of(bias)[2], inner)
-    written, own = run.of(out_weight)
-    run.unify(operation, own, inner)
+    written, read_from_heads = run.of(out_weight)
+    run.unify(operation, read_from_heads, inner)
     _bias(run, operation, out_bias, written)
-    # torch computes the width of a head from that of the query.
+    # torch computes the width of a head from the width of the query.
     run.aligned.append((query[-1], inner))
     run.aligned.append((written, inner))
-    run.sized(operation, operation.args[3], query[-1])
+    run.sized(operation, embed_dim, query[-1])
     run.set(
         operation,
         [*query[:-1], written],
@@ -427,17 +458,20 @@ def _add_matmul(run: Propagation, operation: Operation) -> None:
 def _batch(run: Propagation, operation: Operation, a: Dims, b: Dims) -> Dims:
     """Return the broadcast dimensions of two tensors."""
     rank = max(len(a), len(b))
+    padded_a: Dims = [[]] * (rank - len(a)) + a
+    padded_b: Dims = [[]] * (rank - len(b)) + b
     dims: Dims = []
-    for x, y in zip([[]] * (rank - len(a)) + a, [[]] * (rank - len(b)) + b, strict=True):
-        run.unify(operation, x, y)
-        dims.append(x or y)
+    for dim_a, dim_b in zip(padded_a, padded_b, strict=True):
+        run.unify(operation, dim_a, dim_b)
+        dims.append(dim_a or dim_b)
     return dims
 
 
 @rule("scaled_dot_product_attention")
 def _attention(run: Propagation, operation: Operation) -> None:
-    names = ("query", "key", "value")
-    query, key, value = (run.of(operation.argument(at, n)) for at, n in enumerate(names))
+    query = run.of(operation.argument(0, "query"))
+    key = run.of(operation.argument(1, "key"))
+    value = run.of(operation.argument(2, "value"))
     run.unify(operation, query[-1], key[-1])
     run.unify(operation, key[-2], value[-2])
     batch = _batch(run, operation, query[:-2], key[:-2])
@@ -455,14 +489,14 @@ def _einsum(run: Propagation, operation: Operation) -> None:
         _unknown(run, operation)
         return
     terms, _, result = equation.replace(" ", "").partition("->")
-    letters: dict[str, Dim] = {}
+    dim_of: dict[str, Dim] = {}  # letter of the equation -> its dimension
     for term, ref in zip(terms.split(","), tensors, strict=True):
         for letter, dim in zip(term, run.of(ref), strict=True):
-            run.unify(operation, letters.setdefault(letter, dim), dim)
-            letters[letter] = letters[letter] or dim
-    if not result:
-        result = "".join(sorted(x for x in letters if terms.count(x) == 1))
-    run.set(operation, [letters[letter] for letter in result])
+            run.unify(operation, dim_of.setdefault(letter, dim), dim)
+            dim_of[letter] = dim_of[letter] or dim
+    if not result:  # then torch sorts the letters that occur once
+        result = "".join(sorted(letter for letter in dim_of if terms.count(letter) == 1))
+    run.set(operation, [dim_of[letter] for letter in result])
 
 
 # ---- maps and signals
@@ -479,7 +513,7 @@ def _pool(run: Propagation, operation: Operation) -> None:
     outputs = []
     for value in operation.outputs:
         shape = run.shape(value)
-        spatial = [new_dim(size, "positions of a map or signal") for size in shape[2:]]
+        spatial = [new_dim(size, POSITIONS) for size in shape[2:]]
         outputs.append([*x[:2], *spatial])
     run.set(operation, *outputs)
 
@@ -487,12 +521,14 @@ def _pool(run: Propagation, operation: Operation) -> None:
 @rule("pad")
 def _pad(run: Propagation, operation: Operation) -> None:
     x, sizes = run.of(operation.args[0]), list(operation.argument(1, "pad"))
+    reason = run.recording.describe(operation)
     output: Dims = []
-    for at, dim in enumerate(reversed(x)):
-        if any(sizes[2 * at : 2 * at + 2]):
-            fix(dim, f"{run.recording.describe(operation)}")
-            size = run.shape(operation.outputs[0])[-1 - at]
-            output.insert(0, new_dim(size, f"{run.recording.describe(operation)}"))
+    # `sizes` has two numbers per dimension (before, after), of the last dimension first.
+    for from_end, dim in enumerate(reversed(x)):
+        if any(sizes[2 * from_end : 2 * from_end + 2]):
+            fix(dim, reason)
+            size = run.shape(operation.outputs[0])[-1 - from_end]
+            output.insert(0, new_dim(size, reason))
         else:
             output.insert(0, dim)
     run.set(operation, output)
@@ -529,8 +565,11 @@ def _permute(run: Propagation, operation: Operation) -> None:
 
 
 def _new_order(operation: Operation, rank: int) -> list[int]:
-    """Return which dimension of the input each dimension of the output is."""
-    # The function itself says it, for a tensor whose sizes are the numbers of its dimensions.
+    """Return which dimension of the input each dimension of the output is.
+
+    The function itself shows it: it is called with a tensor whose first dimension has length 2, its
+    second one length 3, and so on.
+    """
     probe = torch.empty(tuple(range(2, rank + 2)), device="meta")
     given, kwargs = operation.args[1:], dict(operation.kwargs)
     kwargs.pop("input", None)
@@ -542,9 +581,9 @@ def _new_order(operation: Operation, rank: int) -> list[int]:
 def _expand(run: Propagation, operation: Operation) -> None:
     x, shape = run.of(operation.args[0]), run.shape(operation.outputs[0])
     output = [new_dim(size, "an expanded dimension") for size in shape]
-    for at, dim in enumerate(reversed(x), 1):
+    for from_end, dim in enumerate(reversed(x), 1):
         if dim:
-            output[-at] = dim
+            output[-from_end] = dim
     run.set(operation, output)
 
 
@@ -560,13 +599,13 @@ def _repeat(run: Propagation, operation: Operation) -> None:
 
 @rule("repeat_interleave")
 def _interleave(run: Propagation, operation: Operation) -> None:
-    x, at = run.of(operation.args[0]), operation.argument(2, "dim")
-    if at is None or not isinstance(operation.argument(1, "repeats"), int):
+    x, dim = run.of(operation.args[0]), operation.argument(2, "dim")
+    repeats = operation.argument(1, "repeats")
+    if dim is None or not isinstance(repeats, int):
         _unknown(run, operation)
         return
     output = list(x)
-    repeats = operation.argument(1, "repeats")
-    output[at] = [*x[at], *new_dim(repeats, "repeats of a dimension")]
+    output[dim] = [*x[dim], *new_dim(repeats, "repeats of a dimension")]
     run.set(operation, output)
 
 
@@ -575,66 +614,77 @@ def _cat(run: Propagation, operation: Operation) -> None:
     parts = operation.argument(0, "tensors")
     # torch leaves out tensors of shape (0,), which start an empty cache.
     tensors = [run.of(ref) for ref in parts if run.shape(ref.value) != (0,)]
-    at = operation.argument(1, "dim", 0)
     first, *others = tensors
+    along = operation.argument(1, "dim", 0) % len(first)
     for other in others:
-        for number, (x, y) in enumerate(zip(first, other, strict=True)):
-            if number != at % len(first):
-                run.unify(operation, x, y)
-    joined = [tensor[at] for tensor in tensors]
-    dims = [next((t[number] for t in tensors if t[number]), []) for number in range(len(first))]
-    if len(joined) == 1:
-        dims[at] = joined[0]
-    elif all(joined):
-        _, block = blocks_of(joined)
-        total = sum(size_of(dim) for dim in joined)
-        count = total // size_of(block)
-        dims[at] = [*new_dim(count, "concatenated blocks"), *block]
-    else:  # a dimension of size 1, such as a class token before others
-        for dim in joined:
-            fix(dim, f"{run.recording.describe(operation)}")
-        dims[at] = new_dim(run.shape(operation.outputs[0])[at], "concatenated")
-    run.set(operation, dims)
+        for number, (dim, other_dim) in enumerate(zip(first, other, strict=True)):
+            if number != along:
+                run.unify(operation, dim, other_dim)
+    output: Dims = []
+    for number in range(len(first)):
+        dims = [tensor[number] for tensor in tensors]
+        if number == along:
+            length = run.shape(operation.outputs[0])[along]
+            output.append(_joined(dims, length, run.recording.describe(operation)))
+        else:
+            output.append(next((dim for dim in dims if dim), []))
+    run.set(operation, output)
+
+
+def _joined(dims: Sequence[Dim], length: int, operation: str) -> Dim:
+    """Return the dimension that concatenated dimensions become; it has this length."""
+    if len(dims) == 1:
+        return dims[0]
+    if all(dims):
+        _, block = blocks_of(dims)
+        return [*new_dim(length // size_of(block), "concatenated blocks"), *block]
+    # A dimension of length 1, such as a class token before others.
+    for dim in dims:
+        fix(dim, operation)
+    return new_dim(length, "concatenated")
 
 
 @rule("stack")
 def _stack(run: Propagation, operation: Operation) -> None:
     tensors = [run.of(ref) for ref in operation.argument(0, "tensors")]
-    for other in tensors[1:]:
-        for x, y in zip(tensors[0], other, strict=True):
-            run.unify(operation, x, y)
-    at = operation.argument(1, "dim", 0) % (len(tensors[0]) + 1)
-    output = list(tensors[0])
-    output.insert(at, new_dim(len(tensors), "stacked tensors"))
+    first, *others = tensors
+    for other in others:
+        for dim, other_dim in zip(first, other, strict=True):
+            run.unify(operation, dim, other_dim)
+    position = operation.argument(1, "dim", 0) % (len(first) + 1)
+    output = list(first)
+    output.insert(position, new_dim(len(tensors), "stacked tensors"))
     run.set(operation, output)
 
 
 @rule("chunk", "split", "tensor_split", "split_with_sizes")
 def _split(run: Propagation, operation: Operation) -> None:
-    x, at = run.of(operation.argument(0, "input")), operation.argument(2, "dim", 0)
-    lengths = [run.shape(value)[at] for value in operation.outputs]
-    length = math.gcd(*lengths)
-    block = new_dim(length)
-    outer = new_dim(sum(lengths) // length, "split in blocks")
-    unify(x[at], [*outer, *block])
+    x, along = run.of(operation.argument(0, "input")), operation.argument(2, "dim", 0)
+    lengths = [run.shape(value)[along] for value in operation.outputs]
+    # The longest block that all pieces are multiples of: they keep the same channels of it.
+    block_length = math.gcd(*lengths)
+    block = new_dim(block_length)
+    num_blocks = new_dim(sum(lengths) // block_length, "split in blocks")
+    unify(x[along], [*num_blocks, *block])
     pieces = []
-    for size in lengths:
+    for length in lengths:
         piece = list(x)
-        piece[at] = [*new_dim(size // length, "split in blocks"), *resolve(block)]
+        piece[along] = [*new_dim(length // block_length, "split in blocks"), *resolve(block)]
         pieces.append(piece)
-    sizes = operation.argument(1, "split_size_or_sections")
     if operation.name in ("split", "split_with_sizes"):
-        for number, size in enumerate(sizes if isinstance(sizes, list | tuple) else [sizes]):
-            run.sized(operation, size, pieces[number][at])
+        given = operation.argument(1, "split_size_or_sections")
+        sizes = given if isinstance(given, list | tuple) else [given]
+        for piece, size in zip(pieces, sizes, strict=False):
+            run.sized(operation, size, piece[along])
     run.set(operation, *pieces)
 
 
 @rule("unbind")
 def _unbind(run: Propagation, operation: Operation) -> None:
-    x, at = run.of(operation.argument(0, "input")), operation.argument(1, "dim", 0)
-    fix(x[at], f"{run.recording.describe(operation)}")
-    at %= len(x)
-    rest = [dim for number, dim in enumerate(x) if number != at]
+    x = run.of(operation.argument(0, "input"))
+    removed = operation.argument(1, "dim", 0) % len(x)
+    fix(x[removed], run.recording.describe(operation))
+    rest = [*x[:removed], *x[removed + 1 :]]
     run.set(operation, *(list(rest) for _ in operation.outputs))
 
 
@@ -642,23 +692,31 @@ def _unbind(run: Propagation, operation: Operation) -> None:
 def _select(run: Propagation, operation: Operation) -> None:
     """Fix the dimension whose positions are chosen, and keep the others."""
     x = run.of(operation.argument(0, "input"))
-    at = operation.argument(
-        2 if operation.name == "roll" else 1,
-        "dims" if operation.name in ("roll", "flip") else "dim",
-    )
-    chosen = [a % len(x) for a in (at if isinstance(at, list | tuple) else [at]) if a is not None]
+    if operation.name == "roll":
+        dims = operation.argument(2, "dims")
+    elif operation.name == "flip":
+        dims = operation.argument(1, "dims")
+    else:
+        dims = operation.argument(1, "dim")
+    chosen = _dim_numbers(dims, len(x))
     if not chosen or operation.name == "gather":
         _unknown(run, operation)
         return
     output = list(x)
     shape = run.shape(operation.outputs[0])
     for number in chosen:
-        fix(x[number], f"{run.recording.describe(operation)}")
+        fix(x[number], run.recording.describe(operation))
         if operation.name != "select":
             output[number] = new_dim(shape[number], "chosen positions")
     if operation.name == "select":
         del output[chosen[0]]
     run.set(operation, output)
+
+
+def _dim_numbers(dims: Any, rank: int) -> list[int]:
+    """Return an argument for one or several dimensions as numbers from 0 on; None is left out."""
+    given = dims if isinstance(dims, list | tuple) else [dims]
+    return [dim % rank for dim in given if dim is not None]
 
 
 @rule("getitem")
@@ -685,40 +743,60 @@ def _setitem(run: Propagation, operation: Operation) -> None:
 def _indexed(run: Propagation, operation: Operation) -> Dims | None:
     """Return the dimensions of x[index], or None if the index is too complicated."""
     x, shape = run.of(operation.args[0]), run.shape(operation.args[0].value)
-    index = operation.args[1]
-    items = list(index) if isinstance(index, tuple) else [index]
-    used = sum(item is not None and item is not Ellipsis for item in items)
-    if Ellipsis not in items:
-        items.append(Ellipsis)
-    at = items.index(Ellipsis)
-    items[at : at + 1] = [slice(None)] * (len(shape) - used)
+    items = _without_ellipsis(operation.args[1], len(shape))
     if sum(isinstance(item, Ref) for item in items) > 1:
         return None
     reason = run.recording.describe(operation)
     output: Dims = []
-    number = 0
+    number = 0  # the dimension of x that the next item is for
     for item in items:
-        if item is None:
+        if item is None:  # adds a dimension of length 1
             output.append([])
             continue
-        if item == slice(None):
-            output.append(x[number])
-        elif isinstance(item, slice):
-            fix(x[number], reason)
-            output.append(new_dim(len(range(*item.indices(shape[number]))), reason))
-        elif isinstance(item, Ref):
-            if len(run.shape(item.value)) != 1 and number + 1 != len(items) and len(items) > 1:
-                return None
-            fix(x[number], reason)
-            output += run.of(item)
-        elif isinstance(item, int):
-            fix(x[number], reason)
-        else:
+        is_last = number + 1 == len(items)
+        dims = _indexed_dim(run, item, x[number], shape[number], is_last, reason)
+        if dims is None:
             return None
+        output += dims
         number += 1
-    if tuple(size_of(dim) for dim in output) != run.shape(operation.outputs[0]):
-        return output if operation.name == "setitem" else None
-    return output
+    if operation.name == "setitem":
+        return output  # the output of the operation is the whole x
+    has_right_shape = tuple(map(size_of, output)) == run.shape(operation.outputs[0])
+    return output if has_right_shape else None
+
+
+def _indexed_dim(
+    run: Propagation, item: Any, dim: Dim, length: int, is_last: bool, reason: str
+) -> Dims | None:
+    """Return the dimensions that a dimension becomes by one item of an index.
+
+    It is fixed if the item chooses some positions. None: the item is too complicated.
+    """
+    if item == slice(None):
+        return [dim]
+    if isinstance(item, slice):
+        fix(dim, reason)
+        return [new_dim(len(range(*item.indices(length))), reason)]
+    if isinstance(item, Ref):
+        if len(run.shape(item.value)) != 1 and not is_last:
+            return None
+        fix(dim, reason)
+        return run.of(item)
+    if isinstance(item, int):
+        fix(dim, reason)
+        return []
+    return None
+
+
+def _without_ellipsis(index: Any, rank: int) -> list[Any]:
+    """Return the items of an index, with a full slice for each dimension that it does not name."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    named = sum(item is not None and item is not Ellipsis for item in items)
+    if Ellipsis not in items:
+        items.append(Ellipsis)
+    position = items.index(Ellipsis)
+    full_slices = [slice(None)] * (rank - named)
+    return [*items[:position], *full_slices, *items[position + 1 :]]
 
 
 # ---- reductions
@@ -731,21 +809,32 @@ def _reduce(run: Propagation, operation: Operation) -> None:
     if len(tensors) > 1:  # torch.max(a, b)
         _default(run, operation)
         return
-    x, shape = run.of(tensors[0]), run.shape(tensors[0].value)
-    at = operation.argument(2 if operation.name == "norm" else 1, "dim")
-    if at is None and "axis" in operation.kwargs:
-        at = operation.kwargs["axis"]
-    if at is None or isinstance(at, bool):
-        reduced = set(range(len(shape)))
-    else:
-        reduced = {a % len(shape) for a in (at if isinstance(at, list | tuple) else [at])}
+    x = run.of(tensors[0])
+    rank = len(x)
+    reduced = _reduced_dims(operation, rank)
     if operation.name in ("argmax", "argmin"):
         for number in reduced:
             fix(x[number], run.recording.describe(operation))
     outputs = []
     for value in operation.outputs:
-        if len(run.shape(value)) == len(shape):
-            outputs.append([[] if n in reduced else dim for n, dim in enumerate(x)])
-        else:
-            outputs.append([dim for n, dim in enumerate(x) if n not in reduced])
+        keeps_rank = len(run.shape(value)) == rank
+        output: Dims = []
+        for number, dim in enumerate(x):
+            if number not in reduced:
+                output.append(dim)
+            elif keeps_rank:
+                output.append([])
+        outputs.append(output)
     run.set(operation, *outputs)
+
+
+def _reduced_dims(operation: Operation, rank: int) -> list[int]:
+    """Return the numbers of the dimensions that a reduction is over."""
+    # Norms have their order before the dimensions.
+    position = 2 if operation.name in ("norm", "vector_norm") else 1
+    dims = operation.argument(position, "dim")
+    if dims is None:
+        dims = operation.kwargs.get("axis")  # NumPy's name, which torch accepts too
+    if dims is None or isinstance(dims, bool):  # x.var(False): not a dimension, but `unbiased`
+        return list(range(rank))
+    return _dim_numbers(dims, rank)

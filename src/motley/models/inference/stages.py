@@ -69,7 +69,7 @@ class Replay:
         for value, name in program.weights:
             values[value] = _tensor(model, name)
 
-        def live(leaf: Any) -> Any:
+        def current_value(leaf: Any) -> Any:
             if isinstance(leaf, Ref):
                 return values[leaf.value]
             if isinstance(leaf, OfBatch):
@@ -79,7 +79,8 @@ class Replay:
 
         for step in program.steps:
             function = model.get_submodule(step.run) if isinstance(step.run, str) else step.run
-            result = function(*tree_map(live, step.args), **tree_map(live, step.kwargs))
+            args, kwargs = tree_map(current_value, (step.args, step.kwargs))
+            result = function(*args, **kwargs)
             leaves = tree_leaves(result)
             for position, value in step.outputs:
                 values[value] = leaves[position]
@@ -110,12 +111,11 @@ def find_stages(modes: tuple[Mode, Mode], blocks: tuple[str, ...], head: str) ->
             "Declare ModelSpec.stages."
         )
     stages = []
-    programs = [
-        _programs(mode, points) for mode, points in zip(modes, (cuts, matching), strict=True)
-    ]
+    in_training = _programs(training, cuts)
+    in_evaluation = _programs(evaluation, matching)
     for number, (name, first) in enumerate(cuts):
         last = cuts[number + 1][1] if number + 1 < len(cuts) else len(training.two.operations)
-        replay = Replay(programs[0][number], programs[1][number])
+        replay = Replay(in_training[number], in_evaluation[number])
         members = _members(training.two, first, last)
         stages.append(_as_stage(name, replay, members))
     return tuple(stages)
@@ -123,20 +123,21 @@ def find_stages(modes: tuple[Mode, Mode], blocks: tuple[str, ...], head: str) ->
 
 def _as_stage(name: str, replay: Replay, members: tuple[str, ...]) -> Stage:
     """Return a stage that names its module, if it is a single call of one."""
-    paths = [_only_module(program) for program in (replay.training, replay.evaluation)]
-    path = paths[0]
-    if path is not None and path == paths[1]:
+    path = _only_module(replay.training)
+    if path is not None and path == _only_module(replay.evaluation):
         return Stage(name, path, (path,))
     return Stage(name, replay, members)
 
 
 def _only_module(program: Program) -> str | None:
+    """Return the module that a program consists of: one call of it on the input, nothing else."""
     if len(program.steps) != 1:
         return None
     step = program.steps[0]
-    is_plain = step.args == (Ref(program.input),) and not step.kwargs
-    is_plain = is_plain and step.returns_tensor and step.outputs == ((0, program.output),)
-    return step.run if isinstance(step.run, str) and is_plain else None
+    is_module = isinstance(step.run, str)
+    takes_input_only = step.args == (Ref(program.input),) and not step.kwargs
+    returns_output_only = step.returns_tensor and step.outputs == ((0, program.output),)
+    return step.run if is_module and takes_input_only and returns_output_only else None
 
 
 # ---- where a model can be cut
@@ -198,26 +199,37 @@ def _head_start(recording: Recording, head: str) -> int:
     raise InferenceError(f"the last layer, {head!r}, is not used. Declare ModelSpec.head.")
 
 
+# The points are names of stages with the numbers of their first operations.
+
+
 def _block_points(
     recording: Recording, blocks: tuple[str, ...], head_at: int, cuttable: list[bool]
 ) -> list[tuple[str, int]]:
-    calls: dict[str, Call] = {}
+    """Cut before every block at which a single tensor is handed on.
+
+    If weights are used before the first block or after the last one, there are also a stage "stem"
+    and a stage "tail".
+    """
+    first_calls: dict[str, Call] = {}
     for call in recording.calls:
-        calls.setdefault(call.path, call)
-    points = []
-    ran = [calls[path] for path in blocks if path in calls and calls[path].last <= head_at]
-    for call in ran:
-        if cuttable[call.first]:
-            points.append((call.path, call.first))
+        first_calls.setdefault(call.path, call)
+    calls = []
+    for path in blocks:
+        # Blocks that did not run, or ran after the head, are no places to cut at.
+        if path in first_calls and first_calls[path].last <= head_at:
+            calls.append(first_calls[path])
+    points = [(call.path, call.first) for call in calls if cuttable[call.first]]
     if not points:
         return []
-    if not _has_weights(recording, 0, points[0][1]):
-        points[0] = (points[0][0], 0)  # nothing but views of the input comes before
-    elif points[0][1] > 0:
+    first_name, first_start = points[0]
+    if not _has_weights(recording, 0, first_start):
+        points[0] = (first_name, 0)  # nothing but views of the input comes before
+    elif first_start > 0:
         points.insert(0, ("stem", 0))
-    end = ran[-1].last
-    if points[-1][1] < end < head_at and cuttable[end]:
-        points.append(("tail", end))
+    _, last_start = points[-1]
+    last_end = calls[-1].last
+    if last_start < last_end < head_at and cuttable[last_end]:
+        points.append(("tail", last_end))
     return points
 
 
@@ -356,7 +368,8 @@ class _Compiler:
         given = operation.args, operation.kwargs
         args, kwargs = _with_batch(given, (other.args, other.kwargs))
         outputs = tuple(enumerate(operation.outputs))
-        self.steps.append(Step(operation.function, args, kwargs, outputs))
+        function = _set_item if operation.name == "setitem" else operation.function
+        self.steps.append(Step(function, args, kwargs, outputs))
         self.known.update(operation.outputs)
 
     def _need(self, values: Sequence[int]) -> None:
@@ -373,6 +386,12 @@ class _Compiler:
                 self._operation(value.operation)
             else:
                 raise InferenceError(_missing(recording, number, value.constant))
+
+
+def _set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
+    """Assign to a part of a tensor, and return the tensor, as a recording has it (record.py)."""
+    tensor[index] = value
+    return tensor
 
 
 def _missing(recording: Recording, number: int, constant: bool) -> str:
@@ -403,6 +422,7 @@ def _with_batch(two: Any, three: Any) -> Any:
 
 
 def _number(two: int, three: int) -> int | OfBatch:
+    """Return an integer argument, given its values for batches of two and of three."""
     if two == three:
         return int(two)
     if two * 3 == three * 2:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from motley.models.channels import CLASSES, Axis, Channels
-from motley.models.inference.factors import Dim, Dims, Factor, fix, resolve
+from motley.models.inference.factors import Dim, Dims, Factor, fix, resolve, size_of
 from motley.models.inference.record import Attribute, Recording, Ref
 from motley.models.inference.rules import Propagation
 
-#: What a factor of a dimension is: channels of a stream, or a number that never changes.
+#: The factors of a dimension: channels of a stream, or numbers that never change.
 Length = tuple[Axis | int, ...]
 
 
@@ -28,7 +28,7 @@ class FixedChannels:
 class Streams:
     """The streams of a recorded model.
 
-    `without` are streams that are not cut, by name, with the reason: those that failed a check.
+    `without` has the streams that failed a check, with the reasons: they are not cut.
     """
 
     def __init__(
@@ -72,13 +72,17 @@ class Streams:
     @cached_property
     def _names(self) -> dict[Factor, str]:
         """Free factor -> the name of its stream: the first layer that writes it."""
+        # A layer writes the channels of its tensors' first dimension, so these name streams first.
+        dims_of_layers: list[tuple[str, Dim]] = []
+        for name, dims in self._tensors.items():
+            dims_of_layers += [(_layer(name), dim) for dim in dims[:1]]
+        for name, dims in self._tensors.items():
+            dims_of_layers += [(_layer(name), dim) for dim in dims[1:]]
         names: dict[Factor, str] = {}
-        for only_written in (True, False):
-            for name, dims in self._tensors.items():
-                for dim in dims[:1] if only_written else dims:
-                    for factor in resolve(dim):
-                        if not factor.fixed:
-                            names.setdefault(factor, _layer(name))
+        for layer, dim in dims_of_layers:
+            for factor in resolve(dim):
+                if not factor.fixed:
+                    names.setdefault(factor, layer)
         counts: dict[str, int] = {}
         for factor, name in names.items():
             counts[name] = counts.get(name, 0) + 1
@@ -93,7 +97,7 @@ class Streams:
         for name, dims in self._tensors.items():
             axes = [self._axis(dim) for dim in dims]
             if _layer(name) in self.classifiers and axes and axes[0] is None:
-                axes[0] = Axis(CLASSES, math.prod(f.size for f in resolve(dims[0])))
+                axes[0] = Axis(CLASSES, size_of(resolve(dims[0])))
             if any(axis is not None for axis in axes):
                 channels[name] = tuple(axes)
         for name, first in self.recording.aliases.items():
@@ -102,12 +106,12 @@ class Streams:
         return channels
 
     def _axis(self, dim: Dim) -> Axis | None:
+        """Return the stream of a dimension, and how its channels are laid out; None if fixed."""
         factors = resolve(dim)
-        for at, factor in enumerate(factors):
+        for position, factor in enumerate(factors):
             if not factor.fixed and factor in self._names:
-                repeats = math.prod(f.size for f in factors[:at])
-                inner = math.prod(f.size for f in factors[at + 1 :])
-                return Axis(self._names[factor], factor.size, repeats, inner)
+                outer, inner = factors[:position], factors[position + 1 :]
+                return Axis(self._names[factor], factor.size, size_of(outer), size_of(inner))
         return None
 
     @property
@@ -117,7 +121,7 @@ class Streams:
 
     @cached_property
     def fixed(self) -> list[FixedChannels]:
-        """The parameters of which nothing is cut, with the reasons."""
+        """The parameters that are never cut, with the reasons."""
         fixed = []
         for name, dims in self._tensors.items():
             if not dims or _layer(name) in self.classifiers or name in self.channels:
@@ -126,8 +130,7 @@ class Streams:
             reasons = [factor.fixed for factor in factors if factor.fixed]
             if reasons:
                 # The innermost factor could have been cut: the groups or heads around it are kept.
-                width = math.prod(factor.size for factor in factors)
-                fixed.append(FixedChannels(name, width, reasons[-1]))
+                fixed.append(FixedChannels(name, size_of(factors), reasons[-1]))
         return fixed
 
     def lengths_of(self, value: int) -> tuple[Length, ...]:

@@ -255,13 +255,13 @@ def test_a_run_without_checkpoints_keeps_two_of_a_client(tmp_path: Path) -> None
     for store in stores(tmp_path):
         for number in range(1, 20):
             store.put(0, number, memory(number))
-            assert value(store.recall(0, number)) == number
+            assert value(store.load(0, number)) == number
             assert value(store.get(0, max(1, number - 1))) == max(1, number - 1), (
                 "the round may yet be lost"
             )
             assert store.device_bytes + store.host_bytes <= 2 * A_MEMORY
         store.put(0, 20, memory(20))
-        assert value(store.recall(0, 19)) == 19, "round 20 was lost"
+        assert value(store.load(0, 19)) == 19, "round 20 was lost"
         with pytest.raises(MotleyError, match="after round 17 is missing"):
             store.get(0, 17)
 
@@ -272,10 +272,10 @@ def test_a_refused_memory_does_not_take_the_place_of_the_one_before(tmp_path: Pa
     store.put(0, 2, memory(2))
     for made in (5, 7):
         for _ in range(2):  # a turn may ask twice
-            assert value(store.recall(0, 2)) == 2
+            assert value(store.load(0, 2)) == 2
         store.put(0, made, memory(made))
     for _ in range(2):
-        assert value(store.recall(0, 7)) == 7
+        assert value(store.load(0, 7)) == 7
     store.save({0: 2})
     assert value(ClientStateStore(tmp_path).get(0, 2)) == 2
     with pytest.raises(MotleyError, match="after round 5 is missing"):
@@ -288,7 +288,7 @@ def test_what_a_checkpoint_names_outlives_newer_ones(tmp_path: Path) -> None:
     store.save({0: 1})
     for number in range(2, 6):
         store.put(0, number, memory(number))
-        store.recall(0, number)
+        store.load(0, number)
     assert value(ClientStateStore(tmp_path).get(0, 1)) == value(store.get(0, 1)) == 1
 
 

@@ -1,0 +1,231 @@
+"""A user's own code that raises, or returns something else than is expected, is named."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from motley.core.own_code import place_in_own_code
+from motley.engine.device import choose_devices
+from motley.engine.workers import why_no_workers
+from motley.studies.declaration import load_study
+from motley.studies.runner import run_study, unfinished_runs
+from motley.studies.side_by_side import run_side_by_side
+from motley.studies.sweep import plan_cells
+from tests.cli.conftest import Answer, call, overrides
+from tests.conftest import tiny_config
+from tests.studies.test_runner import Recorder
+
+CODE = """
+import torch
+from torch import nn
+
+import motley
+from motley.data import load_dataset
+
+
+def method(client=motley.ClientAlgorithm, server=motley.ServerAlgorithm, **needs):
+    body = {"Client": client, "Server": server, "requirements": motley.Requirements(**needs)}
+    return type("Mine", (motley.Method,), body)
+
+
+class Raising(motley.ClientAlgorithm):
+    def after_backward(self, step):
+        raise ValueError("no idea")
+
+
+class Number(motley.ClientAlgorithm):
+    def loss(self, step):
+        return 3
+
+
+class PerRow(motley.ClientAlgorithm):
+    def loss(self, step):
+        outputs = step.model(step.inputs)
+        return nn.functional.cross_entropy(outputs, step.targets, reduction="none")
+
+
+class Detached(motley.ClientAlgorithm):
+    def loss(self, step):
+        return super().loss(step).detach()
+
+
+class NoPayload(motley.ClientAlgorithm):
+    def finish(self, step):
+        pass
+
+
+class WrongPayload(motley.ClientAlgorithm):
+    def finish(self, step):
+        return {"a": 3}, {}
+
+
+class NoAggregate(motley.ServerAlgorithm):
+    def aggregate(self, own, state, updates):
+        pass
+
+
+class NoUpdate(motley.ServerAlgorithm):
+    def update(self, own, state, updates):
+        pass
+
+
+class OldAggregate(motley.ServerAlgorithm):
+    def aggregate(self, own, updates):
+        return own
+
+
+raising = method(Raising, own_training=True)
+number = method(Number, own_training=True)
+per_row = method(PerRow, own_training=True)
+detached = method(Detached, own_training=True)
+no_payload = method(NoPayload, payload=True)
+wrong_payload = method(WrongPayload, payload=True)
+no_aggregate = method(server=NoAggregate, own_aggregation=True)
+no_update = method(server=NoUpdate, own_aggregation=True)
+old_aggregate = method(server=OldAggregate, own_aggregation=True)
+
+
+class NoResult(motley.ServerStage):
+    def __call__(self, server, aggregate, updates):
+        return server
+
+
+class Partition(motley.PartitionSettings):
+    def split(self, labels, clients, seed):
+        raise FileNotFoundError("clients.csv")
+
+
+def data():
+    return {}["digits"]
+
+
+def loss(outputs, targets):
+    return "low"
+
+
+def frozen(input_shape, num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes)).requires_grad_(False)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_modules: None) -> Path:
+    """Return the working folder, which holds the user's module."""
+    (tmp_path / "faulty.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    sys.modules.pop("faulty", None)
+    return tmp_path
+
+
+def run(*more: str) -> Answer:
+    return call("run", *overrides("training.steps=1", "training.rounds=1", *more), "--out", "run")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("method.name=faulty:raising", "ValueError: no idea. {place}, in after_backward."),
+        ("data.partition.name=faulty:Partition", "FileNotFoundError: clients.csv. {place}, in sp"),
+        ("data.name=faulty:data", "KeyError: 'digits'. {place}, in data."),
+    ],
+)
+def test_an_exception_in_a_users_code_names_its_line(
+    folder: Path, override: str, said: str
+) -> None:
+    answer = run(override)
+    assert answer.code == 2
+    place = rf"This was raised in your own code: {folder}/faulty.py, line \d+"
+    assert re.search(re.escape(said).replace(r"\{place\}", place), answer.err), answer.err
+    assert "bug in Motley" not in answer.err
+    saved = re.search(r"The traceback is in (\S+\.txt)\.", answer.err)
+    assert saved
+    Path(saved[1]).unlink()
+
+
+def test_an_exception_in_a_worker_process_names_the_line_too(folder: Path) -> None:
+    reason = why_no_workers(tiny_config().engine, choose_devices("cpu"))
+    if reason:
+        pytest.skip(reason)
+    answer = run("method.name=faulty:raising", "engine.workers=2", "federation.clients_per_round=4")
+    assert answer.code == 2
+    assert f"your own code: {folder}/faulty.py, line " in answer.err
+    Path(re.findall(r"The traceback is in (\S+\.txt)\.", answer.err)[0]).unlink()
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("method.name=faulty:number", "the loss of Number is an int; a tensor with the mean loss"),
+        ("method.name=faulty:per_row", "the loss of PerRow has the shape ("),
+        ("method.name=faulty:detached", "the loss of Detached does not depend on any parameter"),
+        ("method.name=faulty:no_payload", "finish of NoPayload returned a NoneType; a pair of"),
+        ("method.name=faulty:no_aggregate", "aggregate of NoAggregate returned a NoneType; a"),
+        ("method.name=faulty:no_update", "update of NoUpdate returned a NoneType; a mapping"),
+        (
+            "method.name=faulty:old_aggregate",
+            "OldAggregate.aggregate(self, own, updates) is called as "
+            "aggregate(self, own, state, updates) and cannot take these arguments.",
+        ),
+        ("server.stages=[{name='faulty:NoResult'}]", "stage 'noresult' returned a ServerState; a"),
+        ("task.loss=faulty:loss", "task.loss: returned a str; a tensor with one value per row"),
+        ("task.metrics=['faulty:loss']", "task.metrics: 'loss' returned a str; a tensor with one"),
+    ],
+)
+def test_a_wrong_result_of_a_users_code_is_named(folder: Path, override: str, said: str) -> None:
+    answer = run(override)
+    assert answer.code == 2 and said in answer.err, answer.err
+
+
+def test_a_model_with_nothing_to_train_is_refused(folder: Path) -> None:
+    answer = call("run", "--preset", "digits-small", "--set", "model.sizes=faulty:frozen")
+    said = "model.sizes: 'faulty:frozen' has no parameter that can be trained: it has none, or all"
+    assert answer.code == 2 and said in answer.err, answer.err
+
+
+def test_an_error_in_motleys_code_names_the_users_files(folder: Path) -> None:
+    answer = run("method.name=faulty:wrong_payload")
+    assert answer.code == 1
+    # Other tests in this process may have imported files of their own.
+    files = re.findall(r"This is a bug in Motley, or your own code \((.*)\) returns", answer.err)[0]
+    assert f"{folder}/faulty.py" in files.split(", ")
+    Path(re.findall(r"The traceback is in (\S+\.txt)\.", answer.err)[0]).unlink()
+
+
+STUDY = """
+summary = "a line fails"
+preset = "digits-small"
+seeds = [1]
+set.training = { rounds = 1, steps = 1 }
+[[data]]
+name = "digits"
+[[methods]]
+name = "raising"
+set.method.name = "faulty:raising"
+[[methods]]
+name = "FedAvg"
+"""
+
+
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_study_goes_on_without_a_run_that_fails_in_a_users_code(folder: Path, jobs: int) -> None:
+    (folder / "mine.toml").write_text(STUDY)
+    sys.path.append(str(folder))
+    cells = plan_cells(load_study("mine.toml"), "full")
+    todo, watcher = unfinished_runs(cells, folder / "out"), Recorder()
+    if jobs == 1:
+        run_study(todo, folder / "out", watcher)
+    else:
+        run_side_by_side(todo, folder / "out", watcher, jobs)
+    (reason,) = watcher.failures
+    assert reason.startswith("ValueError: no idea. This was raised in your own code: ")
+    assert len(watcher.finished) == 1
+
+
+def test_the_script_that_calls_motley_is_not_meant() -> None:
+    with pytest.raises(AttributeError) as raised:
+        place_in_own_code(3)  # type: ignore[arg-type]
+    assert place_in_own_code(raised.value) is None
