@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import matplotlib
-from pages import PAGES, RESULTS, natural_runs
+from pages import PAGES, RESULTS, load_runs
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -30,7 +30,7 @@ def draw(path: Path) -> None:
     """Draw one panel per study that has results."""
     panels = {}
     for title, (study, data, case) in PANELS.items():
-        runs = natural_runs(study, data, case) if (RESULTS / study).is_dir() else {}
+        runs = load_runs(study, data, case) if (RESULTS / study).is_dir() else {}
         if runs:
             panels[title] = runs
     columns = 2

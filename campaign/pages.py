@@ -15,9 +15,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from motley.studies.declaration import load_study
+from motley.config.layers import from_saved
+from motley.studies.declaration import MethodRow, Study, load_study
+from motley.studies.measures import whole_model
 from motley.studies.statistics import paired, spread
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,13 +38,20 @@ AUTHORS_CURVES = {
 Runs = Mapping[int, dict[str, Any]]
 
 
-def load_runs(study: str) -> dict[str, Runs]:
-    """Return a study's runs by line of the table and by seed."""
+def load_runs(study: str, data: str = "", case: str = "") -> dict[str, Runs]:
+    """Return a study's runs by line of the table and by seed, of one data set or case if given."""
     runs: dict[str, dict[int, dict[str, Any]]] = {}
     for file in sorted((RESULTS / study).rglob("seed-*.json")):
         run = json.loads(file.read_text(encoding="utf-8"))
-        runs.setdefault(run["method"], {})[run["seed"]] = run
+        if data in ("", run["data"]) and case in ("", run["case"]):
+            runs.setdefault(run["method"], {})[run["seed"]] = run
     return dict(runs)
+
+
+def find_study(name: str) -> Study:
+    """Return a study of the campaign, or one of the library's."""
+    declared_here = ROOT / "campaign" / f"{name}.toml"
+    return load_study(str(declared_here) if declared_here.exists() else name)
 
 
 def window_mean(run: Mapping[str, Any], size: str = "mean", until: int | None = None) -> float:
@@ -58,42 +68,80 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _paired(runs: Mapping[str, Runs], line: str, baseline: str) -> str:
-    if baseline not in runs:
+def paired_difference(study: Study, runs: Mapping[str, Runs], line: MethodRow) -> str:
+    """Return a line's difference to the line that it is compared with, over their common seeds.
+
+    It is the difference of the numbers that both lines show, which may be those of other sizes.
+    """
+    if line.against not in runs:
         return ""
-    seeds = [seed for seed in runs[line] if seed in runs[baseline]]
-    ours = [window_mean(runs[line][seed]) for seed in seeds]
-    theirs = [window_mean(runs[baseline][seed]) for seed in seeds]
+    other = next(row for row in study.methods if row.name == line.against)
+    seeds = [seed for seed in runs[line.name] if seed in runs[other.name]]
+    ours = [window_mean(runs[line.name][seed], shown_size(line, runs)) for seed in seeds]
+    theirs = [window_mean(runs[other.name][seed], shown_size(other, runs)) for seed in seeds]
     difference = paired(ours, theirs)
-    return "" if difference is None else f"{difference} vs {baseline}"
+    return "" if difference is None else f"{difference} vs {line.against}"
 
 
-def inco_table2() -> str:
-    """Return the accuracy per line after the last round, beside the paper's."""
-    runs = load_runs("inco-table2")
-    study = load_study(str(ROOT / "campaign" / "inco-table2.toml"))
+def shown_size(line: MethodRow, runs: Mapping[str, Runs]) -> str:
+    """Return the size whose accuracy a line shows: "mean" of all, or the whole model's."""
+    if not line.whole:
+        return line.size or "mean"
+    some_run = next(iter(runs[line.name].values()))
+    whole = whole_model(from_saved(some_run["config"]))
+    assert whole is not None  # or the line could not have run
+    return whole
+
+
+def sizes_of(run: Mapping[str, Any]) -> list[str]:
+    """Return the names of a run's sizes."""
+    return [size for size in run["accuracy"] if size != "mean"]
+
+
+def sizes_title(runs: Mapping[str, Runs]) -> str:
+    """Return the title of the column with all sizes: "sizes 10/14/18" for resnet10, 14 and 18."""
+    titles = set()
+    for by_seed in runs.values():
+        sizes = sizes_of(next(iter(by_seed.values())))
+        titles.add("/".join(size.removeprefix("resnet") for size in sizes))
+    # Lines that split a single network have other sizes than the rest.
+    return f"sizes {titles.pop()}" if len(titles) == 1 else "each size"
+
+
+def study_table(name: str, data: str = "cifar10", case: str = "") -> str:
+    """Return a column of a study as a table: every line that has run, beside the paper's number.
+
+    The accuracy is a mean over the last evaluations; "best" is that of a single one, averaged over
+    seeds.
+    """
+    study = find_study(name)
+    runs = load_runs(name, data, case)
+    if not runs:
+        return ""
+    column = [declared.name for declared in study.cases].index(case) if case else 0
     rows = []
     for line in study.methods:
         if line.name not in runs:
             continue
         own = list(runs[line.name].values())
-        means = spread([window_mean(run) for run in own])
-        sizes = [size for size in own[0]["accuracy"] if size != "mean"]
+        shown = shown_size(line, runs)
+        means = spread([window_mean(run, shown) for run in own])
+        best = sum(100 * max(run["accuracy"][shown]) for run in own) / len(own)
         per_size = []
-        for size in sizes:
+        for size in sizes_of(own[0]):
             values = [window_mean(run, size) for run in own]
             per_size.append(f"{sum(values) / len(values):.0f}")
-        best = sum(100 * max(run["accuracy"]["mean"]) for run in own) / len(own)
-        paper = line.paper["cifar10"][0] if "cifar10" in line.paper else None
+        papers = line.paper.get(data)
+        paper = papers[column] if papers else None
         rows.append(
             [
-                line.name,
+                f"{line.name}, whole model" if line.whole else line.name,
                 str(means),
                 f"{len(own)}",
                 f"{best:.1f}",
-                " / ".join(per_size),
+                " / ".join(per_size) if len(per_size) > 1 else "",
                 str(paper) if paper is not None else "",
-                _paired(runs, line.name, line.against),
+                paired_difference(study, runs, line),
             ]
         )
     header = [
@@ -101,7 +149,7 @@ def inco_table2() -> str:
         "accuracy",
         "seeds",
         "best round",
-        "sizes 10/14/18/22/26",
+        sizes_title(runs),
         "the paper",
         "paired difference (95 %)",
     ]
@@ -123,7 +171,7 @@ def inco_table2_curves() -> str:
     return _table(["round", *(str(milestone) for milestone in MILESTONES)], rows)
 
 
-def precision() -> str:
+def evaluation_precision() -> str:
     """Return one checkpoint's accuracy in three precisions."""
     measured = json.loads((RESULTS / "evaluation-precision.json").read_text(encoding="utf-8"))
     rows = []
@@ -153,7 +201,7 @@ def robust(study: str, prefix: str = "") -> str:
     return _table(["defence", *(case.removeprefix(prefix) for case in cases)], rows)
 
 
-#: The studies whose short runs are on the page of the new methods.
+#: The studies whose short runs are on the page of the new methods. They are in results/short.
 SHORT_STUDIES = ("fedimpro-table10", "fedin-table1", "unrelated")
 
 
@@ -161,11 +209,10 @@ def new_methods() -> str:
     """Return the accuracy of the methods that were added last, in short runs, beside the papers'."""
     rows = []
     for name in SHORT_STUDIES:
-        declared_here = ROOT / "campaign" / f"{name}.toml"
-        study = load_study(str(declared_here) if declared_here.exists() else name)
+        study = find_study(name)
         cases = [case.name for case in study.cases]
         papers = {line.name: line.paper for line in study.methods}
-        for method, runs in load_runs(name).items():
+        for method, runs in load_runs(f"short/{name}").items():
             for seed, run in runs.items():
                 numbers = papers[method].get(run["data"], [])
                 paper = str(numbers[cases.index(run["case"])]) if numbers else ""
@@ -215,20 +262,33 @@ def front() -> str:
         rows.append([words, paper, *_accuracy_and_seconds(runs[line])])
     recipes = {}
     for line, own in load_runs("beyond").items():
-        if not line.startswith("central"):  # one size at one client: the ceiling, not a recipe
+        if all(is_recipe(run["config"]) for run in own.values()):
             recipes[line] = own
-    best = max(recipes, key=lambda line: max(window_mean(run) for run in recipes[line].values()))
+
+    def accuracy(line: str) -> float:
+        return fmean(window_mean(run) for run in recipes[line].values())
+
+    best = max(recipes, key=accuracy)
     words = f"our best recipe so far: SGD, statistics per size, {best}"
     rows.append([words, "", *_accuracy_and_seconds(recipes[best])])
     return _table(["CIFAR-10, five ResNets, 500 rounds", "paper", "here", "seconds per run"], rows)
 
 
+def is_recipe(config: Mapping[str, Any]) -> bool:
+    """Tell whether a run's accuracy can stand beside the papers': at their communication, on their data.
+
+    Not so the ceiling (one client), runs of another number of rounds, and those with public images.
+    """
+    own_images = config.get("public", {"name": "none"})["name"] == "none"
+    rounds, clients = config["training"]["rounds"], config["federation"]["clients"]
+    return own_images and rounds == 500 and clients == 100
+
+
 def _accuracy_and_seconds(runs: Runs) -> list[str]:
-    seconds = sorted(run["seconds"] for run in runs.values())
-    return [
-        str(spread([window_mean(run) for run in runs.values()])),
-        f"{seconds[len(seconds) // 2]:.0f}",
-    ]
+    # A run that was cut off and continued has no seconds.
+    seconds = sorted(run["seconds"] for run in runs.values() if run["seconds"] is not None)
+    median = f"{seconds[len(seconds) // 2]:.0f}" if seconds else ""
+    return [str(spread([window_mean(run) for run in runs.values()])), median]
 
 
 #: Evaluations in a reported mean of the natural data sets, whose runs have 10 to 20 of them.
@@ -241,20 +301,10 @@ def natural_mean(run: Mapping[str, Any], size: str = "mean") -> float:
     return 100 * sum(chosen) / len(chosen)
 
 
-def natural_runs(study: str, data: str = "", case: str = "") -> dict[str, Runs]:
-    """Return a study's runs by line and seed, of one data set or case if they are given."""
-    runs: dict[str, dict[int, dict[str, Any]]] = {}
-    for file in sorted((RESULTS / study).rglob("seed-*.json")):
-        run = json.loads(file.read_text(encoding="utf-8"))
-        if data in ("", run["data"]) and case in ("", run["case"]):
-            runs.setdefault(run["method"], {})[run["seed"]] = run
-    return dict(runs)
-
-
 def natural(study_name: str, data: str = "", case: str = "") -> str:
     """Return a natural data set's table: all test examples, and the spread over clients."""
     study = load_study(str(ROOT / "campaign" / f"{study_name}.toml"))
-    runs = natural_runs(study_name, data, case)
+    runs = load_runs(study_name, data, case)
     with_paper = any(data in line.paper for line in study.methods)
     rows = []
     for line in study.methods:
@@ -310,7 +360,7 @@ def _natural_difference(runs: Mapping[str, Runs], line: str, baseline: str) -> s
 
 def natural_curves(study_name: str, data: str = "", case: str = "") -> str:
     """Return the accuracy of a study's lines at a few rounds, as means over seeds."""
-    runs = natural_runs(study_name, data, case)
+    runs = load_runs(study_name, data, case)
     study = load_study(str(ROOT / "campaign" / f"{study_name}.toml"))
     rows = []
     # About six rounds of the line with the most evaluations, the last one included.
@@ -348,8 +398,29 @@ def shakespeare_baselines() -> str:
 #: Name of a drawn part -> its page, relative to docs/results, and the function that draws it.
 DRAWN: dict[str, tuple[str, Callable[[], str]]] = {
     "front": ("../../README.md", front),
-    "inco-table2": ("inco-table2.md", inco_table2),
+    "inco-table2": ("inco-table2.md", partial(study_table, "inco-table2")),
     "inco-table2-curves": ("inco-table2.md", inco_table2_curves),
+    "inco-fashion-skewed": (
+        "inco-fashion.md",
+        partial(study_table, "inco-fashion", "fashion-mnist", "skewed labels"),
+    ),
+    "inco-fashion-iid": (
+        "inco-fashion.md",
+        partial(study_table, "inco-fashion", "fashion-mnist", "IID labels"),
+    ),
+    "inco-splits": ("inco-splits.md", partial(study_table, "inco-splits", case="alpha 0.5")),
+    "inco-readings": ("inco-splits.md", partial(study_table, "inco-readings")),
+    "fedin-table1": ("fedin-table1.md", partial(study_table, "fedin-table1", case="Non-IID")),
+    "fedin-readings": ("fedin-table1.md", partial(study_table, "fedin-readings")),
+    "fedimpro-table1": (
+        "fedimpro-table1.md",
+        partial(study_table, "fedimpro-table1", case="a=0.1, E=1, M=10"),
+    ),
+    "fedimpro-cifar100": (
+        "fedimpro-table1.md",
+        partial(study_table, "fedimpro-table1", "cifar100", "a=0.1, E=1, M=10"),
+    ),
+    "precision": ("training-precision.md", partial(study_table, "precision")),
     "new-methods": ("new-methods.md", new_methods),
     "beyond": ("beyond.md", beyond),
     "natural-har": ("natural.md", partial(natural, "natural-har")),
@@ -380,7 +451,7 @@ DRAWN: dict[str, tuple[str, Callable[[], str]]] = {
     "robust-equal": ("robust.md", partial(robust, "robust-equal")),
     "robust-depth": ("robust.md", partial(robust, "robust-parts", "depth, ")),
     "robust-width": ("robust.md", partial(robust, "robust-parts", "width, ")),
-    "evaluation-precision": ("evaluation-precision.md", precision),
+    "evaluation-precision": ("evaluation-precision.md", evaluation_precision),
 }
 
 
@@ -389,18 +460,27 @@ def redraw(text: str, name: str, table: str) -> str:
     begin, end = f"<!-- drawn: {name} -->", f"<!-- end of {name} -->"
     if begin not in text or end not in text:
         raise SystemExit(
-            f"the page has no part {name!r}: put {begin} and {end} where the table belongs"
+            f"there are results for {name!r}, and its page has no place for them: put {begin} and "
+            f"{end} where the table belongs"
         )
     pattern = re.escape(begin) + ".*?" + re.escape(end)
     return re.sub(pattern, lambda match: f"{begin}\n{table}\n{end}", text, flags=re.DOTALL)
 
 
 def stale_pages(write: bool) -> list[str]:
-    """Return the pages whose drawn parts differ from the results; bring them up to date if asked."""
+    """Return the pages whose drawn parts differ from the results; bring them up to date if asked.
+
+    A part without results is not expected on its page yet.
+    """
     pages: dict[str, str] = {}
     for name, (page, draw) in DRAWN.items():
+        table = draw()
+        if not table:
+            continue
+        if not (PAGES / page).exists():
+            raise SystemExit(f"there are results for {name!r}, and no page docs/results/{page} yet")
         before = pages.get(page) or (PAGES / page).read_text(encoding="utf-8")
-        pages[page] = redraw(before, name, draw())
+        pages[page] = redraw(before, name, table)
     stale = []
     for page, text in pages.items():
         if text != (PAGES / page).read_text(encoding="utf-8"):
