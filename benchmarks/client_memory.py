@@ -34,10 +34,10 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         federation = Federation(
-            config, dataset=synthetic_dataset("cifar10"), memory_folder=Path(folder)
+            config, dataset=synthetic_dataset("cifar10"), client_state_folder=Path(folder)
         )
         assert isinstance(federation.engine, LocalEngine)
-        kept, server, filed = federation.engine.clients.memory, federation.initial_state(), 0
+        kept, server, filed = federation.engine.clients.states.store, federation.initial_state(), 0
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         begin = time.perf_counter()
         for round_number in range(1, ROUNDS + 1):

@@ -130,7 +130,9 @@ def main() -> None:
     runs: dict[int, list[dict[str, Any]]] = {count: [] for count in chosen.workers}
     for _ in range(chosen.repeats):
         for count in chosen.workers:
-            runs[count].append(measure(chosen.preset, count, chosen.rounds, chosen.overrides))
+            run = measure(chosen.preset, count, chosen.rounds, chosen.overrides)
+            print(f"{count:3d} workers  {run['seconds']:8.3f} s per round", flush=True)
+            runs[count].append(run)
     fingerprints = {run["fingerprint"] for some in runs.values() for run in some}
     if len(fingerprints) > 1:
         sys.exit("the results differ between numbers of workers")

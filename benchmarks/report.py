@@ -8,7 +8,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,15 @@ def machine(*packages: str, threads: int = 1) -> dict[str, Any]:
         "threads": threads,
         "load before": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        **{package: version(package) for package in packages},
+        **{package: _version(package) for package in packages},
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # on the path, but not installed
+        return "not installed"
 
 
 def _processor() -> str:

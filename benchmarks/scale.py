@@ -190,7 +190,7 @@ def measure(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         federation = Federation(
-            config, dataset=data, partition=partition, memory_folder=folder / "clients"
+            config, dataset=data, partition=partition, client_state_folder=folder / "clients"
         )
         watch = Stopwatch()
         for number in range(100):
@@ -265,9 +265,9 @@ def measure_late(federation: Federation, server: ServerState, folder: Path) -> d
 
 def resume(config: Config, data: Dataset, folder: Path, checkpoint: Path) -> None:
     """Do what a resumed run does before its first round, except reading the data set."""
-    federation = Federation(config, dataset=data, memory_folder=folder / "clients")
+    federation = Federation(config, dataset=data, client_state_folder=folder / "clients")
     server = federation.to_device(read_checkpoint(checkpoint))
-    federation.engine.clients.check_states(server.client_state_rounds)  # type: ignore[attr-defined]
+    federation.engine.clients.states.check(server.client_state_rounds)  # type: ignore[attr-defined]
 
 
 def start_peak() -> float:

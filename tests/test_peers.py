@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.peers.baselines import by_hand, motley
+from benchmarks.peers.compare import busy_seconds, seconds_of_children
+from benchmarks.peers.draw import Comparison, was_busy
 from benchmarks.peers.federation import MLP, RESNET, ROOT, Workload, clients_of_round, rows_of
 from motley.server.sampling import ClientSampler
 
@@ -41,3 +43,23 @@ def test_the_page_agrees_with_the_results() -> None:
     command = [sys.executable, "-m", "benchmarks.peers.draw", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("others", "busy"), [(0.02, False), (0.3, True), (None, True)])
+def test_a_page_says_whether_other_programs_were_running(others: float | None, busy: bool) -> None:
+    quiet = Comparison("one", {"others, cores": 0.0}, [])
+    assert was_busy([quiet, Comparison("other", {"others, cores": others}, [])]) == busy
+
+
+def test_the_processor_time_of_others_is_noticed() -> None:
+    before = busy_seconds()
+    if before is None:
+        pytest.skip("the system does not tell how busy it is")
+    own_before = seconds_of_children()
+    spin = "import time\nwhile time.process_time() < 0.5: pass"
+    subprocess.run([sys.executable, "-c", spin], check=True)
+    busy_after = busy_seconds()
+    assert busy_after is not None
+    # The process is this one's child, so both measures contain it. A tick is 0.01 s long.
+    assert seconds_of_children() - own_before >= 0.5
+    assert busy_after - before >= 0.45

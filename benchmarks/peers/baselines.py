@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.peers.federation import (
     CLASSES,
+    DEVICE,
     EVALUATION_BATCH,
     Outcome,
     Workload,
@@ -44,6 +45,7 @@ def motley(workload: Workload, rounds: int, workers: int = 0, vmap_clients: int 
     # Imported here, so that the start-up of the peers does not include it.
     import numpy as np
 
+    from motley.core.device import on_device
     from motley.data import Partition, from_datasets
     from motley.federation import Federation
     from motley.runs.callbacks import Callback
@@ -53,8 +55,8 @@ def motley(workload: Workload, rounds: int, workers: int = 0, vmap_clients: int 
 
     examples = data(workload)
     dataset = from_datasets(
-        (examples.inputs, examples.targets),
-        (examples.test_inputs, examples.test_targets),
+        (examples.inputs.cpu(), examples.targets.cpu()),
+        (examples.test_inputs.cpu(), examples.test_targets.cpu()),
         inputs="array",  # used as they are: no transform
         classes=CLASSES,
     )
@@ -77,13 +79,21 @@ def motley(workload: Workload, rounds: int, workers: int = 0, vmap_clients: int 
             "federation": {"sampler": "fedml"},
             "server": {"weighting": "samples", "ema_decay": 0},
             "evaluation": {"every": 1, "batch_size": EVALUATION_BATCH},
-            "engine": {"device": "cpu", "workers": workers, "vmap_clients": vmap_clients},
+            "engine": {
+                "device": DEVICE.type,
+                "precision": "fp32",  # as torch's, without tf32
+                "slots": workload.clients_per_round if DEVICE.type == "cuda" else 0,
+                "workers": workers,
+                "vmap_clients": vmap_clients,
+            },
         },
     )
     server = federation.initial_state()
     weights = initial_model(workload).state_dict()
     assert weights.keys() == server.state.keys()
-    server = dataclasses.replace(server, state=weights)
+    # In the memory layout of the server's state, which is channels last on a GPU.
+    state = {name: on_device(tensor, DEVICE) for name, tensor in weights.items()}
+    server = dataclasses.replace(server, state=state)
     outcome = Outcome()
 
     class Watch(Callback):

@@ -7,6 +7,8 @@ in the reverse order, so that a busy moment does not always hit the same one.
   evaluation of the whole test set. `repeats` are the lowest and the highest median of a repeat.
 - start-up: from the start of the process to the end of the first round, less a median round. So it
   contains imports, the making of workers and whatever the first round does once.
+- others: how many cores other programs used while the control ran, on average. The control runs in
+  every repeat, and all its processor time is known, so the rest is that of others.
 - The comparison fails if a contender did another number of local steps, or if its accuracy after
   the last round differs from the control's by more than the workload's tolerance.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -32,6 +35,9 @@ from benchmarks.peers.federation import ROOT, WORKLOADS, Outcome, Workload
 from benchmarks.report import arguments, machine, report
 
 CORES = len(os.sched_getaffinity(0))
+#: The load (the mean of a minute) below which a comparison begins. It fades slowly after the end of
+#: another comparison, so it does not tell whether other programs run.
+IDLE_LOAD = 0.5
 CONTROL = "by hand"
 MOTLEY = "Motley"
 
@@ -91,11 +97,15 @@ def standard_contenders() -> list[Contender]:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a contender, as its process reported it. `ends` count from the process's start."""
+    """One run of a contender, as its process reported it. `ends` count from the process's start.
+
+    others: how many cores other processes used meanwhile; None if the system does not tell.
+    """
 
     ends: list[float]
     steps: int
     accuracy: float
+    others: float | None
 
     @property
     def rounds(self) -> list[float]:
@@ -114,27 +124,82 @@ def main(
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=0, help="timed rounds of each run")
     parser.add_argument("--repeats", type=int, default=0, help="runs of each contender")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--contender", help="run this one only, in this process")
     parser.add_argument("--output", type=Path, help="with --contender: where its result goes")
     options = parser.parse_args()
     peers = [replace(peer, module=module) for peer in peers]
     contenders = [*standard_contenders(), *peers]
     if options.contender:
+        contenders.append(Contender(MOTLEY, motley, "default"))
         (contender,) = [one for one in contenders if one.name == options.contender]
         (name,) = options.workloads
         run_here(contender, WORKLOADS[name], options.rounds, options.output)
         return
+    wait_until_idle()
     about = machine("torch", "numpy", *packages, "motleyfl")
     about["threads"] = "as each row says"
+    about["device"] = device_name(options.device)
     about["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "default")
     rows: list[dict[str, Any]] = []
+    others: list[float | None] = []
     for name in options.workloads:
         workload = WORKLOADS[name]
         chosen = [one for one in contenders if workload.name in one.workloads]
+        if options.device == "cuda":
+            # More processes or threads of the host do not help one GPU.
+            chosen = [one for one in chosen if one.processes == 1 and one.threads == 1]
+            chosen = [one for one in chosen if "workers" not in one.setting]
+            chosen.append(Contender(MOTLEY, motley, "default", workloads=[name]))
         rounds = options.rounds or workload.rounds
-        runs = measure(chosen, workload, rounds, options.repeats or workload.repeats)
+        repeats = options.repeats or workload.repeats
+        runs = measure(chosen, workload, rounds, repeats, options.device)
         rows += summarize(chosen, workload, rounds, runs)
+        for contender in chosen:
+            if contender.library == CONTROL:
+                others += [run.others for run in runs[contender.name]]
+    about["others, cores"] = mean_of_known(others)
     report(rows, about, options.json, peer=contenders[-1].library)
+
+
+def wait_until_idle() -> None:
+    """Wait for the load of an earlier comparison to fade, at most three minutes."""
+    end = time.monotonic() + 180
+    while os.getloadavg()[0] > IDLE_LOAD and time.monotonic() < end:
+        time.sleep(5)
+
+
+def busy_seconds() -> float | None:
+    """Return how long all cores have been busy since the machine started.
+
+    None if the system does not tell. Time that a virtual machine wanted and did not get counts.
+    """
+    try:
+        first = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0]
+    except OSError:
+        return None
+    user, nice, system, _idle, _waiting, irq, softirq, stolen, *_ = map(int, first.split()[1:])
+    ticks = user + nice + system + irq + softirq + stolen
+    return ticks / float(os.sysconf("SC_CLK_TCK"))
+
+
+def seconds_of_children() -> float:
+    """Return the processor time of all processes that this one has started and that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def mean_of_known(values: Sequence[float | None]) -> float | None:
+    """Return the mean of the values that are known, rounded; None if none is."""
+    known = [value for value in values if value is not None]
+    return round(statistics.mean(known), 2) if known else None
+
+
+def device_name(device: str) -> str:
+    """Return the name of the GPU, or "cpu"."""
+    import torch
+
+    return torch.cuda.get_device_name() if device == "cuda" else device
 
 
 def run_here(contender: Contender, workload: Workload, rounds: int, output: Path) -> None:
@@ -146,16 +211,24 @@ def run_here(contender: Contender, workload: Workload, rounds: int, output: Path
     if int(os.environ.get("RANK", "0")) == 0:
         fields = {"ends": outcome.ends, "steps": outcome.steps, "accuracy": outcome.accuracy}
         output.write_text(json.dumps(fields), encoding="utf-8")
+    if contender.processes > 1:
+        # A normal end fails now and then: "terminate called", because a thread of gloo still runs.
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def measure(
-    contenders: Sequence[Contender], workload: Workload, rounds: int, repeats: int
+    contenders: Sequence[Contender],
+    workload: Workload,
+    rounds: int,
+    repeats: int,
+    device: str = "cpu",
 ) -> dict[str, list[Run]]:
     """Run all contenders in turns; return their runs by name."""
     runs: dict[str, list[Run]] = {contender.name: [] for contender in contenders}
     for repeat in range(repeats):
         for contender in contenders if repeat % 2 == 0 else reversed(contenders):
-            run = run_apart(contender, workload, rounds + 1)
+            run = run_apart(contender, workload, rounds + 1, device)
             runs[contender.name].append(run)
             milliseconds = 1000 * statistics.median(run.rounds)
             print(
@@ -166,7 +239,7 @@ def measure(
     return runs
 
 
-def run_apart(contender: Contender, workload: Workload, rounds: int) -> Run:
+def run_apart(contender: Contender, workload: Workload, rounds: int, device: str = "cpu") -> Run:
     """Run a contender in a process of its own, or in several that torchrun starts."""
     launcher = [sys.executable]
     if contender.processes > 1:
@@ -175,9 +248,12 @@ def run_apart(contender: Contender, workload: Workload, rounds: int) -> Run:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(contender.threads),
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}",
+        "PEERS_DEVICE": device,
+        # With this process's path, because on a GPU machine packages may be in a folder of their own.
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src"), *filter(None, sys.path)]),
     }
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "outcome.json"
         command = [
@@ -188,6 +264,7 @@ def run_apart(contender: Contender, workload: Workload, rounds: int) -> Run:
             *["--rounds", str(rounds)],
             *["--output", str(output)],
         ]
+        busy_before, own_before = busy_seconds(), seconds_of_children()
         begin = time.monotonic()  # one clock for all processes of the machine
         process = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
@@ -197,8 +274,13 @@ def run_apart(contender: Contender, workload: Workload, rounds: int) -> Run:
                 f"{contender.name} failed:\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}"
             )
         outcome = json.loads(output.read_text(encoding="utf-8"))
+    others = None
+    busy_after = busy_seconds()
+    if busy_before is not None and busy_after is not None:
+        own = seconds_of_children() - own_before
+        others = max(0.0, busy_after - busy_before - own) / (time.monotonic() - begin)
     ends = [end - begin for end in outcome["ends"]]
-    return Run(ends, outcome["steps"], outcome["accuracy"])
+    return Run(ends, outcome["steps"], outcome["accuracy"], others)
 
 
 def summarize(

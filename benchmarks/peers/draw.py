@@ -38,11 +38,16 @@ PEER_COLOR = "#93a8c4"
 MOTLEY_COLORS = ("#c2410c", "#7c2d12")
 #: Below this ratio of times, Motley is said to be no faster.
 NO_FASTER = 1.05
-#: Up to this load per core, a machine is said to be idle.
-QUIET = 0.5
+#: If other programs used more cores than this while the control ran, results are provisional.
+QUIET = 0.1
 BUSY = (
-    "**Provisional.** Other programs were running (see the load). Two runs of one contender then differed\n"
-    "by a factor of four and more, so the ratios do not show which library is faster."
+    '**Provisional.** Other programs were running, or may have been (see "others, cores"). That hurts\n'
+    "contenders with several threads most, so the ratios do not show which library is faster."
+)
+#: The machine's facts that the table of versions shows; all others are versions of packages.
+ABOUT = (
+    *("date", "processor", "cores", "device", "others, cores", "OMP_WAIT_POLICY"),
+    *("python", "torch", "numpy", "motleyfl"),
 )
 
 Row = dict[str, Any]
@@ -147,16 +152,13 @@ def controls_table(comparisons: Sequence[Comparison], workload: Workload) -> lis
 
 def versions_table(comparisons: Sequence[Comparison]) -> list[str]:
     """Return a table of the machine and the versions of every comparison."""
-    about = (
-        *("date", "processor", "cores", "load before", "OMP_WAIT_POLICY"),
-        *("python", "torch", "numpy", "motleyfl"),
-    )
     rows = []
     for comparison in comparisons:
         machine = comparison.machine
-        packages = {name: machine[name] for name in machine if name not in (*about, "threads")}
+        left_out = (*ABOUT, "threads", "load before")
+        packages = {name: machine[name] for name in machine if name not in left_out}
         versions = ", ".join(f"{name} {version}" for name, version in packages.items())
-        common = {name: str(machine[name]) for name in about}
+        common = {name: str(machine.get(name, "unknown")) for name in ABOUT}
         rows.append({"comparison": comparison.peer, "its packages": versions, **common})
     lines = table(rows)
     if was_busy(comparisons):
@@ -165,8 +167,12 @@ def versions_table(comparisons: Sequence[Comparison]) -> list[str]:
 
 
 def was_busy(comparisons: Sequence[Comparison]) -> bool:
-    """Tell whether other programs were running when a comparison began."""
-    return any(one.machine["load before"] > QUIET * one.machine["cores"] for one in comparisons)
+    """Tell whether other programs were running, or may have been, during a comparison."""
+    for comparison in comparisons:
+        others = comparison.machine.get("others, cores")
+        if others is None or others > QUIET:
+            return True
+    return False
 
 
 def not_faster(comparisons: Sequence[Comparison]) -> list[str]:

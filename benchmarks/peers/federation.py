@@ -8,6 +8,7 @@ plain mean agree.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = ROOT / "src/motley/data/datasets/digits.npz"
+#: Where models and data are. `compare.py --device` sets the variable for every contender's process.
+DEVICE = torch.device(os.environ.get("PEERS_DEVICE", "cpu"))
 CLASSES = 10
 TEST_EXAMPLES = 360
 EVALUATION_BATCH = 120
@@ -196,7 +199,8 @@ def data(workload: Workload) -> Data:
         side = (workload.side, workload.side)
         inputs = F.interpolate(inputs, size=side, mode="bilinear", align_corners=False)
     inputs = inputs.repeat(1, workload.channels, 1, 1)
-    targets = torch.from_numpy(labels[order]).long()
+    inputs = inputs.to(DEVICE)
+    targets = torch.from_numpy(labels[order]).long().to(DEVICE)
     return Data(
         inputs[TEST_EXAMPLES:],
         targets[TEST_EXAMPLES:],
@@ -213,7 +217,7 @@ def rows_of(workload: Workload, client: int) -> np.ndarray:
 
 def examples_of(workload: Workload, client: int) -> tuple[Tensor, Tensor]:
     """Return a client's inputs and targets."""
-    rows = torch.from_numpy(rows_of(workload, client))
+    rows = torch.from_numpy(rows_of(workload, client)).to(DEVICE)
     examples = data(workload)
     return examples.inputs[rows], examples.targets[rows]
 
@@ -231,7 +235,7 @@ def clients_of_round(workload: Workload, round_number: int) -> list[int]:
 def initial_model(workload: Workload) -> nn.Module:
     """Return the model with its initial weights."""
     torch.manual_seed(1)
-    return workload.build()
+    return workload.build().to(DEVICE)
 
 
 def train(model: nn.Module, workload: Workload, inputs: Tensor, targets: Tensor) -> int:
@@ -240,7 +244,7 @@ def train(model: nn.Module, workload: Workload, inputs: Tensor, targets: Tensor)
     optimizer = torch.optim.SGD(model.parameters(), lr=workload.lr, fused=True)
     steps = 0
     for _ in range(workload.epochs):
-        for rows in torch.randperm(len(targets)).split(workload.batch_size):
+        for rows in torch.randperm(len(targets), device=DEVICE).split(workload.batch_size):
             optimizer.zero_grad()
             F.cross_entropy(model(inputs[rows]), targets[rows]).backward()
             optimizer.step()

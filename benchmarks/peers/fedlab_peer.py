@@ -24,6 +24,7 @@ from torch import Tensor
 
 from benchmarks.peers.compare import main, thread_variants
 from benchmarks.peers.federation import (
+    DEVICE,
     Outcome,
     Workload,
     accuracy,
@@ -43,7 +44,7 @@ class Loader:
         self.batch_size = batch_size
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for rows in torch.randperm(len(self.targets)).split(self.batch_size):
+        for rows in torch.randperm(len(self.targets), device=DEVICE).split(self.batch_size):
             yield self.inputs[rows], self.targets[rows]
 
 
@@ -81,8 +82,9 @@ def fedlab(workload: Workload, rounds: int) -> Outcome:
 
     outcome = Outcome()
     ratio = workload.clients_per_round / workload.clients
-    handler = ScheduledHandler(initial_model(workload), rounds, ratio)
-    trainer = SGDSerialClientTrainer(initial_model(workload), workload.clients)
+    on_gpu = DEVICE.type == "cuda"
+    handler = ScheduledHandler(initial_model(workload), rounds, ratio, cuda=on_gpu)
+    trainer = SGDSerialClientTrainer(initial_model(workload), workload.clients, cuda=on_gpu)
     trainer.setup_dataset(ClientData(workload))
     trainer.setup_optim(workload.epochs, workload.batch_size, workload.lr)
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=workload.lr, fused=True)
