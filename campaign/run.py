@@ -374,7 +374,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("queue", type=Path)
-    parser.add_argument("--work", type=Path, required=True, help="folder for the runs themselves")
+    parser.add_argument("--work", type=Path, help="folder for the runs themselves")
     parser.add_argument(
         "--results", type=Path, default=Path("results"), help="folder for compact results"
     )
@@ -396,6 +396,8 @@ def main() -> int:
         for task in tasks:
             print("done" if task.is_done else "    ", task.result)
         return 0
+    if arguments.work is None:
+        parser.error("--work is needed: the folder for the runs themselves")
     try:
         if arguments.here:
             failed = run_here(tasks, arguments.work, arguments.seconds)

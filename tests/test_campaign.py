@@ -66,6 +66,14 @@ def test_a_queue_runs_and_is_not_run_again(tmp_path: Path) -> None:
     assert "1 runs, 0 of them to do" in call("run.py", str(queue), *options).stdout
 
 
+def test_a_queue_is_listed_without_a_folder_for_runs(tmp_path: Path) -> None:
+    queue = str(write_queue(tmp_path, 2))
+    listed = call("run.py", queue, "--results", str(tmp_path), "--list")
+    expected = tmp_path / "inco-table2/digits/alpha-0.5/HeteroAvg/seed-1.json"
+    assert listed.stdout.split() == [str(expected)], listed.stderr
+    assert "--work is needed" in call("run.py", queue).stderr
+
+
 def write_queue(folder: Path, rounds: int) -> Path:
     """Write a queue of one run, and return its path."""
     queue = folder / "queue.txt"
