@@ -9,8 +9,14 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.peers.baselines import by_hand, motley
-from benchmarks.peers.compare import busy_seconds, seconds_of_children
-from benchmarks.peers.draw import Comparison, was_busy
+from benchmarks.peers.compare import (
+    Contender,
+    busy_seconds,
+    for_gpu,
+    seconds_of_children,
+    standard_contenders,
+)
+from benchmarks.peers.draw import RESULTS, Comparison, gpu_tables, read, was_busy
 from benchmarks.peers.federation import MLP, RESNET, ROOT, Workload, clients_of_round, rows_of
 from motley.server.sampling import ClientSampler
 
@@ -63,3 +69,21 @@ def test_the_processor_time_of_others_is_noticed() -> None:
     # The process is this one's child, so both measures contain it. A tick is 0.01 s long.
     assert seconds_of_children() - own_before >= 0.5
     assert busy_after - before >= 0.45
+
+
+def test_on_a_gpu_every_library_runs_once_and_motley_in_two_settings() -> None:
+    peers = [Contender("peer", by_hand, "1 process"), Contender("peer", by_hand, "2", processes=2)]
+    names = [contender.name for contender in for_gpu([*standard_contenders(), *peers], MLP)]
+    assert names == [
+        "by hand, 1 thread",
+        "peer, 1 process",
+        "Motley, default",
+        "Motley, vmap_clients=50",
+    ]
+
+
+def test_results_of_a_gpu_have_tables_of_their_own() -> None:
+    assert gpu_tables([]) == ["Not measured yet."]
+    text = "\n".join(gpu_tables(read(RESULTS)))
+    for part in (MLP.title, RESNET.title, "pfl-research", "vmap_clients=50", "by hand"):
+        assert part in text

@@ -131,12 +131,13 @@ def main(
     peers = [replace(peer, module=module) for peer in peers]
     contenders = [*standard_contenders(), *peers]
     if options.contender:
-        contenders.append(Contender(MOTLEY, motley, "default"))
-        (contender,) = [one for one in contenders if one.name == options.contender]
         (name,) = options.workloads
+        contenders += for_gpu(contenders, WORKLOADS[name])
+        contender = next(one for one in contenders if one.name == options.contender)
         run_here(contender, WORKLOADS[name], options.rounds, options.output)
         return
-    wait_until_idle()
+    if options.device == "cpu":
+        wait_until_idle()
     about = machine("torch", "numpy", *packages, "motleyfl")
     about["threads"] = "as each row says"
     about["device"] = device_name(options.device)
@@ -147,10 +148,7 @@ def main(
         workload = WORKLOADS[name]
         chosen = [one for one in contenders if workload.name in one.workloads]
         if options.device == "cuda":
-            # More processes or threads of the host do not help one GPU.
-            chosen = [one for one in chosen if one.processes == 1 and one.threads == 1]
-            chosen = [one for one in chosen if "workers" not in one.setting]
-            chosen.append(Contender(MOTLEY, motley, "default", workloads=[name]))
+            chosen = for_gpu(chosen, workload)
         rounds = options.rounds or workload.rounds
         repeats = options.repeats or workload.repeats
         runs = measure(chosen, workload, rounds, repeats, options.device)
@@ -160,6 +158,24 @@ def main(
                 others += [run.others for run in runs[contender.name]]
     about["others, cores"] = mean_of_known(others)
     report(rows, about, options.json, peer=contenders[-1].library)
+
+
+def for_gpu(contenders: Sequence[Contender], workload: Workload) -> list[Contender]:
+    """Return the contenders of a comparison on one GPU.
+
+    More processes or threads of the host do not help there, so each library runs once. Motley runs
+    with its default and with all clients of a round in one batched model.
+    """
+    chosen = []
+    for contender in contenders:
+        of_one_thread = contender.processes == 1 and contender.threads == 1
+        if of_one_thread and contender.library != MOTLEY:
+            chosen.append(contender)
+    count = workload.clients_per_round
+    stacked = partial(motley, vmap_clients=count)
+    chosen.append(Contender(MOTLEY, motley, "default"))
+    chosen.append(Contender(MOTLEY, stacked, f"vmap_clients={count}"))
+    return chosen
 
 
 def wait_until_idle() -> None:

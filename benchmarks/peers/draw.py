@@ -28,6 +28,8 @@ from benchmarks.peers.federation import ROOT, WORKLOADS, Workload
 from benchmarks.report import table
 
 RESULTS = ROOT / "benchmarks/peers/results"
+#: Comparisons with --device cuda.
+GPU_RESULTS = RESULTS / "gpu"
 PAGE = ROOT / "benchmarks/RESULTS.md"
 FIGURE = ROOT / "benchmarks/peers.png"
 CONTROL = "by hand"
@@ -75,10 +77,10 @@ class Comparison:
         return next(row for row in rows if row["setting"].startswith("default"))
 
 
-def read() -> list[Comparison]:
-    """Return all comparisons, in the order of the files' names."""
+def read(folder: Path) -> list[Comparison]:
+    """Return all comparisons in a folder, in the order of the files' names."""
     comparisons = []
-    for file in sorted(RESULTS.glob("*.json")):
+    for file in sorted(folder.glob("*.json")):
         content = json.loads(file.read_text(encoding="utf-8"))
         comparisons.append(Comparison(content["peer"], content["machine"], content["rows"]))
     return comparisons
@@ -203,13 +205,26 @@ def _as_line(workload: Workload, row: Row, default: Row) -> str:
     )
 
 
-def with_tables(text: str, comparisons: Sequence[Comparison]) -> str:
+def gpu_tables(comparisons: Sequence[Comparison]) -> list[str]:
+    """Return the tables of the comparisons on a GPU."""
+    if not comparisons:
+        return ["Not measured yet."]
+    lines = versions_table(comparisons)
+    for workload in WORKLOADS.values():
+        lines += ["", f"{workload.title}:", ""]
+        lines += peers_table(comparisons, workload)
+        lines += ["", *controls_table(comparisons, workload)]
+    return lines
+
+
+def with_tables(text: str, comparisons: Sequence[Comparison], on_gpu: Sequence[Comparison]) -> str:
     """Return a page's text with all its tables made anew."""
     text = replaced(text, "versions", versions_table(comparisons))
     for workload in WORKLOADS.values():
         text = replaced(text, f"{workload.name} peers", peers_table(comparisons, workload))
         text = replaced(text, f"{workload.name} controls", controls_table(comparisons, workload))
-    return replaced(text, "not faster", not_faster(comparisons))
+    text = replaced(text, "not faster", not_faster(comparisons))
+    return replaced(text, "gpu", gpu_tables(on_gpu))
 
 
 def replaced(text: str, name: str, lines: Sequence[str]) -> str:
@@ -328,9 +343,9 @@ def main() -> None:
     )
     parser.add_argument("--check", action="store_true", help="write nothing; compare")
     options = parser.parse_args()
-    comparisons = read()
+    comparisons = read(RESULTS)
     text = PAGE.read_text(encoding="utf-8")
-    renewed = with_tables(text, comparisons)
+    renewed = with_tables(text, comparisons, read(GPU_RESULTS))
     if options.check:
         sys.exit(0 if renewed == text else f"{PAGE.name} does not agree with {RESULTS.name}/*.json")
     PAGE.write_text(renewed, encoding="utf-8")
