@@ -144,6 +144,48 @@ def test_a_study_compares_users_methods(
     assert call("report", "out/study-full", "-o", "report.html").code == 0
 
 
+def test_a_study_runs_edited_code_again(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # The line FedAvg uses no code of the user's.
+    (project / "study.toml").write_text(
+        'preset = "digits-small"\nseeds = [1]\nset.training = {rounds = 1, steps = 3}\n'
+        '[[data]]\nname = "digits"\n[[methods]]\nname = "FedAvg"\n'
+        '[[methods]]\nname = "own"\nset.method = {name = "mine:Pull"}\n'
+    )
+    command = ("study", project / "study.toml", "--out", "out")
+    first = call(*command)
+    assert first.code == 0, first.err
+    assert "2 runs, 0 finished" in first.out and "other code" not in first.out
+    plain, old = sorted(path.name for path in (tmp_path / "out" / "runs").iterdir())
+    assert plain.startswith("digits-fedavg-") and old.startswith("digits-mine.Pull-")
+    forget(project)
+    assert "2 runs, 2 finished, 0 to go" in call(*command, "--plan").out
+
+    code = project / "mine.py"
+    before = code.read_text()
+    code.write_text(before.replace("alpha=self.settings.strength", "alpha=0.9"))
+    forget(project)
+    second = call(*command)
+    assert second.code == 0, second.err
+    assert "2 runs, 1 finished, 1 to go" in second.out
+    assert f"other code: out/runs/{old}: {code} has changed since the run began." in second.out
+    runs = {path.name for path in (tmp_path / "out" / "runs").iterdir()}
+    assert {plain, old} < runs and len(runs) == 3
+    (new,) = runs - {plain, old}
+    prints = {call("show", "--fingerprint", tmp_path / "out/runs" / run).out for run in (old, new)}
+    assert len(prints) == 2
+    saved = json.loads((tmp_path / "out" / "study-full" / "study.json").read_text())
+    assert saved["cells"][1]["runs"] == {"1": f"../runs/{new}"}
+
+    forget(project)
+    assert "2 runs, 2 finished" in call(*command, "--plan").out
+    code.write_text(before)
+    forget(project)
+    assert "2 runs, 2 finished" in call(*command, "--plan").out
+
+
 def test_config_prints_users_settings(project: Path, tmp_path: Path) -> None:
     answer = call("config", project / "run.toml", "--set", "method.strength=0.5")
     assert answer.code == 0, answer.err

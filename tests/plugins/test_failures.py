@@ -14,7 +14,7 @@ from motley.engine.workers import why_no_workers
 from motley.studies.declaration import load_study
 from motley.studies.runner import run_study, unfinished_runs
 from motley.studies.side_by_side import run_side_by_side
-from motley.studies.sweep import plan_cells
+from motley.studies.sweep import Cell, PlannedRun, plan_cells
 from tests.cli.conftest import Answer, call, overrides
 from tests.conftest import tiny_config
 from tests.studies.test_runner import Recorder
@@ -222,6 +222,31 @@ def test_a_study_goes_on_without_a_run_that_fails_in_a_users_code(folder: Path, 
         run_side_by_side(todo, folder / "out", watcher, jobs)
     (reason,) = watcher.failures
     assert reason.startswith("ValueError: no idea. This was raised in your own code: ")
+    assert len(watcher.finished) == 1
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_code_may_be_edited_while_a_study_is_running(folder: Path, jobs: int) -> None:
+    """Runs in this process use the code that it has imported; other processes import anew."""
+    (folder / "mine.toml").write_text(STUDY.replace("faulty:raising", "faulty:Unchanged"))
+    code = folder / "faulty.py"
+    code.write_text(CODE + "\nUnchanged = method()\n")
+    sys.path.append(str(folder))
+
+    class Editor(Recorder):
+        def on_run(self, cell: Cell, run: PlannedRun) -> tuple[()]:
+            code.write_text(code.read_text() + "# edited\n")
+            return super().on_run(cell, run)
+
+    cells = plan_cells(load_study("mine.toml"), "full")
+    todo, watcher = unfinished_runs(cells, folder / "out"), Editor()
+    if jobs == 1:
+        run_study(todo, folder / "out", watcher)
+        assert len(watcher.finished) == 2
+        return
+    run_side_by_side(todo, folder / "out", watcher, jobs)
+    (reason,) = watcher.failures
+    assert reason.startswith("your own code was edited while the study was running.")
     assert len(watcher.finished) == 1
 
 

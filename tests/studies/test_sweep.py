@@ -92,6 +92,8 @@ def test_an_invalid_setting_is_reported_with_its_line(sweep: Path) -> None:
 def test_cells_that_need_the_same_run_share_it(sweep: Path) -> None:
     keys = [run.key for cell in cells(sweep) for run in cell.runs]
     assert len(set(keys)) == len(keys) == 4
+    # Only the user's own code adds to a key.
+    assert [run.key_of_settings for cell in cells(sweep) for run in cell.runs] == keys
     quick = [run.key for cell in cells(sweep, "quick") for run in cell.runs]
     assert set(quick) <= set(keys)  # no scale has fewer than three rounds
     immaterial = ["run.checkpoint_every=1", "data.root=elsewhere", "engine.device=cpu"]

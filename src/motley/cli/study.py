@@ -36,6 +36,7 @@ from motley.studies.runner import (
     finished,
     run_path,
     run_study,
+    runs_of_other_code,
     unfinished_runs,
 )
 from motley.studies.side_by_side import run_side_by_side
@@ -114,6 +115,7 @@ def study(
     )
     todo = unfinished_runs(cells, out)
     _announce(console, declared, scale, cells, todo)
+    _announce_changed_code(console, todo, out)
     if plan_only:
         return
     if not any(cell.runs for cell in cells):
@@ -205,6 +207,22 @@ def _announce(
             "This is a shortened study: its numbers will differ from those at --scale full "
             f"({SCALES['full'].summary}).",
         )
+
+
+def _announce_changed_code(
+    console: Console, todo: Sequence[tuple[Cell, PlannedRun]], out: Path
+) -> None:
+    """Say which runs do not count because the user's own code has changed since they began."""
+    others = runs_of_other_code(todo, out)
+    if not others:
+        return
+    folder, sentence = others[0]
+    more = f", and {len(others) - 1} more" if len(others) > 1 else ""
+    _print_plain(
+        console,
+        f"other code: {folder}{more}: {sentence} Such runs are kept but do not count; these "
+        "settings are run again with the code as it is now.",
+    )
 
 
 class _Watcher(StudyWatcher):

@@ -2,7 +2,8 @@
 
 A run records the dotted paths in its configuration. This file adds where they were imported from,
 so that the command line can import them again from another working folder, and a hash of each
-module's file, so that resuming can tell that the code has changed. Nodes never see this file.
+module's file, so that resuming and studies can tell that the code has changed. Nodes never see this
+file.
 """
 
 from __future__ import annotations
@@ -116,6 +117,18 @@ def changed_plugins(run: Path, config: Config) -> list[str]:
         where = plugin.file if plugin.file == old.file else f"{plugin.file} (it was {old.file})"
         sentences[f"{where} has changed since the run began."] = None
     return list(sentences)
+
+
+def code_digest(config: Config) -> str:
+    """Return a digest of the files of the user's own modules; empty if a configuration names none.
+
+    Installed packages do not count, torch's own optimizers among them: like Motley itself, they are
+    software whose versions a run records.
+    """
+    hashes = {plugin.sha256 for plugin in plugins_of(config) if plugin.folder and plugin.sha256}
+    if not hashes:
+        return ""
+    return hashlib.sha256("".join(sorted(hashes)).encode()).hexdigest()[:10]
 
 
 def _entries(settings: Settings, prefix: str) -> Iterator[tuple[str, Entry[Any]]]:

@@ -19,6 +19,7 @@ from motley.federation import Federation
 from motley.runs.callbacks import Callback
 from motley.runs.checkpoint import last_round
 from motley.runs.folder import RunFolder
+from motley.runs.plugins import changed_plugins
 from motley.runs.run import resume_run, start_run
 from motley.server.record import RoundRecord
 from motley.server.state import ServerState
@@ -64,6 +65,22 @@ def unfinished_runs(cells: Iterable[Cell], out: Path) -> list[tuple[Cell, Planne
             needed.setdefault(run.key, (cell, run))
     unfinished = [(cell, run) for cell, run in needed.values() if not finished(out, run)]
     return sorted(unfinished, key=lambda item: item[0].runs.index(item[1]))
+
+
+def runs_of_other_code(
+    todo: Iterable[tuple[Cell, PlannedRun]], out: Path
+) -> list[tuple[Path, str]]:
+    """Return the folders of runs that differ from unfinished ones only in the user's own code.
+
+    Each comes with a sentence that names the file that has changed.
+    """
+    others = []
+    for _, run in todo:
+        for folder in sorted((out / "runs").glob(f"{run.key_of_settings}*")):
+            sentences = changed_plugins(folder, run.config)
+            if folder.name != run.key and sentences:
+                others.append((folder, " ".join(sentences)))
+    return others
 
 
 def run_study(todo: Sequence[tuple[Cell, PlannedRun]], out: Path, watcher: StudyWatcher) -> None:

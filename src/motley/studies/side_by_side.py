@@ -201,7 +201,14 @@ def _stop(running: Sequence[_Process]) -> None:
 def main(path: str, config: str) -> int:
     """Run one run. Return the exit status."""
     try:
-        start_or_resume(Path(path), read_resolved(Path(config)))
+        settings = read_resolved(Path(config))
+        # This process has imported the user's own modules anew.
+        if PlannedRun(settings.seed, settings).key != Path(path).name:
+            raise MotleyError(
+                "your own code was edited while the study was running. The same command runs what "
+                "was left out with the code as it is now."
+            )
+        start_or_resume(Path(path), settings)
     except MotleyError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return REJECTED

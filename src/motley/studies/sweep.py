@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from motley.data.files.settings import FileSettings
 from motley.data.settings import DataSettings
 from motley.methods import METHODS
 from motley.runs.folder import as_file_name
+from motley.runs.plugins import code_digest
 from motley.settings import Table, validate
 from motley.studies.declaration import (
     FILE_READERS,
@@ -79,12 +80,23 @@ class PlannedRun:
     seed: int
     config: Config
 
-    @property
+    @cached_property
     def key(self) -> str:
         """The name of the run's folder. Cells and studies that need the same run share it.
 
-        The digest is over all settings that affect the numbers, including defaults: two partitions
-        with default settings are not the same partition.
+        If the run uses the user's own modules, the name ends in a digest of their files, so that
+        runs of edited code are other runs. It is computed once, because a file may be edited while
+        the study is running.
+        """
+        code = code_digest(self.config)
+        return f"{self.key_of_settings}-{code}" if code else self.key_of_settings
+
+    @property
+    def key_of_settings(self) -> str:
+        """The key without the digest of the user's own code.
+
+        The digest in it is over all settings that affect the numbers, including defaults: two
+        partitions with default settings are not the same partition.
         """
         values = self.config.model_dump(mode="json", exclude=IMMATERIAL)
         digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:10]
