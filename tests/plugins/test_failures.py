@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import re
 import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from motley.core import registry
+from motley.core.dotted import import_dotted
 from motley.core.own_code import place_in_own_code
 from motley.engine.device import choose_devices
 from motley.engine.workers import why_no_workers
+from motley.models.inputs import ImageShape
+from motley.models.mlp import MLP, MLPSettings
 from motley.studies.declaration import load_study
 from motley.studies.runner import run_study, unfinished_runs
 from motley.studies.side_by_side import run_side_by_side
@@ -180,6 +186,90 @@ def test_a_wrong_result_of_a_users_code_is_named(folder: Path, override: str, sa
     assert answer.code == 2 and said in answer.err, answer.err
 
 
+PACKAGE = """
+import motley
+
+from failing.arithmetic import subtract
+
+
+class Client(motley.ClientAlgorithm):
+    def after_backward(self, step):
+        subtract(step)
+
+
+class Failing(motley.Method):
+    Client = Client
+    requirements = motley.Requirements(own_training=True)
+
+
+class NoPayloadClient(motley.ClientAlgorithm):
+    def finish(self, step):
+        return {"a": 3}, {}
+
+
+class WrongPayload(motley.Method):
+    Client = NoPayloadClient
+    requirements = motley.Requirements(payload=True)
+"""
+
+
+@pytest.fixture
+def site_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Install a package with entry points, and return the folder that it is installed in."""
+    folder = tmp_path / "site-packages"
+    (folder / "failing").mkdir(parents=True)
+    (folder / "failing" / "__init__.py").write_text("")
+    (folder / "failing" / "methods.py").write_text(PACKAGE)
+    (folder / "failing" / "arithmetic.py").write_text(
+        "def subtract(step):\n    raise ArithmeticError('no difference')\n"
+    )
+    info = folder / "failing-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: failing\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[motley.methods]\nfailing = failing.methods:Failing\n"
+        "wrong = failing.methods:WrongPayload\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(folder)
+    registry._points_of.cache_clear()
+    yield folder
+    registry._points_of.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "failing"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", ["failing", "failing.methods:Failing"])
+def test_an_exception_in_an_installed_plugin_names_its_line(site_packages: Path, name: str) -> None:
+    answer = run(f"method.name={name}")
+    assert answer.code == 2
+    file = site_packages / "failing" / "arithmetic.py"
+    assert (
+        "ArithmeticError: no difference. This was raised in the plug-in 'failing': "
+        f"{file}, line 2, in subtract." in answer.err
+    )
+    assert "bug in Motley" not in answer.err
+    Path(re.findall(r"The traceback is in (\S+\.txt)\.", answer.err)[0]).unlink()
+
+
+def test_an_error_in_motleys_code_names_the_plugins_files(site_packages: Path) -> None:
+    answer = run("method.name=wrong")
+    assert answer.code == 1
+    files = re.findall(r"code that the configuration names \((.*)\) returns", answer.err)[0]
+    assert f"{site_packages}/failing/methods.py" in files.split(", ")
+    Path(re.findall(r"The traceback is in (\S+\.txt)\.", answer.err)[0]).unlink()
+
+
+def test_torch_is_no_plugin() -> None:
+    """A configuration may name torch's optimizers, but Motley's own code calls torch, too."""
+    import_dotted("torch.optim:RMSprop")
+    with pytest.raises(RuntimeError) as raised:
+        MLP(1, MLPSettings(), ImageShape(1, 8, 8), classes=-1)
+    files = [frame.filename for frame in traceback.extract_tb(raised.value.__traceback__)]
+    assert any("/torch/" in file for file in files)
+    assert place_in_own_code(raised.value) is None
+
+
 def test_a_model_with_nothing_to_train_is_refused(folder: Path) -> None:
     answer = call("run", "--preset", "digits-small", "--set", "model.sizes=faulty:frozen")
     said = "model.sizes: 'faulty:frozen' has no parameter that can be trained: it has none, or all"
@@ -190,7 +280,8 @@ def test_an_error_in_motleys_code_names_the_users_files(folder: Path) -> None:
     answer = run("method.name=faulty:wrong_payload")
     assert answer.code == 1
     # Other tests in this process may have imported files of their own.
-    files = re.findall(r"This is a bug in Motley, or your own code \((.*)\) returns", answer.err)[0]
+    said = r"This is a bug in Motley, or code that the configuration names \((.*)\) returns"
+    files = re.findall(said, answer.err)[0]
     assert f"{folder}/faulty.py" in files.split(", ")
     Path(re.findall(r"The traceback is in (\S+\.txt)\.", answer.err)[0]).unlink()
 

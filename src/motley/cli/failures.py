@@ -2,7 +2,7 @@
 
 status 1   a bug in Motley: the message says so and names a file with the traceback
 status 2   something the user can fix: a wrong setting, a damaged file, a full disk, no memory, an
-           exception in the user's own code
+           exception in the user's own code or in a plug-in
 """
 
 from __future__ import annotations
@@ -139,8 +139,9 @@ def _bug(error: Exception) -> str:
     if files:
         # A hook that forgets its `return`, for example, is only noticed in Motley's code.
         return (
-            f"{summary} This is a bug in Motley, or your own code ({', '.join(files)}) returns "
-            f"something else than is expected. {_save_traceback(error)}"
+            f"{summary} This is a bug in Motley, or code that the configuration names "
+            f"({', '.join(files)}) returns something else than is expected. "
+            f"{_save_traceback(error)}"
         )
     return (
         f"this is a bug in Motley, not in your input: {summary} {_save_traceback(error)} "

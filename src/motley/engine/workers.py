@@ -562,7 +562,7 @@ def _signals_deferred() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Failed:
-    """The exception of a task, its traceback as text, and its place in a user's own code."""
+    """The exception of a task, its traceback as text, and its `place_in_own_code`."""
 
     error: Exception
     text: str
