@@ -84,6 +84,14 @@ def test_cells_have_the_settings_of_the_paper() -> None:
         ),
         ("seeds = [1, 2]", "seeds = [1, 1]", "seeds: 1 is given twice"),
         ("seeds = [1, 2]", "seeds = []", "seeds = []: at least 1 is needed"),
+        (
+            "seeds = [1, 2]",
+            "seeds = 3",
+            "seeds = 3: should be a list, because one number could be a seed or how many there "
+            "are: write seeds = [1, 2, 3] for 3 seeds, or seeds = [3] for the seed 3.",
+        ),
+        ("seeds = [1, 2]", "seeds = 50", "write seeds = [1, ..., 50] for 50 seeds, or"),
+        ("seeds = [1, 2]", "seeds = 1", "are: write seeds = [1] for the seed 1."),
         ("seeds = [1, 2]", 'measure = "worst"', "unknown measure 'worst'"),
         (
             "[[cases]]",

@@ -14,7 +14,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BeforeValidator,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from motley.config import absolute_paths, read_toml
 from motley.core.errors import MotleyError, unknown
@@ -166,6 +173,19 @@ class Study(Settings):
     exceptions: tuple[CellException, ...] = ()
     targets: dict[str, tuple[float, ...]] = Field(default_factory=dict)
     """Data set -> the target accuracy of `rounds-to` in percent, one per case."""
+
+    @field_validator("seeds", mode="before")
+    @classmethod
+    def _seeds_are_a_list(cls, value: Any) -> Any:
+        """Reject `seeds = 3`, which other settings would accept as a list of one value."""
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            numbers = ", ".join(map(str, range(1, value + 1))) if value <= 5 else f"1, ..., {value}"
+            several = f"seeds = [{numbers}] for {value} seeds, or " if value > 1 else ""
+            raise ValueError(
+                f"should be a list, because one number could be a seed or how many there are: "
+                f"write {several}seeds = [{value}] for the seed {value}"
+            )
+        return value
 
     @model_validator(mode="after")
     def _check_names(self) -> Study:
