@@ -57,7 +57,7 @@ from motley.models import InputShape
 from motley.models.pretrained import first_layer, load_weights
 from motley.models.projection import with_projection
 from motley.plan import assigned, costs_of, read_budgets
-from motley.privacy import DPMechanism, refuse_leaks, why_no_scores
+from motley.privacy import DPMechanism, refuse_leaks, refuse_stage, why_no_scores
 from motley.server.apply import Apply
 from motley.server.bounds import UpdateBounds
 from motley.server.client_scores import ScoreClients
@@ -67,7 +67,7 @@ from motley.server.inco import InCo, IncoSettings
 from motley.server.method_stages import AggregateUpdates, MethodCorrection, PostProcess
 from motley.server.optimizer import ServerOptimizer
 from motley.server.own_models import EvaluateOwnModels
-from motley.server.pipeline import Stage, insert_stages
+from motley.server.pipeline import STAGES, Stage, insert_stages
 from motley.server.recalibration import Recalibrate
 from motley.server.scale import Scale
 from motley.server.ties import Tie
@@ -276,6 +276,9 @@ def build_pipeline(config: Config, split: Split, method: Method) -> list[Stage]:
         pipeline.append(Tie(split.tied))
     if server.ema_decay:
         pipeline.append(EMA(server.ema_decay))
+    for number, settings in enumerate(server.stages):
+        if STAGES[settings.name].sees_updates:
+            refuse_stage(config.privacy, f"server.stages.{number}.name", settings.name)
     return insert_stages(pipeline, server.stages, split)
 
 

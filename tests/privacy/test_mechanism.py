@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from motley import ServerStage, StageResult
 from motley.core.errors import MotleyError
+from motley.core.merge import Aggregate
 from motley.core.part import State
+from motley.core.update import ClientUpdate
 from motley.engine import LocalEngine
 from motley.federation import Federation
 from motley.privacy import DPMechanism, PrivacySettings
 from motley.privacy.mechanism import clip_by_norm
 from motley.runs.checkpoint import fingerprint
 from motley.runs.run import resume_run, start_run
+from motley.server.state import ServerState
 from tests.conftest import refused, tiny_config
 
 BATCH = "split.normalization_statistics=batch"
@@ -203,6 +208,40 @@ def test_parts_that_move_are_refused(moving: str) -> None:
         match=r"privacy.clip = 0.5: epsilon is known only if every client keeps its part",
     ):
         Federation(tiny_config(*CLIPPED, *WIDTH, moving))
+
+
+class KeepUpdates(ServerStage):
+    """Counts the updates that it is given."""
+
+    def __call__(
+        self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]
+    ) -> StageResult:
+        return StageResult(server, aggregate, {"seen": float(len(updates))})
+
+
+class KeepMean(KeepUpdates):
+    sees_updates = False
+
+
+def with_stage(stage: type[ServerStage], *overrides: str) -> Federation:
+    path = f"{stage.__module__}:{stage.__name__}"
+    return Federation(tiny_config(f"server.stages=[{{name='{path}'}}]", *overrides))
+
+
+def test_a_stage_that_sees_single_updates_is_refused() -> None:
+    said = (
+        r"server\.stages\.0\.name = '[\w.]*test_mechanism:KeepUpdates': epsilon for "
+        r"privacy\.clip = 0\.5 .*Stages whose class has sees_updates = False are allowed"
+    )
+    with pytest.raises(MotleyError, match=said):
+        with_stage(KeepUpdates, *CLIPPED)
+
+
+def test_a_stage_that_needs_no_updates_is_given_none() -> None:
+    (private,) = with_stage(KeepMean, *CLIPPED).run(rounds=1)
+    assert private.metrics["keepmean/seen"] == 0
+    (open_,) = with_stage(KeepUpdates).run(rounds=1)
+    assert open_.metrics["keepupdates/seen"] == 4
 
 
 def test_settings_that_contradict_each_other() -> None:

@@ -9,7 +9,7 @@ ledger_file.py  the file that ledgers are kept in: sealed lines, on disk before 
 """
 
 from motley.privacy.accounting import Accountant, PrivacyLedger
-from motley.privacy.checks import refuse_leaks, why_no_scores
+from motley.privacy.checks import refuse_leaks, refuse_stage, why_no_scores
 from motley.privacy.mechanism import DPMechanism
 from motley.privacy.settings import PrivacySettings
 
@@ -19,5 +19,6 @@ __all__ = [
     "PrivacyLedger",
     "PrivacySettings",
     "refuse_leaks",
+    "refuse_stage",
     "why_no_scores",
 ]

@@ -64,6 +64,20 @@ def refuse_leaks(
         )
 
 
+def refuse_stage(privacy: PrivacySettings, key: str, name: str) -> None:
+    """Raise if clients' deltas are protected: the stage `key` = `name` sees the single updates.
+
+    What it computes with them, such as a median, need not be as private as the mean delta.
+    """
+    if privacy.active:
+        raise MotleyError(
+            f"{key} = {name!r}: epsilon for privacy.clip = {privacy.clip:g} is computed for the "
+            "mean of noised deltas, and this stage is given the updates of single clients. Stages "
+            "whose class has sees_updates = False are allowed: they are called with the mean delta "
+            "and no updates."
+        )
+
+
 def why_no_scores(privacy: PrivacySettings, has_own_models: bool) -> str:
     """Say why a run has no scores although it evaluates; empty if it has scores.
 

@@ -42,6 +42,9 @@ The place matters. `Apply` adds the delta to the global state, so a stage after 
 delta is an error. Before "optimizer", if there is one, a stage sees the clients' mean delta;
 between "optimizer" and "apply", the optimizer's step.
 
+A stage with `sees_updates = False` in its class is called with an empty sequence of updates. With
+`[privacy]`, others are refused, because epsilon is computed for the mean delta.
+
 The metric of this example is `record.metrics["clip/norm"]`. A round without an accepted update runs
 no stage and has no metrics.
 
@@ -112,7 +115,8 @@ def run_stages(
     metrics: dict[str, Tensor | float] = {}
     applied = False
     for stage in stages:
-        result = stage(server, aggregate, updates)
+        without_updates = isinstance(stage, ServerStage) and not stage.sees_updates
+        result = stage(server, aggregate, () if without_updates else updates)
         if not isinstance(result, StageResult):
             raise MotleyError(
                 f"stage {stage.name!r} returned {describe(result)}; a motley.StageResult is "
@@ -150,6 +154,9 @@ class ServerStage(ABC):
     Settings: ClassVar[type[StageSettings]] = StageSettings
     #: Prefixes the stage's metrics. No other stage of the pipeline has it.
     name: str = ""
+    #: False: the stage is called without updates, because the mean delta is enough for it. Only
+    #: such stages are allowed with `[privacy]`.
+    sees_updates: ClassVar[bool] = True
 
     def __init__(self, settings: Any, split: Split) -> None:
         """Keep the settings, and the split, which tells parameters from buffers."""
