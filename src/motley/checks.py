@@ -179,7 +179,7 @@ def _check_training_loss(config: Config, task: Task) -> None:
 
 
 def _check_mixup(config: Config, train: Examples) -> None:
-    """Refuse mixup for inputs that have no mean, and for methods that are defined for classes."""
+    """Refuse mixup for inputs that have no mean, and for methods that need one class per input."""
     mixup = config.training.mixup
     if not mixup:
         return
@@ -189,12 +189,17 @@ def _check_mixup(config: Config, train: Examples) -> None:
             f"training.mixup = {mixup:g}: mixes numbers, and the inputs are "
             f"{KINDS[type(train.shape)]} ({train.inputs.dtype}). Use training.mixup = 0."
         )
-    if METHODS[config.method.name].requirements.classes:
+    if not _allows_mixup(METHODS[config.method.name]):
+        allowed = [repr(entry.name) for entry in METHODS if _allows_mixup(entry.item)]
         raise MotleyError(
             f"training.mixup = {mixup:g}: method {config.method.name!r} is defined for classes, "
             "and a mixed input has two. Use training.mixup = 0, or one of the methods "
-            f"{_methods_for_any_task()}."
+            f"{', '.join(allowed)}."
         )
+
+
+def _allows_mixup(method: type[Method]) -> bool:
+    return method.requirements.mixed_classes or not method.requirements.classes
 
 
 def refuse_partition_by_label(partition: PartitionSettings, task: Task) -> None:

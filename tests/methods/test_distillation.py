@@ -68,6 +68,17 @@ def test_fedet_without_steps_averages_per_size_and_gives_all_sizes_the_clients_m
         torch.testing.assert_close(tensor, mean)
 
 
+@pytest.mark.parametrize("name", ["feddf", "fedet"])
+def test_clients_train_with_mixup_as_in_fedavg(name: str) -> None:
+    mixup = ("split.name=depth", "training.mixup=0.4")
+    _, plain = after(2, *mixup, name="fedavg")
+    _, distilled = after(2, *mixup, *NOISE, "method.steps=0", name=name)
+    assert same_bits(distilled.state, plain.state)
+    _, unmixed = after(2, "split.name=depth", name="fedavg")
+    assert not same_bits(distilled.state, unmixed.state)
+    after(1, *mixup, *NOISE, *STEPS, name=name)
+
+
 # ---- formulas by hand
 
 

@@ -13,6 +13,7 @@ from torch.func import functional_call
 from motley.cli.model import uses
 from motley.client.learner import Learner
 from motley.core.errors import MotleyError
+from motley.core.update import ClientUpdate
 from motley.federation import Federation
 from motley.methods.nested import (
     NestedClient,
@@ -104,6 +105,54 @@ def test_the_loss_by_hand(family: str, students: str) -> None:
     statistics = dict(with_statistics.named_buffers())
     for name, buffer in learner.model.named_buffers():
         torch.testing.assert_close(buffer, statistics[name])
+
+
+def test_the_loss_of_mixed_inputs_by_hand() -> None:
+    """Every size has the mixed inputs and the mean loss of both targets, also when it is taught."""
+    federation = Federation(
+        tiny_config(
+            *PLAIN,
+            "method.name=nested",
+            "method.weight=0.6",
+            "method.distill=0.3",
+            "training.mixup=1.0",
+            "training.steps=1",
+            "training.optimizer={name='sgd', lr=1}",
+            "model.resnet.norm=group",
+        )
+    )
+    smallest, *_, largest = federation.split.sizes
+    server = federation.initial_state()
+    jobs = [federation.job(server, 1, client) for client in range(6)]
+    job = next(job for job in jobs if job.size == largest)
+    (update,) = federation.engine.train([job], lambda client: None)
+    assert isinstance(update, ClientUpdate)
+
+    clients = federation.engine.clients  # type: ignore[attr-defined]
+    plan = clients.plan(job)
+    weight = float(plan.mix[0])
+    images, labels = clients.data.batch(plan.rows[0, : plan.lengths[0]])
+    mixed = weight * images + (1 - weight) * images.flip(0)
+    weights = {name: tensor.clone() for name, tensor in job.state.items()}
+    for tensor in weights.values():
+        tensor.requires_grad_(tensor.is_floating_point())
+
+    def logits(size: str) -> Tensor:
+        model = federation.split.build(size).train()
+        own = {name: weights[name] for name in model.state_dict()}
+        answer: Tensor = functional_call(model, own, (mixed,))
+        return answer
+
+    def mixed_loss(answer: Tensor) -> Tensor:
+        own, other = F.cross_entropy(answer, labels), F.cross_entropy(answer, labels.flip(0))
+        return weight * own + (1 - weight) * other
+
+    teacher, student = logits(largest), logits(smallest)
+    of_student = 0.7 * mixed_loss(student) + 0.3 * kl(teacher.detach(), student)
+    (mixed_loss(teacher) + 0.6 * of_student).backward()
+    assert 0.01 < weight < 0.99
+    for name in federation.split.parameters_of(largest):
+        torch.testing.assert_close(update.delta[name], -weights[name].grad, rtol=1e-3, atol=1e-5)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(

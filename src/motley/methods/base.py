@@ -68,6 +68,9 @@ class Requirements:
     #: Targets are class numbers, one per example: the method masks, counts, averages or distills
     #: per class. It is refused for other tasks (`motley.tasks.Task.has_classes`).
     classes: bool = False
+    #: For methods with `classes`: `training.mixup` may give an input two classes, because clients'
+    #: steps use class numbers in `step.task_loss(outputs, step.targets)` only.
+    mixed_classes: bool = False
     #: Training depends on the total number of rounds, so a run that is extended later differs from
     #: one that had all its rounds from the start.
     uses_total_rounds: bool = False
@@ -105,7 +108,7 @@ class Requirements:
         for requirement in fields(self):
             name = requirement.name
             either[name] = getattr(self, name) or getattr(other, name)
-        for promise in ("exchanges_weights", "private_parts", "robust_merge"):
+        for promise in ("exchanges_weights", "private_parts", "robust_merge", "mixed_classes"):
             either[promise] = getattr(self, promise) and getattr(other, promise)
         return Requirements(**either)
 

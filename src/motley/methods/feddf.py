@@ -124,4 +124,6 @@ class FedDF(Method):
 
     Settings = FedDFSettings
     Server = FedDFServer
-    requirements = Requirements(own_aggregation=True, classes=True, public_data=True)
+    requirements = Requirements(
+        own_aggregation=True, classes=True, mixed_classes=True, public_data=True
+    )

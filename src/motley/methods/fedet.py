@@ -266,4 +266,6 @@ class FedET(Method):
 
     Settings = FedETSettings
     Server = FedETServer
-    requirements = Requirements(own_aggregation=True, classes=True, public_data=True)
+    requirements = Requirements(
+        own_aggregation=True, classes=True, mixed_classes=True, public_data=True
+    )

@@ -7,9 +7,10 @@ Here a client's loss has a term for each of its students, the smaller sizes that
     CE(z) + w / n  sum over its n students of  (1 - d) CE(z_i) + d T^2 KL(z / T || z_i / T)
 
 where z_i are the logits of the client's own model without the blocks that student i lacks, and z is
-detached in the divergence. It costs further passes and no communication. Slimmable networks (Yu et
-al., ICLR 2019; Yu and Huang, ICCV 2019) do this in width, on one machine. In a federation of equal
-models this is FedAvg.
+detached in the divergence. With mixup, all of them have the same mixed inputs, and CE is the mean
+of the losses for both targets. It costs further passes and no communication. Slimmable networks (Yu
+et al., ICLR 2019; Yu and Huang, ICCV 2019) do this in width, on one machine. In a federation of
+equal models this is FedAvg.
 
 **BatchNorm.** In a student's pass, norms normalize with the batch, and running statistics stay as
 they are: they follow the whole model only. A smaller size is evaluated with the statistics of the
@@ -196,4 +197,4 @@ class Nested(Method):
 
     Settings = NestedSettings
     Client = NestedClient
-    requirements = Requirements(own_training=True, stages=True, classes=True)
+    requirements = Requirements(own_training=True, stages=True, classes=True, mixed_classes=True)
