@@ -49,6 +49,41 @@ def plain(num_classes: int) -> Network:
     return Network(num_classes, tied=False)
 
 
+class TiedHead(nn.Module):
+    """A network of pixels' levels, whose last layer has the weights of the levels' embedding."""
+
+    def __init__(self, num_classes: int, head_first: bool = False) -> None:
+        super().__init__()
+        if head_first:
+            self.head = nn.Linear(4, num_classes)
+        self.embedding = nn.Embedding(num_classes, 4)
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(4 * 256, 4), nn.ReLU())
+        if not head_first:
+            self.head = nn.Linear(4, num_classes)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits."""
+        levels = (9 * images.flatten(1)).round().clamp(0, 9).long()
+        logits: Tensor = self.head(self.body(self.embedding(levels)))
+        return logits
+
+
+def embedding_first(num_classes: int) -> TiedHead:
+    return TiedHead(num_classes)
+
+
+def head_first(num_classes: int) -> TiedHead:
+    return TiedHead(num_classes, head_first=True)
+
+
+def second_name_of_the_head(num_classes: int) -> Network:
+    """Return a network with two names for its last layer."""
+    model = plain(num_classes)
+    model.classifier = model.head
+    return model
+
+
 def trained(model: Any, method: Any, settings: dict[str, Any]) -> ServerState:
     federation = Federation(
         models={"one": model},
@@ -104,3 +139,27 @@ def test_clients_in_one_step_are_not_for_tied_models() -> None:
 def test_one_of_two_names_cannot_be_private() -> None:
     with pytest.raises(MotleyError, match=r"'middle\.weight' and 'again\.weight'.*one tensor"):
         trained(tied, "fedavg", {"split": {"private": ["middle"]}})
+
+
+@pytest.mark.parametrize("method", ["ccvr", "ccvr-prox", "ccvr-moon", "spherefed"])
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (
+            embedding_first,
+            "'head.weight' of the last layer is the same tensor as 'embedding.weight'",
+        ),
+        (head_first, "'head.weight' of the last layer is the same tensor as 'embedding.weight'"),
+        (second_name_of_the_head, "'head.weight' of the last layer is the same tensor as 'classif"),
+    ],
+)
+def test_a_tied_last_layer_is_not_computed(method: str, make: Any, names: str) -> None:
+    """The embedding would change with it, and so would the features that it was computed for."""
+    with pytest.raises(MotleyError) as raised:
+        trained(make, method, {})
+    message = str(raised.value)
+    assert (
+        message.startswith(f"method.name = '{method}': computes the last layer")
+        and names in message
+    )
+    trained(make, "fedavg", {})

@@ -14,6 +14,7 @@ from motley.methods.info import FederationInfo
 from motley.methods.step import Step
 from motley.models.facts import classifiers_of
 from motley.models.projection import representation_and_answer
+from motley.models.tied import second_names
 from motley.splits.base import Split
 
 
@@ -41,6 +42,7 @@ def last_layers(split: Split, method: str) -> dict[str, LastLayer]:
                 f"method.name = {method!r}: computes the last layer of a model, and {size!r} "
                 "declares no single linear one (motley.models.spec). Choose another model or split."
             )
+        _check_own_tensors(blueprint.module, paths[0], size, method)
         part = split.part(size)
         weight = part[f"{paths[0]}.weight"]
         if weight.index is not None:
@@ -52,6 +54,23 @@ def last_layers(split: Split, method: str) -> dict[str, LastLayer]:
         bias = part[f"{paths[0]}.bias"].name if module.bias is not None else None
         layers[size] = LastLayer(weight.name, bias, module.in_features)
     return layers
+
+
+def _check_own_tensors(model: nn.Module, head: str, size: str, method: str) -> None:
+    """Raise if a tensor of the last layer is in use elsewhere, too, as with a tied embedding.
+
+    A last layer is computed for given inputs. Written into the other place as well, it would change
+    these inputs; left out there, the model would load one of two values for one tensor.
+    """
+    for second, first in second_names(model).items():
+        for name, other in ((second, first), (first, second)):
+            if name.rpartition(".")[0] == head:
+                raise MotleyError(
+                    f"method.name = {method!r}: computes the last layer of a model, and in "
+                    f"{size!r} {name!r} of the last layer is the same tensor as {other!r}, which "
+                    "would change with it. Choose a model whose last layer has tensors of its own, "
+                    "or another method."
+                )
 
 
 def is_calibration_due(info: FederationInfo, every: int, round_number: int) -> bool:
