@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from motley.config import ModelSettings
 from motley.core.errors import MotleyError
 from motley.models import MODELS, ImageShape, ModelSpec
 from motley.models.facts import classifiers_of
+from motley.models.inputs import ArrayShape
 from motley.models.projection import with_projection
 from motley.models.spec import Stage, spec_of
-from motley.models.stages import chain_of, features, owned, run, shape_behind
+from motley.models.stages import chain_of, features, owned, run, shape_behind, shape_of
 
 IMAGE = ImageShape(3, 32, 32)
 CHAINS = {
@@ -76,6 +79,49 @@ def test_shapes_are_known_without_memory(size: str) -> None:
     for at in range(1, len(CHAINS[size])):
         outputs = run(chain_of(model)[:at], images)
         assert shape_behind(blueprint, at, IMAGE) == outputs.shape[1:]
+
+
+VALUES: dict[str, Callable[[Tensor], object]] = {
+    "number": lambda x: x.sum().item(),
+    "branch": lambda x: 1 if x.sum() > 0 else 2,
+    "list": lambda x: x.tolist(),
+    "array": lambda x: x.numpy(),
+    "text": lambda x: f"{x.sum():.2f}",
+    "mask": lambda x: x[x > 0],
+    "equal": lambda x: torch.equal(x, x),
+    "constant": lambda x: x + torch.ones(1, device="cpu"),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_shapes_are_known_of_models_that_look_at_values(name: str) -> None:
+    with torch.device("meta"):
+        blueprint = nn.Linear(4, 3)
+    devices = []
+
+    def compute(model: nn.Module, inputs: Tensor) -> Tensor:
+        devices.append(inputs.device.type)
+        outputs: Tensor = model(inputs)
+        VALUES[name](outputs)
+        return outputs
+
+    assert shape_of(blueprint, compute, ArrayShape((4,))) == (3,)
+    assert devices == ["meta", "cpu"]
+
+
+@pytest.mark.parametrize("error", [KeyError, AttributeError, IndexError, MotleyError])
+def test_an_error_that_is_not_about_values_is_raised_at_once(error: type[Exception]) -> None:
+    with torch.device("meta"):
+        blueprint = nn.Linear(4, 3)
+    devices = []
+
+    def compute(model: nn.Module, inputs: Tensor) -> Tensor:
+        devices.append(inputs.device.type)
+        raise error("a mistake")
+
+    with pytest.raises(error, match="a mistake"):
+        shape_of(blueprint, compute, ArrayShape((4,)))
+    assert devices == ["meta"]
 
 
 def test_a_member_is_not_the_beginning_of_anothers_name() -> None:

@@ -31,6 +31,9 @@ class BoundStage(NamedTuple):
 
 
 Chain = tuple[BoundStage, ...]
+#: What torch raises if a tensor on the meta device is asked for its values: NotImplementedError and
+#: other RuntimeErrors, and TypeError for numpy's arrays and for formatted numbers.
+NO_VALUES = (RuntimeError, TypeError)
 
 
 def chain_of(model: nn.Module) -> Chain:
@@ -102,10 +105,9 @@ def shape_of(
     with torch.no_grad():
         try:
             outputs = compute(model, example_inputs(shape, 2, "meta"))
-        except MotleyError:
-            raise
-        except Exception:
+        except NO_VALUES:
             # Some models look at values, as BatchNorm without a momentum does when it trains.
+            # Errors in shapes have these types, too: on the CPU they are raised again.
             outputs = compute(_with_zeros(model), example_inputs(shape, 2, "cpu"))
     return outputs.shape[1:]
 
