@@ -387,6 +387,42 @@ def natural_curves(study_name: str, data: str = "", case: str = "") -> str:
     return _table(["round", *(str(milestone) for milestone in milestones)], rows)
 
 
+#: The line of the unseen writers' table that the others are compared with.
+UNSEEN_BASELINE = "FedAvg, layers shared"
+
+
+def unseen_writers() -> str:
+    """Return the scores of writers who did not train (campaign/unseen.py), as means over the sizes."""
+    file = RESULTS / "natural-writers" / "unseen.json"
+    kept = json.loads(file.read_text(encoding="utf-8"))
+    runs = load_runs("natural-writers")
+
+    def score(line: str, seed: str, key: str) -> float:
+        return 100 * fmean(by_size[key] for by_size in kept[line][seed].values())
+
+    rows = []
+    for line, by_seed in kept.items():
+        means = [score(line, seed, "mean") for seed in by_seed]
+        worst = [score(line, seed, "worst_tenth") for seed in by_seed]
+        own = _client_mean([runs[line][int(seed)] for seed in by_seed], "mean")
+        difference = ""
+        if line != UNSEEN_BASELINE:
+            theirs = [score(UNSEEN_BASELINE, seed, "mean") for seed in by_seed]
+            difference = f"{paired(means, theirs)} vs {UNSEEN_BASELINE}"
+        rows.append(
+            [line, str(spread(means)), str(spread(worst)), own, str(len(means)), difference]
+        )
+    header = [
+        "line",
+        "unseen writers",
+        "worst tenth of them",
+        "the training writers' own held-out digits",
+        "seeds",
+        "paired difference (95 %)",
+    ]
+    return _table(header, rows)
+
+
 def shakespeare_baselines() -> str:
     """Return the accuracy of tables of counts (campaign/baselines.py)."""
     file = RESULTS / "natural-shakespeare-cpu" / "baselines.json"
@@ -427,6 +463,7 @@ DRAWN: dict[str, tuple[str, Callable[[], str]]] = {
     "natural-har-curves": ("natural.md", partial(natural_curves, "natural-har")),
     "natural-writers": ("natural.md", partial(natural, "natural-writers")),
     "natural-writers-curves": ("natural.md", partial(natural_curves, "natural-writers")),
+    "natural-unseen": ("natural.md", unseen_writers),
     "natural-heart-own": ("natural.md", partial(natural, "natural-heart-flamby", "heart")),
     "natural-heart-pooled": (
         "natural.md",

@@ -22,6 +22,7 @@ from motley.runs.checkpoint import last_round
 from motley.runs.folder import RunFolder
 from motley.studies.declaration import DataColumn, MethodRow, Study
 from tests.conftest import tiny_config
+from tests.data.natural_files import write_writers
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -359,3 +360,40 @@ def test_a_whole_model_is_compared_with_the_number_of_the_other_line(
         pages.paired_difference(study, runs, lines[0])
         == f"{ours - theirs:+.1f} (one seed) vs FedAvg"
     )
+
+
+def test_unseen_writers_are_scored_by_runs_that_repeat_their_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = campaign_script(monkeypatch)
+    unseen = importlib.import_module("unseen")
+    write_writers(tmp_path)
+    settings = (
+        f"data.root={tmp_path}",
+        "data.transform.resize=14",
+        "model.sizes=['mlp1','mlp2']",
+        "federation.clients=4",
+        "federation.clients_per_round=2",
+        "training.rounds=5",
+    )
+    options = " ".join(f'--set "{setting}"' for setting in settings)
+    queue = tmp_path / "queue.txt"
+    line = f'--method "FedAvg, layers shared" --seed 1 {options}'
+    queue.write_text(f"{ROOT}/campaign/natural-writers.toml {line}\n")
+    (task,) = script.read_queue(queue, tmp_path / "results")
+    assert script.run_here([task], tmp_path / "first", 60.0) == []
+
+    folder = unseen.repeat(task, tmp_path / "again")
+    result = json.loads(task.result.read_text())
+    scores = unseen.unseen_scores(folder.path)
+    assert set(scores) == {"mlp1", "mlp2"}
+    for size, score in scores.items():
+        # Both writers have as many digits, so the mean is the accuracy that the run reports.
+        assert score["clients"] == 2
+        assert score["mean"] == pytest.approx(result["accuracy"][size][-1], abs=1e-4)
+        assert score["worst_tenth"] <= score["mean"]
+
+    result["accuracy"]["mlp1"][0] += 0.0001
+    task.result.write_text(json.dumps(result))
+    with pytest.raises(SystemExit, match="has other accuracies than"):
+        unseen.repeat(task, tmp_path / "again")
