@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install quickstart test test-slow lint format types docs lock audit clean
+.PHONY: install quickstart test test-slow test-kernels lint format types docs lock audit clean
 
 install: .venv/installed
 
@@ -20,6 +20,10 @@ test: install
 
 test-slow: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+
+# The kernels for GPUs, in Triton's interpreter. Skipped where there is no Triton.
+test-kernels: install
+	OMP_NUM_THREADS=1 $(BIN)/python .ci/kernels.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Look for known vulnerabilities of everything in requirements-lock.txt, and of torch.
+"""Look for known vulnerabilities of everything in requirements-lock.txt, of torch and of Triton.
 
 The audit fails for packages that Motley's users install with it (the dependencies in
 pyproject.toml) or that constraints.txt pins, if a version without the vulnerability exists. All
@@ -87,6 +87,7 @@ def main() -> None:
     """Print what is known, and exit with status 1 if something must be done."""
     constraints = pins((ROOT / "constraints.txt").read_text())
     versions = {**pins((ROOT / "requirements-lock.txt").read_text()), **constraints}
+    versions |= pins((ROOT / "requirements-kernels.txt").read_text())
     ours = required((ROOT / "pyproject.toml").read_text()) | set(constraints)
     found = advisories(versions)
     unknown = unaudited(found)

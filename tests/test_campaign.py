@@ -92,7 +92,7 @@ def result_of(folder: Path) -> dict[str, object]:
 
 
 def test_a_run_that_was_cut_off_continues(tmp_path: Path) -> None:
-    rounds = 60
+    rounds = 30
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder in (whole, cut):
         folder.mkdir()
@@ -107,8 +107,8 @@ def test_a_run_that_was_cut_off_continues(tmp_path: Path) -> None:
             str(folder / "results"),
         ]
 
-    call("run.py", *options(whole))
-    command = [sys.executable, str(ROOT / "campaign" / "run.py"), *options(cut)]
+    call("run.py", *options(whole), "--here")
+    command = [sys.executable, str(ROOT / "campaign" / "run.py"), *options(cut), "--here"]
     with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
         metrics = cut / "work" / "inco-table2-digits-alpha-0.5-HeteroAvg-seed1" / "metrics.jsonl"
         deadline = time.monotonic() + 120

@@ -112,3 +112,9 @@ def test_packages_that_the_advisory_service_does_not_know_are_not_called_safe(
 
 def test_the_pins_of_the_lock_file_are_read(audit: ModuleType) -> None:
     assert audit.pins((ROOT / "requirements-lock.txt").read_text()) == locked()
+
+
+def test_tritons_version_does_not_constrain_torchs_builds(audit: ModuleType) -> None:
+    """A build of torch with CUDA needs the Triton that it names, and could not be installed."""
+    assert "triton" not in audit.pins((ROOT / "constraints.txt").read_text())
+    assert list(audit.pins((ROOT / "requirements-kernels.txt").read_text())) == ["triton"]

@@ -1,6 +1,6 @@
 """The benchmark of convolutions on large maps: a dry run, its kernels, and its bookkeeping.
 
-The kernels run in Triton's interpreter: `TRITON_INTERPRET=1 pytest tests/benchmarks/test_large_maps.py`.
+The kernels run in Triton's interpreter: `make test-kernels`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Motley's kernels in Triton's interpreter, which runs them on a CPU, value by value.
 
-    pip install triton
-    TRITON_INTERPRET=1 pytest tests/engine/test_kernels_interpreted.py
+    make test-kernels
 
-The environment variable must be set before Triton is imported, so these tests are skipped in other
-runs. They show that kernels compute the right values and read nothing else. They show nothing about
-compiled code: how fast it is, whether tf32 is exact enough, or how bf16 is rounded. Products of
-bf16 are left out, because the interpreter multiplies their bits.
+That installs Triton and sets TRITON_INTERPRET=1, which must be set before Triton is imported, so
+these tests are skipped in other runs. They show that kernels compute the right values and read
+nothing else. They show nothing about compiled code: how fast it is, whether tf32 is exact enough,
+or how bf16 is rounded. Products of bf16 are left out, because the interpreter multiplies their
+bits.
 """
 
 from __future__ import annotations
