@@ -7,6 +7,7 @@
 # rounds    ms per round of the InCo setting, with and without engine.overlap_rounds, and the first round after a cold start
 # fedimpro  ms per client step of FedImpro's ResNet-18, and convolutions on large maps
 # methods   what methods cost
+# peers     rounds of pfl-research, beside Motley and a loop by hand; needs its packages (benchmarks/RESULTS.md, Commands)
 # cores     the speed of 1, 2, 4, 8 and 16 worker processes on the machine's CPU
 # jobs      three runs one after another, and side by side; needs CIFAR-10 in MOTLEY_DATA
 # campaign  the queue QUEUE of campaign/run.py, by default campaign/precision.txt; needs CIFAR-10, and takes several calls
@@ -109,6 +110,15 @@ methods() {
   run 500 methods "$PYTHON" benchmarks/methods.py --output "$out/methods.json" "${settings[@]}"
 }
 
+peers() {
+  local device=cuda settings=(--rounds 30 --repeats 2)
+  if [ "$SMOKE" ]; then
+    device=cpu
+    settings=(--workloads mlp --rounds 2 --repeats 1)
+  fi
+  run 400 peers "$PYTHON" -m benchmarks.peers.pfl_research --device "$device" --json "$out/peers-pfl.json" "${settings[@]}"
+}
+
 cores() {
   local workers=(1 2 4 8 16) settings=()
   if [ "$SMOKE" ]; then
@@ -147,7 +157,7 @@ campaign() {
   fi
 }
 
-stages="tests rounds fedimpro methods cores jobs campaign"
+stages="tests rounds fedimpro methods peers cores jobs campaign"
 for stage in "$@"; do
   case " $stages " in
     *" $stage "*) ;;

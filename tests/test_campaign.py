@@ -92,7 +92,7 @@ def result_of(folder: Path) -> dict[str, object]:
 
 
 def test_a_run_that_was_cut_off_continues(tmp_path: Path) -> None:
-    rounds = 30
+    rounds = 60
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder in (whole, cut):
         folder.mkdir()

@@ -85,7 +85,7 @@ def test_a_run_that_is_rejected_does_not_stop_the_others(tmp_path: Path) -> None
 )
 def test_a_study_that_is_stopped_continues(tmp_path: Path, how: signal.Signals) -> None:
     sweep, out = tmp_path / "mine.toml", tmp_path / "out"
-    sweep.write_text(SWEEP.replace("rounds = 3", "rounds = 30\nset.run.checkpoint_every = 5"))
+    sweep.write_text(SWEEP.replace("rounds = 3", "rounds = 60\nset.run.checkpoint_every = 5"))
     cells = plan_cells(load_study(str(sweep)), "full", seeds=1)
     runs = [run for _, run in unfinished_runs(cells, out)]
     command = [sys.executable, "-m", "motley", "study", str(sweep), "--out", str(out)]
