@@ -440,9 +440,20 @@ def test_rounds_that_overlap_end_like_others(method: str) -> None:
     assert distance(overlapping(6, *settings).state, plain.state) < 1e-5
 
 
-@pytest.mark.parametrize("method", ["fedavg", "scaffold", "InCoAvg"])
+QUEUED: dict[str, tuple[str, ...]] = {
+    "fedavg": (),
+    "scaffold": ("method.name=scaffold",),
+    "InCoAvg": ("method.name=InCoAvg",),
+    "fedlc": ("method.name=fedlc",),
+    "logit-adjustment": ("training.logit_adjustment=1",),
+    "short-batches": ("training.steps=0", "training.epochs=1"),
+    "stacked": (*FAMILIES["mlp"], "engine.vmap_clients=4", "training.steps=0"),
+}
+
+
+@pytest.mark.parametrize("case", QUEUED)
 def test_the_next_round_is_queued_without_waiting(
-    method: str, monkeypatch: pytest.MonkeyPatch
+    case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the last rounds, when all steps have been captured. `NextRound` would hide an error, so they are kept."""
     errors: list[Exception] = []
@@ -463,16 +474,36 @@ def test_the_next_round_is_queued_without_waiting(
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(rounds, "train_clients", without_waiting)
+    if case == "short-batches":
+        # As if there were more lengths than graphs: they all run eagerly.
+        monkeypatch.setattr("motley.engine.slots.SHORT", 0)
     overlapping(
         6,
-        f"method.name={method}",
         "federation.clients_per_round=6",
         "training.batch_size=16",
         "training.steps=8",
         "training.rounds=6",
+        *QUEUED[case],
     )
     assert not errors
     assert queued == [1, 2, 3, 4, 5, 6]
+
+
+def test_collections_do_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All clients are asked behind the round's training, and the next round is queued behind that."""
+    run, calls = rounds.run_collections, []
+
+    def without_waiting(*args: Any) -> Any:
+        calls.append(args)
+        torch.cuda.set_sync_debug_mode("error" if len(calls) > 1 else "default")
+        try:
+            return run(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(rounds, "run_collections", without_waiting)
+    after(3, "server.statistics.name=recalibrate", "evaluation.every=1", "training.steps=2")
+    assert len(calls) >= 3
 
 
 @pytest.mark.parametrize("statistics", ["frozen", "adapt"])

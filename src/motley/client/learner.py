@@ -25,6 +25,7 @@ from motley.client.optimizers import Optimizer
 from motley.client.training import Plan, TrainingSettings
 from motley.client.training_loss import TrainingLoss
 from motley.client.weights import Weights, working_type
+from motley.core.async_copy import to_device
 from motley.core.device import on_device, place, use_generator
 from motley.core.dotted import describe
 from motley.core.errors import MotleyError
@@ -548,7 +549,7 @@ class Learner:
 
     def class_counts(self, num_classes: int) -> Tensor:
         """Return how many examples the client has of each class."""
-        targets = self.data.targets[torch.from_numpy(self.rows).to(self.device)]
+        targets = self.data.targets[to_device(torch.from_numpy(self.rows), self.device)]
         # Not torch.bincount, which waits for a GPU.
         zeros = torch.zeros(num_classes, device=self.device)
         return zeros.index_add_(0, targets, torch.ones_like(targets, dtype=zeros.dtype))
@@ -557,7 +558,7 @@ class Learner:
 
     def examples(self, plan: Plan) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield a plan's batches without augmentation and in single precision, for a collection."""
-        rows = plan.rows.to(self.device)
+        rows = to_device(plan.rows, self.device)
         for step, length in enumerate(plan.lengths):
             yield self.data.batch(rows[step, :length])
 

@@ -28,6 +28,7 @@ from motley.client.clients import Clients
 from motley.client.job import Job
 from motley.client.training import Plan
 from motley.client.weights import TYPES
+from motley.core.async_copy import tensor_on, to_device
 from motley.core.device import use_generator
 from motley.core.graphs import capture
 from motley.core.part import State
@@ -112,18 +113,17 @@ class Stack:
                 self._load(jobs)
                 self._capture(batches)
             self._load(jobs)
-            aside: list[tuple[list[int], State]] = []
+            aside: list[tuple[Tensor, State]] = []
             for step in range(max(counts)):
                 self._seed(jobs[0], step)
                 self._step(*batches.of(step))
                 ended = [row for row, count in enumerate(counts) if count == step + 1 < max(counts)]
                 if ended:
-                    aside.append(
-                        (
-                            ended,
-                            {name: tensor.detach()[ended] for name, tensor in self.weights.items()},
-                        )
-                    )
+                    rows = tensor_on(ended, torch.long, self.clients.device)
+                    weights = {}
+                    for name, tensor in self.weights.items():
+                        weights[name] = tensor.detach().index_select(0, rows)
+                    aside.append((rows, weights))
             return self._updates(jobs, counts, aside)
 
     @torch.no_grad()
@@ -193,11 +193,11 @@ class Stack:
 
     @torch.no_grad()
     def _updates(
-        self, jobs: Sequence[Job], counts: list[int], aside: list[tuple[list[int], State]]
+        self, jobs: Sequence[Job], counts: list[int], aside: list[tuple[Tensor, State]]
     ) -> list[ClientUpdate]:
         for rows, state in aside:
             for name, tensor in state.items():
-                self.weights[name].detach()[rows] = tensor
+                self.weights[name].detach().index_copy_(0, rows, tensor)
         deltas = {
             name: (self.weights[name].detach() - start).unbind()
             for name, start in self.start.items()
@@ -243,9 +243,9 @@ class Batches:
         device = self.data.device
         #: Examples of each step that are computed: a captured step has one shape.
         self._longest = lengths.max(1) if device.type == "cpu" else np.full(steps, size)
-        self._rows = torch.from_numpy(rows).to(device)
-        self._shares = torch.from_numpy(shares.astype(np.float32)).to(device)
-        self._draws = torch.from_numpy(draws).to(device) if draws is not None else None
+        self._rows = to_device(torch.from_numpy(rows), device)
+        self._shares = to_device(torch.from_numpy(shares.astype(np.float32)), device)
+        self._draws = to_device(torch.from_numpy(draws), device) if draws is not None else None
 
     def of(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return a step's inputs and targets (clients, batch size, ...) and each example's weight

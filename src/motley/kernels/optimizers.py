@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from motley.core.async_copy import to_device
 from motley.kernels.compiling import launch
 
 
@@ -314,7 +315,7 @@ class Fused(torch.optim.Optimizer):
             )
             rows[:, PULL + 1] = np.array(strengths, dtype=np.float32).view(np.int32)[self._owner]
         if not (self.lr.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return torch.from_numpy(rows).to(self.lr.device)
+            return to_device(torch.from_numpy(rows), self.lr.device)
         table = self._reserved.pop()
         self._captured.append(table)
         self._unwritten.append((table, torch.from_numpy(rows)))
