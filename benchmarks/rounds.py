@@ -36,17 +36,17 @@ from motley.server.record import PendingRecord
 SETTING = ("engine.slots=10", "model.resnet.trim_dead_taps=true", "evaluation.batch_size=5000")
 
 
-def play(federation: Federation, rounds: int, end: float) -> list[float]:
+def play(federation: Federation, rounds: int, latest: float) -> list[float]:
     """Run the first rounds, and return the milliseconds of each.
 
-    `end`: no round begins after this time.
+    `latest`: no round begins after this time.
     """
     server = federation.initial_state()
     before: PendingRecord | None = None
     milliseconds = []
     begin = time.perf_counter()
     for number in range(rounds):
-        if begin > end:
+        if begin > latest:
             raise TimeoutError(f"out of time in round {number + 1} of {rounds}")
         server, record = federation.queue_round(server, more_rounds=number + 1 < rounds)
         # As in a run, the scores of a round are awaited only after the next round has been queued.

@@ -53,6 +53,28 @@ def test_rounds_stops_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert result["error"] == "TimeoutError: out of time in round 1 of 25"
 
 
+def test_rounds_stops_between_two_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Record:
+        def read(self) -> None: ...
+
+    class Federation:
+        """Takes a second per round."""
+
+        now = 0.0
+
+        def initial_state(self) -> None: ...
+
+        def queue_round(self, server: None, *, more_rounds: bool) -> tuple[None, Record]:
+            self.now += 1
+            return None, Record()
+
+    federation: Any = Federation()
+    monkeypatch.setattr(rounds.time, "perf_counter", lambda: federation.now)
+    assert rounds.play(federation, 3, latest=100) == [1000, 1000, 1000]
+    with pytest.raises(TimeoutError, match="out of time in round 4 of 9"):
+        rounds.play(federation, 9, latest=5.5)
+
+
 @pytest.mark.parametrize("failing", ["plain", "profiled"])
 def test_first_round_keeps_the_process_that_has_finished(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
