@@ -13,6 +13,7 @@ import pytest
 from motley.client.learner import Learner
 from motley.config import Config
 from motley.core.errors import MotleyError
+from motley.core.merge import Aggregate
 from motley.core.update import ClientUpdate
 from motley.engine import LocalEngine
 from motley.engine.base import Done, Failure, Job
@@ -22,6 +23,7 @@ from motley.runs.callbacks import Callback
 from motley.runs.checkpoint import fingerprint
 from motley.runs.metrics import MetricsLog
 from motley.runs.run import resume_run, start_run
+from motley.server.pipeline import StageResult
 from motley.server.record import RoundRecord
 from motley.server.sampling import ClientSampler
 from motley.server.state import ServerState
@@ -151,6 +153,46 @@ def test_a_round_that_ends_without_a_client_is_the_start_of_the_next(
     assert ends[0] == ends[1]
     # Rounds 4 and 5 were trained once from states that did not stay.
     assert engines[1].rounds == [1, 2, 3, 4, 4, 5, 5]
+
+
+class RefusesNaN:
+    """A stage that raises an error about numbers that no accepted update has."""
+
+    name = "refuses-nan"
+
+    def __call__(
+        self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]
+    ) -> StageResult:
+        if any(tensor.isnan().any() for tensor in aggregate.delta.values()):
+            raise ValueError("a NaN")
+        return StageResult(server, aggregate)
+
+
+@pytest.mark.usefixtures("busy_device")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_stage_may_rely_on_the_check_of_the_updates(overlap: bool) -> None:
+    settings = ("federation.clients_per_round=6", "training.rounds=3")
+    federation = Federation(config(*settings, overlap=overlap))
+    federation.engine = Counting(federation, client=2, value=float("nan"), since=2)
+    federation.pipeline.insert(1, RefusesNaN())
+    assert [list(record.refused) for record in all_records(federation)] == [[], [2], [2]]
+
+
+@pytest.mark.usefixtures("busy_device")
+def test_other_errors_of_a_stage_are_raised() -> None:
+    class Fails(RefusesNaN):
+        def __call__(
+            self, server: ServerState, aggregate: Aggregate, updates: Sequence[ClientUpdate]
+        ) -> StageResult:
+            if server.round_number == 3:
+                raise ValueError("wrong in round 3")
+            return StageResult(server, aggregate)
+
+    federation = Federation(config())
+    federation.pipeline.insert(1, Fails())
+    with pytest.raises(ValueError, match="wrong in round 3"):
+        list(federation.run())
+    assert final_state(federation).round_number == 2
 
 
 @pytest.mark.usefixtures("busy_device")

