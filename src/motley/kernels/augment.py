@@ -14,6 +14,8 @@ from motley.kernels.compiling import launch
 
 #: The largest number of values of an image: one program makes a whole image.
 MOST_VALUES = 2**14
+#: With more values per warp, a program needs more registers than there are: images of 64x64.
+VALUES_PER_WARP = 1024
 
 
 @triton.jit
@@ -57,9 +59,10 @@ def augment(
     that `motley.data.device.DRAWS` describes.
     """
     count, height, width, channels = into.shape
+    values = triton.next_power_of_2(height * width * channels)
     launch(
         _augment, (count,), images, rows, draws, shift, scale, into,
         images.stride(1), images.stride(0),
         HEIGHT=height, WIDTH=width, CHANNELS=channels, PADDING=padding, FLIP=flip, CUTOUT=cutout,
-        DRAWS=draws.shape[1], VALUES=triton.next_power_of_2(height * width * channels),
+        DRAWS=draws.shape[1], VALUES=values, num_warps=max(4, values // VALUES_PER_WARP),
     )  # fmt: skip

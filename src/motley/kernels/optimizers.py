@@ -54,6 +54,9 @@ class Weights(Protocol):
 
 #: Values that one program updates.
 PIECE = 4096
+#: Warps of a program that updates. With 4, which is Triton's default, each thread has 32 values of
+#: the weight, the gradient and both moments: more than its 255 registers hold.
+WARPS = 8
 #: Number of columns of the table, which has one row per piece. Positions are offsets in elements.
 #: 0 to 3: position of the weight, the first moment, the second moment, and the 16-bit copy;
 #: 4: number of values;
@@ -284,6 +287,7 @@ class Fused(torch.optim.Optimizer):
             *factors, self.weight_decay, *limits, **kind, PULLED=self._pulls is not None,
             COPIES=copies, SCALED=self.weights is not None and self.weights.scaled,
             CHECKED=scale is not None, NONE=NO_COPY, FIELDS=FIELDS, PIECE=PIECE,
+            num_warps=WARPS,
         )  # fmt: skip
         self._pulls = None
 
