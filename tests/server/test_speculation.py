@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from motley.client.learner import Learner
 from motley.config import Config
@@ -135,7 +136,9 @@ def test_private_rounds_are_not_queued_ahead() -> None:
 
 @pytest.mark.usefixtures("busy_device")
 @pytest.mark.parametrize("value", [float("nan"), 1e38])
-@pytest.mark.parametrize("method", ["fedavg", "scaffold"])
+@pytest.mark.parametrize(
+    "method", ["fedavg", "scaffold", "ccvr", "ditto", "fedimpro-scaffold", "heterofl", "spherefed"]
+)
 def test_a_round_that_ends_without_a_client_is_the_start_of_the_next(
     value: float, method: str
 ) -> None:
@@ -330,13 +333,33 @@ class CopyFolder(Callback):
 
 @pytest.mark.usefixtures("busy_device")
 @pytest.mark.parametrize("host_gib", [1, 0])
-def test_every_checkpoint_can_be_continued(tmp_path: Path, host_gib: int) -> None:
+@pytest.mark.parametrize("since", [None, 3], ids=["accepted", "refused"])
+@pytest.mark.parametrize("method", ["scaffold", "ditto"])
+def test_every_checkpoint_can_be_continued(
+    method: str,
+    since: int | None,
+    host_gib: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A checkpoint is saved when two more rounds have stored client states. It needs the older ones.
 
-    Without host memory, the newer states are written to the file at once.
+    Without host memory, the newer states are written to the file at once. If client 2 is refused
+    from some round on, it continues from the state before that, and training that was queued from
+    its newer states is dropped.
     """
+    train = LocalEngine.train
+
+    def with_a_nan(engine: LocalEngine, jobs: Sequence[Job], done: Done) -> list[ClientUpdate]:
+        updates = train(engine, jobs, done)
+        if since is None or jobs[0].round_number < since:
+            return updates
+        nan = torch.tensor(float("nan"))
+        return [replace(update, loss=nan) if update.client == 2 else update for update in updates]
+
+    monkeypatch.setattr(LocalEngine, "train", with_a_nan)
     overrides = (
-        *chosen("scaffold"),
+        *chosen(method),
         f"engine.client_state_host_gib={host_gib}",
         "federation.clients_per_round=6",
         "run.checkpoint_every=1",
@@ -345,6 +368,7 @@ def test_every_checkpoint_can_be_continued(tmp_path: Path, host_gib: int) -> Non
     )
     folder = tmp_path / "run"
     _, expected = start_run(config(*overrides), folder, [CopyFolder(folder)])
+    assert expected.client_state_rounds[2] == (6 if since is None else since - 1)
     plain = Federation(config(*overrides, overlap=False))
     all_records(plain)
     assert bits(expected) == bits(final_state(plain))

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from motley.engine.base import Done
 from motley.server import rounds
-from motley.server.aggregation import merge_updates
+from motley.server.aggregation import Merged, merge_updates
 from motley.server.context import RoundContext
 from motley.server.rounds import Attempt, Ending, Undone, end_round, enough_updates
 from motley.server.state import ServerState
@@ -39,13 +39,10 @@ def finish_round(
     """
     if not context.engine.trusted or attempt.check.ready:
         return rounds.finish_round(context, server, attempt)
-    try:
-        merged = merge_updates(context, server, attempt.updates, attempt.check.metrics)
-        ending = end_round(context, merged, attempt.clients)
-    except Exception:
-        # Stages and methods may raise errors about numbers that the check rejects, such as a NaN.
-        # Any other error is raised again here.
+    ends = _merge_and_end(context, server, attempt)
+    if ends is None:
         return rounds.finish_round(context, server, attempt)
+    merged, ending = ends
     if next_round is not None:
         next_round.begin(context, ending.server)
     # Reading the verdict waits for the training; the work above is queued behind it.
@@ -57,6 +54,21 @@ def finish_round(
     if next_round is not None:
         next_round.drop()
     return rounds.finish_round(context, server, attempt)
+
+
+def _merge_and_end(
+    context: RoundContext, server: ServerState, attempt: Attempt
+) -> tuple[Merged, Ending] | None:
+    """Queue the end of a round as if all updates were valid; None if that raises an error.
+
+    Stages and methods may raise errors about numbers that the check rejects, such as a NaN. The
+    plain end of the round raises any other error again.
+    """
+    try:
+        merged = merge_updates(context, server, attempt.updates, attempt.check.metrics)
+        return merged, end_round(context, merged, attempt.clients)
+    except Exception:
+        return None
 
 
 @dataclass(frozen=True)
