@@ -164,7 +164,8 @@ def test_slots_of_five_resnets_compile_all_kernels_before_their_first_step(
         model.model.eval()
         with torch.no_grad(), compiling_ahead(2):
             model.model(images(64, model.dtype))
-    assert compiler.spilled.keys() >= {"_forward", "_backward", "_step"}
+    assert compiler.spilled.keys() >= {"_forward", "_backward"}
+    assert len(compiler.spilled["_step"]) == 1, "one kernel for all sizes"
     assert ("_convolve" in compiler.spilled) == (precision != "fp32")
     most = {name: max(spilled) for name, spilled in compiler.spilled.items()}
     assert not {name: spilled for name, spilled in most.items() if spilled > MOST_SPILLED}

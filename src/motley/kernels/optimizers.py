@@ -84,7 +84,8 @@ def _look(
         tl.store(found, 1.0)
 
 
-@triton.jit
+# Without this, models with a multiple of 16 pieces would need a kernel of their own.
+@triton.jit(do_not_specialize=["programs"])
 def _step(
     base, shadow, table, lr, counter, programs, scale, good, found,
     log_beta1, log_beta2, rest1, rest2, beta1, beta2, eps, decay, highest, lowest, patience,
