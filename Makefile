@@ -21,7 +21,7 @@ test: install
 test-slow: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
-# The kernels for GPUs, in Triton's interpreter. Skipped where there is no Triton.
+# The kernels for GPUs, interpreted and compiled by Triton on a CPU. Skipped where there is no Triton.
 test-kernels: install
 	OMP_NUM_THREADS=1 $(BIN)/python .ci/kernels.py
 

@@ -1,4 +1,4 @@
-"""Run the tests of Motley's kernels in Triton's interpreter, which needs no GPU.
+"""Run the tests of Motley's kernels that need Triton and no GPU: interpreted, and compiled.
 
 Triton is installed into build/triton and not into .venv, because torch and Motley work differently
 if it can be imported. If there is no Triton for this machine, the tests are skipped with a message.
@@ -16,7 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PIN = ROOT / "requirements-kernels.txt"
 FOLDER = ROOT / "build" / "triton"
-TESTS = ("tests/engine/test_kernels_interpreted.py", "tests/benchmarks/test_large_maps.py")
+INTERPRETED = ("tests/engine/test_kernels_interpreted.py", "tests/benchmarks/test_large_maps.py")
+COMPILED = ("tests/engine/test_kernels_compiled.py", "tests/engine/test_compiling.py")
 
 
 def install() -> None:
@@ -40,17 +41,26 @@ def install() -> None:
     sys.exit("test-kernels: Triton cannot be installed.")
 
 
-def main() -> None:
-    """Run the tests. A skipped test is a failure: what it needs is here."""
-    install()
+def run(tests: tuple[str, ...], interpret: bool) -> None:
+    """Run tests, and exit if one fails or is skipped: what they need is here."""
     paths = [str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", "pytest", "-n", "2", "-rs", *TESTS]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    if interpret:
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-rs", *tests]
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    print(done.stdout)
-    if done.returncode == 0 and re.search(r"\d+ skipped", done.stdout):
+    print(done.stdout, flush=True)
+    if done.returncode != 0:
+        sys.exit(done.returncode)
+    if re.search(r"\d+ skipped", done.stdout):
         sys.exit("test-kernels: tests were skipped.")
-    sys.exit(done.returncode)
+
+
+def main() -> None:
+    """Install Triton, and run the tests."""
+    install()
+    run(INTERPRETED, interpret=True)
+    run(COMPILED, interpret=False)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from motley.core.errors import MotleyError
 from motley.methods import METHODS, Method, MethodSettings, Requirements
 
 torch.set_num_threads(1)
+if hasattr(signal, "SIGHUP"):
+    # Under nohup it is ignored, and the processes that tests start would inherit that.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 TINY = (
     "data.transform.resize=8",

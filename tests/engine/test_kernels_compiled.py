@@ -1,8 +1,8 @@
 """Motley's kernels compiled for an H100 or H200 without one, by Triton and ptxas.
 
-    pip install triton
-    pytest -m '' tests/engine/test_kernels_compiled.py
+    make test-kernels
 
+That leaves out the slow tests, which compile whole networks (`pytest -m ''`, with Triton installed).
 They show that every kernel compiles, that its values fit into registers, and that a slot compiles
 all kernels before its first step. The tensors are on torch's meta device: they have no memory, and
 no kernel runs.
