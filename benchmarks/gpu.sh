@@ -5,6 +5,7 @@
 #
 # tests     all GPU tests, in three processes
 # rounds    ms per round of the InCo setting, with and without engine.overlap_rounds, and the first round after a cold start
+# tiles     which tiles of the kernels are fastest in the InCo setting
 # fedimpro  ms per client step of FedImpro's ResNet-18, and convolutions on large maps
 # methods   what methods cost
 # peers     rounds of pfl-research, beside Motley and a loop by hand; needs its packages (benchmarks/RESULTS.md, Commands)
@@ -89,6 +90,18 @@ rounds() {
     --set "engine.precision=$half" "${settings[@]}"
 }
 
+tiles() {
+  local precision
+  if [ "$SMOKE" ]; then
+    echo "tiles need a GPU"
+    return
+  fi
+  for precision in fp16 tf32; do
+    run 290 "tiles-$precision" "$PYTHON" -m benchmarks.tiles --precision "$precision" --seconds 260 \
+      --output "$out/tiles-$precision.json"
+  done
+}
+
 fedimpro() {
   local few=8 half=fp16 settings=() device=cuda
   if [ "$SMOKE" ]; then
@@ -157,7 +170,7 @@ campaign() {
   fi
 }
 
-stages="tests rounds fedimpro methods peers cores jobs campaign"
+stages="tests rounds tiles fedimpro methods peers cores jobs campaign"
 for stage in "$@"; do
   case " $stages " in
     *" $stage "*) ;;

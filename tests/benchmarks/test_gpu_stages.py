@@ -49,14 +49,14 @@ def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("smoke", ["", "1"])
 def test_every_command_that_fails_is_named(smoke: str, tmp_path: Path) -> None:
-    stages = ("tests", "rounds", "fedimpro", "methods", "cores", "jobs", "campaign")
+    stages = ("tests", "rounds", "fedimpro", "methods", "peers", "cores", "jobs", "campaign")
     environment = {**os.environ, "PYTHON": "false", "SMOKE": smoke, "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         ["bash", SCRIPT, tmp_path / "out", *stages], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 1
     commands = ("tests-1", "tests-2", "tests-3", "rounds", "first_round", "fedimpro", "large_maps")
-    commands += ("methods", "cores", "jobs-1", "jobs-3", "campaign")
+    commands += ("methods", "peers", "cores", "jobs-1", "jobs-3", "campaign")
     expected = [f"failed: {command} (status 1)" for command in commands]
     lines = done.stdout.splitlines()
     assert [line for line in lines if line.startswith("failed")] == [
