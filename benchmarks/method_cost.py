@@ -54,6 +54,7 @@ MORE_WORK = {
     "fedproto": OWN_MODELS,
     "fedrep": f"the head's own epochs, forward; {OWN_MODELS}",
     "fedspeed": "two passes per step",
+    "fedsam": "two passes per step",
     "heterofl": "a pass over all clients' examples for the statistics",
     "local": OWN_MODELS,
     "moon": "two more forward passes per step",

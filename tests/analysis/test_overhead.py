@@ -95,13 +95,14 @@ def test_a_fedavg_step_costs_as_much_as_planned() -> None:
 
 def test_additional_passes_and_models_are_counted() -> None:
     """MOON also runs two frozen models; FedIN passes features through all but the outer layers."""
-    names = ("fedavg", "moon", "scaffold", "fedin", "fedspeed")
+    names = ("fedavg", "moon", "scaffold", "fedin", "fedspeed", "fedsam")
     costs = {name: cost_of(*RESNET, f"method.name={name}") for name in names}
     plain, model = costs["fedavg"], costs["fedavg"].model_bytes / 2
     # A backward pass costs two forward passes, less the first layer.
     assert 1.6 < costs["moon"].flops / plain.flops < 1.7
     assert costs["scaffold"].flops == plain.flops
     assert costs["fedspeed"].flops == 2 * plain.flops
+    assert costs["fedsam"].flops == 2 * plain.flops
     assert 1.7 < costs["fedin"].flops / plain.flops < 2
     assert costs["scaffold"].peak_bytes > plain.peak_bytes + 1.9 * model
     assert costs["moon"].peak_bytes == plain.peak_bytes + model

@@ -96,7 +96,7 @@ def steps_from(start: ServerState, end: ServerState) -> dict[str, torch.Tensor]:
     }
 
 
-REAL = ["fedavg", "fedprox", "scaffold", "fednova", "moon", "feddyn", "fedspeed"]
+REAL = ["fedavg", "fedprox", "scaffold", "fednova", "moon", "feddyn", "fedspeed", "fedsam"]
 
 
 @pytest.mark.parametrize("method", [*REAL, "noisy", "every-hook", "alternating"])

@@ -188,6 +188,30 @@ def fedspeed(
     fl.become([m + d for m, d in zip(fl.mean(models), drift, strict=True)])
 
 
+def fedsam(fl: Reference, turns: dict[int, list[Batch]], rho: float) -> None:
+    models = []
+    for batches in turns.values():
+        model = copy.deepcopy(fl.model).train()
+        optimizer = fl.optimizer(list(model.parameters()))
+        for images, labels in batches:
+            first = torch.autograd.grad(
+                nn.functional.cross_entropy(model(images), labels), list(model.parameters())
+            )
+            norm = torch.cat([g.flatten() for g in first]).norm()
+            up = copy.deepcopy(model)
+            with torch.no_grad():
+                for p, g in zip(up.parameters(), first, strict=True):
+                    p.add_(rho * g / norm)
+            second = torch.autograd.grad(
+                nn.functional.cross_entropy(up(images), labels), list(up.parameters())
+            )
+            for p, g in zip(model.parameters(), second, strict=True):
+                p.grad = g
+            optimizer.step()
+        models.append(model)
+    fl.become(fl.mean(models))
+
+
 def moon(fl: Reference, turns: dict[int, list[Batch]], mu: float, temperature: float) -> None:
     models = []
     frozen = copy.deepcopy(fl.model).eval()

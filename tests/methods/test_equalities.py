@@ -110,6 +110,12 @@ def test_fedspeed_that_does_not_climb_is_feddyn() -> None:
     assert same_bits(speed.state, dynamic.state)
 
 
+def test_fedsam_that_does_not_climb_is_fedavg() -> None:
+    _, plain = after(2)
+    _, flat = after(2, "method.name=fedsam", "method.rho=0")
+    assert same_bits(flat.state, plain.state)
+
+
 @pytest.mark.parametrize("name", [entry.name for entry in METHODS])
 def test_layers_of_one_architecture_are_the_whole_of_it(name: str) -> None:
     one = ("model.sizes=['resnet14']", *chosen(name))

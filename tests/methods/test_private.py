@@ -61,6 +61,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "moon": (*MLP, "method.name=moon", "split.private=head"),
     "feddyn": (*MLP, "method.name=feddyn", "split.private=head"),
     "fedspeed": (*MLP, "method.name=fedspeed", "split.private=head"),
+    "fedsam": (*MLP, "method.name=fedsam", "split.private=head"),
     "inco": (
         "model.sizes=['resnet14','resnet18']",
         "split.private=head,normalization",

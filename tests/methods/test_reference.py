@@ -53,6 +53,8 @@ CASES: dict[str, tuple[Callable[..., None], str, dict[str, Any]]] = {
         "fedspeed, alpha=0.3, rho=0.2, ascent=0.6",
         MOMENTUM,
     ),
+    "fedsam, sgd": (partial(reference.fedsam, rho=0.2), "fedsam, rho=0.2", SGD),
+    "fedsam, momentum": (partial(reference.fedsam, rho=0.05), "fedsam", MOMENTUM),
     "moon, sgd": (partial(reference.moon, mu=2.0, temperature=0.5), "moon, mu=2", SGD),
     "moon, warm": (
         partial(reference.moon, mu=2.0, temperature=3.0),

@@ -51,6 +51,7 @@ STEMS: dict[str, dict[str, Any]] = {
     "Moon": {"method.name": "moon"},
     "Dyn": {"method.name": "feddyn"},
     "Speed": {"method.name": "fedspeed"},
+    "SAM": {"method.name": "fedsam"},
     "AvgM": {"method.name": "fedavg", "server.optimizer.name": "momentum"},
     "Adam": {"method.name": "fedavg", "server.optimizer.name": "adam"},
     "Yogi": {"method.name": "fedavg", "server.optimizer.name": "yogi"},

@@ -15,9 +15,10 @@ from __future__ import annotations
 from pydantic import Field
 from torch import Tensor
 
-from motley.core.tensors import add_, norm, scale_, scaled
+from motley.core.tensors import add_, scale_, scaled
 from motley.methods.base import METHODS, Method
 from motley.methods.feddyn import FedDyn, FedDynClient, FedDynServer, FedDynSettings
+from motley.methods.fedsam import backward_uphill
 from motley.methods.step import Step
 
 
@@ -40,13 +41,8 @@ class FedSpeedClient(FedDynClient):
         rho, ascent = self.settings.rho, self.settings.ascent
         loss = self.loss(step)
         step.backward(loss)
-        grads = step.grads
-        climb = scaled(grads, rho / (norm(grads) + 1e-12))
-        lower = scaled(grads, 1 - ascent) if ascent < 1 else {}
-        with step.preserve_weights():
-            add_(step.params, climb)
-            step.sync()
-            step.backward(self.loss(step))
+        lower = scaled(step.grads, 1 - ascent) if ascent < 1 else {}
+        backward_uphill(step, self.loss, rho)
         if ascent < 1:
             grads = step.grads
             scale_(grads, ascent)
