@@ -51,6 +51,7 @@ from motley.checks import (
 from motley.client.scoring import ClientTests
 from motley.config import Config
 from motley.core.device import on_device
+from motley.core.dotted import describe
 from motley.core.errors import MotleyError
 from motley.core.part import State, take
 from motley.core.registry import Entry
@@ -60,6 +61,7 @@ from motley.data.partition import Partition, PartitionSettings
 from motley.engine import DebugEngine, Engine, Job, LocalEngine
 from motley.engine.device import choose_devices, numerics, request_hardware_queues
 from motley.evaluate import Evaluator, Score
+from motley.files import given_path
 from motley.methods import Method
 from motley.models import InputShape
 from motley.objects import describe_federation
@@ -126,7 +128,7 @@ class Federation:
         seed: int | None = None,
         settings: Mapping[str, Any] | None = None,
         dataset: Dataset | None = None,
-        client_state_folder: Path | None = None,
+        client_state_folder: str | Path | None = None,
     ) -> None:
         """Put a federation together, from a configuration or from objects.
 
@@ -175,6 +177,13 @@ class Federation:
             "settings": settings,
         }
         engine = "auto" if engine is None else engine
+        if not (isinstance(engine, str) or callable(engine)):
+            raise MotleyError(
+                f"Federation: engine: is {describe(engine)}; 'auto', 'local', 'debug' or a "
+                "function that builds an engine is expected."
+            )
+        if client_state_folder is not None:
+            client_state_folder = given_path(client_state_folder, "Federation: client_state_folder")
         engine_name = engine if isinstance(engine, str) else "auto"
         build_external_engine = None if isinstance(engine, str) else engine
         #: Names of objects that only this process knows last as long as this list.
@@ -183,6 +192,10 @@ class Federation:
             missing = [name for name in ("models", "data") if described[name] is None]
             if missing:
                 raise MotleyError(f"Federation: {' and '.join(missing)}: should be given.")
+            if dataset is not None:
+                raise MotleyError(
+                    "Federation: dataset: is for a configuration; here the data set is `data`."
+                )
             description = describe_federation(
                 models=models,
                 data=data,
@@ -200,6 +213,12 @@ class Federation:
             )
             config, dataset = description.config, description.dataset
             self._in_memory, partition = description.in_memory, None
+        elif not isinstance(config, Config):
+            raise MotleyError(
+                f"Federation: config: is {describe(config)}; a motley.Config is expected, which "
+                "motley.load_config(file, preset=...) returns. Objects are given by name: "
+                "Federation(models=..., data=...)."
+            )
         else:
             _require_only_config(config, described, engine_name)
         #: The server state after the last round of `run`; None before the first one.
@@ -395,7 +414,8 @@ class Federation:
         `list(federation.run(10))` runs ten rounds at once. `server` is the state after the last
         round whose record was yielded.
         """
-        if rounds is not None and (not isinstance(rounds, Integral) or rounds < 0):
+        is_number = isinstance(rounds, Integral) and not isinstance(rounds, bool)
+        if rounds is not None and (not is_number or rounds < 0):
             raise MotleyError(f"run(rounds={rounds!r}): should be a whole number, 0 or more.")
         server = self._server_or_initial()
         total = self.config.training.rounds
@@ -432,6 +452,7 @@ class Federation:
 
         `done` is called with the id of each client that has finished its local update.
         """
+        _check_server_state("run_round", server)
         after, pending = self.queue_round(server, done)
         return after, pending.read()
 
@@ -524,6 +545,12 @@ class Federation:
         if state is None:
             server = self._server_or_initial()
             state, round_number = server.model, server.round_number
+        if not isinstance(state, Mapping):
+            raise MotleyError(
+                f"evaluate: state: is {describe(state)}; a global state is expected. "
+                "evaluate(server.model, server.round_number) takes it from a server state, and "
+                "evaluate() is about the last round of `run`."
+            )
         with self.numerics():
             return self.evaluator(state, round_number)
 
@@ -538,6 +565,7 @@ class Federation:
         """
         refuse_global_model(self.method)
         server = self._server_or_initial() if server is None else server
+        _check_server_state("model", server)
         trained = trained_model(self.split, server.model, size, server.round_number)
         return trained.to(self.device)
 
@@ -571,6 +599,15 @@ class Federation:
     def numerics(self) -> AbstractContextManager[None]:
         """Return the context in which this federation's precision and number of threads apply."""
         return numerics(self.config.engine.precision, self.config.engine.threads)
+
+
+def _check_server_state(function: str, server: object) -> None:
+    """Refuse another object than a server state, such as the record that comes with one."""
+    if not isinstance(server, ServerState):
+        raise MotleyError(
+            f"{function}: server: is {describe(server)}; a server state is expected, such as "
+            "federation.server after `run`, or federation.initial_state()."
+        )
 
 
 def _require_only_config(config: Config, described: Mapping[str, Any], engine_name: str) -> None:

@@ -11,12 +11,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from motley.core.dotted import describe
 from motley.core.errors import MotleyError
 
 #: Characters that Markdown or HTML give a meaning to, and their replacements.
 _MARKDOWN = str.maketrans(
     {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "\\|", "`": "\\`", "[": "\\[", "]": "\\]"}
 )
+
+
+def given_path(value: object, label: str) -> Path:
+    """Return a caller's path, given as text or as a path. `label` names the argument."""
+    if isinstance(value, str | os.PathLike):
+        return Path(value)
+    raise MotleyError(f"{label}: is {describe(value)}; a path is expected, as text or a Path.")
 
 
 def markdown_text(text: str) -> str:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import numpy as np
+import torch
 
 from motley.client.training import OPTIMIZER_CLASSES
 from motley.config import Config, resolve
@@ -86,6 +88,13 @@ def describe_federation(
     """Return the configuration that the arguments of `Federation` describe."""
     writer = _Writer()
     dataset = data if isinstance(data, Dataset) else None
+    if settings is not None:
+        settings = _table("settings", settings, "{'evaluation': {'every': 5}}")
+        if "preset" in settings:
+            raise MotleyError(
+                f"settings: preset = {settings['preset']!r}: cannot be given beside objects. "
+                "motley.Federation(motley.load_config(preset=...)) runs a preset."
+            )
     table: dict[str, Any] = {"seed": seed, "model": writer.models(models)}
     if not (isinstance(data, Dataset | str | Mapping) or callable(data)):
         raise MotleyError(
@@ -117,6 +126,8 @@ def describe_federation(
     if engine != "auto":
         table["engine"] = {"name": engine}
     config = resolve("", [table, settings or {}])
+    if dataset is not None:
+        _refuse_ineffective(config, table["data"]["name"])
     return Description(config, dataset, writer.in_memory)
 
 
@@ -124,6 +135,8 @@ def _federation(
     dataset: Dataset | None, partition: Any, clients: int | None, clients_per_round: int | None
 ) -> dict[str, Any]:
     """Return the numbers of clients. By default, every natural or given client takes part."""
+    if isinstance(clients, Integral) and not isinstance(clients, bool):
+        clients = int(clients)  # it may be one of NumPy's
     if clients is None and isinstance(partition, Partition):
         clients = len(partition)
     if clients is None and partition == "natural" and dataset is not None:
@@ -140,6 +153,31 @@ def _federation(
     return table
 
 
+def _refuse_ineffective(config: Config, name: str) -> None:
+    """Refuse settings that choose or read another data set than the one that was given."""
+    if config.data.name != name:
+        raise MotleyError(
+            f"settings: data.name = {config.data.name!r}: the data set is given as an object. Give "
+            "its name as `data` instead."
+        )
+    for key in ("path", "root", "max_clients", "max_per_client"):
+        value = getattr(config.data, key)
+        if value:
+            raise MotleyError(
+                f"settings: data.{key} = {value!r}: has no effect on a data set that is given as "
+                "an object."
+            )
+
+
+def _table(label: str, value: Any, example: str) -> dict[str, Any]:
+    """Return a copy of an argument that is a table."""
+    if not isinstance(value, Mapping):
+        raise MotleyError(
+            f"{label}: is {describe(value)}; a dictionary is expected, such as {example}."
+        )
+    return dict(value)
+
+
 class _Writer:
     """Writes objects into tables of a configuration."""
 
@@ -151,7 +189,10 @@ class _Writer:
         if isinstance(value, str):
             return {"name": value}
         if isinstance(value, Mapping):
-            return dict(value)
+            table = dict(value)
+            if not isinstance(table.get("name", ""), str):
+                table["name"] = self.name_of(registry, table["name"], f"{label}.name")
+            return table
         if isinstance(value, Configured):
             return {**value.settings, "name": self.name_of(registry, value.item, label)}
         if isinstance(value, Settings):
@@ -189,7 +230,7 @@ class _Writer:
         """Return the table of the task. Its loss and its metrics may be functions."""
         if isinstance(task, str):
             return {"name": task}
-        table = dict(task)
+        table = _table("task", task, "{'loss': my_loss, 'metrics': ['accuracy', my_metric]}")
         loss, metrics = table.get("loss", ""), table.get("metrics", ())
         if not isinstance(loss, str):
             table["loss"] = self.name_of(LOSSES, loss, "task.loss")
@@ -224,6 +265,12 @@ class _Writer:
 
     def partition(self, partition: Any) -> dict[str, Any]:
         """Return the table of a partition, which may be a finished one."""
+        if isinstance(partition, list | tuple | np.ndarray | torch.Tensor):
+            raise MotleyError(
+                f"partition: is {describe(partition)}; a name, an object such as "
+                "motley.Dirichlet(alpha=0.5), or a motley.data.Partition is expected. "
+                "Partition.from_owners(owners, clients) makes one from the client of each example."
+            )
         if not isinstance(partition, Partition):
             return self.named(PARTITIONS, partition, "partition")
 
@@ -242,7 +289,14 @@ class _Writer:
         """Return the table of the server's parts. Users' stages keep the order of the list."""
         table: dict[str, Any] = {}
         stages = []
+        kinds: list[type] = []
         for part in parts if isinstance(parts, Iterable) else [parts]:
+            if isinstance(part, InCo | EMA | ServerOptimizer):
+                if type(part) in kinds:
+                    raise MotleyError(
+                        f"server: motley.{type(part).__name__} is given twice. Allowed is one."
+                    )
+                kinds.append(type(part))
             if isinstance(part, InCo | EMA):
                 table |= part.table
             elif isinstance(part, ServerOptimizer):
@@ -262,7 +316,7 @@ class _Writer:
 
     def training(self, training: Mapping[str, Any]) -> dict[str, Any]:
         """Return the table of the clients' training; its optimizer may be a class of torch's."""
-        table = dict(training)
+        table = _table("training", training, "{'epochs': 2}")
         if "optimizer" in table:
             table["optimizer"] = self.named(OPTIMIZER_CLASSES, table["optimizer"], "optimizer")
         return table

@@ -86,6 +86,23 @@ class Settings(BaseModel):
     #: not change what they mean.
     lasting: ClassVar[tuple[str, ...] | None] = None
 
+    def __init__(self, /, *values: Any, **keys: Any) -> None:
+        """Build the settings from keys, as in `motley.Dirichlet(alpha=0.5)`."""
+        name = type(self).__name__
+        if values:
+            raise MotleyError(
+                f"{name}({', '.join(map(repr, values))}): settings are given by name. "
+                f"Allowed: {', '.join(type(self).model_fields)}."
+            )
+        try:
+            super().__init__(**keys)
+        except ValidationError as error:
+            raise MotleyError("\n".join(_problems(type(self), error, name))) from None
+
+    # Validation of a configuration must not call `__init__` for its tables: their problems are
+    # reported together, with their paths. Pydantic calls it unless it has this mark.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
     @model_validator(mode="before")
     @classmethod
     def _fill_from_variant(cls, values: Any) -> Any:

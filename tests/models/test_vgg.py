@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 from motley.core.errors import MotleyError
@@ -82,7 +81,7 @@ def test_dropout_is_where_and_as_strong_as_in_fedimpros_networks(
 
 
 def test_dropout_is_a_probability_or_auto() -> None:
-    with pytest.raises(ValidationError, match='should be a number from 0 to below 1, or "auto"'):
+    with pytest.raises(MotleyError, match='should be a number from 0 to below 1, or "auto"'):
         VGGSettings(dropout=1.0)
 
 

@@ -219,6 +219,23 @@ def test_names_tables_and_settings_objects(digits: Dataset) -> None:
         ({"clients": "four"}, "federation.clients = 'four': should be a valid integer"),
         ({"server": "ema"}, "server: a str is not a part of the server. Allowed are "),
         ({"engine": "fast"}, "engine.name = 'fast': should be"),
+        ({"engine": 3}, "Federation: engine: is an int; 'auto', 'local', 'debug' or a"),
+        ({"training": ["epochs"]}, "training: is a list; a dictionary is expected, such as {"),
+        ({"settings": "seed=1"}, "settings: is a str; a dictionary is expected, such as {"),
+        ({"task": 3}, "task: is an int; a dictionary is expected, such as {"),
+        ({"settings": {"preset": "digits-small"}}, "settings: preset = 'digits-small': cannot"),
+        ({"settings": {"data": {"name": "mnist"}}}, "settings: data.name = 'mnist': the data set"),
+        ({"settings": {"data": {"max_clients": 2}}}, "data.max_clients = 2: has no effect on a"),
+        ({"settings": {"data": {"path": "x"}}}, "has no effect on a data set that is given as an"),
+        ({"dataset": load_dataset("digits")}, "dataset: is for a configuration"),
+        ({"server": [motley.EMA(0.9), motley.EMA(0.5)]}, "server: motley.EMA is given twice."),
+        ({"server": [motley.InCo("paper"), motley.InCo()]}, "server: motley.InCo is given twice."),
+        ({"server": [motley.ServerOptimizer("adam")] * 2}, "motley.ServerOptimizer is given twice"),
+        ({"partition": [[0], [1]]}, "partition: is a list; a name, an object such as motley.Diri"),
+        ({"split": motley.Split}, "is the class Split, which lacks global_name."),
+        ({"method": {"name": small_net}}, "is a function; a subclass of motley.Method is"),
+        ({"settings": {"method": {"name": motley.Method}}}, "unknown method <class 'motley."),
+        ({"client_state_folder": 3}, "client_state_folder: is an int; a path is expected"),
     ],
 )
 def test_wrong_arguments_are_named(digits: Dataset, arguments: dict[str, Any], said: str) -> None:
@@ -227,12 +244,92 @@ def test_wrong_arguments_are_named(digits: Dataset, arguments: dict[str, Any], s
     assert said in str(raised.value)
 
 
+@pytest.mark.parametrize("config", ["quickstart", {"seed": 1}, Path("run.toml")])
+def test_a_configuration_of_another_type_is_named(config: Any) -> None:
+    with pytest.raises(MotleyError, match=r"Federation: config: is .*; a motley.Config is expect"):
+        motley.Federation(config)
+
+
+def test_the_name_in_a_table_may_be_an_object(digits: Dataset) -> None:
+    common: dict[str, Any] = {"models": ["mlp1"], "data": digits, "clients": 4}
+    method = {"name": motley.Method}
+    federation = motley.Federation(
+        method=method,
+        partition={"name": motley.Iid},
+        training={"optimizer": {"name": torch.optim.RMSprop, "lr": 0.3}},
+        **common,
+    )
+    assert federation.config.training.optimizer.lr == 0.3
+    assert federation.config.data.partition.name == "iid"
+    assert type(federation.method) is motley.Method
+    assert method == {"name": motley.Method}
+
+
+def test_a_number_of_clients_may_be_numpys(digits: Dataset) -> None:
+    clients: Any = np.int64(3)
+    federation = motley.Federation(models=["mlp1"], data=digits, clients=clients)
+    assert federation.config.federation.clients_per_round == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"alpha": -1}, r"Dirichlet\.alpha = -1: should be greater than 0\."),
+        ({"alfa": 1}, r"Dirichlet\.alfa = 1: unknown key 'alfa'\. Did you mean 'alpha'\?"),
+        ({"alpha": -1, "min_size": "a"}, r"(?s)Dirichlet\.alpha.*Dirichlet\.min_size = 'a'"),
+    ],
+)
+def test_wrong_settings_of_an_object_are_named(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(MotleyError, match=said):
+        motley.Dirichlet(**arguments)
+
+
+def test_settings_are_given_by_name() -> None:
+    dirichlet: Any = motley.Dirichlet
+    with pytest.raises(MotleyError, match=r"Dirichlet\(0.5\): settings are given by name. Allowed"):
+        dirichlet(0.5)
+
+
+def test_states_and_sizes_of_other_types_are_named(digits: Dataset) -> None:
+    federation: Any = motley.Federation(models=["mlp1"], data=digits, clients=4)
+    with pytest.raises(MotleyError, match="run_round: server: is a NoneType; a server state is"):
+        federation.run_round(None)
+    with pytest.raises(MotleyError, match="evaluate: state: is a ServerState; a global state is"):
+        federation.evaluate(federation.initial_state())
+    with pytest.raises(MotleyError, match="unknown size 3"):
+        federation.model(3)
+    with pytest.raises(MotleyError, match="model: server: is a dict; a server state is expected"):
+        federation.model("mlp1", {})
+
+
+def test_paths_may_be_text(digits: Dataset, tmp_path: Path) -> None:
+    common: dict[str, Any] = {"models": ["mlp1"], "data": "digits", "clients": 4}
+    training = {"rounds": 1, "epochs": 1, **QUICK}
+    config = motley.Federation(training=training, **common).config
+    run = str(tmp_path / "run")
+    motley.start_run(config, run)
+    assert motley.load(run).model("mlp1")
+    assert motley.resume_run(run)[1].round_number == 1
+    assert motley.load_config(f"{run}/config.toml", overrides="seed=3").seed == 3
+    states = str(tmp_path / "states")
+    federation = motley.Federation(method="scaffold", client_state_folder=states, **common)
+    list(federation.run(1))
+    function: Any
+    for function in (motley.load, motley.load_config, motley.resume_run):
+        with pytest.raises(MotleyError, match="is an int; a path is expected, as text or a Path"):
+            function(3)
+    with pytest.raises(
+        MotleyError, match=r"start_run: config: is a Federation; a motley\.Config is"
+    ):
+        motley.start_run(federation, run)  # type: ignore[arg-type]
+
+
 def test_one_part_of_the_server_needs_no_list(digits: Dataset) -> None:
     federation = motley.Federation(models=["mlp1"], data=digits, server=motley.EMA(0.5))
     assert federation.config.server.ema_decay == 0.5
 
 
-@pytest.mark.parametrize("rounds", [-1, 1.5, "3"])
+@pytest.mark.parametrize("rounds", [-1, 1.5, "3", True])
 def test_a_wrong_number_of_rounds_is_named(digits: Dataset, rounds: Any) -> None:
     federation = motley.Federation(models=["mlp1"], data=digits, clients=4)
     with pytest.raises(

@@ -21,6 +21,7 @@ from motley.config.paper_names import spelled_out
 from motley.config.renames import reject_old_names, with_new_names
 from motley.config.schema import FAMILIES, Config, ModelSettings, families_of
 from motley.core.errors import MotleyError, unknown
+from motley.files import given_path
 from motley.settings import NamesFile, Settings, Table, TableOf, flat, table_of, validate
 
 DEFAULT_PRESET = "quickstart"
@@ -48,7 +49,7 @@ class Resolved:
 
 
 def load_config(
-    file: Path | None = None, *, preset: str = "", overrides: Iterable[str] = ()
+    file: str | Path | None = None, *, preset: str = "", overrides: Iterable[str] = ()
 ) -> Config:
     """Read a run's configuration: a preset, then a TOML file on top, then `a.b=c` overrides.
 
@@ -59,6 +60,9 @@ def load_config(
     Relative paths in the file start from the file's folder, those in overrides from the working
     folder. The result has absolute paths only, so that a run can be resumed from any folder.
     """
+    file = None if file is None else given_path(file, "load_config: file")
+    if isinstance(overrides, str):
+        overrides = [overrides]
     return load_with_origins(file, preset=preset, overrides=overrides).config
 
 

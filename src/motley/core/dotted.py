@@ -86,6 +86,10 @@ def subclass_of(base: type, described: str) -> Callable[[Any], Any]:
 
     def accept(item: Any) -> Any:
         if isinstance(item, type) and issubclass(item, base):
+            abstract: frozenset[str] = getattr(item, "__abstractmethods__", frozenset())
+            if abstract:
+                missing = ", ".join(sorted(abstract))
+                raise MotleyError(f"is {describe(item)}, which lacks {missing}.")
             return item
         raise MotleyError(f"is {describe(item)}; a subclass of {described} is expected.")
 

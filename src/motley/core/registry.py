@@ -120,7 +120,7 @@ class Registry(Generic[T]):
 
     def _unknown(self, name: Any, setting: str) -> str:
         prefix = f"{setting}: " if setting else ""
-        return prefix + unknown(self.kind, str(name), self.names())
+        return prefix + unknown(self.kind, name, self.names())
 
     def names(self) -> list[str]:
         """Return all names that can be written, without loading anything."""

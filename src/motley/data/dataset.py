@@ -19,6 +19,7 @@ from motley.core.dotted import describe, parameter_names, path_of, required_para
 from motley.core.errors import MotleyError
 from motley.core.registry import Registry
 from motley.data.files.settings import FileSettings
+from motley.files import given_path
 from motley.models.inputs import ImageShape, InputShape, TokenShape, describe_shape, dims_of
 
 
@@ -316,8 +317,8 @@ def data_root() -> Path:
 def load_dataset(
     name: str,
     *,
-    root: Path | None = None,
-    path: Path | None = None,
+    root: str | Path | None = None,
+    path: str | Path | None = None,
     tested: bool = True,
     files: FileSettings | None = None,
     max_per_client: int = 0,
@@ -330,7 +331,8 @@ def load_dataset(
     skipping it return an empty one. The same readers heed `max_per_client`; `DataSettings.load`
     applies it to any data set.
     """
-    root = data_root() if root is None else root
+    root = data_root() if root is None else given_path(root, "load_dataset: root")
+    path = None if path is None else given_path(path, "load_dataset: path")
     files = files or FileSettings()
     return DATASETS[name](DataSource(root, path, tested, files, max_per_client))
 

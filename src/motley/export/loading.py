@@ -32,7 +32,7 @@ from motley.export.inputs import InputFormat
 from motley.export.predict import Prediction, Predictor
 from motley.export.rows import RowReader
 from motley.federation import Federation
-from motley.files import read_json_object
+from motley.files import given_path, read_json_object
 from motley.methods import METHODS
 from motley.models.moments import normalizes_by_batch
 from motley.runs.checkpoint import checkpoints, read_checkpoint
@@ -50,7 +50,7 @@ def load(path: str | Path, checkpoint: int | None = None) -> LoadedRun | LoadedE
 
     `checkpoint` is the round of one of the run's checkpoints; by default it is the newest.
     """
-    path = Path(path)
+    path = given_path(path, "load: path")
     if (path / CARD).exists():
         if checkpoint is not None:
             raise MotleyError(f"{path} is an exported model, which has no checkpoints.")
@@ -176,7 +176,7 @@ class LoadedRun:
         The federation is built for it, with a copy of the clients' states.
         """
         count = self.config.federation.clients
-        if not 0 <= client < count:
+        if client not in range(count):
             raise MotleyError(f"--client {client}: the clients have the numbers 0 to {count - 1}.")
         with tempfile.TemporaryDirectory() as temporary:
             states = Path(temporary) / "clients"

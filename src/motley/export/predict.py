@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -99,6 +100,8 @@ class Predictor:
         self, stored: np.ndarray, top: int = 1, exit_threshold: float | None = None
     ) -> list[Prediction]:
         """Return a prediction for each input that `InputFormat.read_array` has checked."""
+        if not isinstance(top, Integral) or top < 1:
+            raise MotleyError(f"top = {top!r}: should be a whole number, 1 or more.")
         if self.by_batch and len(stored) < 2:
             raise MotleyError(
                 "the model normalizes with the statistics of its batch "

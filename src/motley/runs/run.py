@@ -8,11 +8,13 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from motley.config import Config, with_overrides
+from motley.core.dotted import describe
 from motley.core.errors import MotleyError
 from motley.core.part import State
 from motley.engine import DebugEngine, Engine, LocalEngine
 from motley.extras import require
 from motley.federation import Federation
+from motley.files import given_path
 from motley.runs.callbacks import Callback, DrawTimeline, folder_callbacks
 from motley.runs.checkpoint import (
     DamagedCheckpointError,
@@ -52,7 +54,7 @@ ACCEPTABLE = ("metrics", "data")
 
 def start_run(
     config: Config,
-    path: Path,
+    path: str | Path,
     watchers: Iterable[Callback] = (),
     *,
     profile: bool = False,
@@ -63,6 +65,12 @@ def start_run(
     Everything is checked before the folder is created. With `profile`, a timeline of the slots is
     drawn at the end. `engine` replaces the engine that the configuration names.
     """
+    path = given_path(path, "start_run: path")
+    if not isinstance(config, Config):
+        raise MotleyError(
+            f"start_run: config: is {describe(config)}; a motley.Config is expected, such as that "
+            "of a federation (federation.config)."
+        )
     # Checked before the data set is read, which can take a while.
     RunFolder(path).require_free()
     if profile:
@@ -88,7 +96,7 @@ def start_run(
 
 
 def resume_run(
-    path: Path,
+    path: str | Path,
     watchers: Iterable[Callback] = (),
     *,
     engine: Callable[[Federation], Engine] | None = None,
@@ -101,6 +109,7 @@ def resume_run(
     names changes that are allowed nevertheless (`ACCEPTABLE`). Everything else that is unusual is
     passed to `warn`.
     """
+    path = given_path(path, "resume_run: path")
     folder = RunFolder.open(path)
     with folder.locked():
         config = folder.read_config()
