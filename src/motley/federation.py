@@ -55,6 +55,7 @@ from motley.core.dotted import describe
 from motley.core.errors import MotleyError
 from motley.core.part import State, take
 from motley.core.registry import Entry
+from motley.core.results import require_tensors
 from motley.data import Dataset
 from motley.data.device import DeviceData, device_data
 from motley.data.partition import Partition, PartitionSettings
@@ -443,7 +444,9 @@ class Federation:
             state = self.split.initial(self.config.seed)
             if self.config.model.weights:
                 state = with_weights(state, self.split, self.config.model)
-            return self.to_device(ServerState(0, state, method_state=self.method.server.init()))
+            algorithm = self.method.server
+            own = require_tensors(algorithm.init(), f"init of {type(algorithm).__name__}")
+            return self.to_device(ServerState(0, state, method_state=own))
 
     def run_round(
         self, server: ServerState, done: Callable[[int], None] = lambda client: None

@@ -135,7 +135,8 @@ def test_a_payload_that_is_not_declared_never_leaves_the_client() -> None:
     try:
         federation = Federation(tiny_config(*PLAIN, *MLP, "method.name=talkative"))
         with pytest.raises(
-            TypeError, match=r"finish returned a payload of \['secret'\] and a client state of \[\]"
+            MotleyError,
+            match=r"finish returned a payload of \['secret'\] and a client state of \[\]",
         ):
             federation.run_round(federation.initial_state())
     finally:

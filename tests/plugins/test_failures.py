@@ -69,6 +69,42 @@ class WrongPayload(motley.ClientAlgorithm):
         return {"a": 3}, {}
 
 
+class WrongState(motley.ClientAlgorithm):
+    def initial_client_state(self, size, received):
+        return [1]
+
+    def finish(self, step):
+        return {}, {1: step.lr}
+
+
+class WrongServer(motley.ServerAlgorithm):
+    def init(self):
+        return {"a": 1.0}
+
+    def broadcast(self, own, state, round_number, client):
+        return None
+
+    def collection_clients(self, round_number):
+        return 3
+
+    def metrics(self, own, updates):
+        return {"a": torch.ones(3)}
+
+    def adjust_aggregate(self, own, merged):
+        return merged.with_delta({name: delta.double() for name, delta in merged.delta.items()})
+
+    def post_process(self, own, state, updates):
+        return {name: tensor for name, tensor in list(state.items())[1:]}, {}
+
+    def update(self, own, state, updates):
+        return {"a": 1.0}
+
+
+def wrong_server(hook, **needs):
+    body = {hook: vars(WrongServer)[hook]}
+    return method(server=type("WrongServer", (motley.ServerAlgorithm,), body), **needs)
+
+
 class NoAggregate(motley.ServerAlgorithm):
     def aggregate(self, own, state, updates):
         pass
@@ -90,6 +126,15 @@ per_row = method(PerRow, own_training=True)
 detached = method(Detached, own_training=True)
 no_payload = method(NoPayload, payload=True)
 wrong_payload = method(WrongPayload, payload=True)
+wrong_state = method(WrongState, client_state=True)
+wrong_init = wrong_server("init")
+wrong_broadcast = wrong_server("broadcast")
+wrong_metrics = wrong_server("metrics")
+wrong_adjust = wrong_server("adjust_aggregate", own_aggregation=True)
+wrong_post = wrong_server("post_process", own_aggregation=True)
+wrong_update = wrong_server("update", own_aggregation=True)
+wrong_collection = wrong_server("collection_clients", collection=True)
+wrong_client = method(dict)
 no_aggregate = method(server=NoAggregate, own_aggregation=True)
 no_update = method(server=NoUpdate, own_aggregation=True)
 old_aggregate = method(server=OldAggregate, own_aggregation=True)
@@ -98,6 +143,55 @@ old_aggregate = method(server=OldAggregate, own_aggregation=True)
 class NoResult(motley.ServerStage):
     def __call__(self, server, aggregate, updates):
         return server
+
+
+def stage(returned):
+    call = lambda self, server, aggregate, updates: returned(server, aggregate)
+    return type("Stage", (motley.ServerStage,), {"__call__": call})
+
+
+swapped = stage(lambda server, aggregate: motley.StageResult(aggregate, server))
+wide = stage(
+    lambda server, aggregate: motley.StageResult(
+        server, aggregate.with_delta({name: torch.ones(3) for name in aggregate.delta})
+    )
+)
+strange = stage(
+    lambda server, aggregate: motley.StageResult(server, aggregate.with_delta({"a": torch.ones(3)}))
+)
+worded = stage(lambda server, aggregate: motley.StageResult(server, aggregate, {"a": "b"}))
+
+
+class OldStage(motley.ServerStage):
+    def __call__(self, server):
+        return server
+
+
+class Unfinished(motley.ServerStage):
+    pass
+
+
+class NoName(motley.Split):
+    def global_name(self, size, name):
+        return None
+
+
+class OldSplit(motley.Split):
+    def global_name(self, name):
+        return name
+
+
+class OldPartition(motley.PartitionSettings):
+    def split(self, labels):
+        return labels
+
+
+def scalar(input_shape, num_classes):
+    class Mean(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs.flatten(1)).mean()
+
+    return Mean(64, num_classes)
 
 
 class Partition(motley.PartitionSettings):
@@ -169,6 +263,27 @@ def test_an_exception_in_a_worker_process_names_the_line_too(folder: Path) -> No
         ("method.name=faulty:per_row", "the loss of PerRow has the shape ("),
         ("method.name=faulty:detached", "the loss of Detached does not depend on any parameter"),
         ("method.name=faulty:no_payload", "finish of NoPayload returned a NoneType; a pair of"),
+        (
+            "method.name=faulty:wrong_payload",
+            "finish of WrongPayload returned an int as 'a' in its payload; a tensor is expected.",
+        ),
+        ("method.name=faulty:wrong_state", "initial_client_state of WrongState returned a list; a"),
+        ("method.name=faulty:wrong_init", "init of WrongServer returned a float as 'a'; a tensor"),
+        ("method.name=faulty:wrong_broadcast", "broadcast of WrongServer returned a NoneType; a"),
+        ("method.name=faulty:wrong_metrics", "returned a tensor of shape (3,) as the metric 'a'"),
+        ("method.name=faulty:wrong_adjust", "adjust_aggregate of WrongServer returned 'conv1.wei"),
+        ("method.name=faulty:wrong_post", "post_process of WrongServer returned no 'conv1.weight'"),
+        ("method.name=faulty:wrong_update", "update of WrongServer returned a float as 'a'; a te"),
+        ("method.name=faulty:wrong_client", "its Client is the class dict; a subclass of motley.C"),
+        ("server.stages=[{name='faulty:swapped'}]", "returned StageResult(an Aggregate, a Server"),
+        ("server.stages=[{name='faulty:wide'}]", "in its delta with shape (3,) and type torch.flo"),
+        ("server.stages=[{name='faulty:strange'}]", "returned 'a' in its delta, which is not in"),
+        ("server.stages=[{name='faulty:worded'}]", "returned a str as the metric 'a'; a number"),
+        ("server.stages=[{name='faulty:OldStage'}]", "OldStage.__call__(self, server) is called"),
+        ("server.stages=[{name='faulty:Unfinished'}]", "Unfinished, which lacks __call__."),
+        ("split.name=faulty:NoName", "global_name of NoName returned a NoneType for 'conv1.weig"),
+        ("split.name=faulty:OldSplit", "OldSplit.global_name(self, name) is called as global_nam"),
+        ("data.partition.name=faulty:OldPartition", "OldPartition.split(self, labels) is called"),
         ("method.name=faulty:no_aggregate", "aggregate of NoAggregate returned a NoneType; a"),
         ("method.name=faulty:no_update", "update of NoUpdate returned a NoneType; a mapping"),
         (
@@ -202,14 +317,14 @@ class Failing(motley.Method):
     requirements = motley.Requirements(own_training=True)
 
 
-class NoPayloadClient(motley.ClientAlgorithm):
-    def finish(self, step):
-        return {"a": 3}, {}
+class WrongServer(motley.ServerAlgorithm):
+    def collection_clients(self, round_number):
+        return 3
 
 
-class WrongPayload(motley.Method):
-    Client = NoPayloadClient
-    requirements = motley.Requirements(payload=True)
+class WrongCollection(motley.Method):
+    Server = WrongServer
+    requirements = motley.Requirements(collection=True)
 """
 
 
@@ -228,7 +343,7 @@ def site_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: failing\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[motley.methods]\nfailing = failing.methods:Failing\n"
-        "wrong = failing.methods:WrongPayload\n"
+        "wrong = failing.methods:WrongCollection\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(folder)
@@ -276,8 +391,14 @@ def test_a_model_with_nothing_to_train_is_refused(folder: Path) -> None:
     assert answer.code == 2 and said in answer.err, answer.err
 
 
+def test_a_model_that_returns_a_scalar_is_refused(folder: Path) -> None:
+    answer = call("run", "--preset", "digits-small", "--set", "model.sizes=faulty:scalar")
+    said = "model.sizes: 'faulty:scalar' returns shape () for 2 examples; a model returns one row"
+    assert answer.code == 2 and said in answer.err, answer.err
+
+
 def test_an_error_in_motleys_code_names_the_users_files(folder: Path) -> None:
-    answer = run("method.name=faulty:wrong_payload")
+    answer = run("method.name=faulty:wrong_collection")
     assert answer.code == 1
     # Other tests in this process may have imported files of their own.
     said = r"This is a bug in Motley, or code that the configuration names \((.*)\) returns"

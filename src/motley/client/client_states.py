@@ -25,6 +25,7 @@ from motley.client.state_store import ClientStateStore
 from motley.core.device import on_device
 from motley.core.errors import MotleyError
 from motley.core.part import State
+from motley.core.results import require_tensors
 from motley.methods.base import Method
 
 
@@ -114,7 +115,9 @@ class ClientStates:
             job = self._with_private(job, self.initial_private(job.size))
         if not self._method.requirements.client_state:
             return job, {}
-        return job, self._method.client.initial_client_state(job.size, job.state)
+        client = self._method.client
+        state: object = client.initial_client_state(job.size, job.state)
+        return job, require_tensors(state, f"initial_client_state of {type(client).__name__}")
 
     def _with_private(self, job: Job, private: State) -> Job:
         """Return a job with the client's private tensors beside those that the server sent.

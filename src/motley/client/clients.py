@@ -229,12 +229,13 @@ class Clients:
         """Raise if a client algorithm returned something else than its method declares."""
         needs, returned = self.method.requirements, type(self.method.client).__name__
         if (payload and not needs.payload) or bool(client_state) != needs.client_state:
-            raise TypeError(
+            raise MotleyError(
                 f"{returned}.finish returned a payload of {sorted(payload)} and a client state of "
-                f"{sorted(client_state)}; its method declares {needs}."
+                f"{sorted(client_state)}; its method declares payload = {needs.payload} and "
+                f"client_state = {needs.client_state}. Change its `requirements`."
             )
         if not payload.keys().isdisjoint(private):
-            raise TypeError(
+            raise MotleyError(
                 f"{returned}.finish returned {sorted(payload)} as its payload, which has names of "
                 "private tensors (split.private)."
             )

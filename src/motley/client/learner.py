@@ -31,6 +31,7 @@ from motley.core.dotted import describe
 from motley.core.errors import MotleyError
 from motley.core.part import State, by_type
 from motley.core.randomness import key
+from motley.core.results import require_tensors
 from motley.core.tensors import add_, difference, norms
 from motley.data.device import DeviceData
 from motley.kernels import AVAILABLE
@@ -364,7 +365,9 @@ class Learner:
                 f"finish of {type(self.algorithm).__name__} returned {describe(result)}; a pair of "
                 "the payload and the next client state is expected, two mappings of tensors."
             )
-        payload, client_state = result
+        finish = f"finish of {type(self.algorithm).__name__}"
+        payload = require_tensors(result[0], finish, "payload")
+        client_state = require_tensors(result[1], finish, "client state")
         return payload, client_state, self._loss.clone()
 
     def drop_moments(self) -> None:

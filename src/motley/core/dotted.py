@@ -12,7 +12,7 @@ import importlib
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import Parameter, signature
 from pathlib import Path
 from types import ModuleType
@@ -118,6 +118,21 @@ def required_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
         if parameter.default is Parameter.empty:
             required.append(parameter.name)
     return tuple(required)
+
+
+def check_arguments(function: Callable[..., Any], arguments: Sequence[str], name: str) -> None:
+    """Refuse a user's function that cannot be called with these arguments, in this order."""
+    try:
+        own = signature(function)
+    except (TypeError, ValueError):  # some callables of C code have no signature
+        return
+    try:
+        own.bind(*arguments)
+    except TypeError:
+        called = f"{name.rpartition('.')[2]}({', '.join(arguments)})"
+        raise MotleyError(
+            f"{name}{own} is called as {called} and cannot take these arguments."
+        ) from None
 
 
 def takes_any_keyword(function: Callable[..., Any]) -> bool:

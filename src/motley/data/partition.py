@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from motley.core.dotted import subclass_of
+from motley.core.dotted import check_arguments, subclass_of
 from motley.core.errors import MotleyError
 from motley.core.randomness import generator
 from motley.core.registry import Registry
@@ -130,10 +130,19 @@ class DisjointPartition(PartitionSettings):
         """Return the client that owns each sample."""
 
 
+def _accept(item: Any) -> type[PartitionSettings]:
+    """Check a user's own partition."""
+    partition: type[PartitionSettings]
+    partition = subclass_of(PartitionSettings, "motley.PartitionSettings")(item)
+    arguments = ("self", "labels", "clients", "seed")
+    check_arguments(partition.split, arguments, f"{partition.__name__}.split")
+    return partition
+
+
 PARTITIONS: Registry[type[PartitionSettings]] = Registry(
     "partition",
     group="motley.partitions",
-    accept=subclass_of(PartitionSettings, "motley.PartitionSettings"),
+    accept=_accept,
 )
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from motley.core.dotted import describe, subclass_of
+from motley.core.dotted import check_arguments, describe, subclass_of
 from motley.core.errors import MotleyError
 from motley.core.merge import Aggregate
 from motley.core.part import State
@@ -367,14 +367,7 @@ def _check_arguments(method: type[Method]) -> None:
             if not is_hook or not _overrides(method, hook):
                 continue
             arguments = list(inspect.signature(original).parameters)
-            own = inspect.signature(getattr(half, hook))
-            try:
-                own.bind(*arguments)
-            except TypeError:
-                raise TypeError(
-                    f"{half.__name__}.{hook}{own} is called as {hook}({', '.join(arguments)}) "
-                    "and cannot take these arguments."
-                ) from None
+            check_arguments(getattr(half, hook), arguments, f"{half.__name__}.{hook}")
 
 
 def _accept(item: Any) -> type[Method]:
@@ -384,6 +377,20 @@ def _accept(item: Any) -> type[Method]:
         raise MotleyError(
             f"its Settings are {describe(method.Settings)}; "
             "a subclass of motley.MethodSettings is expected."
+        )
+    halves = (
+        ("Client", method.Client, ClientAlgorithm),
+        ("Server", method.Server, ServerAlgorithm),
+    )
+    for name, half, base in halves:
+        if not isinstance(half, type) or not issubclass(half, base):
+            raise MotleyError(
+                f"its {name} is {describe(half)}; a subclass of motley.{base.__name__} is expected."
+            )
+    if not isinstance(method.requirements, Requirements):
+        raise MotleyError(
+            f"its requirements are {describe(method.requirements)}; motley.Requirements(...) is "
+            "expected."
         )
     try:
         check_requirements(method)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from motley.core.part import Part, size_in_bytes, take
+from motley.core.results import require_tensors
 from motley.core.update import ClientUpdate
 from motley.engine.base import Failure, Job
 from motley.server.context import RoundContext
@@ -20,15 +21,15 @@ def make_job(context: RoundContext, server: ServerState, round_number: int, clie
     part = context.split.part(size, round_number, client)
     # If no weights are exchanged, a client is sent its size's initial weights, and only until it
     # has a model of its own.
+    algorithm = context.algorithm
+    broadcast: object = algorithm.broadcast(server.method_state, server.state, round_number, client)
     has_own_model = not context.exchanges_weights and client in server.client_state_rounds
     return Job(
         round_number=round_number,
         client=client,
         size=size,
         state={} if has_own_model else take(server.state, part),
-        broadcast=context.algorithm.broadcast(
-            server.method_state, server.state, round_number, client
-        ),
+        broadcast=require_tensors(broadcast, f"broadcast of {type(algorithm).__name__}"),
         client_state_round=server.client_state_rounds.get(client),
     )
 

@@ -62,10 +62,11 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from motley.core.dotted import describe, subclass_of
+from motley.core.dotted import check_arguments, describe, subclass_of
 from motley.core.errors import MotleyError, unknown
 from motley.core.merge import Aggregate
 from motley.core.registry import Registry
+from motley.core.results import require_fit, require_metrics
 from motley.core.update import ClientUpdate
 from motley.server.metrics import Metrics
 from motley.server.state import ServerState
@@ -122,6 +123,8 @@ def run_stages(
                 f"stage {stage.name!r} returned {describe(result)}; a motley.StageResult is "
                 "expected."
             )
+        if isinstance(stage, ServerStage):
+            _check_result(stage.name, result, aggregate, server)
         if applied and result.aggregate is not aggregate:
             raise MotleyError(
                 f"stage {stage.name!r} changes the aggregated delta after it was applied to the "
@@ -132,6 +135,23 @@ def run_stages(
         for metric, value in result.metrics.items():
             metrics[f"{stage.name}/{metric}"] = value
     return server, metrics
+
+
+def _check_result(
+    name: str, result: StageResult, aggregate: Aggregate, server: ServerState
+) -> None:
+    """Check the result of a user's stage, whose mistakes would show up in later stages."""
+    stage = f"stage {name!r}"
+    if not isinstance(result.server, ServerState) or not isinstance(result.aggregate, Aggregate):
+        raise MotleyError(
+            f"{stage} returned StageResult({describe(result.server)}, "
+            f"{describe(result.aggregate)}); a server state and an aggregate are expected."
+        )
+    require_metrics(result.metrics, stage)
+    if result.aggregate is not aggregate:
+        require_fit(result.aggregate.delta, server.state, stage, "delta")
+    if result.server is not server:
+        require_fit(result.server.state, server.state, stage, "global state", complete=True)
 
 
 # ---- stages of users' own
@@ -182,6 +202,8 @@ def _accept(item: Any) -> type[ServerStage]:
             f"its Settings are {describe(stage.Settings)}; "
             "a subclass of motley.StageSettings is expected."
         )
+    arguments = ("self", "server", "aggregate", "updates")
+    check_arguments(stage.__call__, arguments, f"{stage.__name__}.__call__")
     return stage
 
 

@@ -7,14 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from motley.core.dotted import subclass_of
+from motley.core.dotted import check_arguments, describe, subclass_of
 from motley.core.errors import MotleyError
 from motley.core.meta import on_meta
 from motley.core.part import Part, Piece, State
@@ -174,7 +174,8 @@ class Split(ABC):
             for name, tensor in blueprint.module.state_dict().items():
                 if name in self.private[size]:
                     continue
-                other, shape = shapes.setdefault(self.global_name(size, name), (size, tensor.shape))
+                place = self._global_name(size, name)
+                other, shape = shapes.setdefault(place, (size, tensor.shape))
                 if shape != tensor.shape:
                     raise MotleyError(
                         f"model.sizes: {other!r} and {size!r} cannot share {name!r}: "
@@ -242,7 +243,17 @@ class Split(ABC):
         per_size = self.settings.normalization_statistics == "per-size"
         if per_size and name.endswith(STATISTICS):
             return f"{size}/{name}"
-        return self.global_name(size, name)
+        return self._global_name(size, name)
+
+    def _global_name(self, size: str, name: str) -> str:
+        """Return `global_name`, which may be a user's own, after a check of its type."""
+        global_name: object = self.global_name(size, name)
+        if not isinstance(global_name, str):
+            raise MotleyError(
+                f"global_name of {type(self).__name__} returned {describe(global_name)} for "
+                f"{name!r} of {size!r}; the tensor's global name is expected, as text."
+            )
+        return global_name
 
     def initial(self, seed: int) -> State:
         """Return the global state before the first round.
@@ -406,6 +417,16 @@ def _without_statistics(build: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-SPLITS: Registry[type[Split]] = Registry(
-    "split", group="motley.splits", accept=subclass_of(Split, "motley.Split")
-)
+def _accept(item: Any) -> type[Split]:
+    """Check a user's own split."""
+    split: type[Split] = subclass_of(Split, "motley.Split")(item)
+    if not issubclass(split.Settings, SplitSettings):
+        raise MotleyError(
+            f"its Settings are {describe(split.Settings)}; a subclass of motley.SplitSettings is "
+            "expected."
+        )
+    check_arguments(split.global_name, ("self", "size", "name"), f"{split.__name__}.global_name")
+    return split
+
+
+SPLITS: Registry[type[Split]] = Registry("split", group="motley.splits", accept=_accept)

@@ -68,7 +68,11 @@ def _check(
     expected = task.expected_outputs(target_dims, classes)
     if not isinstance(outputs, torch.Tensor):
         actual = f"a {type(outputs).__name__}"
-    elif len(outputs) != 2 or not task.fits(outputs.shape[1:], target_dims, classes):
+    elif (
+        outputs.dim() == 0
+        or len(outputs) != 2
+        or not task.fits(outputs.shape[1:], target_dims, classes)
+    ):
         actual = f"shape {tuple(outputs.shape)} for 2 examples"
     elif not outputs.is_floating_point():
         actual = f"{outputs.dtype}"
