@@ -6,9 +6,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+import motley
 from motley.core.errors import MotleyError
+from motley.data import load_dataset
 from motley.models import ImageShape, ModelSpec, TokenShape
 from motley.models.user import build_user_model, spec_of_factory
 
@@ -49,3 +52,69 @@ def test_what_is_no_factory_is_refused(factory: Any, words: str) -> None:
 def test_a_declaration_stays_as_it_is() -> None:
     spec = ModelSpec(lambda settings, shape, classes: nn.Identity(), head="fc")
     assert spec_of_factory(spec) is spec
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 8))
+        self.fc = nn.Linear(8, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = self.fc(self.blocks(images.flatten(1)))
+        return out
+
+
+class ChangesItsInput(Net):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images.mul_(0.5))
+
+
+class Rectifies(Net):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(nn.functional.relu(images, inplace=True))
+
+
+class Complex(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+
+
+class Scalar(Net):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images).mean()
+
+
+@pytest.mark.parametrize(
+    ("net", "words"),
+    [
+        (ChangesItsInput, "model.sizes: 'net' changes its input in place, and the same test exam"),
+        (Rectifies, "model.sizes: 'net' changes its input in place"),
+        (
+            Complex,
+            "model.sizes: 'net' has the tensor 'phase' of type torch.complex64; real numbers",
+        ),
+        (Scalar, r"returns shape \(\) for 2 examples; a model returns one row of 10 logits"),
+    ],
+)
+def test_models_that_would_give_wrong_numbers_are_refused(net: Any, words: str) -> None:
+    with pytest.raises(MotleyError, match=words):
+        motley.Federation(models={"net": net}, data=load_dataset("digits"), clients=4)
+
+
+@pytest.mark.parametrize(
+    ("declared", "words"),
+    [
+        ({"blocks": ("block.0",)}, "ModelSpec.blocks: unknown module 'block.0'. Did you mean 'bl"),
+        ({"blocks": "blocks.0"}, "ModelSpec.blocks = 'blocks.0': should be a tuple of paths."),
+        ({"head": "fcc"}, "ModelSpec.head: unknown module 'fcc'. Did you mean 'fc'?"),
+        ({"head": ["fc"]}, "ModelSpec.head = ['fc']: should be the path of a module."),
+        ({"classifiers": ("last",)}, "ModelSpec.classifiers: unknown module 'last'."),
+    ],
+)
+def test_declared_paths_lead_to_modules(declared: dict[str, Any], words: str) -> None:
+    spec = ModelSpec(lambda settings, shape, classes: Net(), **declared)
+    with pytest.raises(MotleyError) as raised:
+        motley.Federation(models={"net": spec}, data=load_dataset("digits"), clients=4)
+    assert words in str(raised.value)

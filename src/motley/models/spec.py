@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from motley.core.errors import MotleyError, unknown
 from motley.core.registry import Registry
 from motley.models.channels import Channels
 from motley.models.initialization import Initialization, initialize
@@ -90,12 +91,29 @@ class ModelSpec:
         if not isinstance(model, nn.Module):
             # A user's function may return anything. It is rejected where the model is used.
             return model
+        self._check_paths(model)
         initialize(model, init)
         if self.after_init is not None:
             self.after_init(model, *arguments)
         if self.is_complete or len(arguments) != len(BuiltWith._fields):
             return declare(model, self)
         return declare(model, replace(self, built_with=BuiltWith(*arguments)))
+
+    def _check_paths(self, model: nn.Module) -> None:
+        """Refuse declared paths that do not lead to a module."""
+        if self.head is not None and not isinstance(self.head, str):
+            raise MotleyError(f"ModelSpec.head = {self.head!r}: should be the path of a module.")
+        heads = () if self.head is None else (self.head,)
+        declared = {"blocks": self.blocks or (), "head": heads, "classifiers": self.classifiers}
+        modules = dict(model.named_modules())
+        for field, paths in declared.items():
+            if isinstance(paths, str):
+                raise MotleyError(f"ModelSpec.{field} = {paths!r}: should be a tuple of paths.")
+            for path in paths:
+                if path not in modules:
+                    raise MotleyError(
+                        f"ModelSpec.{field}: {unknown('module', path, filter(None, modules))}"
+                    )
 
     @property
     def is_complete(self) -> bool:

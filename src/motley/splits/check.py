@@ -42,6 +42,7 @@ def check_outputs(
                 f"model.sizes: {size!r} has no parameter that can be trained: it has none, or all "
                 "have requires_grad = False."
             )
+        _check_types(model, size)
         for training in (True, False):
             outputs = _outputs(model.train(training), size, shape)
             _check(outputs, size, classes, task, target_dims)
@@ -49,6 +50,7 @@ def check_outputs(
 
 def _outputs(model: nn.Module, size: str, shape: InputShape, device: str = "cpu") -> object:
     inputs = example_inputs(shape, 2, device)
+    version = inputs._version
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             outputs: object = model(inputs)
@@ -59,7 +61,24 @@ def _outputs(model: nn.Module, size: str, shape: InputShape, device: str = "cpu"
             f"model.sizes: {size!r} cannot be fed a batch of shape {tuple(inputs.shape)}: "
             f"{type(error).__name__}: {error}"
         ) from error
+    if inputs._version != version:
+        # The test set is kept in memory, so every evaluation would see other examples.
+        raise MotleyError(
+            f"model.sizes: {size!r} changes its input in place, and the same test examples are "
+            "used in every evaluation. Use operations that return a new tensor, such as x * 2 "
+            "instead of x.mul_(2), and nn.ReLU() instead of nn.ReLU(inplace=True) on the input."
+        )
     return outputs
+
+
+def _check_types(model: nn.Module, size: str) -> None:
+    """Refuse complex tensors, whose imaginary parts an average would drop."""
+    for name, tensor in model.state_dict().items():
+        if tensor.is_complex():
+            raise MotleyError(
+                f"model.sizes: {size!r} has the tensor {name!r} of type {tensor.dtype}; real "
+                "numbers are needed. torch.view_as_real stores a complex tensor as one."
+            )
 
 
 def _check(
